@@ -16,7 +16,9 @@ PATCH = 32  # pixels of a patch: each becomes one token, its mean brightness
 def _tokens(image: Image.Image) -> list[int]:
     """What a model might be fed: one number for every patch, at most 256 of them."""
     side = max(PATCH, int(np.sqrt(image.width * image.height / 256)))
-    small = image.convert("L").resize((max(1, image.width // side), max(1, image.height // side)), Image.Resampling.BOX)
+    small = image.convert("L").resize(
+        (max(1, image.width // side), max(1, image.height // side)), Image.Resampling.BOX
+    )
     return (1 + np.asarray(small, np.int32).reshape(-1)).tolist()
 
 
@@ -31,7 +33,11 @@ def augmented(row: Mapping[str, Any]) -> dict[str, Any]:
     with Image.open(io.BytesIO(row["image"])) as opened:
         image = opened.convert("RGB")
     angle = 5 + row["n"] % 20
-    image = image.rotate(angle, Image.Resampling.BICUBIC).filter(ImageFilter.GaussianBlur(1.5)).filter(ImageFilter.UnsharpMask(2))
+    image = (
+        image.rotate(angle, Image.Resampling.BICUBIC)
+        .filter(ImageFilter.GaussianBlur(1.5))
+        .filter(ImageFilter.UnsharpMask(2))
+    )
     for enhance in (ImageEnhance.Color, ImageEnhance.Contrast, ImageEnhance.Brightness):
         image = enhance(image).enhance(0.8 + (row["n"] % 5) / 10)
     return {"tokens": _tokens(image)}
@@ -55,19 +61,27 @@ def write_jpegs(path: str, rows: int, side: int, seed: int, per_chunk: int = 4) 
     for _ in range(rows):
         coarse = rng.integers(0, 255, (16, 16, 3), np.uint8)
         out = io.BytesIO()
-        Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
+        Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(
+            out, "JPEG", quality=90
+        )
         images.append(out.getvalue())
-    pq.write_table(pa.table({"n": np.arange(rows), "image": images}), path, row_group_size=per_chunk)
+    pq.write_table(
+        pa.table({"n": np.arange(rows), "image": images}), path, row_group_size=per_chunk
+    )
 
 
-def write_texts(path: str, tokenizer: str, rows: int, words: int, seed: int, per_chunk: int = 64) -> None:
+def write_texts(
+    path: str, tokenizer: str, rows: int, words: int, seed: int, per_chunk: int = 64
+) -> None:
     """Documents of about equal length, and a tokenizer trained on them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     rng = np.random.default_rng(seed)
-    known = ["".join(chr(97 + c) for c in rng.integers(0, 26, rng.integers(2, 10))) for _ in range(3000)]
+    known = [
+        "".join(chr(97 + c) for c in rng.integers(0, 26, rng.integers(2, 10))) for _ in range(3000)
+    ]
     ranks = np.minimum(rng.zipf(1.3, (rows, words)), len(known)) - 1
     texts = [" ".join(known[k] for k in row) for row in ranks]
     made = Tokenizer(models.BPE())

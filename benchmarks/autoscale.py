@@ -78,25 +78,36 @@ class Setting:
 
     def lanes(self, mixture: Mapping[str, float]) -> dict[str, float]:
         """Busy processes that each source takes at full pace."""
-        return {name: self.samples * share * self.costs[name] / self.step_s for name, share in mixture.items()}
+        return {
+            name: self.samples * share * self.costs[name] / self.step_s
+            for name, share in mixture.items()
+        }
 
     def job(self) -> ov.Job:
         first, second = self.stages
-        return make_job(self.folder, self.samples, ov.schedule.staged({0: LIGHT, first: HEAVY, second: LIGHT}))
+        return make_job(
+            self.folder, self.samples, ov.schedule.staged({0: LIGHT, first: HEAVY, second: LIGHT})
+        )
 
 
 @dataclass(slots=True)
 class Outcome:
     name: str
-    waits: list[float] = field(default_factory=list)  # for every step; for the first one from the call of ``launch`` on
-    at: list[float] = field(default_factory=list)  # when each step was there, in seconds since that call
+    waits: list[float] = field(
+        default_factory=list
+    )  # for every step; for the first one from the call of ``launch`` on
+    at: list[float] = field(
+        default_factory=list
+    )  # when each step was there, in seconds since that call
     seen: list[tuple[float, int]] = field(default_factory=list)  # when, loader processes
     plans: str = ""
     decisions: list[str] = field(default_factory=list)
 
     @property
     def loader_seconds(self) -> float:
-        return math.fsum(n * (b - a) for (a, n), (b, _) in zip(self.seen, self.seen[1:], strict=False))
+        return math.fsum(
+            n * (b - a) for (a, n), (b, _) in zip(self.seen, self.seen[1:], strict=False)
+        )
 
     @property
     def start_s(self) -> float:
@@ -111,7 +122,9 @@ def make_data(folder: Path) -> None:
     if (folder / "done").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_texts(str(folder / "text.parquet"), str(folder / "tokenizer.json"), rows=4096, words=150, seed=1)
+    write_texts(
+        str(folder / "text.parquet"), str(folder / "tokenizer.json"), rows=4096, words=150, seed=1
+    )
     for k, (name, side) in enumerate(SIDES.items()):
         write_jpegs(str(folder / f"{name}.parquet"), rows=2 * CHUNKS * 4, side=side, seed=2 + k)
     (folder / "done").touch()
@@ -121,13 +134,24 @@ def make_job(folder: Path, samples: int, mixture: Any) -> ov.Job:
     tokenize = ov.Tokenize(str(folder / "tokenizer.json"), text="text")
     sources = [ov.Source("text", str(folder / "text.parquet"), transforms=[tokenize])]
     sources += [
-        ov.Source(name, str(folder / f"{name}.parquet"), transforms=[ov.Map(fn, rows=True), ov.Tokens("tokens")])
+        ov.Source(
+            name,
+            str(folder / f"{name}.parquet"),
+            transforms=[ov.Map(fn, rows=True), ov.Tokens("tokens")],
+        )
         for name, fn in CODE.items()
     ]
     return ov.Job(
-        name="autoscale", sources=sources, mixture=mixture, place=ov.ClientPlaceTree(), seed=3, slice_rows=2, shuffle_chunks=CHUNKS,
-        batch=ov.Batch(samples=samples, context=2048), on_long="truncate",
-    )  # fmt: skip
+        name="autoscale",
+        sources=sources,
+        mixture=mixture,
+        place=ov.ClientPlaceTree(),
+        seed=3,
+        slice_rows=2,
+        shuffle_chunks=CHUNKS,
+        batch=ov.Batch(samples=samples, context=2048),
+        on_long="truncate",
+    )
 
 
 def measured_costs(folder: Path) -> dict[str, float]:
@@ -149,7 +173,9 @@ def costs_side_by_side(folder: Path, hosts: int) -> dict[str, float]:
     """With as many processes at it as there may be loaders: cores that share their parts are slower together than one alone."""
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(hosts), context.SimpleQueue()
-    processes = [context.Process(target=_measure, args=(folder, together, answers)) for _ in range(hosts)]
+    processes = [
+        context.Process(target=_measure, args=(folder, together, answers)) for _ in range(hosts)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -174,10 +200,18 @@ def provision(session: ov.Session, wanted: Mapping[str, int]) -> None:
         while not done and time.monotonic() < until:
             done = session.scale(source, n)
             time.sleep(0.05)
-        have = {a["pid"] for a in session.metrics()["actors"] if a["name"].startswith(f"loader/{source}/")}
+        have = {
+            a["pid"]
+            for a in session.metrics()["actors"]
+            if a["name"].startswith(f"loader/{source}/")
+        }
         while len(have) < n and time.monotonic() < until:
             time.sleep(0.05)
-            have = {a["pid"] for a in session.metrics()["actors"] if a["name"].startswith(f"loader/{source}/")}
+            have = {
+                a["pid"]
+                for a in session.metrics()["actors"]
+                if a["name"].startswith(f"loader/{source}/")
+            }
 
 
 def options_of(name: str, setting: Setting) -> dict[str, Any]:
@@ -196,7 +230,9 @@ def run(name: str, setting: Setting, wanted: Mapping[str, int]) -> Outcome:
 def _run(name: str, setting: Setting, wanted: Mapping[str, int], cache: str) -> Outcome:
     outcome, stop = Outcome(name), threading.Event()
     start = asked = time.perf_counter()
-    with ov.launch(setting.job(), runtime="process", cache_dir=cache, **options_of(name, setting)) as session:
+    with ov.launch(
+        setting.job(), runtime="process", cache_dir=cache, **options_of(name, setting)
+    ) as session:
         provision(session, wanted)
         client, plans = session.client(0), ""
 
@@ -217,7 +253,10 @@ def _run(name: str, setting: Setting, wanted: Mapping[str, int], cache: str) -> 
         stop.set()
         watcher.join()
         outcome.seen.append((time.perf_counter() - start, outcome.seen[-1][1]))
-        outcome.decisions = [f"step {d['step']}: {d['words']}" for d in session.metrics()["scaling"].get("decisions", ())]
+        outcome.decisions = [
+            f"step {d['step']}: {d['words']}"
+            for d in session.metrics()["scaling"].get("decisions", ())
+        ]
         outcome.plans = plans
     return outcome
 
@@ -230,7 +269,11 @@ def provisions(setting: Setting) -> dict[str, dict[str, int]]:
 
     def hosts(lanes: Mapping[str, float]) -> dict[str, int]:
         # Beside the process that all sources share; a source that takes less than a quarter of one stays there.
-        return {name: 1 + math.ceil(n / TARGET) if n > 0.25 else 1 for name, n in lanes.items() if name in ALONE}
+        return {
+            name: 1 + math.ceil(n / TARGET) if n > 0.25 else 1
+            for name, n in lanes.items()
+            if name in ALONE
+        }
 
     def fitting(wanted: dict[str, int]) -> dict[str, int]:
         while sum(n - 1 for n in wanted.values()) + 1 > setting.hosts:
@@ -238,7 +281,11 @@ def provisions(setting: Setting) -> dict[str, dict[str, int]]:
             wanted[largest] -= 1
         return wanted
 
-    return {"worst case": fitting(hosts(heavy)), "average": fitting(hosts(mean)), **{name: {} for name in DEFAULTS}}
+    return {
+        "worst case": fitting(hosts(heavy)),
+        "average": fitting(hosts(mean)),
+        **{name: {} for name in DEFAULTS},
+    }
 
 
 def row(outcome: Outcome, worst: Outcome, setting: Setting) -> list[str]:
@@ -247,53 +294,108 @@ def row(outcome: Outcome, worst: Outcome, setting: Setting) -> list[str]:
     heavy = outcome.waited(first, second) / ((second - first) * setting.step_s)
     less, equal = worst.loader_seconds / outcome.loader_seconds, outcome.plans == worst.plans
     return [
-        outcome.name, f"{min(counts)} to {max(counts)}", f"{outcome.loader_seconds:.0f}", f"{less:.2f}x less",
-        f"{outcome.start_s:.2f}", f"{outcome.waited():.2f}", f"{heavy:.1%}", f"{max(outcome.waits[1:]):.2f}",
+        outcome.name,
+        f"{min(counts)} to {max(counts)}",
+        f"{outcome.loader_seconds:.0f}",
+        f"{less:.2f}x less",
+        f"{outcome.start_s:.2f}",
+        f"{outcome.waited():.2f}",
+        f"{heavy:.1%}",
+        f"{max(outcome.waits[1:]):.2f}",
         "equal" if equal else "**differ**",
-    ]  # fmt: skip
+    ]
 
 
 def plots(done: list[Outcome], setting: Setting, name: str) -> dict[str, str]:
     end = max(o.seen[-1][0] for o in done)
     x = np.linspace(0.0, end, 240)
-    first, second = (next((o.at[s] for o in done[:1] if s < len(o.at)), 0.0) for s in setting.stages)
+    first, second = (
+        next((o.at[s] for o in done[:1] if s < len(o.at)), 0.0) for s in setting.stages
+    )
     marks = [(first, "heavy"), (second, "light")]
     counts, waits = [], []
     for k, o in enumerate(done):
         times, n = np.array([t for t, _ in o.seen]), np.array([c for _, c in o.seen], float)
-        counts.append(Line(label=o.name, color=series_color(k), y=n[np.clip(np.searchsorted(times, x, side="right") - 1, 0, None)]))
-        waits.append(Line(label=o.name, color=series_color(k), y=np.interp(x, o.at, np.cumsum(o.waits))))
+        counts.append(
+            Line(
+                label=o.name,
+                color=series_color(k),
+                y=n[np.clip(np.searchsorted(times, x, side="right") - 1, 0, None)],
+            )
+        )
+        waits.append(
+            Line(label=o.name, color=series_color(k), y=np.interp(x, o.at, np.cumsum(o.waits)))
+        )
     top = 1.1 * max(float(line.y.max()) for line in counts)
     most = max(0.5, 1.1 * max(float(line.y.max()) for line in waits))
     shared: dict[str, Any] = {"x_label": "seconds", "y_from": 0.0, "marks": marks}
     return {
         f"{name}-loaders": lines(
-            x, counts, about="loader processes", y_label="loader processes", y_to=top, show=lambda y: f"{y:.0f}", **shared
+            x,
+            counts,
+            about="loader processes",
+            y_label="loader processes",
+            y_to=top,
+            show=lambda y: f"{y:.0f}",
+            **shared,
         ),
         f"{name}-waits": lines(
-            x, waits, about="what the trainer has waited", y_label="waited so far, s", y_to=most, show=lambda y: f"{y:.1f}", **shared
+            x,
+            waits,
+            about="what the trainer has waited",
+            y_label="waited so far, s",
+            y_to=most,
+            show=lambda y: f"{y:.1f}",
+            **shared,
         ),
     }
 
 
 @click.command(help=__doc__)
 @click.option("--hosts", default=0, help="Loader processes at most; 0: as many as there are cores.")
-@click.option("--seconds", default=60.0, show_default=True, help="Of each of the four runs, if the trainer never waits.")
+@click.option(
+    "--seconds",
+    default=60.0,
+    show_default=True,
+    help="Of each of the four runs, if the trainer never waits.",
+)
 @click.option("--step-s", default=0.25, show_default=True, help="What a step costs the trainer.")
 @click.option("--quick", is_flag=True, help="12 seconds each: to see that it works.")
-@click.option("--save", "saving", is_flag=True, help="Write the dated page under benchmarks/results.")
-@click.option("--corpus", type=click.Path(path_type=Path), default=None, help="Where the data is made and kept.")
-def main(hosts: int, seconds: float, step_s: float, quick: bool, saving: bool, corpus: Path | None) -> None:
+@click.option(
+    "--save", "saving", is_flag=True, help="Write the dated page under benchmarks/results."
+)
+@click.option(
+    "--corpus",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Where the data is made and kept.",
+)
+def main(
+    hosts: int, seconds: float, step_s: float, quick: bool, saving: bool, corpus: Path | None
+) -> None:
     hosts = hosts or cores()
     if quick:
         seconds, step_s = 12.0, 0.1
-    folder, console = (corpus or Path(tempfile.gettempdir()) / "overlord-benchmark") / "autoscale-v4", wide_console()
+    folder, console = (
+        (corpus or Path(tempfile.gettempdir()) / "overlord-benchmark") / "autoscale-v4",
+        wide_console(),
+    )
     make_data(folder)
     costs = costs_side_by_side(folder, hosts)
     mean = math.fsum(HEAVY[name] * cost for name, cost in costs.items())
     samples = max(8, round(BUSY * hosts * step_s / mean))
-    setting = Setting(folder=folder, hosts=hosts, steps=round(seconds / step_s), step_s=step_s, costs=costs, samples=samples)
-    console.print("seconds a sample: " + ", ".join(f"{n} {c * 1e3:.2f} ms ({c / costs['text']:.0f}x)" for n, c in costs.items()))
+    setting = Setting(
+        folder=folder,
+        hosts=hosts,
+        steps=round(seconds / step_s),
+        step_s=step_s,
+        costs=costs,
+        samples=samples,
+    )
+    console.print(
+        "seconds a sample: "
+        + ", ".join(f"{n} {c * 1e3:.2f} ms ({c / costs['text']:.0f}x)" for n, c in costs.items())
+    )
     console.print(
         f"{samples} samples a step; busy processes: light {_total(setting, LIGHT):.2f}, heavy {_total(setting, HEAVY):.2f} of {hosts}"
     )
@@ -305,11 +407,17 @@ def main(hosts: int, seconds: float, step_s: float, quick: bool, saving: bool, c
             done.append(run(name, setting, wanted))
             bar.advance(task)
     rows = [row(o, done[0], setting) for o in done]
-    console.print(shown_table(f"{hosts} loader processes at most, {setting.steps} steps of {step_s} s", HEAD, rows))
+    console.print(
+        shown_table(
+            f"{hosts} loader processes at most, {setting.steps} steps of {step_s} s", HEAD, rows
+        )
+    )
     console.print("\n".join(done[-1].decisions))
     if saving:
         name = f"{date.today()}-autoscale-{hosts}"
-        console.print(f"saved: {save(name, page_text(rows, setting, done[-1], name), plots(done, setting, name))}")
+        console.print(
+            f"saved: {save(name, page_text(rows, setting, done[-1], name), plots(done, setting, name))}"
+        )
 
 
 def _total(setting: Setting, mixture: Mapping[str, float]) -> float:
@@ -317,19 +425,37 @@ def _total(setting: Setting, mixture: Mapping[str, float]) -> float:
 
 
 def page_text(rows: list[list[str]], setting: Setting, scaled: Outcome, name: str) -> str:
-    costs = ", ".join(f"{n} {c * 1e3:.2f} ms ({c / setting.costs['text']:.0f}x)" for n, c in setting.costs.items())
-    return "\n".join([
-        "# Loader processes by need", "", f"`{command_line('benchmarks/autoscale.py')}`", "",
-        f"A sample costs: {costs}. {setting.samples} samples a step, {setting.steps} steps of {setting.step_s} s each; steps "
-        f"{setting.stages[0]} to {setting.stages[1]} are the heavy stage, which keeps {_total(setting, HEAVY):.2f} processes busy; the "
-        f"others {_total(setting, LIGHT):.2f}. Records are hashed in plain Python, which holds the interpreter lock. *Worst case* and "
-        "*average* are provisioned before the first step and stay, in processes of one thread; *off* and *autoscale* have "
-        f"`hosts={setting.hosts}` and otherwise defaults. *Start*: from the call of `launch` to the first step; it is part of what the "
-        "trainer waited, in table and plot. *Share of the heavy stage*: what the trainer waited there, against the time its steps take. "
-        "*plans*: whether every step's plan is that of the first run.", "",
-        markdown_table(HEAD, rows), "", f"![loader processes](img/{name}-loaders.svg)", "", f"![waits](img/{name}-waits.svg)", "",
-        "What was decided:", "", *(f"- {words}" for words in scaled.decisions), "", machine(), "",
-    ])  # fmt: skip
+    costs = ", ".join(
+        f"{n} {c * 1e3:.2f} ms ({c / setting.costs['text']:.0f}x)" for n, c in setting.costs.items()
+    )
+    return "\n".join(
+        [
+            "# Loader processes by need",
+            "",
+            f"`{command_line('benchmarks/autoscale.py')}`",
+            "",
+            f"A sample costs: {costs}. {setting.samples} samples a step, {setting.steps} steps of {setting.step_s} s each; steps "
+            f"{setting.stages[0]} to {setting.stages[1]} are the heavy stage, which keeps {_total(setting, HEAVY):.2f} processes busy; the "
+            f"others {_total(setting, LIGHT):.2f}. Records are hashed in plain Python, which holds the interpreter lock. *Worst case* and "
+            "*average* are provisioned before the first step and stay, in processes of one thread; *off* and *autoscale* have "
+            f"`hosts={setting.hosts}` and otherwise defaults. *Start*: from the call of `launch` to the first step; it is part of what the "
+            "trainer waited, in table and plot. *Share of the heavy stage*: what the trainer waited there, against the time its steps take. "
+            "*plans*: whether every step's plan is that of the first run.",
+            "",
+            markdown_table(HEAD, rows),
+            "",
+            f"![loader processes](img/{name}-loaders.svg)",
+            "",
+            f"![waits](img/{name}-waits.svg)",
+            "",
+            "What was decided:",
+            "",
+            *(f"- {words}" for words in scaled.decisions),
+            "",
+            machine(),
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

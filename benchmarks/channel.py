@@ -29,7 +29,9 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # its own modules, also when started from elsewhere
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent)
+)  # its own modules, also when started from elsewhere
 
 import click
 from rich.console import Console
@@ -41,7 +43,10 @@ from page import Numbers, command_line, machine, markdown_table, progress, save,
 
 MODES = (COPIED, VIEWED)
 TARGET = 0.7  # of a bare memcpy, from 16 MiB up
-HEADS = {COPIED: "and copied into the consumer's buffer (two copies at least)", VIEWED: "and viewed where it lies (one copy at least)"}
+HEADS = {
+    COPIED: "and copied into the consumer's buffer (two copies at least)",
+    VIEWED: "and viewed where it lies (one copy at least)",
+}
 
 
 def rates(found: list[Block], mode: str, nbytes: int) -> dict[str, list[float]]:
@@ -65,10 +70,19 @@ def table(found: list[Block], mode: str) -> tuple[list[str], list[list[str]]]:
     for way in dict.fromkeys(block.way for block in found):
         row = [way]
         for nbytes in sizes:
-            own, shares = by_size[nbytes][way], [share(by_size[nbytes][way], by_size[nbytes][bare]) for bare in BARES]
-            row += [f"{statistics.median(own):.2f} ({min(own):.2f}-{max(own):.2f})", " / ".join(f"{100 * s:.0f} %" for s in shares)]
+            own, shares = (
+                by_size[nbytes][way],
+                [share(by_size[nbytes][way], by_size[nbytes][bare]) for bare in BARES],
+            )
+            row += [
+                f"{statistics.median(own):.2f} ({min(own):.2f}-{max(own):.2f})",
+                " / ".join(f"{100 * s:.0f} %" for s in shares),
+            ]
         rows.append(row)
-    return ["way", *(head for nbytes in sizes for head in (f"{nbytes // MIB} MiB, GB/CPU s", "of bare"))], rows
+    return [
+        "way",
+        *(head for nbytes in sizes for head in (f"{nbytes // MIB} MiB, GB/CPU s", "of bare")),
+    ], rows
 
 
 def verdict(found: list[Block]) -> list[str]:
@@ -80,7 +94,9 @@ def verdict(found: list[Block]) -> list[str]:
             for bare in BARES if "ring" in by_way else ():
                 reached = share(by_way["ring"], by_way[bare])
                 said = f"{100 * TARGET:.0f} % is {'met' if reached >= TARGET else 'missed'}"
-                lines.append(f"{nbytes // MIB} MiB, {mode}: the ring moves {100 * reached:.0f} % of *{bare}*; {said}.")
+                lines.append(
+                    f"{nbytes // MIB} MiB, {mode}: the ring moves {100 * reached:.0f} % of *{bare}*; {said}."
+                )
     return lines
 
 
@@ -92,7 +108,10 @@ def libraries(ways: Iterable[str]) -> str:
 
 def page(found: list[Block], date: str, command: str, rounds: int) -> str:
     ways = dict.fromkeys(block.way for block in found)
-    parts = [f"# One hop between two processes, {date}", f"`{command}`: {rounds} rounds. {machine()} {libraries(ways)}".rstrip()]
+    parts = [
+        f"# One hop between two processes, {date}",
+        f"`{command}`: {rounds} rounds. {machine()} {libraries(ways)}".rstrip(),
+    ]
     parts.append(
         "16 pieces in the producer become one contiguous array in the consumer. GB per CPU second (all processes, user and system): "
         "median (lowest-highest). *Of bare*: against the bare memcpys of the same round, which make the least number of copies the job "
@@ -106,21 +125,46 @@ def page(found: list[Block], date: str, command: str, rounds: int) -> str:
 
 
 @click.command()
-@click.option("--sizes", type=Numbers(), default="1,16,64", show_default=True, help="Message sizes in MiB.")
-@click.option("--rounds", default=9, show_default=True)
-@click.option("--block-mib", default=512, show_default=True, help="Bytes that a way moves in a round, at each size.")
 @click.option(
-    "--ways", default="", help="Names with commas between them; all that can run unless said. The bare memcpy is always among them."
+    "--sizes", type=Numbers(), default="1,16,64", show_default=True, help="Message sizes in MiB."
+)
+@click.option("--rounds", default=9, show_default=True)
+@click.option(
+    "--block-mib",
+    default=512,
+    show_default=True,
+    help="Bytes that a way moves in a round, at each size.",
+)
+@click.option(
+    "--ways",
+    default="",
+    help="Names with commas between them; all that can run unless said. The bare memcpy is always among them.",
 )
 @click.option("--quick", is_flag=True, help="Two short rounds.")
 @click.option("--save", "keep", is_flag=True, help="Write the dated page to benchmarks/results.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write every block there.")
-def main(sizes: list[int], rounds: int, block_mib: int, ways: str, quick: bool, keep: bool, json_path: Path | None) -> None:
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write every block there.",
+)
+def main(
+    sizes: list[int],
+    rounds: int,
+    block_mib: int,
+    ways: str,
+    quick: bool,
+    keep: bool,
+    json_path: Path | None,
+) -> None:
     rounds, block_mib = (2, 64) if quick else (rounds, block_mib)
     known = available()
     names = [w.strip() for w in ways.split(",")] if ways else known
     if unknown := sorted(set(names) - set(known)):
-        raise click.BadParameter(f"{', '.join(unknown)}: cannot run here; known are {', '.join(known)}", param_hint="--ways")
+        raise click.BadParameter(
+            f"{', '.join(unknown)}: cannot run here; known are {', '.join(known)}",
+            param_hint="--ways",
+        )
     names = list(dict.fromkeys([*BARES, *names]))
     console = Console()
     found: list[Block] = []
@@ -137,7 +181,9 @@ def main(sizes: list[int], rounds: int, block_mib: int, ways: str, quick: bool, 
         json_path.write_text(json.dumps([asdict(block) for block in found]), encoding="utf-8")
     if keep:
         date = datetime.date.today().isoformat()
-        console.print(f"written: {save(f'{date}-channel', page(found, date, command_line('benchmarks/channel.py'), rounds), {})}")
+        console.print(
+            f"written: {save(f'{date}-channel', page(found, date, command_line('benchmarks/channel.py'), rounds), {})}"
+        )
 
 
 if __name__ == "__main__":

@@ -26,8 +26,14 @@ FILES, GROUPS_PER_FILE = 2, 2
 VOCABULARY = 24_000  # of the tokenizer
 N_WORDS = 40_000
 COMMON_WORDS = 300  # shared by all sources; the rarer ones are shifted from source to source
-MEDIAN_WORDS, SIGMA, LONGEST_WORDS = 110, 1.71, 22_000  # in words; a word is about 1.5 tokens of the tokenizer
-TRAINING_SOURCES = range(1_000_000, 1_000_004)  # text the tokenizer sees: drawn like a source, used by none
+MEDIAN_WORDS, SIGMA, LONGEST_WORDS = (
+    110,
+    1.71,
+    22_000,
+)  # in words; a word is about 1.5 tokens of the tokenizer
+TRAINING_SOURCES = range(
+    1_000_000, 1_000_004
+)  # text the tokenizer sees: drawn like a source, used by none
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,9 @@ def weight_of(number: int) -> float:
     return 1.0 / (1 + number) ** 0.5
 
 
-def make_corpus(root: Path, n_sources: int, seed: int, on_progress: Callable[[str, int, int], None]) -> Corpus:
+def make_corpus(
+    root: Path, n_sources: int, seed: int, on_progress: Callable[[str, int, int], None]
+) -> Corpus:
     """The corpus of n sources; what an earlier run made is kept, since source i never depends on n."""
     folder = root / f"v{VERSION}-seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +101,15 @@ def open_corpus(folder: Path, n_sources: int, *, equal: bool = False) -> Corpus:
     for number in range(n_sources):
         done = json.loads((folder / name_of(number) / "done.json").read_text())
         files = tuple(str(folder / name_of(number) / name) for name in done["files"])
-        sources.append(SourceFiles(name_of(number), files, 1.0 if equal else weight_of(number), done["rows"], done["words"]))
+        sources.append(
+            SourceFiles(
+                name_of(number),
+                files,
+                1.0 if equal else weight_of(number),
+                done["rows"],
+                done["words"],
+            )
+        )
     return Corpus(folder, tuple(sources))
 
 
@@ -103,11 +119,14 @@ def name_of(number: int) -> str:
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 
-ONSETS, VOWELS, ENDS = (text.split(" ") for text in (
-    "b b c c d d f g h h j l l m m n n p p r r s s t t v w w br ch cl cr dr fl fr gr pl pr sh sl sp st str th tr wh",
-    "a a e e e i i o o u u ai ea ou",
-    "   n n r r s s t t l d m ck nd ng nt st tion ly",  # three empty ones first: many words end in a vowel
-))  # fmt: skip
+ONSETS, VOWELS, ENDS = (
+    text.split(" ")
+    for text in (
+        "b b c c d d f g h h j l l m m n n p p r r s s t t v w w br ch cl cr dr fl fr gr pl pr sh sl sp st str th tr wh",
+        "a a e e e i i o o u u ai ea ou",
+        "   n n r r s s t t l d m ck nd ng nt st tion ly",  # three empty ones first: many words end in a vowel
+    )
+)
 CAPITAL, COMMA, STOP = 1, 2, 4  # the spellings of a word are numbered by these, added up
 
 
@@ -116,7 +135,9 @@ class Words:
     """An invented language: words by falling frequency, every spelling as bytes, so that a text is one gather."""
 
     letters: np.ndarray  # uint8: all spellings, one after another, each with the space behind it
-    starts: np.ndarray  # int64, one more than spellings; spelling s of word w has the number s * N_WORDS + w
+    starts: (
+        np.ndarray
+    )  # int64, one more than spellings; spelling s of word w has the number s * N_WORDS + w
     cumulative: np.ndarray  # float64: Zipf's law over the words
 
     @staticmethod
@@ -126,14 +147,23 @@ class Words:
         while len(words) < N_WORDS:  # a dict: in the order of their making, and each once
             # Frequent words are short, as in English: the number of syllables grows with the rank.
             syllables = 1 + int(rng.integers(0, 1 + (len(words) > 200) + (len(words) > 8000)))
-            parts = [ONSETS[rng.integers(len(ONSETS))] + VOWELS[rng.integers(len(VOWELS))] for _ in range(syllables)]
+            parts = [
+                ONSETS[rng.integers(len(ONSETS))] + VOWELS[rng.integers(len(VOWELS))]
+                for _ in range(syllables)
+            ]
             word = "".join(parts) + ENDS[rng.integers(len(ENDS))]
             words[word if rng.random() > 0.02 else str(rng.integers(0, 3000))] = None
-        spellings = [_spell(word, style) for style in range(CAPITAL + COMMA + STOP) for word in words]
+        spellings = [
+            _spell(word, style) for style in range(CAPITAL + COMMA + STOP) for word in words
+        ]
         starts = np.zeros(len(spellings) + 1, np.int64)
         np.cumsum([len(s) for s in spellings], out=starts[1:])
         frequency = 1.0 / (np.arange(N_WORDS) + 2.7) ** 1.1
-        return Words(np.frombuffer("".join(spellings).encode(), np.uint8), starts, np.cumsum(frequency) / frequency.sum())
+        return Words(
+            np.frombuffer("".join(spellings).encode(), np.uint8),
+            starts,
+            np.cumsum(frequency) / frequency.sum(),
+        )
 
     def draw(self, rng: np.random.Generator, n: int, shift: int) -> np.ndarray:
         """n word numbers by frequency; ``shift`` gives each source rare words of its own liking."""
@@ -141,7 +171,9 @@ class Words:
         rare = COMMON_WORDS + (drawn + shift) % (N_WORDS - COMMON_WORDS)
         return np.where(drawn < COMMON_WORDS, drawn, rare)
 
-    def spell(self, rng: np.random.Generator, words: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def spell(
+        self, rng: np.random.Generator, words: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The text of all documents (``ends``: one past each document's last word) as bytes, and where each document ends."""
         chance = rng.random(len(words))
         style = np.where(chance < 0.07, STOP, np.where(chance < 0.14, COMMA, 0))
@@ -151,7 +183,9 @@ class Words:
         spelling = style * N_WORDS + words
         sizes = self.starts[spelling + 1] - self.starts[spelling]
         stops = np.cumsum(sizes)
-        text = self.letters[np.arange(stops[-1]) + np.repeat(self.starts[spelling] - (stops - sizes), sizes)]
+        text = self.letters[
+            np.arange(stops[-1]) + np.repeat(self.starts[spelling] - (stops - sizes), sizes)
+        ]
         text[stops[ends - 1] - 1] = ord("\n")  # in place of the last space
         return text, stops[ends - 1]
 
@@ -163,7 +197,11 @@ def _spell(word: str, style: int) -> str:
 
 def draw_lengths(rng: np.random.Generator, n_words: int) -> np.ndarray:
     """Document lengths in words that sum to n_words, log-normal."""
-    drawn = rng.lognormal(np.log(MEDIAN_WORDS), SIGMA, size=n_words // 100).astype(np.int64).clip(4, LONGEST_WORDS)
+    drawn = (
+        rng.lognormal(np.log(MEDIAN_WORDS), SIGMA, size=n_words // 100)
+        .astype(np.int64)
+        .clip(4, LONGEST_WORDS)
+    )
     sums = np.cumsum(drawn)
     n = int(np.searchsorted(sums, n_words)) + 1
     lengths = drawn[:n]
@@ -193,7 +231,13 @@ def write_source(folder: Path, words: Words, number: int, seed: int) -> None:
     table = documents(words, number, seed)
     # Cut by words, not by rows, so that no row group is huge because a long document fell into it.
     ends = np.cumsum(table["tokens"].combine_chunks().value_lengths().to_numpy())
-    cuts = [0, *np.searchsorted(ends, ends[-1] * np.arange(1, FILES * GROUPS_PER_FILE) / (FILES * GROUPS_PER_FILE)), len(table)]
+    cuts = [
+        0,
+        *np.searchsorted(
+            ends, ends[-1] * np.arange(1, FILES * GROUPS_PER_FILE) / (FILES * GROUPS_PER_FILE)
+        ),
+        len(table),
+    ]
     names = []
     for f in range(FILES):
         names.append(f"part{f}.parquet")

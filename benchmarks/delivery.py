@@ -22,7 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # its own modules, also when started from elsewhere
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent)
+)  # its own modules, also when started from elsewhere
 
 import click
 from rich.console import Console
@@ -33,7 +35,16 @@ from delivering.case import OURS, Case, Found
 from delivering.cell import CellFailed, run
 from delivering.job import TOKENIZER
 from delivering.pictures import Pictures, make_pictures
-from page import Numbers, command_line, machine, markdown_table, progress, save, shown_table, wide_console
+from page import (
+    Numbers,
+    command_line,
+    machine,
+    markdown_table,
+    progress,
+    save,
+    shown_table,
+    wide_console,
+)
 from peers.data import corpora
 
 PARTS = ("groups", "images")
@@ -50,7 +61,12 @@ Group = tuple[Found, int]  # and the bytes its step was assembled in, all proces
 
 
 def group_cases(
-    jobs: Sequence[str], ranks: Sequence[int], axes: Sequence[str], ways: Sequence[str], folder: Path, share: int
+    jobs: Sequence[str],
+    ranks: Sequence[int],
+    axes: Sequence[str],
+    ways: Sequence[str],
+    folder: Path,
+    share: int,
 ) -> list[Case]:
     """A rank alone is the same along every axis; what is broadcast is broadcast along TP."""
     found = []
@@ -58,15 +74,35 @@ def group_cases(
         for n, axis in [(n, axis) for axis in axes for n in ranks if n > 1 or axis == axes[0]]:
             mine = [way for way in ways if way != "overlord-broadcast" or (axis == "tp" and n > 1)]
             steps = max(8, STEPS[job] // share)
-            found += [Case(way=w, job=job, folder=str(folder), n_sources=N_SOURCES, axis=axis, ranks=n, steps=steps) for w in mine]
+            found += [
+                Case(
+                    way=w,
+                    job=job,
+                    folder=str(folder),
+                    n_sources=N_SOURCES,
+                    axis=axis,
+                    ranks=n,
+                    steps=steps,
+                )
+                for w in mine
+            ]
     return found
 
 
 def image_cases(ways: Sequence[str], folder: Path, ranks: int, steps: int) -> list[Case]:
     base = Case(
-        way="bare", job="pictures", folder=str(folder), n_sources=N_SOURCES, axis="dp", ranks=ranks, context=4096, microbatches=2,
-        samples=24 * ranks, warm=12, steps=steps,
-    )  # fmt: skip
+        way="bare",
+        job="pictures",
+        folder=str(folder),
+        n_sources=N_SOURCES,
+        axis="dp",
+        ranks=ranks,
+        context=4096,
+        microbatches=2,
+        samples=24 * ranks,
+        warm=12,
+        steps=steps,
+    )
     return [replace(base, way=way) for way in ways]
 
 
@@ -75,7 +111,9 @@ def measure(cases: Sequence[Case], limit_s: float, console: Console) -> list[Fou
     with progress(console) as bars:
         bar = bars.add_task("", total=len(cases))
         for case in cases:
-            bars.update(bar, description=f"{case.job}: {case.way}, {case.ranks} rank(s) along {case.axis}")
+            bars.update(
+                bar, description=f"{case.job}: {case.way}, {case.ranks} rank(s) along {case.axis}"
+            )
             found.append(run(case, limit_s))
             bars.advance(bar)
     return found
@@ -94,26 +132,44 @@ def ratios(found: Sequence[Found]) -> dict[str, list[float]]:
     """CPU of a sample over the mean of the bare runs before and behind it, by way."""
     out: dict[str, list[float]] = {}
     for before, mine, behind in zip(found[::2], found[1::2], found[2::2], strict=False):
-        out.setdefault(mine.case.way, []).append(2 * mine.sample_us / (before.sample_us + behind.sample_us))
+        out.setdefault(mine.case.way, []).append(
+            2 * mine.sample_us / (before.sample_us + behind.sample_us)
+        )
     return out
 
 
 def assembled(found: Sequence[Found]) -> list[Group]:
     """Ranks with a loader of their own each assemble what they get; those of a constructor share memory, which is counted once."""
-    return [(f, f.delivered if f.case.way not in OURS else round(f.delivered * assembled_bytes(f.case))) for f in found]
+    return [
+        (f, f.delivered if f.case.way not in OURS else round(f.delivered * assembled_bytes(f.case)))
+        for f in found
+    ]
 
 
 GROUP_HEAD = (
-    "job", "axis", "ranks", "loader", "read MB/Mtok", "x", "assembled MB/Mtok", "x", "CPU s/Mtok", "x", "PSS over idle MB", "x",
+    "job",
+    "axis",
+    "ranks",
+    "loader",
+    "read MB/Mtok",
+    "x",
+    "assembled MB/Mtok",
+    "x",
+    "CPU s/Mtok",
+    "x",
+    "PSS over idle MB",
+    "x",
     "delivered MB/Mtok",
-)  # fmt: skip
+)
 
 
 def group_rows(found: Sequence[Group]) -> list[list[str]]:
     """By job, axis and ranks; ``x`` is the figure of a DataLoader in every rank over this one, or of the bare loop where it was not run."""
     rows = []
     for key in dict.fromkeys((f.case.job, f.case.axis, f.case.ranks) for f, _ in found):
-        mine = [(f, _figures(f, n)) for f, n in found if (f.case.job, f.case.axis, f.case.ranks) == key]
+        mine = [
+            (f, _figures(f, n)) for f, n in found if (f.case.job, f.case.axis, f.case.ranks) == key
+        ]
         theirs = next((x for way in ("torch", "bare") for f, x in mine if f.case.way == way), None)
         for f, figures in mine:
             cells = [key[0], key[1] if key[2] > 1 else "", str(key[2]), f.case.way]
@@ -125,10 +181,24 @@ def group_rows(found: Sequence[Group]) -> list[list[str]]:
 
 
 def _figures(f: Found, nbytes: int) -> tuple[float, ...]:
-    return f.per_million(f.read) / MIB, f.per_million(nbytes) / MIB, f.per_million(f.cpu_s), f.over_idle_mb
+    return (
+        f.per_million(f.read) / MIB,
+        f.per_million(nbytes) / MIB,
+        f.per_million(f.cpu_s),
+        f.over_idle_mb,
+    )
 
 
-IMAGE_HEAD = ("loader", "runs", "CPU us a sample", "x bare", f"at most {TARGET}", "samples/s", "PSS over idle MB", "MB a sample")
+IMAGE_HEAD = (
+    "loader",
+    "runs",
+    "CPU us a sample",
+    "x bare",
+    f"at most {TARGET}",
+    "samples/s",
+    "PSS over idle MB",
+    "MB a sample",
+)
 
 
 def image_rows(found: Sequence[Found]) -> list[list[str]]:
@@ -139,11 +209,18 @@ def image_rows(found: Sequence[Found]) -> list[list[str]]:
         middle = statistics.median(x) if x else 1.0
         spread = f"{middle:.3f}" + (f" ({min(x):.3f} to {max(x):.3f})" if len(x) > 1 else "")
         held = "" if way in ("bare", "torch") else "met" if middle <= TARGET else "**missed**"
-        rows.append([
-            way, str(len(mine)), _median(mine, lambda f: f.sample_us, ".0f"), spread, held,
-            _median(mine, lambda f: f.samples / f.wall_s, ".0f"), _median(mine, lambda f: f.over_idle_mb, ".0f"),
-            _median(mine, lambda f: f.delivered / f.samples / 1e6, ".2f"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                way,
+                str(len(mine)),
+                _median(mine, lambda f: f.sample_us, ".0f"),
+                spread,
+                held,
+                _median(mine, lambda f: f.samples / f.wall_s, ".0f"),
+                _median(mine, lambda f: f.over_idle_mb, ".0f"),
+                _median(mine, lambda f: f.delivered / f.samples / 1e6, ".2f"),
+            ]
+        )
     return rows
 
 
@@ -151,10 +228,24 @@ def _median(found: Sequence[Found], pick: Callable[[Found], float], form: str) -
     return format(statistics.median(map(pick, found)), form)
 
 
-def page(groups: Sequence[Group], images: Sequence[Found], pictures: Pictures | None, today: str, command: str) -> str:
-    parts = [f"# Delivery, {today}", machine(), f"    {command}", "How to read it: `benchmarks/README.md`."]
+def page(
+    groups: Sequence[Group],
+    images: Sequence[Found],
+    pictures: Pictures | None,
+    today: str,
+    command: str,
+) -> str:
+    parts = [
+        f"# Delivery, {today}",
+        machine(),
+        f"    {command}",
+        "How to read it: `benchmarks/README.md`.",
+    ]
     if groups:
-        parts += ["## Ranks that share a constructor", markdown_table(GROUP_HEAD, group_rows(groups))]
+        parts += [
+            "## Ranks that share a constructor",
+            markdown_table(GROUP_HEAD, group_rows(groups)),
+        ]
     if images and pictures:
         case = images[0].case
         about = (
@@ -171,7 +262,9 @@ def data(console: Console, folder: Path) -> tuple[Corpus, Pictures]:
     corpus = corpora(console, folder, [N_SOURCES], 1)[N_SOURCES]
     with progress(console) as bars:
         bar = bars.add_task("data: pictures", total=None)
-        pictures = make_pictures(folder, N_SOURCES, 1, lambda at, of: bars.update(bar, completed=at, total=of))
+        pictures = make_pictures(
+            folder, N_SOURCES, 1, lambda at, of: bars.update(bar, completed=at, total=of)
+        )
     if not (pictures.folder / TOKENIZER).exists():
         part = pictures.folder / "tokenizer.part"
         shutil.copy(corpus.tokenizer, part)
@@ -186,36 +279,91 @@ def data(console: Console, folder: Path) -> tuple[Corpus, Pictures]:
 @click.option("--axes", default="tp,cp", show_default=True)
 @click.option("--group-ways", default=",".join(GROUP_WAYS), show_default=True)
 @click.option("--image-ways", default=",".join(IMAGE_WAYS), show_default=True)
-@click.option("--image-ranks", default=2, show_default=True, help="Data-parallel ranks of the image-text job.")
-@click.option("--image-steps", default=40, show_default=True, help="Steps that are counted, of the image-text job.")
-@click.option("--pairs", type=click.IntRange(1), default=3, show_default=True, help="Runs with images, each between two bare runs.")
-@click.option("--quick", is_flag=True, help=f"{QUICK} times fewer steps: a look, not a measurement.")
-@click.option("--data", "folder", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is kept.")
-@click.option("--limit", "limit_s", type=float, default=300.0, show_default=True, help="Seconds after which a cell is given up.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every run's figures there.")
-@click.option("--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results.")
+@click.option(
+    "--image-ranks", default=2, show_default=True, help="Data-parallel ranks of the image-text job."
+)
+@click.option(
+    "--image-steps",
+    default=40,
+    show_default=True,
+    help="Steps that are counted, of the image-text job.",
+)
+@click.option(
+    "--pairs",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Runs with images, each between two bare runs.",
+)
+@click.option(
+    "--quick", is_flag=True, help=f"{QUICK} times fewer steps: a look, not a measurement."
+)
+@click.option(
+    "--data",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=default_folder,
+    help="Where the data is kept.",
+)
+@click.option(
+    "--limit",
+    "limit_s",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="Seconds after which a cell is given up.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Writes every run's figures there.",
+)
+@click.option(
+    "--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results."
+)
 def main(
-    parts: str, jobs: str, ranks: list[int], axes: str, group_ways: str, image_ways: str, image_ranks: int, image_steps: int, pairs: int,
-    quick: bool, folder: Path, limit_s: float, json_path: Path | None, saving: bool,
-) -> None:  # fmt: skip
+    parts: str,
+    jobs: str,
+    ranks: list[int],
+    axes: str,
+    group_ways: str,
+    image_ways: str,
+    image_ranks: int,
+    image_steps: int,
+    pairs: int,
+    quick: bool,
+    folder: Path,
+    limit_s: float,
+    json_path: Path | None,
+    saving: bool,
+) -> None:
     console, today, share = wide_console(), datetime.date.today().isoformat(), QUICK if quick else 1
     corpus, pictures = data(console, folder)
     groups: list[Group] = []
     images: list[Found] = []
     try:
         if "groups" in parts.split(","):
-            cases = group_cases(jobs.split(","), ranks, axes.split(","), group_ways.split(","), corpus.folder, share)
+            cases = group_cases(
+                jobs.split(","), ranks, axes.split(","), group_ways.split(","), corpus.folder, share
+            )
             groups = assembled(measure(cases, limit_s, console))
-            console.print(shown_table("ranks that share a constructor", GROUP_HEAD, group_rows(groups)))
+            console.print(
+                shown_table("ranks that share a constructor", GROUP_HEAD, group_rows(groups))
+            )
         if "images" in parts.split(","):
-            mine = image_cases(image_ways.split(","), pictures.folder, image_ranks, max(6, image_steps // share))
+            mine = image_cases(
+                image_ways.split(","), pictures.folder, image_ranks, max(6, image_steps // share)
+            )
             images = measure(between_bare(mine, pairs), limit_s, console)
             console.print(shown_table("images and captions", IMAGE_HEAD, image_rows(images)))
     except CellFailed as failure:
         raise click.ClickException(str(failure)) from failure
     if json_path:
         runs = [{**asdict(f), "assembled": n} for f, n in groups] + [asdict(f) for f in images]
-        json_path.write_text(json.dumps({"date": today, "machine": machine(), "runs": runs}, indent=1))
+        json_path.write_text(
+            json.dumps({"date": today, "machine": machine(), "runs": runs}, indent=1)
+        )
     if saving:
         text = page(groups, images, pictures, today, command_line("benchmarks/delivery.py"))
         console.print(f"saved {save(f'{today}-delivery', text, {})}")

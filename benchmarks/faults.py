@@ -65,24 +65,48 @@ class Cell:
 def cells(killed: int, every: int, at: int) -> list[Cell]:
     planner, loaders = f"kill:planner@{every}%{every}", f"kill:loader-host*{killed}@{at}"
     return [
-        Cell("undisturbed", 2), Cell("planner killed", 2, planner),
-        Cell("undisturbed", 4), Cell("undisturbed, once more", 4), Cell("planner killed", 4, planner),
+        Cell("undisturbed", 2),
+        Cell("planner killed", 2, planner),
+        Cell("undisturbed", 4),
+        Cell("undisturbed, once more", 4),
+        Cell("planner killed", 4, planner),
         Cell(f"{killed} loaders killed, read again", 4, loaders),
-        Cell("undisturbed, shadows", 4, shadows="all"), Cell(f"{killed} loaders killed, shadows", 4, loaders, shadows="all"),
-    ]  # fmt: skip
+        Cell("undisturbed, shadows", 4, shadows="all"),
+        Cell(f"{killed} loaders killed, shadows", 4, loaders, shadows="all"),
+    ]
 
 
 def make_job(loaders: int, root: Path, samples: int) -> ov.Job:
     corpus = make_corpus(root, loaders, seed=0, on_progress=lambda what, done, total: None)
     tokenize = ov.Tokenize(str(corpus.tokenizer), text="text")
-    sources = [ov.Source(s.name, s.glob, transforms=[tokenize], weight=s.weight) for s in corpus.sources]
+    sources = [
+        ov.Source(s.name, s.glob, transforms=[tokenize], weight=s.weight) for s in corpus.sources
+    ]
     batch = ov.Batch(samples=samples, microbatches=2, context=8192)
-    return ov.Job(name="faults", sources=sources, place=ov.ClientPlaceTree(dp=2), batch=batch, seed=3, on_long="truncate")
+    return ov.Job(
+        name="faults",
+        sources=sources,
+        place=ov.ClientPlaceTree(dp=2),
+        batch=batch,
+        seed=3,
+        on_long="truncate",
+    )
 
 
 def run_cell(cell: Cell, job: ov.Job, steps: int, step_s: float) -> Outcome:
-    options: dict[str, Any] = {"prefetch": cell.prefetch, "shadows": cell.shadows, "sources_per_host": 1, "hosts": len(job.sources)}
-    drill = Drill(job=job, faults=parse_faults(cell.faults) if cell.faults else [], steps=steps, step_s=step_s, options=options)
+    options: dict[str, Any] = {
+        "prefetch": cell.prefetch,
+        "shadows": cell.shadows,
+        "sources_per_host": 1,
+        "hosts": len(job.sources),
+    }
+    drill = Drill(
+        job=job,
+        faults=parse_faults(cell.faults) if cell.faults else [],
+        steps=steps,
+        step_s=step_s,
+        options=options,
+    )
     with tempfile.TemporaryDirectory(prefix="overlord-faults-") as scratch:
         return disturbed(drill, Path(scratch))
 
@@ -105,12 +129,22 @@ def row(cell: Cell, outcome: Outcome, calm: Outcome, alone: Outcome) -> list[str
     seconds = [r["seconds"] for r in outcome.recoveries]
     back = f"{np.mean(seconds):.2f}, {max(seconds):.2f}" if seconds else "-"
     if cell.shadows != "none" and seconds:
-        back += f"; {sum(r['stand_bys'] for r in outcome.recoveries)} of {len(seconds)} by stand-bys"
+        back += (
+            f"; {sum(r['stand_bys'] for r in outcome.recoveries)} of {len(seconds)} by stand-bys"
+        )
     over = "-" if outcome is calm else str(int((waits > np.percentile(waits_ms(calm), 99)).sum()))
     equal = "equal" if not compare(alone.delivered, outcome.delivered) else "**differ**"
     p50, p99 = np.percentile(waits, [50, 99])
     behind = f"{behind_kills_ms(outcome):.1f}" if outcome.strikes else "-"
-    figures = [f"{p50:.1f}", f"{p99:.1f}", f"{waits.max():.1f}", behind, over, f"{np.median(steps):.1f}", f"{steps.max():.1f}"]
+    figures = [
+        f"{p50:.1f}",
+        f"{p99:.1f}",
+        f"{waits.max():.1f}",
+        behind,
+        over,
+        f"{np.median(steps):.1f}",
+        f"{steps.max():.1f}",
+    ]
     return [cell.name, str(cell.prefetch), str(len(outcome.strikes)), *figures, back, equal]
 
 
@@ -123,27 +157,58 @@ def targets(done: list[tuple[Cell, Outcome]], calm: dict[tuple[int, str], Outcom
         if cell.prefetch == 4 and outcome is not first:
             waits, limit = waits_ms(outcome), float(np.percentile(waits_ms(first), 99))
             over = waits[waits > limit]
-            verdict = "met" if not len(over) else f"{len(over)} of {len(waits)} steps over it, by {over.max() - limit:.1f} ms at most"
-            behind = f"; behind kills at most {behind_kills_ms(outcome):.1f} ms" if outcome.strikes else ""
-            said.append(f"- {cell.name}: no step waits longer than the undisturbed run's p99, {limit:.1f} ms: {verdict}{behind}.")
+            verdict = (
+                "met"
+                if not len(over)
+                else f"{len(over)} of {len(waits)} steps over it, by {over.max() - limit:.1f} ms at most"
+            )
+            behind = (
+                f"; behind kills at most {behind_kills_ms(outcome):.1f} ms"
+                if outcome.strikes
+                else ""
+            )
+            said.append(
+                f"- {cell.name}: no step waits longer than the undisturbed run's p99, {limit:.1f} ms: {verdict}{behind}."
+            )
     return said
 
 
 def short(cell: Cell) -> str:
     """For the end of a line in a plot."""
-    return re.sub(r"\d+ loaders killed, |undisturbed", lambda m: "calm" if m[0] == "undisturbed" else "", cell.name) + f", {cell.prefetch}"
+    return (
+        re.sub(
+            r"\d+ loaders killed, |undisturbed",
+            lambda m: "calm" if m[0] == "undisturbed" else "",
+            cell.name,
+        )
+        + f", {cell.prefetch}"
+    )
 
 
 def plot(
-    done: list[tuple[Cell, Outcome]], title: str, marks: list[tuple[float, str]], figures: Callable[[Outcome], np.ndarray], label: str
+    done: list[tuple[Cell, Outcome]],
+    title: str,
+    marks: list[tuple[float, str]],
+    figures: Callable[[Outcome], np.ndarray],
+    label: str,
 ) -> str:
     steps = min(len(o.waits_s) for _, o in done)
     top = max(10.0, 1.1 * max(float(figures(o).max()) for _, o in done))
-    series = [Line(label=short(c), color=series_color(k), y=figures(o)[: steps - WARM_UP]) for k, (c, o) in enumerate(done)]
+    series = [
+        Line(label=short(c), color=series_color(k), y=figures(o)[: steps - WARM_UP])
+        for k, (c, o) in enumerate(done)
+    ]
     return lines(
-        np.arange(WARM_UP, steps), series, about=title, x_label="step", y_label=label, y_from=0.0, y_to=top,
-        show=lambda y: f"{y:.0f}", marks=marks,
-    )  # fmt: skip
+        np.arange(WARM_UP, steps),
+        series,
+        about=title,
+        x_label="step",
+        y_label=label,
+        y_from=0.0,
+        y_to=top,
+        show=lambda y: f"{y:.0f}",
+        marks=marks,
+    )
 
 
 @click.command(help=__doc__)
@@ -153,9 +218,25 @@ def plot(
 @click.option("--step-s", default=0.3, show_default=True, help="What a step costs the trainer.")
 @click.option("--samples", default=256, show_default=True, help="Of a step.")
 @click.option("--quick", is_flag=True, help="8 loaders, 24 steps: to see that it works.")
-@click.option("--save", "saving", is_flag=True, help="Write the dated page under benchmarks/results.")
-@click.option("--corpus", type=click.Path(path_type=Path), default=None, help="Where the data is made and kept.")
-def main(loaders: int, killed: int, steps: int, step_s: float, samples: int, quick: bool, saving: bool, corpus: Path | None) -> None:
+@click.option(
+    "--save", "saving", is_flag=True, help="Write the dated page under benchmarks/results."
+)
+@click.option(
+    "--corpus",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Where the data is made and kept.",
+)
+def main(
+    loaders: int,
+    killed: int,
+    steps: int,
+    step_s: float,
+    samples: int,
+    quick: bool,
+    saving: bool,
+    corpus: Path | None,
+) -> None:
     if quick:
         loaders, killed, steps, step_s = 8, 3, 24, 0.1
     every, at = (15, 35) if steps >= 45 else (8, 14)
@@ -181,28 +262,72 @@ def main(loaders: int, killed: int, steps: int, step_s: float, samples: int, qui
     console.print("\n".join(found))
     if saving:
         name = f"{date.today()}-faults"
-        planner = [(c, o) for c, o in done if c.shadows == "none" and "loaders" not in c.name and "once more" not in c.name]
-        lost = [(c, o) for c, o in done if c.prefetch == 4 and "planner" not in c.name and "once more" not in c.name]
+        planner = [
+            (c, o)
+            for c, o in done
+            if c.shadows == "none" and "loaders" not in c.name and "once more" not in c.name
+        ]
+        lost = [
+            (c, o)
+            for c, o in done
+            if c.prefetch == 4 and "planner" not in c.name and "once more" not in c.name
+        ]
         kills = [(float(k), "kill") for k in range(every, steps, every)]
         plots = {}
-        for which, some, marks in (("planner", planner, kills), ("loaders", lost, [(float(at), f"{killed} kills")])):
-            plots[f"{name}-{which}"] = plot(some, f"fetch time with {which} killed", marks, waits_ms, "fetch time, ms")
-            plots[f"{name}-{which}-steps"] = plot(some, f"training steps with {which} killed", marks, steps_ms, "fetch and training, ms")
-        console.print(f"saved: {save(name, page_text(rows, found, loaders, steps, step_s, name, at, every), plots)}")
+        for which, some, marks in (
+            ("planner", planner, kills),
+            ("loaders", lost, [(float(at), f"{killed} kills")]),
+        ):
+            plots[f"{name}-{which}"] = plot(
+                some, f"fetch time with {which} killed", marks, waits_ms, "fetch time, ms"
+            )
+            plots[f"{name}-{which}-steps"] = plot(
+                some,
+                f"training steps with {which} killed",
+                marks,
+                steps_ms,
+                "fetch and training, ms",
+            )
+        console.print(
+            f"saved: {save(name, page_text(rows, found, loaders, steps, step_s, name, at, every), plots)}"
+        )
 
 
-def page_text(rows: list[list[str]], found: list[str], loaders: int, steps: int, step_s: float, name: str, at: int, every: int) -> str:
+def page_text(
+    rows: list[list[str]],
+    found: list[str],
+    loaders: int,
+    steps: int,
+    step_s: float,
+    name: str,
+    at: int,
+    every: int,
+) -> str:
     images = [f"![{title}](img/{name}-{which}.svg)" for which, title in PLOTS.items()]
-    return "\n".join([
-        "# Fetch and training time while parts are killed", "", f"`{command_line('benchmarks/faults.py')}`", "",
-        f"{loaders} loaders, each a process of its own; {steps} steps, the first {WARM_UP} left out; a trainer step of {step_s} s; "
-        f"the planner is killed every {every} steps, loaders at step {at}. *calm*: the first undisturbed run of that prefetch and shadows. "
-        f"*behind a kill*: in the {BEHIND} steps that follow one. *training step*: what a rank waits, and what it computes. "
-        "*bytes*: whether every rank got, to the byte, what an undisturbed run in one process gives. "
-        "*back after*: from the fault until planning went on; a loader whose stand-by was in a process killed with it is read again.",
-        "",
-        markdown_table(HEAD, rows), "", "## Targets", "", *found, "", "\n\n".join(images), "", machine(), "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "# Fetch and training time while parts are killed",
+            "",
+            f"`{command_line('benchmarks/faults.py')}`",
+            "",
+            f"{loaders} loaders, each a process of its own; {steps} steps, the first {WARM_UP} left out; a trainer step of {step_s} s; "
+            f"the planner is killed every {every} steps, loaders at step {at}. *calm*: the first undisturbed run of that prefetch and shadows. "
+            f"*behind a kill*: in the {BEHIND} steps that follow one. *training step*: what a rank waits, and what it computes. "
+            "*bytes*: whether every rank got, to the byte, what an undisturbed run in one process gives. "
+            "*back after*: from the fault until planning went on; a loader whose stand-by was in a process killed with it is read again.",
+            "",
+            markdown_table(HEAD, rows),
+            "",
+            "## Targets",
+            "",
+            *found,
+            "",
+            "\n\n".join(images),
+            "",
+            machine(),
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -112,7 +112,12 @@ def together(folder: Path, appends: int, records: int = 16) -> list[str]:
         times.append(time.perf_counter() - began)
     log.close()
     p50, p99 = np.percentile(times, [50, 99]) * 1e3
-    return [f"{1 / np.mean(times):.0f}", f"{p50:.2f}", f"{p99:.2f}", f"{records / np.mean(times):,.0f} records/s"]
+    return [
+        f"{1 / np.mean(times):.0f}",
+        f"{p50:.2f}",
+        f"{p99:.2f}",
+        f"{records / np.mean(times):,.0f} records/s",
+    ]
 
 
 class Timed(job_journal.Journal):
@@ -152,7 +157,12 @@ def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str
         clients = [session.client(rank) for rank in range(job.place.world_size)]
         for client in clients:  # start-up belongs to no step
             next(client)
-        before, spent, cpu, began = journal.figures(), journal.cpu + TimedWriter.cpu, time.process_time(), time.perf_counter()
+        before, spent, cpu, began = (
+            journal.figures(),
+            journal.cpu + TimedWriter.cpu,
+            time.process_time(),
+            time.perf_counter(),
+        )
         steps = 0
         while time.perf_counter() - began < seconds:
             for client in clients:
@@ -166,33 +176,60 @@ def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str
     plans = now["plans"] - before["plans"]
     nbytes, appends = now["bytes"] - before["bytes"], now["appends"] - before["appends"]
     return [
-        kind, str(n), f"{steps / wall:.1f}", f"{spent / cpu:.2%}", f"{spent / plans * 1e6:.0f}", f"{nbytes / plans:,.0f}",
-        f"{plans / appends:.1f}", f"{snapshot:,}", f"{state:,}",
-    ]  # fmt: skip
+        kind,
+        str(n),
+        f"{steps / wall:.1f}",
+        f"{spent / cpu:.2%}",
+        f"{spent / plans * 1e6:.0f}",
+        f"{nbytes / plans:,.0f}",
+        f"{plans / appends:.1f}",
+        f"{snapshot:,}",
+        f"{state:,}",
+    ]
 
 
 RUNNING_HEAD = [
-    "job", "sources", "steps/s", "CPU share", "CPU us a plan", "bytes a plan", "plans an append", "snapshot bytes", "state_dict bytes",
-]  # fmt: skip
+    "job",
+    "sources",
+    "steps/s",
+    "CPU share",
+    "CPU us a plan",
+    "bytes a plan",
+    "plans an append",
+    "snapshot bytes",
+    "state_dict bytes",
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--appends", type=int, default=400)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each running job; 0: none")
-    parser.add_argument("--dir", type=Path, help="where to write; the temporary directory unless said otherwise")
-    parser.add_argument("--save", action="store_true", help="also write the dated page in benchmarks/results")
+    parser.add_argument(
+        "--dir", type=Path, help="where to write; the temporary directory unless said otherwise"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="also write the dated page in benchmarks/results"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as made:
         rows = []
         for name, nbytes in SIZES.items():
-            rows += [[name, way, *figures] for way, figures in measure(Path(made) / str(nbytes), nbytes, args.appends).items()]
+            rows += [
+                [name, way, *figures]
+                for way, figures in measure(Path(made) / str(nbytes), nbytes, args.appends).items()
+            ]
         rate, p50, p99, per_record = together(Path(made) / "together", args.appends)
         rows.append(["16 x 1 kB", "journal, one append", rate, p50, p99, per_record, ""])
         jobs = []
         for n in (5, 300) if args.seconds else ():
             corpus = make_corpus(default_folder(), n, 1, lambda what, done, of: None)
-            jobs += [running(corpus, kind, Path(made) / f"{kind}-{n}", args.seconds) for kind in ("tokenized", "null")]
+            jobs += [
+                running(corpus, kind, Path(made) / f"{kind}-{n}", args.seconds)
+                for kind in ("tokenized", "null")
+            ]
     wide_console().print(shown_table("appends to a journal in a directory", HEAD, rows))
     wide_console().print(shown_table("running jobs, local runtime", RUNNING_HEAD, jobs))
     if args.save:

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # its own modules, also when started from elsewhere
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent)
+)  # its own modules, also when started from elsewhere
 
 import click
 from rich.console import Console
@@ -33,15 +35,37 @@ from holding.corpora import mixed_corpus
 from holding.grids import Extent, extras, grid, needless, parallelism
 from holding.slopes import Slopes, fit, guess
 from overlord.process import cgroup
-from page import Numbers, command_line, machine, markdown_table, progress, save, shown_table, wide_console
+from page import (
+    Numbers,
+    command_line,
+    machine,
+    markdown_table,
+    progress,
+    save,
+    shown_table,
+    wide_console,
+)
 from peers.ledger import SERVICES, adopt_orphans
 
 TARGET = 13.5  # times less than colocated, at the largest cell: the paper's best
 ROOM = 0.6  # of the memory that is free: a cell above it is not run
 HEAD = (
-    "loader", "shuffle", "sources", "ranks", "workers", "workers in all", "MB", "with imports MB", "Ray's own", "shadows", "processes",
-    "fetch ms", "worst", "late", "keeps pace",
-)  # fmt: skip
+    "loader",
+    "shuffle",
+    "sources",
+    "ranks",
+    "workers",
+    "workers in all",
+    "MB",
+    "with imports MB",
+    "Ray's own",
+    "shadows",
+    "processes",
+    "fetch ms",
+    "worst",
+    "late",
+    "keeps pace",
+)
 SLOPE_HEAD = ("loader", "shuffle", "MB for each", "", "", "", "", "worst fit")
 
 
@@ -50,34 +74,54 @@ def free_mb() -> float:
     return min(int(lines["MemAvailable"].split()[0]) / 1024, cgroup.memory_bytes() / 2**20)
 
 
-def measure(cases: Sequence[Case], extent: Extent, console: Console, limit_s: float) -> tuple[list[Found], dict[str, str]]:
+def measure(
+    cases: Sequence[Case], extent: Extent, console: Console, limit_s: float
+) -> tuple[list[Found], dict[str, str]]:
     """Smallest first; one that would not fit is left for slopes, one that fails is told."""
     found: list[Found] = []
     failed: dict[str, str] = {}
     with progress(console) as shown:
         bar = shown.add_task("", total=len(cases))
         for case in cases:
-            shown.update(bar, description=f"{case.n_sources} sources, {case.ranks} ranks, {case.workers} workers: {case.name}")
+            shown.update(
+                bar,
+                description=f"{case.n_sources} sources, {case.ranks} ranks, {case.workers} workers: {case.name}",
+            )
             if not needless(case, found, extent) and expected(case, found) < ROOM * free_mb():
                 try:
                     found.append(run(case, limit_s))
                 except Exception as failure:
-                    failed[f"{case.name}, {case.n_sources} sources, {case.ranks} ranks, {case.workers} workers"] = (
-                        f"{type(failure).__name__}: {failure}"
-                    )
+                    failed[
+                        f"{case.name}, {case.n_sources} sources, {case.ranks} ranks, {case.workers} workers"
+                    ] = f"{type(failure).__name__}: {failure}"
             shown.advance(bar)
-    return found + by_slope([case for case in cases if not needless(case, found, extent)], found), failed
+    return found + by_slope(
+        [case for case in cases if not needless(case, found, extent)], found
+    ), failed
 
 
 def plain(found: Sequence[Found], case: Case) -> list[Found]:
     """Measured cells of the same kind and shape, without options of their own."""
-    shape = lambda c: (c.kind, c.shuffle, c.tp, c.context, c.microbatches, c.hosts, c.partition, c.shadows)  # noqa: E731
+    shape = lambda c: (
+        c.kind,
+        c.shuffle,
+        c.tp,
+        c.context,
+        c.microbatches,
+        c.hosts,
+        c.partition,
+        c.shadows,
+    )  # noqa: E731
     return [f for f in found if shape(f.case) == shape(case) and not f.by_slope]
 
 
 def expected(case: Case, found: Sequence[Found]) -> float:
     alike = plain(found, case)
-    return fit(alike).predict(case) if len(alike) >= 4 else max([guess(case), *(f.over_mb for f in alike)])
+    return (
+        fit(alike).predict(case)
+        if len(alike) >= 4
+        else max([guess(case), *(f.over_mb for f in alike)])
+    )
 
 
 def by_slope(cases: Sequence[Case], found: Sequence[Found]) -> list[Found]:
@@ -87,7 +131,19 @@ def by_slope(cases: Sequence[Case], found: Sequence[Found]) -> list[Found]:
         if case in done or case.kind != COLOCATED or len(alike := plain(found, case)) < 3:
             continue
         mb = fit(alike).predict(case)
-        made.append(Found(case=case, over_mb=mb, whole_mb=0.0, parts_mb={}, shadows_mb=0.0, processes=0, waits=(), late=0, by_slope=True))
+        made.append(
+            Found(
+                case=case,
+                over_mb=mb,
+                whole_mb=0.0,
+                parts_mb={},
+                shadows_mb=0.0,
+                processes=0,
+                waits=(),
+                late=0,
+                by_slope=True,
+            )
+        )
     return made
 
 
@@ -96,26 +152,57 @@ def by_slope(cases: Sequence[Case], found: Sequence[Found]) -> list[Found]:
 
 def rows_of(found: Sequence[Found]) -> list[list[str]]:
     rows = []
-    in_order = lambda c: (c.context, c.n_sources, c.ranks, c.kind != COLOCATED, c.name, not c.shuffle, c.workers)  # noqa: E731
+    in_order = lambda c: (
+        c.context,
+        c.n_sources,
+        c.ranks,
+        c.kind != COLOCATED,
+        c.name,
+        not c.shuffle,
+        c.workers,
+    )  # noqa: E731
     for f in sorted(found, key=lambda f: in_order(f.case)):
         case = f.case
-        start = [case.name, on_off(case.shuffle), str(case.n_sources), str(case.ranks), str(case.workers), str(case.loading)]
+        start = [
+            case.name,
+            on_off(case.shuffle),
+            str(case.n_sources),
+            str(case.ranks),
+            str(case.workers),
+            str(case.loading),
+        ]
         if f.by_slope:
-            rows.append([*start, f"{f.over_mb:.0f} (by slope)"] + [""] * (len(HEAD) - len(start) - 1))
+            rows.append(
+                [*start, f"{f.over_mb:.0f} (by slope)"] + [""] * (len(HEAD) - len(start) - 1)
+            )
             continue
         waits = [1e3 * w for w in f.waits]
         services = f.parts_mb.get(SERVICES, 0.0)
-        rows.append([
-            *start, f"{f.over_mb:.0f}", f"{f.whole_mb:.0f}", f"{services:.0f}" if services else "",
-            f"{f.shadows_mb:.1f}" if case.shadows else "", str(f.processes), f"{statistics.median(waits):.1f}", f"{max(waits):.0f}",
-            str(f.late), "yes" if f.keeps_pace else "**no**",
-        ])  # fmt: skip
+        rows.append(
+            [
+                *start,
+                f"{f.over_mb:.0f}",
+                f"{f.whole_mb:.0f}",
+                f"{services:.0f}" if services else "",
+                f"{f.shadows_mb:.1f}" if case.shadows else "",
+                str(f.processes),
+                f"{statistics.median(waits):.1f}",
+                f"{max(waits):.0f}",
+                str(f.late),
+                "yes" if f.keeps_pace else "**no**",
+            ]
+        )
     return rows
 
 
 def plain_cells(found: Sequence[Found], kind: str, shuffle: bool) -> list[Found]:
     """Measured cells of Figure 12's shape, without options of their own."""
-    cells = [f for f in found if (f.case.kind, f.case.shuffle, f.case.tp, f.case.context, f.by_slope) == (kind, shuffle, 1, 8192, False)]
+    cells = [
+        f
+        for f in found
+        if (f.case.kind, f.case.shuffle, f.case.tp, f.case.context, f.by_slope)
+        == (kind, shuffle, 1, 8192, False)
+    ]
     return [f for f in cells if not (f.case.hosts or f.case.partition or f.case.shadows)]
 
 
@@ -134,7 +221,14 @@ def slope_rows(slopes: Sequence[tuple[str, Slopes]]) -> list[list[str]]:
     rows = []
     for shuffle, s in slopes:
         cells = [f"{name} {value:.3f}" for name, value in zip(s.names, s.values, strict=True)]
-        rows.append([s.kind, shuffle, *(cells + [""] * (len(SLOPE_HEAD) - 3 - len(cells))), f"{s.worst:.0%}"])
+        rows.append(
+            [
+                s.kind,
+                shuffle,
+                *(cells + [""] * (len(SLOPE_HEAD) - 3 - len(cells))),
+                f"{s.worst:.0%}",
+            ]
+        )
     return rows
 
 
@@ -145,7 +239,11 @@ def flatness(found: Sequence[Found]) -> list[str]:
         cells = plain_cells(found, kind, shuffle)
         per_rank = {}
         for n in sorted({f.case.n_sources for f in cells}):
-            some = sorted((f.case.ranks, f.over_mb) for f in cells if f.case.n_sources == n and f.case.workers == 1)
+            some = sorted(
+                (f.case.ranks, f.over_mb)
+                for f in cells
+                if f.case.n_sources == n and f.case.workers == 1
+            )
             if len(some) > 1 and some[-1][0] > some[0][0]:
                 per_rank[n] = (some[-1][1] - some[0][1]) / (some[-1][0] - some[0][0])
         if per_rank:
@@ -183,7 +281,11 @@ def page(found: Sequence[Found], failed: dict[str, str], today: str, command: st
     )
     usual = [f for f in found if f.case.context == 8192]
     parallel = [f for f in found if f.case.context != 8192]
-    parts = [f"# Memory by sources, ranks and workers, {today}", f"{machine()}\n\n    {command}", about]
+    parts = [
+        f"# Memory by sources, ranks and workers, {today}",
+        f"{machine()}\n\n    {command}",
+        about,
+    ]
     parts += ["\n".join(f"- {line}" for line in [*verdict(usual), *flatness(usual)])]
     parts += [
         "## Compared",
@@ -198,7 +300,12 @@ def page(found: Sequence[Found], failed: dict[str, str], today: str, command: st
         words = "TP 16, DP 2, batch 32, a context of 32k, no trainer; one rank of a TP group loads. Sources in one loader host or two."
         words += " With shadows each source is read in the other host too; what they hold stands apart, and is counted in MB too."
         told = "\n".join(f"- {line}" for line in source_parallelism(parallel))
-        parts += ["## Source parallelism (Figure 15)", words, *([told] if told else []), markdown_table(HEAD, rows_of(parallel))]
+        parts += [
+            "## Source parallelism (Figure 15)",
+            words,
+            *([told] if told else []),
+            markdown_table(HEAD, rows_of(parallel)),
+        ]
     if failed:
         parts += ["## Failed", "\n".join(f"- {name}: {why}" for name, why in failed.items())]
     return "\n\n".join(parts) + "\n"
@@ -207,7 +314,12 @@ def page(found: Sequence[Found], failed: dict[str, str], today: str, command: st
 class Orders(click.ParamType):
     name = "on,off"
 
-    def convert(self, value: str | tuple[bool, ...], param: click.Parameter | None, ctx: click.Context | None) -> tuple[bool, ...]:
+    def convert(
+        self,
+        value: str | tuple[bool, ...],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> tuple[bool, ...]:
         if isinstance(value, tuple):
             return value
         if unknown := [word for word in value.split(",") if word not in ("on", "off")]:
@@ -218,29 +330,83 @@ class Orders(click.ParamType):
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--sources", type=Numbers(), default="5,100,300", show_default=True)
 @click.option("--ranks", type=Numbers(), default="2,8", show_default=True)
-@click.option("--workers", type=Numbers(), default="1,2,4", show_default=True, help="Of one rank's DataLoader, ascending.")
+@click.option(
+    "--workers",
+    type=Numbers(),
+    default="1,2,4",
+    show_default=True,
+    help="Of one rank's DataLoader, ascending.",
+)
 @click.option("--shuffle", "shuffles", type=Orders(), default="on,off", show_default=True)
 @click.option("--kinds", default=",".join(KINDS), show_default=True)
-@click.option("--extras/--no-extras", "more", default=True, help="Auto-partitioning, shadows, source parallelism.")
-@click.option("--data", type=click.Path(path_type=Path, file_okay=False), default=default_folder, help="Where the data is made and kept.")
-@click.option("--limit", "limit_s", type=float, default=240.0, show_default=True, help="Seconds after which a cell is given up.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Writes every cell's figures there.")
-@click.option("--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results.")
+@click.option(
+    "--extras/--no-extras",
+    "more",
+    default=True,
+    help="Auto-partitioning, shadows, source parallelism.",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=default_folder,
+    help="Where the data is made and kept.",
+)
+@click.option(
+    "--limit",
+    "limit_s",
+    type=float,
+    default=240.0,
+    show_default=True,
+    help="Seconds after which a cell is given up.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Writes every cell's figures there.",
+)
+@click.option(
+    "--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results."
+)
 def main(
-    sources: list[int], ranks: list[int], workers: list[int], shuffles: tuple[bool, ...], kinds: str, more: bool, data: Path,
-    limit_s: float, json_path: Path | None, saving: bool,
-) -> None:  # fmt: skip
+    sources: list[int],
+    ranks: list[int],
+    workers: list[int],
+    shuffles: tuple[bool, ...],
+    kinds: str,
+    more: bool,
+    data: Path,
+    limit_s: float,
+    json_path: Path | None,
+    saving: bool,
+) -> None:
     console, today, wanted = wide_console(), datetime.date.today().isoformat(), kinds.split(",")
     if unknown := [kind for kind in wanted if kind not in KINDS]:
-        raise click.BadParameter(f"{', '.join(unknown)}: there are {', '.join(KINDS)}", param_hint="--kinds")
+        raise click.BadParameter(
+            f"{', '.join(unknown)}: there are {', '.join(KINDS)}", param_hint="--kinds"
+        )
     adopt_orphans()
     with progress(console) as shown:
-        bars = {name: shown.add_task(f"data: {name}", total=None) for name in ("sources", "tokenizer", "large sources")}
-        folder = str(mixed_corpus(data, max(sources), 1, lambda name, at, of: shown.update(bars[name], completed=at, total=of)))
+        bars = {
+            name: shown.add_task(f"data: {name}", total=None)
+            for name in ("sources", "tokenizer", "large sources")
+        }
+        folder = str(
+            mixed_corpus(
+                data,
+                max(sources),
+                1,
+                lambda name, at, of: shown.update(bars[name], completed=at, total=of),
+            )
+        )
     extent = Extent(
-        sources=tuple(sources), ranks=tuple(sorted(ranks)), workers=tuple(sorted(workers)), kinds=tuple(wanted), shuffles=shuffles,
+        sources=tuple(sources),
+        ranks=tuple(sorted(ranks)),
+        workers=tuple(sorted(workers)),
+        kinds=tuple(wanted),
+        shuffles=shuffles,
         folder=folder,
-    )  # fmt: skip
+    )
     cases = grid(extent) + (extras(extent) + parallelism(extent) if more else [])
     found, failed = measure(cases, extent, console, limit_s)
     console.print(shown_table("compared", COMPARED_HEAD, [c.row() for c in compare(found)]))
@@ -255,10 +421,20 @@ def main(
         console.print(line, markup=False)
     if json_path:
         json_path.write_text(
-            json.dumps({"date": today, "machine": machine(), "cells": [asdict(f) for f in found], "failed": failed}, indent=1)
+            json.dumps(
+                {
+                    "date": today,
+                    "machine": machine(),
+                    "cells": [asdict(f) for f in found],
+                    "failed": failed,
+                },
+                indent=1,
+            )
         )
     if saving:
-        console.print(f"saved {save(f'{today}-memory', page(found, failed, today, command_line('benchmarks/memory.py')), {})}")
+        console.print(
+            f"saved {save(f'{today}-memory', page(found, failed, today, command_line('benchmarks/memory.py')), {})}"
+        )
 
 
 if __name__ == "__main__":

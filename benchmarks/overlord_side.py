@@ -19,20 +19,42 @@ MEAN_TOKENS = {"null": 424.0, "tokenized": 593.0}  # of a sample of this data af
 
 def prepare(work: Work) -> None:
     """Its names are loaded when first used; importing counts for nobody, so they are used here."""
-    for name in ("Job", "Source", "Batch", "ClientPlaceTree", "Tokens", "Tokenize", "launch", "Client"):
+    for name in (
+        "Job",
+        "Source",
+        "Batch",
+        "ClientPlaceTree",
+        "Tokens",
+        "Tokenize",
+        "launch",
+        "Client",
+    ):
         getattr(ov, name)
 
 
 def make_job(corpus: Corpus, work: Work) -> ov.Job:
-    transform: Any = ov.Tokens("tokens") if work.job == "null" else ov.Tokenize(str(corpus.tokenizer), text="text")
+    transform: Any = (
+        ov.Tokens("tokens")
+        if work.job == "null"
+        else ov.Tokenize(str(corpus.tokenizer), text="text")
+    )
     sources = [
-        ov.Source(s.name, s.glob, transforms=[transform], weight=s.weight, shuffle=work.peer.endswith("shuffled")) for s in corpus.sources
+        ov.Source(
+            s.name,
+            s.glob,
+            transforms=[transform],
+            weight=s.weight,
+            shuffle=work.peer.endswith("shuffled"),
+        )
+        for s in corpus.sources
     ]
     return ov.Job(
         name=f"throughput-{work.job}-{work.n_sources}",
         sources=sources,
         place=ov.ClientPlaceTree(dp=work.ranks),
-        batch=ov.Batch(samples=samples_per_step(work), microbatches=work.microbatches, context=work.context),
+        batch=ov.Batch(
+            samples=samples_per_step(work), microbatches=work.microbatches, context=work.context
+        ),
         strategy="llm_balance",
         seed=work.seed,
         on_long="truncate",  # as the peers do
@@ -46,7 +68,9 @@ def samples_per_step(work: Work) -> int:
 
 def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
     """Microbatches of all ranks, step by step in lockstep, as the ranks of one training would take them."""
-    with ov.launch(make_job(corpus, work), runtime="local", workers=1 if work.peer == "overlord-one" else None) as session:
+    with ov.launch(
+        make_job(corpus, work), runtime="local", workers=1 if work.peer == "overlord-one" else None
+    ) as session:
         clients = [session.client(rank=rank) for rank in range(work.ranks)]
         for steps in zip(*clients, strict=True):
             for step in steps:

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from measured.pages import RESULTS, tagged, this_machine
@@ -76,7 +84,10 @@ def command_line(program: str) -> str:
 def machine() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return (
         f"{os.cpu_count()} CPUs ({model}), Python {platform.python_version()}, numpy {metadata.version('numpy')}; "
@@ -91,15 +102,22 @@ def wide_console() -> Console:
 
 def progress(console: Console) -> Progress:
     return Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
         console=console,
-    )  # fmt: skip
+    )
 
 
 class Numbers(click.ParamType):
     name = "N,N,..."
 
-    def convert(self, value: str | list[int], param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+    def convert(
+        self, value: str | list[int], param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[int]:
         try:
             return [int(part) for part in value.split(",")] if isinstance(value, str) else value
         except ValueError:

@@ -36,7 +36,12 @@ class Case:
     target_ms: float | None
 
 
-CASES = (Case(4_096, 64, None), Case(32_768, 512, 30.0), Case(262_144, 4_096, 250.0), Case(65_536, 4_096, None))
+CASES = (
+    Case(4_096, 64, None),
+    Case(32_768, 512, 30.0),
+    Case(262_144, 4_096, 250.0),
+    Case(65_536, 4_096, None),
+)
 
 
 def make_buffer(case: Case, context: int, seed: int, sync: str) -> Buffer:
@@ -45,7 +50,9 @@ def make_buffer(case: Case, context: int, seed: int, sync: str) -> Buffer:
     tokens = np.clip(rng.lognormal(6.5, 1.2, case.samples), 16, context).astype(np.int64)
     parts = np.array_split(tokens, 16)
     columns = {f"source{i}": {"tokens": part} for i, part in enumerate(parts)}
-    buffer = Buffer.from_columns(columns, batch=Batch(samples=case.samples, context=context), sync=sync)
+    buffer = Buffer.from_columns(
+        columns, batch=Batch(samples=case.samples, context=context), sync=sync
+    )
     order = rng.permutation(case.samples)
     return replace(buffer.take(order), drawn=True)
 
@@ -59,7 +66,9 @@ def cpu_ms(work: Callable[[], Any], repeat: int) -> list[float]:
     return times
 
 
-def measure(case: Case, strategy: str, context: int, seeds: int, repeat: int, sync: str = "microbatch") -> dict[str, Any]:
+def measure(
+    case: Case, strategy: str, context: int, seeds: int, repeat: int, sync: str = "microbatch"
+) -> dict[str, Any]:
     """Worst over the seeds for quality; best and median over all runs for time."""
     plan_fn, place = resolve(strategy), ClientPlaceTree(dp=case.ranks)
     times: list[float] = []
@@ -74,13 +83,21 @@ def measure(case: Case, strategy: str, context: int, seeds: int, repeat: int, sy
     imbalances = [plan.imbalance() for plan in plans]
     decides = "bucket" if sync == "step" else "microbatch"
     return {
-        "samples": case.samples, "ranks": case.ranks, "strategy": strategy, "sync": sync, "cpu_ms_best": min(times),
-        "cpu_ms_median": statistics.median(times), "digest_ms": min(digests), "target_ms": case.target_ms,
+        "samples": case.samples,
+        "ranks": case.ranks,
+        "strategy": strategy,
+        "sync": sync,
+        "cpu_ms_best": min(times),
+        "cpu_ms_median": statistics.median(times),
+        "digest_ms": min(digests),
+        "target_ms": case.target_ms,
         "excess_pct": max(100 * (i[decides] / i["bound"] - 1) for i in imbalances),
-        "fill": min(plan.fill() for plan in plans), "microbatches": max(plan.n_microbatches for plan in plans),
-        "bucket": max(i["bucket"] for i in imbalances), "microbatch": max(i["microbatch"] for i in imbalances),
+        "fill": min(plan.fill() for plan in plans),
+        "microbatches": max(plan.n_microbatches for plan in plans),
+        "bucket": max(i["bucket"] for i in imbalances),
+        "microbatch": max(i["microbatch"] for i in imbalances),
         "bound": max(i["bound"] for i in imbalances),
-    }  # fmt: skip
+    }
 
 
 @click.command()
@@ -89,23 +106,41 @@ def measure(case: Case, strategy: str, context: int, seeds: int, repeat: int, sy
 @click.option("--context", default=16_384, show_default=True)
 @click.option("--seeds", default=3, show_default=True, help="Different steps a size.")
 @click.option("--repeat", default=7, show_default=True, help="Runs a step.")
-@click.option("--largest", default=262_144, show_default=True, help="Leave out cases with more samples.")
+@click.option(
+    "--largest", default=262_144, show_default=True, help="Leave out cases with more samples."
+)
 @click.option("--json", "as_json", is_flag=True)
-def main(strategy: str, sync: str, context: int, seeds: int, repeat: int, largest: int, as_json: bool) -> None:
-    rows = [measure(case, strategy, context, seeds, repeat, sync) for case in CASES if case.samples <= largest]
+def main(
+    strategy: str, sync: str, context: int, seeds: int, repeat: int, largest: int, as_json: bool
+) -> None:
+    rows = [
+        measure(case, strategy, context, seeds, repeat, sync)
+        for case in CASES
+        if case.samples <= largest
+    ]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    table = Table(title=f"{strategy}, sync {sync}, context {context}, {seeds} steps x {repeat} runs")
+    table = Table(
+        title=f"{strategy}, sync {sync}, context {context}, {seeds} steps x {repeat} runs"
+    )
     heads = "samples, ranks, CPU ms best, median, target, digest ms, excess %, M, fill, max/mean rank, by microbatch"
     for head in heads.split(", "):
         table.add_column(head, justify="right")
     for r in rows:
         table.add_row(
-            f"{r['samples']:,}", f"{r['ranks']:,}", f"{r['cpu_ms_best']:.1f}", f"{r['cpu_ms_median']:.1f}",
-            "-" if r["target_ms"] is None else f"{r['target_ms']:.0f}", f"{r['digest_ms']:.1f}", f"{r['excess_pct']:.3f}",
-            str(r["microbatches"]), f"{r['fill']:.3f}", f"{r['bucket']:.4f}", f"{r['microbatch']:.4f}",
-        )  # fmt: skip
+            f"{r['samples']:,}",
+            f"{r['ranks']:,}",
+            f"{r['cpu_ms_best']:.1f}",
+            f"{r['cpu_ms_median']:.1f}",
+            "-" if r["target_ms"] is None else f"{r['target_ms']:.0f}",
+            f"{r['digest_ms']:.1f}",
+            f"{r['excess_pct']:.3f}",
+            str(r["microbatches"]),
+            f"{r['fill']:.3f}",
+            f"{r['bucket']:.4f}",
+            f"{r['microbatch']:.4f}",
+        )
     Console().print(table)
 
 

@@ -49,7 +49,9 @@ class Samples:
         return self.text + self.image_tokens()
 
     def take(self, rows: np.ndarray) -> Samples:
-        return replace(self, source=self.source[rows], text=self.text[rows], images=self.images.take(rows))
+        return replace(
+            self, source=self.source[rows], text=self.text[rows], images=self.images.take(rows)
+        )
 
     def cut(self, context: int) -> Samples:
         """No sample longer than the context: the image that crosses it is made smaller, later ones and text beyond it go."""
@@ -60,7 +62,9 @@ class Samples:
         stays = kept > 0
         offsets = np.concatenate([[0], np.cumsum(_row_sums(stays.astype(np.int64), before))])
         images = Ragged(np.minimum(self.images.values, kept * self.merge)[stays], offsets)
-        return replace(self, images=images, text=np.minimum(self.text, context - _row_sums(kept, before)))
+        return replace(
+            self, images=images, text=np.minimum(self.text, context - _row_sums(kept, before))
+        )
 
     def buffer(self, batch: Batch, step: int = 0, images: bool = True) -> Buffer:
         """A step drawn as these samples stand: ``tokens`` and ``text``, and for every image ``image_patches`` and ``image_tokens``."""
@@ -73,7 +77,10 @@ class Samples:
             columns[name] = {"tokens": tokens[a:b], "text": grouped.text[a:b]}
             if images:
                 patches = grouped.images.slice(a, b).compact()
-                columns[name] |= {"image_patches": patches, "image_tokens": Ragged(_tokens_of(patches.values, self.merge), patches.offsets)}
+                columns[name] |= {
+                    "image_patches": patches,
+                    "image_tokens": Ragged(_tokens_of(patches.values, self.merge), patches.offsets),
+                }
         back = np.empty(len(order), np.int64)
         back[order] = np.arange(len(order))
         return replace(Buffer.from_columns(columns, batch=batch, step=step).take(back), drawn=True)
@@ -84,27 +91,41 @@ def coyo(n: int, seed: int, source: np.ndarray | None = None) -> Samples:
     rng = np.random.default_rng([seed, 5])
     drawn = rng.choice(5, n, p=[0.35, 0.25, 0.2, 0.12, 0.08]).astype(np.int32)
     source = drawn if source is None else source
-    body = np.clip(rng.lognormal(np.log(15.85), 0.7, n), 1, SHORT_TEXT).astype(np.int64)  # mean 19.4
+    body = np.clip(rng.lognormal(np.log(15.85), 0.7, n), 1, SHORT_TEXT).astype(
+        np.int64
+    )  # mean 19.4
     tail = SHORT_TEXT + 1 + np.minimum(rng.exponential(45.7, n), 1000).astype(np.int64)
     text = np.where(rng.random(n) < SHORT_SHARE, body, tail)
     larger = np.array([-0.45, -0.2, 0.1, 0.3, 0.55])[source]
     patches = np.clip(rng.lognormal(np.log(440) + larger, 0.97), 16, LONGEST_IMAGE).astype(np.int64)
-    return Samples(names=tuple(f"coyo/{i}" for i in range(5)), source=source, text=text, images=Ragged(patches, np.arange(n + 1)))
+    return Samples(
+        names=tuple(f"coyo/{i}" for i in range(5)),
+        source=source,
+        text=text,
+        images=Ragged(patches, np.arange(n + 1)),
+    )
 
 
 def navit(n: int, seed: int, source: np.ndarray | None = None) -> Samples:
     """Interleaved text and images from 306 sources: captions, documents and plain text, each with lengths of its own."""
     shapes = np.random.default_rng(SHAPES_SEED)
     weight = 1 / np.sqrt(1 + np.arange(306))
-    text_median, patches_median = shapes.lognormal(np.log(330), 0.8, 306), shapes.lognormal(np.log(440), 0.4, 306)
+    text_median, patches_median = (
+        shapes.lognormal(np.log(330), 0.8, 306),
+        shapes.lognormal(np.log(440), 0.4, 306),
+    )
     images_mean = np.where(shapes.random(306) < 0.15, 0.0, shapes.lognormal(np.log(2.35), 0.5, 306))
     rng = np.random.default_rng([seed, 306])
     drawn = rng.choice(306, n, p=weight / weight.sum()).astype(np.int32)
     source = drawn if source is None else source
-    text = np.clip(rng.lognormal(np.log(text_median)[source], 0.9), 4, LONGEST_NAVIT).astype(np.int64)
+    text = np.clip(rng.lognormal(np.log(text_median)[source], 0.9), 4, LONGEST_NAVIT).astype(
+        np.int64
+    )
     count = rng.geometric(1 / (1 + images_mean[source])) - 1
     of_image = np.repeat(source, count)
-    patches = np.clip(rng.lognormal(np.log(patches_median)[of_image], 0.7), 16, LONGEST_IMAGE).astype(np.int64)
+    patches = np.clip(
+        rng.lognormal(np.log(patches_median)[of_image], 0.7), 16, LONGEST_IMAGE
+    ).astype(np.int64)
     names = tuple(f"navit/{i:03}" for i in range(306))
     images = Ragged(patches, np.concatenate([[0], np.cumsum(count)]))
     return Samples(names=names, source=source, text=text, images=images).cut(LONGEST_NAVIT)
@@ -113,7 +134,9 @@ def navit(n: int, seed: int, source: np.ndarray | None = None) -> Samples:
 PROFILES: dict[str, Callable[..., Samples]] = {"coyo": coyo, "navit": navit}
 
 
-def draw(profile: str, n: int, *, seed: int, context: int, merge: int = 1, runs: int = 0) -> Samples:
+def draw(
+    profile: str, n: int, *, seed: int, context: int, merge: int = 1, runs: int = 0
+) -> Samples:
     """``n`` samples of a profile in stream order, none longer than the context.
 
     ``runs``: so many readers take turns, each with a source of its own, as where every rank reads its own files.

@@ -11,7 +11,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # its own modules, also when started from elsewhere
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent)
+)  # its own modules, also when started from elsewhere
 
 import click
 
@@ -44,7 +46,9 @@ def main(check: bool) -> None:
     if not check:
         README.write_text(wanted, encoding="utf-8")
     elif wanted != text:
-        raise click.ClickException("README.md: expected the table of the newest result pages, got another one; run benchmarks/readme.py")
+        raise click.ClickException(
+            "README.md: expected the table of the newest result pages, got another one; run benchmarks/readme.py"
+        )
 
 
 if __name__ == "__main__":

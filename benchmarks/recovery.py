@@ -39,9 +39,14 @@ PACE_S = 0.02
 LIMIT_S = 60.0  # for a part to be back
 HEAD = ("where", "lost", "times", "told s", "worst", "back s", "worst", "longest wait s", "worst")
 CHECKS = {  # of docs/ray.md
-    "RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3", "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0",
-}  # fmt: skip
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 
 @dataclass(slots=True)
@@ -55,8 +60,17 @@ class Losses:
     waited: list[float] = field(default_factory=list)
 
     def row(self) -> list[str]:
-        cells = [f(values) for values in (self.told, self.back, self.waited) for f in (statistics.median, max)]
-        return [self.where, self.part, str(len(self.back)), *(f"{seconds:.2f}" for seconds in cells)]
+        cells = [
+            f(values)
+            for values in (self.told, self.back, self.waited)
+            for f in (statistics.median, max)
+        ]
+        return [
+            self.where,
+            self.part,
+            str(len(self.back)),
+            *(f"{seconds:.2f}" for seconds in cells),
+        ]
 
 
 def small_job(journal: str) -> ov.Job:
@@ -64,10 +78,20 @@ def small_job(journal: str) -> ov.Job:
         return [{"tokens": [base + k] * (1 + (7 * k) % 97)} for k in range(n)]
 
     sources = [
-        ov.Source.from_dataset(name, rows(400, 1000 * i), transforms=[ov.Tokens("tokens")], epochs=None) for i, name in enumerate("abcd")
+        ov.Source.from_dataset(
+            name, rows(400, 1000 * i), transforms=[ov.Tokens("tokens")], epochs=None
+        )
+        for i, name in enumerate("abcd")
     ]
     batch = ov.Batch(samples=32, context=256, microbatches=2)
-    return ov.Job(name="recovery", sources=sources, batch=batch, place=ov.ClientPlaceTree(dp=2), seed=7, journal=journal)
+    return ov.Job(
+        name="recovery",
+        sources=sources,
+        batch=batch,
+        place=ov.ClientPlaceTree(dp=2),
+        seed=7,
+        journal=journal,
+    )
 
 
 class Trainer:
@@ -86,7 +110,10 @@ class Trainer:
                 for client in self._clients:
                     self._since = time.monotonic()
                     next(client)
-                    self._longest, self._since = max(self._longest, time.monotonic() - self._since), None
+                    self._longest, self._since = (
+                        max(self._longest, time.monotonic() - self._since),
+                        None,
+                    )
         except Exception as fault:  # told by whoever waits for what it does
             self.fault = str(fault)
 
@@ -125,7 +152,11 @@ def lose(session: ov.Session, trainer: Trainer, found: Losses, strike: Callable[
         handle = session._host._parts.hosts[found.part]  # type: ignore[union-attr]
         until(f"{found.part} to be missed", lambda: not handle.alive, trainer)
     found.told.append(time.monotonic() - start)
-    until(f"{found.part} to be back", lambda: found.part in [r["part"] for r in session.metrics()["recoveries"][known:]], trainer)
+    until(
+        f"{found.part} to be back",
+        lambda: found.part in [r["part"] for r in session.metrics()["recoveries"][known:]],
+        trainer,
+    )
     found.back.append(time.monotonic() - start)
     time.sleep(5 * PACE_S)
     found.waited.append(trainer.longest())
@@ -133,7 +164,10 @@ def lose(session: ov.Session, trainer: Trainer, found: Losses, strike: Callable[
 
 def kill_parts(runtime: str, times: int) -> list[Losses]:
     found = [Losses(runtime, part) for part in PARTS]
-    with tempfile.TemporaryDirectory() as folder, ov.launch(small_job(f"{folder}/journal"), runtime=runtime, **APART) as session:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ov.launch(small_job(f"{folder}/journal"), runtime=runtime, **APART) as session,
+    ):
         trainer = Trainer(session)
         time.sleep(1.0)
         for _ in range(times):
@@ -148,7 +182,14 @@ def kill_parts(runtime: str, times: int) -> list[Losses]:
 def nodes() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 0,
+            "object_store_memory": 80 * 2**20,
+            "include_dashboard": False,
+        },
+    )
     try:
         yield cluster
     finally:
@@ -162,19 +203,37 @@ def remove_nodes(times: int) -> list[Losses]:
     found = Losses("ray, two nodes", "a node")
     with nodes() as cluster, tempfile.TemporaryDirectory() as folder:
         names = (f"node-{i}" for i in itertools.count())
-        there = {name: cluster.add_node(node_name=name, num_cpus=4, object_store_memory=80 * 2**20) for name in itertools.islice(names, 2)}
+        there = {
+            name: cluster.add_node(node_name=name, num_cpus=4, object_store_memory=80 * 2**20)
+            for name in itertools.islice(names, 2)
+        }
         for k in range(times):  # a job each: hosts that came back stay where they are
-            with ov.launch(small_job(f"{folder}/journal{k}"), runtime="ray", address=cluster.address, **APART) as session:
+            with ov.launch(
+                small_job(f"{folder}/journal{k}"), runtime="ray", address=cluster.address, **APART
+            ) as session:
                 trainer = Trainer(session)
                 time.sleep(1.0)
                 parts = parts_of(session)
-                hit = next(name for name, a in parts.items() if name != "planner" and a["node"] != parts["planner"].get("node"))
-                node = there.pop(next(n.name for n in CLUSTER.nodes() if n.id == parts[hit]["node"]))
+                hit = next(
+                    name
+                    for name, a in parts.items()
+                    if name != "planner" and a["node"] != parts["planner"].get("node")
+                )
+                node = there.pop(
+                    next(n.name for n in CLUSTER.nodes() if n.id == parts[hit]["node"])
+                )
                 losses = Losses(found.where, hit, found.told, found.back, found.waited)
-                lose(session, trainer, losses, lambda node=node: cluster.remove_node(node, allow_graceful=False))  # type: ignore[misc]
+                lose(
+                    session,
+                    trainer,
+                    losses,
+                    lambda node=node: cluster.remove_node(node, allow_graceful=False),
+                )  # type: ignore[misc]
                 trainer.close()
             name = next(names)
-            there[name] = cluster.add_node(node_name=name, num_cpus=4, object_store_memory=80 * 2**20)
+            there[name] = cluster.add_node(
+                node_name=name, num_cpus=4, object_store_memory=80 * 2**20
+            )
     return [found]
 
 
@@ -184,29 +243,49 @@ def page(found: list[Losses], today: str, command: str) -> str:
         "planned again was; *longest wait*: of a rank for a step, meanwhile. Medians and worst of so many times."
     )
     return (
-        "\n\n".join([f"# Back after a loss, {today}", machine(), f"    {command}", markdown_table(HEAD, [f.row() for f in found]), notes])
+        "\n\n".join(
+            [
+                f"# Back after a loss, {today}",
+                machine(),
+                f"    {command}",
+                markdown_table(HEAD, [f.row() for f in found]),
+                notes,
+            ]
+        )
         + "\n"
     )
 
 
 @click.command(help=__doc__.split("\n")[0])
 @click.option(
-    "--times", type=click.IntRange(min=1), default=5, show_default=True, help="How often each is lost; nodes: at most three times."
+    "--times",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="How often each is lost; nodes: at most three times.",
 )
 @click.option("--runtimes", default="process,ray,nodes", show_default=True)
-@click.option("--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results.")
+@click.option(
+    "--save", "saving", is_flag=True, help="Writes the page, dated, to benchmarks/results."
+)
 def main(times: int, runtimes: str, saving: bool) -> None:
     import logging
 
-    logging.getLogger("overlord").setLevel(logging.ERROR)  # each loss and each way back is a warning
-    os.environ.update(CHECKS | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})  # before Ray is imported: both clusters have one token
+    logging.getLogger("overlord").setLevel(
+        logging.ERROR
+    )  # each loss and each way back is a warning
+    os.environ.update(
+        CHECKS | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    )  # before Ray is imported: both clusters have one token
     found: list[Losses] = []
     for runtime in runtimes.split(","):
         found += remove_nodes(min(3, times)) if runtime == "nodes" else kill_parts(runtime, times)
     wide_console().print(shown_table("", HEAD, [f.row() for f in found]))
     if saving:
         today = datetime.date.today().isoformat()
-        wide_console().print(f"saved {save(f'{today}-recovery', page(found, today, command_line('benchmarks/recovery.py')), {})}")
+        wide_console().print(
+            f"saved {save(f'{today}-recovery', page(found, today, command_line('benchmarks/recovery.py')), {})}"
+        )
 
 
 if __name__ == "__main__":

@@ -30,12 +30,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "one.parquet")
         rows = make(path, args.mb)
-        print(f"one row group, {args.mb} MB of text in {rows} rows, slices of {args.slice_rows} rows")
+        print(
+            f"one row group, {args.mb} MB of text in {rows} rows, slices of {args.slice_rows} rows"
+        )
         for way in WAYS:
-            command = [sys.executable, __file__, "--slice-rows", str(args.slice_rows), "--child", way, path]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            command = [
+                sys.executable,
+                __file__,
+                "--slice-rows",
+                str(args.slice_rows),
+                "--child",
+                way,
+                path,
+            ]
+            found = json.loads(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            )
             assert found["rows"] == rows
-            print(f"{way:32s} peak {found['peak_mb']:6.0f} MB, of it Arrow {found['arrow_mb']:6.0f} MB, {found['cpu_s']:.2f} s CPU")
+            print(
+                f"{way:32s} peak {found['peak_mb']:6.0f} MB, of it Arrow {found['arrow_mb']:6.0f} MB, {found['cpu_s']:.2f} s CPU"
+            )
 
 
 def make(path: str, megabytes: int) -> int:
@@ -50,7 +64,9 @@ def make(path: str, megabytes: int) -> int:
     while size < megabytes * 10**6:
         text.append(" ".join(words[k] for k in rng.integers(0, 5000, 570)))
         size += len(text[-1])
-    pq.write_table(pa.table({"id": np.arange(len(text)), "text": text}), path, row_group_size=len(text))
+    pq.write_table(
+        pa.table({"id": np.arange(len(text)), "text": text}), path, row_group_size=len(text)
+    )
     return len(text)
 
 
@@ -72,9 +88,17 @@ def measure(way: str, path: str, slice_rows: int) -> dict[str, float]:
     elif way == "pyarrow read_row_group":
         rows = pq.ParquetFile(path).read_row_group(0, columns=["text"]).num_rows
     else:
-        rows = sum(b.num_rows for b in pq.ParquetFile(path).iter_batches(batch_size=slice_rows, columns=["text"]))
+        rows = sum(
+            b.num_rows
+            for b in pq.ParquetFile(path).iter_batches(batch_size=slice_rows, columns=["text"])
+        )
     arrow = pa.default_memory_pool().max_memory() / 2**20
-    return {"rows": rows, "peak_mb": _peak_mb() - base, "arrow_mb": arrow, "cpu_s": time.process_time() - start}
+    return {
+        "rows": rows,
+        "peak_mb": _peak_mb() - base,
+        "arrow_mb": arrow,
+        "cpu_s": time.process_time() - start,
+    }
 
 
 def _peak_mb() -> float:

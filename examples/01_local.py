@@ -19,7 +19,9 @@ def make_source(folder: Path, name: str, rows: int, longest: int) -> str:
     (folder / name).mkdir()
     for part in range(2):
         lengths = [min(longest, int(chance.paretovariate(0.8) * 8)) for _ in range(rows // 2)]
-        lines = [json.dumps({"tokens": [chance.randrange(1000) for _ in range(n)]}) for n in lengths]
+        lines = [
+            json.dumps({"tokens": [chance.randrange(1000) for _ in range(n)]}) for n in lengths
+        ]
         (folder / name / f"part-{part}.jsonl").write_text("\n".join(lines) + "\n")
     return str(folder / name / "*.jsonl")
 
@@ -28,7 +30,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as tmp:
         weights = {"web": 0.6, "code": 0.3, "books": 0.1}
         sources = [
-            ov.Source(name, make_source(Path(tmp), name, 400, 512), transforms=[ov.Tokens()], weight=weight)
+            ov.Source(
+                name,
+                make_source(Path(tmp), name, 400, 512),
+                transforms=[ov.Tokens()],
+                weight=weight,
+            )
             for name, weight in weights.items()
         ]
         job = ov.Job(
@@ -41,13 +48,23 @@ def main() -> None:
         )
         with ov.launch(job, cache_dir=f"{tmp}/cache") as session:
             clients = [session.client(rank) for rank in range(4)]
-            for steps in zip(*clients, strict=True):  # all ranks in one loop; in training, each rank has its own
+            for steps in zip(
+                *clients, strict=True
+            ):  # all ranks in one loop; in training, each rank has its own
                 print(steps[0])
             first = steps[0][0]
-            print("\n", first, "\n first samples:", ", ".join(str(piece.sample) for piece in first.samples[:3]), "\n")
+            print(
+                "\n",
+                first,
+                "\n first samples:",
+                ", ".join(str(piece.sample) for piece in first.samples[:3]),
+                "\n",
+            )
             print(session.plan(0).to_table(), "\n")
             for name, source in session.metrics()["sources"].items():
-                print(f"{name:>6}: wanted {source['wanted']:.1%}, realised {source['realised']:.1%} of {source['samples']} samples")
+                print(
+                    f"{name:>6}: wanted {source['wanted']:.1%}, realised {source['realised']:.1%} of {source['samples']} samples"
+                )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ def make_rows(path: Path, rows: int) -> None:
     """Documents that count upwards: something a model of one token of memory can learn."""
     chance = random.Random(0)
     starts = [(chance.randrange(VOCAB), chance.randrange(2, 40)) for _ in range(rows)]
-    path.write_text("\n".join(json.dumps({"tokens": [(a + i) % VOCAB for i in range(n)]}) for a, n in starts))
+    path.write_text(
+        "\n".join(json.dumps({"tokens": [(a + i) % VOCAB for i in range(n)]}) for a, n in starts)
+    )
 
 
 def main() -> None:
@@ -31,7 +33,9 @@ def main() -> None:
         make_rows(Path(tmp) / "count.jsonl", 500)
         source = ov.Source("count", f"{tmp}/count.jsonl", transforms=[ov.Tokens()])
         batch = ov.Batch(samples=32, microbatches=2, context=512)
-        job = ov.Job(name="loop", sources=[source], batch=batch, place=ov.ClientPlaceTree(dp=1), until=40)
+        job = ov.Job(
+            name="loop", sources=[source], batch=batch, place=ov.ClientPlaceTree(dp=1), until=40
+        )
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -42,12 +46,17 @@ def main() -> None:
                 total = 0.0
                 for microbatch in step:
                     tokens, labels = (torch.tensor(microbatch[key]) for key in ("tokens", "labels"))
-                    loss = F.cross_entropy(model(tokens), labels, ignore_index=-100, reduction="sum") / step.global_valid_tokens
+                    loss = (
+                        F.cross_entropy(model(tokens), labels, ignore_index=-100, reduction="sum")
+                        / step.global_valid_tokens
+                    )
                     loss.backward()
                     total += loss.item()
                 optimizer.step()
                 if step.step % 13 == 0:
-                    print(f"step {step.step:>2}: {len(step)} microbatches, {step.global_valid_tokens} tokens with a loss, loss {total:.3f}")
+                    print(
+                        f"step {step.step:>2}: {len(step)} microbatches, {step.global_valid_tokens} tokens with a loss, loss {total:.3f}"
+                    )
 
 
 if __name__ == "__main__":

@@ -19,12 +19,21 @@ def make_job(folder: Path, dp: int) -> ov.Job:
         ov.Source("odd", str(folder / "odd.jsonl"), transforms=[ov.Tokens()], weight=1),
     ]
     batch = ov.Batch(samples=24, context=256)
-    return ov.Job(name="resume", sources=sources, batch=batch, place=ov.ClientPlaceTree(dp=dp), until=6, seed=3)
+    return ov.Job(
+        name="resume",
+        sources=sources,
+        batch=batch,
+        place=ov.ClientPlaceTree(dp=dp),
+        until=6,
+        seed=3,
+    )
 
 
 def samples(steps: tuple[ov.Step, ...]) -> set[str]:
     """The samples of one step, over all ranks."""
-    return {str(piece.sample) for step in steps for microbatch in step for piece in microbatch.samples}
+    return {
+        str(piece.sample) for step in steps for microbatch in step for piece in microbatch.samples
+    }
 
 
 def main() -> None:
@@ -35,19 +44,27 @@ def main() -> None:
         cache = f"{tmp}/cache"
 
         with ov.launch(make_job(Path(tmp), dp=2), cache_dir=cache) as session:
-            undisturbed = [samples(steps) for steps in zip(*[session.client(r) for r in range(2)], strict=True)]
+            undisturbed = [
+                samples(steps) for steps in zip(*[session.client(r) for r in range(2)], strict=True)
+            ]
 
         with ov.launch(make_job(Path(tmp), dp=2), cache_dir=cache) as session:
             clients = [session.client(rank) for rank in range(2)]
             for _ in range(3):
                 steps = tuple(next(client) for client in clients)
-            saved = json.dumps(clients[0].state_dict())  # the same on every rank; goes into the checkpoint
+            saved = json.dumps(
+                clients[0].state_dict()
+            )  # the same on every rank; goes into the checkpoint
         print(f"stopped behind step {steps[0].step}; the state is {len(saved)} bytes of JSON")
 
-        with ov.launch(make_job(Path(tmp), dp=3), resume=json.loads(saved), cache_dir=cache) as session:
+        with ov.launch(
+            make_job(Path(tmp), dp=3), resume=json.loads(saved), cache_dir=cache
+        ) as session:
             for steps in zip(*[session.client(rank) for rank in range(3)], strict=True):
                 same = samples(steps) == undisturbed[steps[0].step]
-                print(f"step {steps[0].step} on 3 ranks: {len(samples(steps))} samples, {'the same' if same else 'OTHERS'} as on 2 ranks")
+                print(
+                    f"step {steps[0].step} on 3 ranks: {len(samples(steps))} samples, {'the same' if same else 'OTHERS'} as on 2 ranks"
+                )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ def sliding_window(columns: Mapping[str, np.ndarray]) -> np.ndarray:
 def windowed(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
     return (
         ov.DGraph.from_buffer(buffer, place, meta="tokens")
-        .mix(None if buffer.drawn else {"web": 0.8, "books": 0.2})  # a running job has drawn already
+        .mix(
+            None if buffer.drawn else {"web": 0.8, "books": 0.2}
+        )  # a running job has drawn already
         .distribute("DP")
         .cost(sliding_window)
         .balance("greedy")
@@ -41,13 +43,19 @@ def unplanned(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
 def main() -> None:
     chance = np.random.default_rng(0)
     tokens = {"web": chance.lognormal(5.5, 1.0, 300), "books": chance.lognormal(8.0, 0.8, 100)}
-    columns = {name: {"tokens": np.clip(lengths, 16, 8192).astype(int)} for name, lengths in tokens.items()}
-    buffer = ov.Buffer.from_columns(columns, batch=ov.Batch(samples=128, microbatches=4, context=8192))
+    columns = {
+        name: {"tokens": np.clip(lengths, 16, 8192).astype(int)} for name, lengths in tokens.items()
+    }
+    buffer = ov.Buffer.from_columns(
+        columns, batch=ov.Batch(samples=128, microbatches=4, context=8192)
+    )
     place = ov.ClientPlaceTree(dp=8)
     for name, strategy in (("dealt out in turn", unplanned), ("windowed", windowed)):
         plan = strategy(buffer, place)
         found = plan.imbalance()
-        print(f"{name}: a step takes {found['microbatch']:.3f} of the mean rank's time, no placement less than {found['slot_bound']:.3f}")
+        print(
+            f"{name}: a step takes {found['microbatch']:.3f} of the mean rank's time, no placement less than {found['slot_bound']:.3f}"
+        )
     print("\n" + plan.to_table())
 
 

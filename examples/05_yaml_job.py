@@ -21,7 +21,11 @@ batch: {samples: 16, microbatches: 2, context: 128}
 until: 3
 seed: 11
 """
-WRONG = JOB.replace("weight: 0.7", "wieght: 0.7").replace("context: 128", "context: zero").replace("until: 3", "until: soon")
+WRONG = (
+    JOB.replace("weight: 0.7", "wieght: 0.7")
+    .replace("context: 128", "context: zero")
+    .replace("until: 3", "until: soon")
+)
 
 
 def not_tiny(row: dict[str, list[int]]) -> bool:

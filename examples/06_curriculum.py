@@ -19,23 +19,35 @@ def corpus(folder: Path) -> list[ov.Source]:
     """Two sources, their easy and hard rows mixed. Each row is its difficulty, 0 to 99, eight times: that shows in a batch."""
     chance = random.Random(7)
     for name in ("web", "code"):
-        rows = [{"level": level, "tokens": [level] * 8} for level in chance.choices(range(100), k=2000)]
+        rows = [
+            {"level": level, "tokens": [level] * 8} for level in chance.choices(range(100), k=2000)
+        ]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     transforms = [ov.Meta("difficulty", "level"), ov.Tokens()]
-    return [ov.Source(name, str(folder / f"{name}.jsonl"), transforms=transforms) for name in ("web", "code")]
+    return [
+        ov.Source(name, str(folder / f"{name}.jsonl"), transforms=transforms)
+        for name in ("web", "code")
+    ]
 
 
 def main() -> None:
-    more_code = ov.schedule.linear(start={"web": 9, "code": 1}, end={"web": 1, "code": 1}, steps=RAMP)
-    easy_to_hard = ov.schedule.curriculum(column="difficulty", low=10, high=99, steps=RAMP, weights=more_code)
+    more_code = ov.schedule.linear(
+        start={"web": 9, "code": 1}, end={"web": 1, "code": 1}, steps=RAMP
+    )
+    easy_to_hard = ov.schedule.curriculum(
+        column="difficulty", low=10, high=99, steps=RAMP, weights=more_code
+    )
     print(easy_to_hard)
     with tempfile.TemporaryDirectory() as tmp:
         job = ov.Job(
-            name="curriculum", sources=corpus(Path(tmp)), batch=ov.Batch(samples=64, context=512), mixture=easy_to_hard,
+            name="curriculum",
+            sources=corpus(Path(tmp)),
+            batch=ov.Batch(samples=64, context=512),
+            mixture=easy_to_hard,
             look_ahead=4,  # each step chooses among four times its samples: the wider, the sharper
             max_age=12,  # and what was passed over so often comes, however hard
             until=RAMP + 5,
-        )  # fmt: skip
+        )
         means = []
         with ov.launch(job, cache_dir=f"{tmp}/cache") as session:
             for step in session.client():
@@ -44,7 +56,11 @@ def main() -> None:
                 print(
                     f"step {step.step:2}: mean difficulty {means[-1]:4.1f} {'#' * round(means[-1] / 2):48} code {names.count('code')} of 64"
                 )
-    print("rising over the ramp:", means[: RAMP + 1] == sorted(means[: RAMP + 1]), "- what was held back has come, then the plain stream")
+    print(
+        "rising over the ramp:",
+        means[: RAMP + 1] == sorted(means[: RAMP + 1]),
+        "- what was held back has come, then the plain stream",
+    )
 
 
 if __name__ == "__main__":

@@ -30,16 +30,32 @@ def by_tokens(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) 
 
 
 def main() -> None:
-    ov.register_balance("dealt", dealt, capacity_aware=False)  # what it puts into a full microbatch is moved to one with room
+    ov.register_balance(
+        "dealt", dealt, capacity_aware=False
+    )  # what it puts into a full microbatch is moved to one with room
     ov.register_balance("by_tokens", by_tokens)
     lengths = np.clip(np.random.default_rng(0).lognormal(6.5, 1.2, 512), 16, 16_384).astype(int)
-    buffer = ov.Buffer.from_columns({"web": {"tokens": lengths}}, batch=ov.Batch(samples=512, context=16_384))
-    graph = ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=16)).mix([1]).distribute("DP").cost("llama_12b")
-    print("method           slowest rank / mean   after every microbatch   microbatches   fullest microbatch")
+    buffer = ov.Buffer.from_columns(
+        {"web": {"tokens": lengths}}, batch=ov.Batch(samples=512, context=16_384)
+    )
+    graph = (
+        ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=16))
+        .mix([1])
+        .distribute("DP")
+        .cost("llama_12b")
+    )
+    print(
+        "method           slowest rank / mean   after every microbatch   microbatches   fullest microbatch"
+    )
     for method in ("none", "dealt", "by_tokens", "karmarkar_karp", "greedy"):
         plan = graph.balance(method).plan()
-        found, fullest = plan.imbalance(), np.bincount(plan.main.bins(), weights=plan.main.size).max()
-        print(f"{method:15}  {found['bucket']:19.3f}   {found['microbatch']:22.3f}   {plan.n_microbatches:12}   {fullest:11.0f} tokens")
+        found, fullest = (
+            plan.imbalance(),
+            np.bincount(plan.main.bins(), weights=plan.main.size).max(),
+        )
+        print(
+            f"{method:15}  {found['bucket']:19.3f}   {found['microbatch']:22.3f}   {plan.n_microbatches:12}   {fullest:11.0f} tokens"
+        )
 
 
 if __name__ == "__main__":

@@ -31,28 +31,70 @@ def vlm(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
 def columns(n: int) -> dict[str, list]:
     """Up to four images of 16 to 4096 patches in a sample, each a quarter as many tokens, and text behind them."""
     chance = np.random.default_rng(0)
-    patches = [np.clip(chance.lognormal(5.5, 1.0, k), 16, 4096).astype(int).tolist() for k in chance.integers(0, 5, n)]
-    return {"image_patches": patches, "tokens": [sum(p) // 4 + int(chance.integers(8, 2000)) for p in patches]}
+    patches = [
+        np.clip(chance.lognormal(5.5, 1.0, k), 16, 4096).astype(int).tolist()
+        for k in chance.integers(0, 5, n)
+    ]
+    return {
+        "image_patches": patches,
+        "tokens": [sum(p) // 4 + int(chance.integers(8, 2000)) for p in patches],
+    }
 
 
 def main() -> None:
-    place, batch = ov.ClientPlaceTree(dp=4, tp=2), ov.Batch(samples=256, microbatches=4, context=16384)
-    buffer = ov.Buffer.from_columns({"photos": columns(256), "text": {"tokens": [300, 7000] * 32}}, batch=batch)
-    buffer = ov.DGraph.from_buffer(buffer, place).mix({"photos": 0.8, "text": 0.2}).buffer  # one draw, planned in several ways
-    print(f"llm: time over mean, 4 replicas that wait at every microbatch: {llm(buffer, place).imbalance()['microbatch']:.3f}")
-    for strategy in (ov.strategy.vanilla, ov.strategy.backbone_balance, ov.strategy.encoder_balance, ov.strategy.vlm_hybrid, vlm):
+    place, batch = (
+        ov.ClientPlaceTree(dp=4, tp=2),
+        ov.Batch(samples=256, microbatches=4, context=16384),
+    )
+    buffer = ov.Buffer.from_columns(
+        {"photos": columns(256), "text": {"tokens": [300, 7000] * 32}}, batch=batch
+    )
+    buffer = (
+        ov.DGraph.from_buffer(buffer, place).mix({"photos": 0.8, "text": 0.2}).buffer
+    )  # one draw, planned in several ways
+    print(
+        f"llm: time over mean, 4 replicas that wait at every microbatch: {llm(buffer, place).imbalance()['microbatch']:.3f}"
+    )
+    for strategy in (
+        ov.strategy.vanilla,
+        ov.strategy.backbone_balance,
+        ov.strategy.encoder_balance,
+        ov.strategy.vlm_hybrid,
+        vlm,
+    ):
         plan = strategy(buffer, place)
         encoder, backbone = plan.imbalance("encoder")["bucket"], plan.imbalance()["microbatch"]
-        print(f"{strategy.__name__}: time over mean, encoder on 8 ranks: {encoder:.3f}; backbone on 4 replicas: {backbone:.3f}")
+        print(
+            f"{strategy.__name__}: time over mean, encoder on 8 ranks: {encoder:.3f}; backbone on 4 replicas: {backbone:.3f}"
+        )
     route = plan.routes("encoder").for_rank(2)
-    print(f"rank 2 encodes {len(route.items)} images, sends {route.send_splits.tolist()} rows, gets {route.recv_splits.tolist()}")
+    print(
+        f"rank 2 encodes {len(route.items)} images, sends {route.send_splits.tolist()} rows, gets {route.recv_splits.tolist()}"
+    )
     with tempfile.TemporaryDirectory() as tmp:
-        pq.write_table(pa.table((rows := columns(600)) | {"ids": [[7] * n for n in rows["tokens"]]}), f"{tmp}/photos.parquet")
-        data = ov.Source("photos", f"{tmp}/*.parquet", transforms=[ov.Tokens("ids"), ov.Meta("image_patches", "image_patches")], epochs=1)
-        job = ov.Job(name="vlm", sources=[data], place=ov.ClientPlaceTree(dp=2), batch=batch, strategy="vlm_hybrid", until=3)
+        pq.write_table(
+            pa.table((rows := columns(600)) | {"ids": [[7] * n for n in rows["tokens"]]}),
+            f"{tmp}/photos.parquet",
+        )
+        data = ov.Source(
+            "photos",
+            f"{tmp}/*.parquet",
+            transforms=[ov.Tokens("ids"), ov.Meta("image_patches", "image_patches")],
+            epochs=1,
+        )
+        job = ov.Job(
+            name="vlm",
+            sources=[data],
+            place=ov.ClientPlaceTree(dp=2),
+            batch=batch,
+            strategy="vlm_hybrid",
+            until=3,
+        )
         with ov.launch(job, cache_dir=f"{tmp}/cache") as session:
             for step in session.client(rank=0):
-                print(f"step {step.step}: {len(session.plan(step.step).routes('encoder'))} images, {step.global_valid_tokens} tokens")
+                print(
+                    f"step {step.step}: {len(session.plan(step.step).routes('encoder'))} images, {step.global_valid_tokens} tokens"
+                )
 
 
 if __name__ == "__main__":

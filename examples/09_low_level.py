@@ -15,7 +15,9 @@ import overlord as ov
 MASK = 999
 
 
-def snake(columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int) -> dict[str, Any]:
+def snake(
+    columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int
+) -> dict[str, Any]:
     """Longest first, dealt out 0 1 2 3 3 2 1 0: raw arrays in, a bucket and a microbatch per sample out."""
     turn = np.arange(len(columns["tokens"]))
     lap, at = turn // place.dp, turn % place.dp
@@ -28,7 +30,10 @@ def mask_some(samples: ov.Popped) -> ov.Ragged:
     """A seventh of the tokens of source "code" is masked; the same ones in every run, whatever the number of loaders."""
     if samples.source != "code":
         return samples.tokens
-    return ov.Ragged(np.where(samples.chance("mask") < 1 / 7, MASK, samples.tokens.values), samples.tokens.offsets)
+    return ov.Ragged(
+        np.where(samples.chance("mask") < 1 / 7, MASK, samples.tokens.values),
+        samples.tokens.offsets,
+    )
 
 
 def count_masks(assembly: ov.Assembly) -> list[dict[str, np.ndarray]]:
@@ -36,20 +41,32 @@ def count_masks(assembly: ov.Assembly) -> list[dict[str, np.ndarray]]:
     made = []
     for mb in assembly.default():
         hidden = mb["labels"] == MASK
-        made.append(mb | {"loss_mask": np.where(hidden, np.float32(0), mb["loss_mask"]), "masked": hidden.sum()})
+        made.append(
+            mb
+            | {
+                "loss_mask": np.where(hidden, np.float32(0), mb["loss_mask"]),
+                "masked": hidden.sum(),
+            }
+        )
     return made
 
 
 def main() -> None:
     rows = ov.Factory(lambda shard: ({"tokens": [i % 900] * (1 + i * i % 97)} for i in range(300)))
     job = ov.Job(
-        name="low-level", sources=[ov.Source(name, rows, transforms=[ov.Tokens()]) for name in ("web", "code")],
-        place=ov.ClientPlaceTree(dp=4), batch=ov.Batch(samples=64, context=1024), until=3, strategy=ov.plan_raw(snake),
+        name="low-level",
+        sources=[ov.Source(name, rows, transforms=[ov.Tokens()]) for name in ("web", "code")],
+        place=ov.ClientPlaceTree(dp=4),
+        batch=ov.Batch(samples=64, context=1024),
+        until=3,
+        strategy=ov.plan_raw(snake),
         hooks=[ov.loader_do_plan(mask_some), ov.constructor_do_plan(count_masks)],
-    )  # fmt: skip
+    )
     with ov.launch(job) as session:
         for step in session.client(rank=0):
-            print(f"step {step.step}: {sum(int(mb['masked']) for mb in step)} of {sum(mb['tokens'].size for mb in step)} tokens masked")
+            print(
+                f"step {step.step}: {sum(int(mb['masked']) for mb in step)} of {sum(mb['tokens'].size for mb in step)} tokens masked"
+            )
         print(session.plan(2), "\n", session.summary_buffer())
 
 

@@ -26,13 +26,22 @@ def long_short(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
 def documents(shard: int) -> Iterator[dict[str, Any]]:
     """Log-normal lengths with a long tail."""
     chance = np.random.default_rng(shard)
-    yield from ({"tokens": [1] * int(length)} for length in np.clip(chance.lognormal(5.0, 1.5, 4000), 8, 8192))
+    yield from (
+        {"tokens": [1] * int(length)}
+        for length in np.clip(chance.lognormal(5.0, 1.5, 4000), 8, 8192)
+    )
 
 
 def time_over_mean(strategy: Any, look_ahead: int) -> float:
     job = ov.Job(
         name="long-short",
-        sources=[ov.Source("text", ov.Factory(documents, shards=2, fingerprint="1"), transforms=[ov.Tokens("tokens")])],
+        sources=[
+            ov.Source(
+                "text",
+                ov.Factory(documents, shards=2, fingerprint="1"),
+                transforms=[ov.Tokens("tokens")],
+            )
+        ],
         place=ov.ClientPlaceTree(dp=RANKS),
         batch=ov.Batch(samples=8 * RANKS, context=8192),
         strategy=strategy,
@@ -48,8 +57,14 @@ def time_over_mean(strategy: Any, look_ahead: int) -> float:
 
 
 def main() -> None:
-    for name, strategy, look_ahead in (("vanilla", "vanilla", 1), ("balanced", long_short, 1), ("balanced, look-ahead 4", long_short, 4)):
-        print(f"{name}: {STEPS} steps take {time_over_mean(strategy, look_ahead):.3f} times the mean rank's time")
+    for name, strategy, look_ahead in (
+        ("vanilla", "vanilla", 1),
+        ("balanced", long_short, 1),
+        ("balanced, look-ahead 4", long_short, 4),
+    ):
+        print(
+            f"{name}: {STEPS} steps take {time_over_mean(strategy, look_ahead):.3f} times the mean rank's time"
+        )
 
 
 if __name__ == "__main__":

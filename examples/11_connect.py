@@ -21,7 +21,12 @@ def make_job(folder: Path) -> ov.Job:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = ov.Source("rows", str(folder / "rows.jsonl"), transforms=[ov.Tokens()], epochs=1)
     return ov.Job(
-        name="served", sources=[source], batch=ov.Batch(samples=32, context=256), place=ov.ClientPlaceTree(dp=2), until=10, seed=3
+        name="served",
+        sources=[source],
+        batch=ov.Batch(samples=32, context=256),
+        place=ov.ClientPlaceTree(dp=2),
+        until=10,
+        seed=3,
     )
 
 
@@ -36,14 +41,24 @@ def train() -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as tmp, ov.launch(make_job(Path(tmp)), cache_dir=f"{tmp}/cache") as session:
-        served = session.serve()  # print(served) shows two lines to paste into the environment of the trainers
+    with (
+        tempfile.TemporaryDirectory() as tmp,
+        ov.launch(make_job(Path(tmp)), cache_dir=f"{tmp}/cache") as session,
+    ):
+        served = (
+            session.serve()
+        )  # print(served) shows two lines to paste into the environment of the trainers
         env = {**os.environ, "OVERLORD_ADDRESS": served.address, "OVERLORD_TOKEN": served.token}
         command = [sys.executable, __file__, "train"]
-        trainers = [subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE) for rank in range(2)]
+        trainers = [
+            subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE)
+            for rank in range(2)
+        ]
         said = [json.loads(trainer.communicate()[0]) for trainer in trainers]
     for trainer in said:
-        print(f"rank {trainer['rank']} of another process: steps 0 to {trainer['steps'] - 1}, {len(trainer['samples'])} samples")
+        print(
+            f"rank {trainer['rank']} of another process: steps 0 to {trainer['steps'] - 1}, {len(trainer['samples'])} samples"
+        )
     every = [sample for trainer in said for sample in trainer["samples"]]
     print(f"{len(every)} samples, each once: {len(set(every)) == len(every)}")
 

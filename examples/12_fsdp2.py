@@ -18,7 +18,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import overlord as ov
 import overlord.torch as ot
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 class Counting:
@@ -40,13 +46,18 @@ def train(job: ov.Job, folder: str, *, save_at: int = -1, resume: bool = False) 
     with ot.DevicePrefetcher(ot.join(job), "cpu") as steps:
         if resume:
             weights, moments = get_state_dict(model, optimizer)
-            dcp.load({"model": weights, "optimizer": moments, "data": ot.LoaderState(steps)}, checkpoint_id=folder)
+            dcp.load(
+                {"model": weights, "optimizer": moments, "data": ot.LoaderState(steps)},
+                checkpoint_id=folder,
+            )
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         for step in steps:
             total = torch.zeros(())
             for mb in step:
                 logits = model(**ot.adapters.huggingface.flattened(mb) | {"labels": None}).logits
-                loss = ot.token_loss(logits, mb["labels"], step.global_valid_tokens, gradients="mean", dp_size=ranks)
+                loss = ot.token_loss(
+                    logits, mb["labels"], step.global_valid_tokens, gradients="mean", dp_size=ranks
+                )
                 loss.backward()
                 total += loss.detach() / ranks
             optimizer.step()
@@ -55,7 +66,10 @@ def train(job: ov.Job, folder: str, *, save_at: int = -1, resume: bool = False) 
             losses.append(total.item())
             if step.step == save_at:
                 weights, moments = get_state_dict(model, optimizer)
-                dcp.save({"model": weights, "optimizer": moments, "data": ot.LoaderState(steps)}, checkpoint_id=folder)
+                dcp.save(
+                    {"model": weights, "optimizer": moments, "data": ot.LoaderState(steps)},
+                    checkpoint_id=folder,
+                )
     return losses
 
 
@@ -65,7 +79,10 @@ def main() -> None:
     folder = f"{tempfile.gettempdir()}/fsdp2-{os.environ.get('MASTER_PORT', os.getpid())}"  # one that all ranks see
     source = ov.Source("counting", Counting(), transforms=[ov.Tokens()])
     place = ov.ClientPlaceTree(dp=dist.get_world_size())
-    batch, sync = ov.Batch(samples=32, microbatches=2, context=512), "microbatch"  # the default: FSDP gathers weights at every one
+    batch, sync = (
+        ov.Batch(samples=32, microbatches=2, context=512),
+        "microbatch",
+    )  # the default: FSDP gathers weights at every one
     job = ov.Job(name="fsdp2", sources=[source], batch=batch, place=place, sync=sync, until=10)
     whole, rest = train(job, folder, save_at=4), train(job, folder, resume=True)
     if dist.get_rank() == 0:

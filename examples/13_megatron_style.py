@@ -16,17 +16,29 @@ import overlord as ov
 import overlord.torch as ot
 
 PLACE = ov.ClientPlaceTree(pp=2, dp=2, tp=2)
-DOCUMENTS = [{"tokens": [(7 * i + k) % 64 for k in range(2 + i % 40)]} for i in range(500)]  # they count upwards: something to learn
+DOCUMENTS = [
+    {"tokens": [(7 * i + k) % 64 for k in range(2 + i % 40)]} for i in range(500)
+]  # they count upwards: something to learn
 
 
 def balanced(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
-    samples = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("DP").cost(ov.strategy.DENSE_12B)
+    samples = (
+        ov.DGraph.from_buffer(buffer, place, meta="tokens")
+        .mix()
+        .distribute("DP")
+        .cost(ov.strategy.DENSE_12B)
+    )
     return samples.balance("greedy").broadcast_at("TP", "PP").plan()
 
 
-def forward_backward(stage: torch.nn.Module, microbatches: Iterator, at: dict[str, int], valid_tokens: int) -> torch.Tensor:
+def forward_backward(
+    stage: torch.nn.Module, microbatches: Iterator, at: dict[str, int], valid_tokens: int
+) -> torch.Tensor:
     """One microbatch through both stages and back. Real tensor-parallel ranks would each compute a part; here they compute the same."""
-    batch, peer = ot.adapters.megatron.get_batch(microbatches), PLACE.rank(**{**at, "pp": 1 - at["pp"]})
+    batch, peer = (
+        ot.adapters.megatron.get_batch(microbatches),
+        PLACE.rank(**{**at, "pp": 1 - at["pp"]}),
+    )
     if at["pp"] == 0:
         hidden = stage(batch.tokens[0])
         dist.send(hidden.detach(), peer)
@@ -42,19 +54,36 @@ def forward_backward(stage: torch.nn.Module, microbatches: Iterator, at: dict[st
 
 def train(rank: int, port: int = 0) -> None:
     if port:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # as torchrun does
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )  # as torchrun does
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     at, losses = PLACE.coords(rank), []
-    replicas = {(p, t): dist.new_group([PLACE.rank(pp=p, dp=d, tp=t) for d in range(2)]) for p in range(2) for t in range(2)}
+    replicas = {
+        (p, t): dist.new_group([PLACE.rank(pp=p, dp=d, tp=t) for d in range(2)])
+        for p in range(2)
+        for t in range(2)
+    }
     stage = torch.nn.Embedding(64, 32) if at["pp"] == 0 else torch.nn.Linear(32, 64)
     source = ov.Source.from_dataset("counting", DOCUMENTS, transforms=[ov.Tokens()])
     batch = ov.Batch(samples=32, microbatches=2, context=512)
-    job = ov.Job(name="megatron", sources=[source], batch=batch, place=PLACE, strategy=balanced, sync="microbatch", until=20)
+    job = ov.Job(
+        name="megatron",
+        sources=[source],
+        batch=batch,
+        place=PLACE,
+        strategy=balanced,
+        sync="microbatch",
+        until=20,
+    )
     with ot.join(job) as client:
         for step in client:
             microbatches = iter(step)
-            loss = sum(forward_backward(stage, microbatches, at, step.global_valid_tokens) for _ in range(len(step)))
+            loss = sum(
+                forward_backward(stage, microbatches, at, step.global_valid_tokens)
+                for _ in range(len(step))
+            )
             for value in (loss, *(p.grad for p in stage.parameters())):
                 dist.all_reduce(value, group=replicas[at["pp"], at["tp"]])
             for p in stage.parameters():
@@ -65,9 +94,13 @@ def train(rank: int, port: int = 0) -> None:
         dist.all_gather_object(everyone, (client.figures(), ", ".join(sorted(step[0])), losses))
     if rank == 0:
         (first, tokens, _), (_, labels, losses) = everyone[0], everyone[-1]
-        print(f"ranks that fetch: {[f['rank'] for f, _, _ in everyone if f['fetches']]} of 8; rank 0 for ranks {first['group']}")
+        print(
+            f"ranks that fetch: {[f['rank'] for f, _, _ in everyone if f['fetches']]} of 8; rank 0 for ranks {first['group']}"
+        )
         print(f"first stage: {tokens}\nlast stage: {labels}")
-        print(f"{sum(f['bytes_fetched'] for f, _, _ in everyone)} bytes fetched; loss {losses[0]:.2f} to {losses[-1]:.2f}")
+        print(
+            f"{sum(f['bytes_fetched'] for f, _, _ in everyone)} bytes fetched; loss {losses[0]:.2f} to {losses[-1]:.2f}"
+        )
     dist.destroy_process_group()
 
 

@@ -21,7 +21,11 @@ from PIL import Image
 import overlord as ov
 import overlord.torch as ot
 
-PLACE, COLOURS, IMAGE = ov.ClientPlaceTree(dp=2, tp=2), [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255)], 9
+PLACE, COLOURS, IMAGE = (
+    ov.ClientPlaceTree(dp=2, tp=2),
+    [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255)],
+    9,
+)
 
 
 def write_photos(folder: str) -> None:
@@ -40,41 +44,83 @@ def write_photos(folder: str) -> None:
 
 def train(rank: int, port: int = 0) -> None:
     if port:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # as torchrun does
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )  # as torchrun does
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     folder = f"{tempfile.gettempdir()}/vlm-{os.environ['MASTER_PORT']}"
     if rank == 0:  # it launches the job; nobody else reads files
         write_photos(folder)
-    tp, dp = ([dist.new_group(ranks) for ranks in lists] for lists in (([0, 1], [2, 3]), ([0, 2], [1, 3])))
-    vit, llm, embed = torch.nn.Linear(3 * 14 * 14, 16), torch.nn.Linear(16, 10), torch.nn.Embedding(10, 16)
-    images = ov.Images("images", placeholder=IMAGE, at="marker", size=(28, 28), patch=14, merge=2)  # four patches, one token
-    source, batch = ov.Source("photos", f"{folder}/*.parquet", transforms=[ov.Tokens(), images]), ov.Batch(samples=16, context=128)
+    tp, dp = (
+        [dist.new_group(ranks) for ranks in lists] for lists in (([0, 1], [2, 3]), ([0, 2], [1, 3]))
+    )
+    vit, llm, embed = (
+        torch.nn.Linear(3 * 14 * 14, 16),
+        torch.nn.Linear(16, 10),
+        torch.nn.Embedding(10, 16),
+    )
+    images = ov.Images(
+        "images", placeholder=IMAGE, at="marker", size=(28, 28), patch=14, merge=2
+    )  # four patches, one token
+    source, batch = (
+        ov.Source("photos", f"{folder}/*.parquet", transforms=[ov.Tokens(), images]),
+        ov.Batch(samples=16, context=128),
+    )
     losses, counts = [], np.zeros((4, 2), int)
     # Replicas wait for each other once a step, where they add up gradients.
-    job = ov.Job(name="vlm", sources=[source], batch=batch, place=PLACE, strategy="vlm_hybrid", sync="step", until=30)
+    job = ov.Job(
+        name="vlm",
+        sources=[source],
+        batch=batch,
+        place=PLACE,
+        strategy="vlm_hybrid",
+        sync="step",
+        until=30,
+    )
     with ot.join(job, cache_dir=f"{folder}/cache") as client:
         for step in client:
             [maps], loss = step.encoder, torch.zeros(())
-            rows = vit(torch.tensor(maps["pixel_values"])).view(-1, 4, 16).mean(1)  # of no images: no rows
+            rows = (
+                vit(torch.tensor(maps["pixel_values"])).view(-1, 4, 16).mean(1)
+            )  # of no images: no rows
             exchange = ot.Exchange(rows, maps)
             for m, mb in enumerate(step):
-                mine = ot.share_rows(*exchange.microbatch(m), tp[rank // 2], gradients="own")  # both ranks of a replica embed
+                mine = ot.share_rows(
+                    *exchange.microbatch(m), tp[rank // 2], gradients="own"
+                )  # both ranks of a replica embed
                 hidden = ot.place_rows(embed(torch.tensor(mb["tokens"])), *mine)
-                (part := ot.token_loss(llm(hidden), torch.tensor(mb["labels"]), step.global_valid_tokens)).backward()
+                (
+                    part := ot.token_loss(
+                        llm(hidden), torch.tensor(mb["labels"]), step.global_valid_tokens
+                    )
+                ).backward()
                 loss += part.detach()
             exchange.backward()
-            sums = {None: [vit], dp[rank % 2]: [llm, embed]}  # every rank encodes; one of each replica has its text
+            sums = {
+                None: [vit],
+                dp[rank % 2]: [llm, embed],
+            }  # every rank encodes; one of each replica has its text
             dist.all_reduce(loss, group=dp[rank % 2])
-            for p, group in [(p, group) for group, parts in sums.items() for part in parts for p in part.parameters()]:
+            for p, group in [
+                (p, group)
+                for group, parts in sums.items()
+                for part in parts
+                for p in part.parameters()
+            ]:
                 dist.all_reduce(p.grad, group=group)
                 p.data -= 0.03 * p.grad
                 p.grad = None
             losses.append(loss.item())
-            counts[rank] += len(maps["grid_thw"]), int(maps["send_splits"].sum() - maps["send_splits"][rank])
+            counts[rank] += (
+                len(maps["grid_thw"]),
+                int(maps["send_splits"].sum() - maps["send_splits"][rank]),
+            )
         dist.all_reduce(torch.from_numpy(counts))
     if rank == 0:
-        print(f"images encoded by each rank: {counts[:, 0].tolist()}; rows sent to another: {counts[:, 1].tolist()}")
+        print(
+            f"images encoded by each rank: {counts[:, 0].tolist()}; rows sent to another: {counts[:, 1].tolist()}"
+        )
         print(f"loss {losses[0]:.2f} to {losses[-1]:.2f}")
         shutil.rmtree(folder)
     dist.destroy_process_group()
@@ -83,4 +129,6 @@ def train(rank: int, port: int = 0) -> None:
 if __name__ == "__main__":
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    train(int(os.environ["RANK"])) if "RANK" in os.environ else mp.start_processes(train, (port,), 4, start_method="fork")
+    train(int(os.environ["RANK"])) if "RANK" in os.environ else mp.start_processes(
+        train, (port,), 4, start_method="fork"
+    )

@@ -17,7 +17,9 @@ from ray.train.torch import TorchTrainer
 import overlord as ov
 import overlord.torch as ot
 
-DOCUMENTS = [{"tokens": [(7 * i + k) % 64 for k in range(2 + i % 40)]} for i in range(500)]  # they count upwards: something to learn
+DOCUMENTS = [
+    {"tokens": [(7 * i + k) % 64 for k in range(2 + i % 40)]} for i in range(500)
+]  # they count upwards: something to learn
 
 
 def digest(step: ov.Step) -> int:
@@ -34,8 +36,12 @@ def train(config: dict) -> None:
             saved, seen = torch.load(f"{folder}/all.pt"), torch.load(f"{folder}/{rank}.pt")
         state = saved["data"]
         model.load_state_dict(saved["model"])
-    client = ov.connect(config["address"], rank, config["token"])  # and not closed: one that is closed cannot come again
-    client.load_state_dict(state)  # where there is no checkpoint, too: else a rank goes on behind the last step it took
+    client = ov.connect(
+        config["address"], rank, config["token"]
+    )  # and not closed: one that is closed cannot come again
+    client.load_state_dict(
+        state
+    )  # where there is no checkpoint, too: else a rank goes on behind the last step it took
     dist.barrier()  # nobody takes a step before all have loaded
     for step in client:
         total = torch.zeros(())
@@ -50,11 +56,20 @@ def train(config: dict) -> None:
             p.grad = None
         seen.append(digest(step))
         if step.step % 4 == 3:
-            with tempfile.TemporaryDirectory() as folder:  # Train puts what all ranks write into one
+            with (
+                tempfile.TemporaryDirectory() as folder
+            ):  # Train puts what all ranks write into one
                 torch.save(seen, f"{folder}/{rank}.pt")
                 if rank == 0:  # the state of the data is the same on every rank
-                    torch.save({"model": model.state_dict(), "data": client.state_dict()}, f"{folder}/all.pt")
-                said = {"step": step.step, "loss": total.item(), "group": "first" if last is None else "second"}
+                    torch.save(
+                        {"model": model.state_dict(), "data": client.state_dict()},
+                        f"{folder}/all.pt",
+                    )
+                said = {
+                    "step": step.step,
+                    "loss": total.item(),
+                    "group": "first" if last is None else "second",
+                }
                 ray.train.report(said, checkpoint=ray.train.Checkpoint.from_directory(folder))
         if step.step == 5 and rank == 1 and last is None:
             ray.train.get_all_reported_checkpoints()  # Train looks every two seconds; a checkpoint it has not seen yet does not count
@@ -65,19 +80,35 @@ def main() -> None:
     source = ov.Source.from_dataset("counting", DOCUMENTS, transforms=[ov.Tokens()])
     batch = ov.Batch(samples=32, microbatches=2, context=512)
     place = ov.ClientPlaceTree(dp=2)
-    job = ov.Job(name="ray-train", sources=[source], batch=batch, place=place, sync="step", until=12)  # gradients are added once a step
-    with tempfile.TemporaryDirectory() as storage, ov.launch(job, runtime="ray", cache_dir=f"{storage}/cache") as session:
+    job = ov.Job(
+        name="ray-train", sources=[source], batch=batch, place=place, sync="step", until=12
+    )  # gradients are added once a step
+    with (
+        tempfile.TemporaryDirectory() as storage,
+        ov.launch(job, runtime="ray", cache_dir=f"{storage}/cache") as session,
+    ):
         served = session.serve()  # launch has started a cluster, and Train uses it
         config = {"address": served.address, "token": served.token, "start": session.state_dict()}
-        run = ray.train.RunConfig(name="run", storage_path=storage, failure_config=ray.train.FailureConfig(max_failures=1))
-        workers = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5})  # a machine of one core is enough
-        result = TorchTrainer(train, train_loop_config=config, scaling_config=workers, run_config=run).fit()
+        run = ray.train.RunConfig(
+            name="run", storage_path=storage, failure_config=ray.train.FailureConfig(max_failures=1)
+        )
+        workers = ray.train.ScalingConfig(
+            num_workers=2, resources_per_worker={"CPU": 0.5}
+        )  # a machine of one core is enough
+        result = TorchTrainer(
+            train, train_loop_config=config, scaling_config=workers, run_config=run
+        ).fit()
         with result.checkpoint.as_directory() as folder:
             seen = [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
     print("step {step}, by the {group} group of workers: loss {loss:.2f}".format(**result.metrics))
     with ov.launch(job) as session:
-        calm = [[digest(step) for step in steps] for steps in zip(*map(session.client, range(2)), strict=True)]
-    print(f"{len(calm)} steps on both ranks are those of a calm run: {[list(both) for both in zip(*seen, strict=True)] == calm}")
+        calm = [
+            [digest(step) for step in steps]
+            for steps in zip(*map(session.client, range(2)), strict=True)
+        ]
+    print(
+        f"{len(calm)} steps on both ranks are those of a calm run: {[list(both) for both in zip(*seen, strict=True)] == calm}"
+    )
 
 
 if __name__ == "__main__":

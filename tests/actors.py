@@ -127,7 +127,9 @@ class Worker:
 
     def transforms(self) -> list[int]:
         """A grandchild: its pid, and that of whoever started it for the system."""
-        self.worker = TransformWorker(Pipeline("web", [Map(shout)], seed=0, context=8, on_long="truncate"))
+        self.worker = TransformWorker(
+            Pipeline("web", [Map(shout)], seed=0, context=8, on_long="truncate")
+        )
         pid = self.worker.pid or 0
         return [pid, int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])]
 

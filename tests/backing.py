@@ -25,7 +25,16 @@ class ByHand:
     def __init__(self) -> None:
         self.begun: list[tuple[Any, Any]] = []
 
-    def submit(self, name: str, work: Any, done: Any, *, size: int = 1, urgent: bool = False, waits: bool = False) -> None:
+    def submit(
+        self,
+        name: str,
+        work: Any,
+        done: Any,
+        *,
+        size: int = 1,
+        urgent: bool = False,
+        waits: bool = False,
+    ) -> None:
         self.begun.append((work, done))
 
     def close(self) -> None:
@@ -63,7 +72,9 @@ class HostByHand:
 
     def open(self, opening: Opening) -> None:
         self.opened.append(opening)
-        loader, reader, _ = open_loader(self.blueprint.kit(opening.source), opening, self.blueprint.handles)
+        loader, reader, _ = open_loader(
+            self.blueprint.kit(opening.source), opening, self.blueprint.handles
+        )
         self.loading.open(loader, reader)
 
     def refill(self, refill: Refill) -> None:
@@ -76,7 +87,9 @@ class HostByHand:
         self._run(self.loading.follow(opening, self.open))
 
     def part(self, step: int, pops: dict[int, int]) -> list[Content]:
-        mine, commands = self.loading.pop_shadows(step, {k: n for k, n in pops.items() if k in self.loading.hosted})
+        mine, commands = self.loading.pop_shadows(
+            step, {k: n for k, n in pops.items() if k in self.loading.hosted}
+        )
         pieces, wanted = self.loading.pop(step, mine, None)
         self._run([*commands, *wanted])
         return pieces
@@ -101,9 +114,19 @@ class Drawing:
     """The planner's part: one source's stream, drawn step by step. ``hosts[home[k]]`` has loader k, the others may follow it."""
 
     def __init__(
-        self, blueprint: Blueprint, source: int, loaders: int, *, hosts: int = 1, keeps: bool = True, cursor: Cursor | None = None
+        self,
+        blueprint: Blueprint,
+        source: int,
+        loaders: int,
+        *,
+        hosts: int = 1,
+        keeps: bool = True,
+        cursor: Cursor | None = None,
     ):
-        self.blueprint, self.source = blueprint.with_loaders([loaders] * len(blueprint.job.sources), 2), source
+        self.blueprint, self.source = (
+            blueprint.with_loaders([loaders] * len(blueprint.job.sources), 2),
+            source,
+        )
         self.hosts = [HostByHand(self.blueprint, keeps=keeps) for _ in range(hosts)]
         self.first = source * loaders
         self.home = {self.first + k: k % hosts for k in range(loaders)}
@@ -121,12 +144,19 @@ class Drawing:
     def _begin(self, cursor: Cursor) -> None:
         s = self.blueprint.job.sources[self.source]
         self.stream = SourceStream(
-            s.name, loaders=len(self.home), n_groups=self.blueprint.orders[self.source].n_groups, epochs=s.epochs, max_bad=s.max_bad,
+            s.name,
+            loaders=len(self.home),
+            n_groups=self.blueprint.orders[self.source].n_groups,
+            epochs=s.epochs,
+            max_bad=s.max_bad,
             cursor=cursor,
-        )  # fmt: skip
+        )
 
     def openings(self, cursor: Cursor) -> list[Opening]:
-        return [replace(o, generation=self.generation) for o in self.blueprint.openings(self.source, cursor)]
+        return [
+            replace(o, generation=self.generation)
+            for o in self.blueprint.openings(self.source, cursor)
+        ]
 
     # what happens
 
@@ -168,7 +198,10 @@ class Drawing:
         pieces, bad = self.stream.take(n)
         self.passed = self.passed + self.stream.passed - before
         ids, by = ids_of(pieces), holders(pieces)
-        of_loader = {k: [i for i, held in zip(ids, by, strict=True) if held == k - self.first] for k in self.home}
+        of_loader = {
+            k: [i for i, held in zip(ids, by, strict=True) if held == k - self.first]
+            for k in self.home
+        }
         pops = {k: len(v) for k, v in of_loader.items() if v}
         last, at = pieces[-1], pieces[-1].stop - 1
         place = (int(last.found.file[at]), int(last.found.row[at]), int(last.found.part[at]))
@@ -208,10 +241,17 @@ class Drawing:
         cursor = self.steps[-1].cursor
         self._begin(cursor)
         self._words = [
-            (Back(self.generation, step, tuple(o for o in self.openings(cursor) if self.home[o.loader] == h), afresh),
-             [o for o in self.openings(cursor) if self.home[o.loader] != h])
+            (
+                Back(
+                    self.generation,
+                    step,
+                    tuple(o for o in self.openings(cursor) if self.home[o.loader] == h),
+                    afresh,
+                ),
+                [o for o in self.openings(cursor) if self.home[o.loader] != h],
+            )
             for h in range(len(self.hosts))
-        ]  # fmt: skip
+        ]
         self.say_again()
 
     def say_again(self) -> None:
@@ -240,9 +280,13 @@ class Drawing:
             if not n and (not samples or self.stream.ended or self.stream.error is not None):
                 self.arrive(len(self.late))
                 return
-            idle, group = (0, self.stream.group) if n or self.stream.group != group else (idle + 1, group)
+            idle, group = (
+                (0, self.stream.group) if n or self.stream.group != group else (idle + 1, group)
+            )
             if idle > 3:
-                raise AssertionError(f"nothing happens any more: {[host.loading.busy() for host in self.hosts]}, {self.stream.behind()}")
+                raise AssertionError(
+                    f"nothing happens any more: {[host.loading.busy() for host in self.hosts]}, {self.stream.behind()}"
+                )
 
     def outcome(self) -> tuple[Any, ...]:
         """All that was drawn and listed, and how it ended."""
@@ -251,19 +295,30 @@ class Drawing:
         before = np.array(self.stream.passed)
         bad += self.stream.rest()
         error = self.stream.error
-        return ids, bad, (self.passed + self.stream.passed - before).tolist(), f"{type(error).__name__}: {error}"
+        return (
+            ids,
+            bad,
+            (self.passed + self.stream.passed - before).tolist(),
+            f"{type(error).__name__}: {error}",
+        )
 
 
 def ids_of(pieces: list[Piece]) -> list[tuple[int, ...]]:
     return [
-        (p.at.epoch, int(p.found.file[i]), int(p.found.row[i]), int(p.found.part[i])) for p in pieces for i in range(p.start, p.stop)
-    ]  # fmt: skip
+        (p.at.epoch, int(p.found.file[i]), int(p.found.row[i]), int(p.found.part[i]))
+        for p in pieces
+        for i in range(p.start, p.stop)
+    ]
 
 
 def holders(pieces: list[Piece]) -> list[int]:
     found = []
     for p in pieces:
-        found += [p.loader] * (p.stop - p.start) if isinstance(p.loader, int) else p.loader[p.start : p.stop].tolist()
+        found += (
+            [p.loader] * (p.stop - p.start)
+            if isinstance(p.loader, int)
+            else p.loader[p.start : p.stop].tolist()
+        )
     return found
 
 
@@ -274,8 +329,12 @@ def payload_rows(pieces: list[Content]) -> list[bytes]:
         first = None if piece.items is None else piece.items.first
         for i in range(len(piece)):
             tokens = np.asarray(piece.tokens[i]).astype(np.int64).tobytes()
-            items = b"" if first is None or piece.items is None else b"|".join(
-                piece.items.bytes[j].tobytes() for j in range(int(first[i]), int(first[i + 1]))
-            )  # fmt: skip
+            items = (
+                b""
+                if first is None or piece.items is None
+                else b"|".join(
+                    piece.items.bytes[j].tobytes() for j in range(int(first[i]), int(first[i + 1]))
+                )
+            )
             rows.append(tokens + b"/" + items)
     return rows

@@ -65,7 +65,12 @@ def message(k: int, nbytes: int = MB) -> dict[str, Any]:
 
 
 def is_message(value: Any, k: int, nbytes: int = MB) -> bool:
-    return value["k"] == k and len(value["data"]) == nbytes and bool((value["data"] == k % 251).all()) and len(value["small"]) == k % 7
+    return (
+        value["k"] == k
+        and len(value["data"]) == nbytes
+        and bool((value["data"] == k % 251).all())
+        and len(value["small"]) == k % 7
+    )
 
 
 def wait_until(what: Callable[[], Any], seconds: float = SOON_S) -> None:
@@ -86,7 +91,13 @@ class Story:
         self.closed: list[tuple[Link, str]] = []
         self.changed = threading.Condition()
         self.echo, self.keep = echo, True
-        self.server = Server(token=TOKEN, on_message=self._on_message, on_open=self._on_open, on_close=self._on_close, **options)
+        self.server = Server(
+            token=TOKEN,
+            on_message=self._on_message,
+            on_open=self._on_open,
+            on_close=self._on_close,
+            **options,
+        )
         self.address = self.server.address
 
     def _on_open(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +198,9 @@ def exactly(sock: socket.socket, n: int) -> bytes:
 # What the other process does
 
 
-def serve_messages(pipe: Connection, n: int, nbytes: int, key: str | None = None, port: int = 0) -> None:
+def serve_messages(
+    pipe: Connection, n: int, nbytes: int, key: str | None = None, port: int = 0
+) -> None:
     """Sends n messages to whoever says something, and says when they are sent."""
 
     def on_message(link: Link, value: Any) -> None:
@@ -198,7 +211,13 @@ def serve_messages(pipe: Connection, n: int, nbytes: int, key: str | None = None
 
         threading.Thread(target=send, daemon=True).start()
 
-    server = Server(token=TOKEN, on_message=on_message, key=key, port=port, ring=Ring(max_bytes=4 * n * nbytes + MB, name="child"))
+    server = Server(
+        token=TOKEN,
+        on_message=on_message,
+        key=key,
+        port=port,
+        ring=Ring(max_bytes=4 * n * nbytes + MB, name="child"),
+    )
     pipe.send(server.address)
     pipe.poll(None)
 
@@ -218,10 +237,19 @@ def read_nothing(pipe: Connection, address: str, transport: str = "auto") -> Non
     pipe.poll(None)
 
 
-def send_messages(pipe: Connection, address: str, n: int, nbytes: int, transport: str = "auto", max_slots: int = 64) -> None:
+def send_messages(
+    pipe: Connection,
+    address: str,
+    n: int,
+    nbytes: int,
+    transport: str = "auto",
+    max_slots: int = 64,
+) -> None:
     """Sends n messages; then says how many slots its ring ever had, or what went wrong."""
     ring = Ring(max_slots=max_slots, name="sender")
-    link, _ = dial(address, TOKEN, {}, timeout_s=SOON_S, transport=transport, ring=ring, name="the sender")
+    link, _ = dial(
+        address, TOKEN, {}, timeout_s=SOON_S, transport=transport, ring=ring, name="the sender"
+    )
     try:
         for k in range(n):
             link.send(message(k, nbytes))

@@ -22,10 +22,13 @@ from tests import rays
 from tests.laws import EXAMPLES
 
 settings.register_profile(
-    "overlord", deadline=None, max_examples=EXAMPLES, print_blob=True,
+    "overlord",
+    deadline=None,
+    max_examples=EXAMPLES,
+    print_blob=True,
     derandomize="OVERLORD_EXAMPLES" not in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 settings.load_profile("overlord")
 
 if importlib.util.find_spec("dateutil") is None:
@@ -35,7 +38,9 @@ if importlib.util.find_spec("dateutil") is None:
 
 multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what is followed by "&" so, and children would not hear Ctrl-C
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell starts what is followed by "&" so, and children would not hear Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -66,7 +71,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     made.train_from_iterator(["one two three four five six seven " * 20], trainer)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
@@ -85,7 +92,11 @@ def _wants_ray(item: pytest.Item | None) -> bool:
         return False
     named = getattr(item, "callspec", None)
     everywhere = os.environ.get("OVERLORD_TEST_RUNTIME") == "ray"
-    return everywhere or "ray_cluster" in getattr(item, "fixturenames", ()) or (named is not None and "ray" in named.id.split("-"))
+    return (
+        everywhere
+        or "ray_cluster" in getattr(item, "fixturenames", ())
+        or (named is not None and "ray" in named.id.split("-"))
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

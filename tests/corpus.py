@@ -14,13 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 SUFFIX = {
-    "parquet": ".parquet", "jsonl": ".jsonl", "jsonl.gz": ".jsonl.gz", "jsonl.zst": ".jsonl.zst",
-    "tar": ".tar", "arrow": ".arrow", "arrow-stream": ".arrow",
-}  # fmt: skip
+    "parquet": ".parquet",
+    "jsonl": ".jsonl",
+    "jsonl.gz": ".jsonl.gz",
+    "jsonl.zst": ".jsonl.zst",
+    "tar": ".tar",
+    "arrow": ".arrow",
+    "arrow-stream": ".arrow",
+}
 FORMATS = tuple(SUFFIX)
 
 
-def write_rows(directory: str | Path, format: str, rows: Sequence[dict[str, Any]], files: int = 2, **kw: Any) -> str:
+def write_rows(
+    directory: str | Path, format: str, rows: Sequence[dict[str, Any]], files: int = 2, **kw: Any
+) -> str:
     """Writes rows into ``files`` files of equal share, in order, and returns the glob that names them.
 
     ``row_group_size`` (parquet), ``batch_rows`` (arrow). In a tar every value becomes a member ``<row number>.<column>``,
@@ -29,24 +36,43 @@ def write_rows(directory: str | Path, format: str, rows: Sequence[dict[str, Any]
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     share = -(-len(rows) // files) if rows else 0
-    kw = {"schema": pa.Table.from_pylist(list(rows)).schema if format in ("parquet", "arrow", "arrow-stream") else None} | kw
+    kw = {
+        "schema": pa.Table.from_pylist(list(rows)).schema
+        if format in ("parquet", "arrow", "arrow-stream")
+        else None
+    } | kw
     for k in range(files):
         path = directory / f"part-{k:05d}{SUFFIX[format]}"
         _write(path, format, rows[k * share : (k + 1) * share], k * share, kw)
     return str(directory / f"*{SUFFIX[format]}")
 
 
-def _write(path: Path, format: str, rows: Sequence[dict[str, Any]], first: int, kw: dict[str, Any]) -> None:
+def _write(
+    path: Path, format: str, rows: Sequence[dict[str, Any]], first: int, kw: dict[str, Any]
+) -> None:
     if format == "parquet":
         table = pa.Table.from_pylist(list(rows), schema=kw["schema"])
-        pq.write_table(table, path, row_group_size=kw.get("row_group_size", 1000), compression=kw.get("compression", "snappy"))
+        pq.write_table(
+            table,
+            path,
+            row_group_size=kw.get("row_group_size", 1000),
+            compression=kw.get("compression", "snappy"),
+        )
     elif format in ("arrow", "arrow-stream"):
         table = pa.Table.from_pylist(list(rows), schema=kw["schema"])
         make = pa.ipc.new_file if format == "arrow" else pa.ipc.new_stream
         with make(str(path), table.schema) as out:
             out.write_table(table, max_chunksize=kw.get("batch_rows", 1000))
     elif format == "tar":
-        write_tar(path, [(f"{first + i:08d}.{c}", _as_bytes(v)) for i, row in enumerate(rows) for c, v in row.items()], **kw)
+        write_tar(
+            path,
+            [
+                (f"{first + i:08d}.{c}", _as_bytes(v))
+                for i, row in enumerate(rows)
+                for c, v in row.items()
+            ],
+            **kw,
+        )
     else:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         path.write_bytes(pack(text, format))
@@ -63,7 +89,12 @@ def pack(text: bytes, format: str) -> bytes:
     return text
 
 
-def write_tar(path: str | Path, members: Sequence[tuple[str, bytes]], tar_format: int = tarfile.PAX_FORMAT, **_: Any) -> None:
+def write_tar(
+    path: str | Path,
+    members: Sequence[tuple[str, bytes]],
+    tar_format: int = tarfile.PAX_FORMAT,
+    **_: Any,
+) -> None:
     with tarfile.open(path, "w", format=tar_format) as out:
         for name, data in members:
             info = tarfile.TarInfo(name)
@@ -72,4 +103,10 @@ def write_tar(path: str | Path, members: Sequence[tuple[str, bytes]], tar_format
 
 
 def _as_bytes(value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else value if isinstance(value, bytes) else json.dumps(value).encode()
+    return (
+        value.encode()
+        if isinstance(value, str)
+        else value
+        if isinstance(value, bytes)
+        else json.dumps(value).encode()
+    )

@@ -13,7 +13,7 @@ import numpy as np
 
 from overlord.cluster.plan_router import Cutter
 from overlord.loader.service import Loading
-from overlord.messages.control import (  # fmt: skip
+from overlord.messages.control import (
     Attach,
     Back,
     Consumed,
@@ -29,14 +29,16 @@ from overlord.messages.control import (  # fmt: skip
     Stage,
     StreamState,
 )
-from overlord.messages.loader import Announce  # fmt: skip
+from overlord.messages.loader import Announce
 from overlord.sample import Content
 from overlord.scaling.shards import kept, spread
 from overlord.setup.prepared_job import Blueprint, open_loader
 from overlord.transport.state_codec import seal
 
 MOST_MOVES = 100_000  # far more than any of these jobs takes
-Delivered = list[tuple[tuple[Any, ...], list[int]]]  # of a step, in the order of its plan: the sample, its tokens
+Delivered = list[
+    tuple[tuple[Any, ...], list[int]]
+]  # of a step, in the order of its plan: the sample, its tokens
 
 
 class Reading:
@@ -50,14 +52,25 @@ class Reading:
         self.news: deque[Announce] = deque()
         self.sent: dict[int, list[list[int]]] = {}  # by step
 
-    def submit(self, name: str, work: Any, done: Any, *, size: int = 1, urgent: bool = False, waits: Any = None) -> None:
+    def submit(
+        self,
+        name: str,
+        work: Any,
+        done: Any,
+        *,
+        size: int = 1,
+        urgent: bool = False,
+        waits: Any = None,
+    ) -> None:
         self.begun.append((work, done))
 
     def close(self) -> None:
         pass
 
     def open(self, opening: Opening) -> None:
-        loader, reader, _ = open_loader(self._blueprint.kit(opening.source), opening, self._blueprint.handles)
+        loader, reader, _ = open_loader(
+            self._blueprint.kit(opening.source), opening, self._blueprint.handles
+        )
         self.loading.open(loader, reader)
 
     def work(self, rng: random.Random) -> None:
@@ -100,7 +113,9 @@ class Reading:
 
     def _part(self, part: Part) -> None:
         self.loading.acked(part.acked)
-        pops, commands = self.loading.pop_shadows(part.step, dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True)))
+        pops, commands = self.loading.pop_shadows(
+            part.step, dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True))
+        )
         self._run(commands)
         if not (pops or part.to or part.kept is not None):
             return
@@ -108,7 +123,9 @@ class Reading:
         tokens = Content.concat(pieces).tokens
         rows = [tokens[i].tolist() for i in range(len(tokens))]
         assert part.step not in self.sent, "carried out twice"
-        self.sent[part.step] = [rows[i] for i in part.take[0].tolist()] if part.take else rows if part.to else []
+        self.sent[part.step] = (
+            [rows[i] for i in part.take[0].tolist()] if part.take else rows if part.to else []
+        )
         self._run(commands)
 
 
@@ -116,8 +133,12 @@ class Fleet:
     """All loaders are on one host to begin with. ``changes``: after so many moves, read this source in so many hosts."""
 
     def __init__(
-        self, blueprint: Blueprint, seed: int, changes: Sequence[tuple[int, int, int]] = (), state: StreamState | None = None
-    ):  # fmt: skip
+        self,
+        blueprint: Blueprint,
+        seed: int,
+        changes: Sequence[tuple[int, int, int]] = (),
+        state: StreamState | None = None,
+    ):
         self.blueprint, self.planner = blueprint, blueprint.planner(state)
         self._random, self._changes = random.Random(seed), deque(sorted(changes))
         n = len(blueprint.job.sources)
@@ -126,12 +147,16 @@ class Fleet:
         self._buckets = len(list(blueprint.job.place.buckets("DP")))
         self.cutter = Cutter([0] * sum(self.shares), [0] * self._buckets)
         self.hosts = {0: Reading(blueprint)}
-        self._change: tuple[int, dict[int, int]] | None = None  # a source that is on its way, and where its loaders go
+        self._change: tuple[int, dict[int, int]] | None = (
+            None  # a source that is on its way, and where its loaders go
+        )
         self._moves: dict[int, int] = {}
         self.placed: dict[int, Placed] = {}
         self.states: dict[int, StreamState] = {}
         self.finish: Finish | None = None
-        self.degrees: Counter[tuple[int, int]] = Counter()  # hosts of a source before and after, for each change
+        self.degrees: Counter[tuple[int, int]] = (
+            Counter()
+        )  # hosts of a source before and after, for each change
         cursors = [Cursor(*c) for c in self.planner.state().cursors.tolist()]
         for i in range(n):
             for opening in blueprint.openings(i, cursors[i]):
@@ -160,9 +185,15 @@ class Fleet:
     def _move(self, parts_only: bool = False) -> None:
         ways: list[Any] = [(host.inbox, host.take) for host in self.hosts.values() if host.inbox]
         if not parts_only:
-            ways += [(host.news, lambda m: self._do(self.planner.handle(m))) for host in self.hosts.values() if host.news]
+            ways += [
+                (host.news, lambda m: self._do(self.planner.handle(m)))
+                for host in self.hosts.values()
+                if host.news
+            ]
         ways += [(host.begun, host) for host in self.hosts.values() if host.begun]
-        assert ways or self._change or self._unconsumed(), f"nothing moves any more: {self.planner.waiting_for()}"
+        assert ways or self._change or self._unconsumed(), (
+            f"nothing moves any more: {self.planner.waiting_for()}"
+        )
         if not ways:
             return
         queue, act = self._random.choice(ways)
@@ -193,7 +224,9 @@ class Fleet:
     def _spread(self, source: int, n: int) -> None:
         """As ``cluster/rebalance.py`` does, but that hosts are there at once."""
         now, n = self.hosts_of(source), min(n, self.shares[source])
-        others = Counter(self.cutter.host(k) for k in range(sum(self.shares)) if k not in self._numbers(source))
+        others = Counter(
+            self.cutter.host(k) for k in range(sum(self.shares)) if k not in self._numbers(source)
+        )
         hosts = kept(now, n, others, lambda h: h == 0)
         for _ in range(n - len(now)):
             h = len(self.hosts)
@@ -202,10 +235,14 @@ class Fleet:
             hosts.append(h)
         where = [self.cutter.host(k) for k in self._numbers(source)]
         to = spread(where, hosts, others)
-        moves = {k: h for k, was, h in zip(self._numbers(source), where, to, strict=True) if h != was}
+        moves = {
+            k: h for k, was, h in zip(self._numbers(source), where, to, strict=True) if h != was
+        }
         self.degrees[len(now), len(set(to))] += 1
         self._change = source, moves
-        if self._random.random() < 0.7 and not self.planner.holds_over:  # a host that follows first; else they are opened there
+        if (
+            self._random.random() < 0.7 and not self.planner.holds_over
+        ):  # a host that follows first; else they are opened there
             self.cutter.follow(moves)
             for k, h in moves.items():
                 cursor, generation, refill = self.planner.opening(k)
@@ -219,7 +256,10 @@ class Fleet:
 
     def _opening(self, loader: int, cursor: Cursor, generation: int) -> Opening:
         source = next(i for i in range(len(self.shares)) if loader in self._numbers(i))
-        return replace(self.blueprint.openings(source, cursor)[loader - self._first[source]], generation=generation)
+        return replace(
+            self.blueprint.openings(source, cursor)[loader - self._first[source]],
+            generation=generation,
+        )
 
     def _open(self, command: Open) -> None:
         loader, was = command.loader, self.cutter.host(command.loader)
@@ -228,7 +268,9 @@ class Fleet:
             self.hosts[was].inbox.append(("drop", loader))
             self.cutter.move(loader, host)
         opening = self._opening(loader, command.cursor, command.generation)
-        self.hosts[host].inbox.append(opening if self.planner.holds_over else ("stand", command.step, opening))
+        self.hosts[host].inbox.append(
+            opening if self.planner.holds_over else ("stand", command.step, opening)
+        )
 
     # what the planner says
 
@@ -266,7 +308,9 @@ class Fleet:
         for step, placed in sorted(self.placed.items()):
             payload = [row for h in placed.origins for row in self.hosts[h].sent[step]]
             plan, doc = placed.stage.plan, placed.stage.doc.tolist()
-            assert sorted(doc) == list(range(len(payload))), "every row that was sent is of one sample, and each has one"
+            assert sorted(doc) == list(range(len(payload))), (
+                "every row that was sent is of one sample, and each has one"
+            )
             found.append([(tuple(plan.sample_id(i)), payload[doc[i]]) for i in range(len(plan))])
         return found
 

@@ -45,7 +45,9 @@ def write_encrypted(path: Path, column: str = "text", *, plaintext_footer: bool 
         def unwrap_key(self, key: bytes, _: str) -> bytes:
             return base64.b64decode(key)
 
-    how = pe.EncryptionConfiguration(footer_key="footer", column_keys={"column": [column]}, plaintext_footer=plaintext_footer)
+    how = pe.EncryptionConfiguration(
+        footer_key="footer", column_keys={"column": [column]}, plaintext_footer=plaintext_footer
+    )
     properties = pe.CryptoFactory(Keys).file_encryption_properties(pe.KmsConnectionConfig(), how)
     table = pa.Table.from_pylist(ROWS)
     with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as out:
@@ -60,14 +62,18 @@ def footer_of(data: bytes) -> bytes:
 
 def with_footer(data: bytes, footer: bytes) -> bytes:
     """Return the file with another footer."""
-    return data[: -8 - len(footer_of(data))] + footer + len(footer).to_bytes(4, "little") + data[-4:]
+    return (
+        data[: -8 - len(footer_of(data))] + footer + len(footer).to_bytes(4, "little") + data[-4:]
+    )
 
 
 def mutated(data: bytes) -> Iterator[bytes]:
     """Yield the file with one bit flipped in each byte of its footer, and with bytes of its footer cut out or put in."""
     footer, rng = footer_of(data), random.Random(7)
     for at in range(len(footer)):
-        yield with_footer(data, footer[:at] + bytes([footer[at] ^ 1 << rng.randrange(8)]) + footer[at + 1 :])
+        yield with_footer(
+            data, footer[:at] + bytes([footer[at] ^ 1 << rng.randrange(8)]) + footer[at + 1 :]
+        )
     for _ in range(OTHERS):
         a, n, b = rng.randrange(len(footer)), rng.choice([1, 2, 9]), rng.randrange(len(footer))
         yield with_footer(data, footer[:a] + footer[a + n :])

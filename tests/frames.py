@@ -31,4 +31,8 @@ def with_crc(frame: bytes) -> bytes:
     """The frame with the checksum it ought to have."""
     columns, header = struct.unpack_from("<II", frame, 8)
     end = PREFIX_BYTES + 88 * columns + header
-    return frame[:28] + struct.pack("<I", zlib.crc32(frame[32:end], zlib.crc32(frame[:28]))) + frame[32:]
+    return (
+        frame[:28]
+        + struct.pack("<I", zlib.crc32(frame[32:end], zlib.crc32(frame[:28])))
+        + frame[32:]
+    )

@@ -16,7 +16,13 @@ from PIL import Image
 import overlord as ov
 
 PLACEHOLDER = 7
-IMAGES = {"placeholder": PLACEHOLDER, "patch": 8, "merge": 2, "min_pixels": 16 * 16, "max_pixels": 48 * 48}
+IMAGES = {
+    "placeholder": PLACEHOLDER,
+    "patch": 8,
+    "merge": 2,
+    "min_pixels": 16 * 16,
+    "max_pixels": 48 * 48,
+}
 
 
 def picture(seed: int, kind: str = "JPEG", *, broken: bool = False) -> bytes:
@@ -44,7 +50,9 @@ def parquet(folder: Path, rows: int, *, first: int = 0, broken: tuple[int, ...] 
     for i in range(first, first + rows):
         table["tokens"].append(tokens(i, 3 + i % 17))
         n = max(1, i % 4) if i - first in broken else i % 4
-        table["images"].append([picture(10 * i + k, broken=i - first in broken and k == 0) for k in range(n)])
+        table["images"].append(
+            [picture(10 * i + k, broken=i - first in broken and k == 0) for k in range(n)]
+        )
     schema = pa.schema([("tokens", pa.list_(pa.int32())), ("images", pa.list_(pa.binary()))])
     half = -(-rows // 2)
     for k in range(2):
@@ -59,7 +67,10 @@ def tar(folder: Path, rows: int, *, first: int = 0) -> str:
     for shard in range(2):
         with tarfile.open(folder / f"{shard}.tar", "w") as out:
             for i in range(first + shard, first + rows, 2):
-                for name, data in ((f"{i:05}.png", picture(i, "PNG")), (f"{i:05}.json", json.dumps(tokens(i, 2 + i % 9)).encode())):
+                for name, data in (
+                    (f"{i:05}.png", picture(i, "PNG")),
+                    (f"{i:05}.json", json.dumps(tokens(i, 2 + i % 9)).encode()),
+                ):
                     member = tarfile.TarInfo(name)
                     member.size = len(data)
                     out.addfile(member, io.BytesIO(data))
@@ -72,31 +83,53 @@ def ids_of(row: dict[str, Any]) -> dict[str, Any]:
 
 def text(folder: Path, rows: int) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"tokens": [tokens(7000 + i, 5 + i % 30) for i in range(rows)]}), folder / "text.parquet", row_group_size=16)
+    pq.write_table(
+        pa.table({"tokens": [tokens(7000 + i, 5 + i % 30) for i in range(rows)]}),
+        folder / "text.parquet",
+        row_group_size=16,
+    )
     return str(folder / "text.parquet")
 
 
-def sources(folder: Path, *, broken: tuple[int, ...] = (), epochs: int | None = None, **images: Any) -> list[ov.Source]:
+def sources(
+    folder: Path, *, broken: tuple[int, ...] = (), epochs: int | None = None, **images: Any
+) -> list[ov.Source]:
     """Photos with several images a sample, drawings with one, and text."""
     how = IMAGES | images
     return [
         ov.Source(
-            "photos", parquet(folder / "photos", 48, broken=broken), transforms=[ov.Tokens(), ov.Images("images", **how)], epochs=epochs
+            "photos",
+            parquet(folder / "photos", 48, broken=broken),
+            transforms=[ov.Tokens(), ov.Images("images", **how)],
+            epochs=epochs,
         ),
         ov.Source(
-            "drawings", tar(folder / "drawings", 30, first=900),
-            transforms=[ov.Map(ids_of, rows=True), ov.Tokens(), ov.Images("png", **how)], epochs=epochs,
+            "drawings",
+            tar(folder / "drawings", 30, first=900),
+            transforms=[ov.Map(ids_of, rows=True), ov.Tokens(), ov.Images("png", **how)],
+            epochs=epochs,
         ),
         ov.Source("text", text(folder / "text", 64), transforms=[ov.Tokens()], epochs=epochs),
-    ]  # fmt: skip
+    ]
 
 
 def job(
-    folder: Path, *, broken: tuple[int, ...] = (), images: dict[str, Any] | None = None, epochs: int | None = None, **fields: Any
+    folder: Path,
+    *,
+    broken: tuple[int, ...] = (),
+    images: dict[str, Any] | None = None,
+    epochs: int | None = None,
+    **fields: Any,
 ) -> ov.Job:
     usual: dict[str, Any] = {
-        "name": "pictures", "sources": sources(folder, broken=broken, epochs=epochs, **(images or {})), "seed": 5, "until": 6,
-        "batch": ov.Batch(samples=12, context=64, microbatches=2), "place": ov.ClientPlaceTree(dp=2), "strategy": "vlm_hybrid",
-        "slice_rows": 8, "shuffle_chunks": 2,
-    }  # fmt: skip
+        "name": "pictures",
+        "sources": sources(folder, broken=broken, epochs=epochs, **(images or {})),
+        "seed": 5,
+        "until": 6,
+        "batch": ov.Batch(samples=12, context=64, microbatches=2),
+        "place": ov.ClientPlaceTree(dp=2),
+        "strategy": "vlm_hybrid",
+        "slice_rows": 8,
+        "shuffle_chunks": 2,
+    }
     return ov.Job(**{**usual, **fields})

@@ -24,9 +24,16 @@ from tests.corpus import write_rows
 from tests.processes import WAIT_S, until
 
 STEPS = 9
-SAY, AT = 2, 6  # when so many steps were taken, the mixture is changed from that step on; and one is skipped
+SAY, AT = (
+    2,
+    6,
+)  # when so many steps were taken, the mixture is changed from that step on; and one is skipped
 SKIPPED = 7
-MOMENTS = ("before", "torn", "after")  # what was written and not synced outlives a process as what was
+MOMENTS = (
+    "before",
+    "torn",
+    "after",
+)  # what was written and not synced outlives a process as what was
 
 
 class Learner:
@@ -56,9 +63,24 @@ def job(directory: Path, journal: str | None, **changes: Any) -> ov.Job:
         if not (directory / name).exists():
             rows = [{"tokens": [(7 * k + i) % 97] * (1 + (k * (3 + i)) % 20)} for k in range(150)]
             write_rows(directory / name, "parquet", rows, row_group_size=20)
-        sources.append(ov.Source(name, str(directory / name / "*.parquet"), transforms=[ov.Tokens("tokens")], weight=1.0 + i))
-    given = {"sources": sources, "mixture": Learner(), "feedback_lag": 4, "batch": ov.Batch(samples=8, context=64), "seed": 3}
-    return ov.Job(name="journaled", journal=journal, until=STEPS, slice_rows=16, **{**given, **changes})
+        sources.append(
+            ov.Source(
+                name,
+                str(directory / name / "*.parquet"),
+                transforms=[ov.Tokens("tokens")],
+                weight=1.0 + i,
+            )
+        )
+    given = {
+        "sources": sources,
+        "mixture": Learner(),
+        "feedback_lag": 4,
+        "batch": ov.Batch(samples=8, context=64),
+        "seed": 3,
+    }
+    return ov.Job(
+        name="journaled", journal=journal, until=STEPS, slice_rows=16, **{**given, **changes}
+    )
 
 
 def told(rank: int, step: int) -> dict[str, float]:
@@ -82,7 +104,9 @@ def train(made: ov.Job, note: Callable[[list[Any]], Any], **options: Any) -> Non
     with ov.launch(made, prefetch=2, stall_limit_s=WAIT_S, **options) as session:
         client = session.client(0)
         first = session._start_state.step
-        for step in range(max(0, first - 2), first):  # what the journal may not have: a report is written with the next plan
+        for step in range(
+            max(0, first - 2), first
+        ):  # what the journal may not have: a report is written with the next plan
             client.report(step, told(0, step))
         note(["begins", first, session.resumed and session.resumed.why])
         for step in client:
@@ -174,7 +198,11 @@ def _die_at_all(dying: Dying) -> None:
         number, last = tried[-1] if tried else (-1, "whole")
         ways = TRIES[number % len(TRIES)]
         at = ways.index(last) + 1 if number >= 0 else len(ways)
-        number, way = (number, ways[at]) if at < len(ways) else (number + 1, TRIES[(number + 1) % len(TRIES)][0])
+        number, way = (
+            (number, ways[at])
+            if at < len(ways)
+            else (number + 1, TRIES[(number + 1) % len(TRIES)][0])
+        )
         with dying.ledger.open("a") as file:
             file.write(f"{number} {way}\n")
         return way
@@ -195,7 +223,9 @@ def small_segments() -> None:
 
 def child(order: dict[str, Any]) -> None:
     small_segments()
-    launcher.LEAVE_S = job_journal.CLOSE_S = WAIT_S  # what was taken is perhaps written when the session is left, and looked for then
+    launcher.LEAVE_S = job_journal.CLOSE_S = (
+        WAIT_S  # what was taken is perhaps written when the session is left, and looked for then
+    )
     if order["number"] >= 0:
         die_at(order["number"], order["moment"])
     out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -211,7 +241,9 @@ def child(order: dict[str, Any]) -> None:
         if order["runtime"] != "local":
             until(lambda: session._host._parts.acked == STEPS - 1)  # type: ignore[attr-defined]
 
-    train(made, note, resume=order["resume"], runtime=order["runtime"], said=order["said"], then=heard)
+    train(
+        made, note, resume=order["resume"], runtime=order["runtime"], said=order["said"], then=heard
+    )
 
 
 def main() -> None:

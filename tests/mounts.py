@@ -62,7 +62,9 @@ class Mount(pafs.FileSystemHandler):
     def _no(self, *args: Any, **kw: Any) -> Any:
         raise NotImplementedError
 
-    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = move = copy_file = _no
+    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = (
+        move
+    ) = copy_file = _no
     open_input_stream = open_output_stream = open_append_stream = _no
 
 

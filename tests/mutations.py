@@ -22,27 +22,65 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600
 # The tests that should notice, by the part a fault is in; cheap ones first, since a run ends with the first failure.
-LAWS = ("properties/test_look_ahead.py", "properties/test_cores.py", "properties/test_budget.py", "properties/test_stream.py")
+LAWS = (
+    "properties/test_look_ahead.py",
+    "properties/test_cores.py",
+    "properties/test_budget.py",
+    "properties/test_stream.py",
+)
 TESTS = {
     "planner": (
-        "unit/test_golden.py", "unit/test_planner.py", "unit/test_long_documents.py", "unit/test_feedback.py", "unit/test_add_source.py",
+        "unit/test_golden.py",
+        "unit/test_planner.py",
+        "unit/test_long_documents.py",
+        "unit/test_feedback.py",
+        "unit/test_add_source.py",
         "properties/test_feedback.py",
-        "properties/test_draw.py", "properties/test_merge.py", "unit/test_reader.py", "properties/test_cut.py", *LAWS,
+        "properties/test_draw.py",
+        "properties/test_merge.py",
+        "unit/test_reader.py",
+        "properties/test_cut.py",
+        *LAWS,
         "properties/test_leaving.py",
     ),
-    "sources": ("unit/test_patience.py", "unit/test_sources_handles.py", "unit/test_sources_files.py", "unit/test_sources_columnar.py"),
+    "sources": (
+        "unit/test_patience.py",
+        "unit/test_sources_handles.py",
+        "unit/test_sources_files.py",
+        "unit/test_sources_columnar.py",
+    ),
     "loader": (
-        "unit/test_golden.py", "unit/test_loader.py", "unit/test_reader.py", "unit/test_loading_back.py", "unit/test_long_documents.py",
-        "unit/test_patience.py", *LAWS,
+        "unit/test_golden.py",
+        "unit/test_loader.py",
+        "unit/test_reader.py",
+        "unit/test_loading_back.py",
+        "unit/test_long_documents.py",
+        "unit/test_patience.py",
+        *LAWS,
     ),
     "constructor": (
-        "unit/test_golden.py", "unit/test_assembler.py", "unit/test_microbatch.py", "unit/test_step.py", "properties/test_microbatch.py",
-        "properties/test_views.py", *LAWS,
+        "unit/test_golden.py",
+        "unit/test_assembler.py",
+        "unit/test_microbatch.py",
+        "unit/test_step.py",
+        "properties/test_microbatch.py",
+        "properties/test_views.py",
+        *LAWS,
     ),
     "runtime": ("unit/test_golden.py", *LAWS),
-    "scaling": ("unit/test_scaler.py", "properties/test_scaling.py", "properties/test_memory_budget.py", "properties/test_partition.py"),
-    "transforms": ("unit/test_imagefile.py", "unit/test_pixels.py", "unit/test_images.py", "properties/test_images.py"),
-}  # fmt: skip
+    "scaling": (
+        "unit/test_scaler.py",
+        "properties/test_scaling.py",
+        "properties/test_memory_budget.py",
+        "properties/test_partition.py",
+    ),
+    "transforms": (
+        "unit/test_imagefile.py",
+        "unit/test_pixels.py",
+        "unit/test_images.py",
+        "properties/test_images.py",
+    ),
+}
 # Finding a fault is enough here; to shrink the example takes minutes. The database would carry finds from one fault to the next.
 QUICK = """
 from hypothesis import Phase
@@ -71,36 +109,80 @@ MUTATIONS = [
             "if most is None:\n            return True",
             "return True\n        if most is None:\n            return True",
         ),
-        ("loaders that only wait stay", "return self._told(self._trimmed(best))", "return self._told(best)"),
+        (
+            "loaders that only wait stay",
+            "return self._told(self._trimmed(best))",
+            "return self._told(best)",
+        ),
         (
             "trimmed though it breaks per_actor",
             "return new if as_good and self._allowed(hosting) else best",
             "return new if as_good else best",
         ),
-        ("trimmed though slower", "as_good = new.seconds <= best.seconds * (1 + CLOSE) and self", "as_good = self"),
-        ("loaders by level only", "for wanted in (self._by_level, self._by_share)", "for wanted in (self._by_level,)"),
-        ("loaders by share only", "for wanted in (self._by_level, self._by_share)", "for wanted in (self._by_share,)"),
-        ("loaders never share a host", "while self.resources.memory_bytes is not None and room > 1", "while False"),
-        ("on one host per_actor bounds nothing", "here = self.per_actor if self.together else None", "here = None"),
+        (
+            "trimmed though slower",
+            "as_good = new.seconds <= best.seconds * (1 + CLOSE) and self",
+            "as_good = self",
+        ),
+        (
+            "loaders by level only",
+            "for wanted in (self._by_level, self._by_share)",
+            "for wanted in (self._by_level,)",
+        ),
+        (
+            "loaders by share only",
+            "for wanted in (self._by_level, self._by_share)",
+            "for wanted in (self._by_share,)",
+        ),
+        (
+            "loaders never share a host",
+            "while self.resources.memory_bytes is not None and room > 1",
+            "while False",
+        ),
+        (
+            "on one host per_actor bounds nothing",
+            "here = self.per_actor if self.together else None",
+            "here = None",
+        ),
     ),
     *_at(
         "scaling/shards.py",
         ("a crowded host is not spared", "0.5 if h in crowded else 1.0", "1.0"),
-        ("hosts of the launch do not stay first", "(not others.get(h), not first(h), h)", "(not others.get(h), h)"),
+        (
+            "hosts of the launch do not stay first",
+            "(not others.get(h), not first(h), h)",
+            "(not others.get(h), h)",
+        ),
         ("shares pile up on one host", "mine[k % n]", "mine[min(k, n - 1)]"),
     ),
     *_at(
         "scaling/scaler.py",
-        ("who only waits would take any number of steps", "max(seconds - waited, seconds / 20)", "max(seconds - waited, 1e-9)"),
+        (
+            "who only waits would take any number of steps",
+            "max(seconds - waited, seconds / 20)",
+            "max(seconds - waited, 1e-9)",
+        ),
         ("more hosts though nobody waits", "and self._is_missed(s, need, observed)", ""),
         (
             "full hosts do not count before somebody waits",
             "or self.waited > 0.01 or self._is_busy(seen, need, observed)",
             "or self.waited > 0.01",
         ),
-        ("the lock is never measured", "known.locked if known.locked is not None else locked_part", "locked_part"),
-        ("threads are counted as cores in use", "math.floor(self.limits.cores - self._used + SPARE)", "self.limits.cores // 3 - 1"),
-        ("as many given back as meet the target", "hosts = need.fewest(self.limits.low)\n", "hosts = need.fewest(self.limits.target)\n"),
+        (
+            "the lock is never measured",
+            "known.locked if known.locked is not None else locked_part",
+            "locked_part",
+        ),
+        (
+            "threads are counted as cores in use",
+            "math.floor(self.limits.cores - self._used + SPARE)",
+            "self.limits.cores // 3 - 1",
+        ),
+        (
+            "as many given back as meet the target",
+            "hosts = need.fewest(self.limits.low)\n",
+            "hosts = need.fewest(self.limits.target)\n",
+        ),
         ("all of a crowded host are named", "if crowded & set(s.hosts):", "if False:"),
         (
             "two changes at a time",
@@ -112,22 +194,50 @@ MUTATIONS = [
             "need.most / self.limits.target - need.room) / need",
             "need.most / self.limits.high - need.room) / need",
         ),
-        ("named once for ever", "known.short = known.short if known.fine < self.limits.idle_patience else 0", "pass"),
-        ("storage is blamed though nobody waits", "return self.waited > 0.1 and known.waited_for > 0", "return known.waited_for > 0"),
-        ("read-ahead follows every change", "if steps >= 2 * was or 2 * steps < was:", "if steps != was:"),
+        (
+            "named once for ever",
+            "known.short = known.short if known.fine < self.limits.idle_patience else 0",
+            "pass",
+        ),
+        (
+            "storage is blamed though nobody waits",
+            "return self.waited > 0.1 and known.waited_for > 0",
+            "return known.waited_for > 0",
+        ),
+        (
+            "read-ahead follows every change",
+            "if steps >= 2 * was or 2 * steps < was:",
+            "if steps != was:",
+        ),
     ),
     *_at(
         "scaling/memory_budget.py",
         ("constructor hosts cost nothing", "+ constructor_hosts * BUILDER_BYTES", ""),
-        ("each host gets the whole ring", "return self.shared_bytes // max(1, self.hosts)", "return self.shared_bytes"),
+        (
+            "each host gets the whole ring",
+            "return self.shared_bytes // max(1, self.hosts)",
+            "return self.shared_bytes",
+        ),
     ),
     *_at(
         "planning/draw.py",
         ("the may rule forgotten", "if owed[i] > UNIT * counts[i]] or weighted", "] or weighted"),
         ("may at equality", "if owed[i] > UNIT * counts[i]]", "if owed[i] >= UNIT * counts[i]]"),
-        ("ties broken by the last source", "// weights[i], i) for i in may)", "// weights[i], -i) for i in may)"),
-        ("deadlines without weights", "- owed[i]) << SHIFT) // weights[i], i) for i in may)", "- owed[i]) << SHIFT), i) for i in may)"),
-        ("remainders to the smallest", "key=lambda i: (floors[i] - scaled[i], i))", "key=lambda i: (scaled[i] - floors[i], i))"),
+        (
+            "ties broken by the last source",
+            "// weights[i], i) for i in may)",
+            "// weights[i], -i) for i in may)",
+        ),
+        (
+            "deadlines without weights",
+            "- owed[i]) << SHIFT) // weights[i], i) for i in may)",
+            "- owed[i]) << SHIFT), i) for i in may)",
+        ),
+        (
+            "remainders to the smallest",
+            "key=lambda i: (floors[i] - scaled[i], i))",
+            "key=lambda i: (scaled[i] - floors[i], i))",
+        ),
         (
             "accounts of weightless sources kept",
             "owed[i] = owed[i] + n * w if w else 0\n    counts",
@@ -141,10 +251,26 @@ MUTATIONS = [
             "self.owed[i], self.active[i], self.short = 0, False",
             "self.active[i], self.short = False",
         ),
-        ("tokens: the missing rounded down", "amount += -(-run.owed[i] // UNIT)", "amount += run.owed[i] // UNIT"),
-        ("sub-draws: the last ones get the rest", "base + (k < more)", "base + (k >= self._draws - more)"),
-        ("whole weights kept after a source left", "self._whole[:2] != (run.weights, active)", "self._whole[0] != run.weights"),
-        ("the latest musts instead of the earliest", "heapq.heapreplace(heap, (((UNIT", "heapq.heapreplace(heap, ((-(UNIT"),
+        (
+            "tokens: the missing rounded down",
+            "amount += -(-run.owed[i] // UNIT)",
+            "amount += run.owed[i] // UNIT",
+        ),
+        (
+            "sub-draws: the last ones get the rest",
+            "base + (k < more)",
+            "base + (k >= self._draws - more)",
+        ),
+        (
+            "whole weights kept after a source left",
+            "self._whole[:2] != (run.weights, active)",
+            "self._whole[0] != run.weights",
+        ),
+        (
+            "the latest musts instead of the earliest",
+            "heapq.heapreplace(heap, (((UNIT",
+            "heapq.heapreplace(heap, ((-(UNIT",
+        ),
     ),
     *_at(
         "planning/stream.py",
@@ -153,14 +279,26 @@ MUTATIONS = [
             "if last is None:\n                    return",
             "if last is None:\n                    continue",
         ),
-        ("tokens: one sample too many", 'base + tokens - held, side="left")', 'base + tokens - held, side="right")'),
-        ("a group ends with its first loader", "if any(last is None or last > at.window", "if all(last is None or last > at.window"),
+        (
+            "tokens: one sample too many",
+            'base + tokens - held, side="left")',
+            'base + tokens - held, side="right")',
+        ),
+        (
+            "a group ends with its first loader",
+            "if any(last is None or last > at.window",
+            "if all(last is None or last > at.window",
+        ),
         (
             "failures in a row are not counted across blocks",
             "self._bad_run + 1 if goods == previous else 1",
             "j + 1 if goods == previous else 1",
         ),
-        ("an epoch restored in its middle looks empty", "self._epoch_has_sample = cursor.file >= 0", "self._epoch_has_sample = False"),
+        (
+            "an epoch restored in its middle looks empty",
+            "self._epoch_has_sample = cursor.file >= 0",
+            "self._epoch_has_sample = False",
+        ),
         ("one epoch too many", "self._at.epoch >= self._epochs", "self._at.epoch > self._epochs"),
         (
             "failures before a sample are not listed",
@@ -170,24 +308,44 @@ MUTATIONS = [
     ),
     *_at(
         "planning/stream.py",
-        ("a dropped document counts before the next sample", "mine &= segment.long_at < stop", "mine &= segment.long_at <= stop"),
+        (
+            "a dropped document counts before the next sample",
+            "mine &= segment.long_at < stop",
+            "mine &= segment.long_at <= stop",
+        ),
         (
             "dropped documents behind the last sample are forgotten",
             "if b == segment.size and (n > 0 or not segment.trails)",
             "if b == segment.size",
         ),
-        ("dropped documents at the end are not counted", "for s in self._segments if not self._ready else ():", "for s in ():"),
+        (
+            "dropped documents at the end are not counted",
+            "for s in self._segments if not self._ready else ():",
+            "for s in ():",
+        ),
     ),
     *_at(
         "planning/sample_blocks.py",
-        ("rows of the bound itself are final", 'np.uint64(bound), side="left")', 'np.uint64(bound), side="right")'),
-        ("unordered merge", "order = np.lexsort((found.part, found.row, found.file, found.key))", "order = np.arange(len(found))"),
+        (
+            "rows of the bound itself are final",
+            'np.uint64(bound), side="left")',
+            'np.uint64(bound), side="right")',
+        ),
+        (
+            "unordered merge",
+            "order = np.lexsort((found.part, found.row, found.file, found.key))",
+            "order = np.arange(len(found))",
+        ),
         (
             "merge forgets file and row",
             "np.lexsort((found.part, found.row, found.file, found.key))",
             'np.argsort(found.key, kind="stable")',
         ),
-        ("a loader that drops all does not say how far it is", "*(() if p.long is None else (p.long.key,))", "*()"),
+        (
+            "a loader that drops all does not say how far it is",
+            "*(() if p.long is None else (p.long.key,))",
+            "*()",
+        ),
         (
             "the sample stands before its own loss",
             "is_row = order < len(key)\n    return np.cumsum(~is_row)[is_row]",
@@ -196,28 +354,68 @@ MUTATIONS = [
     ),
     *_at(
         "planning/buffer.py",
-        ("the cursor one sample early", "np.cumsum(self.sizes) - 1", "np.maximum(np.cumsum(self.sizes) - 2, 0)"),
-        ("the cursor without its part", "self.row[end], self.part[end]]", "self.row[end], 0 * self.part[end]]"),
+        (
+            "the cursor one sample early",
+            "np.cumsum(self.sizes) - 1",
+            "np.maximum(np.cumsum(self.sizes) - 2, 0)",
+        ),
+        (
+            "the cursor without its part",
+            "self.row[end], self.part[end]]",
+            "self.row[end], 0 * self.part[end]]",
+        ),
     ),
     *_at(
         "planning/demand.py",
-        ("a loader is not asked again", "if self._held[loader] >= self._must[loader]:", "if self._held[loader] > self._must[loader]:"),
+        (
+            "a loader is not asked again",
+            "if self._held[loader] >= self._must[loader]:",
+            "if self._held[loader] > self._must[loader]:",
+        ),
     ),
     *_at(
         "planning/look_ahead.py",
-        ("those that wait for their turn age too", "rows if left else rows[: int(last[0]) if len(last) else 0]", "rows"),
-        ("a restored reserve forgets its ages", "else age[:n].astype(np.int32)", "else np.minimum(age[:n], 0).astype(np.int32)"),
-        ("the cursor behind the first sample left", "gone = n = int(left[0]) if len(left)", "gone = n = int(left[0]) + 1 if len(left)"),
+        (
+            "those that wait for their turn age too",
+            "rows if left else rows[: int(last[0]) if len(last) else 0]",
+            "rows",
+        ),
+        (
+            "a restored reserve forgets its ages",
+            "else age[:n].astype(np.int32)",
+            "else np.minimum(age[:n], 0).astype(np.int32)",
+        ),
+        (
+            "the cursor behind the first sample left",
+            "gone = n = int(left[0]) if len(left)",
+            "gone = n = int(left[0]) + 1 if len(left)",
+        ),
     ),
     *_at(
         "planning/selection.py",
-        ("the overdue are not preferred", "~overdue(candidates), candidates.source", "candidates.source"),
+        (
+            "the overdue are not preferred",
+            "~overdue(candidates), candidates.source",
+            "candidates.source",
+        ),
     ),
     *_at(
         "planning/planner.py",
-        ("payload by source, not by loader", "by_stream = np.lexsort((order, loader))", "by_stream = np.argsort(order, kind='stable')"),
-        ("prefetch one more", "len(self._outstanding) < self.spec.prefetch", "len(self._outstanding) <= self.spec.prefetch"),
-        ("the fastest rank sets the pace", "if s > self._consumed.slowest]", "if s > max(self._consumed.values())]"),
+        (
+            "payload by source, not by loader",
+            "by_stream = np.lexsort((order, loader))",
+            "by_stream = np.argsort(order, kind='stable')",
+        ),
+        (
+            "prefetch one more",
+            "len(self._outstanding) < self.spec.prefetch",
+            "len(self._outstanding) <= self.spec.prefetch",
+        ),
+        (
+            "the fastest rank sets the pace",
+            "if s > self._consumed.slowest]",
+            "if s > max(self._consumed.values())]",
+        ),
         (
             "accounts of an empty draw lost",
             "state = replace(self._state, owed=drawn.owed, active=drawn.active)",
@@ -228,16 +426,28 @@ MUTATIONS = [
     *_at(
         "planning/events.py",
         ("a mixture one step late", "and after < e.at <= step]", "and after < e.at < step]"),
-        ("a change that is to come is forgotten", "isinstance(e, Skip) else 0) > step)", "isinstance(e, Skip) else 0) > step + 1)"),
+        (
+            "a change that is to come is forgotten",
+            "isinstance(e, Skip) else 0) > step)",
+            "isinstance(e, Skip) else 0) > step + 1)",
+        ),
         ("a skip is forgotten at once", "(lag if isinstance(e, Skip) else 0)", "0"),
         (
             "a mixture that waits for its epoch pushes out the one in force",
             "*latest(events, -1, mix_step), *latest(events, mix_step, step),",
             "*(latest(events, mix_step, step) or latest(events, -1, mix_step)),",
         ),
-        ("a mixture set before knows who joins after", "weights={**dict.fromkeys(names, 0.0), **change.weights}", "weights=change.weights"),
+        (
+            "a mixture set before knows who joins after",
+            "weights={**dict.fromkeys(names, 0.0), **change.weights}",
+            "weights=change.weights",
+        ),
         ("plans name who joins later", "while coming and names[n - 1] in coming:", "while False:"),
-        ("reports since the plan are in no state", "for key, r in self._reports.items() if state", "for key, r in () if state"),
+        (
+            "reports since the plan are in no state",
+            "for key, r in self._reports.items() if state",
+            "for key, r in () if state",
+        ),
     ),
     *_at(
         "planning/mixture.py",
@@ -249,24 +459,52 @@ MUTATIONS = [
     ),
     *_at(
         "planning/feedback.py",
-        ("feedback a step early", "self._steps.pop(step - self._lag, {})", "self._steps.pop(step - self._lag + 1, {})"),
-        ("a report a step too late", "report.step + self._lag > planned", "report.step + self._lag > planned + 1"),
+        (
+            "feedback a step early",
+            "self._steps.pop(step - self._lag, {})",
+            "self._steps.pop(step - self._lag + 1, {})",
+        ),
+        (
+            "a report a step too late",
+            "report.step + self._lag > planned",
+            "report.step + self._lag > planned + 1",
+        ),
         ("used across skipped steps", "        if skipped:\n", "        if False:\n"),
     ),
     *_at(
         "loader/loader.py",
         ("the cursor's window forgotten", "self._window = cursor.window", "self._window = 0"),
-        ("the cursor kept for the next group", "self._window, self._after = 0, None  # the", "self._window = 0  # the"),
-        ("the cursor kept for the next window", "        self._after = None\n        if event.rows:", "        if event.rows:"),
+        (
+            "the cursor kept for the next group",
+            "self._window, self._after = 0, None  # the",
+            "self._window = 0  # the",
+        ),
+        (
+            "the cursor kept for the next window",
+            "        self._after = None\n        if event.rows:",
+            "        if event.rows:",
+        ),
         ("chunks read again after their end", "if c not in event.over)", "if True)"),
-        ("a window closed before its last rows", "closes = self._rows == 0", "closes = self._rows <= 1"),
-        ("the budget forgotten", "self.ready < self._level and self.ready_bytes < self._budget", "self.ready < self._level"),
+        (
+            "a window closed before its last rows",
+            "closes = self._rows == 0",
+            "closes = self._rows <= 1",
+        ),
+        (
+            "the budget forgotten",
+            "self.ready < self._level and self.ready_bytes < self._budget",
+            "self.ready < self._level",
+        ),
         (
             "the budget before the draw",
             "if self.ready < self._must:\n            return True",
             "if self.ready < self._must:\n            return self.ready_bytes < self._budget",
         ),
-        ("a pop that does not lower what must be held", "self._must = max(0, self._must - n)", "pass"),
+        (
+            "a pop that does not lower what must be held",
+            "self._must = max(0, self._must - n)",
+            "pass",
+        ),
     ),
     *_at(
         "loader/order.py",
@@ -275,30 +513,54 @@ MUTATIONS = [
             "places[places % loaders == loader]",
             "places[(places - places[0] + 1) % loaders == loader]",
         ),
-        ("the last group cut off", "return -(-self.n_chunks // self.group_size)", "return max(1, self.n_chunks // self.group_size)"),
+        (
+            "the last group cut off",
+            "return -(-self.n_chunks // self.group_size)",
+            "return max(1, self.n_chunks // self.group_size)",
+        ),
         (
             "row keys without the epoch",
             'key64("rows", self.seed, self.name, epoch), file, row',
             'key64("rows", self.seed, self.name, 0), file, row',
         ),
         ("row keys without the file", "epoch), file, row)", "epoch), row)"),
-        ("one chunk order for all epochs", 'key64("chunks", self.seed, self.name, epoch)', 'key64("chunks", self.seed, self.name, 0)'),
-        ("a restored epoch starts at its first group", "for g in range(group, self.n_groups):", "for g in range(0, self.n_groups):"),
+        (
+            "one chunk order for all epochs",
+            'key64("chunks", self.seed, self.name, epoch)',
+            'key64("chunks", self.seed, self.name, 0)',
+        ),
+        (
+            "a restored epoch starts at its first group",
+            "for g in range(group, self.n_groups):",
+            "for g in range(0, self.n_groups):",
+        ),
     ),
     *_at(
         "loader/reader.py",
         ("the cursor's own row skipped", "(row >= after.row))))", "(row > after.row))))"),
         ("the cursor's row given whole", "& (part <= after.part)", "& (part < 0)"),
         ("the cursor's piece given again", "& (part <= after.part)", "& (part < after.part)"),
-        ("equal keys before the cursor", "(key == limit) & ((file > after.file)", "(key == limit) & ((file >= after.file)"),
-        ("rows of a window unordered", "order = np.lexsort((row, file, key))", "order = np.arange(len(key))"),
+        (
+            "equal keys before the cursor",
+            "(key == limit) & ((file > after.file)",
+            "(key == limit) & ((file >= after.file)",
+        ),
+        (
+            "rows of a window unordered",
+            "order = np.lexsort((row, file, key))",
+            "order = np.arange(len(key))",
+        ),
         (
             "failures of transforms under wrong rows",
             "((int(readable[j]), why) for j, why in staged.bad)",
             "((int(j), why) for j, why in staged.bad)",
         ),
         ("reasons mixed up", "window.reasons[-1 - int(at[j])]", "window.reasons[0]"),
-        ("tables joined without their offset", "np.where(where >= 0, where + held, where)", "where"),
+        (
+            "tables joined without their offset",
+            "np.where(where >= 0, where + held, where)",
+            "where",
+        ),
     ),
     *_at(
         "loader/blocks.py",
@@ -315,17 +577,41 @@ MUTATIONS = [
     ),
     *_at(
         "loader/replay_buffer.py",
-        ("going back counts the loss of the cursor's document again", "(rows < c.row + own)", "(rows < c.row)"),
+        (
+            "going back counts the loss of the cursor's document again",
+            "(rows < c.row + own)",
+            "(rows < c.row)",
+        ),
     ),
     *_at(
         "constructor/assembler.py",
-        ("steps out of order", "if status != BUILT:\n                break", "if status != BUILT:\n                continue"),
-        ("released by the first", "taken = min(self._wanted.values())", "taken = max(self._wanted.values())"),
+        (
+            "steps out of order",
+            "if status != BUILT:\n                break",
+            "if status != BUILT:\n                continue",
+        ),
+        (
+            "released by the first",
+            "taken = min(self._wanted.values())",
+            "taken = max(self._wanted.values())",
+        ),
         ("released too late", "status == BUILT and s <= taken]", "status == BUILT and s < taken]"),
-        ("held when all left while it was built", "if step not in self._steps or not self._wanted:", "if step not in self._steps:"),
-        ("the end before the last step", "all(status == BUILT for status in self._steps.values())", "True"),
+        (
+            "held when all left while it was built",
+            "if step not in self._steps or not self._wanted:",
+            "if step not in self._steps:",
+        ),
+        (
+            "the end before the last step",
+            "all(status == BUILT for status in self._steps.values())",
+            "True",
+        ),
         ("delivered twice", "if last < step:", "if last <= step:"),
-        ("a late rank gets no held step", "first = min(self._steps, default=0) - 1", "first = max(self._steps, default=0)"),
+        (
+            "a late rank gets no held step",
+            "first = min(self._steps, default=0) - 1",
+            "first = max(self._steps, default=0)",
+        ),
     ),
     *_at(
         "constructor/build.py",
@@ -334,7 +620,11 @@ MUTATIONS = [
             "order = main.order()",
             "order = np.arange(len(main.bucket))[np.argsort(main.bins(), kind='stable')][::-1]",
         ),
-        ("rows of the plan for documents", "docs, offsets = staged.stage.doc[rows], ", "docs, offsets = rows, "),
+        (
+            "rows of the plan for documents",
+            "docs, offsets = staged.stage.doc[rows], ",
+            "docs, offsets = rows, ",
+        ),
         (
             "a document one token short",
             "start, offsets[docs + 1] - start, microbatch",
@@ -345,9 +635,17 @@ MUTATIONS = [
             "np.arange(main.n_microbatches * len(buckets) + 1))",
             "np.arange(main.n_microbatches * len(buckets) + 1), side='right')",
         ),
-        ("sources in the order of the draw", "staged.plan.source[rows]", "staged.plan.source[: len(rows)]"),
+        (
+            "sources in the order of the draw",
+            "staged.plan.source[rows]",
+            "staged.plan.source[: len(rows)]",
+        ),
         ("stages get all keys", "of_stage(slices[view.cp_rank], view)", "slices[view.cp_rank]"),
-        ("slices of ranks swapped", "slices = dict(zip(ranks, build_slices", "slices = dict(zip(ranks[::-1], build_slices"),
+        (
+            "slices of ranks swapped",
+            "slices = dict(zip(ranks, build_slices",
+            "slices = dict(zip(ranks[::-1], build_slices",
+        ),
         (
             "views of a bucket for all buckets",
             "by_rank={r: found[bucket_of[r], views[r]] for r in ranks}",
@@ -362,26 +660,70 @@ MUTATIONS = [
             "ends, ended = offset + laid.content - 1, laid.content > 0",
             "ends, ended = offset + laid.content - 1, laid.content > 1",
         ),
-        ("padding with a loss", "for places in (unlabelled, holes):", "for places in (unlabelled,):"),
+        (
+            "padding with a loss",
+            "for places in (unlabelled, holes):",
+            "for places in (unlabelled,):",
+        ),
         ("pad_id forgotten", 'wide["tokens"][holes] = batch.pad_id', 'wide["tokens"][holes] = 0'),
-        ("cu_seqlens with padding", '"cu_seqlens": _cumulative(docs.true, first)', '"cu_seqlens": _cumulative(docs.size, first)'),
-        ("positions go on across documents", "np.repeat(origin[d:e] - a, size[d:e])", "np.repeat(origin[d:e] * 0 - a, size[d:e])"),
-        ("positions begin again in every run", "origin = offset if laid.base is None else offset - laid.base", "origin = offset"),
+        (
+            "cu_seqlens with padding",
+            '"cu_seqlens": _cumulative(docs.true, first)',
+            '"cu_seqlens": _cumulative(docs.size, first)',
+        ),
+        (
+            "positions go on across documents",
+            "np.repeat(origin[d:e] - a, size[d:e])",
+            "np.repeat(origin[d:e] * 0 - a, size[d:e])",
+        ),
+        (
+            "positions begin again in every run",
+            "origin = offset if laid.base is None else offset - laid.base",
+            "origin = offset",
+        ),
         ("labels of a run's end from the next run", "labels[ends[on]] = values[", "values["),
         ("no label at the end of a run", "            ended &= ~on\n", ""),
-        ("long runs from their document's start", "zip((start + base).tolist(), content", "zip(start.tolist(), content"),
+        (
+            "long runs from their document's start",
+            "zip((start + base).tolist(), content",
+            "zip(start.tolist(), content",
+        ),
     ),
     *_at(
         "constructor/rank_views.py",
-        ("zigzag without the mirror", "[[r, 2 * cp - 1 - r] for r in ranks]", "[[r, cp + r] for r in ranks]"),
-        ("contiguous runs in falling order", "np.array([[r] for r in ranks])", "np.array([[cp - 1 - r] for r in ranks])"),
-        ("documents cut where the microbatch should be", 'return ends if split == "zigzag" else ends[[0, -1]]', "return ends"),
+        (
+            "zigzag without the mirror",
+            "[[r, 2 * cp - 1 - r] for r in ranks]",
+            "[[r, cp + r] for r in ranks]",
+        ),
+        (
+            "contiguous runs in falling order",
+            "np.array([[r] for r in ranks])",
+            "np.array([[cp - 1 - r] for r in ranks])",
+        ),
+        (
+            "documents cut where the microbatch should be",
+            'return ends if split == "zigzag" else ends[[0, -1]]',
+            "return ends",
+        ),
         ("what does not divide is cut unevenly", "if (size % pieces).any():", "if False:"),
-        ("the first stage gets labels", "and (self.last or key not in LAST)", "and (self.last or key not in LAST or self.first)"),
+        (
+            "the first stage gets labels",
+            "and (self.last or key not in LAST)",
+            "and (self.last or key not in LAST or self.first)",
+        ),
         ("a fetcher gets its own stage only", "np.logical_or.at(last, seats, ", "last |= ("),
         ("a fetcher along cp gets a slice", "if cut and lowest[rank] == highest[rank]", "if cut"),
-        ("slices where cp ranks have buckets of their own", 'place.cp > 1 and "cp" not in BUCKET_AXES[axis] and', "place.cp > 1 and"),
-        ("stages where they have buckets of their own", 'place.pp > 1 and "pp" not in BUCKET_AXES[axis],', "place.pp > 1,"),
+        (
+            "slices where cp ranks have buckets of their own",
+            'place.cp > 1 and "cp" not in BUCKET_AXES[axis] and',
+            "place.cp > 1 and",
+        ),
+        (
+            "stages where they have buckets of their own",
+            'place.pp > 1 and "pp" not in BUCKET_AXES[axis],',
+            "place.pp > 1,",
+        ),
         ("narrowed twice, cut twice", "array.shape[: len(shape)] == shape", "True"),
         (
             "runs across documents lose their tail",
@@ -391,17 +733,33 @@ MUTATIONS = [
     ),
     *_at(
         "plan/delivery.py",
-        ("empty microbatches cost nothing", "np.maximum(counts, 1).sum(axis=1)", "counts.sum(axis=1)"),
+        (
+            "empty microbatches cost nothing",
+            "np.maximum(counts, 1).sum(axis=1)",
+            "counts.sum(axis=1)",
+        ),
         ("slices counted whole", "tokens // view.cp * per_token", "tokens * per_token"),
     ),
     *_at(
         "session/local_runtime.py",
-        ("payload of loaders in falling order", "loaders = np.flatnonzero(stage.pops)", "loaders = np.flatnonzero(stage.pops)[::-1]"),
+        (
+            "payload of loaders in falling order",
+            "loaders = np.flatnonzero(stage.pops)",
+            "loaders = np.flatnonzero(stage.pops)[::-1]",
+        ),
     ),
     *_at(
         "loader/service.py",
-        ("pieces of a loader in falling order", "pieces += hosted.shelf.pop(n)", "pieces += hosted.shelf.pop(n)[::-1]"),
-        ("the loader is not told of a pop", "commands += hosted.loader.handle(Pop(step, n))", "pass"),
+        (
+            "pieces of a loader in falling order",
+            "pieces += hosted.shelf.pop(n)",
+            "pieces += hosted.shelf.pop(n)[::-1]",
+        ),
+        (
+            "the loader is not told of a pop",
+            "commands += hosted.loader.handle(Pop(step, n))",
+            "pass",
+        ),
         (
             "held payload in another order",
             "everything = Ragged.concat([self.held, *pieces])",
@@ -410,7 +768,11 @@ MUTATIONS = [
     ),
     *_at(
         "constructor/service.py",
-        ("payload of a step never let go", "del self._holders[step], self._staged[step], self._told[step]", "pass"),
+        (
+            "payload of a step never let go",
+            "del self._holders[step], self._staged[step], self._told[step]",
+            "pass",
+        ),
         ("built steps never let go", "self._built.pop((step, bucket), None)", "pass"),
         (
             "buckets built together get each other's",
@@ -430,19 +792,35 @@ MUTATIONS = [
             "by = np.concatenate([self._held_by, np.repeat",
             "by = np.concatenate([self._held_by[:0], np.repeat",
         ),
-        ("samples nobody waits for are sent", "np.where(served & (not stage.skipped), self._constructor_of, -1)", "self._constructor_of"),
-        ("a constructor without documents is not told", "np.unique(goes_to[goes_to >= 0])", "np.unique(goes_to[bucket])"),
+        (
+            "samples nobody waits for are sent",
+            "np.where(served & (not stage.skipped), self._constructor_of, -1)",
+            "self._constructor_of",
+        ),
+        (
+            "a constructor without documents is not told",
+            "np.unique(goes_to[goes_to >= 0])",
+            "np.unique(goes_to[bucket])",
+        ),
     ),
     *_at(
         "planning/lost_sources.py",
-        ("a step that was begun goes on as it is", "self._state, self._begun = self._unbegun, -1", "pass"),
+        (
+            "a step that was begun goes on as it is",
+            "self._state, self._begun = self._unbegun, -1",
+            "pass",
+        ),
         ("what look-ahead passed over stays held", "self._reserve.give_back(i)[1]", "False"),
         ("the last source leaves, too", "if not leave or not others or", "if not leave or"),
         ("bad data are a reason to leave", " and isinstance(error, StorageError) for", " for"),
     ),
     *_at(
         "sources/chunk_reader.py",
-        ("a file that changes while it is read is believed", "if self._files.local or found.bad:", "if False:"),
+        (
+            "a file that changes while it is read is believed",
+            "if self._files.local or found.bad:",
+            "if False:",
+        ),
         ("reads that hang are never given up", "if seconds < limit:", "if True:"),
     ),
     *_at(
@@ -450,17 +828,29 @@ MUTATIONS = [
         ("pauses that do not grow", "2 ** min(len(seen) - 1, 20)", "1"),
         ("retries beyond the deadline", "or took + pause >= limit:", "or took >= 10 * limit:"),
         ("every try is told", "if len(seen) == 1:", "if seen:"),
-        ("work counts as waiting", "return max(0.0, seconds - self.clock.worked(attempt.thread) + attempt.worked)", "return seconds"),
+        (
+            "work counts as waiting",
+            "return max(0.0, seconds - self.clock.worked(attempt.thread) + attempt.worked)",
+            "return seconds",
+        ),
     ),
     *_at(
         "sources/file_errors.py",
-        ("any time will do", "any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))", "True"),
+        (
+            "any time will do",
+            "any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))",
+            "True",
+        ),
         ("any size will do", "found.st_size != file.size or not", "not"),
         ("a file that went is given up at once", "_BACK)", "_BACK, 1)"),
     ),
     *_at(
         "loader/reader.py",
-        ("the answer of a read that was given up is taken", "if self._ticket is not ticket:", "if False:"),
+        (
+            "the answer of a read that was given up is taken",
+            "if self._ticket is not ticket:",
+            "if False:",
+        ),
     ),
     *_at(
         "transforms/image_header.py",
@@ -475,61 +865,121 @@ MUTATIONS = [
         ("big-endian EXIF read as little", 'b"MM\\0*": ">"', 'b"MM\\0*": "<"'),
         ("the orientation of a PNG not read", 'elif name == b"eXIf":', 'elif name == b"eXIF":'),
         ("the mark of a lossless WebP not looked at", "if mark != 0x2F:", "if mark == 0x2E:"),
-        ("no limit on pixels", "if width * height > limits.max_pixels_in:", "if width * height > 100 * limits.max_pixels_in:"),
+        (
+            "no limit on pixels",
+            "if width * height > limits.max_pixels_in:",
+            "if width * height > 100 * limits.max_pixels_in:",
+        ),
         ("a GIF of several pictures taken for one", "if pictures == 2:", "if pictures == 1:"),
     ),
     *_at(
         "transforms/images.py",
-        ("sides rounded down", "return whole + (2 * rest > factor or (2 * rest == factor and whole % 2 == 1))", "return max(1, whole)"),
+        (
+            "sides rounded down",
+            "return whole + (2 * rest > factor or (2 * rest == factor and whole % 2 == 1))",
+            "return max(1, whole)",
+        ),
         (
             "a side that cannot shrink ignored",
             "high, wide = min(high, most // min(wide, most)), min(wide, most // min(high, most))",
             "high, wide = high, wide",
         ),
         ("too few pixels accepted", "if high * wide * area < min_pixels:", "if high * wide == 0:"),
-        ("the root rounded down", "return math.isqrt(-(-top // bottom) - 1) + 1", "return max(1, math.isqrt(top // bottom))"),
-        ("all images of a sample cropped alike", "mix64(key ^ number.astype(U64))", "mix64(key ^ (0 * number).astype(U64))"),
+        (
+            "the root rounded down",
+            "return math.isqrt(-(-top // bottom) - 1) + 1",
+            "return max(1, math.isqrt(top // bottom))",
+        ),
+        (
+            "all images of a sample cropped alike",
+            "mix64(key ^ number.astype(U64))",
+            "mix64(key ^ (0 * number).astype(U64))",
+        ),
         (
             "a crop out of the middle off by one side",
             "return (width - w) // 2, (height - h) // 2, w, h",
             "return width - w, height - h, w, h",
         ),
         ("place in the fingerprint", 'if f.name != "place")', 'if f.name != "at")'),
-        ("animations never refused", 'if found.frames > 1 and self.animated == "quarantine":', "if found.frames > 10:"),
+        (
+            "animations never refused",
+            'if found.frames > 1 and self.animated == "quarantine":',
+            "if found.frames > 10:",
+        ),
     ),
     *_at(
         "transforms/image_rows.py",
-        ("images of several columns not sorted into rows", 'np.argsort(row, kind="stable")', "np.arange(len(row))"),
-        ("items behind the context kept", 'mine = offset < context if on_long == "truncate" else', "mine = offset >= 0 if True else"),
-        ("placeholders behind the first piece accepted", 'if on_long == "split":', 'if on_long == "splat":'),
-        ("images of bad rows kept", "kept = np.flatnonzero(good[laid.row])", "kept = np.arange(len(laid.row))"),
+        (
+            "images of several columns not sorted into rows",
+            'np.argsort(row, kind="stable")',
+            "np.arange(len(row))",
+        ),
+        (
+            "items behind the context kept",
+            'mine = offset < context if on_long == "truncate" else',
+            "mine = offset >= 0 if True else",
+        ),
+        (
+            "placeholders behind the first piece accepted",
+            'if on_long == "split":',
+            'if on_long == "splat":',
+        ),
+        (
+            "images of bad rows kept",
+            "kept = np.flatnonzero(good[laid.row])",
+            "kept = np.arange(len(laid.row))",
+        ),
         (
             "the placeholder cut to the ids' width",
             "np.promote_types(ids.values.dtype, np.min_scalar_type(spec.placeholder))",
             "ids.values.dtype",
         ),
         ("bytes without the files", "+ np.diff(ends[chosen.offsets])", "+ 0"),
-        ("a marker left in the text", "values[where] = spec.placeholder", "values[where] = values[where]"),
+        (
+            "a marker left in the text",
+            "values[where] = spec.placeholder",
+            "values[where] = values[where]",
+        ),
         ("null images not skipped", "gone = set(null_rows(array).tolist())", "gone = set()"),
         ("auto turned round", "so_far[1] <= so_far[0]", "so_far[1] > so_far[0]"),
     ),
     *_at(
         "transforms/image_items.py",
-        ("rows and columns of a square swapped", ".transpose(0, 3, 1, 4, 6, 2, 5)", ".transpose(0, 3, 4, 1, 6, 2, 5)"),
+        (
+            "rows and columns of a square swapped",
+            ".transpose(0, 3, 1, 4, 6, 2, 5)",
+            ".transpose(0, 3, 4, 1, 6, 2, 5)",
+        ),
         ("no flip", "if prefix.flip:", "if False:"),
         ("mean not taken off", "(-mean / std)", "(0 * mean / std)"),
-        ("a broken file raises at the loader", "    except BadImage:\n        return item", "    except BadImage:\n        raise"),
+        (
+            "a broken file raises at the loader",
+            "    except BadImage:\n        return item",
+            "    except BadImage:\n        raise",
+        ),
     ),
     *_at(
         "transforms/image_decode.py",
         ("what is transparent stands on black", "(255, 255, 255)", "(0, 0, 0)"),
         ("the lower byte of sixteen bits", "np.asarray(image) >> 8", "np.asarray(image) & 255"),
-        ("quarter turns the wrong way", "6: Image.Transpose.ROTATE_270", "6: Image.Transpose.ROTATE_90"),
+        (
+            "quarter turns the wrong way",
+            "6: Image.Transpose.ROTATE_270",
+            "6: Image.Transpose.ROTATE_90",
+        ),
         ("scaled whatever is asked for", "if not prefix.scaled:", "if False:"),
         ("decoded too small", "GAP = 2", "GAP = 1"),
         ("what lies around a crop has a say", "if scale == 1:", "if scale == 0:"),
-        ("another image than planned accepted", "if (found.width, found.height) != prefix.size:", "if False:"),
-        ("decoders' own errors let through", "except Exception as fault:  # decoders", "except OSError as fault:  # decoders"),
+        (
+            "another image than planned accepted",
+            "if (found.width, found.height) != prefix.size:",
+            "if False:",
+        ),
+        (
+            "decoders' own errors let through",
+            "except Exception as fault:  # decoders",
+            "except OSError as fault:  # decoders",
+        ),
     ),
 ]
 
@@ -537,7 +987,9 @@ MUTATIONS = [
 def snapshot(root: Path) -> Path:
     """The repository as it is now. Others may go on editing: all faults are put into this one state, which passes without them."""
     for part in ("src", "tests", "docs", "examples"):
-        shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
+        shutil.copytree(
+            ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis")
+        )
     shutil.copy(ROOT / "pyproject.toml", root)
     with (root / "tests/conftest.py").open("a") as conftest:
         conftest.write(QUICK)
@@ -554,13 +1006,31 @@ def tests_on(root: Path, mutation: Mutation | None) -> tuple[str, str, float]:
             path = copy / "src/overlord" / mutation.file
             text = path.read_text()
             if text.count(mutation.old) != 1:
-                return "STALE", f"{mutation.old!r} stands there {text.count(mutation.old)} times", 0.0
+                return (
+                    "STALE",
+                    f"{mutation.old!r} stands there {text.count(mutation.old)} times",
+                    0.0,
+                )
             path.write_text(text.replace(mutation.old, mutation.new))
-        tests = sorted({t for ts in TESTS.values() for t in ts}) if mutation is None else TESTS[mutation.file.partition("/")[0]]
-        command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "--timeout=120", *(f"tests/{t}" for t in tests)]
+        tests = (
+            sorted({t for ts in TESTS.values() for t in ts})
+            if mutation is None
+            else TESTS[mutation.file.partition("/")[0]]
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "--tb=no",
+            "--timeout=120",
+            *(f"tests/{t}" for t in tests),
+        ]
         env = {**os.environ, "PYTHONPATH": "src"}
         try:
-            done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+            done = subprocess.run(
+                command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_S
+            )
         except subprocess.TimeoutExpired:
             return "caught", "hangs", time.monotonic() - start
     took, said = time.monotonic() - start, done.stdout + done.stderr
@@ -576,16 +1046,24 @@ def tests_on(root: Path, mutation: Mutation | None) -> tuple[str, str, float]:
 
 def main(words: list[str]) -> int:
     chosen = [m for m in MUTATIONS if not words or any(w in f"{m.file} {m.what}" for w in words)]
-    with tempfile.TemporaryDirectory(prefix="overlord-snapshot-") as scratch, ThreadPoolExecutor(2) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="overlord-snapshot-") as scratch,
+        ThreadPoolExecutor(2) as pool,
+    ):
         root = snapshot(Path(scratch))
         verdict, failed, took = tests_on(root, None)
         print(f"without a fault: {failed or 'all pass'} ({took:.0f} s)", flush=True)
         if verdict != "SURVIVES":
             return 2
         verdicts = []
-        for mutation, (verdict, failed, took) in zip(chosen, pool.map(lambda m: tests_on(root, m), chosen), strict=True):
+        for mutation, (verdict, failed, took) in zip(
+            chosen, pool.map(lambda m: tests_on(root, m), chosen), strict=True
+        ):
             verdicts.append(verdict)
-            print(f"{verdict:<9}{took:4.0f} s  {mutation.file}: {mutation.what}  [{failed}]", flush=True)
+            print(
+                f"{verdict:<9}{took:4.0f} s  {mutation.file}: {mutation.what}  [{failed}]",
+                flush=True,
+            )
     print(", ".join(f"{verdicts.count(v)} {v}" for v in sorted(set(verdicts))))
     return int(set(verdicts) != {"caught"})
 

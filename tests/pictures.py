@@ -15,7 +15,9 @@ def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
     """Smooth colours with some noise, as a photograph has: bytes [height, width, 3]."""
     rng = np.random.default_rng(seed)
     small = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), np.uint8)
-    smooth = np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
+    smooth = np.asarray(
+        Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+    ).astype(np.int16)
     return (smooth + rng.integers(-6, 7, smooth.shape)).clip(0, 255).astype(np.uint8)
 
 
@@ -48,16 +50,38 @@ def chunk(name: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
 
-def png_of(width: int, height: int, bits: int, colour: int, rows: bytes, interlace: int = 0, more: bytes = b"") -> bytes:
+def png_of(
+    width: int,
+    height: int,
+    bits: int,
+    colour: int,
+    rows: bytes,
+    interlace: int = 0,
+    more: bytes = b"",
+) -> bytes:
     """A PNG by hand: for sizes and kinds that Pillow does not write."""
     head = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, interlace)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + more + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + more
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 def interlaced(height: int = 20, width: int = 30, seed: int = 0) -> bytes:
     """An Adam7 PNG of ``photo``; Pillow reads them and does not write them."""
     image, rows = photo(height, width, seed), b""
-    for x, y, dx, dy in ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)):
+    for x, y, dx, dy in (
+        (0, 0, 8, 8),
+        (4, 0, 8, 8),
+        (0, 4, 4, 8),
+        (2, 0, 4, 4),
+        (0, 2, 2, 4),
+        (1, 0, 2, 2),
+        (0, 1, 1, 2),
+    ):
         part = image[y::dy, x::dx]
         rows += b"".join(b"\0" + line.tobytes() for line in part) if part.size else b""
     return png_of(width, height, 8, 2, rows, interlace=1)
@@ -125,7 +149,10 @@ BAD: dict[str, tuple[bytes, str]] = {  # name -> bytes, what the reason says
     "text": (b"not found", "that begin with"),
     "bmp": (saved(photo(4, 4), "BMP"), "a BMP file"),
     "avif": (b"\0\0\0\x1cftypavif\0\0\0\0", "AVIF"),
-    "png bomb": (png_of(60000, 60000, 8, 2, b"\0" * 100), "60000 x 60000 pixels are more than max_pixels_in"),
+    "png bomb": (
+        png_of(60000, 60000, 8, 2, b"\0" * 100),
+        "60000 x 60000 pixels are more than max_pixels_in",
+    ),
     "png of no height": (png_of(10, 0, 8, 2, b""), "no pixels"),
     "png cut": (png()[:-20], "cut short"),
     "png header only": (png()[:20], "cut short"),
@@ -139,7 +166,10 @@ BAD: dict[str, tuple[bytes, str]] = {  # name -> bytes, what the reason says
     "jpeg fill": (b"\xff\xd8" + b"\xff" * 10**6, "fill bytes"),
     "jpeg ended": (b"\xff\xd8\xff\xd9" + b"\0" * 99, "ends before its image"),
     "jpeg scans": (jpeg(progressive=True)[:-2] + b"\xff\xda" * 200 + b"\xff\xd9", "scans"),
-    "webp without its mark": (saved(photo(40, 60), "WEBP", lossless=True).replace(b"\x2f", b"\x00", 1), "mark"),
+    "webp without its mark": (
+        saved(photo(40, 60), "WEBP", lossless=True).replace(b"\x2f", b"\x00", 1),
+        "mark",
+    ),
     "webp cut": (saved(photo(40, 60), "WEBP")[:-50], "cut short"),
     "gif cut": (saved(photo(20, 30), "GIF")[:100], "cut short"),
     "gif header only": (b"GIF89a" + b"\0" * 7, "cut short"),

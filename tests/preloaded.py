@@ -9,10 +9,18 @@ import importlib
 import pyarrow as pa
 
 for name in (
-    "numpy.ma", "overlord.transforms.image_decode", "tests.deadly", "tests.images", "tests.properties.test_combined",
-    "tests.scenarios.test_images", "tests.scenarios.test_process", "tests.worlds",
-):  # fmt: skip
+    "numpy.ma",
+    "overlord.transforms.image_decode",
+    "tests.deadly",
+    "tests.images",
+    "tests.properties.test_combined",
+    "tests.scenarios.test_images",
+    "tests.scenarios.test_process",
+    "tests.worlds",
+):
     importlib.import_module(name)
 
-pa.array([0])  # at the first column of Python values pyarrow imports pandas, where that is installed
+pa.array(
+    [0]
+)  # at the first column of Python values pyarrow imports pandas, where that is installed
 gc.freeze()

@@ -21,9 +21,15 @@ from overlord.errors import DataStall
 from overlord.messages.control import SetMixture, Skip
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = os.environ.get("OVERLORD_TEST_RUNTIME", "process")  # where tests of parts have them, unless they say: `make ray` has them on Ray
+PARTS = os.environ.get(
+    "OVERLORD_TEST_RUNTIME", "process"
+)  # where tests of parts have them, unless they say: `make ray` has them on Ray
 # What those that os.kill hit are said to have died of: Ray does not tell a signal from a crash.
-KILLED = "killed by signal 9" if PARTS == "process" else "its process died without a word: it was killed, crashed or ran out of memory"
+KILLED = (
+    "killed by signal 9"
+    if PARTS == "process"
+    else "its process died without a word: it was killed, crashed or ran out of memory"
+)
 EXITED = "exit code 3" if PARTS == "process" else KILLED
 ASKED = "killed by signal 9" if PARTS == "process" else "killed"  # of those that session.kill hit
 RUNTIMES = ["local", PARTS]
@@ -34,8 +40,18 @@ WAIT_S = float(os.environ.get("OVERLORD_TEST_WAIT_S", "30"))
 def written(step: ov.Step) -> tuple[Any, ...]:
     """All that a trainer can see of a step."""
     both = (step, step.encoder)
-    arrays, encoder = ([[(k, str(mb[k].dtype), mb[k].shape, mb[k].tobytes()) for k in sorted(mb)] for mb in part] for part in both)
-    return step.step, step.plan_digest, step.global_valid_tokens, arrays, [[tuple(p) for p in mb.samples] for mb in step], encoder
+    arrays, encoder = (
+        [[(k, str(mb[k].dtype), mb[k].shape, mb[k].tobytes()) for k in sorted(mb)] for mb in part]
+        for part in both
+    )
+    return (
+        step.step,
+        step.plan_digest,
+        step.global_valid_tokens,
+        arrays,
+        [[tuple(p) for p in mb.samples] for mb in step],
+        encoder,
+    )
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,9 +77,13 @@ class Played:
 
 
 def play(
-    session: ov.Session, *, ranks: list[int] | None = None, steps: int | None = None, report: Callable[[int, int], Any] | None = None,
+    session: ov.Session,
+    *,
+    ranks: list[int] | None = None,
+    steps: int | None = None,
+    report: Callable[[int, int], Any] | None = None,
     act: Mapping[int, Callable[[ov.Session], None]] | None = None,
-) -> Played:  # fmt: skip
+) -> Played:
     """Trains on all ranks in turn. ``act[k]`` is done when k steps were taken."""
     wanted = list(range(session.job.place.world_size)) if ranks is None else ranks
     clients = {rank: session.client(rank) for rank in wanted}
@@ -88,9 +108,13 @@ def play(
     return done
 
 
-def run(job: ov.Job, runtime: str, *, said: list[Any] | None = None, resume: Any = None, **settings: Any) -> Played:
+def run(
+    job: ov.Job, runtime: str, *, said: list[Any] | None = None, resume: Any = None, **settings: Any
+) -> Played:
     """A whole run, with what is said before it begins."""
-    ways = {key: settings.pop(key) for key in ("ranks", "steps", "report", "act") if key in settings}
+    ways = {
+        key: settings.pop(key) for key in ("ranks", "steps", "report", "act") if key in settings
+    }
     with launch(job, runtime, resume=resume, **settings) as session:
         for event in said or ():
             if isinstance(event, SetMixture):
@@ -166,7 +190,11 @@ def heard(session: ov.Session, *, lost: Collection[str] = ()) -> dict[str, Any]:
     is in them."""
 
     def all_of(found: dict[str, Any]) -> bool:
-        return all(a["state"] == "running" for a in found["actors"] if a["role"] == "host" and a["name"] not in lost)
+        return all(
+            a["state"] == "running"
+            for a in found["actors"]
+            if a["role"] == "host" and a["name"] not in lost
+        )
 
     found: dict[str, Any] = until(lambda: m if all_of(m := session.metrics()) else None)
     return found
@@ -179,13 +207,19 @@ def but_for_late(err: str) -> str:
 
 def in_shared_memory() -> set[str]:
     """Files that lie in the machine's shared memory, but for those of others: locks of Python's, tensors of torch's, a store of Ray's."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_", "plasma"))}
+    return {
+        name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_", "plasma"))
+    }
 
 
 def parts_lost(recoveries: list[dict[str, Any]], hit: set[str]) -> set[str]:
     """Parts that are back, but for those that nobody hit and that were taken for dead: on a busy machine one may stand for too long."""
     silent = ("it answered nothing for ", "it plans, and does not come to an end for ")
-    return {row["part"] for row in recoveries if row["part"] in hit or not row["reason"].startswith(silent)}
+    return {
+        row["part"]
+        for row in recoveries
+        if row["part"] in hit or not row["reason"].startswith(silent)
+    }
 
 
 def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:
@@ -214,16 +248,32 @@ def stalls_for(client: ov.Client, words: str, seconds: float = WAIT_S) -> None:
 class Program:
     """A Python program of its own, in a process group of its own, that talks by lines."""
 
-    def __init__(self, directory: Path, body: str, *, guarded: bool = True, name: str = "program.py"):
+    def __init__(
+        self, directory: Path, body: str, *, guarded: bool = True, name: str = "program.py"
+    ):
         path = directory / name
         body = textwrap.dedent(body)
-        main = 'if __name__ == "__main__":\n' + textwrap.indent("main()\n", "    ") if guarded else "main()\n"
+        main = (
+            'if __name__ == "__main__":\n' + textwrap.indent("main()\n", "    ")
+            if guarded
+            else "main()\n"
+        )
         path.write_text(body + "\n" + main)
-        environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OVERLORD_CACHE": str(directory / "cache")}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+            "OVERLORD_CACHE": str(directory / "cache"),
+        }
         self.process = subprocess.Popen(
-            [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
-            start_new_session=True, cwd=directory,
-        )  # fmt: skip
+            [sys.executable, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+            start_new_session=True,
+            cwd=directory,
+        )
         self.pid = self.process.pid
 
     def line(self) -> str:

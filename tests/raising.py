@@ -19,7 +19,9 @@ def map_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def map_columns(columns: dict[str, Any]) -> dict[str, Any]:
-    return json.loads("{") if any(len(ids) == 3 for ids in columns["tokens"]) else columns  # here: map_columns
+    return (
+        json.loads("{") if any(len(ids) == 3 for ids in columns["tokens"]) else columns
+    )  # here: map_columns
 
 
 def keep_row(row: dict[str, Any]) -> bool:
@@ -65,7 +67,14 @@ def cost(columns: Any) -> Any:
 
 
 def costly(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
-    return ov.DGraph.from_buffer(buffer, place).mix().distribute("DP").cost(cost).balance("greedy").plan()
+    return (
+        ov.DGraph.from_buffer(buffer, place)
+        .mix()
+        .distribute("DP")
+        .cost(cost)
+        .balance("greedy")
+        .plan()
+    )
 
 
 def schedule(step: int, feedback: Any) -> dict[str, float]:

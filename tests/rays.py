@@ -14,14 +14,18 @@ from tests.processes import PARTS
 
 # How soon a node that vanished is missed, as docs/ray.md has it.
 ATTENTIVE = {
-    "RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
-}  # fmt: skip
+}
 
 
 def missing() -> str:
     """Why there is no Ray here; empty where there is."""
-    return "" if importlib.util.find_spec("ray") else "Ray is not installed: pip install -e '.[ray]'"
+    return (
+        "" if importlib.util.find_spec("ray") else "Ray is not installed: pip install -e '.[ray]'"
+    )
 
 
 def train_missing() -> str:

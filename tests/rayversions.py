@@ -24,7 +24,18 @@ PAGE = ROOT / "docs" / "ray.md"
 ENVS = ROOT / "build" / "ray-versions"
 SCENARIOS = ("tests/scenarios/test_ray.py", "tests/scenarios/test_ray_private.py")
 # Of the test extra: not needed by these scenarios. Some of them would install torch.
-LEFT_OUT = ("ray", "transformers", "torchdata", "accelerate", "lightning", "build", "hatchling", "ruff", "mypy", "types-PyYAML")
+LEFT_OUT = (
+    "ray",
+    "transformers",
+    "torchdata",
+    "accelerate",
+    "lightning",
+    "build",
+    "hatchling",
+    "ruff",
+    "mypy",
+    "types-PyYAML",
+)
 LIMIT_S = 3600.0
 BEGIN, END = "<!-- ray versions: written by make ray-versions -->", "<!-- end of ray versions -->"
 HEAD = "| Ray | tested on | Python | scenarios | `overlord demo --runtime ray` |\n|---|---|---|---|---|"
@@ -33,7 +44,9 @@ ROW = re.compile(r"^\| (\d+\.\d+\.\d+) \|.*\|$", re.MULTILINE)
 
 def requirements(version: str) -> list[str]:
     """Return what an environment holds: the pins of the test extra, with this version of Ray."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     kept = [pin for pin in extras["test"] if re.split(r"[=<>\[]", pin)[0] not in LEFT_OUT]
     return [f"ray=={version}", *kept]
 
@@ -60,7 +73,14 @@ def run(command: Sequence[str], log: Path) -> tuple[int, str]:
     }
     with log.open("w") as out:
         try:
-            code = subprocess.run(command, cwd=ROOT, env=settings, stdout=out, stderr=subprocess.STDOUT, timeout=LIMIT_S).returncode
+            code = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=settings,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=LIMIT_S,
+            ).returncode
         except subprocess.TimeoutExpired:
             code = 124
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -70,7 +90,9 @@ def run(command: Sequence[str], log: Path) -> tuple[int, str]:
 def told(code: int, last: str) -> str:
     """Return the result of a run of pytest in a few words."""
     counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)
-    return ", ".join(f"{n} {what}" for n, what in counts) or (f"exit code {code}" if code else "passed")
+    return ", ".join(f"{n} {what}" for n, what in counts) or (
+        f"exit code {code}" if code else "passed"
+    )
 
 
 def tested(envs: Path, version: str) -> str:
@@ -78,11 +100,17 @@ def tested(envs: Path, version: str) -> str:
     python, logs = environment(envs, version), ROOT / "build" / "ray-versions-logs"
     logs.mkdir(parents=True, exist_ok=True)
     number = subprocess.run(
-        [str(python), "-c", "import platform; print(platform.python_version())"], capture_output=True, text=True, check=True
+        [str(python), "-c", "import platform; print(platform.python_version())"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     scenarios = told(*run([str(python), "-m", "pytest", *SCENARIOS], logs / f"{version}.log"))
     out = ROOT / "build" / "ray-versions-demo" / version
-    code, _ = run([str(python), "-m", "overlord.cli.main", "demo", "--runtime", "ray", "--out", str(out)], logs / f"{version}-demo.log")
+    code, _ = run(
+        [str(python), "-m", "overlord.cli.main", "demo", "--runtime", "ray", "--out", str(out)],
+        logs / f"{version}-demo.log",
+    )
     demo = "passed" if code == 0 else f"exit code {code}"
     return f"| {version} | {date.today().isoformat()} | {number.stdout.strip()} | {scenarios} | {demo} |"
 
@@ -105,7 +133,9 @@ def written(page: str, rows: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("versions", nargs="*", default=TESTED)
     parser.add_argument("--envs", type=Path, default=ENVS)
     args, failed = parser.parse_args(), False

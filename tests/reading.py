@@ -20,7 +20,9 @@ class Everything:
     reasons: list[tuple[int, str]] = field(default_factory=list)  # (row, reason) of unreadable ones
 
 
-def read_all(path: Any, format: str | None = None, cache: HandleCache | None = None, **options: Any) -> Everything:
+def read_all(
+    path: Any, format: str | None = None, cache: HandleCache | None = None, **options: Any
+) -> Everything:
     """Every slice of every chunk in order, with the rules checked that hold for any slice."""
     wanted = ReadOptions(**options)
     index = build_index("src", path, format, wanted)

@@ -26,15 +26,28 @@ Reports = dict[int, dict[int, dict[str, float]]]  # step, rank, metric
 
 
 def reference_stream(
-    job: Job, quarantine: list[tuple[str, int, int, int]] | None = None, score: Callable[[int, Sample], float] | None = None,
-    reports: Reports | None = None, joins: dict[str, int] | None = None, long: dict[str, list[int]] | None = None,
-) -> Iterator[list[Sample]]:  # fmt: skip
+    job: Job,
+    quarantine: list[tuple[str, int, int, int]] | None = None,
+    score: Callable[[int, Sample], float] | None = None,
+    reports: Reports | None = None,
+    joins: dict[str, int] | None = None,
+    long: dict[str, list[int]] | None = None,
+) -> Iterator[list[Sample]]:
     """The samples of each step in the order of the draw. `quarantine` gets (source, epoch, file, row), as far as the draw had to look.
     `score` is what the strategy prefers among look-ahead candidates, `reports` what was reported of each step by each rank, and
     `joins` says of sources that were added in mid-run at which step. `long` gets, by source, the tokens that each document lost to
     `on_long`: a document that is cut loses them with its sample, one that is dropped when the draw passes it."""
-    mixer = Mixer(job, [] if quarantine is None else quarantine, reports or {}, joins or {}, {} if long is None else long)
-    total, parts = job.batch.samples or job.batch.tokens or 0, job.batch.microbatches if job.mix_every == "microbatch" else 1
+    mixer = Mixer(
+        job,
+        [] if quarantine is None else quarantine,
+        reports or {},
+        joins or {},
+        {} if long is None else long,
+    )
+    total, parts = (
+        job.batch.samples or job.batch.tokens or 0,
+        job.batch.microbatches if job.mix_every == "microbatch" else 1,
+    )
     for step in count():
         drawn: list[Sample] = []
         mixer.picks = 0
@@ -44,14 +57,20 @@ def reference_stream(
                 drawn += mixer.draw(step, total // parts + (m < total % parts))
         if not drawn:
             return
-        yield drawn if job.look_ahead == 1 else mixer.choose(step, [i for i, _ in drawn], score or (lambda _step, _sample: 0.0))
+        yield (
+            drawn
+            if job.look_ahead == 1
+            else mixer.choose(step, [i for i, _ in drawn], score or (lambda _step, _sample: 0.0))
+        )
 
 
 # Keyed hashes
 
 
 def key64(*parts: str | int) -> int:
-    return int.from_bytes(blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest(), "little"
+    )
 
 
 def mix64(x: int) -> int:
@@ -70,7 +89,12 @@ def keyed_hash(key: int, *columns: int) -> int:
 # One source
 
 
-def samples(job: Job, source: Source, quarantine: list[tuple[str, int, int, int]], long: dict[str, list[int]]) -> Iterator[Sample]:
+def samples(
+    job: Job,
+    source: Source,
+    quarantine: list[tuple[str, int, int, int]],
+    long: dict[str, list[int]],
+) -> Iterator[Sample]:
     chunks, bad = read_chunks(job, source), 0
     for epoch in count() if source.epochs is None else range(source.epochs):
         empty = True
@@ -94,7 +118,9 @@ def samples(job: Job, source: Source, quarantine: list[tuple[str, int, int, int]
             raise ValueError(f"{source.name}: epoch {epoch} has no sample")
 
 
-def rows_in_order(job: Job, source: Source, chunks: list[Chunk], epoch: int) -> Iterator[tuple[int, int, Any]]:
+def rows_in_order(
+    job: Job, source: Source, chunks: list[Chunk], epoch: int
+) -> Iterator[tuple[int, int, Any]]:
     order, size = list(range(len(chunks))), 1
     if source.shuffle:
         key, size = key64("chunks", job.seed, source.name, epoch), job.shuffle_chunks
@@ -106,9 +132,14 @@ def rows_in_order(job: Job, source: Source, chunks: list[Chunk], epoch: int) -> 
             window = []
             for file, rows in group:
                 part = rows[t : t + job.slice_rows]
-                window += [(file, row, outcome) for (row, _), outcome in zip(part, transform(source, part), strict=True)]
+                window += [
+                    (file, row, outcome)
+                    for (row, _), outcome in zip(part, transform(source, part), strict=True)
+                ]
             if source.shuffle:
-                window.sort(key=lambda entry: (keyed_hash(key, entry[0], entry[1]), entry[0], entry[1]))
+                window.sort(
+                    key=lambda entry: (keyed_hash(key, entry[0], entry[1]), entry[0], entry[1])
+                )
             yield from window
 
 
@@ -116,7 +147,11 @@ def cut(tokens: list[int], job: Job) -> list[list[int]]:
     context = job.batch.context
     if len(tokens) <= context or job.on_long == "truncate":
         return [tokens[:context]] if tokens else []
-    return [tokens[at : at + context] for at in range(0, len(tokens), context)] if job.on_long == "split" else []
+    return (
+        [tokens[at : at + context] for at in range(0, len(tokens), context)]
+        if job.on_long == "split"
+        else []
+    )
 
 
 def lost_tokens(length: int, job: Job) -> int:
@@ -131,8 +166,13 @@ def lost_tokens(length: int, job: Job) -> int:
 
 class Mixer:
     def __init__(
-        self, job: Job, quarantine: list[tuple[str, int, int, int]], reports: Reports, joins: dict[str, int], long: dict[str, list[int]]
-    ):  # fmt: skip
+        self,
+        job: Job,
+        quarantine: list[tuple[str, int, int, int]],
+        reports: Reports,
+        joins: dict[str, int],
+        long: dict[str, list[int]],
+    ):
         self.job = job
         self.mixture, self.reports, self.joins = copy.deepcopy(job.mixture), reports, joins
         self.asked: tuple[int, Any] = (-1, None)  # the last step, and what the mixture said
@@ -141,15 +181,24 @@ class Mixer:
         self.owed = [0] * len(self.streams)
         self.picks = 0  # random picks made in this step
         self.stop = False  # until="first", and a source ran out
-        self.ahead: list[list[list[Any]]] = [[] for _ in self.streams]  # look-ahead: [sample, steps it was passed over], in stream order
-        self.spoken: list[int] = [0] * len(self.streams)  # of these, how many the step being drawn takes
+        self.ahead: list[list[list[Any]]] = [
+            [] for _ in self.streams
+        ]  # look-ahead: [sample, steps it was passed over], in stream order
+        self.spoken: list[int] = [0] * len(
+            self.streams
+        )  # of these, how many the step being drawn takes
 
     def weights(self, step: int) -> list[int]:
         """Whole weights of the active sources, 0 for the others."""
         if self.asked[0] < step:
-            assert self.job.mix_every != "epoch" or not callable(self.mixture), "not in the reference"
+            assert self.job.mix_every != "epoch" or not callable(self.mixture), (
+                "not in the reference"
+            )
             feedback = averaged(self.reports.get(step - self.job.feedback_lag, {}))
-            self.asked = (step, self.mixture(step, feedback) if callable(self.mixture) else self.mixture)
+            self.asked = (
+                step,
+                self.mixture(step, feedback) if callable(self.mixture) else self.mixture,
+            )
         given: Any = self.asked[1]
         if given is None:
             given = {source.name: source.weight for source in self.job.sources}
@@ -159,22 +208,41 @@ class Mixer:
             said, total = sum(given.get(s.name, 0.0) for s in first), sum(s.weight for s in first)
             own = {n: w * (said / total) if said and total else w for n, w in own.items()}
         given = {n: w for n, w in {**own, **given}.items() if self.joins.get(n, 0) <= step}
-        return whole([given.get(s.name, 0) if on else 0 for s, on in zip(self.job.sources, self.active, strict=True)])
+        return whole(
+            [
+                given.get(s.name, 0) if on else 0
+                for s, on in zip(self.job.sources, self.active, strict=True)
+            ]
+        )
 
     def draw(self, step: int, size: int) -> list[Sample]:
         taken: list[list[Sample]] = [[] for _ in self.streams]
         while any(weights := self.weights(step)):
-            size = (self.take_samples if self.job.batch.samples else self.take_tokens)(weights, step, size, taken)
+            size = (self.take_samples if self.job.batch.samples else self.take_tokens)(
+                weights, step, size, taken
+            )
             if not size or self.stop:
                 break
-        places = [(Fraction(2 * k + 1, 2 * len(t)), i, s) for i, t in enumerate(taken) for k, s in enumerate(t)]
+        places = [
+            (Fraction(2 * k + 1, 2 * len(t)), i, s)
+            for i, t in enumerate(taken)
+            for k, s in enumerate(t)
+        ]
         return [s for _, _, s in sorted(places, key=lambda p: p[:2])]
 
     def take_samples(self, weights: list[int], step: int, n: int, taken: list[list[Sample]]) -> int:
-        counts = self.random_counts(weights, step, n) if self.job.draw == "random" else self.exact_counts(weights, n)
+        counts = (
+            self.random_counts(weights, step, n)
+            if self.job.draw == "random"
+            else self.exact_counts(weights, n)
+        )
         missing = 0
         for i, wanted in enumerate(counts):
-            got = self.promised(i, wanted) if self.job.look_ahead > 1 else list(islice(self.streams[i], wanted))
+            got = (
+                self.promised(i, wanted)
+                if self.job.look_ahead > 1
+                else list(islice(self.streams[i], wanted))
+            )
             taken[i] += got
             if len(got) < wanted:
                 missing += wanted - len(got)
@@ -189,15 +257,21 @@ class Mixer:
         return [(i, None)] * got
 
     def fill(self, i: int, n: int) -> None:
-        self.ahead[i] += [[sample, 0] for sample in islice(self.streams[i], max(0, n - len(self.ahead[i])))]
+        self.ahead[i] += [
+            [sample, 0] for sample in islice(self.streams[i], max(0, n - len(self.ahead[i])))
+        ]
 
-    def choose(self, step: int, order: list[int], score: Callable[[int, Sample], float]) -> list[Sample]:
+    def choose(
+        self, step: int, order: list[int], score: Callable[[int, Sample], float]
+    ) -> list[Sample]:
         """`order` names the source of each place of the step."""
         chosen = []
         for i, n in enumerate(self.spoken):
             self.fill(i, self.job.look_ahead * n)
             front = list(enumerate(self.ahead[i][: self.job.look_ahead * n]))
-            front.sort(key=lambda c: (c[1][1] < self.job.max_age, score(step, c[1][0]) if n else 0, c[0]))
+            front.sort(
+                key=lambda c: (c[1][1] < self.job.max_age, score(step, c[1][0]) if n else 0, c[0])
+            )
             mine = sorted(at for at, _ in front[:n])
             chosen.append(iter([self.ahead[i][at][0] for at in mine]))
             for _, candidate in [c for c in front[n:] if c[0] < max(mine)]:
@@ -226,13 +300,19 @@ class Mixer:
         owed = self.owed = [o + n * w if w else 0 for o, w in zip(self.owed, weights, strict=True)]
         counts = [max(0, o // U) for o in owed]
         if sum(counts) > n:
-            due = [(Fraction(k * U - owed[i], weights[i]), i, k) for i, c in enumerate(counts) for k in range(1, c + 1)]
+            due = [
+                (Fraction(k * U - owed[i], weights[i]), i, k)
+                for i, c in enumerate(counts)
+                for k in range(1, c + 1)
+            ]
             first = [i for _, i, _ in sorted(due)[:n]]
             counts = [first.count(i) for i in range(len(weights))]
         while (missing := n - sum(counts)) > 0:
             weighted = [i for i, w in enumerate(weights) if w]
             may = [i for i in weighted if owed[i] > U * counts[i]] or weighted
-            for _, i in sorted((Fraction(U * (counts[i] + 1) - owed[i], weights[i]), i) for i in may)[:missing]:
+            for _, i in sorted(
+                (Fraction(U * (counts[i] + 1) - owed[i], weights[i]), i) for i in may
+            )[:missing]:
                 counts[i] += 1
         self.owed = [o - U * c for o, c in zip(owed, counts, strict=True)]
         return counts
@@ -254,7 +334,9 @@ def averaged(ranks: dict[int, dict[str, float]]) -> dict[str, float]:
     for name in {name for said in ranks.values() for name in said}:
         kind, _, source = name.partition("/")
         values = [said[name] for said in ranks.values() if name in said]
-        tokens: list[Any] = [said.get(f"tokens/{source}") for said in ranks.values() if name in said]
+        tokens: list[Any] = [
+            said.get(f"tokens/{source}") for said in ranks.values() if name in said
+        ]
         if kind == "tokens" and source:
             out[name] = fsum(values)
         elif source and None not in tokens and any(tokens):

@@ -36,7 +36,9 @@ def next_fit(sizes: list[int], context: int) -> list[int]:
     return held
 
 
-def cut(samples: list[int], sizes: list[int], m: int, context: int, *, by_count: bool) -> list[list[int]]:
+def cut(
+    samples: list[int], sizes: list[int], m: int, context: int, *, by_count: bool
+) -> list[list[int]]:
     mine = [sizes[i] for i in samples]
     wanted = marks(mine, m, by_count=by_count)
     if all(sum(mine[a:b]) <= context for a, b in itertools.pairwise(wanted)):
@@ -46,7 +48,9 @@ def cut(samples: list[int], sizes: list[int], m: int, context: int, *, by_count:
         for k in range(1, m):
             begin = found[-1]
             full = max(b for b in range(begin, len(mine) + 1) if sum(mine[begin:b]) <= context)
-            low = min(b for b in range(begin, len(mine) + 1) if len(next_fit(mine[b:], context)) <= m - k)
+            low = min(
+                b for b in range(begin, len(mine) + 1) if len(next_fit(mine[b:], context)) <= m - k
+            )
             found.append(min(max(wanted[k], low, begin + 1), full, len(mine) - (m - k)))
         found.append(len(mine))
     return [samples[a:b] for a, b in itertools.pairwise(found)]
@@ -59,6 +63,8 @@ def marks(sizes: list[int], m: int, *, by_count: bool, least: int = 1) -> list[i
         return [k * (n // m) + min(k, n % m) for k in range(m + 1)]
     found = [0]
     for k in range(1, m):
-        before = sum(Fraction(2 * sum(sizes[:i]) + sizes[i], 2) < Fraction(k * total, m) for i in range(n))
+        before = sum(
+            Fraction(2 * sum(sizes[:i]) + sizes[i], 2) < Fraction(k * total, m) for i in range(n)
+        )
         found.append(min(max(before, found[-1] + least), n - least * (m - k)))
     return [*found, n]

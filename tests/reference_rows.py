@@ -40,8 +40,15 @@ def read_chunks(job: Job, source: Source) -> list[Chunk]:
         return [(shard, list(enumerate(path.fn(shard)))) for shard in range(path.shards)]
     if not isinstance(path, (str, os.PathLike, list, tuple)):
         size = 16 * job.slice_rows
-        return [(0, [(i, item(path, i)) for i in range(at, min(at + size, len(path)))]) for at in range(0, len(path), size)]
-    return [(file, rows) for file, name in enumerate(list_files(path)) for rows in chunks_of_file(job, source, name)]
+        return [
+            (0, [(i, item(path, i)) for i in range(at, min(at + size, len(path)))])
+            for at in range(0, len(path), size)
+        ]
+    return [
+        (file, rows)
+        for file, name in enumerate(list_files(path))
+        for rows in chunks_of_file(job, source, name)
+    ]
 
 
 def item(dataset: Any, i: int) -> Any:
@@ -131,7 +138,10 @@ def read_tar(name: str, max_bytes: int) -> list[Row]:
                     last = key
                 rows[-1][1][extension] = tar.extractfile(member).read()  # type: ignore[union-attr]
     size = [sum(len(v) for k, v in fields.items() if k != "__key__") for _, fields in rows]
-    return [(row, fields if n <= max_bytes else None) for (row, fields), n in zip(rows, size, strict=True)]
+    return [
+        (row, fields if n <= max_bytes else None)
+        for (row, fields), n in zip(rows, size, strict=True)
+    ]
 
 
 # Transforms, on one slice
@@ -168,12 +178,24 @@ def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
     if kind == "Meta" or not rows:
         return list(rows)
     try:
-        result = [step.fn(dict(fields)) for fields in rows] if step.rows else step.fn(columns_of(rows))
+        result = (
+            [step.fn(dict(fields)) for fields in rows] if step.rows else step.fn(columns_of(rows))
+        )
     except Exception:  # the rows that fail when they stand alone
-        return [FAILED] if len(rows) == 1 else [result for fields in rows for result in apply(step, [fields])]
+        return (
+            [FAILED]
+            if len(rows) == 1
+            else [result for fields in rows for result in apply(step, [fields])]
+        )
     if kind == "Filter":
         return [fields if keep else DROPPED for fields, keep in zip(rows, result, strict=True)]
-    return result if step.rows else [dict(zip(result, values, strict=True)) for values in zip(*result.values(), strict=True)]
+    return (
+        result
+        if step.rows
+        else [
+            dict(zip(result, values, strict=True)) for values in zip(*result.values(), strict=True)
+        ]
+    )
 
 
 def is_meta(value: Any) -> bool:
@@ -184,9 +206,18 @@ def is_meta(value: Any) -> bool:
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    columns = {name: [fields.get(name) for fields in rows] for name in dict.fromkeys(name for fields in rows for name in fields)}
-    numbers = {name for name, values in columns.items() if all(isinstance(v, (int, float, np.number)) for v in values)}
-    return {name: np.array(values) if name in numbers else values for name, values in columns.items()}
+    columns = {
+        name: [fields.get(name) for fields in rows]
+        for name in dict.fromkeys(name for fields in rows for name in fields)
+    }
+    numbers = {
+        name
+        for name, values in columns.items()
+        if all(isinstance(v, (int, float, np.number)) for v in values)
+    }
+    return {
+        name: np.array(values) if name in numbers else values for name, values in columns.items()
+    }
 
 
 @cache
@@ -208,8 +239,16 @@ def tokenize(step: Any, fields: dict[str, Any]) -> Any:
     if not isinstance(text, str):
         return FAILED
     tokenizer = load_tokenizer(os.fspath(step.tokenizer))
-    ends = [[] if t is None else [tokenizer.token_to_id(t) if isinstance(t, str) else t] for t in (step.bos, step.eos)]
-    return {**fields, "tokens": ends[0] + tokenizer.encode(text, add_special_tokens=step.add_special_tokens).ids + ends[1]}
+    ends = [
+        [] if t is None else [tokenizer.token_to_id(t) if isinstance(t, str) else t]
+        for t in (step.bos, step.eos)
+    ]
+    return {
+        **fields,
+        "tokens": ends[0]
+        + tokenizer.encode(text, add_special_tokens=step.add_special_tokens).ids
+        + ends[1],
+    }
 
 
 def ids(value: Any) -> Any:
@@ -218,5 +257,8 @@ def ids(value: Any) -> Any:
         values = list(value)
     except TypeError:
         return FAILED
-    good = all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) and 0 <= v < 2**31 for v in values)
+    good = all(
+        isinstance(v, (int, np.integer)) and not isinstance(v, bool) and 0 <= v < 2**31
+        for v in values
+    )
     return [int(v) for v in values] if good and not isinstance(value, (str, bytes)) else FAILED

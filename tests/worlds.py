@@ -18,13 +18,20 @@ from tests.corpus import FORMATS, write_rows
 
 def some_steps(n: int, seed: int, most: int = 10) -> list[int]:
     """All of n steps, or where they are many the first, the last and some between: whoever restores at each of them takes n * n."""
-    return list(range(n)) if n <= most else sorted({0, n - 1, *random.Random(seed).sample(range(n), most - 2)})
+    return (
+        list(range(n))
+        if n <= most
+        else sorted({0, n - 1, *random.Random(seed).sample(range(n), most - 2)})
+    )
 
 
 def decode(row: dict[str, Any]) -> dict[str, Any]:
     """Members of a tar are bytes; the token ids stand in one as JSON, and so do the images."""
     lists = {name: row[name] for name in ("tokens", "image_patches") if name in row}
-    lists = {name: json.loads(value) if isinstance(value, (bytes, str)) else value for name, value in lists.items()}
+    lists = {
+        name: json.loads(value) if isinstance(value, (bytes, str)) else value
+        for name, value in lists.items()
+    }
     return {**row, **lists, "n": int(row["n"])}
 
 
@@ -71,7 +78,9 @@ class World:
     """How to make a job and its files; Hypothesis shrinks this and prints it."""
 
     seed: int
-    sources: tuple[tuple[str, int, int, float, int | None, bool, str], ...]  # format, rows, files, weight, epochs, shuffle, extra
+    sources: tuple[
+        tuple[str, int, int, float, int | None, bool, str], ...
+    ]  # format, rows, files, weight, epochs, shuffle, extra
     fields: tuple[tuple[str, Any], ...]
     batch: tuple[tuple[str, Any], ...]
     dp: int
@@ -79,64 +88,116 @@ class World:
     def job(self, directory: str | Path, **changes: Any) -> ov.Job:
         sources = [self._source(Path(directory), i, *spec) for i, spec in enumerate(self.sources)]
         settings = {
-            "name": "world", "sources": sources, "batch": ov.Batch(**dict(self.batch)), "place": ov.ClientPlaceTree(dp=self.dp),
-            "seed": self.seed, **dict(self.fields),
-        }  # fmt: skip
+            "name": "world",
+            "sources": sources,
+            "batch": ov.Batch(**dict(self.batch)),
+            "place": ov.ClientPlaceTree(dp=self.dp),
+            "seed": self.seed,
+            **dict(self.fields),
+        }
         return ov.Job(**{**settings, **changes})
 
     def _source(
-        self, directory: Path, i: int, format: str, n: int, files: int, weight: float, epochs: int | None, shuffle: bool, extra: str
+        self,
+        directory: Path,
+        i: int,
+        format: str,
+        n: int,
+        files: int,
+        weight: float,
+        epochs: int | None,
+        shuffle: bool,
+        extra: str,
     ) -> ov.Source:
         rng = random.Random(f"{self.seed}/{i}")
-        rows = [{"n": k, "tokens": [rng.randrange(500) for _ in range(rng.choice((1, 3, 8, 20, 45)))]} for k in range(n)]
+        rows = [
+            {"n": k, "tokens": [rng.randrange(500) for _ in range(rng.choice((1, 3, 8, 20, 45)))]}
+            for k in range(n)
+        ]
         if extra == "empty":
             for k in range(0, n, 5):
                 rows[k]["tokens"] = []
         if extra == "images":
             for k in range(n):
-                rows[k]["image_patches"] = [-1] if k % 7 == 5 else [4, None] if k % 11 == 3 else [rng.randrange(30) for _ in range(k % 4)]
+                rows[k]["image_patches"] = (
+                    [-1]
+                    if k % 7 == 5
+                    else [4, None]
+                    if k % 11 == 3
+                    else [rng.randrange(30) for _ in range(k % 4)]
+                )
         transforms: list[Any] = [ov.Map(decode, rows=True)] if format == "tar" else []
-        transforms += {"even": [ov.Filter(even)], "odd": [ov.Filter(only_odd, rows=True)], "picky": [ov.Map(picky, rows=True)]}.get(
-            extra, []
-        )
-        transforms += [ov.Tokens("tokens"), *([ov.Meta("image_patches", "image_patches")] if extra == "images" else [])]
+        transforms += {
+            "even": [ov.Filter(even)],
+            "odd": [ov.Filter(only_odd, rows=True)],
+            "picky": [ov.Map(picky, rows=True)],
+        }.get(extra, [])
+        transforms += [
+            ov.Tokens("tokens"),
+            *([ov.Meta("image_patches", "image_patches")] if extra == "images" else []),
+        ]
         path: Any
         if format == "dataset":
             path = Rows(rows)
         elif format == "factory":
-            path = ov.Factory(Shard(rows, files), shards=files, fingerprint=f"world {self.seed} {i}")
+            path = ov.Factory(
+                Shard(rows, files), shards=files, fingerprint=f"world {self.seed} {i}"
+            )
         else:
-            path = write_rows(directory / f"s{i}", format, rows, files=files, row_group_size=7, batch_rows=5)
-        return ov.Source(f"s{i}", path, transforms=transforms, weight=weight, epochs=epochs, shuffle=shuffle)
+            path = write_rows(
+                directory / f"s{i}", format, rows, files=files, row_group_size=7, batch_rows=5
+            )
+        return ov.Source(
+            f"s{i}", path, transforms=transforms, weight=weight, epochs=epochs, shuffle=shuffle
+        )
 
 
 @st.composite
 def worlds(
-    draw: st.DrawFn, *, formats: tuple[str, ...] = (*FORMATS, "dataset", "factory"), endless: bool = True, batches: str = "both"
+    draw: st.DrawFn,
+    *,
+    formats: tuple[str, ...] = (*FORMATS, "dataset", "factory"),
+    endless: bool = True,
+    batches: str = "both",
 ) -> World:
     n = draw(st.integers(1, 4))
     epochs = st.sampled_from((1, 2, 3, None) if endless else (1, 2, 3))
     sources = tuple(
         (
-            draw(st.sampled_from(formats)), draw(st.integers(4, 40)), draw(st.integers(1, 3)), draw(st.sampled_from((0.1, 0.25, 1.0, 3.0))),
-            draw(epochs), draw(st.booleans()) or draw(st.booleans()),
+            draw(st.sampled_from(formats)),
+            draw(st.integers(4, 40)),
+            draw(st.integers(1, 3)),
+            draw(st.sampled_from((0.1, 0.25, 1.0, 3.0))),
+            draw(epochs),
+            draw(st.booleans()) or draw(st.booleans()),
             draw(st.sampled_from(("", "", "even", "odd", "picky", "empty", "images"))),
         )
         for _ in range(n)
-    )  # fmt: skip
+    )
     until: Any = draw(st.sampled_from(("all", "first", 5)))
     if until != 5 and any(s[4] is None for s in sources):
         until = 7
     fields = (
-        ("until", until), ("shuffle_chunks", draw(st.integers(1, 4))), ("slice_rows", draw(st.integers(1, 9))),
-        ("chunk_bytes", draw(st.sampled_from((64, 300, 5000)))), ("on_long", draw(st.sampled_from(ON_LONG))),
+        ("until", until),
+        ("shuffle_chunks", draw(st.integers(1, 4))),
+        ("slice_rows", draw(st.integers(1, 9))),
+        ("chunk_bytes", draw(st.sampled_from((64, 300, 5000)))),
+        ("on_long", draw(st.sampled_from(ON_LONG))),
         ("mix_every", draw(st.sampled_from(("step", "microbatch")))),
-    )  # fmt: skip
+    )
     in_samples = batches == "samples" or (batches == "both" and draw(st.booleans()))
-    size = ("samples", draw(st.integers(1, 24))) if in_samples else ("tokens", draw(st.integers(5, 300)))
+    size = (
+        ("samples", draw(st.integers(1, 24)))
+        if in_samples
+        else ("tokens", draw(st.integers(5, 300)))
+    )
     if in_samples:
         fields += (("draw", draw(st.sampled_from(("exact", "exact", "random")))),)
-    batch = (size, ("microbatches", draw(st.integers(1, 3))), ("context", draw(st.sampled_from((32, 64)))))
+    batch = (
+        size,
+        ("microbatches", draw(st.integers(1, 3))),
+        ("context", draw(st.sampled_from((32, 64)))),
+    )
     return World(draw(st.integers(0, 1000)), sources, fields, batch, draw(st.integers(1, 3)))
 
 

@@ -47,7 +47,12 @@ class Stream:
     def __init__(self, case: Case, steps: int, look_ahead: int, seed: int):
         n = case.samples * (steps + look_ahead)
         mixed = draw(case.profile, n, seed=seed, context=case.context)
-        wanted = [np.bincount(mixed.source[t * case.samples : (t + 1) * case.samples], minlength=len(mixed.names)) for t in range(steps)]
+        wanted = [
+            np.bincount(
+                mixed.source[t * case.samples : (t + 1) * case.samples], minlength=len(mixed.names)
+            )
+            for t in range(steps)
+        ]
         by_source = mixed.take(np.argsort(mixed.source, kind="stable"))
         self.wanted, self.look_ahead = wanted, look_ahead
         self.all = by_source.buffer(Batch(samples=case.samples, context=case.context), images=False)
@@ -61,7 +66,12 @@ class Stream:
         rank = np.arange(len(left)) - np.searchsorted(source, np.arange(len(wanted)))[source]
         self.rows = left[rank < self.look_ahead * wanted[source]]
         return replace(
-            self.all.take(self.rows), drawn=False, wanted=(tuple(wanted.tolist()),), age=self.age[self.rows], max_age=MAX_AGE, step=step
+            self.all.take(self.rows),
+            drawn=False,
+            wanted=(tuple(wanted.tolist()),),
+            age=self.age[self.rows],
+            max_age=MAX_AGE,
+            step=step,
         )
 
     def settle(self, plan: LoadingPlan) -> None:
@@ -77,7 +87,9 @@ def run_ahead(case: Case, look_ahead: int, *, steps: int, seed: int = 0) -> Ahea
     stream, place = Stream(case, steps, look_ahead, seed), ClientPlaceTree(dp=case.ranks)
     slowest, synced, mean, bound = 0.0, 0.0, 0.0, 0.0
     for step in range(steps):
-        graph = DGraph.from_buffer(stream.candidates(step), place, meta="tokens").mix(prefer=hold_long(DENSE_12B))
+        graph = DGraph.from_buffer(stream.candidates(step), place, meta="tokens").mix(
+            prefer=hold_long(DENSE_12B)
+        )
         graph = graph.distribute("DP").cost(DENSE_12B)
         once = graph.balance("greedy", objective="iteration").plan()
         each = graph.balance("greedy", objective="microbatch").plan()
@@ -88,15 +100,40 @@ def run_ahead(case: Case, look_ahead: int, *, steps: int, seed: int = 0) -> Ahea
         stream.settle(once)
     oldest = int(stream.age[stream.taken].max())
     return Ahead(
-        case=case, look_ahead=look_ahead, steps=steps, bucket=slowest / mean, sync=synced / mean, bound=bound / mean, oldest=oldest - 1
+        case=case,
+        look_ahead=look_ahead,
+        steps=steps,
+        bucket=slowest / mean,
+        sync=synced / mean,
+        bound=bound / mean,
+        oldest=oldest - 1,
     )
 
 
 def ahead_table(found: Sequence[Ahead]) -> tuple[list[str], list[list[str]]]:
-    head = ["profile", "context", "ranks", "a rank", "look-ahead", "bound", "once a step", "after every microbatch", "passed over, at most"]
+    head = [
+        "profile",
+        "context",
+        "ranks",
+        "a rank",
+        "look-ahead",
+        "bound",
+        "once a step",
+        "after every microbatch",
+        "passed over, at most",
+    ]
     rows = [
-        [a.case.profile, context_name(a.case.context), f"{a.case.ranks:,}", str(a.case.per_rank), str(a.look_ahead), f"{a.bound:.3f}",
-         f"{a.bucket:.3f}", f"{a.sync:.3f}", str(a.oldest)]
+        [
+            a.case.profile,
+            context_name(a.case.context),
+            f"{a.case.ranks:,}",
+            str(a.case.per_rank),
+            str(a.look_ahead),
+            f"{a.bound:.3f}",
+            f"{a.bucket:.3f}",
+            f"{a.sync:.3f}",
+            str(a.oldest),
+        ]
         for a in found
-    ]  # fmt: skip
+    ]
     return head, rows

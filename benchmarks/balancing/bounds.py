@@ -18,8 +18,12 @@ def microbatch_bound(costs: np.ndarray, sizes: np.ndarray, n_ranks: int, context
     much work as their tokens allow; what is left over takes its share of the mean. The best k counts. (For k = 0 any sample will do.)
     """
     total = float(costs.sum())
-    alone = np.sort(costs[2 * sizes > context])[::-1][::n_ranks]  # costs number 0, n_ranks, ... of those that share no bin
-    firsts = alone if len(alone) and alone[0] >= costs.max() else np.array([costs.max(), *alone[1:]])
+    alone = np.sort(costs[2 * sizes > context])[::-1][
+        ::n_ranks
+    ]  # costs number 0, n_ranks, ... of those that share no bin
+    firsts = (
+        alone if len(alone) and alone[0] >= costs.max() else np.array([costs.max(), *alone[1:]])
+    )
     room = np.arange(1, len(firsts) + 1) * (n_ranks * context)
     left = total - most_work(costs, sizes, room)
     return max(1.0, float((np.cumsum(firsts) + left / n_ranks).max()) * n_ranks / total)

@@ -54,11 +54,18 @@ class Outcome:
     way: str  # how the planner went, where it has several
 
 
-def balanced(method: str, *, group_size: int | None = None, level: str = "both", objective: str = "iteration") -> Method:
+def balanced(
+    method: str, *, group_size: int | None = None, level: str = "both", objective: str = "iteration"
+) -> Method:
     """A strategy of the package's primitives."""
 
     def plan(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
-        graph = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("DP", group_size).cost(DENSE_12B)
+        graph = (
+            DGraph.from_buffer(buffer, place, meta="tokens")
+            .mix()
+            .distribute("DP", group_size)
+            .cost(DENSE_12B)
+        )
         return graph.balance(method, level=level, objective=objective).plan()
 
     return plan
@@ -86,7 +93,9 @@ def applies(method: str, case: Case) -> bool:
 
 def available(methods: Iterable[str]) -> list[str]:
     """Those this version of the package has."""
-    tiny = draw("coyo", 256, seed=0, context=4096).buffer(Batch(samples=256, context=4096), images=False)
+    tiny = draw("coyo", 256, seed=0, context=4096).buffer(
+        Batch(samples=256, context=4096), images=False
+    )
     return [method for method in methods if _works(method, tiny, ClientPlaceTree(dp=128))]
 
 
@@ -106,26 +115,53 @@ def measure(case: Case, seed: int, methods: Iterable[str]) -> list[Outcome]:
     buffer = samples.buffer(Batch(samples=case.samples, context=case.context), images=False)
     place, tokens = ClientPlaceTree(dp=case.ranks), samples.tokens()
     costs = DENSE_12B({"tokens": tokens})
-    bounds = iteration_bound(costs, case.ranks), microbatch_bound(costs, tokens, case.ranks, case.context)
-    return [_outcome(case, seed, method, buffer, place, bounds) for method in methods if applies(method, case)]
+    bounds = (
+        iteration_bound(costs, case.ranks),
+        microbatch_bound(costs, tokens, case.ranks, case.context),
+    )
+    return [
+        _outcome(case, seed, method, buffer, place, bounds)
+        for method in methods
+        if applies(method, case)
+    ]
 
 
-def _outcome(case: Case, seed: int, method: str, buffer: Buffer, place: ClientPlaceTree, bounds: tuple[float, float]) -> Outcome:
+def _outcome(
+    case: Case,
+    seed: int,
+    method: str,
+    buffer: Buffer,
+    place: ClientPlaceTree,
+    bounds: tuple[float, float],
+) -> Outcome:
     start = time.process_time()
     plan = METHODS[method](buffer, place)
     cpu_ms = 1e3 * (time.process_time() - start)
     imbalance, held = plan.validate().imbalance(), tokens_held(plan)
     return Outcome(
-        case=case, seed=seed, method=method, bucket=imbalance["bucket"], sync=imbalance["microbatch"],
-        bucket_bound=bounds[0], sync_bound=bounds[1], microbatches=plan.n_microbatches, fill=plan.fill(), cpu_ms=cpu_ms,
-        overfull=int((held > case.context).sum()), way=way_of(plan),
-    )  # fmt: skip
+        case=case,
+        seed=seed,
+        method=method,
+        bucket=imbalance["bucket"],
+        sync=imbalance["microbatch"],
+        bucket_bound=bounds[0],
+        sync_bound=bounds[1],
+        microbatches=plan.n_microbatches,
+        fill=plan.fill(),
+        cpu_ms=cpu_ms,
+        overfull=int((held > case.context).sum()),
+        way=way_of(plan),
+    )
 
 
 def tokens_held(plan: LoadingPlan) -> np.ndarray:
     """Tokens of every microbatch, counted from the samples and not from what the plan says of its sizes."""
     main = plan.main
-    return np.bincount(main.bins(), weights=plan.tokens[main.sample], minlength=main.n_buckets * main.n_microbatches)
+    return np.bincount(
+        main.bins(),
+        weights=plan.tokens[main.sample],
+        minlength=main.n_buckets * main.n_microbatches,
+    )
 
 
 def way_of(plan: LoadingPlan) -> str:

@@ -16,12 +16,16 @@ from overlord.planning.strategies import Strategy, packed, vanilla, vlm
 from page import context_name
 from profiles import draw
 
-EIGHT_CARDS = ClientPlaceTree(dp=4, tp=2)  # Figure 3: the encoder over all eight, the backbone over four ranks of two
+EIGHT_CARDS = ClientPlaceTree(
+    dp=4, tp=2
+)  # Figure 3: the encoder over all eight, the backbone over four ranks of two
 RANKS = np.array(EIGHT_CARDS.buckets("DP"))
 PLANNED: dict[str, Strategy] = {
     "vanilla": vanilla,
     "packed": packed,
-    "planned, encoder before every microbatch": vlm(per="microbatch", joint=False, objective="microbatch"),
+    "planned, encoder before every microbatch": vlm(
+        per="microbatch", joint=False, objective="microbatch"
+    ),
     "planned, encoder once a step": vlm(per="iteration", joint=False, objective="microbatch"),
 }
 IN_TIME_MS = 500.0
@@ -56,19 +60,26 @@ def figure_3(profile: str, context: int, per_rank: int, seeds: Sequence[int]) ->
     """Every strategy on the same steps of eight cards."""
     found: dict[str, list[LoadingPlan]] = {name: [] for name in PLANNED}
     for seed in seeds:
-        buffer = draw(profile, 4 * per_rank, seed=seed, context=context).buffer(Batch(samples=4 * per_rank, context=context))
+        buffer = draw(profile, 4 * per_rank, seed=seed, context=context).buffer(
+            Batch(samples=4 * per_rank, context=context)
+        )
         for name, strategy in PLANNED.items():
             found[name].append(strategy(buffer, EIGHT_CARDS).validate())
     return [
         Spread(
-            profile=profile, context=context, per_rank=per_rank, strategy=name,
+            profile=profile,
+            context=context,
+            per_rank=per_rank,
+            strategy=name,
             backbone=statistics.median(spread_of(plan.loads()) for plan in plans),
             encoder=statistics.median(spread_of(plan.loads("encoder")) for plan in plans),
-            encoder_by_rank=statistics.median(spread_of(plan.loads("encoder")[RANKS].sum(axis=1)) for plan in plans),
+            encoder_by_rank=statistics.median(
+                spread_of(plan.loads("encoder")[RANKS].sum(axis=1)) for plan in plans
+            ),
             idle=statistics.fmean(float((plan.loads("encoder") == 0).mean()) for plan in plans),
         )
         for name, plans in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def spread_of(loads: np.ndarray) -> float:
@@ -89,8 +100,16 @@ class PlanTime:
     encoder: float
 
 
-def plan_times(samples: int, meshes: dict[str, ClientPlaceTree], repeat: int, context: int = 16384, seed: int = 0) -> list[PlanTime]:
-    buffer = draw("navit", samples, seed=seed, context=context).buffer(Batch(samples=samples, context=context))
+def plan_times(
+    samples: int,
+    meshes: dict[str, ClientPlaceTree],
+    repeat: int,
+    context: int = 16384,
+    seed: int = 0,
+) -> list[PlanTime]:
+    buffer = draw("navit", samples, seed=seed, context=context).buffer(
+        Batch(samples=samples, context=context)
+    )
     found = []
     for mesh, place in meshes.items():
         for name, strategy in TIMED.items():
@@ -103,14 +122,28 @@ def plan_times(samples: int, meshes: dict[str, ClientPlaceTree], repeat: int, co
             balance = plan.imbalance()["bucket"], plan.imbalance("encoder")["bucket"]
             found.append(
                 PlanTime(
-                    mesh=mesh, strategy=name, samples=samples, images=images, cpu_ms=min(times), backbone=balance[0], encoder=balance[1]
+                    mesh=mesh,
+                    strategy=name,
+                    samples=samples,
+                    images=images,
+                    cpu_ms=min(times),
+                    backbone=balance[0],
+                    encoder=balance[1],
                 )
             )
     return found
 
 
 def figure_3_table(spreads: Sequence[Spread]) -> tuple[list[str], list[list[str]]]:
-    head = ["profile", "context", "strategy", "backbone", "encoder by card", "encoder by rank", "cards without an image"]
+    head = [
+        "profile",
+        "context",
+        "strategy",
+        "backbone",
+        "encoder by card",
+        "encoder by rank",
+        "cards without an image",
+    ]
     rows = [
         [
             s.profile,
@@ -138,10 +171,18 @@ def time_table(times: Sequence[PlanTime]) -> tuple[list[str], list[list[str]]]:
         "slowest encoder over mean",
     ]
     rows = [
-        [f"{t.samples:,}", f"{t.images:,}", t.mesh, t.strategy, f"{t.cpu_ms:.0f}", "met" if t.cpu_ms <= IN_TIME_MS else "**missed**",
-         f"{t.backbone:.4f}", f"{t.encoder:.4f}"]
+        [
+            f"{t.samples:,}",
+            f"{t.images:,}",
+            t.mesh,
+            t.strategy,
+            f"{t.cpu_ms:.0f}",
+            "met" if t.cpu_ms <= IN_TIME_MS else "**missed**",
+            f"{t.backbone:.4f}",
+            f"{t.encoder:.4f}",
+        ]
         for t in times
-    ]  # fmt: skip
+    ]
     return head, rows
 
 

@@ -23,18 +23,27 @@ class Grid:
         self.by_cell: dict[tuple[Case, str], list[Outcome]] = {}
         for o in self.outcomes:
             self.by_cell.setdefault((o.case, o.method), []).append(o)
-        self.cases = sorted({o.case for o in self.outcomes}, key=lambda c: (c.profile, c.context, c.per_rank, c.ranks))
+        self.cases = sorted(
+            {o.case for o in self.outcomes},
+            key=lambda c: (c.profile, c.context, c.per_rank, c.ranks),
+        )
         self.ranks = sorted({c.ranks for c in self.cases})
-        self.rows: list[Row] = list(dict.fromkeys((c.profile, c.context, c.per_rank) for c in self.cases))
+        self.rows: list[Row] = list(
+            dict.fromkeys((c.profile, c.context, c.per_rank) for c in self.cases)
+        )
         self.methods = [m for m in METHODS if any(o.method == m for o in self.outcomes)]
 
     def cell(self, row: Row, ranks: int, method: str) -> list[Outcome]:
-        return self.by_cell.get((Case(profile=row[0], context=row[1], per_rank=row[2], ranks=ranks), method), [])
+        return self.by_cell.get(
+            (Case(profile=row[0], context=row[1], per_rank=row[2], ranks=ranks), method), []
+        )
 
     def across(self, row: Row, method: str, pick: Pick, form: str) -> str:
         """The mean over the seeds, a number per rank count; - where the method was not run."""
         found = [self.cell(row, ranks, method) for ranks in self.ranks]
-        return " / ".join(format(statistics.fmean(map(pick, cell)), form) if cell else "-" for cell in found)
+        return " / ".join(
+            format(statistics.fmean(map(pick, cell)), form) if cell else "-" for cell in found
+        )
 
 
 def excess(o: Outcome) -> float:
@@ -44,7 +53,15 @@ def excess(o: Outcome) -> float:
 
 def iteration_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
     mine = [m for m in grid.methods if m not in ("vanilla", "packed")]
-    head = ["profile", "context", "a rank", "bound", "vanilla", "packed", *(f"{m}, %" for m in mine)]
+    head = [
+        "profile",
+        "context",
+        "a rank",
+        "bound",
+        "vanilla",
+        "packed",
+        *(f"{m}, %" for m in mine),
+    ]
     rows = []
     for row in grid.rows:
         cells = [grid.across(row, "greedy", lambda o: o.bucket_bound, ".2f")]
@@ -59,7 +76,9 @@ def microbatch_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
     rows = []
     for row in grid.rows:
         bound = grid.across(row, "greedy", lambda o: o.sync_bound, ".3f")
-        rows.append([*_names(row), bound, *(grid.across(row, m, lambda o: o.sync, ".3f") for m in mine)])
+        rows.append(
+            [*_names(row), bound, *(grid.across(row, m, lambda o: o.sync, ".3f") for m in mine)]
+        )
     return head, rows
 
 
@@ -70,7 +89,9 @@ def fill_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
     rows = []
     for row in grid.rows:
         many = [grid.across(row, m, lambda o: o.microbatches, ".0f") for m in mine]
-        rows.append([*_names(row), *many, *(grid.across(row, m, lambda o: o.fill, ".2f") for m in mine)])
+        rows.append(
+            [*_names(row), *many, *(grid.across(row, m, lambda o: o.fill, ".2f") for m in mine)]
+        )
     return head, rows
 
 
@@ -100,9 +121,13 @@ def plots(grid: Grid) -> dict[str, str]:
             continue
         name = f"{row[0]}-{context_name(row[1])}-{row[2]}"
         once = ("vanilla", "packed", "zigzag", "greedy")
-        found[f"balance-iteration-{name}"] = _plot(grid, row, once, lambda o: o.bucket, lambda o: o.bucket_bound, "once a step")
+        found[f"balance-iteration-{name}"] = _plot(
+            grid, row, once, lambda o: o.bucket, lambda o: o.bucket_bound, "once a step"
+        )
         each = ("vanilla", "packed", "greedy", "microbatch")
-        found[f"balance-microbatch-{name}"] = _plot(grid, row, each, lambda o: o.sync, lambda o: o.sync_bound, "after every microbatch")
+        found[f"balance-microbatch-{name}"] = _plot(
+            grid, row, each, lambda o: o.sync, lambda o: o.sync_bound, "after every microbatch"
+        )
     return found
 
 
@@ -114,14 +139,25 @@ def _plot(grid: Grid, row: Row, methods: Sequence[str], pick: Pick, bound: Pick,
         return np.array([statistics.fmean(map(value, grid.cell(row, r, method))) for r in ranks])
 
     drawn = [Line(label="bound", color="var(--faint)", y=series(methods[0], bound), kind="bound")]
-    drawn += [Line(label=m, color=series_color(i), y=series(m, pick)) for i, m in enumerate(methods) if m in grid.methods]
+    drawn += [
+        Line(label=m, color=series_color(i), y=series(m, pick))
+        for i, m in enumerate(methods)
+        if m in grid.methods
+    ]
     most = max(float(line.y.max()) for line in drawn)
     what = f"{row[0]}, context {context_name(row[1])}, {row[2]} samples a rank; ranks meet {when}"
     return lines(
-        x, drawn, about=f"Slowest over mean rank: {what}", x_label=f"ranks ({what})", y_label="slowest over mean",
-        y_from=1.0, y_to=1 + 1.05 * (most - 1), height=320,
-        show=lambda v: f"{v:.2f}", x_ticks=[(float(v), f"{r:,}") for v, r in zip(x, ranks, strict=True)],
-    )  # fmt: skip
+        x,
+        drawn,
+        about=f"Slowest over mean rank: {what}",
+        x_label=f"ranks ({what})",
+        y_label="slowest over mean",
+        y_from=1.0,
+        y_to=1 + 1.05 * (most - 1),
+        height=320,
+        show=lambda v: f"{v:.2f}",
+        x_ticks=[(float(v), f"{r:,}") for v, r in zip(x, ranks, strict=True)],
+    )
 
 
 def _names(row: Row) -> list[str]:

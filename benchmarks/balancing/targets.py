@@ -36,11 +36,24 @@ def _sync_wanted(case: Case) -> float | None:
 
 
 TARGETS = (
-    Target(name="excess over the bound, %, ranks meet once a step", method="greedy", wanted=_excess_wanted, found=excess,
-           possible=lambda o: 0.0, bound=lambda o: o.bucket_bound, form=".2f"),
-    Target(name="slowest over mean, ranks meet after every microbatch", method="microbatch", wanted=_sync_wanted,
-           found=lambda o: o.sync, possible=lambda o: o.sync_bound, bound=lambda o: o.sync_bound),
-)  # fmt: skip
+    Target(
+        name="excess over the bound, %, ranks meet once a step",
+        method="greedy",
+        wanted=_excess_wanted,
+        found=excess,
+        possible=lambda o: 0.0,
+        bound=lambda o: o.bucket_bound,
+        form=".2f",
+    ),
+    Target(
+        name="slowest over mean, ranks meet after every microbatch",
+        method="microbatch",
+        wanted=_sync_wanted,
+        found=lambda o: o.sync,
+        possible=lambda o: o.sync_bound,
+        bound=lambda o: o.sync_bound,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,21 +89,37 @@ def judge(grid: Grid, target: Target) -> list[Verdict]:
     for case in grid.cases:
         cell, wanted = grid.by_cell.get((case, target.method), []), target.wanted(case)
         if cell and wanted is not None:
-            verdicts.append(Verdict(target=target, case=case, wanted=wanted, worst=max(cell, key=target.found)))
+            verdicts.append(
+                Verdict(target=target, case=case, wanted=wanted, worst=max(cell, key=target.found))
+            )
     return verdicts
 
 
 def verdict_table(grid: Grid, verdicts: list[Verdict]) -> tuple[list[str], list[list[str]]]:
     """A line per profile, context and samples a rank: the worst seed at every rank count, with the bound of that step."""
     target = verdicts[0].target
-    head = ["profile", "context", "a rank", "target", *(f"{r:,} ranks" for r in grid.ranks), "bound of the worst step", "how it went"]
+    head = [
+        "profile",
+        "context",
+        "a rank",
+        "target",
+        *(f"{r:,} ranks" for r in grid.ranks),
+        "bound of the worst step",
+        "how it went",
+    ]
     rows = []
     for row in grid.rows:
         mine = {v.case.ranks: v for v in verdicts if _row_of(v.case) == row}
         if mine:
             cells = [str(mine[r]) if r in mine else "-" for r in grid.ranks]
-            bounds = " / ".join(format(target.bound(mine[r].worst), ".3f") if r in mine else "-" for r in grid.ranks)
-            ways = " / ".join(f"{mine[r].worst.way}, fill {mine[r].worst.fill:.2f}" for r in grid.ranks if r in mine)
+            bounds = " / ".join(
+                format(target.bound(mine[r].worst), ".3f") if r in mine else "-" for r in grid.ranks
+            )
+            ways = " / ".join(
+                f"{mine[r].worst.way}, fill {mine[r].worst.fill:.2f}"
+                for r in grid.ranks
+                if r in mine
+            )
             wanted = format(next(iter(mine.values())).wanted, "g")
             rows.append([row[0], context_name(row[1]), str(row[2]), wanted, *cells, bounds, ways])
     return head, rows
@@ -114,7 +143,11 @@ def grouping_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
     for row in grid.rows:
         cells = []
         for method in methods:
-            mine = {c.ranks: p for m, c, _, p in sorted(losses, key=lambda loss: loss[3]) if m == method and _row_of(c) == row}
+            mine = {
+                c.ranks: p
+                for m, c, _, p in sorted(losses, key=lambda loss: loss[3])
+                if m == method and _row_of(c) == row
+            }
             cells.append(" / ".join(_points(mine[r]) if r in mine else "-" for r in grid.ranks))
         if losses:
             rows.append([row[0], context_name(row[1]), str(row[2]), *cells])
@@ -122,7 +155,11 @@ def grouping_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
 
 
 def _points(points: float) -> str:
-    return f"{points:+.3f}" if points <= GROUPING_POINTS else f"**{points:+.3f}** (over by {points - GROUPING_POINTS:.3f})"
+    return (
+        f"{points:+.3f}"
+        if points <= GROUPING_POINTS
+        else f"**{points:+.3f}** (over by {points - GROUPING_POINTS:.3f})"
+    )
 
 
 def _row_of(case: Case) -> tuple[str, int, int]:
@@ -151,7 +188,9 @@ def summary(grid: Grid) -> list[str]:
             f"worst {points:+.3f} points ({method}, {_where(case)})."
         )
     overfull = sum(o.overfull for o in grid.outcomes)
-    said.append(f"- microbatches above the context: {overfull} in {len(grid.outcomes)} plans, all of them validated.")
+    said.append(
+        f"- microbatches above the context: {overfull} in {len(grid.outcomes)} plans, all of them validated."
+    )
     return said
 
 

@@ -21,7 +21,9 @@ def assembled_bytes(case: Case, steps: int = 2) -> float:
         clients = [session.client(rank=rank) for rank in range(case.ranks)]
         own = given = 0
         for taken in islice(zip(*clients, strict=True), steps):
-            arrays = [array for step in taken for array in of_step(list(step), [], counts=False).arrays]
+            arrays = [
+                array for step in taken for array in of_step(list(step), [], counts=False).arrays
+            ]
             own, given = own + distinct_bytes(arrays), given + sum(a.nbytes for a in arrays)
     return own / given
 

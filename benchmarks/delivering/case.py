@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OURS = ("overlord", "overlord-broadcast")  # a process serves, a light process for each rank receives
+OURS = (
+    "overlord",
+    "overlord-broadcast",
+)  # a process serves, a light process for each rank receives
 INSIDE = ("overlord-local", "overlord-one")  # all ranks in one process; with one worker thread
 
 

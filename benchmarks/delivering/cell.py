@@ -29,13 +29,24 @@ class Child:
     """A process of the case; speaks JSON lines. It leads a session of its own, so that ending it ends all below it."""
 
     def __init__(self, module: str, case: Case, cache: str, errors: Any, *more: str):
-        single = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore", "OVERLORD_CACHE": cache}
+        single = {
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONWARNINGS": "ignore",
+            "OVERLORD_CACHE": cache,
+        }
         paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
         self.errors = errors
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(asdict(case)), *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            text=True, env={**os.environ, **single, "PYTHONPATH": paths}, cwd=HERE, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", module, json.dumps(asdict(case)), *more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, **single, "PYTHONPATH": paths},
+            cwd=HERE,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -52,7 +63,9 @@ class Child:
         if not line:
             self.process.wait()
             self.errors.seek(0)
-            raise CellFailed(f"a process of the case ended early, with {self.process.returncode}\n{self.errors.read()[-3000:]}")
+            raise CellFailed(
+                f"a process of the case ended early, with {self.process.returncode}\n{self.errors.read()[-3000:]}"
+            )
         return json.loads(line)
 
     def end(self) -> None:
@@ -74,7 +87,10 @@ def run(case: Case, limit_s: float = 300.0) -> Found:
         try:
             if case.way in OURS:
                 children.append(Child("delivering.server", case, cache, errors))
-            children += [Child("delivering.rank", case, cache, errors, str(rank)) for rank in range(case.processes)]
+            children += [
+                Child("delivering.rank", case, cache, errors, str(rank))
+                for rank in range(case.processes)
+            ]
             return observe(case, children)
         finally:
             deadline.cancel()
@@ -97,12 +113,25 @@ def observe(case: Case, children: Sequence[Child]) -> Found:
     end = [rank.hear() for rank in ranks]
     after = serving(server)
     pss = pss_bytes(child.pid for child in children)
-    cpu, read = (sum(e[k] - w[k] for e, w in zip(end, warm, strict=True)) + after[i] - before[i] for i, k in enumerate(("cpu", "read")))
+    cpu, read = (
+        sum(e[k] - w[k] for e, w in zip(end, warm, strict=True)) + after[i] - before[i]
+        for i, k in enumerate(("cpu", "read"))
+    )
     told = {key: sum(e[key] for e in end) for key in ("tokens", "samples", "delivered")}
     wall = max(e["wall"] for e in end) - min(w["wall"] for w in warm)
-    return Found(case=case, **told, read=int(read), cpu_s=cpu, wall_s=wall, pss_mb=pss / 2**20, idle_mb=idle / 2**20)
+    return Found(
+        case=case,
+        **told,
+        read=int(read),
+        cpu_s=cpu,
+        wall_s=wall,
+        pss_mb=pss / 2**20,
+        idle_mb=idle / 2**20,
+    )
 
 
 def serving(server: Child | None) -> tuple[float, float]:
     """(CPU seconds, bytes read) of the server and its hosts."""
-    return (0.0, 0.0) if server is None else (cpu_seconds(server.pid), float(read_bytes(server.pid)))
+    return (
+        (0.0, 0.0) if server is None else (cpu_seconds(server.pid), float(read_bytes(server.pid)))
+    )

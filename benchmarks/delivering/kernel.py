@@ -37,14 +37,19 @@ class Rows:
         while True:
             with pq.ParquetFile(self.file) as file:
                 groups = list(range(file.num_row_groups))[self.reader :: self.readers]
-                for batch in file.iter_batches(READ_ROWS, row_groups=groups, columns=[self.column, "image"], use_threads=False):
+                for batch in file.iter_batches(
+                    READ_ROWS, row_groups=groups, columns=[self.column, "image"], use_threads=False
+                ):
                     yield from zip(batch.column(0).to_pylist(), views(batch.column(1)), strict=True)
 
 
 def views(array: pa.Array) -> list[np.ndarray]:
     """Binaries without copies."""
     _, starts, held = array.buffers()
-    at, data = np.frombuffer(starts, np.int32)[array.offset : array.offset + len(array) + 1].tolist(), np.frombuffer(held, np.uint8)
+    at, data = (
+        np.frombuffer(starts, np.int32)[array.offset : array.offset + len(array) + 1].tolist(),
+        np.frombuffer(held, np.uint8),
+    )
     return [data[a:b] for a, b in itertools.pairwise(at)]
 
 
@@ -84,7 +89,12 @@ class Pixels:
 
 
 def picture_steps(
-    case: Case, pictures: Pictures, tokenizer: Path | None, samples: int, reader: int = 0, readers: int = 1
+    case: Case,
+    pictures: Pictures,
+    tokenizer: Path | None,
+    samples: int,
+    reader: int = 0,
+    readers: int = 1,
 ) -> Iterator[tuple[list[Microbatch], Microbatch]]:
     """(microbatches, encoder part) of steps with so many samples, without end."""
     column = "tokens" if tokenizer is None else "text"
@@ -96,9 +106,17 @@ def picture_steps(
         captions, files = zip(*(next(streams[s]) for s in drawn), strict=True)
         prefixes = [spec.plan(header(file, spec.limits)) for file in files]
         documents = [
-            np.concatenate([np.full(p.shape[0] // spec.merge**2, PLACEHOLDER, np.int32), ids])[: case.context]
+            np.concatenate([np.full(p.shape[0] // spec.merge**2, PLACEHOLDER, np.int32), ids])[
+                : case.context
+            ]
             for p, ids in zip(prefixes, encode(list(captions)), strict=True)
         ]
         packer = Packer(case.context)
         microbatches = [*packer.add(documents, drawn), packer.build()]
-        yield microbatches, {"pixel_values": pixels(prefixes, list(files)), "grid_thw": np.array([p.grid for p in prefixes], np.int64)}
+        yield (
+            microbatches,
+            {
+                "pixel_values": pixels(prefixes, list(files)),
+                "grid_thw": np.array([p.grid for p in prefixes], np.int64),
+            },
+        )

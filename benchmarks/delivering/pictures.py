@@ -32,7 +32,9 @@ class Pictures:
     pixels: int
 
 
-def make_pictures(root: Path, n_sources: int, seed: int, on_progress: Callable[[int, int], None], rows: int = ROWS) -> Pictures:
+def make_pictures(
+    root: Path, n_sources: int, seed: int, on_progress: Callable[[int, int], None], rows: int = ROWS
+) -> Pictures:
     """What an earlier run made is kept, since source i never depends on n."""
     folder = root / f"pictures-v{VERSION}-seed{seed}-{rows}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +50,11 @@ def make_pictures(root: Path, n_sources: int, seed: int, on_progress: Callable[[
 def open_pictures(folder: Path, n_sources: int) -> Pictures:
     notes = [json.loads((folder / f"pictures{i}.json").read_text()) for i in range(n_sources)]
     files = tuple(str(folder / f"pictures{i}.parquet") for i in range(n_sources))
-    return Pictures(folder, files, *(sum(note[key] for note in notes) for key in ("rows", "image_bytes", "pixels")))
+    return Pictures(
+        folder,
+        files,
+        *(sum(note[key] for note in notes) for key in ("rows", "image_bytes", "pixels")),
+    )
 
 
 def _write(folder: Path, number: int, seed: int, words: Words, rows: int) -> None:
@@ -65,20 +71,35 @@ def _write(folder: Path, number: int, seed: int, words: Words, rows: int) -> Non
     ends = np.cumsum(lengths)
     drawn = words.draw(rng, int(ends[-1]), shift=number * 97)
     text, stops = words.spell(rng, drawn, ends)
-    captions = pa.StringArray.from_buffers(rows, pa.py_buffer(np.concatenate([[0], stops]).astype(np.int32)), pa.py_buffer(text))
-    ids = pa.ListArray.from_arrays(pa.array(np.concatenate([[0], ends]).astype(np.int32)), pa.array(drawn.astype(np.int32)))
+    captions = pa.StringArray.from_buffers(
+        rows, pa.py_buffer(np.concatenate([[0], stops]).astype(np.int32)), pa.py_buffer(text)
+    )
+    ids = pa.ListArray.from_arrays(
+        pa.array(np.concatenate([[0], ends]).astype(np.int32)), pa.array(drawn.astype(np.int32))
+    )
     table = pa.table({"image": pa.array(images, pa.binary()), "text": captions, "tokens": ids})
-    pq.write_table(table, folder / f"pictures{number}.parquet", row_group_size=GROUP_ROWS, compression="none")
+    pq.write_table(
+        table, folder / f"pictures{number}.parquet", row_group_size=GROUP_ROWS, compression="none"
+    )
     part = folder / f"pictures{number}.part"
-    part.write_text(json.dumps({"rows": rows, "image_bytes": sum(map(len, images)), "pixels": pixels}))
+    part.write_text(
+        json.dumps({"rows": rows, "image_bytes": sum(map(len, images)), "pixels": pixels})
+    )
     os.replace(part, folder / f"pictures{number}.json")
 
 
 def picture(rng: np.random.Generator) -> np.ndarray:
     """Broad shapes, edges and some grain, so that a JPEG of it is about as large as one of a photograph."""
-    width, height = (int(np.clip(side * rng.lognormal(0, SIGMA), 64, 1600)) for side in (WIDTH, HEIGHT))
+    width, height = (
+        int(np.clip(side * rng.lognormal(0, SIGMA), 64, 1600)) for side in (WIDTH, HEIGHT)
+    )
     out = np.zeros((height, width, 3), np.float32)
-    for cells, weight in ((4, 60.0), (12, 30.0), (48, 14.0), (160, 7.0)):  # finer and fainter, as in photographs
+    for cells, weight in (
+        (4, 60.0),
+        (12, 30.0),
+        (48, 14.0),
+        (160, 7.0),
+    ):  # finer and fainter, as in photographs
         coarse = rng.standard_normal((cells, cells, 3), np.float32)
         y, x = np.arange(height) * cells // height, np.arange(width) * cells // width
         out += weight * coarse[y][:, x]

@@ -36,7 +36,9 @@ class Taken:
 Stream = Iterator[Taken]
 
 
-def of_step(microbatches: list[Mapping[str, Any]], encoder: list[Mapping[str, Any]], counts: bool = True) -> Taken:
+def of_step(
+    microbatches: list[Mapping[str, Any]], encoder: list[Mapping[str, Any]], counts: bool = True
+) -> Taken:
     """``counts``: its samples and tokens are not another rank's."""
     arrays = [value for part in (*microbatches, *encoder) for value in part.values()]
     if not counts:
@@ -59,11 +61,17 @@ def inside(case: Case) -> Stream:
     import overlord as ov
     from delivering.job import make_job
 
-    with ov.launch(make_job(case), runtime="local", workers=1 if case.way == "overlord-one" else None) as session:
+    with ov.launch(
+        make_job(case), runtime="local", workers=1 if case.way == "overlord-one" else None
+    ) as session:
         clients = [session.client(rank=rank) for rank in range(case.ranks)]
         for steps in zip(*clients, strict=True):
             taken = [of_step(list(step), list(step.encoder)) for step in steps]
-            yield Taken(sum(t.tokens for t in taken), sum(t.samples for t in taken), [a for t in taken for a in t.arrays])
+            yield Taken(
+                sum(t.tokens for t in taken),
+                sum(t.samples for t in taken),
+                [a for t in taken for a in t.arrays],
+            )
 
 
 def text_microbatches(case: Case) -> Iterator[Any]:
@@ -71,7 +79,16 @@ def text_microbatches(case: Case) -> Iterator[Any]:
     from corpus import open_corpus
     from peers.kernel import mixed_microbatches
 
-    work = Work("bare", case.job, case.folder, case.n_sources, 0, context=case.context, microbatches=case.microbatches, seed=case.seed)
+    work = Work(
+        "bare",
+        case.job,
+        case.folder,
+        case.n_sources,
+        0,
+        context=case.context,
+        microbatches=case.microbatches,
+        seed=case.seed,
+    )
     return mixed_microbatches(open_corpus(Path(case.folder), case.n_sources), work)
 
 
@@ -82,7 +99,14 @@ def picture_parts(case: Case, reader: int, readers: int) -> Iterator[Any]:
 
     folder = Path(case.folder)
     tokenizer = None if case.job == "null-pictures" else folder / TOKENIZER
-    return picture_steps(case, open_pictures(folder, case.n_sources), tokenizer, case.samples // readers, reader, readers)
+    return picture_steps(
+        case,
+        open_pictures(folder, case.n_sources),
+        tokenizer,
+        case.samples // readers,
+        reader,
+        readers,
+    )
 
 
 def alone(case: Case, rank: int) -> Stream:
@@ -104,7 +128,9 @@ def dataloader(case: Case, rank: int) -> Stream:
     if case.pictures:
         for microbatches, encoder in DataLoader(Parts(case, rank), batch_size=None, num_workers=1):
             yield of_step(microbatches, [encoder])
-    stream = iter(DataLoader(Texts(case), batch_size=None, num_workers=1, prefetch_factor=case.microbatches))
+    stream = iter(
+        DataLoader(Texts(case), batch_size=None, num_workers=1, prefetch_factor=case.microbatches)
+    )
     while True:
         yield of_step(list(islice(stream, case.microbatches)), [], rank == 0)
 
@@ -155,7 +181,11 @@ def take(stream: Stream, steps: int, pages: bool) -> dict[str, int]:
 def used(case: Case) -> dict[str, float]:
     """Of this process and all below it. What a DataLoader's rank reads is its worker's pipe: only the worker reads files."""
     pid = os.getpid()
-    return {"cpu": cpu_seconds(pid), "read": read_bytes(pid, below=case.way == "torch"), "wall": time.monotonic()}
+    return {
+        "cpu": cpu_seconds(pid),
+        "read": read_bytes(pid, below=case.way == "torch"),
+        "wall": time.monotonic(),
+    }
 
 
 def main() -> None:

@@ -23,7 +23,9 @@ def one_f_one_b(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
             start = np.maximum(start, done[1, stage + 1, k])
         elif not back and stage > 0:
             start = np.maximum(start, done[0, stage - 1, k])
-        free[stage] = done[int(back), stage, k] = start + (backward if back else forward)[:, stage, k]
+        free[stage] = done[int(back), stage, k] = (
+            start + (backward if back else forward)[:, stage, k]
+        )
     return free.max(axis=0)
 
 

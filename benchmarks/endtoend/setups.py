@@ -10,8 +10,12 @@ from overlord.planning.cost import LengthCost, Transformer
 
 ENCODERS = {"ViT-1B": cost.vit_1b, "ViT-2B": cost.vit_2b}
 BACKBONES = {"Llama-12B": cost.llama_12b, "Mixtral": cost.mixtral_8x7b, "tMoE": cost.tmoe_25b}
-MEASURED_KAPPA = 2.2  # one H200, Llama-12B layers: attention equals the rest at 25k tokens, by FLOPs at 55k
-CARD_FLOPS = 119.5e12 * 0.4  # an L20 in bf16, as in the paper, at 40 % of its peak: a scale for tokens/s that no ratio depends on
+MEASURED_KAPPA = (
+    2.2  # one H200, Llama-12B layers: attention equals the rest at 25k tokens, by FLOPs at 55k
+)
+CARD_FLOPS = (
+    119.5e12 * 0.4
+)  # an L20 in bf16, as in the paper, at 40 % of its peak: a scale for tokens/s that no ratio depends on
 SYNCS = ("microbatch", "iteration", "1F1B")
 # Who encodes the images that no plan moves: the rank's cards in turn before every microbatch, or once a step; every card all of them;
 # the cards of the first stage in turn.
@@ -71,7 +75,9 @@ class Setup:
     def __str__(self) -> str:
         amount = f"n={self.per_rank}" if self.per_rank else f"{self.filled} full microbatches"
         words = [f"D={self.ranks}", amount, f"TP={self.tp} PP={self.pp}", f"encoder {self.encoder}"]
-        words += ["one source a rank"] * self.one_source + [f"{self.merge} patches a token"] * (self.merge > 1)
+        words += ["one source a rank"] * self.one_source + [f"{self.merge} patches a token"] * (
+            self.merge > 1
+        )
         return ", ".join(words)
 
 

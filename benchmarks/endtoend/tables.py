@@ -19,37 +19,80 @@ Key = tuple[Setup, str, int, str, str]  # setup, profile, context, encoder, back
 
 def speed_table(predictions: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
     """Tokens per second and card, a row per model pair; the zero-attention control beside it."""
-    head = ["sync", "assumptions", "profile", "models", "context", *STRATEGIES, "ours was", "ours / vanilla", "ours / packed", "of ideal"]
+    head = [
+        "sync",
+        "assumptions",
+        "profile",
+        "models",
+        "context",
+        *STRATEGIES,
+        "ours was",
+        "ours / vanilla",
+        "ours / packed",
+        "of ideal",
+    ]
     head += ["ours / vanilla, kappa 0", "ours / packed, kappa 0"]
     control = {_key(p): p for p in predictions if p.pair.kappa == 0}
     rows = []
     for p in (p for p in predictions if p.pair.kappa == 1):
         row = [p.setup.sync, str(p.setup), p.profile, str(p.pair), context_name(p.context)]
-        row += [f"{p.speed[s]:,.0f}" for s in STRATEGIES] + [p.chosen, f"{p.gain():.2f}", f"{p.gain(over='packed'):.2f}"]
+        row += [f"{p.speed[s]:,.0f}" for s in STRATEGIES] + [
+            p.chosen,
+            f"{p.gain():.2f}",
+            f"{p.gain(over='packed'):.2f}",
+        ]
         row += [f"{p.speed['ours'] / p.ideal:.2f}"]
         zero = control.get(_key(p))
-        rows.append(row + ([f"{zero.gain():.2f}", f"{zero.gain(over='packed'):.2f}"] if zero else ["-", "-"]))
+        rows.append(
+            row
+            + ([f"{zero.gain():.2f}", f"{zero.gain(over='packed'):.2f}"] if zero else ["-", "-"])
+        )
     return head, rows
 
 
 def sweep_table(predictions: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
     """A row per assumption set and profile: means over the model pairs by context, and the best pair."""
     contexts = sorted({p.context for p in predictions})
-    head = ["set", "sync", "assumptions", "profile", "packed / vanilla", "backbone / vanilla", "both levels / vanilla", "hybrid / vanilla"]
+    head = [
+        "set",
+        "sync",
+        "assumptions",
+        "profile",
+        "packed / vanilla",
+        "backbone / vanilla",
+        "both levels / vanilla",
+        "hybrid / vanilla",
+    ]
     head += ["ours / vanilla", "best pair", "ideal / vanilla", "ours / packed"]
-    head += ["kappa 0: ours / vanilla", "kappa 0: ours / packed", f"kappa {MEASURED_KAPPA}: ours / vanilla"]
+    head += [
+        "kappa 0: ours / vanilla",
+        "kappa 0: ours / packed",
+        f"kappa {MEASURED_KAPPA}: ours / vanilla",
+    ]
     rows, numbers = [], set_numbers(predictions)
     for setup, profile in dict.fromkeys((p.setup, p.profile) for p in predictions):
         mine = [p for p in predictions if (p.setup, p.profile) == (setup, profile)]
 
-        def across(pick: Callable[[Prediction], float], kappa: float = 1.0, mine: list[Prediction] = mine) -> str:
-            return " / ".join(_mean([p for p in mine if p.context == c and p.pair.kappa == kappa], pick) for c in contexts)
+        def across(
+            pick: Callable[[Prediction], float], kappa: float = 1.0, mine: list[Prediction] = mine
+        ) -> str:
+            return " / ".join(
+                _mean([p for p in mine if p.context == c and p.pair.kappa == kappa], pick)
+                for c in contexts
+            )
 
         row = [str(numbers[setup]), setup.sync, str(setup), profile]
         row += [across(lambda p, s=s: p.gain(s)) for s in STRATEGIES[1:]]
-        row += [f"{max((p.gain() for p in mine if p.pair.kappa == 1), default=0.0):.2f}", across(lambda p: p.ideal / p.speed["vanilla"])]
+        row += [
+            f"{max((p.gain() for p in mine if p.pair.kappa == 1), default=0.0):.2f}",
+            across(lambda p: p.ideal / p.speed["vanilla"]),
+        ]
         row += [across(lambda p: p.gain(over="packed"))]
-        row += [across(lambda p: p.gain(), 0.0), across(lambda p: p.gain(over="packed"), 0.0), across(lambda p: p.gain(), MEASURED_KAPPA)]
+        row += [
+            across(lambda p: p.gain(), 0.0),
+            across(lambda p: p.gain(over="packed"), 0.0),
+            across(lambda p: p.gain(), MEASURED_KAPPA),
+        ]
         rows.append(row)
     return head, rows
 
@@ -61,12 +104,20 @@ def findings(predictions: Sequence[Prediction]) -> list[str]:
     weak = [p for p in one if not p.setup.filled]
     said = []
     if full:
-        parts = [("without a pipeline", [p for p in full if p.setup.pp == 1]), ("with 1F1B", [p for p in full if p.setup.pp > 1])]
-        ranges = [(where, _by_cell(mine, lambda p: p.gain(over="packed"))) for where, mine in parts if mine]
+        parts = [
+            ("without a pipeline", [p for p in full if p.setup.pp == 1]),
+            ("with 1F1B", [p for p in full if p.setup.pp > 1]),
+        ]
+        ranges = [
+            (where, _by_cell(mine, lambda p: p.gain(over="packed")))
+            for where, mine in parts
+            if mine
+        ]
         said.append(
             "- **Against a good baseline** (token packing that fills every microbatch): "
-            + ", ".join(f"{min(gains):.2f} to {max(gains):.2f} {where}" for where, gains in ranges) + " (means over the model pairs)."
-        )  # fmt: skip
+            + ", ".join(f"{min(gains):.2f} to {max(gains):.2f} {where}" for where, gains in ranges)
+            + " (means over the model pairs)."
+        )
     if weak:
         best, gains = max(weak, key=lambda p: p.gain()), _by_cell(weak, lambda p: p.gain())
         said.append(
@@ -76,7 +127,9 @@ def findings(predictions: Sequence[Prediction]) -> list[str]:
         high = dict.fromkeys(p.setup for p in weak if p.gain() >= PAPER_HIGHEST)
         if high:
             sets = "; ".join(f"{s.sync}, {s}" for s in high)
-            said.append(f"- **The paper's {PAPER_HIGHEST}** and more is reached by single model pairs in {len(high)} sets: {sets}.")
+            said.append(
+                f"- **The paper's {PAPER_HIGHEST}** and more is reached by single model pairs in {len(high)} sets: {sets}."
+            )
         said += _causes(weak)
     zero = {_key(p): p for p in predictions if p.pair.kappa == 0}
     both = [(p.gain(), zero[_key(p)].gain()) for p in weak if _key(p) in zero]
@@ -95,40 +148,82 @@ def _causes(weak: Sequence[Prediction]) -> list[str]:
     pipeline = Setup(sync="1F1B", tp=4, pp=4, encoder="own group once")
     for what, first, other in (
         ("few samples a rank (72 to 16)", Setup(sync="microbatch"), base),
-        ("waiting after every microbatch instead of once a step", Setup(sync="iteration", per_rank=16), base),
+        (
+            "waiting after every microbatch instead of once a step",
+            Setup(sync="iteration", per_rank=16),
+            base,
+        ),
         ("more ranks (64 to 256)", base, Setup(sync="microbatch", per_rank=16, ranks=256)),
-        ("every rank reading one source", base, Setup(sync="microbatch", per_rank=16, one_source=True)),
-        ("the encoder replicated over TP=4", base, Setup(sync="microbatch", per_rank=16, tp=4, encoder="replicated")),
-        ("1F1B: the encoder before every microbatch instead of once a step", pipeline, Setup(sync="1F1B", tp=4, pp=4)),
-        ("1F1B: the encoder on the first stage alone", pipeline, Setup(sync="1F1B", tp=4, pp=4, encoder="stage 0")),
-        ("1F1B: the encoder replicated over the first stage", pipeline, Setup(sync="1F1B", tp=4, pp=4, encoder="replicated")),
+        (
+            "every rank reading one source",
+            base,
+            Setup(sync="microbatch", per_rank=16, one_source=True),
+        ),
+        (
+            "the encoder replicated over TP=4",
+            base,
+            Setup(sync="microbatch", per_rank=16, tp=4, encoder="replicated"),
+        ),
+        (
+            "1F1B: the encoder before every microbatch instead of once a step",
+            pipeline,
+            Setup(sync="1F1B", tp=4, pp=4),
+        ),
+        (
+            "1F1B: the encoder on the first stage alone",
+            pipeline,
+            Setup(sync="1F1B", tp=4, pp=4, encoder="stage 0"),
+        ),
+        (
+            "1F1B: the encoder replicated over the first stage",
+            pipeline,
+            Setup(sync="1F1B", tp=4, pp=4, encoder="replicated"),
+        ),
     ):
         a, b = ([p.gain() for p in weak if p.setup == setup] for setup in (first, other))
         if a and b:
-            said.append(f"  - {what}: the gain over `vanilla` goes from {statistics.fmean(a):.2f} to {statistics.fmean(b):.2f}.")
-    return ["- **Where large gains come from**, one weakness of `vanilla` at a time (means):", *said] if said else []
+            said.append(
+                f"  - {what}: the gain over `vanilla` goes from {statistics.fmean(a):.2f} to {statistics.fmean(b):.2f}."
+            )
+    return (
+        ["- **Where large gains come from**, one weakness of `vanilla` at a time (means):", *said]
+        if said
+        else []
+    )
 
 
 def plot(predictions: Sequence[Prediction], profile: str) -> str:
     """Mean gain over `vanilla`, set by set, in rising order of ours."""
     one = [p for p in predictions if p.pair.kappa == 1 and p.profile == profile]
-    setups = sorted(dict.fromkeys(p.setup for p in one), key=lambda s: statistics.fmean(p.gain() for p in one if p.setup == s))
+    setups = sorted(
+        dict.fromkeys(p.setup for p in one),
+        key=lambda s: statistics.fmean(p.gain() for p in one if p.setup == s),
+    )
     x = np.arange(1, len(setups) + 1, dtype=float)
 
     def series(strategy: str) -> np.ndarray:
-        return np.array([statistics.fmean(p.gain(strategy) for p in one if p.setup == s) for s in setups])
+        return np.array(
+            [statistics.fmean(p.gain(strategy) for p in one if p.setup == s) for s in setups]
+        )
 
     drawn = [
-        Line(label=s, color=series_color(i), y=series(s)) for i, s in enumerate(("packed", "backbone", "both levels", "hybrid", "ours"))
+        Line(label=s, color=series_color(i), y=series(s))
+        for i, s in enumerate(("packed", "backbone", "both levels", "hybrid", "ours"))
     ]
     most, least = (f(float(f(line.y)) for line in drawn) for f in (max, min))
     numbers = set_numbers(predictions)
     return lines(
-        x, drawn, about=f"Predicted gain over vanilla by assumption set, {profile}", y_label="tokens/s over vanilla",
+        x,
+        drawn,
+        about=f"Predicted gain over vanilla by assumption set, {profile}",
+        y_label="tokens/s over vanilla",
         x_label=f"assumption set, by its number in the table ({profile}; mean over model pairs and contexts)",
-        y_from=min(0.5, least), y_to=most * 1.05, height=340,
-        show=lambda v: f"{v:.1f}", x_ticks=[(float(v), str(numbers[s])) for v, s in zip(x, setups, strict=True)],
-    )  # fmt: skip
+        y_from=min(0.5, least),
+        y_to=most * 1.05,
+        height=340,
+        show=lambda v: f"{v:.1f}",
+        x_ticks=[(float(v), str(numbers[s])) for v, s in zip(x, setups, strict=True)],
+    )
 
 
 def set_numbers(predictions: Sequence[Prediction]) -> dict[Setup, int]:

@@ -18,7 +18,9 @@ class Loads:
     """Forward FLOPs of one step."""
 
     backbone: np.ndarray  # [rank, microbatch]
-    encoder: np.ndarray  # [rank, card of the rank, microbatch]; one microbatch where the encoder runs once a step
+    encoder: (
+        np.ndarray
+    )  # [rank, card of the rank, microbatch]; one microbatch where the encoder runs once a step
     exchanged: bool  # images may be encoded by other ranks: everyone waits for the encoder before the backbone goes on
 
     @property
@@ -30,12 +32,20 @@ def loads_of(plan: LoadingPlan, pair: Pair, setup: Setup, *, exchanged: bool) ->
     """Costs are counted anew from lengths: the plan's own may be of another model."""
     main, images = plan.main, plan.modules["encoder"]
     tokens = pair.llm({"tokens": plan.tokens[main.sample]})
-    backbone = np.bincount(main.bins(), weights=tokens, minlength=main.n_buckets * main.n_microbatches)
+    backbone = np.bincount(
+        main.bins(), weights=tokens, minlength=main.n_buckets * main.n_microbatches
+    )
     patches = pair.vit({"image_patches": images.size})
-    by_card = np.bincount(images.bins(), weights=patches, minlength=images.n_buckets * images.n_microbatches)
+    by_card = np.bincount(
+        images.bins(), weights=patches, minlength=images.n_buckets * images.n_microbatches
+    )
     by_card = by_card.reshape(images.n_buckets, images.n_microbatches)
     cards = np.array(setup.place.buckets("DP"))  # [rank, card of the rank]
-    return Loads(backbone=backbone.reshape(main.n_buckets, main.n_microbatches), encoder=by_card[cards], exchanged=exchanged)
+    return Loads(
+        backbone=backbone.reshape(main.n_buckets, main.n_microbatches),
+        encoder=by_card[cards],
+        exchanged=exchanged,
+    )
 
 
 def seconds(loads: Loads, setup: Setup, encoder: str = "own group") -> float:
@@ -43,15 +53,24 @@ def seconds(loads: Loads, setup: Setup, encoder: str = "own group") -> float:
     if setup.sync == "1F1B":
         flops = _pipelined(loads, setup, encoder)
     else:
-        flops = (1 + BACKWARD) * _meeting(loads.backbone / setup.tp, _slowest(loads, setup, encoder), loads, setup.sync == "microbatch")
+        flops = (1 + BACKWARD) * _meeting(
+            loads.backbone / setup.tp,
+            _slowest(loads, setup, encoder),
+            loads,
+            setup.sync == "microbatch",
+        )
     return flops / CARD_FLOPS
 
 
 def _slowest(loads: Loads, setup: Setup, encoder: str) -> np.ndarray:
     """The encoder's time by [rank, microbatch]: that of the rank's slowest card."""
-    if encoder == "replicated":  # every card of a tensor-parallel group encodes all of the rank's images
+    if (
+        encoder == "replicated"
+    ):  # every card of a tensor-parallel group encodes all of the rank's images
         return loads.encoder.sum(axis=1)
-    if encoder == "stage 0":  # cards are numbered stage by stage; what was dealt out in turn to all goes to the first stage's in turn
+    if (
+        encoder == "stage 0"
+    ):  # cards are numbered stage by stage; what was dealt out in turn to all goes to the first stage's in turn
         ranks, _, m = loads.encoder.shape
         return loads.encoder.reshape(ranks, setup.pp, setup.tp, m).sum(axis=1).max(axis=1)
     return loads.encoder.max(axis=1)
@@ -60,7 +79,9 @@ def _slowest(loads: Loads, setup: Setup, encoder: str) -> np.ndarray:
 def _meeting(backbone: np.ndarray, encoder: np.ndarray, loads: Loads, each: bool) -> float:
     """Ranks that wait for each other after ``each`` microbatch, or once."""
     if not loads.exchanged:
-        assert encoder.shape == backbone.shape, "images that stay are encoded before their microbatch"
+        assert encoder.shape == backbone.shape, (
+            "images that stay are encoded before their microbatch"
+        )
         both = encoder + backbone
         return float(both.max(axis=0).sum() if each else both.sum(axis=1).max())
     encoded = _exchanged(loads, each)

@@ -29,18 +29,30 @@ def write_sources(folder: Path, n: int, rows: int = 2000) -> None:
         lengths = np.clip(rng.lognormal(5.5, 1.0, rows), 1, 8000).astype(np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         values = rng.integers(0, 50_000, offsets[-1], dtype=np.int32)
-        pq.write_table(pa.table({"tokens": pa.ListArray.from_arrays(offsets, values)}), folder / f"s{i:03d}.parquet", row_group_size=500)
+        pq.write_table(
+            pa.table({"tokens": pa.ListArray.from_arrays(offsets, values)}),
+            folder / f"s{i:03d}.parquet",
+            row_group_size=500,
+        )
 
 
 class Child:
     """A process of the case; speaks JSON lines."""
 
     def __init__(self, module: str, case: Case, cache: str, *more: str):
-        single = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")]), "OVERLORD_CACHE": cache}
+        single = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")]),
+            "OVERLORD_CACHE": cache,
+        }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(asdict(case)), *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **single}, cwd=HERE,
-        )  # fmt: skip
+            [sys.executable, "-m", module, json.dumps(asdict(case)), *more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **single},
+            cwd=HERE,
+        )
 
     def say(self, value: Any = None) -> None:
         assert self.process.stdin is not None
@@ -68,7 +80,9 @@ def run(case: Case, limit_s: float = 180.0) -> Found:
     with tempfile.TemporaryDirectory() as cache:
         server = Child("fetching.server", case, cache)
         ranks = [Child("fetching.rank", case, cache, str(rank)) for rank in range(case.ranks)]
-        deadline = threading.Timer(limit_s, lambda: [child.process.kill() for child in (server, *ranks)])
+        deadline = threading.Timer(
+            limit_s, lambda: [child.process.kill() for child in (server, *ranks)]
+        )
         deadline.start()
         try:
             return observe(case, server, ranks)
@@ -92,11 +106,19 @@ def observe(case: Case, server: Child, ranks: list[Child]) -> Found:
     server.say()
     told = server.hear()
     loaders = [row for name, row in told["transfer"].items() if name.startswith("loader-host/")]
-    per_client = [row["links"] for name, row in told["transfer"].items() if name.startswith("client/")] or [1] * case.ranks
+    per_client = [
+        row["links"] for name, row in told["transfer"].items() if name.startswith("client/")
+    ] or [1] * case.ranks
     links = sum(row["links"] for row in loaders)
     return Found(
-        case=case, links_per_loader_host=links / len(loaders), links_per_client=sum(per_client) / case.ranks, links=links + case.ranks,
-        step_bytes=sum(row["sent_bytes"] for row in loaders) / told["steps"], step_cpu_ms=1000 * (serving + clients) / case.steps,
-        client_cpu_ms=1000 * clients / case.ranks / case.steps, pss_mb=whole / 2**20, client_pss_mb=pss / 2**20 / case.ranks,
+        case=case,
+        links_per_loader_host=links / len(loaders),
+        links_per_client=sum(per_client) / case.ranks,
+        links=links + case.ranks,
+        step_bytes=sum(row["sent_bytes"] for row in loaders) / told["steps"],
+        step_cpu_ms=1000 * (serving + clients) / case.steps,
+        client_cpu_ms=1000 * clients / case.ranks / case.steps,
+        pss_mb=whole / 2**20,
+        client_pss_mb=pss / 2**20 / case.ranks,
         fetch_ms=tuple(1000 * s for e in end for s in e["waited"]),
-    )  # fmt: skip
+    )

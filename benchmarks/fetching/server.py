@@ -14,11 +14,18 @@ def make_job(case: Case) -> Any:
     import overlord as ov
 
     sources = [
-        ov.Source(path.stem, str(path), transforms=[ov.Tokens("tokens")], shuffle=False) for path in sorted(Path(case.folder).iterdir())
+        ov.Source(path.stem, str(path), transforms=[ov.Tokens("tokens")], shuffle=False)
+        for path in sorted(Path(case.folder).iterdir())
     ]
-    batch = ov.Batch(tokens=case.dp * case.microbatches * case.context * 9 // 10, context=case.context, microbatches=case.microbatches)
+    batch = ov.Batch(
+        tokens=case.dp * case.microbatches * case.context * 9 // 10,
+        context=case.context,
+        microbatches=case.microbatches,
+    )
     place = ov.ClientPlaceTree(dp=case.dp, tp=case.tp)
-    return ov.Job(name="fetching", sources=sources, batch=batch, place=place, seed=1, on_long="truncate")
+    return ov.Job(
+        name="fetching", sources=sources, batch=batch, place=place, seed=1, on_long="truncate"
+    )
 
 
 def main() -> None:
@@ -26,14 +33,23 @@ def main() -> None:
 
     case = Case(**json.loads(sys.argv[1]))
     job = make_job(case)
-    hosts = {"hosts": case.hosts, "workers": case.hosts, "sources_per_host": -(-len(job.sources) // case.hosts)}
+    hosts = {
+        "hosts": case.hosts,
+        "workers": case.hosts,
+        "sources_per_host": -(-len(job.sources) // case.hosts),
+    }
     more = {"constructor_hosts": case.dp} if case.constructors else {"constructors": False}
-    with ov.launch(job, runtime="process", broadcast=False, **hosts, **more) as session:  # every rank fetches
+    with ov.launch(
+        job, runtime="process", broadcast=False, **hosts, **more
+    ) as session:  # every rank fetches
         served = session.serve()
         print(json.dumps([served.address, served.token]), flush=True)
         for _ in sys.stdin:
             metrics = session.metrics()
-            print(json.dumps({"transfer": metrics["transfer"], "steps": metrics["planned_steps"]}), flush=True)
+            print(
+                json.dumps({"transfer": metrics["transfer"], "steps": metrics["planned_steps"]}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

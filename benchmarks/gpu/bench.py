@@ -16,7 +16,9 @@ from overlord.planning.balance import binpack
 from overlord.planning.cost.fit import Fitted
 
 FILLS = (0.25, 0.5, 1.0)  # of the most tokens, in the grid
-SHORTEST = 64  # of the documents that a microbatch of the grid is cut into; then twice as long, and so on
+SHORTEST = (
+    64  # of the documents that a microbatch of the grid is cut into; then twice as long, and so on
+)
 PASSES = 5
 Lengths = Sequence[int] | np.ndarray
 Measured = list[tuple[np.ndarray, float]]
@@ -25,13 +27,25 @@ Measured = list[tuple[np.ndarray, float]]
 class Bench:
     """Forward and backward of ``module(x, packed)``, for microbatches of up to ``most`` tokens."""
 
-    def __init__(self, module: nn.Module, inputs: int, outputs: int, most: int, device: torch.device, *, from_data: bool = False):
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: int,
+        outputs: int,
+        most: int,
+        device: torch.device,
+        *,
+        from_data: bool = False,
+    ):
         """``from_data``: its input is data and wants no gradient, as pixels do."""
         self.device, self.from_data = device, from_data
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.module = made(module, device, dtype)
         drawn = torch.Generator(device=device).manual_seed(1)
-        self.x, self.slope = (torch.randn(most, n, device=device, dtype=dtype, generator=drawn) for n in (inputs, outputs))
+        self.x, self.slope = (
+            torch.randn(most, n, device=device, dtype=dtype, generator=drawn)
+            for n in (inputs, outputs)
+        )
 
     def piece(self, lengths: Lengths) -> Work:
         """One microbatch; its bounds are on the device before it is queued."""
@@ -39,7 +53,9 @@ class Bench:
 
         def run() -> None:
             x = self.x[: len(packed)].detach()
-            self.module(x if self.from_data else x.requires_grad_(), packed).backward(self.slope[: len(packed)])
+            self.module(x if self.from_data else x.requires_grad_(), packed).backward(
+                self.slope[: len(packed)]
+            )
 
         return run
 
@@ -47,7 +63,13 @@ class Bench:
 def grid(most: Sequence[int], longest: int) -> list[np.ndarray]:
     """Microbatches of equal documents: of different tokens, each cut into short and into long ones."""
     lengths = [SHORTEST * 2**k for k in range(32) if SHORTEST * 2**k <= longest]
-    found = {(int(m * f), n): np.full(int(m * f) // n, n) for m in most for f in FILLS for n in lengths if n <= m * f}
+    found = {
+        (int(m * f), n): np.full(int(m * f) // n, n)
+        for m in most
+        for f in FILLS
+        for n in lengths
+        if n <= m * f
+    }
     return list(found.values())
 
 
@@ -57,12 +79,18 @@ def in_turn(lengths: np.ndarray, most: int, count: int) -> list[np.ndarray]:
     return [lengths[bins == b] for b in range(int(bins.max(initial=-1)) + 1)][: count or None]
 
 
-def calibrate(bench: Bench, microbatches: Sequence[np.ndarray], least_s: float, column: str = "tokens") -> tuple[Fitted, Measured]:
+def calibrate(
+    bench: Bench, microbatches: Sequence[np.ndarray], least_s: float, column: str = "tokens"
+) -> tuple[Fitted, Measured]:
     """The cost that fits this device, and what it was fitted to."""
-    largest_first = sorted(microbatches, key=lambda m: -m.sum())  # the allocator's pool has then seen the worst
+    largest_first = sorted(
+        microbatches, key=lambda m: -m.sum()
+    )  # the allocator's pool has then seen the worst
     warm_up([bench.piece(m) for m in largest_first], bench.device, least_s)
     seconds = median_seconds([bench.piece(m) for m in microbatches], bench.device, passes=PASSES)
-    return ov.cost.fit(microbatches, seconds, column=column), list(zip(microbatches, seconds.tolist(), strict=True))
+    return ov.cost.fit(microbatches, seconds, column=column), list(
+        zip(microbatches, seconds.tolist(), strict=True)
+    )
 
 
 def by_microbatch(plan: LoadingPlan, module: str = "backbone") -> list[list[np.ndarray]]:
@@ -88,7 +116,12 @@ COST_HEAD = ("tokens", "documents of", "ms", "fit ms", "error %")
 
 def cost_rows(cost: Fitted, measured: Measured) -> list[list[str]]:
     return [
-        [f"{int(m.sum())}", str(int(m[0])) if (m == m[0]).all() else f"{len(m)} drawn", f"{s * 1e3:.2f}", f"{cost.seconds(m) * 1e3:.2f}",
-         f"{100 * (cost.seconds(m) / s - 1):+.1f}"]
+        [
+            f"{int(m.sum())}",
+            str(int(m[0])) if (m == m[0]).all() else f"{len(m)} drawn",
+            f"{s * 1e3:.2f}",
+            f"{cost.seconds(m) * 1e3:.2f}",
+            f"{100 * (cost.seconds(m) / s - 1):+.1f}",
+        ]
         for m, s in measured
-    ]  # fmt: skip
+    ]

@@ -22,7 +22,12 @@ from corpus import Corpus
 from peers.work import Work
 
 HERE = Path(__file__).resolve().parents[1]
-INTS = ("tokens", "position_ids", "labels", "cu_seqlens")  # what this model takes; max_seqlen stays on the host
+INTS = (
+    "tokens",
+    "position_ids",
+    "labels",
+    "cu_seqlens",
+)  # what this model takes; max_seqlen stays on the host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +57,13 @@ def resident(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch.d
 
 
 def _on_device(step: ov.Step, device: torch.device) -> Fed:
-    mbs = [{**{k: torch.from_numpy(mb[k].copy()).to(device) for k in INTS}, "max_seqlen": int(mb["max_seqlen"])} for mb in step]
+    mbs = [
+        {
+            **{k: torch.from_numpy(mb[k].copy()).to(device) for k in INTS},
+            "max_seqlen": int(mb["max_seqlen"]),
+        }
+        for mb in step
+    ]
     return Fed(mbs, step.global_valid_tokens, sum(int(mb["cu_seqlens"][-1]) for mb in step))
 
 
@@ -77,7 +88,12 @@ def prefetched(client: Any, device: torch.device) -> Iterator[Fed]:
     with contextlib.closing(ot.DevicePrefetcher(client, device)) as steps:
         for step in steps:
             microbatches = list(step)
-            yield Fed(microbatches, step.global_valid_tokens, sum(len(mb["tokens"]) for mb in microbatches), steps.waited_s)
+            yield Fed(
+                microbatches,
+                step.global_valid_tokens,
+                sum(len(mb["tokens"]) for mb in microbatches),
+                steps.waited_s,
+            )
 
 
 def whole_node(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch.device) -> Feed:
@@ -91,7 +107,14 @@ def whole_node(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             others = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "gpu.takes", json.dumps([served.address, served.token, rank])], env=environment, cwd=HERE
+                    [
+                        sys.executable,
+                        "-m",
+                        "gpu.takes",
+                        json.dumps([served.address, served.token, rank]),
+                    ],
+                    env=environment,
+                    cwd=HERE,
                 )
                 for rank in range(1, ranks)
             ]
@@ -111,30 +134,53 @@ def dataloader(workers: bool) -> Made:
     def made(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch.device) -> Feed:
         @contextmanager
         def opened() -> Iterator[Iterator[Fed]]:
-            yield _dealt(_torch_microbatches(corpus, replace(work, peer="torch"), workers, device), work.microbatches, device)
+            yield _dealt(
+                _torch_microbatches(corpus, replace(work, peer="torch"), workers, device),
+                work.microbatches,
+                device,
+            )
 
         return opened
 
     return made
 
 
-def _torch_microbatches(corpus: Corpus, work: Work, workers: bool, device: torch.device) -> Iterator[Any]:
+def _torch_microbatches(
+    corpus: Corpus, work: Work, workers: bool, device: torch.device
+) -> Iterator[Any]:
     from torch.utils.data import DataLoader
 
     from peers.kernel import mixed_microbatches
     from peers.torch_loader import Packed
 
     if not workers:
-        return ({k: torch.as_tensor(v) for k, v in mb.items()} for mb in mixed_microbatches(corpus, work))
+        return (
+            {k: torch.as_tensor(v) for k, v in mb.items()}
+            for mb in mixed_microbatches(corpus, work)
+        )
     pinned = {"pin_memory": True} if device.type == "cuda" else {}
-    return iter(DataLoader(Packed(corpus, work), batch_size=None, num_workers=work.workers, prefetch_factor=work.microbatches, **pinned))
+    return iter(
+        DataLoader(
+            Packed(corpus, work),
+            batch_size=None,
+            num_workers=work.workers,
+            prefetch_factor=work.microbatches,
+            **pinned,
+        )
+    )
 
 
 def _dealt(stream: Iterator[Any], each: int, device: torch.device) -> Iterator[Fed]:
     """So many microbatches a step, copied as they come."""
     while True:
         held = list(islice(stream, each))
-        mbs = [{**{k: mb[k].to(device, non_blocking=True) for k in INTS}, "max_seqlen": int(mb["max_seqlen"])} for mb in held]
+        mbs = [
+            {
+                **{k: mb[k].to(device, non_blocking=True) for k in INTS},
+                "max_seqlen": int(mb["max_seqlen"]),
+            }
+            for mb in held
+        ]
         tokens = sum(len(mb["tokens"]) for mb in mbs)
         yield Fed(mbs, tokens, tokens)
 

@@ -37,8 +37,12 @@ class Shape:
         return f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, feed-forward {self.ffn}, {kind}"
 
 
-LLAMA_12B = Shape(hidden=4608, heads=36, ffn=12_288, layers=4)  # layers of the paper's backbone; a model has 45
-VIT_1B = Shape(hidden=1408, heads=16, ffn=6144, layers=4, gated=False, causal=False)  # of its encoder; a model has 39
+LLAMA_12B = Shape(
+    hidden=4608, heads=36, ffn=12_288, layers=4
+)  # layers of the paper's backbone; a model has 45
+VIT_1B = Shape(
+    hidden=1408, heads=16, ffn=6144, layers=4, gated=False, causal=False
+)  # of its encoder; a model has 39
 TINY = Shape(hidden=32, heads=2, ffn=64, layers=1)
 TINY_VIT = Shape(hidden=32, heads=2, ffn=64, layers=1, gated=False, causal=False)
 
@@ -57,7 +61,10 @@ class Packed:
         given = np.asarray(lengths, np.int64)
         bounds = np.concatenate([[0], np.cumsum(given)])
         positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], given)
-        on = torch.from_numpy(bounds.astype(np.int32)).to(device), torch.from_numpy(positions).to(device)
+        on = (
+            torch.from_numpy(bounds.astype(np.int32)).to(device),
+            torch.from_numpy(positions).to(device),
+        )
         return Packed(*on, tuple(given.tolist()), int(given.max()))
 
     def __len__(self) -> int:
@@ -74,15 +81,25 @@ def varlen() -> Any:
     return varlen_attn
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, causal: bool) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, causal: bool
+) -> torch.Tensor:
     """[tokens, heads, head_dim], every document by itself."""
     if q.device.type == "cuda" and (attention := varlen()) is not None:
         known = inspect.signature(attention).parameters  # it was renamed between versions
-        mask: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)} if "window_size" in known else {"is_causal": causal}
-        return attention(q, k, v, packed.bounds, packed.bounds, packed.longest, packed.longest, **mask)
+        mask: dict[str, Any] = (
+            {"window_size": (-1, 0) if causal else (-1, -1)}
+            if "window_size" in known
+            else {"is_causal": causal}
+        )
+        return attention(
+            q, k, v, packed.bounds, packed.bounds, packed.longest, packed.longest, **mask
+        )
     parts = [x.split(packed.lengths) for x in (q, k, v)]
     done = [
-        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in qkv), is_causal=causal)[0].transpose(0, 1)
+        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in qkv), is_causal=causal)[
+            0
+        ].transpose(0, 1)
         for qkv in zip(*parts, strict=True)
     ]
     return torch.cat(done)
@@ -97,11 +114,20 @@ class Layer(nn.Module):
         self.shape = shape
         self.norm = nn.ParameterList([torch.ones(shape.hidden), torch.ones(shape.hidden)])
         self.qkv, self.out = (nn.Linear(shape.hidden, n * shape.hidden, bias=False) for n in (3, 1))
-        self.up, self.down = nn.Linear(shape.hidden, wide, bias=False), nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.up, self.down = (
+            nn.Linear(shape.hidden, wide, bias=False),
+            nn.Linear(shape.ffn, shape.hidden, bias=False),
+        )
 
-    def forward(self, x: torch.Tensor, packed: Packed, turn: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, packed: Packed, turn: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
         shape = self.shape
-        q, k, v = self.qkv(F.rms_norm(x, (shape.hidden,), self.norm[0])).view(-1, 3, shape.heads, shape.head_dim).unbind(1)
+        q, k, v = (
+            self.qkv(F.rms_norm(x, (shape.hidden,), self.norm[0]))
+            .view(-1, 3, shape.heads, shape.head_dim)
+            .unbind(1)
+        )
         if turn is not None:
             q, k = turned(q, turn), turned(k, turn)
         x = x + self.out(attend(q, k, v, packed, shape.causal).flatten(1))
@@ -127,12 +153,18 @@ class Stack(nn.Module):
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        angles = torch.outer(torch.arange(longest), BASE ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim))
+        angles = torch.outer(
+            torch.arange(longest), BASE ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+        )
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
-        turn = (self.cos[packed.positions, None], self.sin[packed.positions, None]) if len(self.cos) else None
+        turn = (
+            (self.cos[packed.positions, None], self.sin[packed.positions, None])
+            if len(self.cos)
+            else None
+        )
         for layer in self.layers:
             x = layer(x, packed, turn)
         return x

@@ -19,14 +19,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch: microbatches of many sizes, no stalls
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # its own modules, also when started from elsewhere
+os.environ.setdefault(
+    "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+)  # before torch: microbatches of many sizes, no stalls
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # its own modules, also when started from elsewhere
 
 import numpy as np
 import torch
 
 import overlord as ov
-from gpu.bench import COST_HEAD, Bench, Measured, by_microbatch, calibrate, cost_rows, grid, in_turn, told
+from gpu.bench import (
+    COST_HEAD,
+    Bench,
+    Measured,
+    by_microbatch,
+    calibrate,
+    cost_rows,
+    grid,
+    in_turn,
+    told,
+)
 from gpu.model import LLAMA_12B, TINY, Shape, Stack
 from gpu.timing import all_seconds, default_folder, device_of, machine, save, table
 from overlord.plan.plan import LoadingPlan
@@ -54,7 +68,9 @@ class Case:
 
     def buffer(self, seed: int) -> Buffer:
         n = self.ranks * self.per_rank
-        return draw("navit", n, seed=seed, context=self.context).buffer(ov.Batch(samples=n, context=self.context), images=False)
+        return draw("navit", n, seed=seed, context=self.context).buffer(
+            ov.Batch(samples=n, context=self.context), images=False
+        )
 
 
 TINY_CASES = (Case(context=256, per_rank=4, ranks=4),)
@@ -64,7 +80,9 @@ def balanced(cost: CostFn) -> Strategy:
     """``llm_balance`` with a cost of one's own, for ranks that meet once a step."""
 
     def plan(buffer: Buffer, place: ov.ClientPlaceTree) -> LoadingPlan:
-        graph = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("DP").cost(cost)
+        graph = (
+            ov.DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("DP").cost(cost)
+        )
         return graph.balance("greedy", objective="iteration").plan()
 
     return plan
@@ -72,7 +90,12 @@ def balanced(cost: CostFn) -> Strategy:
 
 def strategies(cost: CostFn) -> dict[str, Strategy]:
     """By the name the page gives them."""
-    return {"vanilla": vanilla, "packed": packed, "balanced, FLOPs": balanced(DENSE_12B), "balanced, fitted": balanced(cost)}
+    return {
+        "vanilla": vanilla,
+        "packed": packed,
+        "balanced, FLOPs": balanced(DENSE_12B),
+        "balanced, fitted": balanced(cost),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +126,9 @@ class Outcome:
 def measure(bench: Bench, case: Case, seed: int, cost: Fitted) -> list[Outcome]:
     """All plans of one step; their microbatches are run in one drawn order."""
     buffer, place = case.buffer(seed), ov.ClientPlaceTree(dp=case.ranks)
-    plans = {name: strategy(buffer, place).validate() for name, strategy in strategies(cost).items()}
+    plans = {
+        name: strategy(buffer, place).validate() for name, strategy in strategies(cost).items()
+    }
     cut = {name: by_microbatch(plan) for name, plan in plans.items()}
     pieces = [bench.piece(m) for ranks in cut.values() for rank in ranks for m in rank]
     seconds = all_seconds(pieces, bench.device, passes=case.passes, seed=seed)
@@ -112,29 +137,50 @@ def measure(bench: Bench, case: Case, seed: int, cost: Fitted) -> list[Outcome]:
         m, n = plans[name].n_microbatches, len(ranks)
         mine = seconds[:, at : at + n * m].reshape(case.passes, n, m)
         at += n * m
-        spread = float((mine.sum(axis=2).std(axis=0, ddof=1) / mine.sum(axis=2).mean(axis=0)).mean()) if case.passes > 1 else 0.0
+        spread = (
+            float((mine.sum(axis=2).std(axis=0, ddof=1) / mine.sum(axis=2).mean(axis=0)).mean())
+            if case.passes > 1
+            else 0.0
+        )
         found.append(
             Outcome(
-                case=case, seed=seed, strategy=name, microbatches=m, measured=np.median(mine, axis=0).sum(axis=1).tolist(), noise=spread,
+                case=case,
+                seed=seed,
+                strategy=name,
+                microbatches=m,
+                measured=np.median(mine, axis=0).sum(axis=1).tolist(),
+                noise=spread,
                 told=[sum(cost.seconds(part) for part in rank) for rank in ranks],
             )
-        )  # fmt: skip
+        )
     return found
 
 
 def expected_s(case: Case, seed: int, cost: Fitted) -> float:
     """What measuring a step will take."""
-    return len(strategies(cost)) * case.passes * float(cost({"tokens": case.buffer(seed).column("tokens")}).sum())
+    return (
+        len(strategies(cost))
+        * case.passes
+        * float(cost({"tokens": case.buffer(seed).column("tokens")}).sum())
+    )
 
 
-def run(bench: Bench, cases: Sequence[Case], cost: Fitted, seconds: float, say: Callable[[str], None]) -> list[Outcome]:
+def run(
+    bench: Bench, cases: Sequence[Case], cost: Fitted, seconds: float, say: Callable[[str], None]
+) -> list[Outcome]:
     """Each case once, then more steps of those that still fit into the time."""
     start, found, seed = time.perf_counter(), [], 0
     while seed == 0 or any(_fits(case, seed, cost, start, seconds) for case in cases):
         for case in cases:
             if seed == 0 or _fits(case, seed, cost, start, seconds):
                 found += measure(bench, case, seed, cost)
-                say(f"{case} step {seed}: " + ", ".join(f"{o.strategy} {o.iteration * 1e3:.0f} ms ({o.over_mean:.4f})" for o in found[-4:]))
+                say(
+                    f"{case} step {seed}: "
+                    + ", ".join(
+                        f"{o.strategy} {o.iteration * 1e3:.0f} ms ({o.over_mean:.4f})"
+                        for o in found[-4:]
+                    )
+                )
         seed += 1
     return found
 
@@ -148,25 +194,52 @@ def rows_of(found: Sequence[Outcome]) -> list[list[str]]:
     rows = []
     for case in dict.fromkeys(o.case for o in found):
         mine = [o for o in found if o.case == case]
-        times = {s: float(np.mean([o.iteration for o in mine if o.strategy == s])) for s in dict.fromkeys(o.strategy for o in mine)}
+        times = {
+            s: float(np.mean([o.iteration for o in mine if o.strategy == s]))
+            for s in dict.fromkeys(o.strategy for o in mine)
+        }
         for strategy, iteration in times.items():
             steps = [o for o in mine if o.strategy == strategy]
             ratio, told = [o.over_mean for o in steps], [o.told_over_mean for o in steps]
             gains = [f"{times[b] / iteration:.2f}" for b in BASELINES]
-            held = "" if strategy in BASELINES else "met" if np.mean(ratio) < TARGET else "**missed**"
+            held = (
+                "" if strategy in BASELINES else "met" if np.mean(ratio) < TARGET else "**missed**"
+            )
             many = f"{np.mean([o.microbatches for o in steps]):.1f}"
-            rows.append([
-                f"{case.context // 1024}k", str(case.per_rank), strategy, str(len(steps)), many, f"{iteration * 1e3:.0f}",
-                f"{np.mean(ratio):.4f}", f"{max(ratio):.4f}",
-                f"{np.mean([o.noise for o in steps]):.4f}", f"{np.mean(told):.4f}", held, *gains,
-            ])  # fmt: skip
+            rows.append(
+                [
+                    f"{case.context // 1024}k",
+                    str(case.per_rank),
+                    strategy,
+                    str(len(steps)),
+                    many,
+                    f"{iteration * 1e3:.0f}",
+                    f"{np.mean(ratio):.4f}",
+                    f"{max(ratio):.4f}",
+                    f"{np.mean([o.noise for o in steps]):.4f}",
+                    f"{np.mean(told):.4f}",
+                    held,
+                    *gains,
+                ]
+            )
     return rows
 
 
 HEAD = (
-    "context", "samples a rank", "plan", "steps", "microbatches", "iteration ms", "slowest over mean", "worst step", "noise", "by the fit",
-    f"under {TARGET}", "x vanilla", "x packed",
-)  # fmt: skip
+    "context",
+    "samples a rank",
+    "plan",
+    "steps",
+    "microbatches",
+    "iteration ms",
+    "slowest over mean",
+    "worst step",
+    "noise",
+    "by the fit",
+    f"under {TARGET}",
+    "x vanilla",
+    "x packed",
+)
 
 
 NOTES = """`x vanilla`, `x packed`: their iteration time over this one's. `by the fit`: slowest over mean rank as the fitted cost tells it,
@@ -174,31 +247,67 @@ constants of microbatches included. `noise`: how much the time of one rank, its 
 deviation over the mean); medians of the passes are what is compared."""
 
 
-def page(found: Sequence[Outcome], cost: Fitted, measured: Measured, shape: Shape, device: torch.device) -> str:
+def page(
+    found: Sequence[Outcome], cost: Fitted, measured: Measured, shape: Shape, device: torch.device
+) -> str:
     head = f"# Plans on a GPU\n\n{machine(device)}\n\n    {command_line('benchmarks/gpu/plans.py')}"
     what = f"{shape}, bf16, forward and backward. Ranks run one after another; an iteration is its slowest rank."
-    parts = [head, what, "## Steps", table(HEAD, rows_of(found)), NOTES, "## The fitted cost", told(cost)]
+    parts = [
+        head,
+        what,
+        "## Steps",
+        table(HEAD, rows_of(found)),
+        NOTES,
+        "## The fitted cost",
+        told(cost),
+    ]
     return "\n\n".join([*parts, table(COST_HEAD, cost_rows(cost, measured))]) + "\n"
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model and steps that a laptop runs: a look, no measurement")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a model and steps that a laptop runs: a look, no measurement",
+    )
     parser.add_argument("--layers", type=int, default=LLAMA_12B.layers)
-    parser.add_argument("--seconds", type=float, default=190.0, help="for the steps; each case is measured once in any case")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=190.0,
+        help="for the steps; each case is measured once in any case",
+    )
     parser.add_argument("--per-rank", default="16,72", help="samples of a rank, with commas")
     parser.add_argument("--contexts", default="8192,16384")
-    parser.add_argument("--passes", type=int, default=0, help="over every step  [default: 4 up to 16 samples a rank, else 1]")
-    parser.add_argument("--drawn", type=int, default=12, help="microbatches of real lengths that the fit is made of, by context")
-    parser.add_argument("--out", type=Path, default=default_folder(), help="folder of the page, of the cost and of all figures")
+    parser.add_argument(
+        "--passes",
+        type=int,
+        default=0,
+        help="over every step  [default: 4 up to 16 samples a rank, else 1]",
+    )
+    parser.add_argument(
+        "--drawn",
+        type=int,
+        default=12,
+        help="microbatches of real lengths that the fit is made of, by context",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=default_folder(),
+        help="folder of the page, of the cost and of all figures",
+    )
     return parser
 
 
 def cases_of(given: argparse.Namespace) -> tuple[Case, ...]:
     """Short steps are measured more often."""
     sizes = [(int(n), int(c)) for n in given.per_rank.split(",") for c in given.contexts.split(",")]
-    return tuple(Case(context=c, per_rank=n, passes=given.passes or (4 if n <= 16 else 1)) for n, c in sizes)
+    return tuple(
+        Case(context=c, per_rank=n, passes=given.passes or (4 if n <= 16 else 1)) for n, c in sizes
+    )
 
 
 def main(words: Sequence[str] | None = None) -> list[Outcome]:
@@ -213,7 +322,11 @@ def main(words: Sequence[str] | None = None) -> list[Outcome]:
         print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
 
     many, least_s = (2, 0.0) if given.tiny else (given.drawn, 8.0)
-    seen = [m for c in contexts for m in in_turn(draw("navit", 64 * many, seed=1_000, context=c).tokens(), c, many)]
+    seen = [
+        m
+        for c in contexts
+        for m in in_turn(draw("navit", 64 * many, seed=1_000, context=c).tokens(), c, many)
+    ]
     cost, measured = calibrate(bench, grid(contexts, contexts[-1]) + seen, least_s)
     say(f"fitted: {cost}")
     found = run(bench, cases, cost, 0.0 if given.tiny else given.seconds, say)
@@ -221,7 +334,11 @@ def main(words: Sequence[str] | None = None) -> list[Outcome]:
     print(text)
     if not given.tiny or "--out" in (words or sys.argv):
         print(f"saved {save('plans', text, given.out)}")
-        everything = {"cost": asdict(cost), "microbatches": [[m.tolist(), s] for m, s in measured], "steps": [asdict(o) for o in found]}
+        everything = {
+            "cost": asdict(cost),
+            "microbatches": [[m.tolist(), s] for m, s in measured],
+            "steps": [asdict(o) for o in found],
+        }
         (given.out / "gpu-plans.json").write_text(json.dumps(everything))
     return found
 

@@ -24,9 +24,13 @@ Work = Callable[[], None]
 
 def device_of(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here: --device cpu --tiny shows that the program runs, and measures nothing")
+        raise SystemExit(
+            "no CUDA device here: --device cpu --tiny shows that the program runs, and measures nothing"
+        )
     if name == "cpu":
-        torch.set_num_threads(1)  # nothing is measured there, and models so small only wait for their threads
+        torch.set_num_threads(
+            1
+        )  # nothing is measured there, and models so small only wait for their threads
     return torch.device(name)
 
 
@@ -65,7 +69,9 @@ def _elapsed(queued: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> lis
     return [start.elapsed_time(end) / 1e3 for start, end in queued]
 
 
-def all_seconds(pieces: Sequence[Work], device: torch.device, *, passes: int, seed: int = 0) -> np.ndarray:
+def all_seconds(
+    pieces: Sequence[Work], device: torch.device, *, passes: int, seed: int = 0
+) -> np.ndarray:
     """[passes, pieces], each pass in an order drawn anew: a GPU that gets warmer slows all of them alike."""
     drawn, found = np.random.default_rng(seed), np.empty((passes, len(pieces)))
     for p in range(passes):
@@ -74,7 +80,9 @@ def all_seconds(pieces: Sequence[Work], device: torch.device, *, passes: int, se
     return found
 
 
-def median_seconds(pieces: Sequence[Work], device: torch.device, *, passes: int, seed: int = 0) -> np.ndarray:
+def median_seconds(
+    pieces: Sequence[Work], device: torch.device, *, passes: int, seed: int = 0
+) -> np.ndarray:
     """Of each piece."""
     return np.median(all_seconds(pieces, device, passes=passes, seed=seed), axis=0)
 
@@ -94,7 +102,10 @@ def warm_up(pieces: Sequence[Work], device: torch.device, least_s: float) -> Non
 def machine(device: torch.device) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    cpu = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     where = f"{len(os.sched_getaffinity(0))} CPUs ({cpu})"
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
@@ -106,8 +117,16 @@ def machine(device: torch.device) -> str:
 def clocks() -> str:
     """What the GPU runs at just now, where its tool is there: power limits make its clock move by percents."""
     try:
-        asked = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu", "--format=csv,noheader"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip().splitlines()[0]
+        asked = [
+            "nvidia-smi",
+            "--query-gpu=clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu",
+            "--format=csv,noheader",
+        ]
+        said = (
+            subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
+            .stdout.strip()
+            .splitlines()[0]
+        )
     except (OSError, subprocess.SubprocessError, IndexError):
         return ""
     return "Clock, its maximum, power, its limit and temperature at the end: " + said + "."
@@ -121,7 +140,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def save(name: str, text: str, folder: Path) -> Path:
     """The dated page; ``$OUT`` where the machine's files come back from there, else benchmarks/results."""
     folder.mkdir(parents=True, exist_ok=True)
-    machine = "H200" if torch.cuda.is_available() and "H200" in torch.cuda.get_device_name() else this_machine()
+    machine = (
+        "H200"
+        if torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
+        else this_machine()
+    )
     name, text = tagged(f"{date.today().isoformat()}-gpu-{name}", text, machine, folder)
     path = folder / f"{name}.md"
     path.write_text(text, encoding="utf-8")

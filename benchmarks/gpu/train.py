@@ -20,9 +20,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch: microbatches of many sizes, no stalls
+os.environ.setdefault(
+    "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+)  # before torch: microbatches of many sizes, no stalls
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # its own modules, also when started from elsewhere
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # its own modules, also when started from elsewhere
 
 import numpy as np
 import torch
@@ -68,7 +72,9 @@ class Trainer:
     def __init__(self, shape: Shape, context: int, device: torch.device):
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.device, self.model = device, made(Llama(shape, context, VOCABULARY), device, dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-5, fused=device.type == "cuda"
+        )
         self.marks: list[tuple[Any, Any]] = []  # where the device began and ended each step
 
     def _mark(self) -> Any:
@@ -123,14 +129,33 @@ def run(trainer: Trainer, feed: Feed, name: str, steps: int, warm: int) -> Figur
         cpu, late = cpu_seconds(os.getpid()) - cpu, fed.waited_s - late
     assert np.isfinite(losses).all(), f"{name}: the loss is no number"
     return Figures(
-        feed=name, first_step_s=first, step_s=times, wait_s=waits, not_ready_s=late, idle_s=trainer.idle(steps), tokens=tokens, cpu_s=cpu
-    )  # fmt: skip
+        feed=name,
+        first_step_s=first,
+        step_s=times,
+        wait_s=waits,
+        not_ready_s=late,
+        idle_s=trainer.idle(steps),
+        tokens=tokens,
+        cpu_s=cpu,
+    )
 
 
 HEAD = (
-    "feed", "steps", "ms a step", "ktok/s", "wait ms a step", "median", "longest", "not ready ms", "wait, % of the step", "under 1 %",
-    "device idle ms", "x resident", "CPU s a step", "first step s",
-)  # fmt: skip
+    "feed",
+    "steps",
+    "ms a step",
+    "ktok/s",
+    "wait ms a step",
+    "median",
+    "longest",
+    "not ready ms",
+    "wait, % of the step",
+    "under 1 %",
+    "device idle ms",
+    "x resident",
+    "CPU s a step",
+    "first step s",
+)
 
 
 def rows_of(found: Sequence[Figures]) -> list[list[str]]:
@@ -138,14 +163,29 @@ def rows_of(found: Sequence[Figures]) -> list[list[str]]:
     base = float(np.mean([f.speed for f in resident])) if resident else 0.0
     for f in found:
         wait = np.array(f.wait_s) * 1e3
-        same = bool(resident) and f.tokens == resident[0].tokens  # else it is compared by its tokens alone
+        same = (
+            bool(resident) and f.tokens == resident[0].tokens
+        )  # else it is compared by its tokens alone
         over = f"{base / f.speed:.4f}{'' if same else ' *'}" if resident else ""
         held = "" if f.feed == "resident" else "met" if f.wait_share < TARGET else "**missed**"
-        rows.append([
-            f.feed, str(len(f.step_s)), f"{1e3 * np.mean(f.step_s):.1f}", f"{f.speed / 1e3:.1f}", f"{wait.mean():.3f}",
-            f"{np.median(wait):.3f}", f"{wait.max():.2f}", f"{1e3 * f.not_ready_s / len(wait):.3f}", f"{100 * f.wait_share:.3f}", held,
-            f"{1e3 * np.mean(f.idle_s):.2f}", over, f"{f.cpu_s / len(f.step_s):.2f}", f"{f.first_step_s:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f.feed,
+                str(len(f.step_s)),
+                f"{1e3 * np.mean(f.step_s):.1f}",
+                f"{f.speed / 1e3:.1f}",
+                f"{wait.mean():.3f}",
+                f"{np.median(wait):.3f}",
+                f"{wait.max():.2f}",
+                f"{1e3 * f.not_ready_s / len(wait):.3f}",
+                f"{100 * f.wait_share:.3f}",
+                held,
+                f"{1e3 * np.mean(f.idle_s):.2f}",
+                over,
+                f"{f.cpu_s / len(f.step_s):.2f}",
+                f"{f.first_step_s:.2f}",
+            ]
+        )
     return rows
 
 
@@ -181,18 +221,39 @@ def data(folder: Path, job: str, n_sources: int) -> Corpus:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model and steps that a laptop runs: a look, no measurement")
-    parser.add_argument("--job", choices=("tokenized", "null"), help="default: tokenized where the package tokenizers is there")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a model and steps that a laptop runs: a look, no measurement",
+    )
+    parser.add_argument(
+        "--job",
+        choices=("tokenized", "null"),
+        help="default: tokenized where the package tokenizers is there",
+    )
     parser.add_argument("--layers", type=int, default=LLAMA_12B.layers)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--microbatches", type=int, default=4, help="of a rank in a step")
     parser.add_argument("--steps", type=int, default=48, help="that are counted, of each feed")
     parser.add_argument("--warm", type=int, default=8, help="that are not, before them")
     parser.add_argument("--workers", type=int, default=4, help="of torch's DataLoader")
-    parser.add_argument("--ranks", type=int, default=8, help="of the feed overlord-node: this one trains, the others only take")
-    parser.add_argument("--feeds", default=",".join([*FEEDS, "resident"]), help="with commas; resident first and last, since clocks drift")
-    parser.add_argument("--data", type=Path, default=Path(tempfile.gettempdir()) / "overlord-benchmark-gpu")
-    parser.add_argument("--out", type=Path, default=default_folder(), help="folder of the page and of all figures")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=8,
+        help="of the feed overlord-node: this one trains, the others only take",
+    )
+    parser.add_argument(
+        "--feeds",
+        default=",".join([*FEEDS, "resident"]),
+        help="with commas; resident first and last, since clocks drift",
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path(tempfile.gettempdir()) / "overlord-benchmark-gpu"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=default_folder(), help="folder of the page and of all figures"
+    )
     return parser
 
 
@@ -212,14 +273,27 @@ def main(words: Sequence[str] | None = None) -> list[Figures]:
     job = given.job or ("tokenized" if has_tokenizers() and not given.tiny else "null")
     corpus = data(given.data / job, job, n_sources)
     size: dict[str, int] = (
-        {"context": 256, "microbatches": 2} if given.tiny else {"context": given.context, "microbatches": given.microbatches}
+        {"context": 256, "microbatches": 2}
+        if given.tiny
+        else {"context": given.context, "microbatches": given.microbatches}
     )
-    work = Work("overlord-shuffled", job, str(corpus.folder), n_sources, 0, ranks=1, workers=given.workers, **size)
+    work = Work(
+        "overlord-shuffled",
+        job,
+        str(corpus.folder),
+        n_sources,
+        0,
+        ranks=1,
+        workers=given.workers,
+        **size,
+    )
     trainer, found = Trainer(shape, work.context, device), []
     for name in given.feeds.split(","):
         feed = FEEDS[name](corpus, work, given.ranks, warm + steps, device)
         if not found:
-            run(trainer, FEEDS["resident"](corpus, work, given.ranks, 2, device), "warming up", 1, 1)
+            run(
+                trainer, FEEDS["resident"](corpus, work, given.ranks, 2, device), "warming up", 1, 1
+            )
         found.append(run(trainer, feed, name, steps, warm))
         settle(device)
         print(f"{time.perf_counter() - began:6.1f} s  {' | '.join(rows_of(found)[-1])}", flush=True)

@@ -38,7 +38,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        extras = {f"{self.hosts} hosts": self.hosts, f"partition={self.partition}": self.partition, "shadows": self.shadows}
+        extras = {
+            f"{self.hosts} hosts": self.hosts,
+            f"partition={self.partition}": self.partition,
+            "shadows": self.shadows,
+        }
         return ", ".join([self.kind, *(words for words, said in extras.items() if said)])
 
     @property
@@ -49,10 +53,21 @@ class Case:
     def work(self, rank: int = 0) -> Work:
         ours = "overlord-shuffled" if self.shuffle else "overlord"
         return Work(
-            "torch" if self.kind == COLOCATED else ours, "null", self.folder, self.n_sources, 0, context=self.context,
-            ranks=self.ranks, microbatches=self.microbatches, seed=self.seed, rank=rank, processes=self.ranks, equal=True,
-            workers=self.workers if self.kind == COLOCATED else 1, shuffle=self.shuffle,
-        )  # fmt: skip
+            "torch" if self.kind == COLOCATED else ours,
+            "null",
+            self.folder,
+            self.n_sources,
+            0,
+            context=self.context,
+            ranks=self.ranks,
+            microbatches=self.microbatches,
+            seed=self.seed,
+            rank=rank,
+            processes=self.ranks,
+            equal=True,
+            workers=self.workers if self.kind == COLOCATED else 1,
+            shuffle=self.shuffle,
+        )
 
     @property
     def warm(self) -> int:

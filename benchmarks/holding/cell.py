@@ -41,8 +41,13 @@ def run(case: Case, limit_s: float = 240.0) -> Found:
     with tempfile.TemporaryDirectory() as cache:
         apart = case.kind not in (COLOCATED, LOCAL)
         server = [Child("holding.server", case, cache)] if apart else []  # type: ignore[arg-type]
-        ranks = [Child("holding.rank", case, cache, str(rank)) for rank in range(1 if case.kind == LOCAL else case.ranks)]  # type: ignore[arg-type]
-        deadline = threading.Timer(limit_s, lambda: [child.process.kill() for child in (*server, *ranks)])
+        ranks = [
+            Child("holding.rank", case, cache, str(rank))
+            for rank in range(1 if case.kind == LOCAL else case.ranks)
+        ]  # type: ignore[arg-type]
+        deadline = threading.Timer(
+            limit_s, lambda: [child.process.kill() for child in (*server, *ranks)]
+        )
         deadline.start()
         try:
             return _observed(case, server, ranks)
@@ -80,6 +85,12 @@ def _observed(case: Case, server: list[Child], ranks: list[Child]) -> Found:
             told = server[0].hear()
     peak = watch.ledger.peak
     return Found(
-        case=case, over_mb=peak["all"] - idle, whole_mb=peak["all"], parts_mb=dict(peak), shadows_mb=told.get("shadows", 0) / 2**20,
-        processes=processes, waits=tuple(waits), late=sum(wait > case.every_s for wait in waits),
-    )  # fmt: skip
+        case=case,
+        over_mb=peak["all"] - idle,
+        whole_mb=peak["all"],
+        parts_mb=dict(peak),
+        shadows_mb=told.get("shadows", 0) / 2**20,
+        processes=processes,
+        waits=tuple(waits),
+        late=sum(wait > case.every_s for wait in waits),
+    )

@@ -8,7 +8,18 @@ from dataclasses import dataclass, replace
 from holding.case import COLOCATED, PROCESS, RAY, Case, Found
 
 SMALLEST, FEWEST, MOST = "smallest that keeps pace", "equal, fewest workers", "equal, most workers"
-HEAD = ("loader", "shuffle", "sources", "ranks", "setting", "workers in all", "MB", "torch workers in all", "torch MB", "x less than torch")
+HEAD = (
+    "loader",
+    "shuffle",
+    "sources",
+    "ranks",
+    "setting",
+    "workers in all",
+    "MB",
+    "torch workers in all",
+    "torch MB",
+    "x less than torch",
+)
 PAPER_15 = "the paper's Figure 15 reports a substantial reduction"
 
 
@@ -35,9 +46,17 @@ class Comparison:
     def row(self) -> list[str]:
         case, slope = self.ours.case, "" if self.measured else " (by slope)"
         return [
-            case.name, on_off(case.shuffle), str(case.n_sources), str(case.ranks), self.setting, str(case.loading),
-            f"{self.ours.over_mb:.0f}", str(self.theirs.case.loading), f"{self.theirs.over_mb:.0f}{slope}", f"{self.ratio:.1f}{slope}",
-        ]  # fmt: skip
+            case.name,
+            on_off(case.shuffle),
+            str(case.n_sources),
+            str(case.ranks),
+            self.setting,
+            str(case.loading),
+            f"{self.ours.over_mb:.0f}",
+            str(self.theirs.case.loading),
+            f"{self.theirs.over_mb:.0f}{slope}",
+            f"{self.ratio:.1f}{slope}",
+        ]
 
 
 def smallest(cells: Sequence[Found]) -> Found | None:
@@ -64,9 +83,15 @@ def _settings(ours: Sequence[Found], theirs: Sequence[Found]) -> list[Comparison
     if least is not None and best is not None:
         made.append(Comparison(setting=SMALLEST, ours=least, theirs=best))
     by_workers = {f.case.loading: f for f in theirs}
-    equal = sorted((f.case.loading, f) for f in ours if f.case.loading in by_workers and f.case.ranks > 1)
+    equal = sorted(
+        (f.case.loading, f) for f in ours if f.case.loading in by_workers and f.case.ranks > 1
+    )
     names = [FEWEST, *[""] * (len(equal) - 2), MOST] if len(equal) > 1 else [FEWEST]
-    made += [Comparison(setting=name, ours=f, theirs=by_workers[n]) for name, (n, f) in zip(names, equal, strict=False) if name]
+    made += [
+        Comparison(setting=name, ours=f, theirs=by_workers[n])
+        for name, (n, f) in zip(names, equal, strict=False)
+        if name
+    ]
     return made
 
 
@@ -79,7 +104,9 @@ def source_parallelism(found: Sequence[Found]) -> list[str]:
         if case.hosts == 1 and case.kind in (PROCESS, RAY) and two is not None:
             lines.append(_second_host(case, one.over_mb, two.over_mb))
     if any("opposite" in line for line in lines):
-        lines.append("One loader host already holds every source once, so a second one divides nothing and adds a process.")
+        lines.append(
+            "One loader host already holds every source once, so a second one divides nothing and adds a process."
+        )
     return lines
 
 

@@ -22,7 +22,9 @@ def is_large(number: int) -> bool:
     return number % LARGE_EVERY == LARGE_AT
 
 
-def mixed_corpus(root: Path, n_sources: int, seed: int, on_progress: Callable[[str, int, int], None]) -> Path:
+def mixed_corpus(
+    root: Path, n_sources: int, seed: int, on_progress: Callable[[str, int, int], None]
+) -> Path:
     """A folder that ``corpus.open_corpus`` opens: links to the usual sources, and large ones of its own."""
     usual = make_corpus(root, n_sources, seed, on_progress)
     folder = root / f"mixed-v{VERSION}-seed{seed}"
@@ -46,14 +48,29 @@ def _write_large(folder: Path, number: int, seed: int) -> None:
     folder.mkdir(exist_ok=True)
     rng, rows, words = np.random.default_rng([seed, 13, number]), 0, 0
     for f in range(FILES):
-        with pq.ParquetWriter(folder / f"part{f}.parquet", pa.schema({"tokens": pa.list_(pa.int32())}), use_dictionary=False) as writer:
+        with pq.ParquetWriter(
+            folder / f"part{f}.parquet",
+            pa.schema({"tokens": pa.list_(pa.int32())}),
+            use_dictionary=False,
+        ) as writer:
             for _ in range(GROUPS_PER_FILE):
                 lengths = draw_lengths(rng, GROUP_IDS)
                 offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
                 ids = rng.integers(0, 40_000, offsets[-1], dtype=np.int32)
-                table = pa.table({"tokens": pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids))})
+                table = pa.table(
+                    {"tokens": pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids))}
+                )
                 writer.write_table(table, row_group_size=len(table))
                 rows, words = rows + len(table), words + int(offsets[-1])
     part = folder / "done.part"
-    part.write_text(json.dumps({"files": [f"part{f}.parquet" for f in range(FILES)], "rows": rows, "words": words, "version": VERSION}))
+    part.write_text(
+        json.dumps(
+            {
+                "files": [f"part{f}.parquet" for f in range(FILES)],
+                "rows": rows,
+                "words": words,
+                "version": VERSION,
+            }
+        )
+    )
     os.replace(part, folder / "done.json")

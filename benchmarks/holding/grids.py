@@ -28,25 +28,45 @@ class Extent:
 def grid(extent: Extent) -> list[Case]:
     """Colocated: all numbers of workers at the most ranks, so that the smallest that keeps pace is found; at the fewest ranks the
     least and the most, for slopes. Overlord: one thread, and at the most ranks as many in all as the others have workers in all."""
-    few, many, least, most = extent.ranks[0], extent.ranks[-1], extent.workers[0], extent.workers[-1]
+    few, many, least, most = (
+        extent.ranks[0],
+        extent.ranks[-1],
+        extent.workers[0],
+        extent.workers[-1],
+    )
     theirs = {(many, w) for w in extent.workers} | {(few, least), (few, most)}
     ours = {(few, 1), (many, 1), (many, many * least), (many, many * most)}
     made = []
     for n in extent.sources:
         for shuffle in extent.shuffles:
-            base = Case(kind=COLOCATED, folder=extent.folder, n_sources=n, ranks=few, workers=least, shuffle=shuffle)
+            base = Case(
+                kind=COLOCATED,
+                folder=extent.folder,
+                n_sources=n,
+                ranks=few,
+                workers=least,
+                shuffle=shuffle,
+            )
             if COLOCATED in extent.kinds:
                 made += [replace(base, ranks=r, workers=w) for r, w in sorted(theirs)]
-            made += [replace(base, kind=kind, ranks=r, workers=w) for kind in extent.ours for r, w in sorted(ours)]
+            made += [
+                replace(base, kind=kind, ranks=r, workers=w)
+                for kind in extent.ours
+                for r, w in sorted(ours)
+            ]
     return sorted(made, key=lambda c: (c.n_sources, c.loading if c.kind == COLOCATED else 0))
 
 
 def extras(extent: Extent) -> list[Case]:
     """With auto-partitioning on every runtime, and with shadows, at the largest."""
     base = Case(
-        kind=PROCESS, folder=extent.folder, n_sources=extent.sources[-1], ranks=extent.ranks[-1],
-        workers=extent.ranks[-1] * extent.workers[0], shuffle=extent.shuffles[0],
-    )  # fmt: skip
+        kind=PROCESS,
+        folder=extent.folder,
+        n_sources=extent.sources[-1],
+        ranks=extent.ranks[-1],
+        workers=extent.ranks[-1] * extent.workers[0],
+        shuffle=extent.shuffles[0],
+    )
     made = [replace(base, kind=kind, partition="auto") for kind in extent.ours]
     return made + ([replace(base, shadows=True, hosts=2)] if PROCESS in extent.kinds else [])
 
@@ -54,13 +74,33 @@ def extras(extent: Extent) -> list[Case]:
 def parallelism(extent: Extent) -> list[Case]:
     """Figure 15: TP 16, DP 2, batch 32, a context of 32k; sources in one loader host and in two, and there with shadows, which run in
     the other host. One rank of a TP group loads. On Ray at the most sources."""
-    shape: dict[str, Any] = {"folder": extent.folder, "ranks": 2, "context": 32_768, "microbatches": 1, "shuffle": extent.shuffles[0]}
+    shape: dict[str, Any] = {
+        "folder": extent.folder,
+        "ranks": 2,
+        "context": 32_768,
+        "microbatches": 1,
+        "shuffle": extent.shuffles[0],
+    }
     made = []
     for n in [n for n in extent.sources if n >= 100]:
         for w in sorted({extent.workers[0], extent.workers[-1]}):
-            made += [Case(kind=COLOCATED, n_sources=n, workers=w, **shape)] if COLOCATED in extent.kinds else []
-        for kind in (k for k in extent.ours if k == PROCESS or (k == RAY and n == max(extent.sources))):
-            base = Case(kind=kind, n_sources=n, workers=2 * extent.workers[0], hosts=1, tp=16, samples=32, **shape)
+            made += (
+                [Case(kind=COLOCATED, n_sources=n, workers=w, **shape)]
+                if COLOCATED in extent.kinds
+                else []
+            )
+        for kind in (
+            k for k in extent.ours if k == PROCESS or (k == RAY and n == max(extent.sources))
+        ):
+            base = Case(
+                kind=kind,
+                n_sources=n,
+                workers=2 * extent.workers[0],
+                hosts=1,
+                tp=16,
+                samples=32,
+                **shape,
+            )
             made += [base, replace(base, hosts=2), replace(base, hosts=2, shadows=True)]
     return made
 
@@ -69,4 +109,9 @@ def needless(case: Case, found: Sequence[Found], extent: Extent) -> bool:
     """A number of workers between the least and the most is only tried where fewer do not keep pace."""
     if case.kind != COLOCATED or case.workers in (extent.workers[0], extent.workers[-1]):
         return False
-    return any(f.keeps_pace and f.case.workers < case.workers and replace(f.case, workers=case.workers) == case for f in found)
+    return any(
+        f.keeps_pace
+        and f.case.workers < case.workers
+        and replace(f.case, workers=case.workers) == case
+        for f in found
+    )

@@ -27,7 +27,9 @@ def steps_of(case: Case, rank: int) -> Iterator[list[Any]]:
     from corpus import open_corpus
     from peers import torch_loader
 
-    stream = torch_loader.microbatches(open_corpus(Path(case.folder), case.n_sources, equal=True), case.work(rank))
+    stream = torch_loader.microbatches(
+        open_corpus(Path(case.folder), case.n_sources, equal=True), case.work(rank)
+    )
     while True:
         yield list(islice(stream, case.microbatches))
 
@@ -65,7 +67,10 @@ def together(case: Case) -> Iterator[list[Any]]:
 
     session = ov.launch(job_of(case), runtime="local", **options_of(case))
     clients = [session.client(rank * case.tp) for rank in range(case.ranks)]
-    return ([microbatch for step in steps for microbatch in step] for steps in zip(*clients, strict=True))
+    return (
+        [microbatch for step in steps for microbatch in step]
+        for steps in zip(*clients, strict=True)
+    )
 
 
 def main() -> None:
@@ -74,10 +79,19 @@ def main() -> None:
     if case.kind != COLOCATED:
         import overlord as ov
 
-        _ = (ov.connect, ov.launch if case.kind == LOCAL else None)  # names are loaded when first used
+        _ = (
+            ov.connect,
+            ov.launch if case.kind == LOCAL else None,
+        )  # names are loaded when first used
     say("ready")
     sys.stdin.readline()
-    steps = steps_of(case, rank) if case.kind == COLOCATED else together(case) if case.kind == LOCAL else served(case, rank)
+    steps = (
+        steps_of(case, rank)
+        if case.kind == COLOCATED
+        else together(case)
+        if case.kind == LOCAL
+        else served(case, rank)
+    )
     say(take(steps, case))
     with contextlib.suppress(KeyboardInterrupt):
         sys.stdin.readline()  # alive, while memory is looked at

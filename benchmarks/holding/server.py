@@ -16,7 +16,9 @@ def job_of(case: Case) -> Any:
     import overlord_side
     from corpus import open_corpus
 
-    job = overlord_side.make_job(open_corpus(Path(case.folder), case.n_sources, equal=True), case.work())
+    job = overlord_side.make_job(
+        open_corpus(Path(case.folder), case.n_sources, equal=True), case.work()
+    )
     batch = replace(job.batch, samples=case.samples) if case.samples else job.batch
     return replace(job, place=ov.ClientPlaceTree(dp=case.ranks, tp=case.tp), batch=batch)
 
@@ -43,7 +45,10 @@ def main() -> None:
         print(json.dumps([served.address, served.token]), flush=True)
         for _ in sys.stdin:
             memory = session.metrics()["memory"]
-            print(json.dumps({"shadows": memory.get("shadows", 0), "roles": memory["roles"]}), flush=True)
+            print(
+                json.dumps({"shadows": memory.get("shadows", 0), "roles": memory["roles"]}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -28,18 +28,26 @@ def features(case: Case) -> np.ndarray:
     if case.kind == COLOCATED:
         readers = case.ranks * case.workers
         return np.array([case.ranks, readers, readers * case.n_sources], float)
-    return np.array([1, case.ranks, case.n_sources, case.ranks * case.n_sources, case.loading], float)
+    return np.array(
+        [1, case.ranks, case.n_sources, case.ranks * case.n_sources, case.loading], float
+    )
 
 
 def names_of(kind: str) -> tuple[str, ...]:
-    return ("rank", "worker", "source of a worker") if kind == COLOCATED else ("once", "rank", "source", "rank x source", "thread")
+    return (
+        ("rank", "worker", "source of a worker")
+        if kind == COLOCATED
+        else ("once", "rank", "source", "rank x source", "thread")
+    )
 
 
 def fit(found: Sequence[Found]) -> Slopes:
     """Least squares, each cell weighed by its size: a distance of a tenth counts the same in a small one and in a large one."""
     kind = found[0].case.kind
     names = names_of(kind)
-    if kind != COLOCATED and len({f.case.workers for f in found}) == 1:  # else one could not be told from what is there once
+    if (
+        kind != COLOCATED and len({f.case.workers for f in found}) == 1
+    ):  # else one could not be told from what is there once
         names = names[:-1]
     rows = np.array([features(f.case)[: len(names)] for f in found])
     sizes = np.array([f.over_mb for f in found])
@@ -51,4 +59,6 @@ def fit(found: Sequence[Found]) -> Slopes:
 
 def guess(case: Case) -> float:
     """MB of a colocated cell before any was measured: so that the first does not fill the machine."""
-    return case.ranks * case.workers * (30 + 4 * case.n_sources) if case.kind == COLOCATED else 1500.0
+    return (
+        case.ranks * case.workers * (30 + 4 * case.n_sources) if case.kind == COLOCATED else 1500.0
+    )

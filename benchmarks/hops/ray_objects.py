@@ -24,21 +24,38 @@ class RayObjects(OneProcess):
         token = Path(self._folder.name) / "token"  # Ray would write one to the user's home
         token.write_text(secrets.token_hex(32))
         os.environ.update(
-            RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_TOKEN_PATH=str(token), RAY_DEDUP_LOGS="0",
-            PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]),
-        )  # fmt: skip
+            RAY_USAGE_STATS_ENABLED="0",
+            RAY_AUTH_TOKEN_PATH=str(token),
+            RAY_DEDUP_LOGS="0",
+            PYTHONPATH=os.pathsep.join(
+                [str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+            ),
+        )
         import ray
 
         self._ray = ray
         ray.init(
-            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-            object_store_memory=STORE_BYTES, _temp_dir=f"{self._folder.name}/r",  # Ray opens its folder to all: the one above stays ours
-        )  # fmt: skip
-        self._producer, self._consumer = ray.remote(Producer).remote(), ray.remote(Consumer).remote()
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=STORE_BYTES,
+            _temp_dir=f"{self._folder.name}/r",  # Ray opens its folder to all: the one above stays ours
+        )
+        self._producer, self._consumer = (
+            ray.remote(Producer).remote(),
+            ray.remote(Consumer).remote(),
+        )
 
     def both(self, pieces: Pieces, reader: Reader, n: int) -> None:
         ray, waiting = self._ray, []
-        ray.get([self._producer.prepare.remote(pieces.nbytes), self._consumer.prepare.remote(pieces.nbytes, reader.mode)])
+        ray.get(
+            [
+                self._producer.prepare.remote(pieces.nbytes),
+                self._consumer.prepare.remote(pieces.nbytes, reader.mode),
+            ]
+        )
         for k in range(n):
             if len(waiting) == AHEAD:
                 ray.get(waiting.pop(0))

@@ -70,7 +70,9 @@ class Crew:
         address = None
         for role in way_of(name).roles:
             near, far = context.Pipe()
-            process = context.Process(target=serve, args=(far, name, role, shared, address), daemon=name != "Ray objects")
+            process = context.Process(
+                target=serve, args=(far, name, role, shared, address), daemon=name != "Ray objects"
+            )
             process.start()
             far.close()
             self._processes.append(process)
@@ -82,7 +84,12 @@ class Crew:
             conn.send((nbytes, mode, n))
         answers = [self._answer(conn) for conn in self._conns]
         return Block(
-            way=self.name, mode=mode, nbytes=nbytes, messages=n, cpu_s=sum(a[0] for a in answers), wall_s=max(a[1] for a in answers)
+            way=self.name,
+            mode=mode,
+            nbytes=nbytes,
+            messages=n,
+            cpu_s=sum(a[0] for a in answers),
+            wall_s=max(a[1] for a in answers),
         )
 
     def _answer(self, conn: Connection) -> Any:
@@ -119,7 +126,9 @@ def crews(names: list[str]) -> Iterator[list[Crew]]:
             crew.close()
 
 
-def blocks(made: list[Crew], sizes: list[int], modes: tuple[str, ...], rounds: int, block_bytes: int) -> Iterator[Block]:
+def blocks(
+    made: list[Crew], sizes: list[int], modes: tuple[str, ...], rounds: int, block_bytes: int
+) -> Iterator[Block]:
     """All blocks, round by round; the order of the ways turns, so that none always follows the same neighbour."""
     for turn in range(rounds):
         for nbytes in sizes:

@@ -22,7 +22,11 @@ from overlord.transport.shared_memory import Ring
 AHEAD = 2
 WAIT_S = 120.0
 TOKEN = "benchmark"
-BARE, BARE_IN_TURN, BARE_AT_ONCE = BARES = "bare memcpy", f"bare memcpy, {AHEAD} buffers", "bare memcpy, two at once"
+BARE, BARE_IN_TURN, BARE_AT_ONCE = BARES = (
+    "bare memcpy",
+    f"bare memcpy, {AHEAD} buffers",
+    "bare memcpy, two at once",
+)
 
 
 class Way:
@@ -128,7 +132,12 @@ class Linked(Way):
         if address is None:
             self._ring = Ring(max_slots=AHEAD, name="benchmark")
             self._links: list[Any] = []
-            self._server = Server(token=TOKEN, on_message=lambda link, value: None, on_open=self._on_open, ring=self._ring)
+            self._server = Server(
+                token=TOKEN,
+                on_message=lambda link, value: None,
+                on_open=self._on_open,
+                ring=self._ring,
+            )
             self.address = self._server.address
         else:
             self._link, _ = dial(address, TOKEN, {}, timeout_s=WAIT_S, transport=self.transport)
@@ -203,11 +212,15 @@ class TorchQueue(Way):
         parts = [torch.from_numpy(part) for part in pieces.parts]
         for k in range(n):
             pieces.stamp(k)
-            out = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(pieces.nbytes))
+            out = torch.empty(0, dtype=torch.uint8).set_(
+                torch.UntypedStorage._new_shared(pieces.nbytes)
+            )
             out.resize_(pieces.nbytes)
             torch.cat(parts, out=out)
             self._queue.put(out)
-        for _ in range(n):  # its descriptors are fetched from this process: it must not go on before they are
+        for _ in range(
+            n
+        ):  # its descriptors are fetched from this process: it must not go on before they are
             self._acks.acquire()
 
     def consume(self, reader: Reader, nbytes: int, n: int) -> None:
@@ -265,14 +278,18 @@ class Flight(Way):
             self.address = f"grpc://127.0.0.1:{self._server.port}"
             self._ready, self._done = threading.Event(), threading.Event()
         else:
-            self._client = flight.connect(address, generic_options=[("grpc.max_receive_message_length", -1)])
+            self._client = flight.connect(
+                address, generic_options=[("grpc.max_receive_message_length", -1)]
+            )
 
     def _stream(self) -> Any:
         self._ready.wait(WAIT_S)
         self._ready.clear()
         pa, (pieces, n) = self._pa, self._work
         schema = pa.schema([("data", pa.large_binary())])
-        buffers = [np.zeros(pieces.nbytes, np.uint8) for _ in range(AHEAD)]  # gRPC may still hold the last ones
+        buffers = [
+            np.zeros(pieces.nbytes, np.uint8) for _ in range(AHEAD)
+        ]  # gRPC may still hold the last ones
         ends = pa.py_buffer(np.array([0, pieces.nbytes]))
 
         def batches() -> Any:
@@ -280,7 +297,9 @@ class Flight(Way):
                 out = buffers[k % AHEAD]
                 pieces.stamp(k)
                 pieces.gather(out)
-                column = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(out)])
+                column = pa.LargeBinaryArray.from_buffers(
+                    pa.large_binary(), 1, [None, ends, pa.py_buffer(out)]
+                )
                 yield pa.record_batch([column], schema=schema)
             self._done.set()
 
@@ -307,10 +326,16 @@ class Flight(Way):
 
 
 WAYS: dict[str, type[Way]] = {
-    BARE: Bare, BARE_IN_TURN: BareInTurn, BARE_AT_ONCE: BareAtOnce,
-    "pair": Pair, "ring": Linked, "tcp": Tcp, "torch queue": TorchQueue, "Arrow Flight": Flight,
+    BARE: Bare,
+    BARE_IN_TURN: BareInTurn,
+    BARE_AT_ONCE: BareAtOnce,
+    "pair": Pair,
+    "ring": Linked,
+    "tcp": Tcp,
+    "torch queue": TorchQueue,
+    "Arrow Flight": Flight,
     "pipe + pickle": PipePickle,
-}  # fmt: skip
+}
 NEEDS = {"torch queue": "torch", "Arrow Flight": "pyarrow.flight", "Ray objects": "ray"}
 MEANING = {
     BARE: "the same copies in one process and one thread, into reused buffers: one for the message, one for its copy",

@@ -11,7 +11,8 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).resolve().parents[1]
 RESULTS = BENCHMARKS / "results"
 TAG = re.compile(
-    r"^<!-- made by: (?P<program>[\w/]+\.py); on: (?P<machines>[^;]+); run: (?P<date>\d{4}-\d\d-\d\d)\.(?P<run>\d+) -->$", re.MULTILINE
+    r"^<!-- made by: (?P<program>[\w/]+\.py); on: (?P<machines>[^;]+); run: (?P<date>\d{4}-\d\d-\d\d)\.(?P<run>\d+) -->$",
+    re.MULTILINE,
 )
 NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
 
@@ -47,7 +48,9 @@ class Page:
         text = path.read_text(encoding="utf-8")
         tag = TAG.search(text)
         if tag is None:
-            raise NotThere(f"{path.name}: expected a line '<!-- made by: ...; on: ...; run: <date>.<n> -->', got none; add it")
+            raise NotThere(
+                f"{path.name}: expected a line '<!-- made by: ...; on: ...; run: <date>.<n> -->', got none; add it"
+            )
         machines = tuple(name.strip() for name in tag["machines"].split(","))
         return cls(path, tag["program"], machines, (tag["date"], int(tag["run"])), text)
 
@@ -57,7 +60,11 @@ class Page:
         for i, line in enumerate(lines):
             if line.startswith("#"):
                 heading = line.lstrip("# ")
-            elif line.startswith("|") and i + 1 < len(lines) and re.fullmatch(r"\|[-:| ]+\|", lines[i + 1]):
+            elif (
+                line.startswith("|")
+                and i + 1 < len(lines)
+                and re.fullmatch(r"\|[-:| ]+\|", lines[i + 1])
+            ):
                 rows = []
                 for row in lines[i + 2 :]:
                     if not row.startswith("|"):
@@ -84,30 +91,47 @@ class Cell:
 
     def on(self, page: Page) -> str | None:
         """The cell's text on this page, or None; a row that occurs twice is an error."""
-        found = [row for t in page.tables() if self.heading in t.heading and self.column in t.head for row in t.matching(self.where)]
+        found = [
+            row
+            for t in page.tables()
+            if self.heading in t.heading and self.column in t.head
+            for row in t.matching(self.where)
+        ]
         if len(found) > 1:
-            raise NotThere(f"{page.path.name}: expected one row {dict(self.where)}, got {len(found)}; name more columns or the heading")
+            raise NotThere(
+                f"{page.path.name}: expected one row {dict(self.where)}, got {len(found)}; name more columns or the heading"
+            )
         return found[0][self.column] if found else None
 
     def number(self, text: str) -> str:
         """The cell's number as it is printed. A starred, computed or missing one may not be quoted."""
         found = NUMBER.findall(text)
         if len(found) <= self.at or text.startswith("*") or "by slope" in text:
-            raise NotThere(f"{self.column} of {dict(self.where)}: expected a measured number, got {text!r}; quote another row")
+            raise NotThere(
+                f"{self.column} of {dict(self.where)}: expected a measured number, got {text!r}; quote another row"
+            )
         return str(found[self.at]).replace(",", "")
 
 
 def pages(folder: Path = RESULTS) -> list[Page]:
     """All result pages, the newest first."""
-    return sorted((Page.read(path) for path in folder.glob("*.md")), key=lambda page: page.order, reverse=True)
+    return sorted(
+        (Page.read(path) for path in folder.glob("*.md")), key=lambda page: page.order, reverse=True
+    )
 
 
 def newest(cell: Cell, known: list[Page]) -> tuple[Page, str]:
     """The newest page of this program and machine that has the cell's row, and the number there."""
     for page in known:
-        if page.program == cell.program and cell.machine in page.machines and (text := cell.on(page)) is not None:
+        if (
+            page.program == cell.program
+            and cell.machine in page.machines
+            and (text := cell.on(page)) is not None
+        ):
             return page, cell.number(text)
-    raise NotThere(f"no page of {cell.program} on {cell.machine} has {cell.column!r} of {dict(cell.where)}; run it with --save")
+    raise NotThere(
+        f"no page of {cell.program} on {cell.machine} has {cell.column!r} of {dict(cell.where)}; run it with --save"
+    )
 
 
 def this_machine() -> str:
@@ -117,11 +141,18 @@ def this_machine() -> str:
 def program_of(name: str) -> str:
     """The program of a page's name: ``2026-11-16-autoscale-14`` is made by ``autoscale.py``."""
     kind = re.sub(r"^\d{4}-\d\d-\d\d-", "", name)
-    stems = {path.relative_to(BENCHMARKS).as_posix(): path.stem.replace("_", "-") for path in sorted(BENCHMARKS.glob("*.py"))}
+    stems = {
+        path.relative_to(BENCHMARKS).as_posix(): path.stem.replace("_", "-")
+        for path in sorted(BENCHMARKS.glob("*.py"))
+    }
     stems |= {f"gpu/{path.name}": f"gpu-{path.stem}" for path in (BENCHMARKS / "gpu").glob("*.py")}
-    fitting = [program for program, stem in stems.items() if kind == stem or kind.startswith(f"{stem}-")]
+    fitting = [
+        program for program, stem in stems.items() if kind == stem or kind.startswith(f"{stem}-")
+    ]
     if not fitting:
-        raise NotThere(f"{name}: expected <date>-<program>, got no program of benchmarks/ in it; name the page after its program")
+        raise NotThere(
+            f"{name}: expected <date>-<program>, got no program of benchmarks/ in it; name the page after its program"
+        )
     return max(fitting, key=len)
 
 
@@ -133,5 +164,9 @@ def tagged(name: str, text: str, machine: str, folder: Path = RESULTS) -> tuple[
     title, _, rest = text.partition("\n")
     tag = f"<!-- made by: {program}; on: {machine}; run: {date}.{run} -->"
     suffix = "" if machine.replace(" ", "-") in name else f"-{machine.replace(' ', '-')}"
-    unique = f"{name}{suffix}" if not (folder / f"{name}{suffix}.md").exists() else f"{name}{suffix}-run{run}"
+    unique = (
+        f"{name}{suffix}"
+        if not (folder / f"{name}{suffix}.md").exists()
+        else f"{name}{suffix}-run{run}"
+    )
     return unique, f"{title}\n\n{tag}\n\n{rest.lstrip()}"

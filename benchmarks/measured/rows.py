@@ -28,19 +28,33 @@ class Row:
             return page, number
         other, below = newest(self.over, known)
         if other != page:
-            raise NotThere(f"{self.claim!r}: its numbers are of {page.path.name} and {other.path.name}; measure both in one run")
+            raise NotThere(
+                f"{self.claim!r}: its numbers are of {page.path.name} and {other.path.name}; measure both in one run"
+            )
         return page, f"{float(number) / float(below):.2f}"
 
     def check(self, known: list[Page]) -> None:
         """Refuse a number that contradicts the claim, and numbers in the claim that the page does not hold."""
         page, number = self.value(known)
         if float(number) <= self.above:
-            raise NotThere(f"{self.claim!r}: expected more than {self.above:g}, got {number} on {page.path.name}; write the claim anew")
-        named = [*self.cell.where.values(), *(self.over.where.values() if self.over else ()), *self.settings, self.cell.machine]
+            raise NotThere(
+                f"{self.claim!r}: expected more than {self.above:g}, got {number} on {page.path.name}; write the claim anew"
+            )
+        named = [
+            *self.cell.where.values(),
+            *(self.over.where.values() if self.over else ()),
+            *self.settings,
+            self.cell.machine,
+        ]
         absent = [words for words in self.settings if words not in page.text]
-        unknown = sorted(set(NUMBER.findall(self.claim)) - {number for words in named for number in NUMBER.findall(words)})
+        unknown = sorted(
+            set(NUMBER.findall(self.claim))
+            - {number for words in named for number in NUMBER.findall(words)}
+        )
         if absent or unknown:
-            raise NotThere(f"{self.claim!r}: {page.path.name} does not hold {[*absent, *unknown]}; name the words in settings")
+            raise NotThere(
+                f"{self.claim!r}: {page.path.name} does not hold {[*absent, *unknown]}; name the words in settings"
+            )
 
     def line(self, known: list[Page]) -> str:
         self.check(known)
@@ -52,18 +66,34 @@ SIXTEEN, TWO, GPU = "16 cores", "2 cores", "H200"
 
 
 def _memory_of(setting: str, machine: str) -> Cell:
-    where = {"loader": "process", "shuffle": "on", "sources": "300", "ranks": "8", "setting": setting}
-    return Cell(program="memory.py", machine=machine, where=where, column="x less than torch", heading="Compared")
+    where = {
+        "loader": "process",
+        "shuffle": "on",
+        "sources": "300",
+        "ranks": "8",
+        "setting": setting,
+    }
+    return Cell(
+        program="memory.py",
+        machine=machine,
+        where=where,
+        column="x less than torch",
+        heading="Compared",
+    )
 
 
 def _throughput(loader: str, column: str, heading: str, sources: str = "100", at: int = 0) -> Cell:
     where = {"sources": sources, "loader": loader}
-    return Cell(program="throughput.py", machine=SIXTEEN, where=where, column=column, heading=heading, at=at)
+    return Cell(
+        program="throughput.py", machine=SIXTEEN, where=where, column=column, heading=heading, at=at
+    )
 
 
 def _null(loader: str, column: str, sources: str) -> Cell:
     where = {"job": "null", "sources": sources, "loader": loader}
-    return Cell(program="throughput.py", machine=SIXTEEN, where=where, column=column, heading="Throughput")
+    return Cell(
+        program="throughput.py", machine=SIXTEEN, where=where, column=column, heading="Throughput"
+    )
 
 
 def _hosts(hosts: str, machine: str) -> Cell:
@@ -72,60 +102,80 @@ def _hosts(hosts: str, machine: str) -> Cell:
 
 
 def _scaling(loader: str) -> Cell:
-    return Cell(program="scaling.py", machine=SIXTEEN, where={"loader": loader, "hosts or workers": "16"}, column="Mtok/s")
+    return Cell(
+        program="scaling.py",
+        machine=SIXTEEN,
+        where={"loader": loader, "hosts or workers": "16"},
+        column="Mtok/s",
+    )
 
 
 ROWS: Sequence[Sequence[Row]] = (
     (
         Row(
             claim="**Against us:** in one process, token ids from 100 sources cost more CPU than with torchdata.nodes",
-            cell=_null("overlord", "CPU s/Mtok", "100"), over=_null("nodes", "CPU s/Mtok", "100"), above=1.0,
+            cell=_null("overlord", "CPU s/Mtok", "100"),
+            over=_null("nodes", "CPU s/Mtok", "100"),
+            above=1.0,
         ),
         Row(
             claim="**Against us:** in one process, token ids from 100 sources cost more CPU than with torchdata.nodes",
-            cell=_throughput("overlord", "CPU s/Mtok", "Null job"), over=_throughput("nodes", "CPU s/Mtok", "Null job"),
+            cell=_throughput("overlord", "CPU s/Mtok", "Null job"),
+            over=_throughput("nodes", "CPU s/Mtok", "Null job"),
             above=1.0,
         ),
     ),
     (
         Row(
             claim="**Against us:** in processes, 300 sources and 8 trainers cost more CPU than a bare loop",
-            cell=_null("overlord-process", "x bare", "300"), settings=("8 ranks",), above=1.0,
+            cell=_null("overlord-process", "x bare", "300"),
+            settings=("8 ranks",),
+            above=1.0,
         ),
     ),
     (
         Row(
             claim="**Against us:** two loader hosts take more memory than one (300 sources); the paper's Figure 15 found the opposite",
-            cell=_hosts("2", SIXTEEN), over=_hosts("1", SIXTEEN), settings=("(Figure 15)",), above=1.0,
+            cell=_hosts("2", SIXTEEN),
+            over=_hosts("1", SIXTEEN),
+            settings=("(Figure 15)",),
+            above=1.0,
         ),
     ),
     (
         Row(
             claim="Less memory than a DataLoader in each of 8 ranks: 300 sources, shuffled, each at its smallest setting that keeps pace",
-            cell=_memory_of("smallest that keeps pace", SIXTEEN), above=1.0,
+            cell=_memory_of("smallest that keeps pace", SIXTEEN),
+            above=1.0,
         ),
         Row(
             claim="Less memory than a DataLoader in each of 8 ranks (2 cores): 300 sources, shuffled, each at its smallest setting",
-            cell=_memory_of("smallest that keeps pace", TWO), above=1.0,
+            cell=_memory_of("smallest that keeps pace", TWO),
+            above=1.0,
         ),
         Row(
             claim="Less memory over imports than a DataLoader in each of 4 ranks: 300 sources, Overlord in one process and shuffled",
             cell=_throughput("torch", "PSS MB (over idle)", "Null job", "300", at=1),
-            over=_throughput("overlord-shuffled", "PSS MB (over idle)", "Null job", "300", at=1), settings=("4 ranks",),
+            over=_throughput("overlord-shuffled", "PSS MB (over idle)", "Null job", "300", at=1),
+            settings=("4 ranks",),
             above=1.0,
         ),
     ),
     (
         Row(
             claim="Faster tokenizing than a DataLoader, 16 loader processes against 16 workers",
-            cell=_scaling("overlord-process"), over=_scaling("torch"), above=1.0,
+            cell=_scaling("overlord-process"),
+            over=_scaling("torch"),
+            above=1.0,
         ),
     ),
     (
         Row(
             claim="Faster steps than token packing: ranks run one after another on one H200, context 16k",
             cell=Cell(
-                program="gpu/plans.py", machine=GPU, column="x packed",
+                program="gpu/plans.py",
+                machine=GPU,
+                column="x packed",
                 where={"context": "16k", "samples a rank": "16", "plan": "balanced, fitted"},
             ),
             above=1.0,
@@ -135,22 +185,29 @@ ROWS: Sequence[Sequence[Row]] = (
         Row(
             claim="Longest wait for a step while 8 of 64 loader processes are killed at once (prefetch 4, steps of 0.3 s)",
             cell=Cell(
-                program="faults.py", machine=SIXTEEN, column="longest", where={"run": "8 loaders killed, read again", "prefetch": "4"}
+                program="faults.py",
+                machine=SIXTEEN,
+                column="longest",
+                where={"run": "8 loaders killed, read again", "prefetch": "4"},
             ),
-            unit="ms", settings=("64 loaders", "a trainer step of 0.3 s"),
+            unit="ms",
+            settings=("64 loaders", "a trainer step of 0.3 s"),
         ),
     ),
     (
         Row(
             claim="CPU time to plan a step of 262,144 samples on 4,096 ranks",
             cell=Cell(
-                program="planning.py", machine=SIXTEEN, column="16-core Intel Xeon, best / median", at=1,
+                program="planning.py",
+                machine=SIXTEEN,
+                column="16-core Intel Xeon, best / median",
+                at=1,
                 where={"samples -> ranks": "262,144 -> 4,096"},
             ),
             unit="ms",
         ),
     ),
-)  # fmt: skip
+)
 
 
 def shown(known: list[Page]) -> list[Row]:

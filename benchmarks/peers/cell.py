@@ -40,7 +40,9 @@ def main() -> None:
     say(ready=True)
     sys.stdin.readline()
     mark("start", work, 0, 0, 0)
-    stream = side.microbatches(open_corpus(Path(work.folder), work.n_sources, equal=work.equal), work)
+    stream = side.microbatches(
+        open_corpus(Path(work.folder), work.n_sources, equal=work.equal), work
+    )
     consume(stream, work)
     sys.stdin.read()
 

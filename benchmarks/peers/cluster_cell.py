@@ -24,8 +24,14 @@ from peers.work import Work
 HERE = Path(__file__).resolve().parents[1]
 EMBEDDED = ("bare", "overlord")
 RAY_DATA = ("ray-data", "ray-data-list")
-LOOK_S, MEMORY_S = 0.4, 2.0  # between two looks at CPU and memory: looking takes CPU too, and that of a cell waits for it
-SETTLE_S, SETTLED = 8.0, 0.25  # at most so long until read-ahead is filled and less than so many cores work
+LOOK_S, MEMORY_S = (
+    0.4,
+    2.0,
+)  # between two looks at CPU and memory: looking takes CPU too, and that of a cell waits for it
+SETTLE_S, SETTLED = (
+    8.0,
+    0.25,
+)  # at most so long until read-ahead is filled and less than so many cores work
 CLOSE_S, KILL_S = 15.0, 10.0
 PACED_STEPS = 8
 
@@ -120,7 +126,10 @@ class Moment:
 
 
 def run_cell(work: Work, limits: Limits) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="cell-") as folder, open(Path(folder) / "errors", "w+") as errors:
+    with (
+        tempfile.TemporaryDirectory(prefix="cell-") as folder,
+        open(Path(folder) / "errors", "w+") as errors,
+    ):
         cell = _Cell(work, limits, Path(folder), errors)
         try:
             return cell.measured()
@@ -151,7 +160,11 @@ class _Cell:
 
     def measured(self) -> Outcome:
         self._start()
-        self._until(lambda: len(self._heard("ready")) == len(self.children), self.limits.start_s, "to import")
+        self._until(
+            lambda: len(self._heard("ready")) == len(self.children),
+            self.limits.start_s,
+            "to import",
+        )
         self.ledger.peak = dict.fromkeys(self.ledger.peak, 0.0)  # imports count for nobody
         go, busy, spent = self._moment(), busy_seconds(), time.process_time()
         server = self._server()
@@ -166,17 +179,34 @@ class _Cell:
             self._fail(f"no step in {end.at - warm.at:.0f} s")
         self.ledger.look_at_memory()
         processes, busy = len(living()), busy_seconds() - busy - (time.process_time() - spent)
-        idle, settled = self._idle() if self.work.peer != "bare" else (dict.fromkeys(end.cpu, 0.0), True)
+        idle, settled = (
+            self._idle() if self.work.peer != "bare" else (dict.fromkeys(end.cpu, 0.0), True)
+        )
         waits, late, ahead = self._paced(server) if self.work.peer != "bare" else ([], False, None)
         return Outcome(
-            peer=self.work.peer, job=self.work.job, n_sources=self.work.n_sources, ranks=self.work.ranks, processes=processes,
-            tokens=end.tokens, steady_tokens=end.tokens - warm.tokens, steady_s=end.at - warm.at,
-            steady_cpu={part: end.cpu[part] - warm.cpu[part] for part in end.cpu}, whole_cpu_s=end.total - go.total,
-            start_cpu_s=first.total - go.total, cluster_s=cluster_at - go.at,
-            first_s=max(s.first_at for s in self._ranks()) - go.at, pss_mb=dict(self.ledger.peak), idle_cores=sum(idle.values()),
-            idle_parts=idle, settled=settled, waits=waits, late=late, ahead=ahead, left=self._close(server),
+            peer=self.work.peer,
+            job=self.work.job,
+            n_sources=self.work.n_sources,
+            ranks=self.work.ranks,
+            processes=processes,
+            tokens=end.tokens,
+            steady_tokens=end.tokens - warm.tokens,
+            steady_s=end.at - warm.at,
+            steady_cpu={part: end.cpu[part] - warm.cpu[part] for part in end.cpu},
+            whole_cpu_s=end.total - go.total,
+            start_cpu_s=first.total - go.total,
+            cluster_s=cluster_at - go.at,
+            first_s=max(s.first_at for s in self._ranks()) - go.at,
+            pss_mb=dict(self.ledger.peak),
+            idle_cores=sum(idle.values()),
+            idle_parts=idle,
+            settled=settled,
+            waits=waits,
+            late=late,
+            ahead=ahead,
+            left=self._close(server),
             others_cores=max(0.0, busy - (end.total - go.total)) / (end.at - go.at),
-        )  # fmt: skip
+        )
 
     def _start(self) -> None:
         if self.embedded:
@@ -189,12 +219,28 @@ class _Cell:
 
     def _run(self, module: str, *arguments: str) -> None:
         # One thread each in libraries that would otherwise start one per core; an empty cache, where Overlord keeps its index of files.
-        single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        single = {
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
         paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
-        environment = {**os.environ, **single, "PYTHONPATH": paths, "OVERLORD_CACHE": str(self.folder / "cache")}
+        environment = {
+            **os.environ,
+            **single,
+            "PYTHONPATH": paths,
+            "OVERLORD_CACHE": str(self.folder / "cache"),
+        }
         command = [sys.executable, "-m", module, *arguments]
         self.children.append(
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.errors, stderr=self.errors, env=environment, cwd=HERE)
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self.errors,
+                stderr=self.errors,
+                env=environment,
+                cwd=HERE,
+            )
         )
 
     def _work(self, rank: int = 0) -> str:
@@ -244,7 +290,11 @@ class _Cell:
                 ahead.append(found)
         self._tell_ranks([REST, 0.0])
         late = any(len(s.waits) <= PACED_STEPS for s in self._ranks())
-        return [wait for s in self._ranks() for wait in s.waits[1 : 1 + PACED_STEPS]], late, min(ahead, default=None)
+        return (
+            [wait for s in self._ranks() for wait in s.waits[1 : 1 + PACED_STEPS]],
+            late,
+            min(ahead, default=None),
+        )
 
     def _asked(self, server: socket.socket) -> int | None:
         self.said[server].facts.pop("ahead", None)
@@ -353,7 +403,9 @@ class _Cell:
         self.errors.flush()
         self.errors.seek(0)
         w = self.work
-        raise CellFailed(f"{w.peer}, {w.job}, {w.n_sources} sources, {w.ranks} ranks: {what}\n{self.errors.read()[-3000:]}")
+        raise CellFailed(
+            f"{w.peer}, {w.job}, {w.n_sources} sources, {w.ranks} ranks: {what}\n{self.errors.read()[-3000:]}"
+        )
 
 
 __all__ = ["EMBEDDED", "RAY_DATA", "RUN", "CellFailed", "Limits", "Outcome", "run_cell"]

@@ -38,13 +38,22 @@ def serve(work: Work, line: Line) -> None:
         line.say(cluster=time.monotonic())
         job = overlord_side.make_job(open_corpus(Path(work.folder), work.n_sources), work)
         options = {"sources_per_host": PER_HOST[work.peer]} if work.peer in PER_HOST else {}
-        session = stack.enter_context(ov.launch(job, runtime="ray" if on_ray else "process", **options))
+        session = stack.enter_context(
+            ov.launch(job, runtime="ray" if on_ray else "process", **options)
+        )
         served = session.serve()
-        hosts = [part["pid"] for part in session.metrics()["actors"] if part["role"] in ("host", "constructor") and part["pid"]]
+        hosts = [
+            part["pid"]
+            for part in session.metrics()["actors"]
+            if part["role"] in ("host", "constructor") and part["pid"]
+        ]
         line.say(serving=[served.address, served.token], hosts=sorted(set(hosts)))
         while line.hear() != "end":
             found = session.metrics()
-            line.say(ahead=found["planned_steps"] - min(client["steps"] for client in found["clients"].values()))
+            line.say(
+                ahead=found["planned_steps"]
+                - min(client["steps"] for client in found["clients"].values())
+            )
 
 
 def receive(work: Work, line: Line) -> None:
@@ -65,7 +74,9 @@ def take_all(work: Work, line: Line) -> None:
     side.prepare(work)
     line.say(ready=True)
     line.hear()
-    microbatches: Iterator[Any] = side.microbatches(open_corpus(Path(work.folder), work.n_sources), work)
+    microbatches: Iterator[Any] = side.microbatches(
+        open_corpus(Path(work.folder), work.n_sources), work
+    )
     take_steps(iter(lambda: list(islice(microbatches, work.step)), []), work, line)
 
 

@@ -33,26 +33,53 @@ def check_microbatch(microbatch: Mapping[str, Any], context: int, n_sources: int
         _rule(key in microbatch, f"key {key!r} is missing")
         arrays[key] = as_numpy(microbatch[key])
         _rule(arrays[key].dtype == dtype, f"{key} is {arrays[key].dtype}, wanted {np.dtype(dtype)}")
-    tokens, bounds, padded = arrays["tokens"], arrays["cu_seqlens"].astype(np.int64), arrays["cu_seqlens_padded"].astype(np.int64)
+    tokens, bounds, padded = (
+        arrays["tokens"],
+        arrays["cu_seqlens"].astype(np.int64),
+        arrays["cu_seqlens_padded"].astype(np.int64),
+    )
     n, lengths = len(bounds) - 1, np.diff(bounds)
     _rule(n >= 1 and bounds[0] == 0 and (lengths > 0).all(), "cu_seqlens does not rise from 0")
-    _rule(len(padded) == n + 1 and padded[0] == 0 and (np.diff(padded) >= lengths).all(), "cu_seqlens_padded cuts into documents")
-    _rule(padded[-1] <= len(tokens) <= context, f"{len(tokens)} tokens for documents of {padded[-1]} in a context of {context}")
+    _rule(
+        len(padded) == n + 1 and padded[0] == 0 and (np.diff(padded) >= lengths).all(),
+        "cu_seqlens_padded cuts into documents",
+    )
+    _rule(
+        padded[-1] <= len(tokens) <= context,
+        f"{len(tokens)} tokens for documents of {padded[-1]} in a context of {context}",
+    )
     for key in ("position_ids", "labels", "loss_mask"):
         _rule(arrays[key].shape == tokens.shape, f"{key} and tokens differ in shape")
-    _rule(int(arrays["max_seqlen"].max()) == lengths.max(), "max_seqlen is not the longest document")
+    _rule(
+        int(arrays["max_seqlen"].max()) == lengths.max(), "max_seqlen is not the longest document"
+    )
     source = arrays["source_ids"]
-    _rule(len(source) == n and source.min() >= 0 and source.max() < n_sources, "source_ids do not name a source for each document")
+    _rule(
+        len(source) == n and source.min() >= 0 and source.max() < n_sources,
+        "source_ids do not name a source for each document",
+    )
     for start, length in zip(padded[:-1].tolist(), lengths.tolist(), strict=True):
         _check_document(arrays, slice(start, start + length), length)
-    _rule(arrays["loss_mask"].sum() == (lengths - 1).sum(), "loss_mask counts a token that has no label")
+    _rule(
+        arrays["loss_mask"].sum() == (lengths - 1).sum(),
+        "loss_mask counts a token that has no label",
+    )
 
 
 def _check_document(arrays: Mapping[str, np.ndarray], at: slice, length: int) -> None:
     labels, mask = arrays["labels"][at], arrays["loss_mask"][at]
-    _rule(np.array_equal(arrays["position_ids"][at], np.arange(length)), "positions do not restart with each document")
-    _rule(np.array_equal(labels[:-1], arrays["tokens"][at][1:]), "labels are not the tokens one place on")
-    _rule(labels[-1] == NO_LABEL and mask[-1] == 0 and (mask[:-1] == 1).all(), "a document's last token has a label or a loss")
+    _rule(
+        np.array_equal(arrays["position_ids"][at], np.arange(length)),
+        "positions do not restart with each document",
+    )
+    _rule(
+        np.array_equal(labels[:-1], arrays["tokens"][at][1:]),
+        "labels are not the tokens one place on",
+    )
+    _rule(
+        labels[-1] == NO_LABEL and mask[-1] == 0 and (mask[:-1] == 1).all(),
+        "a document's last token has a label or a loss",
+    )
 
 
 def real_tokens(microbatch: Mapping[str, Any]) -> int:

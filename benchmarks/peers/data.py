@@ -14,5 +14,12 @@ from page import progress
 def corpora(console: Console, root: Path, sources: Iterable[int], seed: int) -> dict[int, Corpus]:
     """By number of sources."""
     with progress(console) as shown:
-        bars = {name: shown.add_task(f"data: {name}", total=None) for name in ("sources", "tokenizer")}
-        return {n: make_corpus(root, n, seed, lambda name, at, of: shown.update(bars[name], completed=at, total=of)) for n in sources}
+        bars = {
+            name: shown.add_task(f"data: {name}", total=None) for name in ("sources", "tokenizer")
+        }
+        return {
+            n: make_corpus(
+                root, n, seed, lambda name, at, of: shown.update(bars[name], completed=at, total=of)
+            )
+            for n in sources
+        }

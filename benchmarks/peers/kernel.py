@@ -30,18 +30,32 @@ class SourceRows:
     share groups, each would have to decode rows of the others.
     """
 
-    def __init__(self, source: SourceFiles, column: str, reader: int, readers: int, order: np.random.Generator | None = None):
+    def __init__(
+        self,
+        source: SourceFiles,
+        column: str,
+        reader: int,
+        readers: int,
+        order: np.random.Generator | None = None,
+    ):
         groups = [(file, group) for file in range(FILES) for group in range(GROUPS_PER_FILE)]
         first = reader % len(groups)
-        mine = groups[reader::readers] if readers <= len(groups) else groups[first:] + groups[:first]
+        mine = (
+            groups[reader::readers] if readers <= len(groups) else groups[first:] + groups[:first]
+        )
         self.source, self.column, self.order = source, column, order
-        self.parts = [(file, [group for _, group in part]) for file, part in groupby(mine, key=lambda at: at[0])]
+        self.parts = [
+            (file, [group for _, group in part])
+            for file, part in groupby(mine, key=lambda at: at[0])
+        ]
 
     def epoch(self) -> Iterator[list[Any]]:
         """Rows of one pass, up to READ_ROWS at a time: strings, or views of ids."""
         for f, groups in self._parts():
             with pq.ParquetFile(self.source.files[f]) as file:
-                for batch in file.iter_batches(READ_ROWS, row_groups=groups, columns=[self.column], use_threads=False):
+                for batch in file.iter_batches(
+                    READ_ROWS, row_groups=groups, columns=[self.column], use_threads=False
+                ):
                     yield rows_of(batch.column(0))
 
     def _parts(self) -> list[tuple[int, list[int]]]:
@@ -82,7 +96,9 @@ class RowBuffer:
         """Take rows in; return as many random ones, or none while the buffer fills."""
         left = []
         for source, row in zip(sources, rows, strict=True):
-            kept = row if isinstance(row, str) else row.copy()  # a view would hold the decoded batch
+            kept = (
+                row if isinstance(row, str) else row.copy()
+            )  # a view would hold the decoded batch
             if len(self.held) < self.size:
                 self.held.append((source, kept))
                 continue
@@ -163,7 +179,10 @@ def mixed_microbatches(corpus: Corpus, work: Work) -> Iterator[Microbatch]:
     n = len(corpus.sources)
     rng = np.random.default_rng([work.seed, work.rank])
     order = rng if work.shuffle else None
-    streams = [SourceRows(source, work.column, work.rank, work.processes, order).forever() for source in corpus.sources]
+    streams = [
+        SourceRows(source, work.column, work.rank, work.processes, order).forever()
+        for source in corpus.sources
+    ]
     encode, packer = Encoder(corpus, work.job, work.context), Packer(work.context)
     cumulative = np.cumsum(corpus.weights)
     buffer = RowBuffer(SHUFFLED_ROWS, rng) if work.shuffle else None

@@ -20,13 +20,24 @@ from peers.measure import TICKS, pss_of
 SUBREAPER = 36  # prctl: children of those that end come here
 RANKS, HOSTS, LAUNCHER, SERVICES = "ranks", "hosts", "launcher", "services"
 PARTS = (RANKS, HOSTS, LAUNCHER, SERVICES)
-OF_RAY = ("gcs_server", "raylet/raylet", "dashboard", "monitor.py", "runtime_env/agent", "log_monitor", "ray/_private")
+OF_RAY = (
+    "gcs_server",
+    "raylet/raylet",
+    "dashboard",
+    "monitor.py",
+    "runtime_env/agent",
+    "log_monitor",
+    "ray/_private",
+)
 Key = tuple[int, int]  # pid, and when it started: numbers are used again
 
 
 def adopt_orphans() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER): processes of Ray could not be told from those of others")
+        raise OSError(
+            ctypes.get_errno(),
+            "prctl(PR_SET_CHILD_SUBREAPER): processes of Ray could not be told from those of others",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +71,13 @@ def _seen(pid: int) -> Seen | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text[text.rindex(b")") + 2 :].split(None, 21)  # the command's name may hold spaces
-    return Seen(pid, int(fields[1]), int(fields[19]), (int(fields[11]) + int(fields[12])) / TICKS, fields[0] in b"ZX")
+    return Seen(
+        pid,
+        int(fields[1]),
+        int(fields[19]),
+        (int(fields[11]) + int(fields[12])) / TICKS,
+        fields[0] in b"ZX",
+    )
 
 
 @dataclass(slots=True)
@@ -71,7 +88,9 @@ class Ledger:
     named: dict[int, str] = field(default_factory=dict)
     cpu: dict[Key, float] = field(default_factory=dict)
     part: dict[Key, str] = field(default_factory=dict)
-    peak: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PARTS, "all"), 0.0))  # MB
+    peak: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys((*PARTS, "all"), 0.0)
+    )  # MB
 
     def look(self) -> list[Seen]:
         found = below_me()
@@ -97,7 +116,11 @@ class Ledger:
 
     def total(self, part: str | None = None) -> float:
         """CPU seconds until the last look."""
-        return sum(cpu for key, cpu in self.cpu.items() if part is None or self.part.get(key, LAUNCHER) == part)
+        return sum(
+            cpu
+            for key, cpu in self.cpu.items()
+            if part is None or self.part.get(key, LAUNCHER) == part
+        )
 
     def look_at_memory(self) -> None:
         now = dict.fromkeys((*PARTS, "all"), 0.0)

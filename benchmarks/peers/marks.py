@@ -24,7 +24,9 @@ def say(**fields: Any) -> None:
 def mark(name: str, work: Work, tokens: int, nbytes: int, count: int) -> None:
     """CPU is that of this process and all below it. Processes that only receive take equal shares of what their server has used
     until then: the sum over all of them is the whole, each part of it seen when one of them passed its mark."""
-    cpu = cpu_seconds(os.getpid()) + (cpu_seconds(work.server) / work.processes if work.server else 0.0)
+    cpu = cpu_seconds(os.getpid()) + (
+        cpu_seconds(work.server) / work.processes if work.server else 0.0
+    )
     say(at=name, wall=time.monotonic(), cpu=cpu, tokens=tokens, nbytes=nbytes, microbatches=count)
 
 
@@ -32,12 +34,19 @@ def consume(stream: Iterator[Any], work: Work, take_first: Callable[[Any], int] 
     """Takes microbatches until this process has its share of the tokens; ``take_first`` looks at those before the steady part."""
     share, tokens, nbytes, count = work.tokens / work.processes, 0, 0, 0
     first_step = [next(stream) for _ in range(work.step)]
-    tokens, nbytes, count = sum(map(real_tokens, first_step)), sum(map(take_first, first_step)), len(first_step)
+    tokens, nbytes, count = (
+        sum(map(real_tokens, first_step)),
+        sum(map(take_first, first_step)),
+        len(first_step),
+    )
     mark("first", work, tokens, nbytes, count)
     for microbatch in first_step:
         check_microbatch(microbatch, work.context, work.n_sources)
     del first_step, microbatch
-    for name, until, take in (("warm", max(tokens + 1, WARM_SHARE * share), take_first), ("end", share, touch)):
+    for name, until, take in (
+        ("warm", max(tokens + 1, WARM_SHARE * share), take_first),
+        ("end", share, touch),
+    ):
         while tokens < until:
             microbatch = next(stream)
             tokens += real_tokens(microbatch)

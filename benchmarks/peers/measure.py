@@ -32,7 +32,9 @@ def descendants(pid: int) -> list[int]:
     while todo:
         found.append(todo.pop())
         for task in _tasks(found[-1]):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile: others may have children
+            with contextlib.suppress(
+                FileNotFoundError, ProcessLookupError
+            ):  # a thread that ended meanwhile: others may have children
                 todo += [int(child) for child in (task / "children").read_text().split()]
     return found
 
@@ -50,7 +52,9 @@ def _own_cpu(pid: int) -> float:
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
     fields = text[text.rindex(")") + 2 :].split()  # the command's name may hold spaces
-    return sum(int(fields[i]) for i in (11, 12, 13, 14)) / TICKS  # utime, stime, and both of children waited for
+    return (
+        sum(int(fields[i]) for i in (11, 12, 13, 14)) / TICKS
+    )  # utime, stime, and both of children waited for
 
 
 def pss_of(pid: int) -> int:
@@ -73,7 +77,9 @@ def _own_read(pid: int) -> int:
 
 def busy_seconds() -> float:
     """CPU seconds that the whole machine has worked since it started, by anyone."""
-    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    )
     return (user + nice + system + irq + softirq) / TICKS
 
 

@@ -12,7 +12,16 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Loader, Mapper, MultiNodeWeightedSampler, Prefetcher, StopCriteria
+    from torchdata.nodes import (
+        BaseNode,
+        Batcher,
+        IterableWrapper,
+        Loader,
+        Mapper,
+        MultiNodeWeightedSampler,
+        Prefetcher,
+        StopCriteria,
+    )
 
 from corpus import Corpus
 from peers.kernel import CHUNK_ROWS, Encoder, Microbatch, Packer, SourceRows
@@ -66,12 +75,28 @@ def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
         sources, rows = zip(*chunk, strict=True)
         return encode(rows), sources
 
-    readers = (SourceRows(source, work.column, work.rank, work.processes) for source in corpus.sources)
-    nodes = {source.name: IterableWrapper(Tagged(rows, i)) for i, (source, rows) in enumerate(zip(corpus.sources, readers, strict=True))}
-    weights = {source.name: float(w) for source, w in zip(corpus.sources, corpus.weights, strict=True)}
+    readers = (
+        SourceRows(source, work.column, work.rank, work.processes) for source in corpus.sources
+    )
+    nodes = {
+        source.name: IterableWrapper(Tagged(rows, i))
+        for i, (source, rows) in enumerate(zip(corpus.sources, readers, strict=True))
+    }
+    weights = {
+        source.name: float(w) for source, w in zip(corpus.sources, corpus.weights, strict=True)
+    }
     node: Any = MultiNodeWeightedSampler(
-        nodes, weights, StopCriteria.CYCLE_FOREVER, rank=work.rank, world_size=work.processes, seed=work.seed
+        nodes,
+        weights,
+        StopCriteria.CYCLE_FOREVER,
+        rank=work.rank,
+        world_size=work.processes,
+        seed=work.seed,
     )
     node = Mapper(Batcher(node, CHUNK_ROWS), encode_chunk)
-    node = Prefetcher(PackNode(node, work.context), prefetch_factor=work.microbatches, snapshot_frequency=SNAPSHOT_EVERY)
+    node = Prefetcher(
+        PackNode(node, work.context),
+        prefetch_factor=work.microbatches,
+        snapshot_frequency=SNAPSHOT_EVERY,
+    )
     return iter(Loader(node))

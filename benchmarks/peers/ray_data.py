@@ -33,7 +33,11 @@ STORE_BYTES = 512 * 2**20  # Ray would take 30 % of the machine's memory, and wa
 MORE = 2.0  # times the tokens that a run wants are there to be read: it must not come to its end
 TOKENS_PER_WORD = {"null": 1.0, "tokenized": 1.45}
 ROW_TAG = "source"
-BLOCKS: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow", "zero_copy_batch": True}  # whole ones
+BLOCKS: dict[str, Any] = {
+    "batch_size": None,
+    "batch_format": "pyarrow",
+    "zero_copy_batch": True,
+}  # whole ones
 SETTINGS = {  # the first four are what Overlord sets too
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
@@ -59,10 +63,16 @@ class Pack:
 
     def __init__(self, work: Work):
         self.work = work
-        self.encode = Encoder(open_corpus(Path(work.folder), work.n_sources), work.job, work.context)
+        self.encode = Encoder(
+            open_corpus(Path(work.folder), work.n_sources), work.job, work.context
+        )
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        return packed(table, self.encode(rows_of(table.column(self.work.column).combine_chunks())), self.work.context)
+        return packed(
+            table,
+            self.encode(rows_of(table.column(self.work.column).combine_chunks())),
+            self.work.context,
+        )
 
 
 def packed(table: pa.Table, documents: list[np.ndarray], context: int) -> pa.Table:
@@ -99,7 +109,9 @@ def _lists(bounds: np.ndarray, values: np.ndarray) -> pa.ListArray:
 # ---- in ranks -------------------------------------------------------------------------------------------------------
 
 
-def widen(tokens: np.ndarray, lengths: np.ndarray, sources: np.ndarray, ramp: np.ndarray) -> dict[str, np.ndarray]:
+def widen(
+    tokens: np.ndarray, lengths: np.ndarray, sources: np.ndarray, ramp: np.ndarray
+) -> dict[str, np.ndarray]:
     """The arrays of the batch contract, from packed ids."""
     bounds = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=bounds[1:])
@@ -112,13 +124,21 @@ def widen(tokens: np.ndarray, lengths: np.ndarray, sources: np.ndarray, ramp: np
     loss_mask[last] = 0.0
     positions = ramp[: len(wide)] - np.repeat(bounds[:-1], lengths)
     return {
-        "tokens": wide, "position_ids": positions, "labels": labels, "loss_mask": loss_mask, "cu_seqlens": bounds,
-        "cu_seqlens_padded": bounds, "max_seqlen": lengths.max(), "source_ids": sources,
-    }  # fmt: skip
+        "tokens": wide,
+        "position_ids": positions,
+        "labels": labels,
+        "loss_mask": loss_mask,
+        "cu_seqlens": bounds,
+        "cu_seqlens_padded": bounds,
+        "max_seqlen": lengths.max(),
+        "source_ids": sources,
+    }
 
 
 def microbatches(batch: pa.Table, ramp: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
-    columns = [rows_of(batch.column(name).combine_chunks()) for name in ("tokens", "lengths", "sources")]
+    columns = [
+        rows_of(batch.column(name).combine_chunks()) for name in ("tokens", "lengths", "sources")
+    ]
     return (widen(*row, ramp) for row in zip(*columns, strict=True))
 
 
@@ -133,7 +153,9 @@ class Rank:
         return True
 
     def take(self, split: Any) -> None:
-        batches = iter(split.iter_batches(batch_size=self.work.microbatches, batch_format="pyarrow"))
+        batches = iter(
+            split.iter_batches(batch_size=self.work.microbatches, batch_format="pyarrow")
+        )
         ramp = np.arange(self.work.context, dtype=np.int64)
         take_steps((microbatches(batch, ramp) for batch in batches), self.work, self.line)
 
@@ -155,7 +177,12 @@ def links(folder: Path, sources: list[SourceFiles], wanted: list[int]) -> list[s
 
 def files_wanted(corpus: Corpus, work: Work) -> float:
     """Of the whole run."""
-    tokens = sum(source.words for source in corpus.sources) / len(corpus.sources) / FILES * TOKENS_PER_WORD[work.job]
+    tokens = (
+        sum(source.words for source in corpus.sources)
+        / len(corpus.sources)
+        / FILES
+        * TOKENS_PER_WORD[work.job]
+    )
     return MORE * work.tokens / tokens + 64
 
 
@@ -165,17 +192,29 @@ def mixed(corpus: Corpus, work: Work, folder: Path) -> Any:
 
     datasets = []
     for number, share in enumerate(corpus.weights):
-        paths = links(folder / str(number), list(corpus.sources), [number] * (2 + math.ceil(share * files_wanted(corpus, work))))
-        read = ray.data.read_parquet(paths, override_num_blocks=len(paths)).select_columns([work.column])
+        paths = links(
+            folder / str(number),
+            list(corpus.sources),
+            [number] * (2 + math.ceil(share * files_wanted(corpus, work))),
+        )
+        read = ray.data.read_parquet(paths, override_num_blocks=len(paths)).select_columns(
+            [work.column]
+        )
         datasets.append(read.map_batches(tag, fn_kwargs={"number": number}, **BLOCKS))
-    return datasets[0].mix(*datasets[1:], weights=corpus.weights.tolist(), stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST)
+    return datasets[0].mix(
+        *datasets[1:],
+        weights=corpus.weights.tolist(),
+        stopping_condition=MixStoppingCondition.STOP_ON_SHORTEST,
+    )
 
 
 def listed(corpus: Corpus, work: Work, folder: Path) -> Any:
     import ray.data
 
     rng = np.random.default_rng(work.seed)
-    drawn = rng.choice(len(corpus.sources), size=math.ceil(files_wanted(corpus, work)), p=corpus.weights).tolist()
+    drawn = rng.choice(
+        len(corpus.sources), size=math.ceil(files_wanted(corpus, work)), p=corpus.weights
+    ).tolist()
     paths = links(folder / "all", list(corpus.sources), drawn)
     read = ray.data.read_parquet(paths, override_num_blocks=len(paths), include_paths=True)
     return read.select_columns([work.column, "path"])
@@ -192,12 +231,20 @@ def main() -> None:
     line.hear()
     cores = len(os.sched_getaffinity(0))
     ray.init(
-        "local", num_cpus=cores, include_dashboard=False, object_store_memory=STORE_BYTES, log_to_driver=False, logging_level=40,
+        "local",
+        num_cpus=cores,
+        include_dashboard=False,
+        object_store_memory=STORE_BYTES,
+        log_to_driver=False,
+        logging_level=40,
         _temp_dir=str(temporary / "ray"),
-    )  # fmt: skip
+    )
     given = {name: getattr(work, name) for name in Work.__slots__}
     ranks = [
-        ray.remote(Rank).options(num_cpus=0).remote(path, {**given, "rank": rank, "processes": work.ranks}) for rank in range(work.ranks)
+        ray.remote(Rank)
+        .options(num_cpus=0)
+        .remote(path, {**given, "rank": rank, "processes": work.ranks})
+        for rank in range(work.ranks)
     ]
     ray.get([rank.there.remote() for rank in ranks])
     line.say(cluster=time.monotonic())
@@ -205,7 +252,11 @@ def main() -> None:
     context.enable_progress_bars = False
     corpus = open_corpus(Path(work.folder), work.n_sources)
     rows = (listed if work.peer == "ray-data-list" else mixed)(corpus, work, temporary)
-    packing = {"fn_constructor_kwargs": {"work": work}, "compute": ray.data.ActorPoolStrategy(size=max(1, cores - 1)), **BLOCKS}
+    packing = {
+        "fn_constructor_kwargs": {"work": work},
+        "compute": ray.data.ActorPoolStrategy(size=max(1, cores - 1)),
+        **BLOCKS,
+    }
     splits = rows.map_batches(Pack, **packing).streaming_split(work.ranks)
     taking = [rank.take.remote(split) for rank, split in zip(ranks, splits, strict=True)]
     line.say(serving=None, hosts=[])

@@ -20,9 +20,18 @@ from peers.measure import busy_seconds, descendants, pss_bytes
 from peers.work import Work
 
 HERE = Path(__file__).resolve().parents[1]
-PROCESS_PER_RANK = ("nodes", "torch", "torch-numpy")  # as torchrun starts them; the others serve all ranks from one process
-SERVED = ("overlord-process", "overlord-process-shuffled")  # a process per rank too, that only receives; another one serves them
-SAMPLE_S = 0.25  # between two looks at memory; each look costs the cell a short lock on its address space
+PROCESS_PER_RANK = (
+    "nodes",
+    "torch",
+    "torch-numpy",
+)  # as torchrun starts them; the others serve all ranks from one process
+SERVED = (
+    "overlord-process",
+    "overlord-process-shuffled",
+)  # a process per rank too, that only receives; another one serves them
+SAMPLE_S = (
+    0.25  # between two looks at memory; each look costs the cell a short lock on its address space
+)
 LAST = "end"
 
 
@@ -48,7 +57,9 @@ class Figures:
     cpu_s: float  # of everything: start-up, warming up and the steady part
     wall_s: float
     pss_mb: float  # highest seen
-    idle_pss_mb: float  # of the ranks after imports, before anything was opened; other processes count whole
+    idle_pss_mb: (
+        float  # of the ranks after imports, before anything was opened; other processes count whole
+    )
     clients_pss_mb: float  # highest seen over the ranks alone, where they only receive
     clients_idle_mb: float
     bytes_per_token: float
@@ -103,11 +114,19 @@ def _start(module: str, work: Work, errors: Any, cache: str) -> subprocess.Popen
     single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
     environment = {**os.environ, **single, "PYTHONPATH": paths, "OVERLORD_CACHE": cache}
-    if work.arenas and module != "peers.connected":  # trainers that only receive are not part of the question
+    if (
+        work.arenas and module != "peers.connected"
+    ):  # trainers that only receive are not part of the question
         environment["MALLOC_ARENA_MAX"] = str(work.arenas)
     command = [sys.executable, "-m", module, json.dumps(asdict(work))]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=HERE, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env=environment,
+        cwd=HERE,
+        start_new_session=True,
     )
 
 
@@ -125,22 +144,44 @@ class _Cell:
         self.look()
         clients_idle = self.clients_peak
         idle = clients_idle if self.served else self.peak
-        if self.served:  # their clock starts first, so that they have seen what the server used before its own
+        if (
+            self.served
+        ):  # their clock starts first, so that they have seen what the server used before its own
             self.tell(self.ranks, "go")
             self.wait_for_marks("start")
         go, busy = time.monotonic(), busy_seconds()
         self.tell(self.children[:1] if self.served else self.ranks, "go")
         if self.served:
             self.lines.wait_for(lambda said: any("serving" in line for line in said[0]), self.look)
-            self.tell(self.ranks, json.dumps(next(line["serving"] for line in self.lines.said[0] if "serving" in line)))
+            self.tell(
+                self.ranks,
+                json.dumps(
+                    next(line["serving"] for line in self.lines.said[0] if "serving" in line)
+                ),
+            )
         self.wait_for_marks(LAST)
         busy = busy_seconds() - busy
         n = sum(len(descendants(child.pid)) for child in self.children)
-        memory = {"pss": self.peak, "idle_pss": idle, "clients_pss": self.clients_peak, "clients_idle": clients_idle}
-        return _figures(self.work, self.marks(), go, n, busy, {f"{name}_mb": nbytes / 2**20 for name, nbytes in memory.items()})
+        memory = {
+            "pss": self.peak,
+            "idle_pss": idle,
+            "clients_pss": self.clients_peak,
+            "clients_idle": clients_idle,
+        }
+        return _figures(
+            self.work,
+            self.marks(),
+            go,
+            n,
+            busy,
+            {f"{name}_mb": nbytes / 2**20 for name, nbytes in memory.items()},
+        )
 
     def marks(self) -> list[dict[str, Any]]:
-        return [{line["at"]: line for line in said if "at" in line} for said in self.lines.said[self.served :]]
+        return [
+            {line["at"]: line for line in said if "at" in line}
+            for said in self.lines.said[self.served :]
+        ]
 
     def wait_for_marks(self, name: str) -> None:
         self.lines.wait_for(lambda _: all(name in marks for marks in self.marks()), self.look)
@@ -148,7 +189,9 @@ class _Cell:
     def look(self) -> None:
         """At memory."""
         clients = pss_bytes(child.pid for child in self.ranks)
-        self.peak = max(self.peak, clients + (pss_bytes([self.children[0].pid]) if self.served else 0))
+        self.peak = max(
+            self.peak, clients + (pss_bytes([self.children[0].pid]) if self.served else 0)
+        )
         self.clients_peak = max(self.clients_peak, clients if self.served else 0)
 
     def tell(self, children: list[subprocess.Popen], line: str) -> None:
@@ -168,7 +211,9 @@ class _Lines:
         for i, child in enumerate(children):
             self.selector.register(child.stdout, selectors.EVENT_READ, i)
 
-    def wait_for(self, done: Callable[[list[list[dict]]], bool], look: Callable[[], None] = lambda: None) -> None:
+    def wait_for(
+        self, done: Callable[[list[list[dict]]], bool], look: Callable[[], None] = lambda: None
+    ) -> None:
         """Reads until ``done(said)``; meanwhile ``look()`` every SAMPLE_S, and at the end."""
         next_look = 0.0
         while not done(self.said):
@@ -192,10 +237,19 @@ class _Lines:
     def fail(self, what: str) -> None:
         self.errors.seek(0)
         w = self.work
-        raise CellFailed(f"{w.peer}, {w.job}, {w.n_sources} sources: {what}\n{self.errors.read()[-3000:]}")
+        raise CellFailed(
+            f"{w.peer}, {w.job}, {w.n_sources} sources: {what}\n{self.errors.read()[-3000:]}"
+        )
 
 
-def _figures(work: Work, marks: list[dict[str, Any]], go: float, processes: int, busy: float, memory: Mapping[str, float]) -> Figures:
+def _figures(
+    work: Work,
+    marks: list[dict[str, Any]],
+    go: float,
+    processes: int,
+    busy: float,
+    memory: Mapping[str, float],
+) -> Figures:
     def total(key: str, since: str, until: str) -> float:
         return sum(m[until][key] - m[since][key] for m in marks)
 

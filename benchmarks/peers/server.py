@@ -18,7 +18,11 @@ def options(work: Work) -> dict[str, Any]:
     """Its own choice, or so many loader hosts with a thread each; the sources are shared out evenly."""
     if not work.hosts:
         return {}
-    return {"hosts": work.hosts, "workers": work.hosts, "sources_per_host": -(-work.n_sources // work.hosts)}
+    return {
+        "hosts": work.hosts,
+        "workers": work.hosts,
+        "sources_per_host": -(-work.n_sources // work.hosts),
+    }
 
 
 def main() -> None:
@@ -30,7 +34,9 @@ def main() -> None:
     overlord_side.prepare(work)
     say(ready=True)
     sys.stdin.readline()
-    job = overlord_side.make_job(open_corpus(Path(work.folder), work.n_sources, equal=work.equal), work)
+    job = overlord_side.make_job(
+        open_corpus(Path(work.folder), work.n_sources, equal=work.equal), work
+    )
     with ov.launch(job, runtime="process", **options(work)) as session:
         served = session.serve()
         say(serving=[served.address, served.token])

@@ -27,7 +27,9 @@ class Packed(IterableDataset):
 
     def __iter__(self) -> Iterator[Microbatch]:
         worker, of = get_worker_info().id, self.work.workers
-        reader = replace(self.work, rank=self.work.rank * of + worker, processes=self.work.processes * of)
+        reader = replace(
+            self.work, rank=self.work.rank * of + worker, processes=self.work.processes * of
+        )
         return mixed_microbatches(self.corpus, reader)
 
 
@@ -39,7 +41,15 @@ def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
     options: dict[str, Any] = {"collate_fn": as_they_are} if work.peer == "torch-numpy" else {}
     # A step of microbatches ahead; batch_size=None since the dataset yields whole microbatches.
     ahead = max(1, work.microbatches // work.workers)
-    return iter(DataLoader(Packed(corpus, work), batch_size=None, num_workers=work.workers, prefetch_factor=ahead, **options))
+    return iter(
+        DataLoader(
+            Packed(corpus, work),
+            batch_size=None,
+            num_workers=work.workers,
+            prefetch_factor=ahead,
+            **options,
+        )
+    )
 
 
 def as_they_are(microbatch: Microbatch) -> Microbatch:

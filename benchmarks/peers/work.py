@@ -25,7 +25,9 @@ class Work:
     shuffle: bool = False  # of a DataLoader; Overlord's peers have it in their names
     hosts: int = 0  # loader hosts of the process runtime, with one thread each; 0: as it chooses
     trainer: bool = True  # ranks import torch, as trainers do
-    arenas: int = 0  # malloc arenas of the processes that load, as MALLOC_ARENA_MAX says; 0: as they choose
+    arenas: int = (
+        0  # malloc arenas of the processes that load, as MALLOC_ARENA_MAX says; 0: as they choose
+    )
     server: int = 0  # pid of the process that loads for all ranks, where the ranks only receive
 
     @property

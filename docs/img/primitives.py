@@ -27,7 +27,14 @@ LLM, VIT = ov.cost.llama_12b, ov.cost.vit_1b
 MESH = ov.ClientPlaceTree(pp=2, dp=2, cp=2, tp=2)
 MORE_STYLE = ".wanted { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4; } </style>"
 # Milliseconds of four layers of llama_12b, forward and backward, on one H200: tokens of a microbatch, length of its documents.
-MEASURED = {(4096, 64): 42.8, (4096, 4096): 50.0, (8192, 512): 87.6, (8192, 8192): 112.2, (16384, 2048): 183.0, (16384, 16384): 276.0}
+MEASURED = {
+    (4096, 64): 42.8,
+    (4096, 4096): 50.0,
+    (8192, 512): 87.6,
+    (8192, 8192): 112.2,
+    (16384, 2048): 183.0,
+    (16384, 16384): 276.0,
+}
 
 
 def lengths(n: int, seed: int, least: int = 64, most: int = 4096) -> np.ndarray:
@@ -35,9 +42,16 @@ def lengths(n: int, seed: int, least: int = 64, most: int = 4096) -> np.ndarray:
     return np.clip(least * 1000 // np.random.default_rng(seed).integers(1, 1000, n), least, most)
 
 
-def buffer(samples: int, microbatches: int, context: int, most: int, seed: int = 3, **sources: int) -> ov.Buffer:
-    columns = {name: {"tokens": lengths(n, seed + i, most=most)} for i, (name, n) in enumerate(sources.items())}
-    return ov.Buffer.from_columns(columns, batch=ov.Batch(samples=samples, microbatches=microbatches, context=context))
+def buffer(
+    samples: int, microbatches: int, context: int, most: int, seed: int = 3, **sources: int
+) -> ov.Buffer:
+    columns = {
+        name: {"tokens": lengths(n, seed + i, most=most)}
+        for i, (name, n) in enumerate(sources.items())
+    }
+    return ov.Buffer.from_columns(
+        columns, batch=ov.Batch(samples=samples, microbatches=microbatches, context=context)
+    )
 
 
 # the mesh
@@ -52,15 +66,28 @@ def branches(to: Drawing, tree: ov.ClientPlaceTree, left: float, wide: float, to
         for k in range(n // each):
             x = left + (k + 0.5) * each * wide
             if level:
-                up = left + (k * each // (each * getattr(tree, axis)) + 0.5) * each * getattr(tree, axis) * wide
+                up = (
+                    left
+                    + (k * each // (each * getattr(tree, axis)) + 0.5)
+                    * each
+                    * getattr(tree, axis)
+                    * wide
+                )
                 to.line(up, y - 22, x, y - 11)
             to.text(x, y, f"{axis} {k % getattr(tree, axis)}", "label", "middle")
 
 
 def place() -> str:
-    to, left, wide = Drawing(390, "16 ranks as a tree of pp, dp, cp and tp, and the buckets of every axis"), 150.0, 43.0
+    to, left, wide = (
+        Drawing(390, "16 ranks as a tree of pp, dp, cp and tp, and the buckets of every axis"),
+        150.0,
+        43.0,
+    )
     branches(to, MESH, left, wide, 24)
-    rows = [("rank", np.arange(16)), *((f'buckets("{a}")', MESH.bucket_of(a)) for a in ("DP", "CP", "WORLD", "PP", "TP"))]
+    rows = [
+        ("rank", np.arange(16)),
+        *((f'buckets("{a}")', MESH.bucket_of(a)) for a in ("DP", "CP", "WORLD", "PP", "TP")),
+    ]
     for k, (name, of) in enumerate(rows):
         y = 150 + k * 40
         to.text(left - 14, y + 18, name, "name", "end")
@@ -76,31 +103,49 @@ def broadcast_at() -> str:
     for k, dims in enumerate(((), ("TP",), ("TP", "CP"), ("TP", "CP", "PP"))):
         y, served = 150 + k * 54, MESH.served_by(dims)
         n = len(MESH.fetchers(dims))
-        to.text(left - 14, y + 12, f"broadcast_at({', '.join(dims)})" if dims else "no broadcast", "name", "end")
+        to.text(
+            left - 14,
+            y + 12,
+            f"broadcast_at({', '.join(dims)})" if dims else "no broadcast",
+            "name",
+            "end",
+        )
         to.text(left - 14, y + 27, f"{n} of 16 ranks fetch", "tick", "end")
         group = np.cumsum(served == np.arange(16)) - 1  # of the fetchers
         for rank in range(16):
-            x, color = left + rank * wide, series_color(int(group[served[rank]])) if dims else "var(--s0)"
+            x, color = (
+                left + rank * wide,
+                series_color(int(group[served[rank]])) if dims else "var(--s0)",
+            )
             fetches = served[rank] == rank
             to.cell(x + 1.5, y, wide - 3, 26, str(rank), color, 0.55 if fetches else 0.1)
             if not fetches:
                 start, end = left + (served[rank] + 0.5) * wide, x + wide / 2
                 deep = y + 38 + (end - start) / 40
-                to.path(f"M{start:.1f} {y + 27}C{start:.1f} {deep:.1f} {end:.1f} {deep:.1f} {end:.1f} {y + 28}", color)
+                to.path(
+                    f"M{start:.1f} {y + 27}C{start:.1f} {deep:.1f} {end:.1f} {deep:.1f} {end:.1f} {y + 28}",
+                    color,
+                )
     return to.done()
 
 
 # plans
 
 
-def tracks(to: Drawing, plan: ov.LoadingPlan, left: float, top: float, wide: float, gap: float = 8) -> None:
+def tracks(
+    to: Drawing, plan: ov.LoadingPlan, left: float, top: float, wide: float, gap: float = 8
+) -> None:
     """Every microbatch as a track as long as its capacity, its documents as segments in the colour of their source."""
     a = plan.main
     each = (wide - gap * (a.n_microbatches - 1)) / a.n_microbatches
     filled = np.zeros((a.n_buckets, a.n_microbatches))
     for i in a.order().tolist():
         b, m = int(a.bucket[i]), int(a.microbatch[i])
-        x, y, w = left + m * (each + gap) + filled[b, m], top + b * 40, each * int(a.size[i]) / a.capacity
+        x, y, w = (
+            left + m * (each + gap) + filled[b, m],
+            top + b * 40,
+            each * int(a.size[i]) / a.capacity,
+        )
         color = series_color(int(plan.source[a.sample[i]]))
         says = f"{plan.sample_id(int(a.sample[i]))}: {a.size[i]} tokens, bucket {b}, microbatch {m}, slot {a.slot[i]}"
         to.box(x + 0.6, y + 2, max(1.0, w - 1.2), 24, color, 0.35, says)
@@ -112,10 +157,14 @@ def tracks(to: Drawing, plan: ov.LoadingPlan, left: float, top: float, wide: flo
 
 def dgraph() -> str:
     given = buffer(16, 2, 1024, 1024, web=14, code=10, books=6)
-    graph = ov.DGraph.from_buffer(given, ov.ClientPlaceTree(dp=3), meta="tokens").mix({"web": 0.5, "code": 0.3, "books": 0.2})
+    graph = ov.DGraph.from_buffer(given, ov.ClientPlaceTree(dp=3), meta="tokens").mix(
+        {"web": 0.5, "code": 0.3, "books": 0.2}
+    )
     graph = graph.distribute("DP").cost("llama_12b").balance("greedy")
     plan = graph.plan()
-    to = Drawing(330, "candidates of three sources, the primitives, and the microbatches that they end in")
+    to = Drawing(
+        330, "candidates of three sources, the primitives, and the microbatches that they end in"
+    )
     to.text(20, 20, "candidates in the buffer, those drawn filled", "label")
     taken = {str(plan.sample_id(i)) for i in range(len(plan))}
     for s, name in enumerate(given.names):
@@ -123,10 +172,20 @@ def dgraph() -> str:
         to.text(58, base - 3, name, "name", "end")
         for k, i in enumerate(np.flatnonzero(given.source == s).tolist()):
             tall = 10 + 56 * int(given.meta["tokens"][i]) / 1024
-            to.box(70 + k * 14, base - tall, 10, tall, series_color(s), 0.5 if str(given[i]) in taken else 0.0, str(given[i]))
+            to.box(
+                70 + k * 14,
+                base - tall,
+                10,
+                tall,
+                series_color(s),
+                0.5 if str(given[i]) in taken else 0.0,
+                str(given[i]),
+            )
         to.line(66, base + 0.5, 270, base + 0.5)
     states = ["buffered", *(e.after for e in graph.edges()), "planned"]
-    for k, (edge, state) in enumerate(zip([*(e.what for e in graph.edges()), "plan()"], states, strict=False)):
+    for k, (edge, state) in enumerate(
+        zip([*(e.what for e in graph.edges()), "plan()"], states, strict=False)
+    ):
         to.text(300, 30 + k * 58, state, "name")
         to.arrow(306, 38 + k * 58, 306, 74 + k * 58)
         to.text(318, 60 + k * 58, edge.partition(": two")[0].replace("'", ""), "tick")
@@ -139,11 +198,19 @@ def dgraph() -> str:
 
 
 def plan() -> str:
-    found = ov.strategy.llm_balance(_mixed(buffer(40, 3, 1536, 1400, web=30, code=20, books=10, seed=11), 4), ov.ClientPlaceTree(dp=4))
+    found = ov.strategy.llm_balance(
+        _mixed(buffer(40, 3, 1536, 1400, web=30, code=20, books=10, seed=11), 4),
+        ov.ClientPlaceTree(dp=4),
+    )
     about = found.summary()["modules"]["backbone"]
-    to = Drawing(252, "the plan of one step: four buckets of three microbatches and the samples in their slots")
+    to = Drawing(
+        252,
+        "the plan of one step: four buckets of three microbatches and the samples in their slots",
+    )
     for m in range(found.n_microbatches):
-        to.text(110 + (m + 0.5) * 590 / found.n_microbatches, 24, f"microbatch {m}", "label", "middle")
+        to.text(
+            110 + (m + 0.5) * 590 / found.n_microbatches, 24, f"microbatch {m}", "label", "middle"
+        )
     to.text(724, 24, "cost / mean", "label")
     tracks(to, found, 110, 38, 580)
     for b, load in enumerate(about["by_bucket"]):
@@ -159,12 +226,20 @@ def plan() -> str:
         f"fill {found.fill():.0%} · fullest microbatch {peak['tokens_per_rank']:,} of 1,536 tokens · digest {found.digest()[:16]}...",
         "tick",
     )
-    to.text(WIDTH - 20, 216, f"imbalance {i['bucket']:.3f} by bucket, {i['microbatch']:.3f} by microbatch", "tick", "end")
+    to.text(
+        WIDTH - 20,
+        216,
+        f"imbalance {i['bucket']:.3f} by bucket, {i['microbatch']:.3f} by microbatch",
+        "tick",
+        "end",
+    )
     return to.done()
 
 
 def _mixed(given: ov.Buffer, dp: int) -> ov.Buffer:
-    weights = {name: float(n) for name, n in zip(given.names, np.bincount(given.source), strict=True)}
+    weights = {
+        name: float(n) for name, n in zip(given.names, np.bincount(given.source), strict=True)
+    }
     return ov.DGraph.from_buffer(given, ov.ClientPlaceTree(dp=dp)).mix(weights).buffer
 
 
@@ -172,47 +247,94 @@ def balance() -> str:
     drawn = _mixed(buffer(160, 4, 4096, 2600, text=160, seed=21), 8)
     graph = ov.DGraph.from_buffer(drawn, ov.ClientPlaceTree(dp=8)).mix().distribute("DP").cost(LLM)
     ways: list[tuple[str, dict[str, Any]]] = [
-        ('"none"', {"method": "none"}), ('"greedy", "iteration"', {"method": "greedy", "objective": "iteration"}),
+        ('"none"', {"method": "none"}),
+        ('"greedy", "iteration"', {"method": "greedy", "objective": "iteration"}),
         ('"greedy", "microbatch"', {"method": "greedy", "objective": "microbatch"}),
-    ]  # fmt: skip
+    ]
     panels, mean, bound = [], 1.0, 1.0
     for k, (name, how) in enumerate(ways):
         found = graph.balance(**how).plan()
         i, loads = found.imbalance(), found.loads()
         mean, bound = float(loads.sum()) / 8, i["bound"]
-        panels.append(Panel(label=name, note=f"{i['bucket']:.3f} / {i['microbatch']:.3f}", color=series_color(k), stacks=loads))
+        panels.append(
+            Panel(
+                label=name,
+                note=f"{i['bucket']:.3f} / {i['microbatch']:.3f}",
+                color=series_color(k),
+                stacks=loads,
+            )
+        )
     about = "cost of every rank in microbatches: dealt out in turn, balanced for the step, balanced for every microbatch"
     return svg.bars(
-        panels, about=about, bar_name="rank", y_label="cost over the mean rank, stacked by microbatch; below: by bucket / by microbatch",
-        mean=mean, bound=bound, bound_label=f"bound {bound:.3f}",
-    )  # fmt: skip
+        panels,
+        about=about,
+        bar_name="rank",
+        y_label="cost over the mean rank, stacked by microbatch; below: by bucket / by microbatch",
+        mean=mean,
+        bound=bound,
+        bound_label=f"bound {bound:.3f}",
+    )
 
 
 def distribute() -> str:
     place = ov.ClientPlaceTree(dp=2, cp=2, tp=2)
     drawn = _mixed(buffer(120, 2, 8192, 1400, text=120, seed=5), 2)
     panels, mean = [], 1.0
-    for k, (axis, note) in enumerate((("DP", "2 replicas of 4 ranks"), ("CP", "4 pairs of dp and cp, 2 ranks each"), ("WORLD", "8 ranks"))):
-        loads = ov.DGraph.from_buffer(drawn, place).mix().distribute(axis).cost(LLM).balance("greedy").plan().loads()
+    for k, (axis, note) in enumerate(
+        (
+            ("DP", "2 replicas of 4 ranks"),
+            ("CP", "4 pairs of dp and cp, 2 ranks each"),
+            ("WORLD", "8 ranks"),
+        )
+    ):
+        loads = (
+            ov.DGraph.from_buffer(drawn, place)
+            .mix()
+            .distribute(axis)
+            .cost(LLM)
+            .balance("greedy")
+            .plan()
+            .loads()
+        )
         mean = float(loads.sum(axis=1).mean()) if axis == "DP" else mean
-        panels.append(Panel(label=f'distribute("{axis}")', note=note, color=series_color(k), stacks=loads))
+        panels.append(
+            Panel(label=f'distribute("{axis}")', note=note, color=series_color(k), stacks=loads)
+        )
     return svg.bars(
-        panels, about="the same samples over the buckets of three axes", bar_name="bucket",
-        y_label="cost of a bucket, stacked by microbatch", mean=mean, bound=1.0, bound_label="half of the step",
-    )  # fmt: skip
+        panels,
+        about="the same samples over the buckets of three axes",
+        bar_name="bucket",
+        y_label="cost of a bucket, stacked by microbatch",
+        mean=mean,
+        bound=1.0,
+        bound_label="half of the step",
+    )
 
 
 def modules() -> str:
     """Rows of the encoder's output, from the rank that encodes to the rank that holds the sample."""
     chance, place = np.random.default_rng(4), ov.ClientPlaceTree(dp=4, tp=2)
-    patches = [lengths(int(k), 100 + i, 64, 2048).tolist() for i, k in enumerate(chance.integers(0, 4, 48))]
-    tokens = [sum(p) // 4 + int(n) for p, n in zip(patches, chance.integers(50, 900, 48), strict=True)]
+    patches = [
+        lengths(int(k), 100 + i, 64, 2048).tolist() for i, k in enumerate(chance.integers(0, 4, 48))
+    ]
+    tokens = [
+        sum(p) // 4 + int(n) for p, n in zip(patches, chance.integers(50, 900, 48), strict=True)
+    ]
     given = ov.Buffer.from_columns(
-        {"photos": {"image_patches": patches, "tokens": tokens}}, batch=ov.Batch(samples=48, microbatches=2, context=8192)
+        {"photos": {"image_patches": patches, "tokens": tokens}},
+        batch=ov.Batch(samples=48, microbatches=2, context=8192),
     )
     drawn = ov.DGraph.from_buffer(given, place).mix({"photos": 1}).buffer
-    to = Drawing(392, "rows that every rank sends to every other: images left in their replica, images balanced over all ranks")
-    for k, (name, joint) in enumerate((("joint=True: images stay in their replica", True), ("joint=False: images over all ranks", False))):
+    to = Drawing(
+        392,
+        "rows that every rank sends to every other: images left in their replica, images balanced over all ranks",
+    )
+    for k, (name, joint) in enumerate(
+        (
+            ("joint=True: images stay in their replica", True),
+            ("joint=False: images over all ranks", False),
+        )
+    ):
         found = ov.strategy.vlm(merge=2, joint=joint)(drawn, place)
         routes = found.routes("encoder")
         _matrix(to, routes, found.loads("encoder").sum(axis=1), 70 + k * 430)
@@ -234,10 +356,26 @@ def _matrix(to: Drawing, routes: ov.Routes, loads: np.ndarray, left: float) -> N
         for o in range(8):
             shade = 0.75 * rows[e, o] / rows.max()
             color = "var(--s0)" if rows[e, o] else "var(--grid)"
-            to.box(left + o * 33, y, 31, 30, color, float(shade), f"rank {e} sends {rows[e, o]} rows to rank {o}")
+            to.box(
+                left + o * 33,
+                y,
+                31,
+                30,
+                color,
+                float(shade),
+                f"rank {e} sends {rows[e, o]} rows to rank {o}",
+            )
             if rows[e, o]:
                 to.text(left + o * 33 + 15.5, y + 19, str(rows[e, o]), "name", "middle")
-        to.box(left + 8 * 33 + 8, y + 8, 44 * loads[e] / loads.mean(), 14, "var(--s1)", 0.5, f"{loads[e] / loads.mean():.3f} of the mean")
+        to.box(
+            left + 8 * 33 + 8,
+            y + 8,
+            44 * loads[e] / loads.mean(),
+            14,
+            "var(--s1)",
+            0.5,
+            f"{loads[e] / loads.mean():.3f} of the mean",
+        )
     to.line(left + 8 * 33 + 52, 68, left + 8 * 33 + 52, 342, "mark")
     to.text(left + 8 * 33 + 52, 358, "mean", "tick", "middle")
 
@@ -247,20 +385,36 @@ def _matrix(to: Drawing, routes: ov.Routes, loads: np.ndarray, left: float) -> N
 
 def cost() -> str:
     x = np.arange(512, 32_769, 256)
-    measured = ov.cost.fit([[length] * (tokens // length) for tokens, length in MEASURED], [ms / 1000 for ms in MEASURED.values()])
+    measured = ov.cost.fit(
+        [[length] * (tokens // length) for tokens, length in MEASURED],
+        [ms / 1000 for ms in MEASURED.values()],
+    )
     shown = (
-        ("tokens", ov.cost.tokens), ("llama_12b", LLM), ("tmoe_25b", ov.cost.tmoe_25b), ("mixtral_8x7b", ov.cost.mixtral_8x7b),
-        ("window of 4k", ov.cost.transformer(hidden=4608, layers=45, heads=36, window=4096, vocab=128_256)), ("measured", measured),
-    )  # fmt: skip
+        ("tokens", ov.cost.tokens),
+        ("llama_12b", LLM),
+        ("tmoe_25b", ov.cost.tmoe_25b),
+        ("mixtral_8x7b", ov.cost.mixtral_8x7b),
+        (
+            "window of 4k",
+            ov.cost.transformer(hidden=4608, layers=45, heads=36, window=4096, vocab=128_256),
+        ),
+        ("measured", measured),
+    )
     series = []
     for k, (name, fn) in enumerate(shown):
         each = fn({"tokens": x}) / x
         series.append(Line(label=name, color=series_color(k), y=each / each[0]))
     return svg.lines(
-        x, series, about="cost of one token by the length of its document", x_label="tokens of the document",
+        x,
+        series,
+        about="cost of one token by the length of its document",
+        x_label="tokens of the document",
         y_label="cost of one token, 1 at 512",
-        y_from=0.8, y_to=2.4, show=lambda v: f"{v:g}", x_ticks=[(k * 4096, f"{4 * k}k") for k in range(1, 9)],
-    )  # fmt: skip
+        y_from=0.8,
+        y_to=2.4,
+        show=lambda v: f"{v:g}",
+        x_ticks=[(k * 4096, f"{4 * k}k") for k in range(1, 9)],
+    )
 
 
 def rows_of(seed: int, most: int) -> Callable[[int], Iterator[dict[str, Any]]]:
@@ -269,33 +423,60 @@ def rows_of(seed: int, most: int) -> Callable[[int], Iterator[dict[str, Any]]]:
 
 def launched(mixture: Any, names: tuple[str, ...], most: int, **given: Any) -> ov.Job:
     sources = [
-        ov.Source(name, ov.Factory(rows_of(40 + i, most), fingerprint=f"{i}"), transforms=[ov.Tokens()]) for i, name in enumerate(names)
+        ov.Source(
+            name, ov.Factory(rows_of(40 + i, most), fingerprint=f"{i}"), transforms=[ov.Tokens()]
+        )
+        for i, name in enumerate(names)
     ]
-    return ov.Job(name="picture", sources=sources, mixture=mixture, batch=ov.Batch(samples=32, context=1024), **given)
+    return ov.Job(
+        name="picture",
+        sources=sources,
+        mixture=mixture,
+        batch=ov.Batch(samples=32, context=1024),
+        **given,
+    )
 
 
 def mix() -> str:
-    schedule = ov.schedule.cosine({"web": 0.8, "code": 0.2}, {"web": 0.35, "code": 0.35, "books": 0.3}, steps=40, begin=10)
+    schedule = ov.schedule.cosine(
+        {"web": 0.8, "code": 0.2}, {"web": 0.35, "code": 0.35, "books": 0.3}, steps=40, begin=10
+    )
     names, steps = ("web", "code", "books"), 80
     wanted, found = np.zeros((3, steps)), np.zeros((3, steps))
-    with tempfile.TemporaryDirectory() as tmp, ov.launch(launched(schedule, names, 1024, until=steps), cache_dir=tmp) as session:
+    with (
+        tempfile.TemporaryDirectory() as tmp,
+        ov.launch(launched(schedule, names, 1024, until=steps), cache_dir=tmp) as session,
+    ):
         session.set_mixture({"web": 0.2, "code": 0.2, "books": 0.6}, at=65)
         for step in session.client():
             for i, share in enumerate(session.plan(step.step).summary()["sources"].values()):
                 wanted[i, step.step], found[i, step.step] = share["wanted"], share["samples_share"]
-    series = [Line(label=n, color=series_color(i), y=found[i], wanted=wanted[i]) for i, n in enumerate(names)]
+    series = [
+        Line(label=n, color=series_color(i), y=found[i], wanted=wanted[i])
+        for i, n in enumerate(names)
+    ]
     return svg.lines(
-        np.arange(steps), series, about="shares of three sources over 80 steps, as wanted and as drawn", x_label="step",
-        y_label="share of the step's 32 samples; dashed: wanted", y_from=0.0, y_to=1.0, show=lambda v: f"{v:.0%}",
+        np.arange(steps),
+        series,
+        about="shares of three sources over 80 steps, as wanted and as drawn",
+        x_label="step",
+        y_label="share of the step's 32 samples; dashed: wanted",
+        y_from=0.0,
+        y_to=1.0,
+        show=lambda v: f"{v:.0%}",
         marks=[(10, "cosine begins"), (50, "and ends"), (65, "set_mixture")],
-    )  # fmt: skip
+    )
 
 
 def look_ahead() -> str:
     schedule, steps = ov.schedule.length_warmup(start=32, end=1024, steps=24), 36
-    to = Drawing(330, "lengths of the samples of 36 steps under a length warm-up, below the rising limit")
+    to = Drawing(
+        330, "lengths of the samples of 36 steps under a length warm-up, below the rising limit"
+    )
     left, right, top, bottom = 60, 30, 34, 44
-    to.text(12, 18, "tokens of each sample of a step; dashed: what the schedule wants at most", "label")
+    to.text(
+        12, 18, "tokens of each sample of a step; dashed: what the schedule wants at most", "label"
+    )
     for power in range(4, 11):
         y = top + (10 - power) * (330 - top - bottom) / 6
         to.line(left, y, WIDTH - right, y, "grid")
@@ -308,8 +489,12 @@ def look_ahead() -> str:
         with ov.launch(job, cache_dir=tmp) as session:
             for step in session.client():
                 for k, n in enumerate(np.sort(session.plan(step.step).tokens).tolist()):
-                    dots.append(f"M{left + (step.step + 0.1 + 0.8 * k / 32) * wide:.1f} {at(n):.1f}h.1")
-    to.parts.append(f'<path style="stroke:var(--s0);stroke-width:3.4;stroke-linecap:round" d="{"".join(dots)}"/>')
+                    dots.append(
+                        f"M{left + (step.step + 0.1 + 0.8 * k / 32) * wide:.1f} {at(n):.1f}h.1"
+                    )
+    to.parts.append(
+        f'<path style="stroke:var(--s0);stroke-width:3.4;stroke-linecap:round" d="{"".join(dots)}"/>'
+    )
     to.line(left + 24 * wide, top, left + 24 * wide, 330 - bottom, "mark")
     to.text(left + 24 * wide + 6, top - 8, "no limit from step 24 on", "tick")
     limit = [(left + (s + 0.5) * wide, float(at(schedule.threshold(s)))) for s in range(24)]
@@ -336,9 +521,11 @@ def low_level() -> str:
     to.text(250, 128, "metadata", "tick", "end")
     to.text(480, 128, "LoadingPlan", "tick")
     for name, note, x, y in (
-        ("plan_raw", "arrays in, bucket and microbatch out", 540, 47), ("summary_buffer", "what the planner sees", 90, 47),
-        ("loader_do_plan", "tokens of one source's samples", 297, 240), ("constructor_do_plan", "microbatches of one bucket", 560, 240),
-    ):  # fmt: skip
+        ("plan_raw", "arrays in, bucket and microbatch out", 540, 47),
+        ("summary_buffer", "what the planner sees", 90, 47),
+        ("loader_do_plan", "tokens of one source's samples", 297, 240),
+        ("constructor_do_plan", "microbatches of one bucket", 560, 240),
+    ):
         to.cell(x, y, 142, 26, name, "var(--s0)", 0.3)
         to.text(x + 71, y + 42, note, "tick", "middle")
     to.arrow(540, 60, 438, 60)
@@ -354,14 +541,24 @@ def explain() -> str:
         for _ in session.client():
             pass
         chosen = session.plan(2)
-        said = session.explain(chosen.sample_id(int(np.argsort(-chosen.main.cost, kind="stable")[6]))).to_dict()
+        said = session.explain(
+            chosen.sample_id(int(np.argsort(-chosen.main.cost, kind="stable")[6]))
+        ).to_dict()
     (at,) = said["placed"]
     to = Drawing(190, f"the way of sample {said['sample']}")
     facts = (
         (said["sample"], f"{said['row_unit']} {said['row']} of file 0", f"{said['tokens']} tokens"),
         (said["loader"], "read it", ""),
-        (f"step {said['step']}", f"drawn as number {said['position']}", f"of {said['of_samples']} samples"),
-        (f"bucket {at['bucket']}", f"microbatch {at['microbatch']}, slot {at['slot']}", f"{at['share']:.1%} of its cost"),
+        (
+            f"step {said['step']}",
+            f"drawn as number {said['position']}",
+            f"of {said['of_samples']} samples",
+        ),
+        (
+            f"bucket {at['bucket']}",
+            f"microbatch {at['microbatch']}, slot {at['slot']}",
+            f"{at['share']:.1%} of its cost",
+        ),
         (f"rank {at['ranks'][0]}", at["constructor"], "builds its batch"),
     )
     for k, (head, *rest) in enumerate(facts):
@@ -379,7 +576,21 @@ def explain() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    fn.__name__: fn for fn in (place, broadcast_at, dgraph, mix, look_ahead, distribute, cost, balance, plan, modules, low_level, explain)
+    fn.__name__: fn
+    for fn in (
+        place,
+        broadcast_at,
+        dgraph,
+        mix,
+        look_ahead,
+        distribute,
+        cost,
+        balance,
+        plan,
+        modules,
+        low_level,
+        explain,
+    )
 }
 
 
@@ -387,7 +598,9 @@ def main(folder: str = str(ROOT / "docs" / "img" / "primitives")) -> None:
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
-        (out / f"{name}.svg").write_text(plot_file(draw()).replace("</style>", MORE_STYLE), encoding="utf-8")
+        (out / f"{name}.svg").write_text(
+            plot_file(draw()).replace("</style>", MORE_STYLE), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

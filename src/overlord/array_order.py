@@ -40,7 +40,11 @@ def in_documents(sample: np.ndarray, offset: np.ndarray) -> np.ndarray:
 
 
 def _is_sorted(sample: np.ndarray, offset: np.ndarray) -> bool:
-    return bool(((sample[1:] > sample[:-1]) | ((sample[1:] == sample[:-1]) & (offset[1:] >= offset[:-1]))).all())
+    return bool(
+        (
+            (sample[1:] > sample[:-1]) | ((sample[1:] == sample[:-1]) & (offset[1:] >= offset[:-1]))
+        ).all()
+    )
 
 
 RADIX_FROM = 2048  # below this one stable argsort is cheaper than four passes

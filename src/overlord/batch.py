@@ -17,7 +17,10 @@ LABELS = ("shifted", "unshifted")
 CP_SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
 
 
-NOT_THE_STREAM = ("cp_split", "sequence_parallel")  # of a Batch: how a step is cut for the mesh, not which samples form it
+NOT_THE_STREAM = (
+    "cp_split",
+    "sequence_parallel",
+)  # of a Batch: how a step is cut for the mesh, not which samples form it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +35,12 @@ class Batch:
     pad_multiple: int = 1  # every document is padded to a multiple of this
     pad_id: int = 0
     labels: str = "shifted"
-    cp_split: str = "zigzag"  # how context-parallel ranks share a microbatch; "none": each gets all of it
-    sequence_parallel: bool = False  # tensor-parallel ranks share the sequence too: documents are padded for that
+    cp_split: str = (
+        "zigzag"  # how context-parallel ranks share a microbatch; "none": each gets all of it
+    )
+    sequence_parallel: bool = (
+        False  # tensor-parallel ranks share the sequence too: documents are padded for that
+    )
 
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -41,29 +48,42 @@ class Batch:
 
     def document_multiple(self, place: ClientPlaceTree) -> int:
         """Every document is padded to a multiple of this: what the batch, context parallelism and sequence parallelism ask for."""
-        pieces = {"none": 1, "contiguous": place.cp}.get(self.cp_split, 2 * place.cp) if place.cp > 1 else 1
+        pieces = (
+            {"none": 1, "contiguous": place.cp}.get(self.cp_split, 2 * place.cp)
+            if place.cp > 1
+            else 1
+        )
         return self.pad_multiple * pieces * (place.tp if self.sequence_parallel else 1)
 
     def problems(self) -> list[str]:
         found = []
         if (self.samples is None) == (self.tokens is None):
             found.append("batch: wanted exactly one of samples= and tokens=")
-        for name, least in (("samples", 1), ("tokens", 1), ("microbatches", 1), ("context", 1), ("pad_multiple", 1), ("pad_id", 0)):
+        for name, least in (
+            ("samples", 1),
+            ("tokens", 1),
+            ("microbatches", 1),
+            ("context", 1),
+            ("pad_multiple", 1),
+            ("pad_id", 0),
+        ):
             value = getattr(self, name)
             if name in ("samples", "tokens") and value is None:
                 continue
             if not is_int(value) or value < least:
-                found.append(f"batch.{name}: wanted a whole number of at least {least}, found {value!r}")
-        found += one_of("batch.layout", self.layout, LAYOUTS) + one_of("batch.labels", self.labels, LABELS)
+                found.append(
+                    f"batch.{name}: wanted a whole number of at least {least}, found {value!r}"
+                )
+        found += one_of("batch.layout", self.layout, LAYOUTS) + one_of(
+            "batch.labels", self.labels, LABELS
+        )
         found += one_of("batch.cp_split", self.cp_split, CP_SPLITS)
         if not isinstance(self.sequence_parallel, bool):
-            found.append(f"batch.sequence_parallel: wanted true or false, found {self.sequence_parallel!r}")
+            found.append(
+                f"batch.sequence_parallel: wanted true or false, found {self.sequence_parallel!r}"
+            )
         if not found and self.context % self.pad_multiple:
-            found.append(f"batch.context: wanted a multiple of pad_multiple={self.pad_multiple}, found {self.context}")
+            found.append(
+                f"batch.context: wanted a multiple of pad_multiple={self.pad_multiple}, found {self.context}"
+            )
         return found
-
-
-
-
-
-

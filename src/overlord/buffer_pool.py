@@ -45,8 +45,13 @@ class SlabPool:
         with self._lock:
             for i in range(len(self._slabs)):
                 # More than a quarter larger would waste what the budget counts as used.
-                if nbytes <= self._slabs[i].nbytes <= nbytes + nbytes // 4 + 4096 and _references(self._slabs, i) <= UNUSED:
-                    return self._slabs[i][:]  # a view: while it or a view of it lives, the slab counts as used
+                if (
+                    nbytes <= self._slabs[i].nbytes <= nbytes + nbytes // 4 + 4096
+                    and _references(self._slabs, i) <= UNUSED
+                ):
+                    return self._slabs[i][
+                        :
+                    ]  # a view: while it or a view of it lives, the slab counts as used
             slab = np.empty(nbytes + nbytes // 8, np.uint8)
             self._slabs.append(slab)
             self._trim()

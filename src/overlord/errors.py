@@ -21,7 +21,9 @@ class JobError(OverlordError):
     """A job that cannot run. Lists every problem at once, so that a job file is mended in one go."""
 
     def __init__(self, problems: Sequence[str], where: str = "job"):
-        listed = [problems] if isinstance(problems, str) else list(problems)  # torch makes errors of workers anew, from one text
+        listed = (
+            [problems] if isinstance(problems, str) else list(problems)
+        )  # torch makes errors of workers anew, from one text
         super().__init__(listed, where)
         self.problems, self.where = listed, where
 
@@ -29,7 +31,9 @@ class JobError(OverlordError):
         if len(self.problems) == 1:
             said = self.problems[0]
             return said if said.startswith(self.where) else f"{self.where}: {said}"
-        return f"{self.where}: {len(self.problems)} problems\n" + "\n".join(f"  - {p}" for p in self.problems)
+        return f"{self.where}: {len(self.problems)} problems\n" + "\n".join(
+            f"  - {p}" for p in self.problems
+        )
 
 
 class SourceError(OverlordError):
@@ -41,7 +45,9 @@ class SourceError(OverlordError):
 
     def __str__(self) -> str:
         where = f"source {self.source!r}" + (f", {self.path}" if self.path else "")
-        between = "\n  to do: " if "\n" in self.problem else "; "  # behind a list of files the remedy has a line of its own
+        between = (
+            "\n  to do: " if "\n" in self.problem else "; "
+        )  # behind a list of files the remedy has a line of its own
         return f"{where}: {self.problem}" + (f"{between}{self.remedy}" if self.remedy else "")
 
 
@@ -84,12 +90,28 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
     own, rest = dict[str, dict[str, tuple[str, str]]](), dict[str, tuple[str, str]]()
     for part, values in sorted(differences.items()):
         name, colon, what = part.removeprefix("source ").rpartition(": ")
-        (own.setdefault(name, {}) if colon and part.startswith("source ") else rest)[what or part] = values
-    missing = [name for name, parts in own.items() if all(found == "nothing" for _, found in parts.values())]
-    new = [name for name, parts in own.items() if all(saved == "nothing" for saved, _ in parts.values())]
-    changed = [f"{name} ({', '.join(parts)})" for name, parts in own.items() if name not in missing and name not in new]
+        (own.setdefault(name, {}) if colon and part.startswith("source ") else rest)[
+            what or part
+        ] = values
+    missing = [
+        name
+        for name, parts in own.items()
+        if all(found == "nothing" for _, found in parts.values())
+    ]
+    new = [
+        name
+        for name, parts in own.items()
+        if all(saved == "nothing" for saved, _ in parts.values())
+    ]
+    changed = [
+        f"{name} ({', '.join(parts)})"
+        for name, parts in own.items()
+        if name not in missing and name not in new
+    ]
     if missing or new:
-        rest = {part: values for part, values in rest.items() if part != "sources"}  # the digest of their names
+        rest = {
+            part: values for part, values in rest.items() if part != "sources"
+        }  # the digest of their names
     told = {
         "sources of the state that the job lacks": missing,
         "sources of the job that the state lacks": new,
@@ -97,17 +119,28 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
     }
     rows = [f"{what}: {_few(names)}" for what, names in told.items() if names]
     rows += [f"{part}: saved {a}, found {b}" for part, (a, b) in list(rest.items())[:NAMED]]
-    return rows + ([f"and {len(rest) - NAMED} more: {', '.join(list(rest)[NAMED:])}"] if len(rest) > NAMED else [])
+    return rows + (
+        [f"and {len(rest) - NAMED} more: {', '.join(list(rest)[NAMED:])}"]
+        if len(rest) > NAMED
+        else []
+    )
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return ", ".join(names[:NAMED]) + (
+        f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    )
 
 
 class StateMismatch(OverlordError):
     """A saved state that does not fit. ``differences`` maps each part to (saved, found), ``problem`` says what is wrong with it."""
 
-    def __init__(self, differences: Mapping[str, tuple[str, str]], remedy: str = "", problem: str = "the state belongs to another job"):
+    def __init__(
+        self,
+        differences: Mapping[str, tuple[str, str]],
+        remedy: str = "",
+        problem: str = "the state belongs to another job",
+    ):
         super().__init__(dict(differences), remedy, problem)
         self.differences, self.remedy, self.problem = dict(differences), remedy, problem
 
@@ -115,7 +148,9 @@ class StateMismatch(OverlordError):
         if not self.differences:
             return self.problem + (f"; {self.remedy}" if self.remedy else "")
         rows = "\n".join(f"  - {row}" for row in _rows(self.differences))
-        return f"{self.problem}; {len(self.differences)} part(s) differ\n{rows}" + (f"\n{self.remedy}" if self.remedy else "")
+        return f"{self.problem}; {len(self.differences)} part(s) differ\n{rows}" + (
+            f"\n{self.remedy}" if self.remedy else ""
+        )
 
 
 class DataStall(OverlordError):
@@ -139,7 +174,11 @@ class ActorLost(OverlordError):
         self.name, self.reason = name, reason
 
     def __str__(self) -> str:
-        who = " (by someone, or by the kernel for want of memory: its log tells)" if self.reason == "killed by signal 9" else ""
+        who = (
+            " (by someone, or by the kernel for want of memory: its log tells)"
+            if self.reason == "killed by signal 9"
+            else ""
+        )
         return f"{self.name} is lost: {self.reason}{who}"
 
 
@@ -179,8 +218,6 @@ class FrameError(OverlordError):
     def __str__(self) -> str:
         where = f"frame, {self.where}" if self.where else "frame"
         return f"{where}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
-
-
 
 
 class Later(Exception):

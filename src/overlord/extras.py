@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-DISTRIBUTION = "overlord-data"  # the import name is `overlord`; that name on PyPI belongs to another project
+DISTRIBUTION = (
+    "overlord-data"  # the import name is `overlord`; that name on PyPI belongs to another project
+)
 
 
 def pip_install(*extras: str) -> str:

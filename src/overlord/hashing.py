@@ -32,7 +32,9 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 def keyed_hash(key: int, *columns: Any) -> np.ndarray:
     """One uint64 per row: ``h = key``, then ``h = mix64(h ^ column)`` for each column in turn."""
-    h = np.full(np.broadcast(*columns).shape if len(columns) > 1 else np.shape(columns[0]), key, dtype=U64)
+    h = np.full(
+        np.broadcast(*columns).shape if len(columns) > 1 else np.shape(columns[0]), key, dtype=U64
+    )
     for column in columns:
         h = mix64(h ^ np.asarray(column).astype(np.int64, copy=False).view(U64))
     return h
@@ -43,7 +45,10 @@ def digest(*parts: str | bytes | np.ndarray) -> str:
     h = blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, np.ndarray):
-            head, body = f"{part.dtype.str}{part.shape}".encode(), np.ascontiguousarray(part).tobytes()
+            head, body = (
+                f"{part.dtype.str}{part.shape}".encode(),
+                np.ascontiguousarray(part).tobytes(),
+            )
         else:
             head, body = b"s", part.encode() if isinstance(part, str) else part
         h.update(len(head).to_bytes(8, "little") + head + len(body).to_bytes(8, "little") + body)

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 
 SAVED = "OVERLORD_SAVED_SETTINGS"  # what the settings below were, for the process that they are for
 SETTINGS = ("PYTHONPATH", "PYTHONSAFEPATH")
-WITH_VALUE = "cmWX"  # options of the interpreter that a value follows, in the same word or as the next one
+WITH_VALUE = (
+    "cmWX"  # options of the interpreter that a value follows, in the same word or as the next one
+)
 LONG_WITH_VALUE = ("--check-hash-based-pycs",)  # the value is the next word
 
 
@@ -21,7 +23,9 @@ def module_started(given: Sequence[str]) -> str:
             next(words, "")
         elif not word.startswith("-") or word in ("-", "--"):
             return ""  # a script, or what is read from standard input
-        elif not word.startswith("--") and (at := next((k for k, flag in enumerate(word) if flag in WITH_VALUE), 0)):
+        elif not word.startswith("--") and (
+            at := next((k for k, flag in enumerate(word) if flag in WITH_VALUE), 0)
+        ):
             value = word[at + 1 :] or next(words, "")
             if word[at] in "cm":  # all that follows is the program's
                 return value if word[at] == "m" else ""
@@ -33,9 +37,13 @@ def _leave_working_directory() -> None:
 
     The package itself may come from there: then the directory stays, last, for the processes that import it.
     """
-    if getattr(sys, "argv", [])[:1] != ["-m"] or sys.flags.safe_path:  # so while Python imports the package of the module it starts
+    if (
+        getattr(sys, "argv", [])[:1] != ["-m"] or sys.flags.safe_path
+    ):  # so while Python imports the package of the module it starts
         return
-    if module_started(getattr(sys, "orig_argv", [])).partition(".")[0] != __package__:  # a user's package imports this one
+    if (
+        module_started(getattr(sys, "orig_argv", [])).partition(".")[0] != __package__
+    ):  # a user's package imports this one
         return
     first = sys.path.pop(0)
     if os.path.realpath(first) == os.path.dirname(os.path.dirname(os.path.realpath(__file__))):

@@ -21,8 +21,15 @@ from overlord.errors import JobError
 
 AXES = ("pp", "dp", "cp", "tp")
 BUCKET_AXES = {"DP": ("dp",), "CP": ("dp", "cp"), "WORLD": AXES, "PP": ("pp",), "TP": ("tp",)}
-BROADCASTS = ("TP", "CP", "PP", "DP")  # what a trainer can broadcast along, as `broadcast_at` names it
-MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(("dp_replicate", "dp_shard", "ddp", "fsdp", "batch"), "dp")
+BROADCASTS = (
+    "TP",
+    "CP",
+    "PP",
+    "DP",
+)  # what a trainer can broadcast along, as `broadcast_at` names it
+MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(
+    ("dp_replicate", "dp_shard", "ddp", "fsdp", "batch"), "dp"
+)
 SHOWN = 4  # branches of a printed tree, and ranks that do not follow each other, before it says how many more there are
 
 
@@ -40,10 +47,16 @@ class ClientPlaceTree:
         problems = [
             f"place.{axis}: wanted a whole number of at least 1, found {getattr(self, axis)!r}"
             for axis in AXES
-            if not isinstance(getattr(self, axis), int) or isinstance(getattr(self, axis), bool) or getattr(self, axis) < 1
+            if not isinstance(getattr(self, axis), int)
+            or isinstance(getattr(self, axis), bool)
+            or getattr(self, axis) < 1
         ]
-        if not isinstance(self.order, (list, tuple)) or sorted(map(str, self.order)) != sorted(AXES):
-            problems.append(f"place.order: wanted each of {', '.join(AXES)} once, found {self.order!r}")
+        if not isinstance(self.order, (list, tuple)) or sorted(map(str, self.order)) != sorted(
+            AXES
+        ):
+            problems.append(
+                f"place.order: wanted each of {', '.join(AXES)} once, found {self.order!r}"
+            )
         if problems:
             raise JobError(problems, "place")
         object.__setattr__(self, "order", tuple(self.order))
@@ -58,20 +71,29 @@ class ClientPlaceTree:
         """
         names, ranks = _mesh_of(mesh)
         axes = [MESH_DIMS[name] for name in names]
-        degrees = {a: math.prod(n for n, axis in zip(ranks.shape, axes, strict=True) if axis == a) for a in AXES}
-        by_axis = ranks.transpose([i for a in AXES for i, axis in enumerate(axes) if axis == a]).reshape([degrees[a] for a in AXES])
+        degrees = {
+            a: math.prod(n for n, axis in zip(ranks.shape, axes, strict=True) if axis == a)
+            for a in AXES
+        }
+        by_axis = ranks.transpose(
+            [i for a in AXES for i, axis in enumerate(axes) if axis == a]
+        ).reshape([degrees[a] for a in AXES])
         for order in permutations(AXES):  # the default first: a mesh of one axis fits any
             tree = ClientPlaceTree(**degrees, order=order)
             if np.array_equal(by_axis, tree._grid()):
                 return tree
         raise JobError(
-            [f"the ranks of {dict(zip(names, ranks.shape, strict=True))} are 0 to {ranks.size - 1}, but in no order of pp, dp, cp, tp; "
-             "give the mesh's ranks in row-major order, with the dp dimensions beside each other"],
+            [
+                f"the ranks of {dict(zip(names, ranks.shape, strict=True))} are 0 to {ranks.size - 1}, but in no order of pp, dp, cp, tp; "
+                "give the mesh's ranks in row-major order, with the dp dimensions beside each other"
+            ],
             "from_device_mesh",
-        )  # fmt: skip
+        )
 
     @staticmethod
-    def from_env(env: Mapping[str, str] | None = None, *, world_size: int | None = None) -> ClientPlaceTree:
+    def from_env(
+        env: Mapping[str, str] | None = None, *, world_size: int | None = None
+    ) -> ClientPlaceTree:
         """The tree of a job started by torchrun: ``WORLD_SIZE``, and ``OVERLORD_PP``, ``OVERLORD_CP``, ``OVERLORD_TP`` (1 where unset).
 
         dp is what is left of the world; ``OVERLORD_DP`` says it too, and must then fit. ``OVERLORD_ORDER`` names the axes from
@@ -84,15 +106,22 @@ class ClientPlaceTree:
         names = {"WORLD_SIZE": "", **{f"OVERLORD_{axis.upper()}": axis for axis in AXES}}
         given = {name: text for name in names if (text := str(env.get(name, "")).strip())}
         wrong = [
-            f"{name}: wanted a whole number of at least 1, found {v!r}" for name, v in given.items() if not v.isdecimal() or not int(v)
+            f"{name}: wanted a whole number of at least 1, found {v!r}"
+            for name, v in given.items()
+            if not v.isdecimal() or not int(v)
         ]
         if wrong:
             raise JobError(wrong, "from_env")
         degrees = {names[name]: int(value) for name, value in given.items()}
         world, left = degrees.pop("", None), math.prod(degrees.values())
         if world is not None and (world % left or ("dp" in degrees and world != left)):
-            said = " x ".join(f"{name}={value}" for name, value in given.items() if name != "WORLD_SIZE")
-            raise JobError([f"WORLD_SIZE={world} is not {'' if 'dp' in degrees else 'a multiple of '}{said}"], "from_env")
+            said = " x ".join(
+                f"{name}={value}" for name, value in given.items() if name != "WORLD_SIZE"
+            )
+            raise JobError(
+                [f"WORLD_SIZE={world} is not {'' if 'dp' in degrees else 'a multiple of '}{said}"],
+                "from_env",
+            )
         if world is not None:
             degrees.setdefault("dp", world // left)
         order = env.get("OVERLORD_ORDER", "").strip()
@@ -104,7 +133,9 @@ class ClientPlaceTree:
         """The tree with other degrees, or another ``order``."""
         unknown = [name for name in degrees if name not in (*AXES, "order")]
         if unknown:
-            raise JobError([f"unknown axis {unknown[0]!r}; known: {', '.join(AXES)}, order"], "place")
+            raise JobError(
+                [f"unknown axis {unknown[0]!r}; known: {', '.join(AXES)}, order"], "place"
+            )
         return replace(self, **degrees)
 
     def add_replicas(self, n: int = 1) -> ClientPlaceTree:
@@ -119,7 +150,9 @@ class ClientPlaceTree:
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise JobError([f"wanted a whole number of at least 0, found {n!r}"], what)
         if (dp := self.dp + sign * n) < 1:
-            raise JobError([f"{n} of {self.dp} replicas cannot go: at least one must be left of {self}"], what)
+            raise JobError(
+                [f"{n} of {self.dp} replicas cannot go: at least one must be left of {self}"], what
+            )
         return replace(self, dp=dp)
 
     # ranks and places
@@ -134,7 +167,11 @@ class ClientPlaceTree:
 
     def _grid(self) -> np.ndarray:
         """Ranks by [pp, dp, cp, tp]."""
-        return np.arange(self.world_size).reshape(self._shape).transpose([self.order.index(axis) for axis in AXES])
+        return (
+            np.arange(self.world_size)
+            .reshape(self._shape)
+            .transpose([self.order.index(axis) for axis in AXES])
+        )
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis."""
@@ -151,11 +188,19 @@ class ClientPlaceTree:
         """What is wrong with a rank's number, often read from the environment; empty when nothing is."""
         if not isinstance(rank, (int, np.integer)):
             return f"wanted a rank as a whole number, found {rank!r}"
-        return "" if _inside(rank, self.world_size) else f"rank {rank} is outside 0..{self.world_size - 1} of {self}"
+        return (
+            ""
+            if _inside(rank, self.world_size)
+            else f"rank {rank} is outside 0..{self.world_size - 1} of {self}"
+        )
 
     def rank(self, **at: int) -> int:
         """The rank at a place; axes left out stand at 0. The inverse of ``coords``."""
-        wrong = [f"{axis}={i!r} is outside {self}" for axis, i in at.items() if axis not in AXES or not _inside(i, getattr(self, axis))]
+        wrong = [
+            f"{axis}={i!r} is outside {self}"
+            for axis, i in at.items()
+            if axis not in AXES or not _inside(i, getattr(self, axis))
+        ]
         if wrong:
             raise JobError(wrong, "place")
         return int(np.ravel_multi_index([at.get(axis, 0) for axis in self.order], self._shape))
@@ -234,10 +279,16 @@ def _inside(i: Any, n: int) -> bool:
 
 def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
     """The axes of a broadcast, each once, innermost first whatever order they were named in."""
-    dims = tuple(broadcast) if isinstance(broadcast, Iterable) and not isinstance(broadcast, str) else (broadcast,)
+    dims = (
+        tuple(broadcast)
+        if isinstance(broadcast, Iterable) and not isinstance(broadcast, str)
+        else (broadcast,)
+    )
     unknown = [dim for dim in dims if dim not in BROADCASTS]
     if unknown:
-        raise JobError([f"unknown broadcast axis {unknown[0]!r}; known: {', '.join(BROADCASTS)}"], "place")
+        raise JobError(
+            [f"unknown broadcast axis {unknown[0]!r}; known: {', '.join(BROADCASTS)}"], "place"
+        )
     return tuple(dim for dim in BROADCASTS if dim in dims)
 
 
@@ -245,7 +296,12 @@ def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
     """The environment with a world size that the caller knows; one that says another is refused."""
     said = str(env.get("WORLD_SIZE", "")).strip()
     if said not in ("", str(world_size)):
-        raise JobError([f"world_size: expected WORLD_SIZE={said} of the environment, got {world_size}; leave world_size out"], "from_env")
+        raise JobError(
+            [
+                f"world_size: expected WORLD_SIZE={said} of the environment, got {world_size}; leave world_size out"
+            ],
+            "from_env",
+        )
     return {**env, "WORLD_SIZE": str(world_size)}
 
 
@@ -253,20 +309,38 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
     """Names of a device mesh's dimensions and its ranks, or what is wrong with them."""
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:
-        raise JobError([f"the mesh has no names for its dimensions; give mesh_dim_names, of {', '.join(MESH_DIMS)}"], "from_device_mesh")
+        raise JobError(
+            [
+                f"the mesh has no names for its dimensions; give mesh_dim_names, of {', '.join(MESH_DIMS)}"
+            ],
+            "from_device_mesh",
+        )
     unknown = [str(name) for name in names if name not in MESH_DIMS]
     if unknown:
-        raise JobError([f"unknown mesh dimension {unknown[0]!r}; known: {', '.join(MESH_DIMS)}"], "from_device_mesh")
+        raise JobError(
+            [f"unknown mesh dimension {unknown[0]!r}; known: {', '.join(MESH_DIMS)}"],
+            "from_device_mesh",
+        )
     if getattr(mesh, "mesh", None) is not None:
         ranks = np.asarray(mesh.mesh)
     else:
-        shape = tuple(mesh.shape) if hasattr(mesh, "shape") else tuple(mesh.size(i) for i in range(len(names)))
+        shape = (
+            tuple(mesh.shape)
+            if hasattr(mesh, "shape")
+            else tuple(mesh.size(i) for i in range(len(names)))
+        )
         ranks = np.arange(math.prod(shape)).reshape(shape)
     if ranks.ndim != len(names) or len(set(names)) != len(names):
-        raise JobError([f"{len(names)} names {tuple(names)} for a mesh of shape {ranks.shape}"], "from_device_mesh")
+        raise JobError(
+            [f"{len(names)} names {tuple(names)} for a mesh of shape {ranks.shape}"],
+            "from_device_mesh",
+        )
     if not np.array_equal(np.sort(ranks, axis=None), np.arange(ranks.size)):
         raise JobError(
-            [f"wanted the mesh of the whole job, ranks 0 to {ranks.size - 1}, found ranks {_ranks(ranks.ravel())}"], "from_device_mesh"
+            [
+                f"wanted the mesh of the whole job, ranks 0 to {ranks.size - 1}, found ranks {_ranks(ranks.ravel())}"
+            ],
+            "from_device_mesh",
         )
     return tuple(names), ranks
 
@@ -279,16 +353,25 @@ def _branches(axes: Sequence[str], grid: np.ndarray, indent: str = "") -> list[s
     lines = []
     for i in range(min(n, SHOWN)):
         last = i == n - 1
-        lines.append(f"{indent}{'└─' if last else '├─'} {axis} {i}" + (f", {_leaf(axes[1], grid[i])}" if len(axes) == 2 else ""))
+        lines.append(
+            f"{indent}{'└─' if last else '├─'} {axis} {i}"
+            + (f", {_leaf(axes[1], grid[i])}" if len(axes) == 2 else "")
+        )
         if len(axes) > 2:
             lines += _branches(axes[1:], grid[i], indent + ("   " if last else "│  "))
     if n > SHOWN:
-        lines.append(f"{indent}└─ ... {n - SHOWN} more {axis}, ranks {_ranks(np.sort(grid[SHOWN:], axis=None))}")
+        lines.append(
+            f"{indent}└─ ... {n - SHOWN} more {axis}, ranks {_ranks(np.sort(grid[SHOWN:], axis=None))}"
+        )
     return lines
 
 
 def _leaf(axis: str, ranks: np.ndarray) -> str:
-    return f"{axis} 0: rank {ranks[0]}" if len(ranks) == 1 else f"{axis} 0-{len(ranks) - 1}: ranks {_ranks(ranks)}"
+    return (
+        f"{axis} 0: rank {ranks[0]}"
+        if len(ranks) == 1
+        else f"{axis} 0-{len(ranks) - 1}: ranks {_ranks(ranks)}"
+    )
 
 
 def _ranks(ranks: np.ndarray) -> str:
@@ -296,4 +379,8 @@ def _ranks(ranks: np.ndarray) -> str:
     found = [int(r) for r in ranks]
     if len(found) > 1 and found == list(range(found[0], found[-1] + 1)):
         return f"{found[0]}-{found[-1]}"
-    return " ".join(map(str, found)) if len(found) <= SHOWN else f"{' '.join(map(str, found[: SHOWN - 1]))} ... {found[-1]}"
+    return (
+        " ".join(map(str, found))
+        if len(found) <= SHOWN
+        else f"{' '.join(map(str, found[: SHOWN - 1]))} ... {found[-1]}"
+    )

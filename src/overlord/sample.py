@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from overlord.batch import Batch
 
 
-OBJECTIVES = {"microbatch": "microbatch", "step": "iteration"}  # Job.sync, and what balancing aims at under it
+OBJECTIVES = {
+    "microbatch": "microbatch",
+    "step": "iteration",
+}  # Job.sync, and what balancing aims at under it
 SLICE_FROM = 1024  # mean length of rows from which copying them one by one is cheaper than gathering by index
 
 
@@ -35,7 +38,9 @@ class SampleId(NamedTuple):
     part: int = 0  # which piece, when on_long="split" cut the sample
 
     def __str__(self) -> str:
-        return f"{self.source}/e{self.epoch}/f{self.file}/r{self.row}" + (f"/p{self.part}" if self.part else "")
+        return f"{self.source}/e{self.epoch}/f{self.file}/r{self.row}" + (
+            f"/p{self.part}" if self.part else ""
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +62,9 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        return (self.offsets.item(-1) - self.offsets.item(0)) * self.values.itemsize  # item: whole numbers at once, in a third of the time
+        return (
+            self.offsets.item(-1) - self.offsets.item(0)
+        ) * self.values.itemsize  # item: whole numbers at once, in a third of the time
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Rows start to stop, as views: nothing is copied."""
@@ -74,9 +81,13 @@ class Ragged:
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         starts = self.offsets[:-1][rows]
-        if offsets[-1] > SLICE_FROM * len(rows):  # files, say: an index would be eight times their bytes
+        if offsets[-1] > SLICE_FROM * len(
+            rows
+        ):  # files, say: an index would be eight times their bytes
             values = np.empty(int(offsets[-1]), self.values.dtype)
-            for a, b, at in zip(offsets.tolist(), offsets[1:].tolist(), starts.tolist(), strict=False):
+            for a, b, at in zip(
+                offsets.tolist(), offsets[1:].tolist(), starts.tolist(), strict=False
+            ):
                 values[a:b] = self.values[at : at + b - a]
             return Ragged(values, offsets)
         index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
@@ -90,16 +101,23 @@ class Ragged:
             return parts[0]
         starts = [int(p.offsets[0]) for p in parts]
         sizes = [int(p.offsets[-1]) - s for p, s in zip(parts, starts, strict=True)]
-        values = np.concatenate([p.values[s : s + n] for p, s, n in zip(parts, starts, sizes, strict=True)])
+        values = np.concatenate(
+            [p.values[s : s + n] for p, s, n in zip(parts, starts, sizes, strict=True)]
+        )
         shifts = np.cumsum([0, *sizes[:-1]]) - starts
-        offsets = np.concatenate([p.offsets[:-1] + shift for p, shift in zip(parts, shifts, strict=True)] + [[len(values)]])
+        offsets = np.concatenate(
+            [p.offsets[:-1] + shift for p, shift in zip(parts, shifts, strict=True)]
+            + [[len(values)]]
+        )
         return Ragged(values, offsets)
 
     @staticmethod
     def from_rows(rows: Sequence[Any], dtype: Any = None) -> Ragged:
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
-        arrays = [np.asarray(row, dtype) for row in rows if len(row)]  # an empty list would make whole numbers floats
+        arrays = [
+            np.asarray(row, dtype) for row in rows if len(row)
+        ]  # an empty list would make whole numbers floats
         return Ragged(np.concatenate(arrays) if arrays else np.zeros(0, dtype or np.int64), offsets)
 
 
@@ -128,7 +146,9 @@ class Items(NamedTuple):
 
     @staticmethod
     def none(documents: int) -> Items:
-        return Items(Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64)), np.zeros(documents, np.int64))
+        return Items(
+            Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64)), np.zeros(documents, np.int64)
+        )
 
     @staticmethod
     def concat(parts: Sequence[Items]) -> Items:
@@ -154,16 +174,25 @@ class Content:
 
     def slice(self, start: int, stop: int) -> Content:
         """Documents start to stop, as views: nothing is copied."""
-        return Content(self.tokens.slice(start, stop), None if self.items is None else self.items.slice(start, stop))
+        return Content(
+            self.tokens.slice(start, stop),
+            None if self.items is None else self.items.slice(start, stop),
+        )
 
     def compact(self) -> Content:
         """The same documents in memory of their own, so that the memory they were cut from can go."""
-        items = None if self.items is None else Items(self.items.bytes.compact(), self.items.counts.copy())
+        items = (
+            None
+            if self.items is None
+            else Items(self.items.bytes.compact(), self.items.counts.copy())
+        )
         return Content(self.tokens.compact(), items)
 
     def take(self, documents: np.ndarray) -> Content:
         """Chosen documents in the given order, copied."""
-        return Content(self.tokens.take(documents), None if self.items is None else self.items.take(documents))
+        return Content(
+            self.tokens.take(documents), None if self.items is None else self.items.take(documents)
+        )
 
     def take_items(self, rows: np.ndarray) -> Ragged:
         """Chosen items in the given order, copied; they are numbered through the documents."""
@@ -185,7 +214,10 @@ class Content:
         tokens = Ragged.concat([p.tokens for p in parts])
         if all(p.items is None for p in parts):
             return Content(tokens)
-        return Content(tokens, Items.concat([Items.none(len(p)) if p.items is None else p.items for p in parts]))
+        return Content(
+            tokens,
+            Items.concat([Items.none(len(p)) if p.items is None else p.items for p in parts]),
+        )
 
 
 class Scattered:
@@ -201,7 +233,10 @@ class Scattered:
         if all(p.items is None for p in parts):
             return None
         counts = [np.zeros(len(p), np.int64) if p.items is None else p.items.counts for p in parts]
-        return Scattered([p.items.bytes for p in parts if p.items is not None and len(p.items.bytes)], np.concatenate(counts))
+        return Scattered(
+            [p.items.bytes for p in parts if p.items is not None and len(p.items.bytes)],
+            np.concatenate(counts),
+        )
 
     def __len__(self) -> int:
         return self._bounds[-1]
@@ -223,10 +258,15 @@ class Scattered:
         """All items of these documents, document by document."""
         counts = self.counts[documents]
         ends = np.cumsum(counts)
-        return np.repeat(self.first[documents] - ends + counts, counts) + np.arange(int(counts.sum()))
+        return np.repeat(self.first[documents] - ends + counts, counts) + np.arange(
+            int(counts.sum())
+        )
 
     def take(self, documents: np.ndarray) -> Items:
-        return Items(Ragged.from_rows([self[i] for i in self.rows(documents).tolist()], np.uint8), self.counts[documents])
+        return Items(
+            Ragged.from_rows([self[i] for i in self.rows(documents).tolist()], np.uint8),
+            self.counts[documents],
+        )
 
 
 Column = np.ndarray | Ragged  # one value a sample, or several: images, say
@@ -245,7 +285,9 @@ def join_rows(parts: Sequence[Column]) -> Column:
     """Columns one after another. Where some hold lists and others numbers, a number counts as a list of one."""
     if Ragged not in set(map(type, parts)):
         return np.concatenate(parts)  # type: ignore[arg-type]
-    return Ragged.concat([p if isinstance(p, Ragged) else Ragged(p, np.arange(len(p) + 1)) for p in parts])
+    return Ragged.concat(
+        [p if isinstance(p, Ragged) else Ragged(p, np.arange(len(p) + 1)) for p in parts]
+    )
 
 
 def no_items(rows: int, dtype: Any = np.int64) -> Ragged:
@@ -269,15 +311,20 @@ class Columns(dict[str, Column]):
         self.step = step
 
     def __missing__(self, name: Any) -> Column:
-        raise PlanError(f"no metadata {name!r}; known: {', '.join(sorted(self))}", self.step, "select it, or add it with ov.Meta")
+        raise PlanError(
+            f"no metadata {name!r}; known: {', '.join(sorted(self))}",
+            self.step,
+            "select it, or add it with ov.Meta",
+        )
 
 
 def loader_is_hidden(what: str, step: int) -> PlanError:
     """Why a strategy is not told which loader holds a sample."""
     return PlanError(
         f"a strategy read {what}; which loader holds a sample must not shape a plan, or the stream would change with the number of loaders",
-        step, "place by metadata; once a step is planned, session.graph(step).loader tells",
-    )  # fmt: skip
+        step,
+        "place by metadata; once a step is planned, session.graph(step).loader tells",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -300,13 +347,19 @@ class Buffer:
     drawn: bool = False
     substep: np.ndarray | None = None  # int32: sub-draw of each row under mix_every="microbatch"
     weights: Mapping[str, float] = field(default_factory=dict)  # what the draw wanted
-    absent: tuple[str, ...] = ()  # metadata that sources of the job have, but none of this step's samples
-    wanted: tuple[tuple[int, ...], ...] = ()  # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by source
+    absent: tuple[
+        str, ...
+    ] = ()  # metadata that sources of the job have, but none of this step's samples
+    wanted: tuple[
+        tuple[int, ...], ...
+    ] = ()  # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by source
     age: np.ndarray | None = None  # int32: steps each candidate was passed over
     max_age: int = 8  # one passed over so often comes first
     scores: np.ndarray | None = None  # what the job's schedule prefers: the lowest first
     overflow: str = "grow"  # "defer": what does not fit is left for a later step
-    sync: str = "microbatch"  # when ranks wait for each other: after every "microbatch", or once a "step"
+    sync: str = (
+        "microbatch"  # when ranks wait for each other: after every "microbatch", or once a "step"
+    )
 
     def __len__(self) -> int:
         return len(self.source)
@@ -315,7 +368,11 @@ class Buffer:
     def objective(self) -> str:
         """Return the default objective of ``DGraph.balance``: it follows ``sync``."""
         if self.sync not in OBJECTIVES:
-            raise PlanError(f"buffer.sync: expected one of {', '.join(OBJECTIVES)}, got {self.sync!r}", self.step, "set Job.sync")
+            raise PlanError(
+                f"buffer.sync: expected one of {', '.join(OBJECTIVES)}, got {self.sync!r}",
+                self.step,
+                "set Job.sync",
+            )
         return OBJECTIVES[self.sync]
 
     @property
@@ -324,14 +381,24 @@ class Buffer:
         raise loader_is_hidden("buffer.loader", self.step)
 
     def __repr__(self) -> str:
-        counts = np.bincount(self.source, minlength=len(self.names)) if len(self) else np.zeros(len(self.names), int)
+        counts = (
+            np.bincount(self.source, minlength=len(self.names))
+            if len(self)
+            else np.zeros(len(self.names), int)
+        )
         shown = ", ".join(f"{n}: {c}" for n, c in list(zip(self.names, counts, strict=True))[:6])
         more = ", ..." if len(self.names) > 6 else ""
         state = "drawn" if self.drawn else "candidates"
         return f"Buffer(step {self.step}, {len(self)} samples {state}; {shown}{more}; meta {', '.join(self.meta)})"
 
     def __getitem__(self, i: int) -> SampleId:
-        return SampleId(self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]))
+        return SampleId(
+            self.names[int(self.source[i])],
+            int(self.epoch[i]),
+            int(self.file[i]),
+            int(self.row[i]),
+            int(self.part[i]),
+        )
 
     def column(self, name: str) -> Column:
         """One metadata column. Where the samples of this step all lack it (a step of text in a job with images), no items."""
@@ -339,25 +406,41 @@ class Buffer:
             return no_items(len(self))
         if not isinstance(name, str) or name not in self.meta:
             how = "ov.Images or ov.Meta" if str(name).startswith("image_") else "ov.Meta"
-            raise PlanError(f"no metadata {name!r}; known: {', '.join(sorted(self.meta))}", self.step, f"add it with {how}")
+            raise PlanError(
+                f"no metadata {name!r}; known: {', '.join(sorted(self.meta))}",
+                self.step,
+                f"add it with {how}",
+            )
         return self.meta[name]
 
     def take(self, rows: np.ndarray) -> Buffer:
         """Chosen rows in the given order."""
         picked = {n: getattr(self, n)[rows] for n in ("source", "epoch", "file", "row", "part")}
         meta = Columns({n: take_rows(c, rows) for n, c in self.meta.items()}, self.step)
-        beside: dict[str, Any] = {n: c[rows] for n in ("substep", "age", "scores") if (c := getattr(self, n)) is not None}
+        beside: dict[str, Any] = {
+            n: c[rows] for n in ("substep", "age", "scores") if (c := getattr(self, n)) is not None
+        }
         return replace(self, **picked, **beside, meta=meta)
 
     @staticmethod
-    def from_columns(columns: Mapping[str, Mapping[str, Any]], *, batch: Batch, step: int = 0, sync: str = "microbatch") -> Buffer:
+    def from_columns(
+        columns: Mapping[str, Mapping[str, Any]],
+        *,
+        batch: Batch,
+        step: int = 0,
+        sync: str = "microbatch",
+    ) -> Buffer:
         """A buffer by hand: ``{"web": {"tokens": [5, 9]}, ...}``; a list of lists becomes a ragged column.
 
         Every source must have the same columns, but for ragged ones: the samples of a source without it have no items.
         ``sync``: as in ``Job``.
         """
         if not hasattr(batch, "context"):
-            raise PlanError(f"Buffer.from_columns: wanted a Batch, found {batch!r}", step, "batch=ov.Batch(samples=..., context=...)")
+            raise PlanError(
+                f"Buffer.from_columns: wanted a Batch, found {batch!r}",
+                step,
+                "batch=ov.Batch(samples=..., context=...)",
+            )
         given = {name: _columns(cols, name, step) for name, cols in columns.items()}
         sizes = [len(next(iter(cols.values()))) if cols else 0 for cols in given.values()]
         for (name, cols), size in zip(given.items(), sizes, strict=True):
@@ -367,15 +450,32 @@ class Buffer:
         for key in sorted({key for cols in given.values() for key in cols}):
             missing = [name for name, cols in given.items() if key not in cols]
             if missing and not any(isinstance(cols.get(key), Ragged) for cols in given.values()):
-                raise PlanError(f"metadata {key!r} is missing for source {missing[0]!r}", step, "give every source the same columns")
-            meta[key] = join_rows([cols.get(key, no_items(size)) for cols, size in zip(given.values(), sizes, strict=True)])
+                raise PlanError(
+                    f"metadata {key!r} is missing for source {missing[0]!r}",
+                    step,
+                    "give every source the same columns",
+                )
+            meta[key] = join_rows(
+                [
+                    cols.get(key, no_items(size))
+                    for cols, size in zip(given.values(), sizes, strict=True)
+                ]
+            )
         n = sum(sizes)
         row = np.concatenate([np.arange(s) for s in sizes]) if sizes else np.zeros(0)
         zeros = np.zeros(n, np.int32)
         return Buffer(
-            names=tuple(columns), source=np.repeat(np.arange(len(sizes)), sizes).astype(np.int32),
-            epoch=zeros, file=zeros, row=row.astype(np.int64), part=zeros, meta=Columns(meta, step), batch=batch, step=step, sync=sync,
-        )  # fmt: skip
+            names=tuple(columns),
+            source=np.repeat(np.arange(len(sizes)), sizes).astype(np.int32),
+            epoch=zeros,
+            file=zeros,
+            row=row.astype(np.int64),
+            part=zeros,
+            meta=Columns(meta, step),
+            batch=batch,
+            step=step,
+            sync=sync,
+        )
 
 
 def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
@@ -388,8 +488,14 @@ def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
         column = _column(value)
         lengths = key == "tokens"
         if column is None or (lengths and not _are_lengths(column)):
-            wanted = "a whole number of at least 0 for each sample" if lengths else "a number for each sample, or a list of numbers"
-            raise PlanError(f"metadata {key!r} of source {source!r}: wanted {wanted}, found {value!r:.80}", step)
+            wanted = (
+                "a whole number of at least 0 for each sample"
+                if lengths
+                else "a number for each sample, or a list of numbers"
+            )
+            raise PlanError(
+                f"metadata {key!r} of source {source!r}: wanted {wanted}, found {value!r:.80}", step
+            )
         made[key] = column
     return made
 
@@ -399,9 +505,15 @@ def _column(value: Any) -> Column | None:
     if isinstance(value, Ragged):
         return value
     try:
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple, np.ndarray)):
+        if (
+            isinstance(value, (list, tuple))
+            and value
+            and isinstance(value[0], (list, tuple, np.ndarray))
+        ):
             column = Ragged.from_rows(value)
-            return column if column.values.ndim == 1 and column.values.dtype.kind in "biuf" else None
+            return (
+                column if column.values.ndim == 1 and column.values.dtype.kind in "biuf" else None
+            )
         found = np.asarray(value) if len(value) else np.zeros(0, np.int64)
     except (TypeError, ValueError):  # no sequence at all, or numbers and lists in one
         return None
@@ -409,7 +521,11 @@ def _column(value: Any) -> Column | None:
 
 
 def _are_lengths(column: Column) -> bool:
-    return isinstance(column, np.ndarray) and column.dtype.kind in "iu" and (not len(column) or int(column.min()) >= 0)
+    return (
+        isinstance(column, np.ndarray)
+        and column.dtype.kind in "iu"
+        and (not len(column) or int(column.min()) >= 0)
+    )
 
 
 IDS = ("source", "epoch", "file", "row", "part")

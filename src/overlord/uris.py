@@ -16,21 +16,40 @@ OBJECT_STORES = (*_BUCKETS, "abfs", "abfss")
 KNOWN = ("file", *OBJECT_STORES, "hdfs")
 OPTIONS = ("region", "anonymous")
 _WITH_USER = ("abfs", "abfss", "hdfs")  # there it is a container, or a name without a password
-_NEARLY = re.compile(rf"\s*({'|'.join((*KNOWN, 'https?', 'hf', 'ftp'))}):(?!//)|\s+[A-Za-z][A-Za-z0-9+.-]*://", re.IGNORECASE)
-_VALUES = {"region": re.compile(r"[A-Za-z0-9_-]*"), "anonymous": re.compile(r"|0|1|true|false|yes|no", re.IGNORECASE)}
-ENVIRONMENT = "credentials and endpoints come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...)"
+_NEARLY = re.compile(
+    rf"\s*({'|'.join((*KNOWN, 'https?', 'hf', 'ftp'))}):(?!//)|\s+[A-Za-z][A-Za-z0-9+.-]*://",
+    re.IGNORECASE,
+)
+_VALUES = {
+    "region": re.compile(r"[A-Za-z0-9_-]*"),
+    "anonymous": re.compile(r"|0|1|true|false|yes|no", re.IGNORECASE),
+}
+ENVIRONMENT = (
+    "credentials and endpoints come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...)"
+)
 HIDDEN = "***"
 
-_SECRET = r"secret|token|passw|pwd|signature|credential|api_?key|access_?key|account_?key|private_?key"
+_SECRET = (
+    r"secret|token|passw|pwd|signature|credential|api_?key|access_?key|account_?key|private_?key"
+)
 _SECRET_NAME = re.compile(rf"{_SECRET}|^sig$|^key$|^sas", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(rf"(?:^|_)(?:SAS|KEY)(?:_|$)|{_SECRET}", re.IGNORECASE)
 _NO_SECRETS = re.compile(r"_(?:FILE|PATH|URI|URL|DIR)$", re.IGNORECASE)
 _PATTERNS = (
     (re.compile(r"(://)[^/@:\s]*:[^@\s]*@"), rf"\1{HIDDEN}@"),
     (re.compile(r"(https?://)[^/@\s]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
-    (re.compile(rf"((?:[\w-]*(?:{_SECRET})[\w-]*|\bsig|\bkey)[\"']?\s*[=:]\s*[\"']?)[^\s&\"',;<>)}}]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (
-        re.compile(r"(<\w*(?:Token|Secret|AccessKeyId|Signature|StringToSign|CanonicalRequest)\w*>)[^<]*", re.IGNORECASE),
+        re.compile(
+            rf"((?:[\w-]*(?:{_SECRET})[\w-]*|\bsig|\bkey)[\"']?\s*[=:]\s*[\"']?)[^\s&\"',;<>)}}]+",
+            re.IGNORECASE,
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (
+        re.compile(
+            r"(<\w*(?:Token|Secret|AccessKeyId|Signature|StringToSign|CanonicalRequest)\w*>)[^<]*",
+            re.IGNORECASE,
+        ),
         rf"\1{HIDDEN}",
     ),
     (re.compile(r"(authorization[\"']?\s*[=:]\s*)[^\n\r]+", re.IGNORECASE), rf"\1{HIDDEN}"),
@@ -45,8 +64,12 @@ def is_uri(text: str) -> bool:
 
 def uri_problems(uri: str) -> list[str]:
     """Why a URI cannot be used, without repeating a secret; a plain path has no problems here."""
-    if _NEARLY.match(uri):  # taken for a path it would be a folder of that name, and stand in every error
-        return [f"wanted a path, or a URI as in s3://bucket/name, found one that lacks its '//' or begins with a space; {ENVIRONMENT}"]
+    if _NEARLY.match(
+        uri
+    ):  # taken for a path it would be a folder of that name, and stand in every error
+        return [
+            f"wanted a path, or a URI as in s3://bucket/name, found one that lacks its '//' or begins with a space; {ENVIRONMENT}"
+        ]
     if not SCHEME.match(uri):
         return []
     scheme, rest = uri.split("://", 1)
@@ -56,30 +79,54 @@ def uri_problems(uri: str) -> list[str]:
     port = host.partition(":")[2]
     shown = shown_uri(uri)
     # A secret may hold '/', so that what looks like a host is the user and half of a password: no port, and no bucket, looks so.
-    if (at and ":" in user) or (port and not port.isdigit()) or (at and scheme not in _WITH_USER) or (scheme in _BUCKETS and port):
+    if (
+        (at and ":" in user)
+        or (port and not port.isdigit())
+        or (at and scheme not in _WITH_USER)
+        or (scheme in _BUCKETS and port)
+    ):
         return [f"{shown} carries a user or a password; {ENVIRONMENT}"]
     given = parse_qsl(query, keep_blank_values=True)
     names = [name for name, _ in given]
     if secret := [name for name in names if _SECRET_NAME.search(name)]:
         return [f"{shown} carries a secret ({', '.join(secret)}); {ENVIRONMENT}"]
     if scheme in OBJECT_STORES and (unknown := [name for name in names if name not in OPTIONS]):
-        return [f"unknown option {unknown[0]!r} in {shown}; known options: {', '.join(OPTIONS)}; {ENVIRONMENT}"]
-    if scheme in OBJECT_STORES and (wrong := [name for name, value in given if not _VALUES[name].fullmatch(value)]):
-        return [f"{shown}: wanted {wrong[0]} as in ?region=eu-west-1 or ?anonymous=true, found other signs in it; {ENVIRONMENT}"]
+        return [
+            f"unknown option {unknown[0]!r} in {shown}; known options: {', '.join(OPTIONS)}; {ENVIRONMENT}"
+        ]
+    if scheme in OBJECT_STORES and (
+        wrong := [name for name, value in given if not _VALUES[name].fullmatch(value)]
+    ):
+        return [
+            f"{shown}: wanted {wrong[0]} as in ?region=eu-west-1 or ?anonymous=true, found other signs in it; {ENVIRONMENT}"
+        ]
     return []
 
 
 def shown_uri(uri: str) -> str:
     """A URI for people. Of one that may be refused nobody knows where its secrets stand: no user, and no value of an option, is shown."""
     head, mark, query = uri.partition("?")
-    head = re.sub(r"(://)[^/@\s]*@", rf"\1{HIDDEN}@", scrub(head)) if head.partition("://")[0].lower() not in _WITH_USER else scrub(head)
-    return scrub(head + mark + re.sub(r"=[^&]*", f"={HIDDEN}", query)) if SCHEME.match(uri) else scrub(uri)
+    head = (
+        re.sub(r"(://)[^/@\s]*@", rf"\1{HIDDEN}@", scrub(head))
+        if head.partition("://")[0].lower() not in _WITH_USER
+        else scrub(head)
+    )
+    return (
+        scrub(head + mark + re.sub(r"=[^&]*", f"={HIDDEN}", query))
+        if SCHEME.match(uri)
+        else scrub(uri)
+    )
 
 
 def options_of(query: str) -> tuple[str, bool]:
     """Region ("" if not given) and whether requests go out unsigned."""
     given = dict(parse_qsl(query, keep_blank_values=True))
-    return given.get("region", ""), given.get("anonymous", "false").lower() in ("", "1", "true", "yes")
+    return given.get("region", ""), given.get("anonymous", "false").lower() in (
+        "",
+        "1",
+        "true",
+        "yes",
+    )
 
 
 def scrub(text: str) -> str:

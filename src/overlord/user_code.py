@@ -52,7 +52,9 @@ def where_raised(error: BaseException) -> str:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith((_PACKAGE, "<frozen")):
             outside.append(f" (at {code.co_filename}:{trace.tb_lineno}, in {code.co_name})")
-            if not code.co_filename.startswith(_LIBRARY) and not any(part in code.co_filename for part in _INSTALLED):
+            if not code.co_filename.startswith(_LIBRARY) and not any(
+                part in code.co_filename for part in _INSTALLED
+            ):
                 own = outside[-1]
         trace = trace.tb_next
     return own or next(iter(outside), "")
@@ -64,7 +66,11 @@ def told(error: BaseException) -> str:
 
 
 def checked_function(fn: Any, where: str, arguments: Sequence[str]) -> Any:
-    if problem := cannot_take(fn, arguments) if callable(fn) else f"wanted a function, found {fn!r}":
+    if (
+        problem := cannot_take(fn, arguments)
+        if callable(fn)
+        else f"wanted a function, found {fn!r}"
+    ):
         raise JobError([problem], where)
     return fn
 
@@ -74,7 +80,13 @@ def name_of(fn: Any) -> str:
 
 
 def as_exception(error: BaseException, source: str = "") -> Exception:
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which would look like the end of the data
+    if isinstance(error, Exception) and not isinstance(
+        error, StopIteration
+    ):  # which would look like the end of the data
         return error
     what = told(error)
-    return SourceError(source, what, remedy="a transform must not end the program") if source else OverlordError(what)
+    return (
+        SourceError(source, what, remedy="a transform must not end the program")
+        if source
+        else OverlordError(what)
+    )

@@ -20,17 +20,28 @@ BUCKET = 4
 
 
 def stage(step: int, skipped: bool) -> Stage:
-    return Stage(plan=SimpleNamespace(step=step), pops=None, doc=None, digest="", after=None, skipped=skipped)  # type: ignore[arg-type]
+    return Stage(
+        plan=SimpleNamespace(step=step), pops=None, doc=None, digest="", after=None, skipped=skipped
+    )  # type: ignore[arg-type]
 
 
 class Job:
     """One assembler in the middle of a job of ``n`` steps: a planner that goes back, payload that comes in any order, builds that fail."""
 
-    def __init__(self, ranks: int, n: int, skipped: set[int], took_before: list[int], build_ahead: int):
-        self.assembler, self.n, self.skipped = Assembler(BUCKET, range(ranks), build_ahead), n, skipped
+    def __init__(
+        self, ranks: int, n: int, skipped: set[int], took_before: list[int], build_ahead: int
+    ):
+        self.assembler, self.n, self.skipped = (
+            Assembler(BUCKET, range(ranks), build_ahead),
+            n,
+            skipped,
+        )
         # Some ranks may have steps of a process of before: they go on where they were, and planning begins behind the last all had.
         self.taken = {rank: took_before[rank % len(took_before)] for rank in range(ranks)}
-        self.got = {rank: [s for s in range(last + 1) if s not in skipped] for rank, last in self.taken.items()}
+        self.got = {
+            rank: [s for s in range(last + 1) if s not in skipped]
+            for rank, last in self.taken.items()
+        }
         self.next = self.floor = min(self.taken.values()) + 1
         self.expected, self.complete = set[int](), set[int]()
         self.held, self.building = set[int](), list[int]()
@@ -69,7 +80,14 @@ class Job:
 
     def _due(self, rank: int) -> int:
         """The next step that a rank must be delivered."""
-        return next((s for s in range(self.n) if s not in self.skipped and s > max(self.got[rank], default=-1)), self.n)
+        return next(
+            (
+                s
+                for s in range(self.n)
+                if s not in self.skipped and s > max(self.got[rank], default=-1)
+            ),
+            self.n,
+        )
 
     # what may happen
 
@@ -122,7 +140,9 @@ class Job:
                 self.back(pick)
 
     def take(self, pick: int) -> None:
-        ready = [rank for rank in self.got if self.got[rank] and self.got[rank][-1] > self.taken[rank]]
+        ready = [
+            rank for rank in self.got if self.got[rank] and self.got[rank][-1] > self.taken[rank]
+        ]
         if ready:
             rank = ready[pick % len(ready)]
             self.taken[rank] = next(s for s in self.got[rank] if s > self.taken[rank])
@@ -140,7 +160,9 @@ class Job:
         self.over = step if self.over is None else min(step, self.over)
         self.complete = {s for s in self.complete if s < self.over}
         self.expected = {s for s in self.expected if s < self.over}
-        self.tell(Finish(self.over, ActorLost("loader-host/3", "killed") if step < self.n else None))
+        self.tell(
+            Finish(self.over, ActorLost("loader-host/3", "killed") if step < self.n else None)
+        )
 
     def back(self, pick: int) -> None:
         """To the last step that all have taken; what is complete stays so, and the end is found again."""
@@ -163,18 +185,29 @@ ACTS = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 11)), max_size=120)
 
 
 @given(
-    st.integers(1, 3), st.integers(1, 10), st.sets(st.integers(0, 9), max_size=3), st.lists(st.integers(-1, 4), min_size=1, max_size=3),
-    st.integers(1, 3), ACTS,
-)  # fmt: skip
+    st.integers(1, 3),
+    st.integers(1, 10),
+    st.sets(st.integers(0, 9), max_size=3),
+    st.lists(st.integers(-1, 4), min_size=1, max_size=3),
+    st.integers(1, 3),
+    ACTS,
+)
 @examples(600)
 @example(1, 1, set(), [-1], 1, [(0, 0), (18, 0), (0, 0), (4, 0)])  # planned again behind an end
 def test_whatever_comes_again_every_rank_gets_every_step_once_in_order_and_nothing_is_held(
-    ranks: int, n: int, skipped: set[int], took_before: list[int], build_ahead: int, acts: list[tuple[int, int]]
+    ranks: int,
+    n: int,
+    skipped: set[int],
+    took_before: list[int],
+    build_ahead: int,
+    acts: list[tuple[int, int]],
 ) -> None:
     real = [-1, *(s for s in range(n) if s not in skipped)]
     took_before = [max(s for s in real if s <= last) for last in took_before]
     job = Job(ranks, n, skipped, took_before, build_ahead)
-    moves: list[Callable[[int], None]] = [job.plan] * 4 + [job.payload] * 4 + [job.built] * 3 + [job.take] * 4
+    moves: list[Callable[[int], None]] = (
+        [job.plan] * 4 + [job.payload] * 4 + [job.built] * 3 + [job.take] * 4
+    )
     moves += [job.back] * 2 + [job.fail, job.fault]
     for act, pick in acts:
         moves[act % len(moves)](pick)

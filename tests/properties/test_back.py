@@ -73,7 +73,9 @@ def promote(run: Drawing, dead: int, step: int) -> None:
     run.back(step)
 
 
-def assert_unnoticed(job: ov.Job, loaders: int, done: list[tuple[str, int]], *, hosts: int = 1) -> None:
+def assert_unnoticed(
+    job: ov.Job, loaders: int, done: list[tuple[str, int]], *, hosts: int = 1
+) -> None:
     blueprint, source = Blueprint(job, Options()), len(done) % len(job.sources)
     endless = job.sources[source].epochs is None
     run = Drawing(blueprint, source, loaders, hosts=hosts)
@@ -92,19 +94,25 @@ def assert_unnoticed(job: ov.Job, loaders: int, done: list[tuple[str, int]], *, 
         assert set(rows) <= set(whole.payload.get(name, rows)), name
     opened = sum(len(host.opened) for host in run.hosts)
     event(f"read again: {bool(opened)}")
-    assert not opened or hosts > 1 or any(run_afresh(*deed) for deed in done), "memory reaches to the last acknowledged step"
+    assert not opened or hosts > 1 or any(run_afresh(*deed) for deed in done), (
+        "memory reaches to the last acknowledged step"
+    )
 
 
 @given(worlds(), deeds(ONE), st.integers(1, 4))
 @examples(50)
-def test_a_loader_that_goes_back_says_and_gives_what_one_opened_there_would(world: World, done: list[Any], loaders: int) -> None:
+def test_a_loader_that_goes_back_says_and_gives_what_one_opened_there_would(
+    world: World, done: list[Any], loaders: int
+) -> None:
     with folder() as directory:
         assert_unnoticed(world.job(directory), loaders, done)
 
 
 @given(worlds(), deeds(TWO), st.integers(1, 3))
 @examples(40)
-def test_a_shadow_takes_the_place_of_the_one_it_follows(world: World, done: list[Any], loaders: int) -> None:
+def test_a_shadow_takes_the_place_of_the_one_it_follows(
+    world: World, done: list[Any], loaders: int
+) -> None:
     with folder() as directory:
         assert_unnoticed(world.job(directory), loaders, done, hosts=2)
 
@@ -115,19 +123,35 @@ def picky(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-@given(deeds(TWO), st.integers(1, 3), st.booleans(), st.integers(1, 2), st.integers(20, 80), st.integers(1, 3))
+@given(
+    deeds(TWO),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(1, 2),
+    st.integers(20, 80),
+    st.integers(1, 3),
+)
 @examples(40)
 def test_failures_and_dropped_rows_of_a_window_of_many_blocks_are_told_once(
     done: list[Any], loaders: int, shuffle: bool, epochs: int, slice_rows: int, chunks: int
 ) -> None:
     rows = [{"n": k, "tokens": [k, k]} for k in range(200)]
     source = ov.Source.from_dataset(
-        "a", rows, transforms=[ov.Filter(only_odd, rows=True), ov.Map(picky, rows=True), ov.Tokens()], shuffle=shuffle, epochs=epochs
-    )  # fmt: skip
+        "a",
+        rows,
+        transforms=[ov.Filter(only_odd, rows=True), ov.Map(picky, rows=True), ov.Tokens()],
+        shuffle=shuffle,
+        epochs=epochs,
+    )
     job = ov.Job(
-        name="wide", sources=[source], batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(), slice_rows=slice_rows,
-        shuffle_chunks=chunks, chunk_bytes=2000,
-    )  # fmt: skip
+        name="wide",
+        sources=[source],
+        batch=ov.Batch(samples=4, context=8),
+        place=ov.ClientPlaceTree(),
+        slice_rows=slice_rows,
+        shuffle_chunks=chunks,
+        chunk_bytes=2000,
+    )
     assert_unnoticed(job, loaders, done, hosts=2)
 
 
@@ -138,12 +162,20 @@ def test_failures_and_dropped_rows_of_a_window_of_many_blocks_are_told_once(
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
     files = parquet(Path(tmp_path_factory.mktemp("photos")), 40)
     source = ov.Source("photos", files, transforms=[ov.Tokens(), ov.Images("images", **IMAGES)])
-    return ov.Job(name="photos", sources=[source], batch=ov.Batch(samples=4, context=256), place=ov.ClientPlaceTree(), slice_rows=5)
+    return ov.Job(
+        name="photos",
+        sources=[source],
+        batch=ov.Batch(samples=4, context=256),
+        place=ov.ClientPlaceTree(),
+        slice_rows=5,
+    )
 
 
 @given(deeds(TWO), st.integers(1, 3))
 @examples(10)
-def test_images_go_back_with_their_documents(pictures: ov.Job, done: list[Any], loaders: int) -> None:
+def test_images_go_back_with_their_documents(
+    pictures: ov.Job, done: list[Any], loaders: int
+) -> None:
     assert_unnoticed(pictures, loaders, done, hosts=2)
 
 
@@ -164,9 +196,21 @@ class Breaking:
 
 @given(deeds(TWO), st.integers(1, 3), st.integers(0, 30), st.booleans(), st.integers(1, 2))
 @examples(30)
-def test_a_failure_is_announced_again(done: list[Any], loaders: int, rows: int, shuffle: bool, hosts: int) -> None:
-    source = ov.Source("bad", ov.Factory(Breaking(rows, 3), shards=3, fingerprint=f"{rows}"), transforms=[ov.Tokens()], shuffle=shuffle)
+def test_a_failure_is_announced_again(
+    done: list[Any], loaders: int, rows: int, shuffle: bool, hosts: int
+) -> None:
+    source = ov.Source(
+        "bad",
+        ov.Factory(Breaking(rows, 3), shards=3, fingerprint=f"{rows}"),
+        transforms=[ov.Tokens()],
+        shuffle=shuffle,
+    )
     job = ov.Job(
-        name="breaks", sources=[source], batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(), slice_rows=4, shuffle_chunks=2
-    )  # fmt: skip
+        name="breaks",
+        sources=[source],
+        batch=ov.Batch(samples=4, context=8),
+        place=ov.ClientPlaceTree(),
+        slice_rows=4,
+        shuffle_chunks=2,
+    )
     assert_unnoticed(job, loaders, [d for d in done if hosts > 1 or d[0] != "kill"], hosts=hosts)

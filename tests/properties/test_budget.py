@@ -29,7 +29,12 @@ class Seen:
     """A reader under a name of its own for each loader; remembers the largest block it gave."""
 
     def __init__(self, reader: SourceReader, number: int):
-        self._reader, self.stats, self.order, self.largest = reader, reader.stats, SimpleNamespace(name=str(number)), 0
+        self._reader, self.stats, self.order, self.largest = (
+            reader,
+            reader.stats,
+            SimpleNamespace(name=str(number)),
+            0,
+        )
         self.chunks = reader.chunks
 
     def read(self, command: Read) -> Any:
@@ -46,7 +51,16 @@ class Watched(VirtualExecutor):
 
     ahead: Callable[[int], None] = staticmethod(lambda loader: None)
 
-    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: bool = False) -> None:
+    def submit(
+        self,
+        name: str,
+        work: Callable[[], Any],
+        done: Done,
+        *,
+        size: int = 1,
+        urgent: bool = False,
+        waits: bool = False,
+    ) -> None:
         kind, _, number = name.partition(" ")
         if kind == "evaluate" and not urgent:
             self.ahead(int(number))
@@ -60,7 +74,9 @@ class Rank:
         self.executor, self.host, self.rank, self.ended = executor, host, rank, False
 
     def put(self, told: Told, bucket: Any) -> None:
-        self.executor.at(self.executor.delay(2.0), lambda: self.host.consumed([self.rank], told.step))
+        self.executor.at(
+            self.executor.delay(2.0), lambda: self.host.consumed([self.rank], told.step)
+        )
 
     def end(self, error: Exception | None) -> None:
         assert error is None, error
@@ -100,18 +116,43 @@ class Held:
 
 def exact(shelf: Shelf) -> int:
     """Bytes of samples not yet popped."""
-    return sum(block.nbytes for block in shelf._blocks) - (shelf._blocks[0].slice(0, shelf._taken).nbytes if shelf._taken else 0)
+    return sum(block.nbytes for block in shelf._blocks) - (
+        shelf._blocks[0].slice(0, shelf._taken).nbytes if shelf._taken else 0
+    )
 
 
-def job_of(lengths: list[int], sources: int, *, tokens: int | None = None, until: int = 25, rows: int = 40, bad: bool = False) -> ov.Job:
+def job_of(
+    lengths: list[int],
+    sources: int,
+    *,
+    tokens: int | None = None,
+    until: int = 25,
+    rows: int = 40,
+    bad: bool = False,
+) -> ov.Job:
     """Endless sources of a few rows each."""
     made = []
     for i in range(sources):
         rng = random.Random(i)
-        data = Rows([{"tokens": [] if bad and k % 9 == 4 else [i + 1] * rng.choice(lengths)} for k in range(rows)])
-        made.append(ov.Source(f"s{i}", data, transforms=[ov.Tokens("tokens")], epochs=None, weight=1.0 + i))
+        data = Rows(
+            [
+                {"tokens": [] if bad and k % 9 == 4 else [i + 1] * rng.choice(lengths)}
+                for k in range(rows)
+            ]
+        )
+        made.append(
+            ov.Source(f"s{i}", data, transforms=[ov.Tokens("tokens")], epochs=None, weight=1.0 + i)
+        )
     batch = ov.Batch(tokens=tokens, context=64) if tokens else ov.Batch(samples=12, context=64)
-    return ov.Job(name="long", sources=made, batch=batch, place=ov.ClientPlaceTree(dp=2), until=until, slice_rows=5, shuffle_chunks=2)
+    return ov.Job(
+        name="long",
+        sources=made,
+        batch=batch,
+        place=ov.ClientPlaceTree(dp=2),
+        until=until,
+        slice_rows=5,
+        shuffle_chunks=2,
+    )
 
 
 def every(sources: int, loaders: int) -> dict[str, int]:
@@ -119,21 +160,36 @@ def every(sources: int, loaders: int) -> dict[str, int]:
 
 
 @given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 3000), st.integers(1, 6), st.sampled_from([[7], [1, 8, 40]]), st.booleans(),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3000),
+    st.integers(1, 6),
+    st.sampled_from([[7], [1, 8, 40]]),
+    st.booleans(),
     st.integers(0, 2**20),
-)  # fmt: skip
+)
 @examples(40)
 def test_ready_beyond_the_draw_stays_within_the_budget_and_a_block_for_each_loader(
-    sources: int, loaders: int, budget: int, read_ahead: int, lengths: list[int], in_tokens: bool, seed: int
+    sources: int,
+    loaders: int,
+    budget: int,
+    read_ahead: int,
+    lengths: list[int],
+    in_tokens: bool,
+    seed: int,
 ) -> None:
     job = job_of(lengths, sources, tokens=200 if in_tokens else None)
-    held = Held(job, seed, loaders=every(sources, loaders), buffer_bytes=budget, read_ahead=read_ahead)
+    held = Held(
+        job, seed, loaders=every(sources, loaders), buffer_bytes=budget, read_ahead=read_ahead
+    )
     share = max(1, budget // (sources * loaders))
     seen: list[int] = []
     waited_for = 0  # a draw in tokens must guess how many samples it needs, and asks every loader whose word is missing
 
     def ahead(loader: int) -> None:
-        assert held.host.loaders[loader].ready_bytes < share, "it reads ahead although its share is full"
+        assert held.host.loaders[loader].ready_bytes < share, (
+            "it reads ahead although its share is full"
+        )
         if len(lengths) == 1:
             assert held.bytes_of(loader) == held.host.loaders[loader].ready_bytes
 
@@ -182,7 +238,9 @@ def test_the_first_step_of_a_batch_in_tokens_evaluates_about_what_it_draws() -> 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**20))
 @examples(40)
-def test_no_more_steps_are_planned_than_prefetch_allows(prefetch: int, loaders: int, seed: int) -> None:
+def test_no_more_steps_are_planned_than_prefetch_allows(
+    prefetch: int, loaders: int, seed: int
+) -> None:
     held = Held(job_of([3, 9], 2), seed, prefetch=prefetch, loaders=every(2, loaders))
     planner, ahead = held.host.planner, set[int]()
 
@@ -200,20 +258,34 @@ def sizes(held: Held) -> dict[str, int]:
     host, planner = held.host, held.host.planner
     streams = planner._streams
     return {
-        "staged": len(host.building._staged), "holders": len(host.building._holders), "built": len(host.building._built),
+        "staged": len(host.building._staged),
+        "holders": len(host.building._holders),
+        "built": len(host.building._built),
         "queue": len(host._queue),
-        "plans": len(host.plans), "slabs": len(host.slabs._slabs), "slab bytes": host.slabs.nbytes,
-        "handles": len(held.blueprint.handles._handles), "outstanding": len(planner._outstanding), "events": len(planner.state().events),
-        "segments": sum(len(s._segments) for s in streams), "shares": sum(len(s._shares) for s in streams),
-        "lasts": sum(len(s._lasts) for s in streams), "shelves": sum(len(h.shelf._blocks) for h in host.loading.hosted.values()),
-        "assembling": sum(len(a._steps) for a in host.assemblers), "timers": len(held.executor._events),
-    }  # fmt: skip
+        "plans": len(host.plans),
+        "slabs": len(host.slabs._slabs),
+        "slab bytes": host.slabs.nbytes,
+        "handles": len(held.blueprint.handles._handles),
+        "outstanding": len(planner._outstanding),
+        "events": len(planner.state().events),
+        "segments": sum(len(s._segments) for s in streams),
+        "shares": sum(len(s._shares) for s in streams),
+        "lasts": sum(len(s._lasts) for s in streams),
+        "shelves": sum(len(h.shelf._blocks) for h in host.loading.hosted.values()),
+        "assembling": sum(len(a._steps) for a in host.assemblers),
+        "timers": len(held.executor._events),
+    }
 
 
 @pytest.mark.parametrize("loaders", [1, 3])
 def test_nothing_grows_over_a_long_run(loaders: int) -> None:
     """The second half of 500 steps (endless sources, hundreds of epochs) holds no more than the first did."""
-    held = Held(job_of([1, 8, 40], 3, tokens=300, until=500, rows=23, bad=True), 1, loaders=every(3, loaders), open_files=4)
+    held = Held(
+        job_of([1, 8, 40], 3, tokens=300, until=500, rows=23, bad=True),
+        1,
+        loaders=every(3, loaders),
+        open_files=4,
+    )
     halves: list[dict[str, int]] = [{}, {}]
 
     def staged(stage: Stage) -> None:
@@ -225,11 +297,15 @@ def test_nothing_grows_over_a_long_run(loaders: int) -> None:
     held.run()
     assert held.host.planner.state().cursors[:, 0].min() > 40
     # Timing is random: a maximum may move a little, growth would double it.
-    grown = {name: (n, halves[1][name]) for name, n in halves[0].items() if halves[1][name] > 1.5 * n + 4}
+    grown = {
+        name: (n, halves[1][name]) for name, n in halves[0].items() if halves[1][name] > 1.5 * n + 4
+    }
     assert grown == {}
 
 
-def test_the_list_of_quarantined_rows_is_bounded_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_quarantined_rows_is_bounded_and_all_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("overlord.planning.spec.KEPT_BAD", 50)
     held = Held(job_of([8], 1, until=400, rows=23, bad=True), 0)
     held.run()
@@ -245,4 +321,6 @@ def test_a_pool_of_slabs_keeps_within_its_bytes_whatever_is_asked_for() -> None:
     for _ in range(2000):
         kept = [*kept[-3:], pool(rng.randrange(1, 2**17))]
         assert pool.nbytes <= 2**20
-        assert len({slab.__array_interface__["data"][0] for slab in kept}) == len(kept), "memory in use was given out again"
+        assert len({slab.__array_interface__["data"][0] for slab in kept}) == len(kept), (
+            "memory in use was given out again"
+        )

@@ -19,7 +19,15 @@ from overlord.journal.log import read_all
 from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
 from overlord.journal.write_ahead import Beginning
-from overlord.messages.control import AddSource, Cursor, Report, SetMixture, Skip, Stage, StreamState
+from overlord.messages.control import (
+    AddSource,
+    Cursor,
+    Report,
+    SetMixture,
+    Skip,
+    Stage,
+    StreamState,
+)
 from overlord.planning.events import Log
 from overlord.session.session import Session
 from overlord.setup.options import Options
@@ -43,7 +51,12 @@ def text(state: StreamState) -> str:
 whole = st.integers(-(2**63), 2**63 - 1) | st.integers(-200, 200)
 
 
-@given(st.integers(0, 5).flatmap(lambda n: st.lists(st.lists(whole, min_size=n, max_size=n), max_size=20)), st.integers(0, 3))
+@given(
+    st.integers(0, 5).flatmap(
+        lambda n: st.lists(st.lists(whole, min_size=n, max_size=n), max_size=20)
+    ),
+    st.integers(0, 3),
+)
 def test_packed_numbers_come_back(rows: list[list[int]], columns: int) -> None:
     table = np.array(rows, np.int64).reshape(len(rows), len(rows[0]) if rows else columns)
     form, data = packed(table)
@@ -61,27 +74,59 @@ events = st.one_of(
     st.builds(lambda at, w: SetMixture(at, {"s0": w}), st.integers(0, 50), st.floats(0, 1e300)),
     st.builds(lambda steps: Skip(tuple(steps)), st.lists(st.integers(0, 50), max_size=5)),
 )
-reports = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3), st.floats(-1e9, 1e9)), max_size=6).map(
-    lambda found: tuple(Report(s, r, {"loss": v}) for (s, r), v in sorted({(s, r): v for s, r, v in found}.items()))
+reports = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(0, 3), st.floats(-1e9, 1e9)), max_size=6
+).map(
+    lambda found: tuple(
+        Report(s, r, {"loss": v}) for (s, r), v in sorted({(s, r): v for s, r, v in found}.items())
+    )
 )
 
 
 @st.composite
 def states(draw: st.DrawFn, n: int) -> StreamState:
-    counts = {name: np.array(draw(st.lists(st.integers(0, 2**50), min_size=n, max_size=n)), np.int64) for name in ("samples", "tokens")}
+    counts = {
+        name: np.array(draw(st.lists(st.integers(0, 2**50), min_size=n, max_size=n)), np.int64)
+        for name in ("samples", "tokens")
+    }
     return StreamState(
-        step=draw(st.integers(0, 2**40)), cursors=np.array([draw(cursors) for _ in range(n)], np.int64).reshape(n, 6),
-        owed=tuple(draw(st.lists(st.integers(-(2**70), 2**70) | st.integers(-(2**41), 2**41), min_size=n, max_size=n))),
-        active=tuple(draw(st.lists(st.booleans(), min_size=n, max_size=n))), events=tuple(draw(st.lists(events, max_size=3))),
-        mix_step=draw(st.integers(0, 99)), mix_epoch=draw(st.integers(0, 9)), counts=draw(st.sampled_from(({}, counts))),
-        ahead=tuple(np.array(draw(st.lists(st.integers(-1, 9), max_size=5)), np.int32) for _ in range(n)) if draw(st.booleans()) else (),
-        weights=tuple(draw(st.lists(st.floats(0, 1e300), min_size=n, max_size=n))) if draw(st.booleans()) else (),
-        schedule=draw(st.sampled_from((None, {"a": [1.5, 0.1]}, {"b": {"c": 1e-300}}))), reports=draw(reports),
-    )  # fmt: skip
+        step=draw(st.integers(0, 2**40)),
+        cursors=np.array([draw(cursors) for _ in range(n)], np.int64).reshape(n, 6),
+        owed=tuple(
+            draw(
+                st.lists(
+                    st.integers(-(2**70), 2**70) | st.integers(-(2**41), 2**41),
+                    min_size=n,
+                    max_size=n,
+                )
+            )
+        ),
+        active=tuple(draw(st.lists(st.booleans(), min_size=n, max_size=n))),
+        events=tuple(draw(st.lists(events, max_size=3))),
+        mix_step=draw(st.integers(0, 99)),
+        mix_epoch=draw(st.integers(0, 9)),
+        counts=draw(st.sampled_from(({}, counts))),
+        ahead=tuple(
+            np.array(draw(st.lists(st.integers(-1, 9), max_size=5)), np.int32) for _ in range(n)
+        )
+        if draw(st.booleans())
+        else (),
+        weights=tuple(draw(st.lists(st.floats(0, 1e300), min_size=n, max_size=n)))
+        if draw(st.booleans())
+        else (),
+        schedule=draw(st.sampled_from((None, {"a": [1.5, 0.1]}, {"b": {"c": 1e-300}}))),
+        reports=draw(reports),
+    )
 
 
-@given(st.integers(1, 5).flatmap(lambda n: st.tuples(states(n), st.integers(0, 2).flatmap(lambda more: states(n + more)))))
-def test_a_change_makes_the_state_behind_of_the_state_before_whatever_the_two_are(pair: tuple[StreamState, StreamState]) -> None:
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.tuples(states(n), st.integers(0, 2).flatmap(lambda more: states(n + more)))
+    )
+)
+def test_a_change_makes_the_state_behind_of_the_state_before_whatever_the_two_are(
+    pair: tuple[StreamState, StreamState],
+) -> None:
     before, after = pair
     for first in (before, None):
         made = changed(first, changes(first, after))
@@ -93,9 +138,17 @@ def test_a_change_makes_the_state_behind_of_the_state_before_whatever_the_two_ar
 
 def test_a_state_of_300_sources_takes_less_than_64_kib() -> None:
     n, rng = 300, np.random.default_rng(1)
-    counts = {name: rng.integers(0, 2**40, n) for name in ("samples", "tokens", "quarantined", "dropped")}
+    counts = {
+        name: rng.integers(0, 2**40, n) for name in ("samples", "tokens", "quarantined", "dropped")
+    }
     where = np.array([Cursor(3, 40_000, 200, 90_000, 2**40 + i, 2) for i in range(n)], np.int64)
-    state = StreamState(step=10**7, cursors=where, owed=tuple(rng.integers(-(2**40), 2**40, n).tolist()), active=(True,) * n, counts=counts)
+    state = StreamState(
+        step=10**7,
+        cursors=where,
+        owed=tuple(rng.integers(-(2**40), 2**40, n).tolist()),
+        active=(True,) * n,
+        counts=counts,
+    )
     entry = snapshot(state, 10**7)
     assert len(Record.of(entry.kind, entry.number, entry.body).data) < 20_000
 
@@ -125,7 +178,11 @@ class Checked(Journal):
         self.check()
 
     def _anew(self, state: StreamState, blueprint: Blueprint) -> None:
-        self.truth, self.log, self.names = {state.step - 1: state}, Log(blueprint.job.feedback_lag), tuple(blueprint.job.names)
+        self.truth, self.log, self.names = (
+            {state.step - 1: state},
+            Log(blueprint.job.feedback_lag),
+            tuple(blueprint.job.names),
+        )
 
     def planned(self, stages: Any, taken: int | None) -> None:
         super().planned(stages, taken)
@@ -170,7 +227,9 @@ class Run:
     def __init__(self, job: ov.Job, place: Memory):
         place.hold()
         self.journal = Checked(place, job.name, None, OFTEN)
-        self.session = Session(job, Blueprint(job, Options(prefetch=2)), None, "local", Beginning(self.journal))
+        self.session = Session(
+            job, Blueprint(job, Options(prefetch=2)), None, "local", Beginning(self.journal)
+        )
 
     def play(self, script: list[tuple[int, str]], extra: ov.Source, salt: int) -> None:
         """Take steps, and between them do what the script says."""
@@ -204,7 +263,10 @@ class Run:
             pass
 
 
-ACTIONS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(("mix", "later", "skip", "add", "rewind"))), max_size=6)
+ACTIONS = st.lists(
+    st.tuples(st.integers(0, 12), st.sampled_from(("mix", "later", "skip", "add", "rewind"))),
+    max_size=6,
+)
 KINDS = st.sampled_from(("plain", "epoch", "ahead", "learns", "defer"))
 
 
@@ -245,11 +307,20 @@ def test_nobody_acts_on_a_plan_that_is_not_written(world: World, kind: str) -> N
     with folder() as directory:
         job, _ = made(world, directory, kind)
         place = Memory()
-        session = Session(job, Blueprint(job, Options(prefetch=2)), None, "local", Beginning(Journal.fresh(place, job.name)))
+        session = Session(
+            job,
+            Blueprint(job, Options(prefetch=2)),
+            None,
+            "local",
+            Beginning(Journal.fresh(place, job.name)),
+        )
         early = []
 
         def look(stage: Stage) -> None:
-            if Recovered.of(entries(read_all(place.copy()))).planned.get(stage.plan.step) != stage.digest:
+            if (
+                Recovered.of(entries(read_all(place.copy()))).planned.get(stage.plan.step)
+                != stage.digest
+            ):
                 early.append(stage.plan.step)
 
         session._host.on_stage.append(look)

@@ -42,8 +42,12 @@ def opened(step: Mapping[str, Any], view: View, slab: Any = fresh) -> list[Any]:
     return Widening(form, empty, slab).opened(Wide.of_part(*wide.part(0, n)).cut(0, n))
 
 
-@given(steps(), st.sampled_from(VIEWS), st.booleans(), st.booleans(), st.sampled_from([0, 7, 2**16]))
-def test_what_is_widened_equals_what_is_built_wide(step: dict[str, Any], view: View, joined: bool, sliced: bool, pad_id: int) -> None:
+@given(
+    steps(), st.sampled_from(VIEWS), st.booleans(), st.booleans(), st.sampled_from([0, 7, 2**16])
+)
+def test_what_is_widened_equals_what_is_built_wide(
+    step: dict[str, Any], view: View, joined: bool, sliced: bool, pad_id: int
+) -> None:
     step["batch"] = replace(step["batch"], pad_id=pad_id)
     wanted = of_stage(build_wide(**step), view).cut(0, step["n_microbatches"])
     with ways(joined, sliced):
@@ -58,8 +62,19 @@ def test_what_is_widened_equals_what_is_built_wide(step: dict[str, Any], view: V
                 assert not a[key].flags.writeable
 
 
-@given(steps(), st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["tokens", "labels", "loss_mask", "position_ids"]), st.booleans())))
-def test_what_is_kept_stays_what_it_was(step: dict[str, Any], asked: list[tuple[int, str, bool]]) -> None:
+@given(
+    steps(),
+    st.lists(
+        st.tuples(
+            st.integers(0, 4),
+            st.sampled_from(["tokens", "labels", "loss_mask", "position_ids"]),
+            st.booleans(),
+        )
+    ),
+)
+def test_what_is_kept_stays_what_it_was(
+    step: dict[str, Any], asked: list[tuple[int, str, bool]]
+) -> None:
     """Memory is used again for the next microbatch, but never under an array that somebody holds."""
     wanted = build_wide(**step).cut(0, step["n_microbatches"])
     found, kept = opened(step, View(), SlabPool()), []
@@ -72,7 +87,10 @@ def test_what_is_kept_stays_what_it_was(step: dict[str, Any], asked: list[tuple[
         assert np.array_equal(array, wanted[m][key])
 
 
-@given(st.lists(st.lists(st.integers(0, 2**17)), min_size=1), st.sampled_from([np.uint16, np.uint32, np.int32, np.int64]))
+@given(
+    st.lists(st.lists(st.integers(0, 2**17)), min_size=1),
+    st.sampled_from([np.uint16, np.uint32, np.int32, np.int64]),
+)
 def test_ids_keep_their_values_in_the_narrowest_type(pieces: list[list[int]], dtype: Any) -> None:
     arrays = [np.array(piece).astype(dtype) for piece in pieces]
     whole = np.concatenate(arrays)

@@ -21,8 +21,19 @@ from overlord.job.job import UNIT
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader, _not_before
 from overlord.messages.constructor import Build, Built, Deliver, End, Release, Staged
-from overlord.messages.control import Attach, Consumed, Cursor, Detach, Finish, Refill, SetMixture, Skip, Stage, StreamState
-from overlord.messages.loader import Announce, Evaluate, Pop, Read, ReadFailed  # fmt: skip
+from overlord.messages.control import (
+    Attach,
+    Consumed,
+    Cursor,
+    Detach,
+    Finish,
+    Refill,
+    SetMixture,
+    Skip,
+    Stage,
+    StreamState,
+)
+from overlord.messages.loader import Announce, Evaluate, Pop, Read, ReadFailed
 from overlord.planning.draw import Drawer, Drawn, Short, draw_counts, whole_weights
 from overlord.planning.stream import SourceStream
 from overlord.setup.prepared_job import Blueprint, Options
@@ -37,7 +48,16 @@ from tests.worlds import Rows, World, folder, picky, some_steps, worlds
 class Nowhere:
     """No executor: these tests carry out the work of loaders themselves."""
 
-    def submit(self, name: str, work: Any, done: Any, *, size: int = 1, urgent: bool = False, waits: bool = False) -> None:
+    def submit(
+        self,
+        name: str,
+        work: Any,
+        done: Any,
+        *,
+        size: int = 1,
+        urgent: bool = False,
+        waits: bool = False,
+    ) -> None:
         raise AssertionError("nothing is submitted here")
 
 
@@ -124,8 +144,14 @@ def turning(step: int, feedback: Any) -> dict[str, float]:
 def event_logs(draw: st.DrawFn) -> list[SetMixture | Skip]:
     weights = st.sampled_from((0.0, 0.5, 1.0, 4.0))
     at = draw(st.lists(st.integers(0, 9), max_size=3))
-    changes = [SetMixture(k, {"s0": draw(st.sampled_from((0.1, 1.0, 4.0))), "s1": draw(weights)}) for k in at]
-    skips = [Skip(tuple(steps)) for steps in draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=2))]
+    changes = [
+        SetMixture(k, {"s0": draw(st.sampled_from((0.1, 1.0, 4.0))), "s1": draw(weights)})
+        for k in at
+    ]
+    skips = [
+        Skip(tuple(steps))
+        for steps in draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=2))
+    ]
     return draw(st.permutations([*changes, *skips]))
 
 
@@ -135,21 +161,43 @@ def states_of(blueprint: Blueprint, stages: list[Stage]) -> list[StreamState]:
 
 
 @given(
-    worlds(), event_logs(), st.sampled_from(("step", "microbatch", "epoch")), st.booleans(), st.integers(0, 2**20),
-    st.integers(1, 3), st.integers(1, 3),
-)  # fmt: skip
+    worlds(),
+    event_logs(),
+    st.sampled_from(("step", "microbatch", "epoch")),
+    st.booleans(),
+    st.integers(0, 2**20),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
 @examples(45)
 def test_a_planner_restored_after_any_step_plans_the_identical_rest(
-    world: World, log: list[SetMixture | Skip], mix_every: str, scheduled: bool, seed: int, loaders: int, others: int
+    world: World,
+    log: list[SetMixture | Skip],
+    mix_every: str,
+    scheduled: bool,
+    seed: int,
+    loaders: int,
+    others: int,
 ) -> None:
-    log = [e if isinstance(e, Skip) or len(world.sources) > 1 else SetMixture(e.at, {"s0": e.weights["s0"]}) for e in log]
+    log = [
+        e
+        if isinstance(e, Skip) or len(world.sources) > 1
+        else SetMixture(e.at, {"s0": e.weights["s0"]})
+        for e in log
+    ]
     with folder() as directory:
         job = world.job(directory, mix_every=mix_every)
         if scheduled:
             names = job.names
-            job = world.job(directory, mix_every=mix_every, mixture=lambda step, feedback: {n: turning(step, feedback)[n] for n in names})
+            job = world.job(
+                directory,
+                mix_every=mix_every,
+                mixture=lambda step, feedback: {n: turning(step, feedback)[n] for n in names},
+            )
         blueprint = Blueprint(job, Options(loaders=dict.fromkeys(job.names, loaders)))
-        other = Blueprint(job, Options(loaders=dict.fromkeys(job.names, others), prefetch=1, read_ahead=1))
+        other = Blueprint(
+            job, Options(loaders=dict.fromkeys(job.names, others), prefetch=1, read_ahead=1)
+        )
         whole = Channels(blueprint, None, seed).run(log)
         assert [s.plan.step for s in whole.stages] == list(range(len(whole.stages)))
         states = states_of(blueprint, whole.stages)
@@ -157,15 +205,30 @@ def test_a_planner_restored_after_any_step_plans_the_identical_rest(
             state = states[k]
             assert state.step == k + 1
             rest = Channels(other, state, seed + k).run()
-            assert (rest.said, rest.end) == (whole.said[k + 1 :], whole.end), f"restored after step {k}"
+            assert (rest.said, rest.end) == (whole.said[k + 1 :], whole.end), (
+                f"restored after step {k}"
+            )
 
 
 def eight_rows(mixture: Any, mix_every: str, until: int) -> Blueprint:
     """Two endless sources of eight rows, two samples a step."""
     rows = Rows([{"tokens": [k + 1]} for k in range(8)])
-    sources = [ov.Source(name, rows, transforms=[ov.Tokens("tokens")], epochs=None) for name in ("s0", "s1")]
+    sources = [
+        ov.Source(name, rows, transforms=[ov.Tokens("tokens")], epochs=None)
+        for name in ("s0", "s1")
+    ]
     batch = ov.Batch(samples=2, context=8)
-    return Blueprint(ov.Job(name="t", sources=sources, batch=batch, mixture=mixture, mix_every=mix_every, until=until), Options())
+    return Blueprint(
+        ov.Job(
+            name="t",
+            sources=sources,
+            batch=batch,
+            mixture=mixture,
+            mix_every=mix_every,
+            until=until,
+        ),
+        Options(),
+    )
 
 
 def counts(stages: list[Stage]) -> list[list[int]]:
@@ -178,7 +241,11 @@ def test_a_log_of_mixtures_is_a_schedule_and_exactly_the_named_steps_are_skipped
 ) -> None:
     def schedule(step: int, feedback: Any) -> dict[str, float]:
         said = [e for e in log if isinstance(e, SetMixture) and e.at <= step]
-        return dict(max(enumerate(said), key=lambda e: (e[1].at, e[0]))[1].weights) if said else {"s0": 1.0, "s1": 1.0}
+        return (
+            dict(max(enumerate(said), key=lambda e: (e[1].at, e[0]))[1].weights)
+            if said
+            else {"s0": 1.0, "s1": 1.0}
+        )
 
     by_events = Channels(eight_rows(None, mix_every, 14), None, seed).run(log)
     by_schedule = Channels(eight_rows(schedule, mix_every, 14), None, seed + 1).run()
@@ -190,15 +257,26 @@ def test_a_log_of_mixtures_is_a_schedule_and_exactly_the_named_steps_are_skipped
 
 def test_mixed_by_the_epoch_weights_stay_until_the_lowest_epoch_rises() -> None:
     """At step 8 each source has given its eight rows; step 8 draws the first of epoch 1, so step 9 sees the epoch risen."""
-    blueprint = eight_rows(lambda step, feedback: [1.0, 1.0] if step < 5 else [3.0, 1.0], "epoch", 13)
-    assert counts(Channels(blueprint, None, 0).run().stages) == [[1, 1]] * 9 + [[2, 0], [1, 1], [2, 0], [1, 1]]
+    blueprint = eight_rows(
+        lambda step, feedback: [1.0, 1.0] if step < 5 else [3.0, 1.0], "epoch", 13
+    )
+    assert counts(Channels(blueprint, None, 0).run().stages) == [[1, 1]] * 9 + [
+        [2, 0],
+        [1, 1],
+        [2, 0],
+        [1, 1],
+    ]
 
 
 def test_a_mixture_that_waits_for_the_next_epoch_leaves_the_one_in_force_in_the_state() -> None:
     blueprint = eight_rows(None, "epoch", 30)
-    whole = Channels(blueprint, None, 0).run([SetMixture(3, {"s0": 1.0, "s1": 3.0}), SetMixture(12, {"s0": 3.0, "s1": 1.0})])
+    whole = Channels(blueprint, None, 0).run(
+        [SetMixture(3, {"s0": 1.0, "s1": 3.0}), SetMixture(12, {"s0": 3.0, "s1": 1.0})]
+    )
     for k, state in enumerate(states_of(blueprint, whole.stages)):
-        assert Channels(blueprint, state, k).run().said == whole.said[k + 1 :], f"restored after step {k}"
+        assert Channels(blueprint, state, k).run().said == whole.said[k + 1 :], (
+            f"restored after step {k}"
+        )
 
 
 # The loader
@@ -218,7 +296,10 @@ def heard(news: Announce) -> tuple[list[Where], list[Where]]:
 
 def lost(news: Announce) -> list[tuple[int, ...]]:
     """Documents of an announcement that lost tokens, and how many."""
-    at, long = (news.epoch, news.group, news.window), None if news.found is None else news.found.long
+    at, long = (
+        (news.epoch, news.group, news.window),
+        None if news.found is None else news.found.long,
+    )
     columns = () if long is None else (long.key, long.file, long.row, long.lost)
     return [(*at, *row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
@@ -244,14 +325,22 @@ def walk(loader: Loader, reader: SourceReader, rng: random.Random) -> list[Annou
     return news
 
 
-def loaders_at(blueprint: Blueprint, cursor: Cursor, n: int, rng: random.Random) -> list[list[Announce]]:
+def loaders_at(
+    blueprint: Blueprint, cursor: Cursor, n: int, rng: random.Random
+) -> list[list[Announce]]:
     job, order, kit = blueprint.job, blueprint.orders[0], blueprint.kit(0)
     found = []
     for k in range(n):
         loader = Loader(
-            k, order, epochs=job.sources[0].epochs, loader=k, loaders=n, cursor=cursor,
-            block_rows=rng.choice((1, 2, 7, 64)), budget_bytes=rng.choice((1, 50, 10**6)),
-        )  # fmt: skip
+            k,
+            order,
+            epochs=job.sources[0].epochs,
+            loader=k,
+            loaders=n,
+            cursor=cursor,
+            block_rows=rng.choice((1, 2, 7, 64)),
+            budget_bytes=rng.choice((1, 50, 10**6)),
+        )
         chunks = ChunkReader(kit.index, options=kit.read, cache=blueprint.handles)
         found.append(walk(loader, SourceReader(order, chunks, kit.pipeline), rng))
     return found
@@ -259,7 +348,9 @@ def loaders_at(blueprint: Blueprint, cursor: Cursor, n: int, rng: random.Random)
 
 @given(worlds(endless=False), st.integers(1, 4), st.integers(0, 2**20))
 @examples(60)
-def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(world: World, loaders: int, seed: int) -> None:
+def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(
+    world: World, loaders: int, seed: int
+) -> None:
     world = World(world.seed, world.sources[:1], world.fields, world.batch, world.dp)
     rng = random.Random(seed)
     with folder() as directory:
@@ -273,7 +364,9 @@ def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(world: Wo
             words = loaders_at(blueprint, cursor, loaders, rng)
             parts = [[s for n in news for s in heard(n)[0]] for news in words]
             assert all(p == sorted(p) for p in parts), "each loader in the order of the stream"
-            assert sorted(s for p in parts for s in p) == [s for s in samples if last is None or s > last]
+            assert sorted(s for p in parts for s in p) == [
+                s for s in samples if last is None or s > last
+            ]
             behind = sorted(b for news in words for n in news for b in heard(n)[1])
             assert behind == sorted(b for b in bad if last is None or b[:6] > last[:6])
             assert sorted(row for news in words for n in news for row in lost(n)) == sorted(
@@ -284,8 +377,15 @@ def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(world: Wo
                 assert closed == sorted(set(closed)), "a window is closed once"
                 groups = [(n.epoch, n.group) for n in news if n.last]
                 first, n_groups = (cursor.epoch, cursor.group), blueprint.orders[0].n_groups
-                wanted = [(e, g) for e in range(blueprint.job.sources[0].epochs or 0) for g in range(n_groups) if (e, g) >= first]
-                assert groups == wanted, "every group ends once, also one without chunks of this loader"
+                wanted = [
+                    (e, g)
+                    for e in range(blueprint.job.sources[0].epochs or 0)
+                    for g in range(n_groups)
+                    if (e, g) >= first
+                ]
+                assert groups == wanted, (
+                    "every group ends once, also one without chunks of this loader"
+                )
 
 
 def test_rows_of_equal_keys_are_told_apart_by_file_and_row() -> None:
@@ -303,21 +403,37 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
 def write_lines(directory: str, files: list[list[Any]]) -> str:
     """JSONL, a line each: text as it stands, anything else as JSON."""
     for k, lines in enumerate(files):
-        text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        text = "".join(
+            (line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines
+        )
         (Path(directory) / f"{k}.jsonl").write_text(text)
     return f"{directory}/*.jsonl"
 
 
-@given(st.lists(st.lists(st.sampled_from(("good", "picky", "no JSON", "empty")), min_size=1, max_size=9), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.lists(st.sampled_from(("good", "picky", "no JSON", "empty")), min_size=1, max_size=9),
+        min_size=1,
+        max_size=3,
+    )
+)
 @examples(40)
-def test_every_failure_is_listed_under_its_own_row_with_its_own_reason(files: list[list[str]]) -> None:
+def test_every_failure_is_listed_under_its_own_row_with_its_own_reason(
+    files: list[list[str]],
+) -> None:
     """Rows that cannot be read, rows a transform fails on, rows without tokens, side by side in a slice."""
-    row = {"good": {"n": 1, "tokens": [1, 2]}, "picky": {"n": 3, "tokens": [1]}, "empty": {"n": 2, "tokens": []}}
+    row = {
+        "good": {"n": 1, "tokens": [1, 2]},
+        "picky": {"n": 3, "tokens": [1]},
+        "empty": {"n": 2, "tokens": []},
+    }
     reasons = {"picky": "not to my liking", "no JSON": "JSON", "empty": "tokens"}
     lines = [[row.get(kind, "{no JSON") for kind in kinds] + [row["good"]] for kinds in files]
     with folder() as directory:
         path = write_lines(directory, lines)
-        source = ov.Source("s", path, transforms=[ov.Map(picky, rows=True), ov.Tokens("tokens")], epochs=1)
+        source = ov.Source(
+            "s", path, transforms=[ov.Map(picky, rows=True), ov.Tokens("tokens")], epochs=1
+        )
         job = ov.Job(name="t", sources=[source], batch=ov.Batch(samples=3, context=8), slice_rows=5)
         done = ov.simulate(job)
         found = {(q.file, q.row): q.reason for q in done.quarantine}
@@ -325,20 +441,39 @@ def test_every_failure_is_listed_under_its_own_row_with_its_own_reason(files: li
         for k, kinds in enumerate(files):
             texts = (Path(directory) / f"{k}.jsonl").read_text().splitlines(keepends=True)
             starts = np.cumsum([0, *map(len, texts)]).tolist()
-            expected |= {(k, starts[i]): reasons[kind] for i, kind in enumerate(kinds) if kind in reasons}
+            expected |= {
+                (k, starts[i]): reasons[kind] for i, kind in enumerate(kinds) if kind in reasons
+            }
         assert found.keys() == expected.keys()
-        assert all(expected[where].lower() in reason.lower() for where, reason in found.items()), found
+        assert all(expected[where].lower() in reason.lower() for where, reason in found.items()), (
+            found
+        )
 
 
-@given(st.lists(st.tuples(st.sampled_from((1, "one", 1.5, [2])), st.integers(1, 6)), min_size=2, max_size=5), st.integers(1, 3))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((1, "one", 1.5, [2])), st.integers(1, 6)), min_size=2, max_size=5
+    ),
+    st.integers(1, 3),
+)
 @examples(40)
-def test_slices_that_disagree_on_a_type_keep_the_order_of_their_rows(files: list[tuple[Any, int]], loaders: int) -> None:
+def test_slices_that_disagree_on_a_type_keep_the_order_of_their_rows(
+    files: list[tuple[Any, int]], loaders: int
+) -> None:
     """A column of one type in each file, and of another in the next."""
     lines = [[{"n": n, "tokens": [k, i]} for i in range(rows)] for k, (n, rows) in enumerate(files)]
     with folder() as directory:
         path = write_lines(directory, lines)
-        source = ov.Source("s", path, transforms=[ov.Map(same, rows=True), ov.Tokens("tokens")], epochs=1)
-        job = ov.Job(name="t", sources=[source], batch=ov.Batch(samples=4, context=8), slice_rows=3, shuffle_chunks=4)
+        source = ov.Source(
+            "s", path, transforms=[ov.Map(same, rows=True), ov.Tokens("tokens")], epochs=1
+        )
+        job = ov.Job(
+            name="t",
+            sources=[source],
+            batch=ov.Batch(samples=4, context=8),
+            slice_rows=3,
+            shuffle_chunks=4,
+        )
         steps, _, _ = wanted(job)
         got, error, _, _ = run(job, 0, loaders={"s": loaders})
         assert error is None
@@ -349,7 +484,9 @@ def test_slices_that_disagree_on_a_type_keep_the_order_of_their_rows(files: list
 
 
 def bare_stage(step: int, skipped: bool = False) -> Stage:
-    return Stage(plan=SimpleNamespace(step=step), pops=None, doc=None, digest="", after=None, skipped=skipped)  # type: ignore[arg-type]
+    return Stage(
+        plan=SimpleNamespace(step=step), pops=None, doc=None, digest="", after=None, skipped=skipped
+    )  # type: ignore[arg-type]
 
 
 class Bench:
@@ -361,7 +498,9 @@ class Bench:
         self.building: list[int] = []
         self.held: list[int] = []  # staged and not released
         self.inbox: dict[int, list[int]] = {}  # attached rank -> delivered and not taken
-        self.due: dict[int, list[int]] = {}  # attached rank -> steps it must still be delivered, in order
+        self.due: dict[
+            int, list[int]
+        ] = {}  # attached rank -> steps it must still be delivered, in order
         self.taken: dict[int, int] = {}
         self.ended: set[int] = set()
 
@@ -378,7 +517,9 @@ class Bench:
                     assert self.due[rank][0] == step, "out of order, or twice"
                     self.inbox[rank].append(self.due[rank].pop(0))
                 case Release(step=step, bucket=4):
-                    assert all(t >= step for t in self.taken.values()), "released before all took it"
+                    assert all(t >= step for t in self.taken.values()), (
+                        "released before all took it"
+                    )
                     self.held.remove(step)  # once
                 case End(rank=rank):
                     assert self.finished
@@ -431,13 +572,19 @@ class Bench:
             self.tell(Finish(self.step))
 
 
-@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 11)), max_size=80), st.booleans())
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 11)), max_size=80),
+    st.booleans(),
+)
 @examples(400)
 def test_every_attached_rank_gets_every_step_once_and_in_the_end_nothing_is_held(
     ranks: int, acts: list[tuple[int, int]], stay: bool
 ) -> None:
     bench = Bench(ranks)
-    moves: list[Callable[[int], None]] = [lambda n: bench.plan(skipped=n == 0)] * 3 + [bench.build] * 3 + [bench.take] * 4
+    moves: list[Callable[[int], None]] = (
+        [lambda n: bench.plan(skipped=n == 0)] * 3 + [bench.build] * 3 + [bench.take] * 4
+    )
     moves += [bench.attach, bench.detach, lambda n: bench.finish() if n == 0 else bench.attach(n)]
     bench.attach(0)
     for act, pick in acts:
@@ -477,19 +624,36 @@ class Finite:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from((0.0, 0.1, 1.0, 3.0)), st.lists(st.integers(1, 9), max_size=30)), min_size=1, max_size=5),
-    st.integers(1, 25), st.booleans(), st.integers(1, 3), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.lists(
+        st.tuples(st.sampled_from((0.0, 0.1, 1.0, 3.0)), st.lists(st.integers(1, 9), max_size=30)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(1, 25),
+    st.booleans(),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_a_new_drawer_goes_on_from_the_accounts_and_waits_only_for_what_it_lacks(
-    sources: list[tuple[float, list[int]]], amount: int, in_tokens: bool, draws: int, chance: bool, seed: int
+    sources: list[tuple[float, list[int]]],
+    amount: int,
+    in_tokens: bool,
+    draws: int,
+    chance: bool,
+    seed: int,
 ) -> None:
     """One drawer that knows everything and lives on, against a fresh one for each step that learns sample by sample."""
 
     def drawer() -> Drawer:
         return Drawer(
-            samples=None if in_tokens else amount, tokens=amount if in_tokens else None, draws=draws, random=chance and not in_tokens,
-            seed=seed, fill=True,
-        )  # fmt: skip
+            samples=None if in_tokens else amount,
+            tokens=amount if in_tokens else None,
+            draws=draws,
+            random=chance and not in_tokens,
+            seed=seed,
+            fill=True,
+        )
 
     weights, lasting = [w for w, _ in sources], drawer()
     left = [list(tokens) for _, tokens in sources]
@@ -505,7 +669,9 @@ def test_a_new_drawer_goes_on_from_the_accounts_and_waits_only_for_what_it_lacks
                 assert fronts[i].ready < n, "it waits for what it has"
                 fronts[i].ready = min(len(left[i]), fronts[i].ready + 1)
         assert found == known
-        assert all(o == 0 for o, on in zip(found.owed, found.active, strict=True) if not on), "who left is owed nothing"
+        assert all(o == 0 for o, on in zip(found.owed, found.active, strict=True) if not on), (
+            "who left is owed nothing"
+        )
         owed, active = found.owed, found.active
         left = [t[n:] for t, n in zip(left, np.sum(found.counts, axis=0).tolist(), strict=True)]
 
@@ -513,7 +679,10 @@ def test_a_new_drawer_goes_on_from_the_accounts_and_waits_only_for_what_it_lacks
 def test_a_source_with_exactly_its_share_may_not_have_one_more() -> None:
     """Weights of a half and two quarters: with two samples a step, the half has its share and only the quarters may go ahead."""
     owed = [0, 0, 0]
-    assert [draw_counts(2, whole_weights([2.0, 1.0, 1.0]), owed) for _ in range(2)] == [[1, 1, 0], [1, 0, 1]]
+    assert [draw_counts(2, whole_weights([2.0, 1.0, 1.0]), owed) for _ in range(2)] == [
+        [1, 1, 0],
+        [1, 0, 1],
+    ]
     assert owed == [0, 0, 0]
 
 
@@ -524,10 +693,17 @@ def test_what_is_owed_to_a_source_is_forgotten_when_its_weight_is_nothing() -> N
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from((0.0, 1.0, 2.0, 5.0, 0.3)), st.integers(-4 * UNIT, 4 * UNIT)), min_size=1, max_size=6),
-    st.integers(1, 12), st.booleans(),
-)  # fmt: skip
-def test_whatever_is_owed_the_counts_are_those_of_the_reference(sources: list[tuple[float, int]], n: int, even: bool) -> None:
+    st.lists(
+        st.tuples(st.sampled_from((0.0, 1.0, 2.0, 5.0, 0.3)), st.integers(-4 * UNIT, 4 * UNIT)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_whatever_is_owed_the_counts_are_those_of_the_reference(
+    sources: list[tuple[float, int]], n: int, even: bool
+) -> None:
     """Accounts far off zero come with weights that change; then the musts may be more than the step holds."""
     weights = whole_weights([w for w, _ in sources])
     if not any(weights):
@@ -550,25 +726,41 @@ def test_a_row_waits_for_rows_of_the_same_key_that_may_stand_before_it() -> None
 
 @given(worlds(), st.integers(0, 2**20), st.integers(1, 3))
 @examples(40)
-def test_a_schedule_that_turns_weights_on_and_off_gives_the_stream_of_the_reference(world: World, seed: int, loaders: int) -> None:
+def test_a_schedule_that_turns_weights_on_and_off_gives_the_stream_of_the_reference(
+    world: World, seed: int, loaders: int
+) -> None:
     with folder() as directory:
         names = world.job(directory).names
-        job = world.job(directory, mixture=lambda step, feedback: {n: turning(step, feedback)[n] for n in names})
+        job = world.job(
+            directory, mixture=lambda step, feedback: {n: turning(step, feedback)[n] for n in names}
+        )
         steps, broken, _ = wanted(job)
         got, error, _, _ = run(job, seed, loaders=dict.fromkeys(names, loaders))
         assert (error is not None) == broken, error
         assert delivered(got, len(got[0])) == steps
 
 
-@given(worlds(batches="samples"), st.integers(0, 2**20), st.sampled_from(("step", "microbatch")), st.integers(1, 3))
+@given(
+    worlds(batches="samples"),
+    st.integers(0, 2**20),
+    st.sampled_from(("step", "microbatch")),
+    st.integers(1, 3),
+)
 @examples(60)
-def test_the_mix_of_a_session_is_within_one_sample_of_every_source_at_every_step(world: World, seed: int, mix_every: str, m: int) -> None:
+def test_the_mix_of_a_session_is_within_one_sample_of_every_source_at_every_step(
+    world: World, seed: int, mix_every: str, m: int
+) -> None:
     sources = tuple((*s[:4], None, *s[5:]) for s in world.sources)
     fields = tuple((k, v) for k, v in world.fields if k not in ("draw", "until", "mix_every"))
     world = World(world.seed, sources, fields, world.batch, world.dp)
     with folder() as directory:
         job = world.job(directory, until=12, mix_every=mix_every)
-        job = world.job(directory, until=12, mix_every=mix_every, batch=ov.Batch(samples=job.batch.samples, microbatches=m, context=64))
+        job = world.job(
+            directory,
+            until=12,
+            mix_every=mix_every,
+            batch=ov.Batch(samples=job.batch.samples, microbatches=m, context=64),
+        )
         done = ov.simulate(job, seed=seed, check=True)
         if done.error is not None:  # a source none of whose rows passes
             return
@@ -577,28 +769,49 @@ def test_the_mix_of_a_session_is_within_one_sample_of_every_source_at_every_step
         assert len(done.steps[0]) == 12
         for step in done.steps[0]:
             plan = step._told
-            taken, drawn = taken + np.bincount(plan.source, minlength=len(share)).astype(object), drawn + len(plan)
+            taken, drawn = (
+                taken + np.bincount(plan.source, minlength=len(share)).astype(object),
+                drawn + len(plan),
+            )
             assert len(plan) == job.batch.samples
-            assert all(abs(Fraction(drawn * w, UNIT) - int(n)) < 1 for w, n in zip(share, taken, strict=True))
+            assert all(
+                abs(Fraction(drawn * w, UNIT) - int(n)) < 1
+                for w, n in zip(share, taken, strict=True)
+            )
 
 
-@given(worlds(), st.integers(0, 2**20), st.lists(st.integers(0, 6), min_size=1, max_size=3), st.integers(1, 3))
+@given(
+    worlds(),
+    st.integers(0, 2**20),
+    st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    st.integers(1, 3),
+)
 @examples(40)
-def test_skipped_steps_are_left_out_and_the_others_are_as_they_were(world: World, seed: int, skipped: list[int], loaders: int) -> None:
+def test_skipped_steps_are_left_out_and_the_others_are_as_they_were(
+    world: World, seed: int, skipped: list[int], loaders: int
+) -> None:
     with folder() as directory:
         job = world.job(directory)
         whole, _, _, _ = run(job, seed)
-        rest, _, _, _ = run(job, seed + 1, events=[Skip(tuple(skipped))], loaders=dict.fromkeys(job.names, loaders))
-        assert fingerprint(rest) == fingerprint({r: [s for s in steps if s.step not in skipped] for r, steps in whole.items()})
+        rest, _, _, _ = run(
+            job, seed + 1, events=[Skip(tuple(skipped))], loaders=dict.fromkeys(job.names, loaders)
+        )
+        assert fingerprint(rest) == fingerprint(
+            {r: [s for s in steps if s.step not in skipped] for r, steps in whole.items()}
+        )
 
 
 # Place
 
 
 @given(
-    worlds(), st.sampled_from(("vanilla", "packed", "llm_balance", "backbone_balance")), st.integers(0, 2**20), st.sampled_from((1, 4, 16)),
-    st.sampled_from(("packed", "padded")), st.sampled_from(("shifted", "unshifted")),
-)  # fmt: skip
+    worlds(),
+    st.sampled_from(("vanilla", "packed", "llm_balance", "backbone_balance")),
+    st.integers(0, 2**20),
+    st.sampled_from((1, 4, 16)),
+    st.sampled_from(("packed", "padded")),
+    st.sampled_from(("shifted", "unshifted")),
+)
 @examples(70)
 def test_every_strategy_keeps_the_capacity_and_gives_every_drawn_sample_one_slot(
     world: World, strategy: str, seed: int, multiple: int, layout: str, labels: str
@@ -645,9 +858,16 @@ def spin(rng: random.Random) -> None:
         pass
 
 
-@given(worlds(formats=("dataset",), endless=False), st.integers(0, 2**20), st.integers(1, 3), st.integers(1, 4))
+@given(
+    worlds(formats=("dataset",), endless=False),
+    st.integers(0, 2**20),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
 @examples(15)
-def test_no_delay_of_a_dataset_or_a_transform_changes_a_byte(world: World, seed: int, loaders: int, workers: int) -> None:
+def test_no_delay_of_a_dataset_or_a_transform_changes_a_byte(
+    world: World, seed: int, loaders: int, workers: int
+) -> None:
     rng = random.Random(seed)
 
     def tardy(row: dict[str, Any]) -> dict[str, Any]:
@@ -660,12 +880,16 @@ def test_no_delay_of_a_dataset_or_a_transform_changes_a_byte(world: World, seed:
             directory,
             sources=[
                 ov.Source(
-                    s.name, Tardy(s.uri.rows, seed + i), transforms=[ov.Map(tardy, rows=True), *s.transforms], weight=s.weight,
-                    epochs=s.epochs, shuffle=s.shuffle,
+                    s.name,
+                    Tardy(s.uri.rows, seed + i),
+                    transforms=[ov.Map(tardy, rows=True), *s.transforms],
+                    weight=s.weight,
+                    epochs=s.epochs,
+                    shuffle=s.shuffle,
                 )
                 for i, s in enumerate(quick.sources)
             ],
-        )  # fmt: skip
+        )
         a, failed, _, _ = run(quick, prefetch=2)
         b, again, _, _ = run(slow, loaders={"s0": loaders}, workers=workers)
         n = len(a[0])

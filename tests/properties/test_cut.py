@@ -37,8 +37,12 @@ class Scene:
     host_of: list[int] = field(default_factory=list)
     n_hosts: int = 1
     constructor_of: list[int] = field(default_factory=list)
-    held: list[tuple[int, int]] = field(default_factory=list)  # (document, loader), as the planner counts them
-    kept_at: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # by loader host: the same, as the host counts
+    held: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (document, loader), as the planner counts them
+    kept_at: dict[int, list[tuple[int, int]]] = field(
+        default_factory=dict
+    )  # by loader host: the same, as the host counts
     sent: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)  # planned, and for nobody
     n_documents: int = 0
@@ -50,7 +54,9 @@ class Scene:
             self.add_source()
         n_constructors = rng.randint(1, 3)
         self.constructor_of = [rng.randrange(n_constructors) for _ in range(rng.randint(1, 5))]
-        self.cutter = Cutter(self.host_of, self.constructor_of, whole_plans=self.whole, loader_hooks=self.hooks)
+        self.cutter = Cutter(
+            self.host_of, self.constructor_of, whole_plans=self.whole, loader_hooks=self.hooks
+        )
 
     def add_source(self) -> list[int]:
         loaders = [len(self.queue) + k for k in range(self.rng.choice((1, 1, 2, 3)))]
@@ -92,7 +98,9 @@ class Scene:
         """With the documents of its rows, and those that stay held."""
         rng = self.rng
         pops = [rng.choice((0, rng.randint(0, min(9, len(q))))) for q in self.queue]
-        everything = self.held + [(d, loader) for loader, q in enumerate(self.queue) for d in q[: pops[loader]]]
+        everything = self.held + [
+            (d, loader) for loader, q in enumerate(self.queue) for d in q[: pops[loader]]
+        ]
         drawn = list(range(len(everything)))
         rng.shuffle(drawn)
         kept = None
@@ -103,9 +111,16 @@ class Scene:
         rows = [everything[k] for k in drawn]
         plan = self.plan(step, rows)
         stage = Stage(
-            plan, np.array(pops, np.int64), np.array(drawn, np.int64), "digest", None, rng.random() < 0.15, kept,  # type: ignore[arg-type]
-            np.array([loader for _, loader in rows], np.int32), 17,
-        )  # fmt: skip
+            plan,
+            np.array(pops, np.int64),
+            np.array(drawn, np.int64),
+            "digest",
+            None,
+            rng.random() < 0.15,
+            kept,  # type: ignore[arg-type]
+            np.array([loader for _, loader in rows], np.int32),
+            17,
+        )
         return stage, rows, [] if kept is None else [everything[k] for k in kept.tolist()]
 
     def plan(self, step: int, rows: list[tuple[int, int]]) -> LoadingPlan:
@@ -113,7 +128,10 @@ class Scene:
         source_of = {loader: i for i, loaders in enumerate(self.sources) for loader in loaders}
         sample = list(range(n))
         rng.shuffle(sample)  # items stand in any order
-        bins = [(rng.choice((0, rng.randrange(len(self.constructor_of)))), rng.randrange(2)) for _ in sample]
+        bins = [
+            (rng.choice((0, rng.randrange(len(self.constructor_of)))), rng.randrange(2))
+            for _ in sample
+        ]
         slots: dict[tuple[int, int], int] = {}
         slot = [slots.setdefault(b, 0) for b in bins]
         for i, b in enumerate(bins):
@@ -122,17 +140,32 @@ class Scene:
         values = documents[sample] if n else documents
         optional = rng.random() < 0.5
         main = Assignment(
-            axis="DP", n_buckets=len(self.constructor_of), n_microbatches=2, sample=np.array(sample, np.int64),
-            bucket=np.array([b for b, _ in bins], np.int32), microbatch=np.array([m for _, m in bins], np.int32),
-            slot=np.array(slot, np.int32), size=values + 1, cost=values * 0.5, memory=values * 2.0 if optional else None,
-            out=values + 3 if optional else None, offset=values + 4 if optional else None,
-        )  # fmt: skip
+            axis="DP",
+            n_buckets=len(self.constructor_of),
+            n_microbatches=2,
+            sample=np.array(sample, np.int64),
+            bucket=np.array([b for b, _ in bins], np.int32),
+            microbatch=np.array([m for _, m in bins], np.int32),
+            slot=np.array(slot, np.int32),
+            size=values + 1,
+            cost=values * 0.5,
+            memory=values * 2.0 if optional else None,
+            out=values + 3 if optional else None,
+            offset=values + 4 if optional else None,
+        )
         column = lambda more: (documents + more).astype(np.int32)  # noqa: E731
         return LoadingPlan(
-            step=step, names=tuple(f"s{i}" for i in range(len(self.sources))),
-            source=np.array([source_of[loader] for _, loader in rows], np.int32), epoch=column(1), file=column(2), row=documents,
-            part=column(3), tokens=documents + 5, modules={"backbone": main}, substep=column(4) if rng.random() < 0.5 else None,
-        )  # fmt: skip
+            step=step,
+            names=tuple(f"s{i}" for i in range(len(self.sources))),
+            source=np.array([source_of[loader] for _, loader in rows], np.int32),
+            epoch=column(1),
+            file=column(2),
+            row=documents,
+            part=column(3),
+            tokens=documents + 5,
+            modules={"backbone": main},
+            substep=column(4) if rng.random() < 0.5 else None,
+        )
 
     # what the hosts do with their shares
 
@@ -142,7 +175,9 @@ class Scene:
         kept = dict(self.kept_at)
         sent = {}
         for c, take in zip(part.to, takes, strict=True):
-            sent |= self.carry_out(replace(part, to=(c,), take=(take,) if len(part.take) else ()), h)
+            sent |= self.carry_out(
+                replace(part, to=(c,), take=(take,) if len(part.take) else ()), h
+            )
             self.kept_at = dict(kept)
         return sent
 
@@ -163,12 +198,20 @@ class Scene:
             assert part.doc is not None
             shown = [documents[k] for k in part.doc.tolist()]
             assert shown == part.plan.row.tolist(), "a hook is shown the samples that it is told"
-            return {c: [shown[k] for k in take.tolist()] for c, take in zip(part.to, part.take, strict=True)}
+            return {
+                c: [shown[k] for k in take.tolist()]
+                for c, take in zip(part.to, part.take, strict=True)
+            }
         if not part.take and part.to:
             [c] = part.to
             return {c: documents}
-        assert all((np.diff(take) > 0).all() for take in part.take), "documents leave in the order in which they lie"
-        return {c: [documents[k] for k in take.tolist()] for c, take in zip(part.to, part.take, strict=True)}
+        assert all((np.diff(take) > 0).all() for take in part.take), (
+            "documents leave in the order in which they lie"
+        )
+        return {
+            c: [documents[k] for k in take.tolist()]
+            for c, take in zip(part.to, part.take, strict=True)
+        }
 
 
 def wanted(stage: Stage, rows: list[tuple[int, int]], bucket: int) -> list[list[int]]:
@@ -179,7 +222,9 @@ def wanted(stage: Stage, rows: list[tuple[int, int]], bucket: int) -> list[list[
         for i in range(len(main.sample))
         if main.bucket[i] == bucket
     )
-    return [[d for m, _, d in items if m == microbatch] for microbatch in range(main.n_microbatches)]
+    return [
+        [d for m, _, d in items if m == microbatch] for microbatch in range(main.n_microbatches)
+    ]
 
 
 def built(placed: Placed, payload: list[int], bucket: int) -> list[list[int]]:
@@ -190,11 +235,20 @@ def built(placed: Placed, payload: list[int], bucket: int) -> list[list[int]]:
         if main.bucket[i] == bucket:
             row = int(main.sample[i])
             d = payload[int(doc[row])]
-            told = (plan.epoch[row] - 1, plan.file[row] - 2, plan.row[row], plan.part[row] - 3, plan.tokens[row] - 5)
+            told = (
+                plan.epoch[row] - 1,
+                plan.file[row] - 2,
+                plan.row[row],
+                plan.part[row] - 3,
+                plan.tokens[row] - 5,
+            )
             assert {int(x) for x in told} == {d}, "the ids beside a document are its own"
             assert plan.substep is None or plan.substep[row] == d + 4
             columns = [getattr(main, name) for name in ITEM_COLUMNS]
-            assert [c[i] for c in columns if c is not None] in ([d + 1, d * 0.5, d * 2.0, d + 3, d + 4], [d + 1, d * 0.5])
+            assert [c[i] for c in columns if c is not None] in (
+                [d + 1, d * 0.5, d * 2.0, d + 3, d + 4],
+                [d + 1, d * 0.5],
+            )
             found[int(main.microbatch[i])].append(d)
     return found
 
@@ -209,16 +263,28 @@ def check_step(scene: Scene, step: int, served: list[bool]) -> None:
         assert placed.stage.after is AFTER
         assert placed.stage.valid_tokens == 17
         senders = [h for h in sorted(sent) if c in sent[h]]
-        assert list(placed.origins) == senders, "a constructor waits for those who send to it, and for no one else"
+        assert list(placed.origins) == senders, (
+            "a constructor waits for those who send to it, and for no one else"
+        )
         payload = [d for h in placed.origins for d in sent[h][c]]
         mine = [b for b, where in enumerate(scene.constructor_of) if where == c and served[b]]
         assert mine, "a constructor host that serves nobody has nothing to do"
-        assert sorted(payload) == sorted(d for b in mine for documents in wanted(stage, rows, b) for d in documents)
+        assert sorted(payload) == sorted(
+            d for b in mine for documents in wanted(stage, rows, b) for d in documents
+        )
         for b in mine:
             assert built(placed, payload, b) == wanted(stage, rows, b)
     needed = {c for b, c in enumerate(scene.constructor_of) if served[b] and not stage.skipped}
-    assert set(cuts.placed) == needed, "who serves anyone hears of every step, though it has no document in it"
-    settle(scene, stage, rows, kept, [d for by in sent.values() for documents in by.values() for d in documents])
+    assert set(cuts.placed) == needed, (
+        "who serves anyone hears of every step, though it has no document in it"
+    )
+    settle(
+        scene,
+        stage,
+        rows,
+        kept,
+        [d for by in sent.values() for documents in by.values() for d in documents],
+    )
 
 
 def check_hooks(scene: Scene, stage: Stage, rows: list[tuple[int, int]], cuts: Cuts) -> None:
@@ -227,13 +293,21 @@ def check_hooks(scene: Scene, stage: Stage, rows: list[tuple[int, int]], cuts: C
         if part.plan is not None:
             assert part.plan.row.tolist() == [d for d, loader in rows if scene.host_of[loader] == h]
             assert part.plan.source.tolist() == [
-                s for s, (_, loader) in zip(stage.plan.source, rows, strict=True) if scene.host_of[loader] == h
+                s
+                for s, (_, loader) in zip(stage.plan.source, rows, strict=True)
+                if scene.host_of[loader] == h
             ]
         else:
             assert not scene.hooks or not part.to
 
 
-def settle(scene: Scene, stage: Stage, rows: list[tuple[int, int]], kept: list[tuple[int, int]], sent: list[int]) -> None:
+def settle(
+    scene: Scene,
+    stage: Stage,
+    rows: list[tuple[int, int]],
+    kept: list[tuple[int, int]],
+    sent: list[int],
+) -> None:
     """Popped documents are sent once, or kept, or were for nobody; nothing else happened to any."""
     for loader, n in enumerate(stage.pops.tolist()):
         del scene.queue[loader][:n]
@@ -243,10 +317,14 @@ def settle(scene: Scene, stage: Stage, rows: list[tuple[int, int]], kept: list[t
     scene.gone |= {d for d, _ in rows} - set(sent)
     scene.held = kept
     by_host = {h: [x for x in kept if scene.host_of[x[1]] == h] for h in range(scene.n_hosts)}
-    assert {h: scene.kept_at.get(h, []) for h in by_host} == by_host, "what is held lies where its loader is, in the planner's order"
+    assert {h: scene.kept_at.get(h, []) for h in by_host} == by_host, (
+        "what is held lies where its loader is, in the planner's order"
+    )
     waiting = {d for q in scene.queue for d in q} | {d for d, _ in kept}
     places: list[set[int]] = [scene.sent, scene.gone, waiting]
-    assert sum(map(len, places)) == scene.n_documents == len(set().union(*places)), "nothing is lost, nothing is twice"
+    assert sum(map(len, places)) == scene.n_documents == len(set().union(*places)), (
+        "nothing is lost, nothing is twice"
+    )
 
 
 @given(
@@ -282,7 +360,9 @@ def test_without_constructors_every_rank_of_a_bucket_is_sent_what_the_buckets_co
     cuts = scene.cutter.cut(stage, AFTER, np.array([bool(mine) for mine in ranks]))
     wide = spread(cuts, ranks)
     assert {rank: wide.placed[rank] for b in cuts.placed for rank in ranks[b]} == wide.placed
-    assert all(wide.placed[rank] is placed for b, placed in cuts.placed.items() for rank in ranks[b])
+    assert all(
+        wide.placed[rank] is placed for b, placed in cuts.placed.items() for rank in ranks[b]
+    )
     assert set(wide.parts) == set(cuts.parts)
     for h, part in wide.parts.items():
         each, sent = scene.carry_out_to_all(part, h), scene.carry_out(cuts.parts[h], h)
@@ -297,23 +377,41 @@ def stage_of(bucket: list[int], pops: list[int], n_buckets: int, **more: Any) ->
     n = len(bucket)
     zeros = np.zeros(n, np.int32)
     main = Assignment(
-        axis="DP", n_buckets=n_buckets, n_microbatches=1, sample=np.arange(n), bucket=np.array(bucket, np.int32), microbatch=zeros,
-        slot=np.array([bucket[:i].count(b) for i, b in enumerate(bucket)], np.int32), size=np.ones(n, np.int64), cost=np.ones(n),
-    )  # fmt: skip
+        axis="DP",
+        n_buckets=n_buckets,
+        n_microbatches=1,
+        sample=np.arange(n),
+        bucket=np.array(bucket, np.int32),
+        microbatch=zeros,
+        slot=np.array([bucket[:i].count(b) for i, b in enumerate(bucket)], np.int32),
+        size=np.ones(n, np.int64),
+        cost=np.ones(n),
+    )
     plan = LoadingPlan(
-        step=0, names=("a",), source=zeros, epoch=zeros, file=zeros, row=np.arange(n), part=zeros, tokens=np.ones(n, np.int64),
+        step=0,
+        names=("a",),
+        source=zeros,
+        epoch=zeros,
+        file=zeros,
+        row=np.arange(n),
+        part=zeros,
+        tokens=np.ones(n, np.int64),
         modules={"backbone": main},
-    )  # fmt: skip
+    )
     return Stage(plan, np.array(pops), np.arange(n), "", AFTER, **more)
 
 
 def test_a_host_all_of_whose_documents_go_to_one_constructor_is_told_no_numbers() -> None:
-    cuts = cutter_for(host_of=[0, 1], constructor_of=[0, 0]).cut(stage_of([0, 1, 0, 1], [2, 2], 2), AFTER, np.array([True, True]))
+    cuts = cutter_for(host_of=[0, 1], constructor_of=[0, 0]).cut(
+        stage_of([0, 1, 0, 1], [2, 2], 2), AFTER, np.array([True, True])
+    )
     assert [(p.to, p.take) for p in cuts.parts.values()] == [((0,), ()), ((0,), ())]
 
 
 def test_a_step_with_fewer_documents_than_buckets_reaches_every_constructor_host() -> None:
-    cuts = cutter_for(host_of=[0], constructor_of=[0, 1]).cut(stage_of([0], [1], 2), AFTER, np.array([True, True]))
+    cuts = cutter_for(host_of=[0], constructor_of=[0, 1]).cut(
+        stage_of([0], [1], 2), AFTER, np.array([True, True])
+    )
     assert set(cuts.placed) == {0, 1}
     assert cuts.placed[1].origins == ()
     assert len(cuts.placed[1].stage.plan) == 0
@@ -330,18 +428,26 @@ def test_a_loader_does_not_move_while_payload_of_it_is_held() -> None:
     assert [cutter.host(0), cutter.host(1)] == [1, 1]
 
 
-def test_what_a_loader_pops_is_popped_where_it_is_followed_and_sent_from_its_own_host_alone() -> None:
+def test_what_a_loader_pops_is_popped_where_it_is_followed_and_sent_from_its_own_host_alone() -> (
+    None
+):
     cutter = cutter_for(host_of=[0, 1, 1], constructor_of=[0, 1])
     cutter.follow({0: 1, 2: 2})
     stage = stage_of([0, 1, 0, 1, 0], [2, 0, 3], 2)
-    plain = cutter_for(host_of=[0, 1, 1], constructor_of=[0, 1]).cut(stage, AFTER, np.array([True, True]))
+    plain = cutter_for(host_of=[0, 1, 1], constructor_of=[0, 1]).cut(
+        stage, AFTER, np.array([True, True])
+    )
     cuts = cutter.cut(stage, AFTER, np.array([True, True]), acked=7)
     assert {h: (p.loaders.tolist(), p.pops.tolist(), p.to) for h, p in cuts.parts.items()} == {
-        0: ([0], [2], (0, 1)), 1: ([0, 2], [2, 3], (0, 1)), 2: ([2], [3], ()),
-    }  # fmt: skip
+        0: ([0], [2], (0, 1)),
+        1: ([0, 2], [2, 3], (0, 1)),
+        2: ([2], [3], ()),
+    }
     assert {p.acked for p in cuts.parts.values()} == {7}
     for h, part in plain.parts.items():
-        assert all(np.array_equal(a, b) for a, b in zip(part.take, cuts.parts[h].take, strict=True)), "numbers are of its own documents"
+        assert all(
+            np.array_equal(a, b) for a, b in zip(part.take, cuts.parts[h].take, strict=True)
+        ), "numbers are of its own documents"
 
 
 def test_parts_and_plans_carry_the_generation_and_after_going_back_nothing_is_held() -> None:

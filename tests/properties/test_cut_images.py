@@ -30,15 +30,21 @@ def named(document: int, number: int) -> list[int]:
 
 @st.composite
 def plans(draw: st.DrawFn) -> LoadingPlan:
-    place = ov.ClientPlaceTree(dp=draw(st.integers(1, 4)), tp=draw(st.integers(1, 2)), pp=draw(st.integers(1, 2)))
+    place = ov.ClientPlaceTree(
+        dp=draw(st.integers(1, 4)), tp=draw(st.integers(1, 2)), pp=draw(st.integers(1, 2))
+    )
     images = draw(st.lists(st.lists(st.integers(1, 4), max_size=4), min_size=1, max_size=24))
     batch = ov.Batch(
-        samples=len(images), context=CONTEXT, microbatches=draw(st.integers(1, 3)), layout=draw(st.sampled_from(["packed", "padded"]))
+        samples=len(images),
+        context=CONTEXT,
+        microbatches=draw(st.integers(1, 3)),
+        layout=draw(st.sampled_from(["packed", "padded"])),
     )
     columns = {
         "tokens": [3 + sum(i) + k % 5 for k, i in enumerate(images)],
-        "image_patches": Ragged.from_rows(images, np.int64), "image_tokens": Ragged.from_rows(images, np.int64),
-    }  # fmt: skip
+        "image_patches": Ragged.from_rows(images, np.int64),
+        "image_tokens": Ragged.from_rows(images, np.int64),
+    }
     buffer = replace(ov.Buffer.from_columns({"s": columns}, batch=batch), drawn=True)
     strategy = draw(st.sampled_from(["vanilla", "vlm_hybrid", "encoder_balance", "llm_balance"]))
     return ov.strategy.resolve(strategy)(buffer, place)
@@ -58,14 +64,20 @@ def test_what_ranks_are_told_is_what_the_routes_say(plan: LoadingPlan) -> None:
         for slot in range(e.n_slots):
             route, g = plan.routes().for_rank(rank, slot), i * e.n_slots + slot
             sent, got = slice(*e.bounds[g : g + 2]), slice(*e.recv_bounds[g : g + 2])
-            assert e.item[sent].tolist() == route.items.tolist() == made.encoded_by(ranks)[sent].tolist()
+            assert (
+                e.item[sent].tolist()
+                == route.items.tolist()
+                == made.encoded_by(ranks)[sent].tolist()
+            )
             assert e.send_lens[sent].tolist() == route.send_lens.tolist()
             assert e.send_splits[g].tolist() == route.send_splits.tolist()
             assert e.recv_splits[g].tolist() == route.recv_splits.tolist()
             assert e.recv_perm[got].tolist() == route.recv_perm.tolist()
             assert e.out_lens[got].tolist() == route.out_lens.tolist()
             assert e.microbatch[got].tolist() == route.microbatches.tolist()
-            assert [plan.sample_id(s)[1:] for s in made.sample[e.item[sent]]] == [tuple(ids) for ids in e.ids[sent, 1:].tolist()]
+            assert [plan.sample_id(s)[1:] for s in made.sample[e.item[sent]]] == [
+                tuple(ids) for ids in e.ids[sent, 1:].tolist()
+            ]
 
 
 @given(plans())
@@ -76,10 +88,25 @@ def test_arrays_of_a_rank_are_its_routes(plan: LoadingPlan) -> None:
     made = Encodings(plan, batch_of(plan), 1)
     items = made.encoded_by(ranks)
     form = PixelForm(3, "uint8")
-    prefix = Prefix(form=1, patch=1, merge=1, dtype="uint8", grid=(1, 1, 1), box=(0, 0, 1, 1), size=(1, 1))
-    bytes_ = [np.frombuffer(prefix.pack() + bytes([item % 256] * 3), np.uint8) for item in items.tolist()]
-    stage = Stage(plan, np.zeros(0, np.int64), np.arange(len(plan)), "", AFTER, encoding=made.of(ranks, np.arange(len(items))))
-    staged = StagedStep(stage, Ragged.from_rows([[1]] * len(plan)), Scattered([Ragged.from_rows(bytes_, np.uint8)], np.zeros(0, np.int64)))
+    prefix = Prefix(
+        form=1, patch=1, merge=1, dtype="uint8", grid=(1, 1, 1), box=(0, 0, 1, 1), size=(1, 1)
+    )
+    bytes_ = [
+        np.frombuffer(prefix.pack() + bytes([item % 256] * 3), np.uint8) for item in items.tolist()
+    ]
+    stage = Stage(
+        plan,
+        np.zeros(0, np.int64),
+        np.arange(len(plan)),
+        "",
+        AFTER,
+        encoding=made.of(ranks, np.arange(len(items))),
+    )
+    staged = StagedStep(
+        stage,
+        Ragged.from_rows([[1]] * len(plan)),
+        Scattered([Ragged.from_rows(bytes_, np.uint8)], np.zeros(0, np.int64)),
+    )
     done = encoder_inputs(staged, ranks[::-1], form, lambda n: np.empty(n, np.uint8))
     assert done.spoiled is None
     for rank in ranks:
@@ -95,21 +122,36 @@ def test_arrays_of_a_rank_are_its_routes(plan: LoadingPlan) -> None:
 
 @examples(60)
 @given(plans(), st.data())
-def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_has_it(plan: LoadingPlan, data: st.DataObject) -> None:
+def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_has_it(
+    plan: LoadingPlan, data: st.DataObject
+) -> None:
     assert plan.place is not None
     place, loaders = plan.place, data.draw(st.integers(1, 4))
     host_of = data.draw(st.lists(st.integers(0, 2), min_size=loaders, max_size=loaders))
     constructor_of = data.draw(st.lists(st.integers(0, 2), min_size=place.dp, max_size=place.dp))
     served = np.array(data.draw(st.lists(st.booleans(), min_size=place.dp, max_size=place.dp)))
     ahead, hooks = data.draw(st.booleans()), data.draw(st.booleans())
-    event(f"{len(set(host_of))} hosts, {len(set(constructor_of))} constructors, look-ahead {ahead}, hooks {hooks}")
-    cutter = Cutter(host_of, constructor_of, loader_hooks=hooks, images=Imaging(batch_of(plan), 1, place.buckets("DP")))
-    extra = data.draw(st.integers(0, 5)) if ahead else 0  # documents that are popped and passed over
+    event(
+        f"{len(set(host_of))} hosts, {len(set(constructor_of))} constructors, look-ahead {ahead}, hooks {hooks}"
+    )
+    cutter = Cutter(
+        host_of,
+        constructor_of,
+        loader_hooks=hooks,
+        images=Imaging(batch_of(plan), 1, place.buckets("DP")),
+    )
+    extra = (
+        data.draw(st.integers(0, 5)) if ahead else 0
+    )  # documents that are popped and passed over
     n = len(plan) + extra
-    by = np.sort(np.array(data.draw(st.lists(st.integers(0, loaders - 1), min_size=n, max_size=n)), np.int64))
+    by = np.sort(
+        np.array(data.draw(st.lists(st.integers(0, loaders - 1), min_size=n, max_size=n)), np.int64)
+    )
     order = np.array(data.draw(st.permutations(range(n))), np.int64)
     doc, kept = order[: len(plan)], np.sort(order[len(plan) :])
-    stage = Stage(plan, np.bincount(by, minlength=loaders), doc, "", AFTER, kept=kept if ahead else None)
+    stage = Stage(
+        plan, np.bincount(by, minlength=loaders), doc, "", AFTER, kept=kept if ahead else None
+    )
     counts = np.full(n, 2, np.int64)  # those passed over have images too
     counts[doc] = np.bincount(plan.module("encoder").sample, minlength=len(plan))
     cuts = cutter.cut(stage, AFTER, served)
@@ -122,48 +164,80 @@ def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_
             staged,
             plan,
             doc,
-            [r for b in np.flatnonzero(served) if constructor_of[b] == c for r in place.buckets("DP")[b]],
+            [
+                r
+                for b in np.flatnonzero(served)
+                if constructor_of[b] == c
+                for r in place.buckets("DP")[b]
+            ],
         )
-    told = sum(len(p.stage.encoding.item) for p in cuts.placed.values() if p.stage.encoding is not None)
+    told = sum(
+        len(p.stage.encoding.item) for p in cuts.placed.values() if p.stage.encoding is not None
+    )
     bucket = (
-        place.bucket_of("DP")[plan.module("encoder").bucket] if plan.module("encoder").axis == "WORLD" else plan.module("encoder").bucket
+        place.bucket_of("DP")[plan.module("encoder").bucket]
+        if plan.module("encoder").axis == "WORLD"
+        else plan.module("encoder").bucket
     )
     assert told == int(served[bucket].sum())
 
 
 def test_a_host_whose_documents_are_all_wanted_sends_no_image_that_nobody_encodes() -> None:
     place, columns = ov.ClientPlaceTree(dp=2), {"tokens": [4, 4], "image_patches": [[2], [2]]}
-    buffer = replace(ov.Buffer.from_columns({"s": columns}, batch=ov.Batch(samples=2, context=CONTEXT)), drawn=True)
+    buffer = replace(
+        ov.Buffer.from_columns({"s": columns}, batch=ov.Batch(samples=2, context=CONTEXT)),
+        drawn=True,
+    )
     plan = ov.strategy.resolve("vanilla")(buffer, place)
     encoder = plan.module("encoder")
-    plan = replace(plan, modules={**plan.modules, "encoder": replace(encoder, bucket=1 - encoder.bucket)})  # each at the other rank
+    plan = replace(
+        plan, modules={**plan.modules, "encoder": replace(encoder, bucket=1 - encoder.bucket)}
+    )  # each at the other rank
     cutter = Cutter([0, 1], [0, 1], images=Imaging(batch_of(plan), 1, place.buckets("DP")))
     stage = Stage(plan, np.array([1, 1]), np.array([0, 1]), "", AFTER)
     alone = cutter.cut(stage, AFTER, np.array([True, False]))
     assert send(alone, np.array([0, 1]), np.array([1, 1])) == {(0, 0): [], (1, 0): [named(1, 0)]}
     both = cutter.cut(stage, AFTER, np.array([True, True]))
-    assert send(both, np.array([0, 1]), np.array([1, 1])) == {(0, 0): [], (0, 1): [named(0, 0)], (1, 0): [named(1, 0)], (1, 1): []}
+    assert send(both, np.array([0, 1]), np.array([1, 1])) == {
+        (0, 0): [],
+        (0, 1): [named(0, 0)],
+        (1, 0): [named(1, 0)],
+        (1, 1): [],
+    }
     assert both.placed[0].origins == both.placed[1].origins == (0, 1)
 
 
-def send(cuts: Cuts, host: np.ndarray, counts: np.ndarray) -> dict[tuple[int, int], list[list[int]]]:
+def send(
+    cuts: Cuts, host: np.ndarray, counts: np.ndarray
+) -> dict[tuple[int, int], list[list[int]]]:
     """What loader hosts send by their parts: the images of each destination."""
     arrived = {}
     for h, part in cuts.parts.items():
         mine = np.flatnonzero(host == h)
         rows = [named(d, k) for d in mine.tolist() for k in range(counts[d])]
-        content = Content(Ragged.from_rows([[1]] * len(mine)), Items(Ragged.from_rows(rows, np.uint8), counts[mine]))
-        found = Scattered.of([content.slice(0, len(mine) // 2), content.slice(len(mine) // 2, len(mine))])
+        content = Content(
+            Ragged.from_rows([[1]] * len(mine)),
+            Items(Ragged.from_rows(rows, np.uint8), counts[mine]),
+        )
+        found = Scattered.of(
+            [content.slice(0, len(mine) // 2), content.slice(len(mine) // 2, len(mine))]
+        )
         assert found is not None
         for j, c in enumerate(part.to):
             wanted = (
-                range(len(found)) if not part.take else (found.first[part.items[j][0]] + part.items[j][1]).tolist() if part.items else []
+                range(len(found))
+                if not part.take
+                else (found.first[part.items[j][0]] + part.items[j][1]).tolist()
+                if part.items
+                else []
             )
             arrived[h, c] = [found[i].tolist() for i in wanted]
     return arrived
 
 
-def check(e: Encoding, staged: list[list[int]], plan: LoadingPlan, doc: np.ndarray, ranks: list[int]) -> None:
+def check(
+    e: Encoding, staged: list[list[int]], plan: LoadingPlan, doc: np.ndarray, ranks: list[int]
+) -> None:
     assert e.ranks.tolist() == ranks
     assert len(staged) == len(e.item)
     routes, sample = plan.routes(), plan.module("encoder").sample
@@ -176,14 +250,19 @@ def check(e: Encoding, staged: list[list[int]], plan: LoadingPlan, doc: np.ndarr
 
 
 rows = st.lists(
-    st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.lists(st.integers(0, 255), max_size=5), max_size=3)), max_size=6
+    st.tuples(
+        st.lists(st.integers(0, 9), max_size=4),
+        st.lists(st.lists(st.integers(0, 255), max_size=5), max_size=3),
+    ),
+    max_size=6,
 )
 
 
 def content(documents: list[tuple[list[int], list[list[int]]]], bare: bool) -> Content:
     tokens = Ragged.from_rows([t for t, _ in documents], np.int32)
     items = Items(
-        Ragged.from_rows([i for _, found in documents for i in found], np.uint8), np.array([len(f) for _, f in documents], np.int64)
+        Ragged.from_rows([i for _, found in documents for i in found], np.uint8),
+        np.array([len(f) for _, f in documents], np.int64),
     )
     return Content(tokens, None if bare else items)
 
@@ -191,7 +270,12 @@ def content(documents: list[tuple[list[int], list[list[int]]]], bare: bool) -> C
 def told(found: Content) -> list[tuple[list[int], list[list[int]]]]:
     first = np.zeros(len(found) + 1, np.int64) if found.items is None else found.items.first
     return [
-        (found.tokens[d].tolist(), [found.items.bytes[i].tolist() for i in range(first[d], first[d + 1])] if found.items else [])
+        (
+            found.tokens[d].tolist(),
+            [found.items.bytes[i].tolist() for i in range(first[d], first[d + 1])]
+            if found.items
+            else [],
+        )
         for d in range(len(found))
     ]
 
@@ -210,12 +294,20 @@ def test_documents_keep_their_images_however_they_are_cut_joined_and_chosen(
     assert told(joined.slice(a, b)) == told(joined.slice(a, b).compact()) == whole[a:b]
     chosen = data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=8)) if whole else []
     picked = np.array(chosen, np.int64)
-    assert told(joined.take(picked)) == told(Content.pick(pieces, picked)) == [whole[i] for i in chosen]
+    assert (
+        told(joined.take(picked))
+        == told(Content.pick(pieces, picked))
+        == [whole[i] for i in chosen]
+    )
 
 
 @given(st.lists(st.lists(st.integers(0, 255), max_size=3), max_size=6), st.data())
 def test_long_rows_are_taken_as_short_ones_are(short: list[list[int]], data: st.DataObject) -> None:
     long = Ragged.from_rows([row * 900 for row in short], np.uint8)
-    chosen = np.array(data.draw(st.lists(st.integers(0, len(short) - 1), max_size=5)) if short else [], np.int64)
+    chosen = np.array(
+        data.draw(st.lists(st.integers(0, len(short) - 1), max_size=5)) if short else [], np.int64
+    )
     taken = long.take(chosen)
-    assert [taken[i].tolist() for i in range(len(taken))] == [short[i] * 900 for i in chosen.tolist()]
+    assert [taken[i].tolist() for i in range(len(taken))] == [
+        short[i] * 900 for i in chosen.tolist()
+    ]

@@ -10,33 +10,92 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.dryrun.arrivals import arrivals
-from overlord.dryrun.machines import Constants, Fleet, colocated, connecting_s, connections, overlord
+from overlord.dryrun.machines import (
+    Constants,
+    Fleet,
+    colocated,
+    connecting_s,
+    connections,
+    overlord,
+)
 from tests.laws import examples
 
 ONES = Constants(**{f.name: 1.0 for f in fields(Constants)})
 LIKELY = Constants(
-    worker_bytes=20e6, opened_bytes=2e6, host_bytes=90e6, source_bytes=3e6, constructor_bytes=50e6, planner_bytes=90e6, client_bytes=5e5,
-    link_bytes=6e4, sample_bytes=2e3, sample_tokens=500.0, built_bytes=4.0, wide_bytes=28.0, read_s=1e-4, build_s=1e-8, call_s=6e-5,
-    link_s=1e-5, connect_s=5e-4, bandwidth=4e9,
-)  # fmt: skip
+    worker_bytes=20e6,
+    opened_bytes=2e6,
+    host_bytes=90e6,
+    source_bytes=3e6,
+    constructor_bytes=50e6,
+    planner_bytes=90e6,
+    client_bytes=5e5,
+    link_bytes=6e4,
+    sample_bytes=2e3,
+    sample_tokens=500.0,
+    built_bytes=4.0,
+    wide_bytes=28.0,
+    read_s=1e-4,
+    build_s=1e-8,
+    call_s=6e-5,
+    link_s=1e-5,
+    connect_s=5e-4,
+    bandwidth=4e9,
+)
 SMALL = st.integers(1, 8)
 FLEETS = st.builds(
     lambda dp, tp, cp, pp, node, sources, batch, workers, constructors: Fleet(
-        gpus=dp * tp * cp * pp, tp=tp, cp=cp, pp=pp, gpus_per_node=node, sources=sources, batch=batch, workers=workers,
+        gpus=dp * tp * cp * pp,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        gpus_per_node=node,
+        sources=sources,
+        batch=batch,
+        workers=workers,
         constructors=constructors,
     ),
-    st.integers(1, 64), SMALL, SMALL, SMALL, st.sampled_from([1, 8, 16]), st.integers(1, 300), st.integers(1, 4096), SMALL, st.booleans(),
-)  # fmt: skip
+    st.integers(1, 64),
+    SMALL,
+    SMALL,
+    SMALL,
+    st.sampled_from([1, 8, 16]),
+    st.integers(1, 300),
+    st.integers(1, 4096),
+    SMALL,
+    st.booleans(),
+)
 
 
 def test_a_fleet_of_two_groups_by_hand() -> None:
-    fleet = Fleet(gpus=8, tp=2, cp=2, gpus_per_node=4, sources=30, batch=4, workers=2, prefetch=2, read_ahead=3)
-    assert (fleet.dp, fleet.nodes, fleet.fetching, fleet.loader_hosts, fleet.constructor_hosts) == (2, 2, 4, 2, 2)
+    fleet = Fleet(
+        gpus=8,
+        tp=2,
+        cp=2,
+        gpus_per_node=4,
+        sources=30,
+        batch=4,
+        workers=2,
+        prefetch=2,
+        read_ahead=3,
+    )
+    assert (fleet.dp, fleet.nodes, fleet.fetching, fleet.loader_hosts, fleet.constructor_hosts) == (
+        2,
+        2,
+        4,
+        2,
+        2,
+    )
     # 8 ranks x 2 workers, each with itself and 30 sources, and two batches of 2 samples.
     assert colocated(fleet, ONES).by_role == {"workers": 16 * 31, "batches": 16 * 2 * 2}
     assert colocated(fleet, ONES, first_of_tp=True).total == colocated(fleet, ONES).total / 2
     links = connections(fleet)
-    assert (links.total, links.loader_host, links.constructor, links.client, links.planner) == (2 * 2 + 8 + 2 + 2, 3, 2 + 4 + 1, 1, 4)
+    assert (links.total, links.loader_host, links.constructor, links.client, links.planner) == (
+        2 * 2 + 8 + 2 + 2,
+        3,
+        2 + 4 + 1,
+        1,
+        4,
+    )
     found = overlord(fleet, ONES)
     # hosts, sources, and five steps' samples: three ready and two kept; a link to each of two constructors and one to the planner
     assert found.by_role["loaders"] == 2 + 30 + 5 * 4 + 2 * 3
@@ -47,12 +106,18 @@ def test_a_fleet_of_two_groups_by_hand() -> None:
 
 @given(FLEETS, st.integers(1, 100))
 @examples(60)
-def test_more_sources_cost_a_colocated_loader_every_rank_and_overlord_once(fleet: Fleet, more: int) -> None:
+def test_more_sources_cost_a_colocated_loader_every_rank_and_overlord_once(
+    fleet: Fleet, more: int
+) -> None:
     grown = replace(fleet, sources=fleet.sources + more)
     theirs = colocated(grown, LIKELY).total - colocated(fleet, LIKELY).total
     ours = overlord(grown, LIKELY).total - overlord(fleet, LIKELY).total
     hosts = grown.loader_hosts - fleet.loader_hosts
-    ends = (overlord(grown, LIKELY).total - overlord(fleet, LIKELY).total) - hosts * LIKELY.host_bytes - more * LIKELY.source_bytes
+    ends = (
+        (overlord(grown, LIKELY).total - overlord(fleet, LIKELY).total)
+        - hosts * LIKELY.host_bytes
+        - more * LIKELY.source_bytes
+    )
     assert theirs == pytest.approx(fleet.gpus * fleet.workers * more * LIKELY.opened_bytes)
     assert ours >= more * LIKELY.source_bytes * 0.999
     if hosts == 0:
@@ -86,7 +151,14 @@ def test_a_mesh_that_does_not_divide_the_fleet_is_refused_in_words() -> None:
         Constants.of({f.name: 1 for f in fields(Constants) if f.name != "bandwidth"})
 
 
-def slowly(start: np.ndarray, nbytes: np.ndarray, node_of: np.ndarray, free: np.ndarray, link_s: float, bandwidth: float) -> np.ndarray:
+def slowly(
+    start: np.ndarray,
+    nbytes: np.ndarray,
+    node_of: np.ndarray,
+    free: np.ndarray,
+    link_s: float,
+    bandwidth: float,
+) -> np.ndarray:
     """The same, message by message."""
     senders, receivers = nbytes.shape
     sent = []
@@ -108,7 +180,9 @@ def slowly(start: np.ndarray, nbytes: np.ndarray, node_of: np.ndarray, free: np.
 
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 3), st.integers(0, 2**31))
 @examples(60)
-def test_payload_comes_when_every_message_waits_for_those_before_it(senders: int, receivers: int, nodes: int, seed: int) -> None:
+def test_payload_comes_when_every_message_waits_for_those_before_it(
+    senders: int, receivers: int, nodes: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     nbytes = rng.integers(0, 4, (senders, receivers)) * rng.random((senders, receivers)) * 1e6
     start, free = rng.random(senders), rng.random(nodes) * 2

@@ -31,32 +31,63 @@ NUMBERS = {int: (int, np.integer), float: (int, float, np.number), bool: (bool, 
 
 # what can be sent
 
-arrays = st.sampled_from(DTYPES).flatmap(lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)))
+arrays = st.sampled_from(DTYPES).flatmap(
+    lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
+)
 numbers = st.sampled_from(DTYPES).flatmap(lambda d: hnp.from_dtype(d))
 raggeds = st.builds(
     lambda rows, cut: Ragged.from_rows(rows, np.int32).slice(min(cut, len(rows)), len(rows)),
-    st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5), st.integers(0, 2),
-)  # fmt: skip
+    st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5),
+    st.integers(0, 2),
+)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 faults = st.one_of(
-    st.builds(errors.SourceError, texts, texts), st.builds(errors.JobError, st.lists(texts, max_size=3)),
+    st.builds(errors.SourceError, texts, texts),
+    st.builds(errors.JobError, st.lists(texts, max_size=3)),
     st.builds(ValueError, st.integers()),
-    st.builds(errors.DataStall, texts, st.floats(0, 9)), st.builds(errors.StateMismatch, st.dictionaries(texts, st.tuples(texts, texts))),
-)  # fmt: skip
-plain = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-(2**90), 2**90), st.floats(), texts, st.binary(max_size=9))
+    st.builds(errors.DataStall, texts, st.floats(0, 9)),
+    st.builds(errors.StateMismatch, st.dictionaries(texts, st.tuples(texts, texts))),
+)
+plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**90), 2**90),
+    st.floats(),
+    texts,
+    st.binary(max_size=9),
+)
 keys = texts | st.integers(-(2**63), 2**64 - 1)
 values = st.recursive(
-    st.one_of(plain, arrays, numbers, raggeds, faults, st.binary(min_size=2**14, max_size=2**14 + 5)),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(keys, inner, max_size=4)),
+    st.one_of(
+        plain, arrays, numbers, raggeds, faults, st.binary(min_size=2**14, max_size=2**14 + 5)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+    ),
     max_leaves=12,
 )
 PARTS: dict[Any, Any] = {
-    int: st.integers(-(2**63), 2**64 - 1), float: st.floats() | st.integers(-99, 99), bool: st.booleans(), str: texts,
-    bytes: st.binary(max_size=9), type(None): st.none(), np.ndarray: arrays, Ragged: raggeds, Exception: faults,
+    int: st.integers(-(2**63), 2**64 - 1),
+    float: st.floats() | st.integers(-99, 99),
+    bool: st.booleans(),
+    str: texts,
+    bytes: st.binary(max_size=9),
+    type(None): st.none(),
+    np.ndarray: arrays,
+    Ragged: raggeds,
+    Exception: faults,
     Any: st.recursive(plain, lambda v: st.lists(v, max_size=3)),
-    ClientPlaceTree: st.builds(ClientPlaceTree, dp=st.integers(1, 99), tp=st.integers(1, 9), order=st.permutations(AXES).map(tuple)),
+    ClientPlaceTree: st.builds(
+        ClientPlaceTree,
+        dp=st.integers(1, 99),
+        tp=st.integers(1, 9),
+        order=st.permutations(AXES).map(tuple),
+    ),
     Batch: st.builds(Batch, samples=st.integers(1, 99), context=st.integers(1, 99)),
-}  # fmt: skip
+}
 
 
 def of(annotation: Any) -> Any:
@@ -81,13 +112,20 @@ def record_of(cls: type) -> Any:
     if cls in PARTS:
         return PARTS[cls]
     hints = get_type_hints(cls, localns={name: kind.cls for name, kind in KINDS.items()})
-    return st.deferred(lambda: st.builds(cls, **{name: of(hints[name]) for name in KINDS[cls.__name__].names}))
+    return st.deferred(
+        lambda: st.builds(cls, **{name: of(hints[name]) for name in KINDS[cls.__name__].names})
+    )
 
 
 def same(a: Any, b: Any) -> bool:
     """Equal, and of the same types all the way down; not-a-numbers are equal."""
     if isinstance(a, (np.ndarray, np.generic)):
-        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return (
+            type(a) is type(b)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.tobytes() == b.tobytes()
+        )
     if type(a) is not type(b):
         return False
     if isinstance(a, Ragged):
@@ -157,26 +195,40 @@ def fits(value: Any, annotation: Any) -> bool:
     if origin is list:
         return type(value) is list and all(fits(v, args[0]) for v in value)
     if origin in (Mapping, dict):
-        return isinstance(value, dict) and all(fits(k, args[0]) and fits(v, args[1]) for k, v in value.items())
+        return isinstance(value, dict) and all(
+            fits(k, args[0]) and fits(v, args[1]) for k, v in value.items()
+        )
     if annotation in NUMBERS:
-        return isinstance(value, NUMBERS[annotation]) and (annotation is bool or not isinstance(value, bool))
+        return isinstance(value, NUMBERS[annotation]) and (
+            annotation is bool or not isinstance(value, bool)
+        )
     if not isinstance(value, annotation):
         return False
-    hints = get_type_hints(annotation, localns={n: k.cls for n, k in KINDS.items()}) if annotation.__name__ in KINDS else {}
+    hints = (
+        get_type_hints(annotation, localns={n: k.cls for n, k in KINDS.items()})
+        if annotation.__name__ in KINDS
+        else {}
+    )
     return all(fits(getattr(value, n), hints[n]) for n in hints)
 
 
 def is_known(value: Any) -> bool:
     """Whether a value is one of the closed list, all the way down."""
     if isinstance(value, dict):
-        return type(value) in (dict, Columns) and all(type(k) in (str, int) and is_known(v) for k, v in value.items())
+        return type(value) in (dict, Columns) and all(
+            type(k) in (str, int) and is_known(v) for k, v in value.items()
+        )
     if type(value) in (list, tuple):
         return all(map(is_known, value))
     if type(value).__name__ in KINDS:
         return type(value) is KINDS[type(value).__name__].cls
     if isinstance(value, Exception):
         return type(value).__module__ in ("builtins", "overlord.errors")
-    return value is None or type(value) in (bool, int, float, str, bytes, np.ndarray, Ragged) or isinstance(value, np.generic)
+    return (
+        value is None
+        or type(value) in (bool, int, float, str, bytes, np.ndarray, Ragged)
+        or isinstance(value, np.generic)
+    )
 
 
 # round trips
@@ -205,7 +257,9 @@ def test_columns_are_aligned_views_wherever_the_frame_lies(value: Any, shift: in
     room[shift:] = np.frombuffer(frame, np.uint8)
     found = unpack(room[shift:])
     first = room[shift:].__array_interface__["data"][0]
-    assert all((c.__array_interface__["data"][0] - first) % 64 == 0 for c in found.columns if c.nbytes)
+    assert all(
+        (c.__array_interface__["data"][0] - first) % 64 == 0 for c in found.columns if c.nbytes
+    )
     assert same(decode(*found), value)
 
 
@@ -222,7 +276,9 @@ def test_one_flipped_bit_is_noticed_unless_it_is_in_a_column(value: Any, data: s
     if bit // 8 < header_end(frame):
         assert isinstance(found, FrameError)
     else:
-        assert [(c.dtype, c.shape) for c in unpack(broken).columns] == [(c.dtype, c.shape) for c in unpack(frame).columns]
+        assert [(c.dtype, c.shape) for c in unpack(broken).columns] == [
+            (c.dtype, c.shape) for c in unpack(frame).columns
+        ]
 
 
 @given(values, st.data())
@@ -237,27 +293,57 @@ def test_bytes_that_are_no_frame_are_refused(data: bytes, starts_well: bool):
     assert isinstance(outcome(b"OVFR\1\0\0\0" + data if starts_well else data), FrameError)
 
 
-EDGES = [0, 1, 63, 64, 65, 128, 2**31, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 64, 2**64 - 8, 2**64 - 1]
+EDGES = [
+    0,
+    1,
+    63,
+    64,
+    65,
+    128,
+    2**31,
+    2**32,
+    2**61,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64 - 64,
+    2**64 - 8,
+    2**64 - 1,
+]
 hostile = st.sampled_from(EDGES) | st.integers(0, 600)
 
 
 @examples(300)
 @given(st.lists(arrays, min_size=1, max_size=3), st.data())
-def test_a_table_with_any_numbers_gives_no_view_outside_the_frame(columns: list[np.ndarray], data: st.DataObject):
-    header, kept = encode([*columns, np.arange(64)])  # small ones stand in the header, and no table has them
+def test_a_table_with_any_numbers_gives_no_view_outside_the_frame(
+    columns: list[np.ndarray], data: st.DataObject
+):
+    header, kept = encode(
+        [*columns, np.arange(64)]
+    )  # small ones stand in the header, and no table has them
     frame = joined(header, kept)
     at = PREFIX_BYTES + ENTRY.size * data.draw(st.integers(0, len(kept) - 1))
     entry = list(ENTRY.unpack_from(frame, at))
     for place in data.draw(st.lists(st.integers(0, len(entry) - 1), min_size=1, max_size=4)):
         bound = 255 if place < 2 else 2**64
-        entry[place] = data.draw(st.binary(min_size=6, max_size=6)) if place == 2 else data.draw(hostile) % bound
+        entry[place] = (
+            data.draw(st.binary(min_size=6, max_size=6))
+            if place == 2
+            else data.draw(hostile) % bound
+        )
     lie = with_crc(frame[:at] + ENTRY.pack(*entry) + frame[at + ENTRY.size :])
     found = outcome(lie)
     assert isinstance(found, FrameError) or is_known(found)
 
 
-@given(values, st.sampled_from([(8, "<I"), (12, "<I"), (16, "<Q"), (4, "<H"), (6, "<H"), (24, "<I")]), hostile)
-def test_a_start_with_any_numbers_is_refused_or_the_truth(value: Any, place: tuple[int, str], number: int):
+@given(
+    values,
+    st.sampled_from([(8, "<I"), (12, "<I"), (16, "<Q"), (4, "<H"), (6, "<H"), (24, "<I")]),
+    hostile,
+)
+def test_a_start_with_any_numbers_is_refused_or_the_truth(
+    value: Any, place: tuple[int, str], number: int
+):
     at, form = place
     frame = joined(*encode(value))
     lie = bytearray(frame)
@@ -271,19 +357,53 @@ def test_a_start_with_any_numbers_is_refused_or_the_truth(value: Any, place: tup
 # headers that an attacker made, with a checksum that is right
 
 small = st.integers(-2, 11)
-names = st.sampled_from([*sorted(KINDS), *sorted(vars(errors)), "ValueError", "OSError", "ExceptionGroup", "KeyboardInterrupt", "eval", ""])
+names = st.sampled_from(
+    [
+        *sorted(KINDS),
+        *sorted(vars(errors)),
+        "ValueError",
+        "OSError",
+        "ExceptionGroup",
+        "KeyboardInterrupt",
+        "eval",
+        "",
+    ]
+)
 layouts = st.sampled_from([kind.layout for kind in KINDS.values()])
 trees = st.recursive(
-    st.one_of(plain.filter(lambda v: type(v) is not int or -(2**63) <= v < 2**64), small, small, names, layouts),
+    st.one_of(
+        plain.filter(lambda v: type(v) is not int or -(2**63) <= v < 2**64),
+        small,
+        small,
+        names,
+        layouts,
+    ),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=6), st.builds(lambda tag, rest: [tag, *rest], st.integers(0, 9), st.lists(inner, max_size=5)),
-        st.builds(lambda n, rest: [8, n, KINDS[n].layout, *rest], st.sampled_from(sorted(KINDS)), st.lists(inner, max_size=4)),
-        st.builds(lambda n, args, notes: [9, n, [1, *args], notes], names, st.lists(inner, max_size=5), st.lists(texts, max_size=2)),
+        st.lists(inner, max_size=6),
+        st.builds(lambda tag, rest: [tag, *rest], st.integers(0, 9), st.lists(inner, max_size=5)),
+        st.builds(
+            lambda n, rest: [8, n, KINDS[n].layout, *rest],
+            st.sampled_from(sorted(KINDS)),
+            st.lists(inner, max_size=4),
+        ),
+        st.builds(
+            lambda n, args, notes: [9, n, [1, *args], notes],
+            names,
+            st.lists(inner, max_size=5),
+            st.lists(texts, max_size=2),
+        ),
         st.dictionaries(texts | small, inner, max_size=4),
     ),
     max_leaves=25,
-)  # fmt: skip
-COLUMNS = [np.arange(4), np.array([0, 2, 4]), np.zeros(3, np.uint8), np.array(1.5), np.array([0, 9, -1]), np.zeros((2, 0))]
+)
+COLUMNS = [
+    np.arange(4),
+    np.array([0, 2, 4]),
+    np.zeros(3, np.uint8),
+    np.array(1.5),
+    np.array([0, 9, -1]),
+    np.zeros((2, 0)),
+]
 
 
 @examples(500)
@@ -299,11 +419,15 @@ def test_any_tree_in_the_header_gives_a_known_value_or_is_refused(tree: Any):
 @pytest.mark.parametrize("name", sorted(KINDS))
 @examples(15)
 @given(st.data())
-def test_a_record_with_any_part_exchanged_is_refused_or_has_fields_of_the_right_types(name: str, data: st.DataObject):
+def test_a_record_with_any_part_exchanged_is_refused_or_has_fields_of_the_right_types(
+    name: str, data: st.DataObject
+):
     header, columns = encode(data.draw(record_of(KINDS[name].cls)))
     tree = msgspec.msgpack.decode(header)
     spot = tree
-    while data.draw(st.booleans()) and (inner := [p for p in parts_of(spot) if type(p) in (list, dict) and p]):
+    while data.draw(st.booleans()) and (
+        inner := [p for p in parts_of(spot) if type(p) in (list, dict) and p]
+    ):
         spot = data.draw(st.sampled_from(inner))
     place = data.draw(st.sampled_from(list(spot) if isinstance(spot, dict) else range(len(spot))))
     spot[place] = data.draw(trees)
@@ -314,8 +438,15 @@ def test_a_record_with_any_part_exchanged_is_refused_or_has_fields_of_the_right_
 
 
 @examples(300)
-@given(st.one_of(*(record_of(KINDS[n].cls) for n in ("Announce", "Stage", "StreamState", "Skip", "Batch"))), st.data())
-def test_headers_with_any_bytes_changed_give_a_known_value_or_are_refused(record: Any, data: st.DataObject):
+@given(
+    st.one_of(
+        *(record_of(KINDS[n].cls) for n in ("Announce", "Stage", "StreamState", "Skip", "Batch"))
+    ),
+    st.data(),
+)
+def test_headers_with_any_bytes_changed_give_a_known_value_or_are_refused(
+    record: Any, data: st.DataObject
+):
     header, columns = encode(record)
     broken = bytearray(header)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -324,11 +455,24 @@ def test_headers_with_any_bytes_changed_give_a_known_value_or_are_refused(record
     assert is_known(outcome(joined(bytes(broken[:cut]), columns)))
 
 
-LENGTHS = [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"]  # what says how much will follow, in 32 bits
+LENGTHS = [
+    b"\xdd",
+    b"\xdf",
+    b"\xdb",
+    b"\xc6",
+    b"\xc9",
+]  # what says how much will follow, in 32 bits
 
 
-@given(st.lists(st.tuples(st.sampled_from(LENGTHS), st.integers(2**16, 2**32 - 1)), min_size=1, max_size=40), st.binary(max_size=200))
-def test_no_length_is_believed_before_the_bytes_are_there(lengths: list[tuple[bytes, int]], rest: bytes):
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(LENGTHS), st.integers(2**16, 2**32 - 1)), min_size=1, max_size=40
+    ),
+    st.binary(max_size=200),
+)
+def test_no_length_is_believed_before_the_bytes_are_there(
+    lengths: list[tuple[bytes, int]], rest: bytes
+):
     header = b"".join(kind + struct.pack(">I", n) for kind, n in lengths) + rest
     frame = joined(header, [])
     tracemalloc.start()
@@ -339,7 +483,16 @@ def test_no_length_is_believed_before_the_bytes_are_there(lengths: list[tuple[by
     assert peak < 50_000 + 100 * len(frame)
 
 
-PIECES = [b"\x90", b"\x80", b"\xc0", b"\x91\x00", b"\x92\x02\x00", b"\x93\x03\x00\x01", b"\xa0", b"\xc4\x00"]
+PIECES = [
+    b"\x90",
+    b"\x80",
+    b"\xc0",
+    b"\x91\x00",
+    b"\x92\x02\x00",
+    b"\x93\x03\x00\x01",
+    b"\xa0",
+    b"\xc4\x00",
+]
 
 
 @examples(20)

@@ -21,7 +21,20 @@ from overlord.cluster.plan_history import Past
 from overlord.dryrun.virtual_run import Add
 from overlord.errors import PlanError
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.control import STRIDE, AddSource, Attach, Consumed, Cursor, Finish, Open, Refill, Report, SetMixture, Skip, Stage
+from overlord.messages.control import (
+    STRIDE,
+    AddSource,
+    Attach,
+    Consumed,
+    Cursor,
+    Finish,
+    Open,
+    Refill,
+    Report,
+    SetMixture,
+    Skip,
+    Stage,
+)
 from overlord.messages.loader import Announce, Pop
 from overlord.planning.events import said_of_all
 from overlord.planning.planner import Planner
@@ -41,11 +54,16 @@ class Drive:
     """A planner, its loaders, ranks that take steps and report, and a queue between any two."""
 
     def __init__(self, job: ov.Job, seed: int, *, backs: int, prefetch: int, salt: int = 0):
-        self.first = self.blueprint = Blueprint(job, Options(prefetch=prefetch, loaders=dict.fromkeys(job.names, 1 + salt % 2)))
+        self.first = self.blueprint = Blueprint(
+            job, Options(prefetch=prefetch, loaders=dict.fromkeys(job.names, 1 + salt % 2))
+        )
         self.planner = self.blueprint.planner()
         self.past = Past(self.planner.state(), job.feedback_lag)
         host = self.blueprint.host(Nowhere(), None)
-        self.loaders, self.readers = host.loaders, [hosted.reader for hosted in host.loading.hosted.values()]
+        self.loaders, self.readers = (
+            host.loaders,
+            [hosted.reader for hosted in host.loading.hosted.values()],
+        )
         self.queues: list[deque[Any]] = [deque() for _ in self.loaders]
         self.stages: dict[int, tuple[str, bool]] = {}
         self.states: dict[int, Any] = {}
@@ -69,7 +87,9 @@ class Drive:
                     self._do(self.planner.handle(Attach(rank)))
             if self.finish is not None and not any(self._next(r) is not None for r in range(RANKS)):
                 return self
-            moves: list[Any] = [q for q in self.queues if q] + [r for r in range(RANKS) if self._next(r) is not None]
+            moves: list[Any] = [q for q in self.queues if q] + [
+                r for r in range(RANKS) if self._next(r) is not None
+            ]
             assert moves, f"nothing moves any more: {self.planner.waiting_for()}"
             if self.backs and self.random.random() < 0.02:
                 self.go_back()
@@ -90,11 +110,15 @@ class Drive:
         state = self.past.go_back(old.spec.names)
         schedule = schedule_of(self.first.job, self.first.added)
         spec = replace(old.spec, schedule=schedule, prefer=getattr(schedule, "prefer", None))
-        self.planner = Planner(spec, state, generation=self.base, floor=max(old.floor, old.next_step))
+        self.planner = Planner(
+            spec, state, generation=self.base, floor=max(old.floor, old.next_step)
+        )
         self.replanned += old.next_step - state.step
         cursors = [Cursor(*c) for c in state.cursors.tolist()]
         for number, loader in enumerate(self.loaders):
-            self.loaders[number] = loader.again(cursors[self.planner._demand.source_of[number]], self.base)
+            self.loaders[number] = loader.again(
+                cursors[self.planner._demand.source_of[number]], self.base
+            )
             # What a loader of before said is still on its way; what it had begun leads to nothing.
             self.queues[number] = deque(m for m in self.queues[number] if isinstance(m, Announce))
         self.finish = None
@@ -116,7 +140,9 @@ class Drive:
                 self.queues.append(deque())
             what = made.event
         else:
-            what = said_of_all(what, self.planner.spec.names) if isinstance(what, SetMixture) else what
+            what = (
+                said_of_all(what, self.planner.spec.names) if isinstance(what, SetMixture) else what
+            )
             commands = self.planner.handle(what)
         if self.planner.ended is None or any(isinstance(c, Finish) for c in commands):
             self.past.said(what)
@@ -143,7 +169,11 @@ class Drive:
     def _report_late(self) -> None:
         """Of a step whose using plan was made already, once or twice: it must be refused."""
         if (step := max(self.planner.next_step, self.planner.floor) - 1 - LAG) >= 0:
-            report = Report(step - self.random.randrange(2), self.random.randrange(RANKS), {"loss/s0": 99.0, "loss/s1": -5.0})
+            report = Report(
+                step - self.random.randrange(2),
+                self.random.randrange(RANKS),
+                {"loss/s0": 99.0, "loss/s1": -5.0},
+            )
             assert not self.planner.in_time(report)
             self._report(report)
 
@@ -153,7 +183,11 @@ class Drive:
         else:
             number, what = message
             for command in self.loaders[number].handle(what):
-                said = command if isinstance(command, Announce) else (number, outcome_of(self.readers[number], command))
+                said = (
+                    command
+                    if isinstance(command, Announce)
+                    else (number, outcome_of(self.readers[number], command))
+                )
                 self.queues[number].append(said)
 
     def _do(self, commands: list[Any]) -> None:
@@ -167,7 +201,11 @@ class Drive:
                     if first and not skipped:
                         self.steps.append(plan.step)
                     self.stages[plan.step] = (command.digest, skipped)
-                    self.states[plan.step] = plain(self.blueprint.export(self.past._log.completed(command.after, self.blueprint.job.names)))
+                    self.states[plan.step] = plain(
+                        self.blueprint.export(
+                            self.past._log.completed(command.after, self.blueprint.job.names)
+                        )
+                    )
                     for number in pops.nonzero()[0].tolist():
                         self.queues[number].append((number, Pop(plan.step, int(pops[number]))))
                 case Finish():
@@ -181,14 +219,23 @@ class Drive:
         error = self.finish.error
         ledger = self.planner.ledger
         counts = {name: c.tolist() for name, c in ledger.counts().items()}
-        return self.stages, self.steps, (self.finish.step, type(error), str(error)), ledger.bad_rows(), counts, self.states
+        return (
+            self.stages,
+            self.steps,
+            (self.finish.step, type(error), str(error)),
+            ledger.bad_rows(),
+            counts,
+            self.states,
+        )
 
 
 def _first(said: Any) -> int:
     return min(said.steps) if isinstance(said, Skip) else said.at
 
 
-def assert_the_same(job: ov.Job, said: list[Any], seed: int, backs: int, prefetch: int, salt: int) -> None:
+def assert_the_same(
+    job: ov.Job, said: list[Any], seed: int, backs: int, prefetch: int, salt: int
+) -> None:
     whole = Drive(job, seed, backs=0, prefetch=prefetch, salt=salt).run(said)
     again = Drive(job, seed + 1, backs=backs, prefetch=prefetch, salt=salt).run(said)
     for one, other in zip(again.outcome, whole.outcome, strict=True):
@@ -198,7 +245,9 @@ def assert_the_same(job: ov.Job, said: list[Any], seed: int, backs: int, prefetc
 
 @given(worlds(), st.integers(0, 2**20), st.integers(1, 6), st.integers(1, 5))
 @examples(40)
-def test_a_planner_that_begins_again_plans_what_was_planned(world: World, seed: int, backs: int, prefetch: int) -> None:
+def test_a_planner_that_begins_again_plans_what_was_planned(
+    world: World, seed: int, backs: int, prefetch: int
+) -> None:
     with folder() as directory:
         assert_the_same(world.job(directory), [], seed, backs, prefetch, seed)
 
@@ -217,19 +266,30 @@ def test_also_in_a_job_that_uses_everything(scene: Scene, backs: int, prefetch: 
 def spec(**fields: Any) -> PlannerSpec:
     source = SourceSpec(name="a", n_groups=1, epochs=1, max_bad=9)
     return PlannerSpec(
-        sources=(source,), batch=Batch(samples=2, context=8), place=ClientPlaceTree(), strategy=resolve("vanilla"), prefetch=9,
+        sources=(source,),
+        batch=Batch(samples=2, context=8),
+        place=ClientPlaceTree(),
+        strategy=resolve("vanilla"),
+        prefetch=9,
         **({"schedule": {"a": 1.0}} | fields),
-    )  # fmt: skip
+    )
 
 
 def test_steps_that_were_planned_once_are_closed_to_events() -> None:
     planner = Planner(spec(), generation=STRIDE, floor=5)
     assert planner.open_step == 5
-    with pytest.raises(PlanError, match="step 4 is planned already; the first step that can still change is 5"):
+    with pytest.raises(
+        PlanError, match="step 4 is planned already; the first step that can still change is 5"
+    ):
         planner.handle(SetMixture(4, {"a": 2.0}))
     planner.handle(SetMixture(5, {"a": 2.0}))
     with pytest.raises(PlanError, match="step 4 is planned already"):
-        planner.handle(NewSource(event=AddSource(4, "b", ""), source=SourceSpec(name="b", n_groups=1, epochs=1, max_bad=9)))
+        planner.handle(
+            NewSource(
+                event=AddSource(4, "b", ""),
+                source=SourceSpec(name="b", n_groups=1, epochs=1, max_bad=9),
+            )
+        )
 
 
 def test_and_to_reports() -> None:
@@ -239,19 +299,28 @@ def test_and_to_reports() -> None:
     made = spec(schedule=learned, takes_feedback=True, feedback_lag=4)
     planner = Planner(made, replace(initial_state(made), step=10), generation=STRIDE, floor=15)
     late, used = Report(10, 0, {"loss/a": 1.0}), Report(11, 0, {"loss/a": 1.0})
-    assert [planner.in_time(late), planner.in_time(used)] == [False, True], "plan 14 was made without the one, plan 15 was not made"
+    assert [planner.in_time(late), planner.in_time(used)] == [False, True], (
+        "plan 14 was made without the one, plan 15 was not made"
+    )
     planner.handle(late)
     planner.handle(used)
     assert planner.feedback["late"] == planner.feedback["pending"] == 1
 
 
-def test_after_the_end_was_found_no_source_joins_and_no_mixture_moves_it_though_it_is_to_be_found_again() -> None:
+def test_after_the_end_was_found_no_source_joins_and_no_mixture_moves_it_though_it_is_to_be_found_again() -> (
+    None
+):
     old = Planner(spec(until=0))
     assert isinstance(old.handle(Attach(0))[0], Finish)
     new = Planner(spec(until=0), generation=STRIDE)
     new._ended = old.finished
     with pytest.raises(PlanError, match="the job ends before step 0"):
-        new.handle(NewSource(event=AddSource(1, "b", ""), source=SourceSpec(name="b", n_groups=1, epochs=1, max_bad=9)))
+        new.handle(
+            NewSource(
+                event=AddSource(1, "b", ""),
+                source=SourceSpec(name="b", n_groups=1, epochs=1, max_bad=9),
+            )
+        )
     new.handle(SetMixture(3, {"a": 2.0}))
     assert new.state().events == ()
 
@@ -261,12 +330,19 @@ def test_one_who_cannot_go_on_ends_the_job_at_the_same_step_again() -> None:
     old.handle(Attach(0))
     error = ValueError("no")
     assert old.handle(Finish(3, error)) == [Finish(3, error)]
-    new = Planner(replace(spec(), sources=old.spec.sources), replace(old.state(), step=3), generation=STRIDE, floor=3)
+    new = Planner(
+        replace(spec(), sources=old.spec.sources),
+        replace(old.state(), step=3),
+        generation=STRIDE,
+        floor=3,
+    )
     assert new.adopt(old) == [Finish(3, error)]
 
 
 def test_a_strategy_that_is_no_function_is_told_of() -> None:
-    made = [ov.Source.from_dataset("a", [{"tokens": [k]} for k in range(40)], transforms=[ov.Tokens()])]
+    made = [
+        ov.Source.from_dataset("a", [{"tokens": [k]} for k in range(40)], transforms=[ov.Tokens()])
+    ]
     asked: list[int] = []
 
     def moody(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
@@ -276,7 +352,13 @@ def test_a_strategy_that_is_no_function_is_told_of() -> None:
         turned = replace(main, bucket=1 - main.bucket) if asked.count(buffer.step) > 1 else main
         return replace(plan, modules={"backbone": turned})
 
-    job = ov.Job(name="moody", sources=made, batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(dp=2), strategy=moody)
+    job = ov.Job(
+        name="moody",
+        sources=made,
+        batch=ov.Batch(samples=4, context=8),
+        place=ov.ClientPlaceTree(dp=2),
+        strategy=moody,
+    )
     drive = Drive(job, 3, backs=0, prefetch=4)
     for rank in range(RANKS):
         drive._do(drive.planner.handle(Attach(rank)))
@@ -288,5 +370,8 @@ def test_a_strategy_that_is_no_function_is_told_of() -> None:
         for _ in range(1000):
             drive._move(next(q for q in drive.queues if q).popleft())
 
-    with pytest.raises(PlanError, match="step 0: after a part was lost the step was planned again, and came out different"):
+    with pytest.raises(
+        PlanError,
+        match="step 0: after a part was lost the step was planned again, and came out different",
+    ):
         go_on()

@@ -24,7 +24,9 @@ TOKENS = st.tuples(st.integers(1, 400), st.integers(1, 4000)).map(sorted)
 
 
 @given(SIDES, SIDES, FACTORS, TOKENS)
-def test_a_fitted_size_is_whole_tokens_within_the_bounds(height: int, width: int, factor: int, tokens: list[int]) -> None:
+def test_a_fitted_size_is_whole_tokens_within_the_bounds(
+    height: int, width: int, factor: int, tokens: list[int]
+) -> None:
     least, most = (n * factor * factor for n in tokens)
     high, wide = fit(height, width, factor=factor, min_pixels=least, max_pixels=most)
     assert high % factor == wide % factor == 0
@@ -35,26 +37,44 @@ def test_a_fitted_size_is_whole_tokens_within_the_bounds(height: int, width: int
 
 
 @given(SIDES, SIDES, FACTORS, TOKENS)
-def test_a_fitted_size_keeps_the_shape_as_well_as_whole_tokens_allow(height: int, width: int, factor: int, tokens: list[int]) -> None:
+def test_a_fitted_size_keeps_the_shape_as_well_as_whole_tokens_allow(
+    height: int, width: int, factor: int, tokens: list[int]
+) -> None:
     """Neither side is more than one token away from the same multiple of the image, unless a side would have none."""
     least, most = (n * factor * factor for n in tokens)
     high, wide = fit(height, width, factor=factor, min_pixels=least, max_pixels=most)
     if min(high, wide) > factor:
-        assert (high - factor) / (wide + factor) <= height / width <= (high + factor) / (wide - factor)
+        assert (
+            (high - factor) / (wide + factor) <= height / width <= (high + factor) / (wide - factor)
+        )
     if height >= width:
         assert high >= wide
 
 
 @given(SIDES, SIDES, FACTORS, TOKENS)
-def test_turning_an_image_turns_its_size(height: int, width: int, factor: int, tokens: list[int]) -> None:
-    bounds = {"factor": factor, "min_pixels": tokens[0] * factor * factor, "max_pixels": tokens[1] * factor * factor}
+def test_turning_an_image_turns_its_size(
+    height: int, width: int, factor: int, tokens: list[int]
+) -> None:
+    bounds = {
+        "factor": factor,
+        "min_pixels": tokens[0] * factor * factor,
+        "max_pixels": tokens[1] * factor * factor,
+    }
     assert fit(height, width, **bounds) == fit(width, height, **bounds)[::-1]
 
 
 @given(SIDES, SIDES, st.integers(1, 300), st.integers(1, 4000))
-def test_sizes_are_those_of_hugging_faces_rule_where_it_keeps_its_bounds(height: int, width: int, least: int, most: int) -> None:
-    rule = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl").smart_resize
-    bounds = {"factor": 28, "min_pixels": min(least, most) * 784, "max_pixels": max(least, most) * 784}
+def test_sizes_are_those_of_hugging_faces_rule_where_it_keeps_its_bounds(
+    height: int, width: int, least: int, most: int
+) -> None:
+    rule = pytest.importorskip(
+        "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+    ).smart_resize
+    bounds = {
+        "factor": 28,
+        "min_pixels": min(least, most) * 784,
+        "max_pixels": max(least, most) * 784,
+    }
     if max(height, width) > 200 * min(height, width):
         return
     theirs = rule(height, width, **bounds)
@@ -102,8 +122,14 @@ def test_what_is_planned_lies_inside_the_image(
         assert prefix.box == (0, 0, width, height)
 
 
-@given(st.data(), st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=6), st.sampled_from(["start", "end", "marker"]))
-def test_placeholders_put_in_are_found_where_they_are_said_to_be(data: st.DataObject, rows: list[list[int]], at: str) -> None:
+@given(
+    st.data(),
+    st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=6),
+    st.sampled_from(["start", "end", "marker"]),
+)
+def test_placeholders_put_in_are_found_where_they_are_said_to_be(
+    data: st.DataObject, rows: list[list[int]], at: str
+) -> None:
     """Token 3 is the marker. With the placeholders taken out again, the text is what it was."""
     spec = Images(placeholder=9, at=at, marker=3 if at == "marker" else None)
     counts = [row.count(3) if at == "marker" else data.draw(st.integers(0, 3)) for row in rows]
@@ -125,7 +151,9 @@ def mutated(draw: st.DrawFn) -> bytes:
     """A real file with some bytes changed, cut out, put in, or cut off; most changes near its start, where headers are."""
     data = bytearray(FILES[draw(st.sampled_from(sorted(FILES)))])
     for _ in range(draw(st.integers(1, 6))):
-        at = draw(st.integers(0, max(0, min(len(data), draw(st.sampled_from([16, 64, 700, 10**6]))) - 1)))
+        at = draw(
+            st.integers(0, max(0, min(len(data), draw(st.sampled_from([16, 64, 700, 10**6]))) - 1))
+        )
         match draw(st.sampled_from(["set", "cut", "put", "end"])):
             case "set":
                 data[at : at + 1] = bytes([draw(st.integers(0, 255))])
@@ -151,7 +179,9 @@ def test_of_any_bytes_a_header_comes_or_a_reason(data: bytes) -> None:
 
 @given(mutated())
 @examples(150)
-def test_of_any_bytes_pixels_come_or_a_reason_and_memory_stays_within_what_was_planned(data: bytes) -> None:
+def test_of_any_bytes_pixels_come_or_a_reason_and_memory_stays_within_what_was_planned(
+    data: bytes,
+) -> None:
     spec = Images(placeholder=1, patch=4, merge=1, min_pixels=16, max_pixels=1024)
     found = None
     try:
@@ -175,7 +205,10 @@ def test_of_any_bytes_pixels_come_or_a_reason_and_memory_stays_within_what_was_p
     assert np.isfinite(out).all()
 
 
-@given(st.sampled_from(sorted(FILES)), st.lists(st.tuples(st.integers(0, 95), st.integers(0, 255)), min_size=1, max_size=4))
+@given(
+    st.sampled_from(sorted(FILES)),
+    st.lists(st.tuples(st.integers(0, 95), st.integers(0, 255)), min_size=1, max_size=4),
+)
 @examples(200)
 def test_of_any_prefix_pixels_come_or_a_reason(name: str, changes: list[tuple[int, int]]) -> None:
     spec = Images(placeholder=1, patch=4, merge=1, min_pixels=16, max_pixels=1024)

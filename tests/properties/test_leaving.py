@@ -62,30 +62,69 @@ def outcome(run: Run) -> tuple[Any, ...]:
 
 
 def assert_function_of_the_log(
-    job: ov.Job, after: dict[str, int], salt: int, said: tuple[Any, ...] = (), wider: ov.Job | None = None, **options: Any
+    job: ov.Job,
+    after: dict[str, int],
+    salt: int,
+    said: tuple[Any, ...] = (),
+    wider: ov.Job | None = None,
+    **options: Any,
 ) -> None:
     with failing(after):
-        live = ov.simulate(job, seed=salt, events=said, check=True, save=True, loaders=dict.fromkeys(job.names, 1 + salt % 3), **options)
+        live = ov.simulate(
+            job,
+            seed=salt,
+            events=said,
+            check=True,
+            save=True,
+            loaders=dict.fromkeys(job.names, 1 + salt % 3),
+            **options,
+        )
     log = log_of(live)
     assume(live.steps[0])
     assume(not isinstance(live.error, StorageError))  # the last one is not let go
     event(f"{len(log)} sources left")
-    ways = {"loaders": dict.fromkeys(job.names, 1 + salt % 2), "read_ahead": 1 + salt % 3, **options}
+    ways = {
+        "loaders": dict.fromkeys(job.names, 1 + salt % 2),
+        "read_ahead": 1 + salt % 3,
+        **options,
+    }
     replayed = ov.simulate(job, seed=salt + 1, events=[*said, *log], check=True, **ways)
     assert outcome(replayed) == outcome(live)
     for lost in log:
-        taken = [p.sample.source for step in live.steps[0] if step.step >= lost.at for mb in step for p in mb.samples]
+        taken = [
+            p.sample.source
+            for step in live.steps[0]
+            if step.step >= lost.at
+            for mb in step
+            for p in mb.samples
+        ]
         assert lost.name not in taken
-    told = [k for k, state in live.states.items() if log and all(event_out(e) in state["events"] for e in log)]
-    for k in told[:1] + told[1:][-2:-1]:  # a state that was saved before is of a run in which nothing was lost yet
-        with failing({lost.name: 0 for lost in log if lost.at <= k + 1}):  # nothing of them is read any more
+    told = [
+        k
+        for k, state in live.states.items()
+        if log and all(event_out(e) in state["events"] for e in log)
+    ]
+    for k in (
+        told[:1] + told[1:][-2:-1]
+    ):  # a state that was saved before is of a run in which nothing was lost yet
+        with failing(
+            {lost.name: 0 for lost in log if lost.at <= k + 1}
+        ):  # nothing of them is read any more
             rest = ov.simulate(wider or job, seed=salt + 2, resume=live.states[k], **ways)
-        assert fingerprint(rest.steps) == fingerprint({rank: [s for s in steps if s.step > k] for rank, steps in live.steps.items()})
+        assert fingerprint(rest.steps) == fingerprint(
+            {rank: [s for s in steps if s.step > k] for rank, steps in live.steps.items()}
+        )
 
 
-@given(worlds(), st.dictionaries(st.integers(0, 3), st.integers(0, 20), min_size=1, max_size=2), st.integers(0, 2**20))
+@given(
+    worlds(),
+    st.dictionaries(st.integers(0, 3), st.integers(0, 20), min_size=1, max_size=2),
+    st.integers(0, 2**20),
+)
 @examples(30)
-def test_the_stream_is_a_function_of_the_log_and_not_of_when_storage_failed(world: World, after: dict[int, int], salt: int) -> None:
+def test_the_stream_is_a_function_of_the_log_and_not_of_when_storage_failed(
+    world: World, after: dict[int, int], salt: int
+) -> None:
     with folder() as directory:
         job = leaving(world.job(directory))
         failures = {job.names[i % len(job.names)]: n for i, n in after.items()}
@@ -97,10 +136,21 @@ def test_the_stream_is_a_function_of_the_log_and_not_of_when_storage_failed(worl
 def test_also_in_a_job_that_uses_everything(scene: Scene, after: dict[int, int]) -> None:
     with folder() as directory:
         job, wider, said = scene.job(directory)
-        job, wider = leaving(job), replace(leaving(wider), sources=[*leaving(job).sources, *wider.sources[len(job.sources) :]])
+        job, wider = (
+            leaving(job),
+            replace(
+                leaving(wider), sources=[*leaving(job).sources, *wider.sources[len(job.sources) :]]
+            ),
+        )
         failures = {job.names[i % len(job.names)]: n for i, n in after.items()}
         assert_function_of_the_log(
-            job, failures, scene.salt, tuple(said), wider, report=trainer(scene.salt), prefetch=1 + scene.salt % (LAG - 2)
+            job,
+            failures,
+            scene.salt,
+            tuple(said),
+            wider,
+            report=trainer(scene.salt),
+            prefetch=1 + scene.salt % (LAG - 2),
         )
 
 
@@ -109,11 +159,22 @@ def test_also_in_a_job_that_uses_everything(scene: Scene, after: dict[int, int])
 
 def two(**changes: Any) -> ov.Job:
     sources = [
-        ov.Source(name, Rows([{"tokens": [100 * k + j for j in range(5)]} for k in range(40)]), transforms=[ov.Tokens("tokens")], epochs=1,
-                  shuffle=False, on_lost="leave")
+        ov.Source(
+            name,
+            Rows([{"tokens": [100 * k + j for j in range(5)]} for k in range(40)]),
+            transforms=[ov.Tokens("tokens")],
+            epochs=1,
+            shuffle=False,
+            on_lost="leave",
+        )
         for name in ("a", "b")
-    ]  # fmt: skip
-    settings = {"name": "two", "sources": sources, "batch": ov.Batch(samples=4, context=64, microbatches=1), "slice_rows": 4}
+    ]
+    settings = {
+        "name": "two",
+        "sources": sources,
+        "batch": ov.Batch(samples=4, context=64, microbatches=1),
+        "slice_rows": 4,
+    }
     return ov.Job(**{**settings, **changes})
 
 
@@ -134,7 +195,12 @@ def test_a_step_that_was_begun_is_begun_anew_without_it(after: int) -> None:
     rows = [{"tokens": list(range(30 + k % 7))} for k in range(12)]
     every = {"transforms": [ov.Tokens("tokens")], "epochs": 1, "on_lost": "leave"}
     sources = [ov.Source(name, Rows(rows), weight=1.0 + k, **every) for k, name in enumerate("abc")]
-    made = two(sources=sources, batch=ov.Batch(tokens=5, context=64, microbatches=1), slice_rows=1, shuffle_chunks=1)
+    made = two(
+        sources=sources,
+        batch=ov.Batch(tokens=5, context=64, microbatches=1),
+        slice_rows=1,
+        shuffle_chunks=1,
+    )
     with failing({"a": after}):
         live = ov.simulate(made, seed=after, read_ahead=1)
     [lost] = log_of(live)
@@ -151,9 +217,16 @@ def test_steps_before_a_source_left_need_it_also_when_the_log_says_that_it_will(
 def test_what_look_ahead_had_passed_over_goes_with_its_source() -> None:
     """Else a run that is resumed would have to read it again."""
     rows = [{"tokens": list(range(1 + 7 * k % 50))} for k in range(60)]
-    sources = [ov.Source(n, Rows(rows), transforms=[ov.Tokens("tokens")], epochs=1, on_lost="leave") for n in "ab"]
+    sources = [
+        ov.Source(n, Rows(rows), transforms=[ov.Tokens("tokens")], epochs=1, on_lost="leave")
+        for n in "ab"
+    ]
     made = two(
-        sources=sources, look_ahead=4, max_age=8, strategy="look_ahead_balance", batch=ov.Batch(samples=8, context=64, microbatches=1)
+        sources=sources,
+        look_ahead=4,
+        max_age=8,
+        strategy="look_ahead_balance",
+        batch=ov.Batch(samples=8, context=64, microbatches=1),
     )
     run = ov.simulate(made, events=[SourceLost(3, "a", "the disk is gone")], save=True)
     assert run.states[2]["ahead"].keys() == {"a", "b"}  # some were passed over
@@ -194,7 +267,13 @@ def test_a_source_that_must_not_leave_ends_the_job_also_where_another_could() ->
 
 def test_what_is_wrong_with_the_data_is_no_reason_to_leave() -> None:
     made = two()
-    bad = ov.Source("a", Rows([{"tokens": [-1]}] * 40), transforms=[ov.Tokens("tokens")], max_bad=3, on_lost="leave")
+    bad = ov.Source(
+        "a",
+        Rows([{"tokens": [-1]}] * 40),
+        transforms=[ov.Tokens("tokens")],
+        max_bad=3,
+        on_lost="leave",
+    )
     run = ov.simulate(replace(made, sources=[bad, made.sources[1]]))
     assert isinstance(run.error, ov.SourceError)
     assert not isinstance(run.error, StorageError)

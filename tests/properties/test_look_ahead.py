@@ -18,7 +18,9 @@ from tests.properties.test_stream import Sample, _state_after, delivered, finger
 from tests.reference import reference_stream
 from tests.worlds import Rows, World, folder, some_steps, worlds
 
-CHOICES = st.tuples(st.integers(2, 5), st.integers(1, 6), st.sampled_from(("whim", "short", "none")))  # look_ahead, max_age, taste
+CHOICES = st.tuples(
+    st.integers(2, 5), st.integers(1, 6), st.sampled_from(("whim", "short", "none"))
+)  # look_ahead, max_age, taste
 
 
 class Taste:
@@ -34,14 +36,21 @@ class Taste:
         if self.taste == "short":
             return np.maximum(np.asarray(candidates.column("tokens")) - 5.0, 0.0)
         if self.taste == "whim":
-            return (keyed_hash(key64("whim"), candidates.row, np.full(len(candidates), step)) % np.uint64(7)).astype(float)
+            return (
+                keyed_hash(key64("whim"), candidates.row, np.full(len(candidates), step))
+                % np.uint64(7)
+            ).astype(float)
         return np.zeros(len(candidates))
 
     def score(self, step: int, sample: Sample) -> float:
         (_, _, _, row, _), tokens = sample
         if self.taste == "short":
             return max(len(tokens) - 5.0, 0.0)
-        return float(keyed_hash(key64("whim"), np.array([row]), np.array([step]))[0] % np.uint64(7)) if self.taste == "whim" else 0.0
+        return (
+            float(keyed_hash(key64("whim"), np.array([row]), np.array([step]))[0] % np.uint64(7))
+            if self.taste == "whim"
+            else 0.0
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -56,7 +65,9 @@ def ahead(world: World, directory: str, choice: tuple[int, int, str]) -> tuple[o
 
 @given(worlds(batches="samples"), CHOICES, st.integers(0, 2**20))
 @examples(60)
-def test_the_chosen_stream_equals_the_reference(world: World, choice: tuple[int, int, str], seed: int) -> None:
+def test_the_chosen_stream_equals_the_reference(
+    world: World, choice: tuple[int, int, str], seed: int
+) -> None:
     with folder() as directory:
         job, taste = ahead(world, directory, choice)
         steps: list[list[Sample]] = []
@@ -79,12 +90,16 @@ def test_no_option_changes_a_byte_and_restored_at_every_step_the_rest_is_identic
     with folder() as directory:
         job, _ = ahead(world, directory, choice)
         whole, error, bad, _ = run(job, seed)
-        again, other, bad_too, _ = run(job, seed + 1, loaders=dict.fromkeys(job.names, loaders), prefetch=1 + seed % 5)
+        again, other, bad_too, _ = run(
+            job, seed + 1, loaders=dict.fromkeys(job.names, loaders), prefetch=1 + seed % 5
+        )
         assert (fingerprint(again), type(other), bad_too) == (fingerprint(whole), type(error), bad)
         for k in some_steps(len(whole[0]), seed):
             state = json.loads(json.dumps(_state_after(job, whole[0][k])))
             rest, last, _, end = run(job, seed + k, resume=state, loaders={"s0": loaders})
-            assert fingerprint(rest) == fingerprint({r: s[k + 1 :] for r, s in whole.items()}), f"restored after step {k}"
+            assert fingerprint(rest) == fingerprint({r: s[k + 1 :] for r, s in whole.items()}), (
+                f"restored after step {k}"
+            )
             assert type(last) is type(error)
             if rest[0]:
                 assert end["counts"] == _state_after(job, whole[0][-1])["counts"]
@@ -108,7 +123,9 @@ def test_every_sample_is_chosen_exactly_once(world: World, choice: tuple[int, in
 
 @given(worlds(batches="samples"), st.integers(2, 5), st.integers(0, 2**20))
 @examples(25)
-def test_without_a_preference_look_ahead_changes_nothing(world: World, look_ahead: int, seed: int) -> None:
+def test_without_a_preference_look_ahead_changes_nothing(
+    world: World, look_ahead: int, seed: int
+) -> None:
     with folder() as directory:
         plain, first, _, _ = run(world.job(directory), seed)
         got, second, _, _ = run(world.job(directory, look_ahead=look_ahead), seed)
@@ -120,9 +137,12 @@ def test_without_a_preference_look_ahead_changes_nothing(world: World, look_ahea
 def test_a_choice_needs_candidates() -> None:
     with pytest.raises(ov.JobError, match="look_ahead=1 leaves no choice"):
         ov.Job(
-            name="j", sources=[ov.Source("a", "a/*.parquet")], place=ov.ClientPlaceTree(dp=1), batch=ov.Batch(samples=4, context=8),
+            name="j",
+            sources=[ov.Source("a", "a/*.parquet")],
+            place=ov.ClientPlaceTree(dp=1),
+            batch=ov.Batch(samples=4, context=8),
             mixture=Taste({"a": 1.0}, "whim"),
-        )  # fmt: skip
+        )
 
 
 # overflow="defer": what does not fit a step is left for a later one
@@ -134,7 +154,9 @@ def deferring(world: World, directory: str) -> ov.Job:
 
 @given(worlds(batches="samples"), st.integers(0, 2**20), st.integers(1, 3))
 @examples(18)
-def test_deferring_keeps_the_number_of_microbatches_and_restores_to_the_byte(world: World, seed: int, loaders: int) -> None:
+def test_deferring_keeps_the_number_of_microbatches_and_restores_to_the_byte(
+    world: World, seed: int, loaders: int
+) -> None:
     with folder() as directory:
         job = deferring(world, directory)
         whole, error, _, _ = run(job, seed)
@@ -144,7 +166,9 @@ def test_deferring_keeps_the_number_of_microbatches_and_restores_to_the_byte(wor
         for k in some_steps(len(whole[0]), seed):
             state = json.loads(json.dumps(_state_after(job, whole[0][k])))
             rest, _, _, _ = run(job, seed + k, resume=state, loaders={"s0": loaders})
-            assert fingerprint(rest) == fingerprint({r: s[k + 1 :] for r, s in whole.items()}), f"restored after step {k}"
+            assert fingerprint(rest) == fingerprint({r: s[k + 1 :] for r, s in whole.items()}), (
+                f"restored after step {k}"
+            )
 
 
 @given(worlds(batches="samples", endless=False), st.integers(0, 2**20))
@@ -165,7 +189,13 @@ def test_what_is_deferred_still_comes_exactly_once(world: World, seed: int) -> N
 
 def test_a_job_that_overflows_at_every_step_owes_no_more_and_follows_a_new_mixture() -> None:
     sources = [
-        ov.Source(name, Rows([{"tokens": [k + 1] * 20} for k in range(50)]), transforms=[ov.Tokens("tokens")], epochs=None) for name in "ab"
+        ov.Source(
+            name,
+            Rows([{"tokens": [k + 1] * 20} for k in range(50)]),
+            transforms=[ov.Tokens("tokens")],
+            epochs=None,
+        )
+        for name in "ab"
     ]
     batch = ov.Batch(samples=8, microbatches=2, context=32)  # two of the eight fit
     job = ov.Job(name="full", sources=sources, batch=batch, overflow="defer", until=140)

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.errors import JobError
 from overlord.scaling import memory_budget
-from overlord.scaling.memory_budget import BUILDER_BYTES, HOST_BYTES, LEAST, WINDOW_BYTES, Budget, parse_bytes, shown, split
+from overlord.scaling.memory_budget import (
+    BUILDER_BYTES,
+    HOST_BYTES,
+    LEAST,
+    WINDOW_BYTES,
+    Budget,
+    parse_bytes,
+    shown,
+    split,
+)
 from overlord.session.runtime import budgeted
 from overlord.setup.options import Options
 from tests.laws import examples
@@ -41,23 +50,44 @@ def test_the_parts_of_a_budget_never_exceed_it_and_a_larger_one_gives_no_part_le
 
 def test_processes_and_windows_are_set_aside_first() -> None:
     made = split(2**30, loaders=4, loader_hosts=2, constructor_hosts=3)
-    assert (made.processes, made.windows, made.hosts) == (2 * HOST_BYTES + 3 * BUILDER_BYTES, 4 * WINDOW_BYTES, 5)
+    assert (made.processes, made.windows, made.hosts) == (
+        2 * HOST_BYTES + 3 * BUILDER_BYTES,
+        4 * WINDOW_BYTES,
+        5,
+    )
     rest = 2**30 - made.processes - made.windows
-    assert (made.buffer_bytes, made.open_bytes, made.shared_bytes) == (int(0.4 * rest), int(0.2 * rest), int(0.4 * rest))
+    assert (made.buffer_bytes, made.open_bytes, made.shared_bytes) == (
+        int(0.4 * rest),
+        int(0.2 * rest),
+        int(0.4 * rest),
+    )
     assert made.ring_bytes == made.shared_bytes // 5
     assert shown(2**30 + 1) == "1.1 GB", "what is asked for is enough"
-    assert str(split(2**30, loaders=4)).startswith("1 GB: windows 32 MB, samples ready"), "what is nothing is not told"
+    assert str(split(2**30, loaders=4)).startswith("1 GB: windows 32 MB, samples ready"), (
+        "what is nothing is not told"
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "meant"),
-    [("64GB", 64 * 2**30), ("512 MiB", 2**29), ("1.5g", 3 * 2**29), ("100", 100), (2**20, 2**20), ("7B", 7), ("2tb", 2**41)],
+    [
+        ("64GB", 64 * 2**30),
+        ("512 MiB", 2**29),
+        ("1.5g", 3 * 2**29),
+        ("100", 100),
+        (2**20, 2**20),
+        ("7B", 7),
+        ("2tb", 2**41),
+    ],
 )
 def test_sizes_are_read_as_people_write_them(said: int | str, meant: int) -> None:
     assert parse_bytes(said) == meant
 
 
-@pytest.mark.parametrize("said", ["much", "", "GB", "-3GB", 0, -1, True, None, 1.5, "1e9", "0", "5XB", "1.2.3G", "KB", "3KK"])
+@pytest.mark.parametrize(
+    "said",
+    ["much", "", "GB", "-3GB", 0, -1, True, None, 1.5, "1e9", "0", "5XB", "1.2.3G", "KB", "3KK"],
+)
 def test_what_is_no_size_is_refused_in_words(said: object) -> None:
     with pytest.raises(ValueError, match="wanted bytes, as in '64GB'"):
         parse_bytes(said)  # type: ignore[arg-type]
@@ -66,7 +96,8 @@ def test_what_is_no_size_is_refused_in_words(said: object) -> None:
 def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
     job = job_of([3], 3)
     with pytest.raises(
-        JobError, match=r"memory: wanted at least 40 MB, found 30 MB: 3 loaders with a window each 24 MB, and 16 MB is the least"
+        JobError,
+        match=r"memory: wanted at least 40 MB, found 30 MB: 3 loaders with a window each 24 MB, and 16 MB is the least",
     ):
         ov.launch(job, memory="30MB")
     with pytest.raises(JobError, match=r"memory: wanted at least .*: . processes take"):
@@ -76,16 +107,25 @@ def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
 
 
 def test_what_was_said_apart_makes_its_part_only_smaller() -> None:
-    made = budgeted("local", job_of([3], 3), Options(memory="1GB", buffer_bytes=2**20, open_bytes=2**40))
+    made = budgeted(
+        "local", job_of([3], 3), Options(memory="1GB", buffer_bytes=2**20, open_bytes=2**40)
+    )
     assert made.buffer_bytes == 2**20
     assert made.open_bytes == split(2**30, loaders=3).open_bytes
     assert made.ring_bytes == split(2**30, loaders=3).ring_bytes
     assert budgeted("local", job_of([3], 3), Options()) == Options()
 
 
-@given(st.integers(2_000, 60_000), st.integers(1, 3), st.sampled_from([(3,), (1, 40), (200,)]), st.integers(0, 2**20))
+@given(
+    st.integers(2_000, 60_000),
+    st.integers(1, 3),
+    st.sampled_from([(3,), (1, 40), (200,)]),
+    st.integers(0, 2**20),
+)
 @examples(30)
-def test_in_a_run_nothing_is_held_beyond_the_budget(total: int, sources: int, lengths: tuple[int, ...], seed: int) -> None:
+def test_in_a_run_nothing_is_held_beyond_the_budget(
+    total: int, sources: int, lengths: tuple[int, ...], seed: int
+) -> None:
     """Beyond it: a block of rows that was being evaluated, and the one slab or open file that alone is larger."""
     with pytest.MonkeyPatch.context() as patch:  # of the size of these jobs
         patch.setattr(memory_budget, "WINDOW_BYTES", 256)
@@ -93,7 +133,12 @@ def test_in_a_run_nothing_is_held_beyond_the_budget(total: int, sources: int, le
         job = job_of(list(lengths), sources)
         options = budgeted("local", job, Options(memory=total, read_ahead=64))
     held = Held(
-        job, seed, **{name: getattr(options, name) for name in ("memory", "buffer_bytes", "open_bytes", "ring_bytes", "read_ahead")}
+        job,
+        seed,
+        **{
+            name: getattr(options, name)
+            for name in ("memory", "buffer_bytes", "open_bytes", "ring_bytes", "read_ahead")
+        },
     )
     largest, full = 0, False
 

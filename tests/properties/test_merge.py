@@ -15,22 +15,37 @@ from overlord.messages.control import Cursor
 from overlord.messages.loader import Announce, Found, Long
 from overlord.planning.stream import SourceStream
 
-Row = tuple[int, int, bool, int]  # (key, row, good, tokens lost); neither good nor without loss: dropped by on_long
+Row = tuple[
+    int, int, bool, int
+]  # (key, row, good, tokens lost); neither good nor without loss: dropped by on_long
 
 
 def make_found(rows: list[Row]) -> Found:
-    good, bad, long = [r for r in rows if r[2]], [r for r in rows if not r[2] and not r[3]], [r for r in rows if r[3]]
+    good, bad, long = (
+        [r for r in rows if r[2]],
+        [r for r in rows if not r[2] and not r[3]],
+        [r for r in rows if r[3]],
+    )
     n = len(good)
     key, row, lost = (np.array([r[k] for r in long], np.int64) for k in (0, 1, 3))
     return Found(
-        np.array([r[0] for r in good], np.uint64), np.zeros(n, np.int64), np.array([r[1] for r in good], np.int64), np.zeros(n, np.int32),
-        {"tokens": np.ones(n, np.int64)}, np.array([r[0] for r in bad], np.uint64), np.zeros(len(bad), np.int64),
-        np.array([r[1] for r in bad], np.int64), tuple(f"bad {r[1]}" for r in bad), 0,
+        np.array([r[0] for r in good], np.uint64),
+        np.zeros(n, np.int64),
+        np.array([r[1] for r in good], np.int64),
+        np.zeros(n, np.int32),
+        {"tokens": np.ones(n, np.int64)},
+        np.array([r[0] for r in bad], np.uint64),
+        np.zeros(len(bad), np.int64),
+        np.array([r[1] for r in bad], np.int64),
+        tuple(f"bad {r[1]}" for r in bad),
+        0,
         Long(key.astype(np.uint64), np.zeros(len(long), np.int64), row, lost) if long else None,
-    )  # fmt: skip
+    )
 
 
-def announcements(windows: list[list[Row]], loader: int, loaders: int, last: int, rng: random.Random) -> Iterator[Announce]:
+def announcements(
+    windows: list[list[Row]], loader: int, loaders: int, last: int, rng: random.Random
+) -> Iterator[Announce]:
     """One loader's words on one group: its share of each window, in pieces, up to its own last window."""
     for w in range(last + 1):
         mine = [r for r in windows[w] if r[1] % loaders == loader]
@@ -49,19 +64,31 @@ def groups(draw: st.DrawFn) -> tuple[list[list[Row]], int, int]:
     for _ in range(n_windows):
         keys = draw(st.lists(st.integers(0, 50), max_size=12))
         lost = st.sampled_from((0, 0, 0, 1, 30))
-        rows = [(key, row + i, draw(st.integers(0, 9)) > 1, draw(lost)) for i, key in enumerate(keys)]
+        rows = [
+            (key, row + i, draw(st.integers(0, 9)) > 1, draw(lost)) for i, key in enumerate(keys)
+        ]
         row += len(keys)
         windows.append(sorted(rows))
     return windows, loaders, draw(st.integers(0, 2**32))
 
 
 @given(groups())
-def test_the_merged_stream_is_the_windows_in_order_whoever_announces_first(case: tuple[list[list[Row]], int, int]) -> None:
+def test_the_merged_stream_is_the_windows_in_order_whoever_announces_first(
+    case: tuple[list[list[Row]], int, int],
+) -> None:
     windows, loaders, seed = case
     rng = random.Random(seed)
-    lasts = [max([w for w in range(len(windows)) if any(r[1] % loaders == k for r in windows[w])], default=0) for k in range(loaders)]
+    lasts = [
+        max(
+            [w for w in range(len(windows)) if any(r[1] % loaders == k for r in windows[w])],
+            default=0,
+        )
+        for k in range(loaders)
+    ]
     lasts[rng.randrange(loaders)] = len(windows) - 1
-    stream = SourceStream("s", loaders=loaders, n_groups=1, epochs=1, max_bad=10**6, cursor=Cursor())
+    stream = SourceStream(
+        "s", loaders=loaders, n_groups=1, epochs=1, max_bad=10**6, cursor=Cursor()
+    )
     talks = [list(announcements(windows, k, loaders, lasts[k], rng)) for k in range(loaders)]
     all_rows = [r for window in windows for r in window]
     got: list[int] = []
@@ -94,7 +121,9 @@ def test_the_merged_stream_is_the_windows_in_order_whoever_announces_first(case:
     bad += [row for _, _, row, _ in stream.rest()]
     assert got == [r[1] for r in wanted if r[2]]
     assert bad == [r[1] for r in wanted if not r[2] and not r[3]]
-    assert stream.passed == (0, sum(r[3] > 0 for r in wanted), sum(r[3] for r in wanted)), "to the end, those behind the last sample too"
+    assert stream.passed == (0, sum(r[3] > 0 for r in wanted), sum(r[3] for r in wanted)), (
+        "to the end, those behind the last sample too"
+    )
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])

@@ -58,8 +58,14 @@ def one_by_one(step: dict[str, Any]) -> list[dict[str, Any]]:
             if i is None:
                 text, labels, source = [], [], -1
             else:
-                text = [int(v) for v in step["values"][step["start"][i] : step["start"][i] + step["length"][i]]]
-                labels, source = ([*text[1:], -100] if batch.labels == "shifted" else [-100, *text[1:]]), int(step["source"][i])
+                text = [
+                    int(v)
+                    for v in step["values"][step["start"][i] : step["start"][i] + step["length"][i]]
+                ]
+                labels, source = (
+                    ([*text[1:], -100] if batch.labels == "shifted" else [-100, *text[1:]]),
+                    int(step["source"][i]),
+                )
             seen = len(text) or multiple
             room = batch.context if batch.layout == "padded" else -(-seen // multiple) * multiple
             labels = labels + [-100] * (room - len(text))
@@ -76,7 +82,15 @@ def one_by_one(step: dict[str, Any]) -> list[dict[str, Any]]:
             del rows["attention_mask"]
             rows = {key: [x for row in lists for x in row] for key, lists in rows.items()}
         longest = max(b - a for a, b in pairwise(size))
-        out.append(rows | {"cu_seqlens": true, "cu_seqlens_padded": size, "max_seqlen": longest, "source_ids": source_ids})
+        out.append(
+            rows
+            | {
+                "cu_seqlens": true,
+                "cu_seqlens_padded": size,
+                "max_seqlen": longest,
+                "source_ids": source_ids,
+            }
+        )
     return out
 
 
@@ -106,9 +120,14 @@ def test_every_document_can_be_cut_out_again(step):
     for m in build(**step):
         tokens, true, at = m["tokens"].reshape(-1), np.diff(m["cu_seqlens"]), m["cu_seqlens_padded"]
         assert at[-1] == tokens.size
-        for source, a, n in zip(m["source_ids"].tolist(), at[:-1].tolist(), true.tolist(), strict=True):
+        for source, a, n in zip(
+            m["source_ids"].tolist(), at[:-1].tolist(), true.tolist(), strict=True
+        ):
             found += [(source, tokens[a : a + n].tolist())] if source >= 0 else []
-    cut = [step["values"][s : s + n].tolist() for s, n in zip(step["start"], step["length"], strict=True)]
+    cut = [
+        step["values"][s : s + n].tolist()
+        for s, n in zip(step["start"], step["length"], strict=True)
+    ]
     assert found == list(zip(step["source"].tolist(), cut, strict=True))
 
 

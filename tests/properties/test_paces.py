@@ -8,12 +8,17 @@ from hypothesis import strategies as st
 from overlord.planning.rank_progress import Paces
 from tests.laws import examples
 
-SAID = st.lists(st.tuples(st.sampled_from(["took", "came", "went"]), st.integers(0, 5), st.integers(-1, 9)), max_size=60)
+SAID = st.lists(
+    st.tuples(st.sampled_from(["took", "came", "went"]), st.integers(0, 5), st.integers(-1, 9)),
+    max_size=60,
+)
 
 
 @given(SAID)
 @examples(60)
-def test_the_slowest_is_the_least_of_all_whoever_comes_and_goes(said: list[tuple[str, int, int]]) -> None:
+def test_the_slowest_is_the_least_of_all_whoever_comes_and_goes(
+    said: list[tuple[str, int, int]],
+) -> None:
     paces, plain = Paces(), dict[int, int]()
     for what, rank, step in said:
         if what == "took":

@@ -16,7 +16,9 @@ from overlord.sample import Buffer
 
 ORDERS = list(itertools.permutations(AXES))
 degree = st.integers(1, 4)
-trees = st.builds(ClientPlaceTree, pp=degree, dp=degree, cp=degree, tp=degree, order=st.sampled_from(ORDERS))
+trees = st.builds(
+    ClientPlaceTree, pp=degree, dp=degree, cp=degree, tp=degree, order=st.sampled_from(ORDERS)
+)
 broadcasts = st.lists(st.sampled_from(BROADCASTS), max_size=5)
 axes = st.sampled_from(sorted(BUCKET_AXES))
 
@@ -25,7 +27,9 @@ axes = st.sampled_from(sorted(BUCKET_AXES))
 def test_coordinates_and_ranks_are_inverse(tree: ClientPlaceTree) -> None:
     seen = [tuple(tree.coords(r)[a] for a in AXES) for r in range(tree.world_size)]
     assert len(set(seen)) == tree.world_size == tree.pp * tree.dp * tree.cp * tree.tp
-    assert [tree.rank(**tree.coords(r)) for r in range(tree.world_size)] == list(range(tree.world_size))
+    assert [tree.rank(**tree.coords(r)) for r in range(tree.world_size)] == list(
+        range(tree.world_size)
+    )
 
 
 @given(trees)
@@ -39,36 +43,50 @@ def test_the_innermost_axis_runs_fastest(tree: ClientPlaceTree) -> None:
 
 
 @given(trees, axes)
-def test_buckets_share_the_ranks_out_and_stand_alike_on_their_axes(tree: ClientPlaceTree, axis: str) -> None:
+def test_buckets_share_the_ranks_out_and_stand_alike_on_their_axes(
+    tree: ClientPlaceTree, axis: str
+) -> None:
     buckets = tree.buckets(axis)
     assert len(buckets) == tree.n_buckets(axis)
     assert sorted(rank for bucket in buckets for rank in bucket) == list(range(tree.world_size))
     assert len({len(bucket) for bucket in buckets}) == 1
-    assert all(bucket == sorted(bucket) for bucket in buckets), "its first rank is at 0 along the other axes"
+    assert all(bucket == sorted(bucket) for bucket in buckets), (
+        "its first rank is at 0 along the other axes"
+    )
     for bucket in buckets:
         assert len({tuple(tree.coords(r)[a] for a in BUCKET_AXES[axis]) for r in bucket}) == 1
     of = tree.bucket_of(axis)
-    assert [sorted(np.flatnonzero(of == b).tolist()) for b in range(len(buckets))] == [sorted(bucket) for bucket in buckets]
+    assert [sorted(np.flatnonzero(of == b).tolist()) for b in range(len(buckets))] == [
+        sorted(bucket) for bucket in buckets
+    ]
 
 
 @given(trees, broadcasts)
-def test_every_rank_has_one_fetcher_that_differs_from_it_only_along_the_broadcasts(tree: ClientPlaceTree, dims: list[str]) -> None:
+def test_every_rank_has_one_fetcher_that_differs_from_it_only_along_the_broadcasts(
+    tree: ClientPlaceTree, dims: list[str]
+) -> None:
     served, fetchers = tree.served_by(dims), tree.fetchers(dims)
     assert sorted(set(served.tolist())) == fetchers
     for rank, fetcher in enumerate(served.tolist()):
         mine, its = tree.coords(rank), tree.coords(fetcher)
         assert all(its[a] == (0 if a.upper() in dims else mine[a]) for a in AXES)
     group = int(np.prod([getattr(tree, d.lower()) for d in set(dims)], dtype=int))
-    assert [int((served == f).sum()) for f in fetchers] == [group] * len(fetchers), "groups share all ranks out"
+    assert [int((served == f).sum()) for f in fetchers] == [group] * len(fetchers), (
+        "groups share all ranks out"
+    )
 
 
 @given(trees, broadcasts, st.randoms(use_true_random=False))
-def test_broadcasts_may_be_named_in_any_order_and_nested(tree: ClientPlaceTree, dims: list[str], chance) -> None:
+def test_broadcasts_may_be_named_in_any_order_and_nested(
+    tree: ClientPlaceTree, dims: list[str], chance
+) -> None:
     shuffled = dims * 2
     chance.shuffle(shuffled)
     assert tree.served_by(shuffled).tolist() == tree.served_by(dims).tolist()
     inner, outer = dims[: len(dims) // 2], dims[len(dims) // 2 :]
-    assert tree.served_by(outer)[tree.served_by(inner)].tolist() == tree.served_by(dims).tolist(), "one after the other is both"
+    assert tree.served_by(outer)[tree.served_by(inner)].tolist() == tree.served_by(dims).tolist(), (
+        "one after the other is both"
+    )
 
 
 @given(trees, st.integers(0, 5), st.integers(0, 5))
@@ -76,7 +94,9 @@ def test_edits_give_a_new_tree(tree: ClientPlaceTree, more: int, dp: int) -> Non
     grown = tree.add_replicas(more)
     assert (grown.dp, grown.order, grown.tp) == (tree.dp + more, tree.order, tree.tp)
     assert grown.remove_replicas(more) == tree
-    assert tree.replace(dp=dp + 1, order=AXES) == ClientPlaceTree(pp=tree.pp, dp=dp + 1, cp=tree.cp, tp=tree.tp)
+    assert tree.replace(dp=dp + 1, order=AXES) == ClientPlaceTree(
+        pp=tree.pp, dp=dp + 1, cp=tree.cp, tp=tree.tp
+    )
 
 
 class Mesh:
@@ -87,14 +107,18 @@ class Mesh:
 
 
 @given(trees, st.randoms(use_true_random=False))
-def test_a_mesh_gives_its_tree_whatever_the_order_of_its_dimensions(tree: ClientPlaceTree, chance) -> None:
+def test_a_mesh_gives_its_tree_whatever_the_order_of_its_dimensions(
+    tree: ClientPlaceTree, chance
+) -> None:
     names = list(AXES)
     chance.shuffle(names)
     ranks = np.empty([getattr(tree, n) for n in names], np.int64)
     for rank in range(tree.world_size):
         ranks[tuple(tree.coords(rank)[n] for n in names)] = rank
     found = ClientPlaceTree.from_device_mesh(Mesh(tuple(names), ranks))
-    assert [found.coords(r) for r in range(tree.world_size)] == [tree.coords(r) for r in range(tree.world_size)]
+    assert [found.coords(r) for r in range(tree.world_size)] == [
+        tree.coords(r) for r in range(tree.world_size)
+    ]
 
 
 @given(trees)
@@ -120,15 +144,33 @@ def test_a_printed_tree_names_every_rank_or_says_that_there_are_more(tree: Clien
 
 
 @given(
-    st.builds(ClientPlaceTree, pp=degree, dp=degree, cp=st.sampled_from([1, 2]), tp=degree, order=st.sampled_from(ORDERS)),
+    st.builds(
+        ClientPlaceTree,
+        pp=degree,
+        dp=degree,
+        cp=st.sampled_from([1, 2]),
+        tp=degree,
+        order=st.sampled_from(ORDERS),
+    ),
     st.sampled_from(["DP", "CP", "WORLD"]),
     broadcasts,
 )
-def test_every_bucket_of_a_plan_is_fetched_by_ranks_that_reach_each_of_its_ranks(tree, axis: str, dims: list[str]) -> None:
+def test_every_bucket_of_a_plan_is_fetched_by_ranks_that_reach_each_of_its_ranks(
+    tree, axis: str, dims: list[str]
+) -> None:
     from overlord.planning.graph.dgraph import DGraph
 
-    buffer = Buffer.from_columns({"web": {"tokens": [5, 9, 3, 8]}}, batch=Batch(samples=4, context=64))
-    plan = DGraph.from_buffer(buffer, tree).mix([1.0]).distribute(axis).balance("none").broadcast_at(*dims).plan()
+    buffer = Buffer.from_columns(
+        {"web": {"tokens": [5, 9, 3, 8]}}, batch=Batch(samples=4, context=64)
+    )
+    plan = (
+        DGraph.from_buffer(buffer, tree)
+        .mix([1.0])
+        .distribute(axis)
+        .balance("none")
+        .broadcast_at(*dims)
+        .plan()
+    )
     served, of = plan.served_by(), tree.bucket_of(axis)
     fetched = {rank: plan.fetches(rank) for rank in range(tree.world_size)}
     assert sorted(rank for rank, buckets in fetched.items() if buckets) == plan.fetchers()
@@ -137,16 +179,31 @@ def test_every_bucket_of_a_plan_is_fetched_by_ranks_that_reach_each_of_its_ranks
 
 
 @pytest.mark.parametrize("dims", [(), ("TP",), ("TP", "CP"), ("DP",)])
-def test_the_digest_tells_who_fetches_but_not_a_broadcast_that_changes_nothing(dims: tuple[str, ...]) -> None:
+def test_the_digest_tells_who_fetches_but_not_a_broadcast_that_changes_nothing(
+    dims: tuple[str, ...],
+) -> None:
     from overlord.planning.graph.dgraph import DGraph
 
-    buffer = Buffer.from_columns({"web": {"tokens": [5, 9, 3, 8]}}, batch=Batch(samples=4, context=64))
+    buffer = Buffer.from_columns(
+        {"web": {"tokens": [5, 9, 3, 8]}}, batch=Batch(samples=4, context=64)
+    )
 
     def planned(tree: ClientPlaceTree, *along: str):
-        return DGraph.from_buffer(buffer, tree).mix([1.0]).distribute("DP").balance("none").broadcast_at(*along).plan().digest()
+        return (
+            DGraph.from_buffer(buffer, tree)
+            .mix([1.0])
+            .distribute("DP")
+            .balance("none")
+            .broadcast_at(*along)
+            .plan()
+            .digest()
+        )
 
     wide, flat = ClientPlaceTree(dp=2, cp=2, tp=2), ClientPlaceTree(dp=2)
     assert (planned(wide, *dims) == planned(wide)) == (dims == ())
     assert (planned(flat, *dims) == planned(flat)) == ("DP" not in dims)
     assert planned(wide) != planned(wide.replace(order=("tp", "dp", "cp", "pp")))
-    assert planned(flat) == resolve("vanilla")(DGraph.from_buffer(buffer, flat).mix([1.0]).buffer, flat).digest()
+    assert (
+        planned(flat)
+        == resolve("vanilla")(DGraph.from_buffer(buffer, flat).mix([1.0]).buffer, flat).digest()
+    )

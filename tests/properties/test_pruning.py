@@ -29,7 +29,9 @@ SEGMENT_BYTES = 400
 
 
 def start(n: int) -> StreamState:
-    return StreamState(step=0, cursors=np.zeros((n, 6), np.int64), owed=(0,) * n, active=(True,) * n)
+    return StreamState(
+        step=0, cursors=np.zeros((n, 6), np.int64), owed=(0,) * n, active=(True,) * n
+    )
 
 
 def digest(step: int) -> str:
@@ -48,7 +50,10 @@ class Writing:
 
     @property
     def blueprint(self) -> Any:
-        return SimpleNamespace(job=SimpleNamespace(names=tuple(self.names), place="tree", sync="step"), fingerprint={"draw": "exact-1"})
+        return SimpleNamespace(
+            job=SimpleNamespace(names=tuple(self.names), place="tree", sync="step"),
+            fingerprint={"draw": "exact-1"},
+        )
 
     def plan(self, n: int) -> None:
         for _ in range(n):
@@ -56,7 +61,9 @@ class Writing:
             before = widened(self.states[step - 1], len(self.names))
             after = replace(before, step=step + 1, cursors=before.cursors + step % 3)
             self.states[step] = after
-            made: Any = SimpleNamespace(plan=SimpleNamespace(step=step), after=after, digest=digest(step), skipped=False)
+            made: Any = SimpleNamespace(
+                plan=SimpleNamespace(step=step), after=after, digest=digest(step), skipped=False
+            )
             self.journal.planned([made], self.taken)
 
     def take(self, n: int) -> None:
@@ -90,7 +97,9 @@ class Writing:
 
     def join(self, n: int) -> None:
         self.names.append(name := f"s{len(self.names)}")
-        self.journal.joined(AddSource(max(self.states) + 1, name, f"fingerprint of {name}"), self.blueprint)
+        self.journal.joined(
+            AddSource(max(self.states) + 1, name, f"fingerprint of {name}"), self.blueprint
+        )
 
     def check(self) -> None:
         found = Recovered.of(entries(read_all(self.place.copy())), checking=True)
@@ -106,8 +115,14 @@ class Writing:
         """No more than is needed: nothing from before the job went back, nothing before the newest snapshot that all ranks have passed. A
         store's objects by which writers were shut out stay, and say nothing."""
         reading = read(self.place.copy())
-        assert [name for name in self.old & set(self.place.files) if not (self.place.whole and _opens(name, self.place))] == []
-        newest = max(part.ordinal for part in reading.parts for p in part.records if self.is_passed(p.record))
+        assert [
+            name
+            for name in self.old & set(self.place.files)
+            if not (self.place.whole and _opens(name, self.place))
+        ] == []
+        newest = max(
+            part.ordinal for part in reading.parts for p in part.records if self.is_passed(p.record)
+        )
         assert [part.name for part in reading.parts if part.ordinal < newest and part.records] == []
 
     def is_passed(self, record: Record) -> bool:
@@ -122,7 +137,13 @@ class Torn(Writing):
     """The same job in another process, whose next write gets to some byte and no further."""
 
     def __init__(self, job: Writing, cut: int):
-        self.place, self.names, self.taken, self.states, self.old = job.place.copy(), list(job.names), job.taken, dict(job.states), set()
+        self.place, self.names, self.taken, self.states, self.old = (
+            job.place.copy(),
+            list(job.names),
+            job.taken,
+            dict(job.states),
+            set(),
+        )
         self.journal, _ = Journal.resumed(self.place, "demo")
         self.place.fault, self.place.stays, self._cut, self.size = self._tear, True, cut, 0
 
@@ -131,12 +152,17 @@ class Torn(Writing):
         return self._cut
 
 
-ACTIONS = st.tuples(st.sampled_from(("plan", "take", "take", "take", "restart", "rewind", "die", "join")), st.integers(1, 8))
+ACTIONS = st.tuples(
+    st.sampled_from(("plan", "take", "take", "take", "restart", "rewind", "die", "join")),
+    st.integers(1, 8),
+)
 
 
 @given(st.lists(ACTIONS, max_size=25), st.booleans())
 @examples(150)
-def test_whatever_was_pruned_the_rest_says_where_the_stream_stands(script: list[tuple[str, int]], whole: bool) -> None:
+def test_whatever_was_pruned_the_rest_says_where_the_stream_stands(
+    script: list[tuple[str, int]], whole: bool
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_journal, "SEGMENT_BYTES", SEGMENT_BYTES)
         job = Writing(whole)
@@ -210,15 +236,22 @@ def test_a_job_that_is_killed_while_it_writes_that_it_went_back_has_gone_back_or
             torn.rewind(2)
         _, found = Journal.resumed(torn.place.copy(), "demo")
         went.add(found.acked == torn.taken)
-        assert (found.acked, found.next_step) in ((job.taken, max(job.states) + 1), (torn.taken, torn.taken + 1))
+        assert (found.acked, found.next_step) in (
+            (job.taken, max(job.states) + 1),
+            (torn.taken, torn.taken + 1),
+        )
         cut, size = cut + 1, torn.size
     assert went == {False, True}
 
 
 def test_plans_of_which_no_snapshot_is_left_at_all_are_no_journal() -> None:
     first = start(1)
-    made: Any = SimpleNamespace(plan=SimpleNamespace(step=0), after=replace(first, step=1), digest=digest(0), skipped=False)
+    made: Any = SimpleNamespace(
+        plan=SimpleNamespace(step=0), after=replace(first, step=1), digest=digest(0), skipped=False
+    )
     found: Entry = plan(made, first, -1)
-    with pytest.raises(JournalError, match="wanted a snapshot before the plan of step 0, or behind it, found none"):
+    with pytest.raises(
+        JournalError, match="wanted a snapshot before the plan of step 0, or behind it, found none"
+    ):
         Recovered.of([found])
     assert not Recovered.of([found, snapshot(made.after, 0)]).empty

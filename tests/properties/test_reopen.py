@@ -37,37 +37,59 @@ from tests.worlds import World, folder, worlds
 
 Move = tuple[int, bool, int]  # source, whether in the middle of a plan, when
 
-MOVES = st.lists(st.tuples(st.integers(0, 7), st.booleans(), st.integers(0, 60)), min_size=1, max_size=6)
+MOVES = st.lists(
+    st.tuples(st.integers(0, 7), st.booleans(), st.integers(0, 60)), min_size=1, max_size=6
+)
 
 
 def moved(names: Any, moves: list[Move], pace: int) -> list[Moved]:
     """Moments spread over a run of about ``pace`` pieces of work."""
     return [
-        Moved(names[i % len(names)], step=when // 6) if planned else Moved(names[i % len(names)], after=when * pace // 60)
+        Moved(names[i % len(names)], step=when // 6)
+        if planned
+        else Moved(names[i % len(names)], after=when * pace // 60)
         for i, planned, when in moves
-    ]  # fmt: skip
+    ]
 
 
 def outcome(run: Run) -> tuple[Any, ...]:
     """All that a run gives and lists."""
-    return fingerprint(run.steps), repr(run.error), run.quarantine, {k: plain(s) for k, s in run.states.items()}
+    return (
+        fingerprint(run.steps),
+        repr(run.error),
+        run.quarantine,
+        {k: plain(s) for k, s in run.states.items()},
+    )
 
 
-def assert_unnoticed(job: ov.Job, moves: list[Move], seed: int, said: tuple[Any, ...] = (), **options: Any) -> None:
+def assert_unnoticed(
+    job: ov.Job, moves: list[Move], seed: int, said: tuple[Any, ...] = (), **options: Any
+) -> None:
     whole = ov.simulate(job, seed=seed, events=said, save=True, check=True, **options)
     names = [*job.names, *(e.source.name for e in said if hasattr(e, "source"))]
     pace = 12 * len(names) + 10 * len(whole.steps[0])
-    again = ov.simulate(job, seed=seed, events=[*said, *moved(names, moves, pace)], save=True, check=True, **options)
+    again = ov.simulate(
+        job, seed=seed, events=[*said, *moved(names, moves, pace)], save=True, check=True, **options
+    )
     assert outcome(again) == outcome(whole)
     event(f"ended by {type(whole.error).__name__}")
 
 
 @given(worlds(), MOVES, st.integers(0, 2**20), st.integers(1, 4))
 @examples(30)
-def test_a_source_may_be_read_anew_at_any_moment(world: World, moves: list[Move], seed: int, loaders: int) -> None:
+def test_a_source_may_be_read_anew_at_any_moment(
+    world: World, moves: list[Move], seed: int, loaders: int
+) -> None:
     with folder() as directory:
         job = world.job(directory)
-        assert_unnoticed(job, moves, seed, loaders=dict.fromkeys(job.names, loaders), prefetch=1 + seed % 4, read_ahead=1 + seed % 3)
+        assert_unnoticed(
+            job,
+            moves,
+            seed,
+            loaders=dict.fromkeys(job.names, loaders),
+            prefetch=1 + seed % 4,
+            read_ahead=1 + seed % 3,
+        )
 
 
 @given(scenes(), MOVES)
@@ -75,7 +97,10 @@ def test_a_source_may_be_read_anew_at_any_moment(world: World, moves: list[Move]
 def test_also_in_a_job_that_uses_everything(scene: Scene, moves: list[Move]) -> None:
     with folder() as directory:
         job, _, said = scene.job(directory)
-        options = {"prefetch": 1 + scene.salt % (LAG - 2), "loaders": dict.fromkeys(job.names, 1 + scene.salt % 3)}
+        options = {
+            "prefetch": 1 + scene.salt % (LAG - 2),
+            "loaders": dict.fromkeys(job.names, 1 + scene.salt % 3),
+        }
         assert_unnoticed(job, moves, scene.salt, tuple(said), report=trainer(scene.salt), **options)
 
 
@@ -86,7 +111,9 @@ def test_also_after_a_restart(scene: Scene, moves: list[Move], k: int) -> None:
     with folder() as directory:
         job, wider, said = scene.job(directory)
         say = trainer(scene.salt)
-        whole = ov.simulate(job, seed=scene.salt, report=say, events=said, prefetch=LAG - 2, save=True)
+        whole = ov.simulate(
+            job, seed=scene.salt, report=say, events=said, prefetch=LAG - 2, save=True
+        )
         if not whole.states:
             return
         state = json.loads(json.dumps(list(whole.states.values())[k % len(whole.states)]))
@@ -109,25 +136,47 @@ class Breaking:
 
 
 @given(
-    worlds(), MOVES, st.integers(0, 2**20), st.integers(1, 3), st.integers(5, 60), st.booleans(),
+    worlds(),
+    MOVES,
+    st.integers(0, 2**20),
+    st.integers(1, 3),
+    st.integers(5, 60),
+    st.booleans(),
     st.sampled_from(((), (("look_ahead", 3),), (("overflow", "defer"),))),
-)  # fmt: skip
+)
 @examples(18)
 def test_what_breaks_a_source_breaks_it_at_the_same_place(
-    world: World, moves: list[Move], seed: int, loaders: int, rows: int, disk: bool, ahead: tuple[tuple[str, Any], ...]
+    world: World,
+    moves: list[Move],
+    seed: int,
+    loaders: int,
+    rows: int,
+    disk: bool,
+    ahead: tuple[tuple[str, Any], ...],
 ) -> None:
     with folder() as directory:
         job = world.job(directory)
-        made = [{"n": k, "tokens": [k, k] if disk or k < rows - 4 or k % 2 else []} for k in range(rows)]
-        broken: Any = ov.Factory(Breaking(made, 3), shards=3, fingerprint="breaks") if disk else made
+        made = [
+            {"n": k, "tokens": [k, k] if disk or k < rows - 4 or k % 2 else []} for k in range(rows)
+        ]
+        broken: Any = (
+            ov.Factory(Breaking(made, 3), shards=3, fingerprint="breaks") if disk else made
+        )
         transforms = [ov.Tokens("tokens")]
         source = (
             ov.Source("bad", broken, transforms=transforms)
             if disk
-            else ov.Source.from_dataset("bad", broken, transforms=transforms, max_bad=2, shuffle=bool(seed % 2))
+            else ov.Source.from_dataset(
+                "bad", broken, transforms=transforms, max_bad=2, shuffle=bool(seed % 2)
+            )
         )
         fields = dict(ahead) if job.batch.samples else {}
-        job = replace(job, sources=(*job.sources, source), until=job.until if job.until != "first" else "all", **fields)
+        job = replace(
+            job,
+            sources=(*job.sources, source),
+            until=job.until if job.until != "first" else "all",
+            **fields,
+        )
         if any(s.epochs is None for s in job.sources) and not isinstance(job.until, int):
             job = replace(job, until=40)
         assert_unnoticed(job, moves, seed, loaders=dict.fromkeys(job.names, loaders))
@@ -139,7 +188,13 @@ def test_an_epoch_without_samples_is_still_told_of_after_it_is_read_anew() -> No
         ov.Source.from_dataset("none", rows, transforms=[ov.Filter(_none), ov.Tokens("tokens")]),
         ov.Source.from_dataset("some", rows, transforms=[ov.Tokens("tokens")]),
     ]
-    job = ov.Job(name="empty", sources=sources, batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(), slice_rows=5)
+    job = ov.Job(
+        name="empty",
+        sources=sources,
+        batch=ov.Batch(samples=4, context=8),
+        place=ov.ClientPlaceTree(),
+        slice_rows=5,
+    )
     whole = ov.simulate(job, seed=1)
     assert "gave no sample" in str(whole.error)
     for after in range(12):
@@ -148,8 +203,17 @@ def test_an_epoch_without_samples_is_still_told_of_after_it_is_read_anew() -> No
 
 def test_an_epoch_of_bad_rows_is_told_of_with_the_last_reason_also_after_it_is_read_anew() -> None:
     good, bad = [{"tokens": [1, 2]}] * 30, [{"tokens": None}] * 30
-    sources = [ov.Source.from_dataset(name, rows, transforms=[ov.Tokens()]) for name, rows in (("none", bad), ("some", good))]
-    job = ov.Job(name="bad", sources=sources, batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(), slice_rows=5)
+    sources = [
+        ov.Source.from_dataset(name, rows, transforms=[ov.Tokens()])
+        for name, rows in (("none", bad), ("some", good))
+    ]
+    job = ov.Job(
+        name="bad",
+        sources=sources,
+        batch=ov.Batch(samples=4, context=8),
+        place=ov.ClientPlaceTree(),
+        slice_rows=5,
+    )
     whole = ov.simulate(job, seed=1)
     assert "dropped by a filter; the last: row" in str(whole.error)
     assert "tokens is null or missing" in str(whole.error)
@@ -175,9 +239,14 @@ class Announcing:
     def of(**fields: Any) -> Announcing:
         source = SourceSpec(name="a", n_groups=1, epochs=1, max_bad=9)
         spec = PlannerSpec(
-            sources=(source,), batch=Batch(samples=2, context=8), place=ClientPlaceTree(), strategy=resolve("vanilla"),
-            schedule={"a": 1.0}, prefetch=9, **fields,
-        )  # fmt: skip
+            sources=(source,),
+            batch=Batch(samples=2, context=8),
+            place=ClientPlaceTree(),
+            strategy=resolve("vanilla"),
+            schedule={"a": 1.0},
+            prefetch=9,
+            **fields,
+        )
         made = Announcing(Planner(spec))
         made.planner.handle(Attach(0))
         return made
@@ -186,9 +255,16 @@ class Announcing:
         n = stop - first
         rows, none = np.arange(first, stop), np.zeros(0, np.int64)
         found = Found(
-            rows.astype(np.uint64), np.zeros(n, np.int64), rows, np.zeros(n, np.int32),
-            {"tokens": np.ones(n, np.int64), "bytes": np.ones(n, np.int64)}, none.astype(np.uint64), none, none, (),
-        )  # fmt: skip
+            rows.astype(np.uint64),
+            np.zeros(n, np.int64),
+            rows,
+            np.zeros(n, np.int32),
+            {"tokens": np.ones(n, np.int64), "bytes": np.ones(n, np.int64)},
+            none.astype(np.uint64),
+            none,
+            none,
+            (),
+        )
         mine = self.generation if generation is None else generation
         return self.planner.handle(Announce(0, 0, 0, 0, found, generation=mine))
 
@@ -210,7 +286,11 @@ def test_a_draw_that_waits_asks_the_loader_that_begins_again() -> None:
 def test_a_loader_begins_again_behind_what_was_drawn_and_is_told_how_far_to_read_ahead() -> None:
     made = Announcing.of()
     made.announce(0, 3)
-    assert made.reopen() == [Open(0, Cursor(0, 0, 0, 0, 1, 0), 1, 0), Refill(0, 0, 5), Refill(0, 2, 5)]
+    assert made.reopen() == [
+        Open(0, Cursor(0, 0, 0, 0, 1, 0), 1, 0),
+        Refill(0, 0, 5),
+        Refill(0, 2, 5),
+    ]
 
 
 def test_what_a_loader_of_before_says_is_not_heard() -> None:
@@ -251,7 +331,16 @@ class ByHand:
     def __init__(self) -> None:
         self.begun: list[Any] = []
 
-    def submit(self, name: str, work: Any, done: Any, *, size: int = 1, urgent: bool = False, waits: bool = False) -> None:
+    def submit(
+        self,
+        name: str,
+        work: Any,
+        done: Any,
+        *,
+        size: int = 1,
+        urgent: bool = False,
+        waits: bool = False,
+    ) -> None:
         self.begun.append((work, done))
 
     def end(self) -> None:
@@ -259,10 +348,17 @@ class ByHand:
         done(work(), None)
 
 
-def test_a_reader_does_one_thing_at_a_time_though_its_loader_begins_again_and_what_was_under_way_leads_to_nothing() -> None:
+def test_a_reader_does_one_thing_at_a_time_though_its_loader_begins_again_and_what_was_under_way_leads_to_nothing() -> (
+    None
+):
     rows = [{"tokens": [k]} for k in range(20)]
     source = ov.Source.from_dataset("a", rows, transforms=[ov.Tokens("tokens")], shuffle=False)
-    job = ov.Job(name="one", sources=[source], batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree())
+    job = ov.Job(
+        name="one",
+        sources=[source],
+        batch=ov.Batch(samples=4, context=8),
+        place=ov.ClientPlaceTree(),
+    )
     executor, said = ByHand(), list[Any]()
     loading = Loading(executor, said.extend)
     loading.open(*Blueprint(job, Options()).loaders_for(0, Cursor())[0])
@@ -278,7 +374,9 @@ def test_a_reader_does_one_thing_at_a_time_though_its_loader_begins_again_and_wh
         assert len(executor.begun) == 1, "the first read is still under way"
     loading.reopen(Open(0, Cursor(0, 0, 0, 0, 6, 0), 3))
     executor.end()
-    assert said == executor.begun == [], "nothing is left of the loaders of before, nor of what they wanted"
+    assert said == executor.begun == [], (
+        "nothing is left of the loaders of before, nor of what they wanted"
+    )
     refill()
     executor.end()
     [evaluate] = said
@@ -296,17 +394,30 @@ def slowly(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", ["threads", "processes"])
-def test_on_the_local_runtime_work_under_way_does_not_disturb_what_begins_again(workers: str) -> None:
+def test_on_the_local_runtime_work_under_way_does_not_disturb_what_begins_again(
+    workers: str,
+) -> None:
     """Slices that take a while are under way most of the time; two at once would meet in one reader, or in one pipe."""
     rows = [{"n": k, "tokens": [k % 97] * (k % 5 + 1)} for k in range(400)]
     sources = [
-        ov.Source.from_dataset(f"s{i}", rows, transforms=[ov.Map(slowly, rows=True), ov.Tokens("tokens")], epochs=1, workers=workers)
+        ov.Source.from_dataset(
+            f"s{i}",
+            rows,
+            transforms=[ov.Map(slowly, rows=True), ov.Tokens("tokens")],
+            epochs=1,
+            workers=workers,
+        )
         for i in range(2)
     ]
     job = ov.Job(
-        name="moves", sources=sources, batch=ov.Batch(samples=16, context=32), place=ov.ClientPlaceTree(), slice_rows=16,
-        shuffle_chunks=2, look_ahead=2,
-    )  # fmt: skip
+        name="moves",
+        sources=sources,
+        batch=ov.Batch(samples=16, context=32),
+        place=ov.ClientPlaceTree(),
+        slice_rows=16,
+        shuffle_chunks=2,
+        look_ahead=2,
+    )
 
     def digest(moving: bool) -> list[str]:
         with ov.launch(job, check=True, stall_limit_s=60) as session:

@@ -22,7 +22,9 @@ HOSTS = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=12), HOSTS)
 @examples(200)
-def test_every_share_has_one_of_the_hosts_and_none_has_two_more_than_another(where: list[int], hosts: list[int]) -> None:
+def test_every_share_has_one_of_the_hosts_and_none_has_two_more_than_another(
+    where: list[int], hosts: list[int]
+) -> None:
     to = spread(where, hosts)
     counts = Counter(dict.fromkeys(hosts, 0) | Counter(to))
     assert len(to) == len(where)
@@ -44,7 +46,9 @@ def test_no_share_moves_without_need(where: list[int], hosts: list[int]) -> None
 
 @given(HOSTS, st.integers(1, 8), st.dictionaries(st.integers(0, 12), st.integers(0, 3)))
 @examples(100)
-def test_hosts_that_are_needed_anyway_are_kept_first(hosts: list[int], n: int, others: dict[int, int]) -> None:
+def test_hosts_that_are_needed_anyway_are_kept_first(
+    hosts: list[int], n: int, others: dict[int, int]
+) -> None:
     n = min(n, len(hosts))
     stay = kept(hosts, n, others, lambda h: h < 6)
     assert len(stay) == n
@@ -55,7 +59,9 @@ def test_hosts_that_are_needed_anyway_are_kept_first(hosts: list[int], n: int, o
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=6), st.data())
 @examples(100)
-def test_a_source_that_is_cut_into_more_shares_stays_on_its_hosts(sources: list[tuple[int, int]], data: Any) -> None:
+def test_a_source_that_is_cut_into_more_shares_stays_on_its_hosts(
+    sources: list[tuple[int, int]], data: Any
+) -> None:
     loaders = [n for n, _ in sources]
     host_of = [data.draw(st.integers(0, 5)) for _ in range(sum(loaders))]
     counts, where = widened(loaders, host_of, [s for _, s in sources])
@@ -91,7 +97,9 @@ def test_shares_need_a_host() -> None:
 
 def test_hosts_that_were_there_first_stay_before_those_that_were_added() -> None:
     assert kept([2, 5, 7], 1, {}, lambda h: h == 5) == [5]
-    assert kept([2, 5, 7], 2, {7: 3}, lambda h: h == 5) == [5, 7], "but those that read other sources stay anyway"
+    assert kept([2, 5, 7], 2, {7: 3}, lambda h: h == 5) == [5, 7], (
+        "but those that read other sources stay anyway"
+    )
 
 
 def test_shares_are_cut_over_all_hosts_that_a_source_has() -> None:
@@ -105,11 +113,25 @@ class World:
     """Sources of some cost, trainers with a step time, hosts as the scaler says."""
 
     def __init__(
-        self, costs: list[float], weights: list[float], step_s: float, limits: Limits, most: int, noise: float = 0.0, seed: int = 0,
+        self,
+        costs: list[float],
+        weights: list[float],
+        step_s: float,
+        limits: Limits,
+        most: int,
+        noise: float = 0.0,
+        seed: int = 0,
         first: int = 1,
-    ):  # fmt: skip
+    ):
         """``first``: hosts of the launch, which can read every source."""
-        self.costs, self.weights, self.step_s, self.limits, self.most, self.first = costs, weights, step_s, limits, most, first
+        self.costs, self.weights, self.step_s, self.limits, self.most, self.first = (
+            costs,
+            weights,
+            step_s,
+            limits,
+            most,
+            first,
+        )
         self.hosts = {i: {i % first} for i in range(len(costs))}
         self.next, self.now, self.noise, self.random = first, 0.0, noise, Random(seed)
         self.scaler, self.told = Scaler(limits), list[Scale]()
@@ -139,16 +161,34 @@ class World:
 
         seen = tuple(
             SourceSeen(
-                name=f"s{i}", share=shares[i], ahead=max(shares[i], later[i]), drawn=steps * samples * shares[i],
-                read=about(steps * samples * shares[i]), busy_s=about(steps * work[i]), hosts=tuple(sorted(self.hosts[i])), most=self.most,
-                able=tuple(h for h in range(self.first) if h not in self.hosts[i] and any(h in hosts for hosts in self.hosts.values())),
+                name=f"s{i}",
+                share=shares[i],
+                ahead=max(shares[i], later[i]),
+                drawn=steps * samples * shares[i],
+                read=about(steps * samples * shares[i]),
+                busy_s=about(steps * work[i]),
+                hosts=tuple(sorted(self.hosts[i])),
+                most=self.most,
+                able=tuple(
+                    h
+                    for h in range(self.first)
+                    if h not in self.hosts[i] and any(h in hosts for hosts in self.hosts.values())
+                ),
             )
             for i in range(len(work))
-        )  # fmt: skip
+        )
         waited = max(0.0, seconds - steps * self.step_s)
         self.now += seconds
         found = self.scaler.handle(
-            Observed(seconds=seconds, planned=steps, taken=steps, waited_s=waited, hosts=self.n_hosts, sources=seen), self.now
+            Observed(
+                seconds=seconds,
+                planned=steps,
+                taken=steps,
+                waited_s=waited,
+                hosts=self.n_hosts,
+                sources=seen,
+            ),
+            self.now,
         )
         for decision in found:
             if isinstance(decision, Scale):
@@ -173,13 +213,36 @@ COSTS = st.lists(st.floats(1e-5, 5e-2), min_size=1, max_size=5)
 WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5)
 
 
-@given(COSTS, WEIGHTS, st.floats(0.05, 2.0), st.integers(1, 32), st.integers(1, 8), st.integers(0, 99), st.integers(1, 3))
+@given(
+    COSTS,
+    WEIGHTS,
+    st.floats(0.05, 2.0),
+    st.integers(1, 32),
+    st.integers(1, 8),
+    st.integers(0, 99),
+    st.integers(1, 3),
+)
 @examples(60)
 def test_a_mixture_that_stays_does_not_flap(
-    costs: list[float], weights: list[float], step_s: float, cores: int, most: int, seed: int, first: int
+    costs: list[float],
+    weights: list[float],
+    step_s: float,
+    cores: int,
+    most: int,
+    seed: int,
+    first: int,
 ) -> None:
     """Sources settle within a minute, and then nothing changes any more, though measurements differ by some percent."""
-    world = World(costs, weights[: len(costs)], step_s, Limits(cores=max(cores, first)), most, noise=0.05, seed=seed, first=first)
+    world = World(
+        costs,
+        weights[: len(costs)],
+        step_s,
+        Limits(cores=max(cores, first)),
+        most,
+        noise=0.05,
+        seed=seed,
+        first=first,
+    )
     for _ in range(30 + 20 * len(costs)):
         world.look()
     settled, n = dict(world.hosts), len(world.told)
@@ -189,10 +252,20 @@ def test_a_mixture_that_stays_does_not_flap(
     assert n <= 4 * len(costs), world.told
 
 
-@given(COSTS, st.lists(WEIGHTS, min_size=1, max_size=5), st.integers(1, 12), st.integers(1, 8), st.floats(1.0, 4.0))
+@given(
+    COSTS,
+    st.lists(WEIGHTS, min_size=1, max_size=5),
+    st.integers(1, 12),
+    st.integers(1, 8),
+    st.floats(1.0, 4.0),
+)
 @examples(40)
-def test_cores_are_never_exceeded(costs: list[float], mixtures: list[list[float]], cores: int, most: int, lanes: float) -> None:
-    world = World(costs, mixtures[0][: len(costs)], 0.1, Limits(cores=cores, lanes=lanes), most, noise=0.2)
+def test_cores_are_never_exceeded(
+    costs: list[float], mixtures: list[list[float]], cores: int, most: int, lanes: float
+) -> None:
+    world = World(
+        costs, mixtures[0][: len(costs)], 0.1, Limits(cores=cores, lanes=lanes), most, noise=0.2
+    )
     for weights in mixtures:
         world.weights = weights[: len(costs)]
         for _ in range(25):
@@ -232,7 +305,9 @@ def test_a_process_uses_between_one_core_and_all_its_lanes_and_less_the_more_of_
 
 @given(st.floats(2.0, 16.0), st.floats(0.01, 1.0))
 @examples(100)
-def test_the_part_that_is_measured_is_the_one_that_amdahl_was_told(lanes: float, locked: float) -> None:
+def test_the_part_that_is_measured_is_the_one_that_amdahl_was_told(
+    lanes: float, locked: float
+) -> None:
     assert measured_part(lanes, useful(lanes, locked)) == pytest.approx(locked)
     assert measured_part(lanes, 2 * lanes) == 0.0, "work in other processes beside it"
     assert measured_part(lanes, 0.5) is measured_part(1.2, 1.0) is None
@@ -244,13 +319,23 @@ def test_more_threads_are_never_worth_less_and_one_is_worth_a_core(threads: int)
     assert worth(1) == 1.0 <= worth(threads) <= worth(threads + 1) <= threads + 1
 
 
-DEMANDS = st.lists(st.tuples(st.floats(0.0, 5.0), PARTS, st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)), max_size=5)
+DEMANDS = st.lists(
+    st.tuples(
+        st.floats(0.0, 5.0), PARTS, st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
+    ),
+    max_size=5,
+)
 
 
 @given(DEMANDS, st.floats(1.0, 8.0))
 @examples(200)
-def test_no_host_has_more_room_than_its_threads_and_its_lock(asked: list[tuple[float, float, list[int]]], lanes: float) -> None:
-    demands = [Demand(f"s{i}", now, now, part, tuple(hosts), len(hosts)) for i, (now, part, hosts) in enumerate(asked)]
+def test_no_host_has_more_room_than_its_threads_and_its_lock(
+    asked: list[tuple[float, float, list[int]]], lanes: float
+) -> None:
+    demands = [
+        Demand(f"s{i}", now, now, part, tuple(hosts), len(hosts))
+        for i, (now, part, hosts) in enumerate(asked)
+    ]
     for d in demands:
         need = needs_of(demands, lanes)[d.name]
         assert len(need.rooms) == len(d.hosts)
@@ -261,8 +346,13 @@ def test_no_host_has_more_room_than_its_threads_and_its_lock(asked: list[tuple[f
 
 @given(DEMANDS)
 @examples(100)
-def test_with_one_thread_a_lock_changes_nothing(asked: list[tuple[float, float, list[int]]]) -> None:
-    locked = [Demand(f"s{i}", now, now, part, tuple(hosts), len(hosts)) for i, (now, part, hosts) in enumerate(asked)]
+def test_with_one_thread_a_lock_changes_nothing(
+    asked: list[tuple[float, float, list[int]]],
+) -> None:
+    locked = [
+        Demand(f"s{i}", now, now, part, tuple(hosts), len(hosts))
+        for i, (now, part, hosts) in enumerate(asked)
+    ]
     free = [Demand(d.name, d.now, d.later, 0.0, d.hosts, d.processes) for d in locked]
     for name, need in needs_of(locked, 1.0).items():
         assert need.rooms == pytest.approx(needs_of(free, 1.0)[name].rooms)

@@ -15,10 +15,18 @@ from overlord.errors import SourceError
 from tests.corpus import FORMATS, SUFFIX, pack, write_rows
 from tests.reading import Everything, read_all
 
-LAW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LAW = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
-ROWS = st.lists(st.fixed_dictionaries({"id": st.integers(-(2**40), 2**40), "text": TEXT}), min_size=1, max_size=60)
-NOISE = [{"id": i, "text": f"row {i} " + "é" * (i % 20), "ids": list(range(i % 7))} for i in range(60)]
+ROWS = st.lists(
+    st.fixed_dictionaries({"id": st.integers(-(2**40), 2**40), "text": TEXT}),
+    min_size=1,
+    max_size=60,
+)
+NOISE = [
+    {"id": i, "text": f"row {i} " + "é" * (i % 20), "ids": list(range(i % 7))} for i in range(60)
+]
 
 
 def as_read(format: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -30,11 +38,25 @@ def as_read(format: str, row: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("format", FORMATS)
 @LAW
 @given(
-    rows=ROWS, files=st.integers(1, 3), step=st.integers(1, 70), chunk=st.integers(1, 3000), group=st.integers(1, 70), part=st.booleans()
+    rows=ROWS,
+    files=st.integers(1, 3),
+    step=st.integers(1, 70),
+    chunk=st.integers(1, 3000),
+    group=st.integers(1, 70),
+    part=st.booleans(),
 )
-def test_all_slices_of_all_chunks_are_the_rows_written(format, rows, files, step, chunk, group, part):
+def test_all_slices_of_all_chunks_are_the_rows_written(
+    format, rows, files, step, chunk, group, part
+):
     with tempfile.TemporaryDirectory() as folder:
-        glob = write_rows(folder, format, rows, files=min(files, len(rows)), row_group_size=group, batch_rows=group)
+        glob = write_rows(
+            folder,
+            format,
+            rows,
+            files=min(files, len(rows)),
+            row_group_size=group,
+            batch_rows=group,
+        )
         columns = ("text",) if part else ("text", "id")
         everything = read_all(glob, slice_rows=step, chunk_bytes=chunk, columns=columns)
     # Fewer rows than shares leave a file without rows, which is one bad row.
@@ -46,12 +68,19 @@ def test_all_slices_of_all_chunks_are_the_rows_written(format, rows, files, step
 
 LINE = st.one_of(
     TEXT.map(lambda t: json.dumps({"t": t}, ensure_ascii=False).encode()),
-    st.sampled_from([b"", b" \t", b"\r", b"{broken", b"[1]", b'{"t": "\xff"}', b'{"t": "' + b"y" * 400 + b'"}']),
+    st.sampled_from(
+        [b"", b" \t", b"\r", b"{broken", b"[1]", b'{"t": "\xff"}', b'{"t": "' + b"y" * 400 + b'"}']
+    ),
 )
 
 
 @LAW
-@given(lines=st.lists(LINE, max_size=30), end=st.sampled_from([b"\n", b"\r\n"]), final=st.booleans(), chunk=st.integers(1, 200))
+@given(
+    lines=st.lists(LINE, max_size=30),
+    end=st.sampled_from([b"\n", b"\r\n"]),
+    final=st.booleans(),
+    chunk=st.integers(1, 200),
+)
 def test_every_line_belongs_to_exactly_one_chunk(lines, end, final, chunk):
     text = end.join([*lines, b""] if final else lines)
     limit, wanted, at = 300, [], 0
@@ -63,7 +92,9 @@ def test_every_line_belongs_to_exactly_one_chunk(lines, end, final, chunk):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / f"a.{kind}").write_bytes(pack(text, kind))
             (Path(folder) / f"z.{kind}").write_bytes(pack(b'{"t":"end"}', kind))
-            everything = read_all(f"{folder}/*", slice_rows=4, chunk_bytes=chunk, max_sample_bytes=limit)
+            everything = read_all(
+                f"{folder}/*", slice_rows=4, chunk_bytes=chunk, max_sample_bytes=limit
+            )
         rows = [row for file, row in everything.ids if file == 0]
         assert rows == (wanted if text else [0])
         assert len(everything.rows) + len(everything.reasons) == len(rows) + 1
@@ -75,7 +106,9 @@ def samples() -> dict[str, bytes]:
     out = {}
     with tempfile.TemporaryDirectory() as folder:
         for format in FORMATS:
-            write_rows(Path(folder) / format, format, NOISE, files=1, row_group_size=25, batch_rows=9)
+            write_rows(
+                Path(folder) / format, format, NOISE, files=1, row_group_size=25, batch_rows=9
+            )
             out[format] = (Path(folder) / format / f"part-00000{SUFFIX[format]}").read_bytes()
     return out
 
@@ -111,8 +144,14 @@ def test_a_cut_file_gives_a_named_error_or_the_rows_before_the_cut(samples, form
 
 @pytest.mark.parametrize("format", FORMATS)
 @LAW
-@given(flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=8))
-def test_flipped_bits_raise_nothing_unnamed_and_keep_the_count_of_known_rows(samples, format, flips):
+@given(
+    flips=st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=8
+    )
+)
+def test_flipped_bits_raise_nothing_unnamed_and_keep_the_count_of_known_rows(
+    samples, format, flips
+):
     data = bytearray(samples[format])
     for where, bit in flips:
         data[int(where * len(data))] ^= 1 << bit

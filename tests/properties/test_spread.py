@@ -24,54 +24,89 @@ CONTEXT = 64
 TEXT = ("vanilla", "packed", "backbone_balance", "llm_balance", "look_ahead_balance")
 
 
-def drawn(lengths: list[int], microbatches: int = 1, sync: str = "microbatch", context: int = CONTEXT) -> ov.Buffer:
+def drawn(
+    lengths: list[int], microbatches: int = 1, sync: str = "microbatch", context: int = CONTEXT
+) -> ov.Buffer:
     batch = ov.Batch(samples=max(1, len(lengths)), microbatches=microbatches, context=context)
-    return replace(ov.Buffer.from_columns({"s": {"tokens": np.array(lengths, np.int64)}}, batch=batch, sync=sync), drawn=True)
+    return replace(
+        ov.Buffer.from_columns(
+            {"s": {"tokens": np.array(lengths, np.int64)}}, batch=batch, sync=sync
+        ),
+        drawn=True,
+    )
 
 
 def counts(plan: LoadingPlan) -> list[list[int]]:
     """Samples by rank and microbatch."""
     a = plan.main
-    return np.bincount(a.bins(), minlength=a.n_buckets * a.n_microbatches).reshape(a.n_buckets, -1).tolist()
+    return (
+        np.bincount(a.bins(), minlength=a.n_buckets * a.n_microbatches)
+        .reshape(a.n_buckets, -1)
+        .tolist()
+    )
 
 
 def placed(plan: LoadingPlan) -> reference_place.Placed:
     a, order = plan.main, plan.main.order()
     bins = a.bins()[order]
-    return [[order[bins == b * a.n_microbatches + k].tolist() for k in range(a.n_microbatches)] for b in range(a.n_buckets)]
+    return [
+        [order[bins == b * a.n_microbatches + k].tolist() for k in range(a.n_microbatches)]
+        for b in range(a.n_buckets)
+    ]
 
 
 @pytest.mark.parametrize("sync", ["microbatch", "step"])
 @pytest.mark.parametrize("name", TEXT)
 def test_a_step_that_fits_one_microbatch_is_spread_over_all(name: str, sync: str) -> None:
-    assert counts(STRATEGIES[name](drawn([10] * 16, 4, sync, 1024), ov.ClientPlaceTree())) == [[4, 4, 4, 4]]
-    assert counts(STRATEGIES[name](drawn([10] * 32, 4, sync, 1024), ov.ClientPlaceTree(dp=2))) == [[4, 4, 4, 4]] * 2
+    assert counts(STRATEGIES[name](drawn([10] * 16, 4, sync, 1024), ov.ClientPlaceTree())) == [
+        [4, 4, 4, 4]
+    ]
+    assert (
+        counts(STRATEGIES[name](drawn([10] * 32, 4, sync, 1024), ov.ClientPlaceTree(dp=2)))
+        == [[4, 4, 4, 4]] * 2
+    )
 
 
 @pytest.mark.parametrize("name", ["vanilla", "packed"])
 def test_strategies_that_balance_nothing_place_alike_whenever_ranks_wait(name: str) -> None:
-    plans = [STRATEGIES[name](drawn(skewed(64, 60), 4, sync), ov.ClientPlaceTree(dp=4)) for sync in ("microbatch", "step")]
+    plans = [
+        STRATEGIES[name](drawn(skewed(64, 60), 4, sync), ov.ClientPlaceTree(dp=4))
+        for sync in ("microbatch", "step")
+    ]
     assert plans[0].digest() == plans[1].digest()
 
 
-@pytest.mark.parametrize("strategy", [STRATEGIES["encoder_balance"], STRATEGIES["vlm_hybrid"], vlm(joint=False)])
-def test_a_step_with_images_that_fits_one_microbatch_is_spread_over_all(strategy: ov.strategy.Strategy) -> None:
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES["encoder_balance"], STRATEGIES["vlm_hybrid"], vlm(joint=False)]
+)
+def test_a_step_with_images_that_fits_one_microbatch_is_spread_over_all(
+    strategy: ov.strategy.Strategy,
+) -> None:
     columns = {"pairs": {"tokens": [12] * 16, "image_patches": [[4]] * 16}}
-    buffer = replace(ov.Buffer.from_columns(columns, batch=ov.Batch(samples=16, microbatches=4, context=1024)), drawn=True)
+    buffer = replace(
+        ov.Buffer.from_columns(columns, batch=ov.Batch(samples=16, microbatches=4, context=1024)),
+        drawn=True,
+    )
     plan = strategy(buffer, ov.ClientPlaceTree(dp=2))
     assert counts(plan) == [[2, 2, 2, 2]] * 2
 
 
 def test_vanilla_gives_equal_counts_to_ranks_and_microbatches_in_stream_order() -> None:
-    plan = STRATEGIES["vanilla"](drawn(list(range(1, 23)), 4, context=1024), ov.ClientPlaceTree(dp=2))
+    plan = STRATEGIES["vanilla"](
+        drawn(list(range(1, 23)), 4, context=1024), ov.ClientPlaceTree(dp=2)
+    )
     assert counts(plan) == [[3, 3, 3, 2], [3, 3, 3, 2]]
     assert placed(plan)[0] == [[0, 2, 4], [6, 8, 10], [12, 14, 16], [18, 20]]
 
 
-def test_a_microbatch_that_would_be_too_full_ends_earlier_and_the_number_of_microbatches_stays_the_least() -> None:
+def test_a_microbatch_that_would_be_too_full_ends_earlier_and_the_number_of_microbatches_stays_the_least() -> (
+    None
+):
     plan = STRATEGIES["vanilla"](drawn([60, 60, 1, 1, 1, 1], 2), ov.ClientPlaceTree())
     assert placed(plan) == [[[0], [1, 2, 3, 4, 5]]]
-    assert counts(STRATEGIES["vanilla"](drawn([60, 60, 60, 1], 1), ov.ClientPlaceTree())) == [[1, 1, 2]]
+    assert counts(STRATEGIES["vanilla"](drawn([60, 60, 60, 1], 1), ov.ClientPlaceTree())) == [
+        [1, 1, 2]
+    ]
 
 
 def test_packed_cuts_the_stream_by_tokens_and_not_by_count() -> None:
@@ -81,7 +116,10 @@ def test_packed_cuts_the_stream_by_tokens_and_not_by_count() -> None:
 
 def test_backbone_balance_cuts_ranks_by_tokens_or_the_stream_into_runs() -> None:
     lengths, place_ = [20, 30, *[1] * 40, 10, 50, *[2] * 20], ov.ClientPlaceTree(dp=2)
-    once, often = (STRATEGIES["backbone_balance"](drawn(lengths, 4, sync), place_) for sync in ("step", "microbatch"))
+    once, often = (
+        STRATEGIES["backbone_balance"](drawn(lengths, 4, sync), place_)
+        for sync in ("step", "microbatch")
+    )
     for b, rank in enumerate(placed(once)):
         mine = np.flatnonzero(once.main.bucket == b).tolist()
         assert rank == reference_place.cut(mine, lengths, 4, CONTEXT, by_count=False)
@@ -90,9 +128,16 @@ def test_backbone_balance_cuts_ranks_by_tokens_or_the_stream_into_runs() -> None
 
 
 def test_backbone_balance_balances_every_microbatch_where_ranks_wait_at_every_one() -> None:
-    lengths = np.clip(np.random.default_rng(3).lognormal(2.0, 1.0, 16 * 40), 1, CONTEXT).astype(int).tolist()
+    lengths = (
+        np.clip(np.random.default_rng(3).lognormal(2.0, 1.0, 16 * 40), 1, CONTEXT)
+        .astype(int)
+        .tolist()
+    )
     place_ = ov.ClientPlaceTree(dp=16)
-    once, often = (STRATEGIES["backbone_balance"](drawn(lengths, 8, sync), place_).imbalance() for sync in ("step", "microbatch"))
+    once, often = (
+        STRATEGIES["backbone_balance"](drawn(lengths, 8, sync), place_).imbalance()
+        for sync in ("step", "microbatch")
+    )
     assert often["microbatch"] < 1.1 < 1.3 < once["microbatch"]
     assert once["bucket"] < often["bucket"] < 1.01
 
@@ -114,26 +159,47 @@ def check_spread(found: Placement, costs: np.ndarray, n_buckets: int, limit: np.
 
 
 @examples(300)
-@given(problems(), st.sampled_from(["both", "inter", "intra", "interleaved"]), st.sampled_from(["iteration", "microbatch"]), st.booleans())
+@given(
+    problems(),
+    st.sampled_from(["both", "inter", "intra", "interleaved"]),
+    st.sampled_from(["iteration", "microbatch"]),
+    st.booleans(),
+)
 def test_no_microbatch_of_a_rank_is_empty_beside_one_that_could_give_a_sample(
     problem: Problem, level: str, objective: str, keep_order: bool
 ) -> None:
     """Every method, level and objective. Where ranks meet often, a sample could be given if that made no index slower."""
     objective = "iteration" if level in ("intra", "interleaved") else objective
-    problem = replace(problem, substep=None)  # sub-draws are microbatches, however many samples they have
-    found = place(problem, level=level, objective=objective, keep_order=keep_order and level == "both")
+    problem = replace(
+        problem, substep=None
+    )  # sub-draws are microbatches, however many samples they have
+    found = place(
+        problem, level=level, objective=objective, keep_order=keep_order and level == "both"
+    )
     limit = np.full(found.n_microbatches, np.inf)
-    if level == "interleaved" or (level == "both" and objective == "microbatch" and found.way != "two-level"):
-        loads = np.bincount(bins_of(found), weights=problem.costs, minlength=problem.n_buckets * found.n_microbatches)
-        limit = np.maximum(loads.reshape(problem.n_buckets, -1).max(axis=0), LITTLE * problem.bound() / found.n_microbatches)
+    if level == "interleaved" or (
+        level == "both" and objective == "microbatch" and found.way != "two-level"
+    ):
+        loads = np.bincount(
+            bins_of(found),
+            weights=problem.costs,
+            minlength=problem.n_buckets * found.n_microbatches,
+        )
+        limit = np.maximum(
+            loads.reshape(problem.n_buckets, -1).max(axis=0),
+            LITTLE * problem.bound() / found.n_microbatches,
+        )
     check_spread(found, problem.costs, problem.n_buckets, limit)
 
 
 @examples(120)
 @given(
-    st.lists(st.one_of(st.integers(1, 9), st.integers(1, CONTEXT)), max_size=60), st.sampled_from([1, 2, 3, 8]), st.integers(1, 6),
-    st.sampled_from(TEXT), st.sampled_from(["microbatch", "step"]),
-)  # fmt: skip
+    st.lists(st.one_of(st.integers(1, 9), st.integers(1, CONTEXT)), max_size=60),
+    st.sampled_from([1, 2, 3, 8]),
+    st.integers(1, 6),
+    st.sampled_from(TEXT),
+    st.sampled_from(["microbatch", "step"]),
+)
 def test_with_samples_for_every_microbatch_of_every_rank_strategies_in_stream_order_leave_none_empty(
     lengths: list[int], dp: int, microbatches: int, name: str, sync: str
 ) -> None:
@@ -146,30 +212,50 @@ def test_with_samples_for_every_microbatch_of_every_rank_strategies_in_stream_or
 
 @examples(150)
 @given(
-    st.lists(st.one_of(st.integers(1, 9), st.integers(1, CONTEXT)), min_size=1, max_size=40), st.sampled_from([1, 2, 3, 8]),
-    st.integers(1, 6), st.sampled_from(["vanilla", "packed"]),
-)  # fmt: skip
-def test_strategies_without_balance_place_as_the_reference_does(lengths: list[int], dp: int, microbatches: int, name: str) -> None:
+    st.lists(st.one_of(st.integers(1, 9), st.integers(1, CONTEXT)), min_size=1, max_size=40),
+    st.sampled_from([1, 2, 3, 8]),
+    st.integers(1, 6),
+    st.sampled_from(["vanilla", "packed"]),
+)
+def test_strategies_without_balance_place_as_the_reference_does(
+    lengths: list[int], dp: int, microbatches: int, name: str
+) -> None:
     plan = STRATEGIES[name](drawn(lengths, microbatches), ov.ClientPlaceTree(dp=dp))
     reference = reference_place.vanilla if name == "vanilla" else reference_place.packed
     assert placed(plan) == reference(lengths, dp, microbatches, CONTEXT)
 
 
 @examples(100)
-@given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 6), st.sampled_from([1, 2, 5]), st.booleans())
-def test_marks_are_those_of_the_reference(sizes: list[int], m: int, least: int, by_count: bool) -> None:
-    found = even_marks(np.array(sizes, np.int64), np.array([len(sizes)]), m, by_count=by_count, least=least)
+@given(
+    st.lists(st.integers(0, 30), max_size=40),
+    st.integers(1, 6),
+    st.sampled_from([1, 2, 5]),
+    st.booleans(),
+)
+def test_marks_are_those_of_the_reference(
+    sizes: list[int], m: int, least: int, by_count: bool
+) -> None:
+    found = even_marks(
+        np.array(sizes, np.int64), np.array([len(sizes)]), m, by_count=by_count, least=least
+    )
     if sum(sizes):
         assert found[0].tolist() == reference_place.marks(sizes, m, by_count=by_count, least=least)
     assert (np.diff(found[0]) >= (least if len(sizes) > least * m else 0)).all()
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=60), st.sampled_from([1, 2, 4]))
-def test_filling_empty_bins_moves_no_more_samples_than_needed(items: list[tuple[int, int]], n_parents: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=60),
+    st.sampled_from([1, 2, 4]),
+)
+def test_filling_empty_bins_moves_no_more_samples_than_needed(
+    items: list[tuple[int, int]], n_parents: int
+) -> None:
     bins = np.array([(i % n_parents) * 4 + b for i, (b, _) in enumerate(items)], np.int64)
     costs = np.array([c for _, c in items], np.float64)
     found = none_empty(bins, costs, n_parents, 4)
-    before, after = (np.bincount(b, minlength=4 * n_parents).reshape(n_parents, 4) for b in (bins, found))
+    before, after = (
+        np.bincount(b, minlength=4 * n_parents).reshape(n_parents, 4) for b in (bins, found)
+    )
     assert (before.sum(axis=1) == after.sum(axis=1)).all()
     assert ((after > 0).sum(axis=1) == np.minimum(before.sum(axis=1), 4)).all()
     assert (bins != found).sum() == ((after > 0).sum() - (before > 0).sum())
@@ -185,9 +271,14 @@ def skewed(n: int, most: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["llm_balance", "look_ahead_balance"])
-def test_ranks_that_wait_at_every_microbatch_wait_little_by_default_where_one_balance_a_step_costs_seven_tenths(name: str) -> None:
+def test_ranks_that_wait_at_every_microbatch_wait_little_by_default_where_one_balance_a_step_costs_seven_tenths(
+    name: str,
+) -> None:
     place, lengths = ov.ClientPlaceTree(dp=16), skewed(128, 32_768)
-    once, often = (STRATEGIES[name](drawn(lengths, 8, sync, 32_768), place).imbalance() for sync in ("step", "microbatch"))
+    once, often = (
+        STRATEGIES[name](drawn(lengths, 8, sync, 32_768), place).imbalance()
+        for sync in ("step", "microbatch")
+    )
     default = STRATEGIES[name](replace(drawn(lengths, 8, context=32_768)), place).imbalance()
     assert once["microbatch"] > 1.65
     assert default == often
@@ -198,10 +289,23 @@ def test_ranks_that_wait_at_every_microbatch_wait_little_by_default_where_one_ba
 def test_a_strategy_of_ones_own_follows_the_sync_of_the_job_unless_it_says_otherwise() -> None:
     lengths, place_ = skewed(128, 32_768), ov.ClientPlaceTree(dp=16)
     for sync, objective in (("microbatch", "microbatch"), ("step", "iteration")):
-        graph = ov.DGraph.from_buffer(drawn(lengths, 8, sync, 32_768), place_).mix().distribute("DP").cost("llama_12b")
-        assert graph.balance("greedy").plan().digest() == graph.balance("greedy", objective=objective).plan().digest()
+        graph = (
+            ov.DGraph.from_buffer(drawn(lengths, 8, sync, 32_768), place_)
+            .mix()
+            .distribute("DP")
+            .cost("llama_12b")
+        )
+        assert (
+            graph.balance("greedy").plan().digest()
+            == graph.balance("greedy", objective=objective).plan().digest()
+        )
     asked = [
-        ov.DGraph.from_buffer(drawn(lengths, 8, sync, 32_768), place_).mix().distribute("DP").balance(objective="iteration").plan().digest()
+        ov.DGraph.from_buffer(drawn(lengths, 8, sync, 32_768), place_)
+        .mix()
+        .distribute("DP")
+        .balance(objective="iteration")
+        .plan()
+        .digest()
         for sync in ("microbatch", "step")
     ]
     assert asked[0] == asked[1]
@@ -210,12 +314,18 @@ def test_a_strategy_of_ones_own_follows_the_sync_of_the_job_unless_it_says_other
 @pytest.mark.parametrize("level", ["intra", "interleaved"])
 def test_levels_without_an_objective_of_their_own_are_the_same_under_every_sync(level: str) -> None:
     found = [
-        ov.DGraph.from_buffer(drawn(skewed(64, 60), 4, sync), ov.ClientPlaceTree(dp=4)).mix().distribute("DP").balance(level=level).plan()
+        ov.DGraph.from_buffer(drawn(skewed(64, 60), 4, sync), ov.ClientPlaceTree(dp=4))
+        .mix()
+        .distribute("DP")
+        .balance(level=level)
+        .plan()
         for sync in ("microbatch", "step")
     ]
     assert found[0].digest() == found[1].digest()
     with pytest.raises(PlanError, match=r'level .* goes with objective "iteration"'):
-        ov.DGraph.from_buffer(drawn([1, 2]), ov.ClientPlaceTree()).mix().distribute("DP").balance(level=level, objective="microbatch")
+        ov.DGraph.from_buffer(drawn([1, 2]), ov.ClientPlaceTree()).mix().distribute("DP").balance(
+            level=level, objective="microbatch"
+        )
 
 
 def test_with_one_microbatch_both_objectives_give_the_same_plan() -> None:
@@ -227,5 +337,7 @@ def test_with_one_microbatch_both_objectives_give_the_same_plan() -> None:
 
 
 def test_a_buffer_with_an_unknown_sync_is_refused_by_name() -> None:
-    with pytest.raises(PlanError, match=r"buffer.sync: expected one of microbatch, step, got 'epoch'"):
+    with pytest.raises(
+        PlanError, match=r"buffer.sync: expected one of microbatch, step, got 'epoch'"
+    ):
         STRATEGIES["llm_balance"](drawn([1, 2, 3], sync="epoch"), ov.ClientPlaceTree())

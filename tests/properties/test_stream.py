@@ -46,7 +46,12 @@ def run(
     """A whole run: on the virtual clock with a seed, else on the local runtime."""
     if seed is not None:
         done = ov.simulate(job, seed=seed, steps=steps, check=True, **options)
-        return done.steps, done.error, [(job.names[q.source], q.epoch, q.file, q.row) for q in done.quarantine], done.end_state
+        return (
+            done.steps,
+            done.error,
+            [(job.names[q.source], q.epoch, q.file, q.row) for q in done.quarantine],
+            done.end_state,
+        )
     with ov.launch(job, check=True, stall_limit_s=60, **options) as session:
         clients = [session.client(r) for r in range(job.place.world_size)]
         got: dict[int, list[ov.Step]] = {r: [] for r in range(job.place.world_size)}
@@ -76,7 +81,16 @@ def wanted(job: ov.Job) -> tuple[list[list[Sample]], bool, list[Any]]:
 
 def fingerprint(steps: dict[int, list[ov.Step]]) -> str:
     """Every byte of every array of every rank."""
-    return digest(*(a for r in sorted(steps) for s in steps[r] for mb in s for k in sorted(mb) for a in (k, mb[k])))
+    return digest(
+        *(
+            a
+            for r in sorted(steps)
+            for s in steps[r]
+            for mb in s
+            for k in sorted(mb)
+            for a in (k, mb[k])
+        )
+    )
 
 
 @given(worlds(), st.integers(0, 2**20))
@@ -94,7 +108,9 @@ def test_the_simulated_stream_equals_the_reference(world: World, seed: int) -> N
 
 @given(worlds(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 4))
 @examples(25)
-def test_the_local_stream_equals_the_reference(world: World, loaders: int, prefetch: int, workers: int) -> None:
+def test_the_local_stream_equals_the_reference(
+    world: World, loaders: int, prefetch: int, workers: int
+) -> None:
     with folder() as directory:
         job = world.job(directory)
         steps, broken, _ = wanted(job)
@@ -104,10 +120,17 @@ def test_the_local_stream_equals_the_reference(world: World, loaders: int, prefe
 
 
 @given(
-    worlds(), st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4)), min_size=2, max_size=3)
+    worlds(),
+    st.lists(
+        st.tuples(st.integers(0, 2**20), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4)),
+        min_size=2,
+        max_size=3,
+    ),
 )
 @examples(45)
-def test_no_option_and_no_timing_changes_a_byte(world: World, ways: list[tuple[int, int, int, int]]) -> None:
+def test_no_option_and_no_timing_changes_a_byte(
+    world: World, ways: list[tuple[int, int, int, int]]
+) -> None:
     with folder() as directory:
         job = world.job(directory)
         prints = set()
@@ -125,20 +148,26 @@ def test_no_option_and_no_timing_changes_a_byte(world: World, ways: list[tuple[i
 
 @given(worlds(), st.integers(0, 2**20), st.integers(1, 4))
 @examples(40)
-def test_restored_at_every_step_the_rest_is_identical_to_the_byte(world: World, seed: int, loaders: int) -> None:
+def test_restored_at_every_step_the_rest_is_identical_to_the_byte(
+    world: World, seed: int, loaders: int
+) -> None:
     with folder() as directory:
         job = world.job(directory)
         whole, error, _, _ = run(job, seed)
         for k in some_steps(len(whole[0]), seed):
             state = json.loads(json.dumps(_state_after(job, whole[0][k])))
             rest, again, _, _ = run(job, seed + k, resume=state, loaders={"s0": loaders})
-            assert fingerprint(rest) == fingerprint({r: s[k + 1 :] for r, s in whole.items()}), f"restored after step {k}"
+            assert fingerprint(rest) == fingerprint({r: s[k + 1 :] for r, s in whole.items()}), (
+                f"restored after step {k}"
+            )
             assert type(again) is type(error)
 
 
 @given(worlds(), st.integers(0, 2**20), st.integers(1, 5))
 @examples(40)
-def test_another_mesh_gets_the_same_samples_in_every_step_also_after_a_restore(world: World, seed: int, dp: int) -> None:
+def test_another_mesh_gets_the_same_samples_in_every_step_also_after_a_restore(
+    world: World, seed: int, dp: int
+) -> None:
     with folder() as directory:
         job = world.job(directory)
         other = world.job(directory, place=ov.ClientPlaceTree(dp=dp))
@@ -188,7 +217,11 @@ def _state_after(job: ov.Job, step: ov.Step) -> dict[str, Any]:
 def test_the_stream_does_not_depend_on_the_number_of_microbatches_a_rank_asked_for() -> None:
     """Place never changes the draw: strategies share the samples of every step."""
     world = World(
-        5, (("parquet", 40, 2, 1.0, 1, True, ""),), (("until", "all"),), (("samples", 8), ("microbatches", 1), ("context", 64)), 2
+        5,
+        (("parquet", 40, 2, 1.0, 1, True, ""),),
+        (("until", "all"),),
+        (("samples", 8), ("microbatches", 1), ("context", 64)),
+        2,
     )
     with folder() as directory:
         sets = []

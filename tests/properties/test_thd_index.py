@@ -39,7 +39,9 @@ def test_a_zigzag_over_the_whole_is_that_of_one_document(chunks: list[int], cp: 
     ends = ends_of(chunks, cp, 2)
     whole = ends[[0, -1]]
     for rank in range(cp):
-        assert np.array_equal(slice_index(ends, cp, rank, "zigzag_whole"), kernel_index(whole, cp, rank))
+        assert np.array_equal(
+            slice_index(ends, cp, rank, "zigzag_whole"), kernel_index(whole, cp, rank)
+        )
 
 
 @given(documents, st.integers(1, 5))
@@ -50,14 +52,18 @@ def test_contiguous_slices_follow_each_other(chunks: list[int], cp: int) -> None
 
 
 @given(documents, st.integers(2, 5), st.sampled_from(["zigzag", "zigzag_whole"]))
-def test_every_slice_of_a_zigzag_has_the_same_causal_work(chunks: list[int], cp: int, split: str) -> None:
+def test_every_slice_of_a_zigzag_has_the_same_causal_work(
+    chunks: list[int], cp: int, split: str
+) -> None:
     """Which is what it is for: pairs of tokens that attention looks at, with chunks as units."""
     ends = ends_of(chunks, cp, 2)
     starts = ends[:-1] if split == "zigzag" else ends[:1]
     work = []
     for rank in range(cp):
         index = slice_index(ends, cp, rank, split)
-        work.append(int((index - starts[np.searchsorted(starts, index, side="right") - 1] + 1).sum()))
+        work.append(
+            int((index - starts[np.searchsorted(starts, index, side="right") - 1] + 1).sum())
+        )
     assert len(set(work)) == 1
 
 
@@ -65,5 +71,8 @@ def test_every_slice_of_a_zigzag_has_the_same_causal_work(chunks: list[int], cp:
 def test_slices_joined_are_the_microbatch(chunks: list[int], cp: int, split: str) -> None:
     ends = ends_of(chunks, cp, 2)
     tokens = np.random.default_rng(len(chunks)).integers(0, 99, int(ends[-1]))
-    slices = [{"tokens": tokens[slice_index(ends, cp, r, split)], "cu_seqlens_padded": ends} for r in range(cp)]
+    slices = [
+        {"tokens": tokens[slice_index(ends, cp, r, split)], "cu_seqlens_padded": ends}
+        for r in range(cp)
+    ]
     assert np.array_equal(join(slices, split)["tokens"], tokens)

@@ -24,7 +24,9 @@ TRIES = 3
 @pytest.fixture(autouse=True)
 def _on_ray(request: pytest.FixtureRequest) -> None:
     """Tests that run on Ray share one cluster, or are skipped with the reason."""
-    if PARTS == "ray" or ("runtime" in request.fixturenames and request.getfixturevalue("runtime") == "ray"):
+    if PARTS == "ray" or (
+        "runtime" in request.fixturenames and request.getfixturevalue("runtime") == "ray"
+    ):
         request.getfixturevalue("ray_cluster")
 
 
@@ -65,13 +67,18 @@ def proxy(server: S3Server, the_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def impatient(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """What may come back is not waited for: pauses between tries take no time, they only count. What goes well has all of its own."""
-    init, slept = Tally.__init__, threading.local()  # each thread by itself: no other one is late for it
+    init, slept = (
+        Tally.__init__,
+        threading.local(),
+    )  # each thread by itself: no other one is late for it
 
     def sleep(seconds: float) -> None:
         slept.s = getattr(slept, "s", 0.0) + seconds
 
     clock = Clock(now=lambda: time.monotonic() + getattr(slept, "s", 0.0), sleep=sleep)
-    monkeypatch.setattr(Tally, "__init__", lambda tally, source="", _=clock: init(tally, source, clock))
+    monkeypatch.setattr(
+        Tally, "__init__", lambda tally, source="", _=clock: init(tally, source, clock)
+    )
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "5")
 
 

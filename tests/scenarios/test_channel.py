@@ -93,10 +93,17 @@ def test_values_come_back_equal_and_read_only(transport: str):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_values_of_every_shape_come_back_as_they_were(transport: str):
     values: list[Any] = [
-        None, 3, "text", [1, (2.5, b"x")], {"a": [np.float32(2), {"b": np.zeros((3, 0, 2))}]},
-        np.arange(60_000).reshape(20, 30, 100)[:, ::2], np.array(5), np.ones((300, 300), bool),
-        [np.full(20_000, i, np.int16) for i in range(20)], ValueError("no"),
-    ]  # fmt: skip
+        None,
+        3,
+        "text",
+        [1, (2.5, b"x")],
+        {"a": [np.float32(2), {"b": np.zeros((3, 0, 2))}]},
+        np.arange(60_000).reshape(20, 30, 100)[:, ::2],
+        np.array(5),
+        np.ones((300, 300), bool),
+        [np.full(20_000, i, np.int16) for i in range(20)],
+        ValueError("no"),
+    ]
     with Story(echo=True) as story, dialled(story.address, transport) as link:
         for value in values:
             link.send(value)
@@ -124,7 +131,17 @@ def test_an_address_where_nobody_is_says_so():
         dialled(address)
 
 
-@pytest.mark.parametrize("text", ["", "http://a:1/k", "overlord://a/k", "overlord://a:x/k", "overlord://a:1/", "overlord://a:1/k/l"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "http://a:1/k",
+        "overlord://a/k",
+        "overlord://a:x/k",
+        "overlord://a:1/",
+        "overlord://a:1/k/l",
+    ],
+)
 def test_what_is_no_address_is_refused_with_how_one_looks(text: str):
     with pytest.raises(OverlordError, match="overlord://host:port/key"):
         Address.parse(text)
@@ -158,7 +175,12 @@ def test_an_array_of_the_ring_is_sent_without_a_copy():
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_many_threads_may_send_on_one_link(transport: str):
     with Story() as story, dialled(story.address, transport) as link:
-        threads = [threading.Thread(target=lambda i=i: [link.send(message(100 * i + k, 50_000)) for k in range(20)]) for i in range(4)]
+        threads = [
+            threading.Thread(
+                target=lambda i=i: [link.send(message(100 * i + k, 50_000)) for k in range(20)]
+            )
+            for i in range(4)
+        ]
         for thread in threads:
             thread.start()
         story.wait(lambda s: len(s.got) == 80)
@@ -286,7 +308,9 @@ def test_a_sender_whose_peer_lets_nothing_go_waits_and_then_names_it():
         deaf.hears()
         for k in range(3):
             story.opened[0].send(message(k))
-        with pytest.raises(DataStall, match=r"the deaf one to let go of what was sent: .* the deaf one holds 3"):
+        with pytest.raises(
+            DataStall, match=r"the deaf one to let go of what was sent: .* the deaf one holds 3"
+        ):
             story.opened[0].send(message(4), timeout_s=0.1)
 
 
@@ -333,13 +357,17 @@ def test_one_slow_link_holds_up_no_other():
         assert story.opened[0].queued_bytes > 2**24
         for k in range(12):
             assert is_message(slow.recv(SOON_S), k, 4 * MB)
-        wait_until(lambda: story.opened[0].queued_bytes == 0)  # the last bytes may be read before the server has counted them
+        wait_until(
+            lambda: story.opened[0].queued_bytes == 0
+        )  # the last bytes may be read before the server has counted them
         slow.close()
         quick.close()
 
 
 def test_what_is_queued_when_a_link_is_closed_still_arrives(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server_connection, "LINGER_S", SOON_S)  # whoever reads may stand for longer than a link lingers
+    monkeypatch.setattr(
+        server_connection, "LINGER_S", SOON_S
+    )  # whoever reads may stand for longer than a link lingers
     with Story() as story, dialled(story.address, "tcp") as link:
         story.wait(lambda s: s.opened)
         for k in range(10):
@@ -353,13 +381,20 @@ def test_what_is_queued_when_a_link_is_closed_still_arrives(monkeypatch: pytest.
 def test_of_several_ports_the_first_that_is_free_is_taken_and_when_all_are_taken_it_is_said():
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        with Server(token=TOKEN, on_message=lambda link, value: None, port=range(taken, taken + 50)) as server:
+        with Server(
+            token=TOKEN, on_message=lambda link, value: None, port=range(taken, taken + 50)
+        ) as server:
             assert taken < Address.parse(server.address).port < taken + 50
-        with pytest.raises(OverlordError, match=f"cannot serve at 127.0.0.1: the ports {taken} to {taken} are all taken; name more"):
+        with pytest.raises(
+            OverlordError,
+            match=f"cannot serve at 127.0.0.1: the ports {taken} to {taken} are all taken; name more",
+        ):
             Server(token=TOKEN, on_message=lambda link, value: None, port=range(taken, taken + 1))
 
 
-def test_a_host_that_the_environment_names_and_this_machine_has_not_is_told_with_its_name(monkeypatch: pytest.MonkeyPatch):
+def test_a_host_that_the_environment_names_and_this_machine_has_not_is_told_with_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv("OVERLORD_INTERFACE", "192.0.2.1")
     said = "cannot serve at 192.0.2.1:0: .*an address of this machine, and OVERLORD_INTERFACE in the environment names this one"
     with pytest.raises(OverlordError, match=said):

@@ -14,9 +14,28 @@ import pytest
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
 from overlord.transport import connect
 from overlord.transport.address import Address
-from overlord.transport.handshake import HELLO, LATER, MAGIC, PREFIX, REFUSED, VERSION, client_side, refusal
+from overlord.transport.handshake import (
+    HELLO,
+    LATER,
+    MAGIC,
+    PREFIX,
+    REFUSED,
+    VERSION,
+    client_side,
+    refusal,
+)
 from overlord.transport.server import MAX_PENDING, dial
-from tests.channels import SOON_S, TOKEN, Story, dialled, exactly, message, raw_silent, wait_until, watched_story
+from tests.channels import (
+    SOON_S,
+    TOKEN,
+    Story,
+    dialled,
+    exactly,
+    message,
+    raw_silent,
+    wait_until,
+    watched_story,
+)
 
 
 @pytest.fixture
@@ -36,9 +55,13 @@ def test_the_token_never_travels(story: Story):
     """Everything a client says is recorded by a server in the middle."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        middle = threading.Thread(target=_relay, args=(listener, Address.parse(story.address), heard))
+        middle = threading.Thread(
+            target=_relay, args=(listener, Address.parse(story.address), heard)
+        )
         middle.start()
-        link, _ = dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere", TOKEN, {}, timeout_s=SOON_S)
+        link, _ = dial(
+            f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere", TOKEN, {}, timeout_s=SOON_S
+        )
         link.close()
         middle.join(SOON_S)
     assert b"".join(heard).startswith(MAGIC)
@@ -66,9 +89,13 @@ def _relay(listener: socket.socket, address: Address, heard: list[bytes]) -> Non
 def test_a_recorded_proof_is_worth_nothing_the_second_time(story: Story):
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        middle = threading.Thread(target=_relay, args=(listener, Address.parse(story.address), heard))
+        middle = threading.Thread(
+            target=_relay, args=(listener, Address.parse(story.address), heard)
+        )
         middle.start()
-        dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere", TOKEN, {}, timeout_s=SOON_S)[0].close()
+        dial(
+            f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere", TOKEN, {}, timeout_s=SOON_S
+        )[0].close()
         middle.join(SOON_S)
     with raw_silent(Address.parse(story.address), "tcp") as sock:
         sock.sendall(heard[0])
@@ -99,7 +126,9 @@ def test_a_server_that_does_not_know_the_token_is_not_believed():
 
 
 def test_a_server_of_another_version_is_named_with_both_versions():
-    _against(_saying(PREFIX.pack(MAGIC, 99, 2, 32) + bytes(32)), LinkRefused, "version 99 .* version 1")
+    _against(
+        _saying(PREFIX.pack(MAGIC, 99, 2, 32) + bytes(32)), LinkRefused, "version 99 .* version 1"
+    )
 
 
 def test_another_kind_of_server_is_recognised():
@@ -111,7 +140,10 @@ def test_a_server_that_hangs_up_is_lost():
 
 
 def test_a_server_that_says_nothing_is_given_up_in_time():
-    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(DataStall, match="answer the handshake"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(DataStall, match="answer the handshake"),
+    ):
         dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere", TOKEN, {}, timeout_s=0.2)
 
 
@@ -130,7 +162,12 @@ def _against(body: Callable[[socket.socket], None], error: type[Exception], text
         thread = threading.Thread(target=body, args=(listener,))
         thread.start()
         with pytest.raises(error, match=text):
-            dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere", TOKEN, {}, timeout_s=SOON_S)
+            dial(
+                f"overlord://127.0.0.1:{listener.getsockname()[1]}/nowhere",
+                TOKEN,
+                {},
+                timeout_s=SOON_S,
+            )
         thread.join(SOON_S)
 
 
@@ -161,7 +198,10 @@ def test_what_is_no_handshake_is_refused(story: Story, what: str, transport: str
 
 def test_a_peer_that_says_nothing_or_not_enough_is_cut():
     with watched_story(silence_s=2.0) as story, contextlib.ExitStack() as sockets:
-        silent, halting = (sockets.enter_context(raw_silent(Address.parse(story.address), how)) for how in ("unix", "tcp"))
+        silent, halting = (
+            sockets.enter_context(raw_silent(Address.parse(story.address), how))
+            for how in ("unix", "tcp")
+        )
         halting.sendall(PREFIX.pack(MAGIC, VERSION, HELLO, 32) + bytes(5))
         for sock in (silent, halting):
             assert "did not finish the handshake" in _refusal(sock, LATER)
@@ -170,7 +210,9 @@ def test_a_peer_that_says_nothing_or_not_enough_is_cut():
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_a_client_that_stood_still_in_its_handshake_comes_again(monkeypatch: pytest.MonkeyPatch, transport: str):
+def test_a_client_that_stood_still_in_its_handshake_comes_again(
+    monkeypatch: pytest.MonkeyPatch, transport: str
+):
     """Not when its trainer is to end for it: whoever was paused for some seconds says so by nothing else."""
     with Story(silence_s=1.0) as story:
         tries = []
@@ -209,7 +251,9 @@ def test_a_server_that_takes_nobody_for_now_is_told_of_when_time_is_over():
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=full, args=(listener,), daemon=True).start()
-        with pytest.raises(DataStall, match=r"to take a connection, which it refuses for now \(no room\)"):
+        with pytest.raises(
+            DataStall, match=r"to take a connection, which it refuses for now \(no room\)"
+        ):
             dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/full", TOKEN, {}, timeout_s=1.0)
         listener.shutdown(socket.SHUT_RDWR)
 
@@ -231,7 +275,11 @@ def test_hundreds_of_connections_that_say_nothing_keep_nobody_out():
 
 def test_who_is_not_wanted_gets_the_reason():
     def on_open(link: Any, hello: dict[str, Any]) -> dict[str, Any]:
-        raise OverlordError(f"rank {hello['rank']} is taken") if hello["rank"] < 9 else ZeroDivisionError("oops")
+        raise (
+            OverlordError(f"rank {hello['rank']} is taken")
+            if hello["rank"] < 9
+            else ZeroDivisionError("oops")
+        )
 
     from overlord.transport.server import Server
 

@@ -29,7 +29,9 @@ def story() -> Iterator[Story]:
         yield story
 
 
-def envelope(kind: int, body: bytes, files: int = 0, *, reserved: int = 0, size: int | None = None) -> bytes:
+def envelope(
+    kind: int, body: bytes, files: int = 0, *, reserved: int = 0, size: int | None = None
+) -> bytes:
     return HEAD.pack(ENVELOPE, kind, files, reserved, len(body) if size is None else size) + body
 
 
@@ -45,9 +47,13 @@ def value_of(value: Any) -> bytes:
 def shared(grants: list[tuple[int, int, int]], *refs: tuple[int, ...]) -> bytes:
     """A message by reference, one row of (column, grant, offset, dtype code, dims, shape...) for each column."""
     header, _ = codec.encode([np.zeros(SMALL_BYTES + 1, np.uint8) for _ in refs])
-    table = struct.pack("<II", len(grants), len(refs)) + b"".join(struct.pack("<QQQ", *grant) for grant in grants)
+    table = struct.pack("<II", len(grants), len(refs)) + b"".join(
+        struct.pack("<QQQ", *grant) for grant in grants
+    )
     for column, grant, offset, code, dims, *shape in refs:
-        table += struct.pack("<QQQBB6x8Q", column, grant, offset, code, dims, *shape, *[0] * (8 - len(shape)))
+        table += struct.pack(
+            "<QQQBB6x8Q", column, grant, offset, code, dims, *shape, *[0] * (8 - len(shape))
+        )
     return table + bytes(-len(table) % frame.ALIGN) + framed(header)
 
 
@@ -63,14 +69,20 @@ def send(sock: socket.socket, data: bytes, files: list[int]) -> None:
 
 
 def opened_ring(sock: socket.socket) -> None:
-    send(sock, envelope(RING, struct.pack("<I", CELLS), 2), [sealed_memfd("c", CELLS, others_write=True)[0], os.eventfd(0)])
+    send(
+        sock,
+        envelope(RING, struct.pack("<I", CELLS), 2),
+        [sealed_memfd("c", CELLS, others_write=True)[0], os.eventfd(0)],
+    )
 
 
 Attack = Callable[[socket.socket], None]
 Files = Callable[[], list[int]]
 
 
-def of_slot(refs: Callable[[], bytes], files: Files = lambda: [memfd()], said: int | None = None) -> Attack:
+def of_slot(
+    refs: Callable[[], bytes], files: Files = lambda: [memfd()], said: int | None = None
+) -> Attack:
     def attack(sock: socket.socket) -> None:
         opened_ring(sock)
         passed = files()
@@ -97,46 +109,110 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "a broken checksum": (just(envelope(FRAME, value_of([1, 2])[:-1] + b"\x99")), "checksum"),
     "a value that cannot be": (just(envelope(FRAME, framed(b"\xc1"))), "frame"),
     "half a slot number": (just(envelope(FORGET, b"123")), "numbers of slots"),
-    "a file that nothing announced": (just(envelope(FRAME, value_of(1)), lambda: [memfd()]), "nothing announced"),
-    "a file that a frame does not want": (just(envelope(FRAME, value_of(1), 1), lambda: [memfd()]), "wanted 0 open files"),
+    "a file that nothing announced": (
+        just(envelope(FRAME, value_of(1)), lambda: [memfd()]),
+        "nothing announced",
+    ),
+    "a file that a frame does not want": (
+        just(envelope(FRAME, value_of(1), 1), lambda: [memfd()]),
+        "wanted 0 open files",
+    ),
     "files that did not come": (just(envelope(FRAME, value_of(1), 3)), "wanted 3 open files"),
-    "more files than announced": (of_slot(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()], said=1), "nothing announced"),
-    "more files than slots": (of_slot(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()]), "wanted 1 open files"),
-    "too many files": (just(envelope(FRAME, value_of(1), 200), lambda: [memfd() for _ in range(200)]), "at most 128 open files"),
-    "a slot without a ring": (just(envelope(SHARED, shared(NEW, ONE), 1), lambda: [memfd()]), "wanted a slot that was passed"),
-    "an unknown slot": (of_slot(lambda: shared([(7, 0, 0)], ONE), list), "wanted a slot that was passed, found slot 7"),
-    "a place outside the slot": (of_slot(lambda: shared(NEW, (0, 0, 4090, CODE, 1, 10))), "within the 4096 bytes of its slot"),
-    "a place far outside": (of_slot(lambda: shared(NEW, (0, 0, 2**64 - 8, CODE, 1, 10))), "within the 4096 bytes"),
-    "a size that overflows": (of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 3, 2**62, 2**62, 2**62))), "within the 4096 bytes"),
-    "a shape that cannot be": (of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 3, 0, 2**62, 2**62))), "shape that can be"),
+    "more files than announced": (
+        of_slot(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()], said=1),
+        "nothing announced",
+    ),
+    "more files than slots": (
+        of_slot(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()]),
+        "wanted 1 open files",
+    ),
+    "too many files": (
+        just(envelope(FRAME, value_of(1), 200), lambda: [memfd() for _ in range(200)]),
+        "at most 128 open files",
+    ),
+    "a slot without a ring": (
+        just(envelope(SHARED, shared(NEW, ONE), 1), lambda: [memfd()]),
+        "wanted a slot that was passed",
+    ),
+    "an unknown slot": (
+        of_slot(lambda: shared([(7, 0, 0)], ONE), list),
+        "wanted a slot that was passed, found slot 7",
+    ),
+    "a place outside the slot": (
+        of_slot(lambda: shared(NEW, (0, 0, 4090, CODE, 1, 10))),
+        "within the 4096 bytes of its slot",
+    ),
+    "a place far outside": (
+        of_slot(lambda: shared(NEW, (0, 0, 2**64 - 8, CODE, 1, 10))),
+        "within the 4096 bytes",
+    ),
+    "a size that overflows": (
+        of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 3, 2**62, 2**62, 2**62))),
+        "within the 4096 bytes",
+    ),
+    "a shape that cannot be": (
+        of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 3, 0, 2**62, 2**62))),
+        "shape that can be",
+    ),
     "too many dimensions": (of_slot(lambda: shared(NEW, (0, 0, 0, CODE, 9))), "9 dimensions"),
-    "an unknown dtype": (of_slot(lambda: shared(NEW, (0, 0, 0, 77, 1, 10))), "known slot and dtype"),
-    "an unknown grant": (of_slot(lambda: shared(NEW, (0, 3, 0, CODE, 1, 10))), "known slot and dtype"),
+    "an unknown dtype": (
+        of_slot(lambda: shared(NEW, (0, 0, 0, 77, 1, 10))),
+        "known slot and dtype",
+    ),
+    "an unknown grant": (
+        of_slot(lambda: shared(NEW, (0, 3, 0, CODE, 1, 10))),
+        "known slot and dtype",
+    ),
     "a column twice": (of_slot(lambda: shared(NEW, ONE, ONE)), "distinct columns"),
     "a column too far": (of_slot(lambda: shared(NEW, (5, 0, 0, CODE, 1, 10))), "distinct columns"),
     "a cell too far": (of_slot(lambda: shared([(1, CELLS, 4096)], ONE)), "a cell that is free"),
-    "a cell twice": (of_slot(lambda: shared([(1, 0, 4096), (1, 0, 0)], ONE)), "a cell that is free"),
+    "a cell twice": (
+        of_slot(lambda: shared([(1, 0, 4096), (1, 0, 0)], ONE)),
+        "a cell that is free",
+    ),
     "a slot twice": (
-        of_slot(lambda: shared([(1, 0, 4096), (1, 1, 4096)], ONE), lambda: [memfd(), memfd()]), "wanted a new slot",
+        of_slot(lambda: shared([(1, 0, 4096), (1, 1, 4096)], ONE), lambda: [memfd(), memfd()]),
+        "wanted a new slot",
     ),
-    "more references than there are": (of_slot(lambda: struct.pack("<II", 2**31, 2**31) + bytes(500), list), "grants and"),
+    "more references than there are": (
+        of_slot(lambda: struct.pack("<II", 2**31, 2**31) + bytes(500), list),
+        "grants and",
+    ),
     "no references": (of_slot(lambda: b"123", list), "wanted grants and references"),
-    "columns that nobody fills": (of_slot(lambda: struct.pack("<II", 0, 0) + bytes(56) + value_of(np.zeros(5))[:-40], list), "frame"),
-    "a file that is no memory": (
-        of_slot(lambda: shared(NEW, ONE), lambda: [os.open("/dev/zero", os.O_RDWR)]), "another kind of file",
+    "columns that nobody fills": (
+        of_slot(lambda: struct.pack("<II", 0, 0) + bytes(56) + value_of(np.zeros(5))[:-40], list),
+        "frame",
     ),
-    "memory that is shorter than said": (of_slot(lambda: shared(NEW, ONE), lambda: [memfd(100)]), "wanted 4096 bytes"),
+    "a file that is no memory": (
+        of_slot(lambda: shared(NEW, ONE), lambda: [os.open("/dev/zero", os.O_RDWR)]),
+        "another kind of file",
+    ),
+    "memory that is shorter than said": (
+        of_slot(lambda: shared(NEW, ONE), lambda: [memfd(100)]),
+        "wanted 4096 bytes",
+    ),
     "memory that can shrink": (
-        of_slot(lambda: shared(NEW, ONE), lambda: [os.memfd_create("x", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)]), "no seal",
+        of_slot(
+            lambda: shared(NEW, ONE),
+            lambda: [os.memfd_create("x", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)],
+        ),
+        "no seal",
     ),
     "a bell that is none": (
-        just(RING_OF, lambda: [sealed_memfd("c", CELLS, others_write=True)[0], os.open("/dev/null", os.O_RDWR)]),
+        just(
+            RING_OF,
+            lambda: [
+                sealed_memfd("c", CELLS, others_write=True)[0],
+                os.open("/dev/null", os.O_RDWR),
+            ],
+        ),
         "wanted an eventfd",
     ),
     "cells that others may not write": (
-        just(RING_OF, lambda: [sealed_memfd("c", CELLS, others_write=False)[0], os.eventfd(0)]), "wanted to map",
+        just(RING_OF, lambda: [sealed_memfd("c", CELLS, others_write=False)[0], os.eventfd(0)]),
+        "wanted to map",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", ATTACKS)
@@ -199,7 +275,11 @@ def test_a_callback_that_fails_ends_only_its_link():
     def on_message(link: Any, value: Any) -> None:
         link.send(1 / value)
 
-    with Server(token=TOKEN, on_message=on_message) as server, dialled(server.address) as bad, dialled(server.address) as good:
+    with (
+        Server(token=TOKEN, on_message=on_message) as server,
+        dialled(server.address) as bad,
+        dialled(server.address) as good,
+    ):
         bad.send(0)
         with pytest.raises(ActorLost, match="ZeroDivisionError"):
             bad.recv(SOON_S)

@@ -148,16 +148,30 @@ def test_nothing_is_left_when_both_are_killed_and_the_address_can_be_served_agai
 
 
 def test_two_servers_cannot_have_one_key():
-    with Story(key=f"taken-{os.getpid()}") as story, pytest.raises(OverlordError, match="another server has this key"):
-        Server(token=TOKEN, on_message=lambda link, value: None, key=Address.parse(story.address).key)
+    with (
+        Story(key=f"taken-{os.getpid()}") as story,
+        pytest.raises(OverlordError, match="another server has this key"),
+    ):
+        Server(
+            token=TOKEN, on_message=lambda link, value: None, key=Address.parse(story.address).key
+        )
 
 
 def test_a_closed_server_leaves_no_thread_and_no_open_file():
     gc.collect()
-    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()  # of other tests: those may go meanwhile
+    files, threads = (
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+    )  # of other tests: those may go meanwhile
     for _ in range(3):
         with Story(echo=True) as story, dialled(story.address) as link:
             link.send(message(1))
             assert is_message(link.recv(SOON_S), 1)
         del link, story
-    wait_until(lambda: gc.collect() >= 0 and len(os.listdir("/proc/self/fd")) <= files and threading.active_count() <= threads)
+    wait_until(
+        lambda: (
+            gc.collect() >= 0
+            and len(os.listdir("/proc/self/fd")) <= files
+            and threading.active_count() <= threads
+        )
+    )

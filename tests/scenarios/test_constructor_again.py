@@ -41,7 +41,12 @@ class Started:
         self.loader = self.loader_link(1)
 
     def loader_link(self, incarnation: int, host: int = 3) -> Link:
-        return dial(self.host.address(), "t", {"role": "loader", "host": host, "incarnation": incarnation}, timeout_s=WAIT_S)[0]
+        return dial(
+            self.host.address(),
+            "t",
+            {"role": "loader", "host": host, "incarnation": incarnation},
+            timeout_s=WAIT_S,
+        )[0]
 
     def do(self, *messages: Any) -> None:
         self.host.do(list(messages))
@@ -49,14 +54,20 @@ class Started:
     def plan(self, *steps: int, generation: int = G) -> None:
         self.do(*(replace(placed(step, [2], (3,)), generation=generation) for step in steps))
 
-    def send(self, *steps: int, generation: int = G, value: int = 0, link: Link | None = None) -> None:
+    def send(
+        self, *steps: int, generation: int = G, value: int = 0, link: Link | None = None
+    ) -> None:
         for step in steps:
-            (link or self.loader).send(Payload(step, 3, documents(2, first=value or 10 + step), generation))
+            (link or self.loader).send(
+                Payload(step, 3, documents(2, first=value or 10 + step), generation)
+            )
 
     def client(self, rank: int, next_step: int, taken: int | None = None) -> RemoteInbox:
         """One that was linked to another process before, and has the steps up to ``next_step``."""
         where = lambda generation: (self.host.address(), "t")  # noqa: E731
-        box = RemoteInbox(rank=rank, address="", token="t", where=where, next_step=next_step, reconnect_s=WAIT_S)
+        box = RemoteInbox(
+            rank=rank, address="", token="t", where=where, next_step=next_step, reconnect_s=WAIT_S
+        )
         box._before = next_step - 1 if taken is None else taken
 
         def is_linked() -> bool:
@@ -73,7 +84,9 @@ class Started:
             self.told += self._asked.result()
             self._asked = self.host.events()
         said = [e for e in self.told if isinstance(e, tuple)]
-        return {rank: step for _, ranks, steps in said for rank, step in zip(ranks, steps, strict=True)}
+        return {
+            rank: step for _, ranks, steps in said for rank, step in zip(ranks, steps, strict=True)
+        }
 
     def took(self, rank: int) -> int:
         return self.host.taken(rank)
@@ -105,7 +118,10 @@ def take(box: RemoteInbox, n: int) -> list[int]:
 
 
 def test_clients_that_are_at_different_steps_go_on_where_they_are(anew: Started) -> None:
-    with closing_all(anew.client(0, 8, taken=6), anew.client(1, 5)) as (ahead, behind):  # rank 0 has step 7, and has not taken it
+    with closing_all(anew.client(0, 8, taken=6), anew.client(1, 5)) as (
+        ahead,
+        behind,
+    ):  # rank 0 has step 7, and has not taken it
         anew.plan(*range(5, 10))
         anew.send(*range(5, 10))
         assert take(ahead, 2) == [8, 9]
@@ -128,8 +144,12 @@ def closing_all(*boxes: RemoteInbox) -> Any:
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["shared memory", "tcp"])
-def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(tcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_queue, "GLANCE_S", 10.0)  # the next one is there, and may stand for a moment
+def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
+    tcp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        remote_queue, "GLANCE_S", 10.0
+    )  # the next one is there, and may stand for a moment
     first, second = Started(), Started()
     doors = [made.host._serve("t", host="127.0.0.1", tcp=tcp) for made in (first, second)]
     addresses = [by_tcp(door.address) if tcp else door.address for door in doors]
@@ -138,7 +158,9 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
     first.plan(0, 1, 2, 3, generation=0)
     first.send(0, 1, 2, 3, generation=0)
     where = lambda generation: (there[0], "t")  # noqa: E731
-    box = RemoteInbox(rank=0, address=there[0], token="t", where=where, next_step=0, reconnect_s=WAIT_S)
+    box = RemoteInbox(
+        rank=0, address=there[0], token="t", where=where, next_step=0, reconnect_s=WAIT_S
+    )
     with closing_all(box):
         assert box._link is not None
         assert box._link.shares_memory != tcp
@@ -171,7 +193,9 @@ def test_a_client_that_is_ahead_counts_as_far_as_it_is_and_no_further(anew: Star
         until(lambda: anew.heard() == {0: 7, 1: 7})
 
 
-def test_whoever_comes_for_a_client_that_died_gets_what_that_one_had_and_did_not_take(anew: Started) -> None:
+def test_whoever_comes_for_a_client_that_died_gets_what_that_one_had_and_did_not_take(
+    anew: Started,
+) -> None:
     anew.plan(5, 6, 7, 8)
     anew.send(5, 6, 7, 8)
     first = anew.client(0, 8, taken=5)
@@ -180,7 +204,10 @@ def test_whoever_comes_for_a_client_that_died_gets_what_that_one_had_and_did_not
     first._drop_link("it died")
     with closing_all(anew.client(0, 6)) as (second,):
         assert take(second, 3) == [6, 7, 8]
-    with pytest.raises(OverlordError, match=r"rank 1: step 4 was handed out already .* load a saved state on every rank"):
+    with pytest.raises(
+        OverlordError,
+        match=r"rank 1: step 4 was handed out already .* load a saved state on every rank",
+    ):
         anew.client(1, 4).get(WAIT_S)
 
 
@@ -205,7 +232,9 @@ def test_a_host_that_lives_goes_on_and_says_again_how_far_its_ranks_are() -> Non
         made.close()
 
 
-def test_a_planner_that_knows_of_less_than_the_one_before_it_went_back_to_hears_how_far_ranks_are() -> None:
+def test_a_planner_that_knows_of_less_than_the_one_before_it_went_back_to_hears_how_far_ranks_are() -> (
+    None
+):
     made = Started()
     try:
         made.do(Attach(0), Attach(1))
@@ -214,7 +243,9 @@ def test_a_planner_that_knows_of_less_than_the_one_before_it_went_back_to_hears_
         with closing_all(made.client(0, 0), made.client(1, 0)) as (one, two):
             assert take(one, 2) == take(two, 2) == [0, 1]
             until(lambda: made.heard() == {0: 1, 1: 1})
-            made.do(Back(G, 1))  # a loader was lost; the planner dies before it has written that all took step 1
+            made.do(
+                Back(G, 1)
+            )  # a loader was lost; the planner dies before it has written that all took step 1
             made.told.clear()
             made.do(Back(2 * G, 0))
             until(lambda: made.heard() == {0: 1, 1: 1})
@@ -239,7 +270,9 @@ def test_a_loader_host_that_was_started_again_takes_the_place_of_the_old_one(ane
         assert take(box, 1) == [5]
 
 
-def test_an_end_that_is_undone_is_undone_for_clients_that_have_not_heard_it_yet(anew: Started) -> None:
+def test_an_end_that_is_undone_is_undone_for_clients_that_have_not_heard_it_yet(
+    anew: Started,
+) -> None:
     with closing_all(anew.client(0, 5)) as (box,):
         anew.plan(5)
         anew.send(5)
@@ -266,7 +299,9 @@ class Line:
     def __init__(self, fault: Exception):
         self.fault, self.time, self.dialled = fault, 0.0, list[float]()
 
-    def dial(self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float) -> tuple[Any, dict[str, Any]]:
+    def dial(
+        self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float
+    ) -> tuple[Any, dict[str, Any]]:
         self.dialled.append(self.time)
         return self, {}
 
@@ -285,15 +320,24 @@ class Line:
 
     def box(self, where: Any, **settings: Any) -> RemoteInbox:
         return RemoteInbox(
-            rank=0, token="t", where=where, next_step=0, dial=self.dial, now=lambda: self.time, sleep=self.sleep,
+            rank=0,
+            token="t",
+            where=where,
+            next_step=0,
+            dial=self.dial,
+            now=lambda: self.time,
+            sleep=self.sleep,
             **{"address": "overlord://x:1/y", "reconnect_s": 20.0, **settings},
-        )  # fmt: skip
+        )
 
 
 def test_a_link_that_breaks_with_every_message_is_tried_with_pauses_and_given_up() -> None:
     line = Line(FrameError("what came is no message"))
     box = line.box(lambda generation: ("overlord://x:1/y", "t"))
-    with pytest.raises(ActorLost, match=r"could not be reached for 20\.\d s while step 0 was wanted: frame: what came is no message"):
+    with pytest.raises(
+        ActorLost,
+        match=r"could not be reached for 20\.\d s while step 0 was wanted: frame: what came is no message",
+    ):
         box.get(100.0)
     pauses = [round(b - a, 6) for a, b in pairwise(line.dialled)]
     assert len(line.dialled) < 40
@@ -306,7 +350,9 @@ def test_what_is_said_of_a_server_that_is_gone_names_the_cause_once() -> None:
 
     def where(generation: int) -> tuple[str, str]:
         cause = ActorLost("overlord://x:1/z", "nobody answers: Connection refused")
-        raise ActorLost("the session's front door", f"overlord://x:1/z could not be reached for 1.0 s: {cause}") from cause
+        raise ActorLost(
+            "the session's front door", f"overlord://x:1/z could not be reached for 1.0 s: {cause}"
+        ) from cause
 
     with pytest.raises(ActorLost) as lost:
         line.box(where).get(100.0)

@@ -53,7 +53,9 @@ class Siblings(Peers):
         there = self.elsewhere.spawn(Sent, name, factory, args, name=name, **where)
         handle, ticket = self.expect(name)
         self._started[ticket] = there
-        self.elsewhere.on_death(there, lambda there, reason: self.died(ticket, reason, fault_of(self.elsewhere, there)))
+        self.elsewhere.on_death(
+            there, lambda there, reason: self.died(ticket, reason, fault_of(self.elsewhere, there))
+        )
         self.elsewhere.tell(there, "meet", self.address, self.token, ticket)
         return handle
 
@@ -125,7 +127,9 @@ def test_the_calls_of_a_caller_arrive_in_their_order(control: Control, actor: Ha
     assert ask(control, actor, "notes") == list(range(300))
 
 
-def test_what_is_told_arrives_in_its_order_among_the_calls_and_a_fault_hurts_nobody(control: Control, actor: Handle) -> None:
+def test_what_is_told_arrives_in_its_order_among_the_calls_and_a_fault_hurts_nobody(
+    control: Control, actor: Handle
+) -> None:
     for i in range(100):
         (control.tell if i % 3 else control.call)(actor, "note", i)
     control.tell(actor, "fail", "ours")
@@ -152,9 +156,13 @@ def test_callers_in_several_threads_each_keep_their_order(control: Control, acto
         thread.start()
     for thread in threads:
         thread.join()
-    assert [control.get(future, SOON_S) for future, _ in answers] == [wanted for _, wanted in answers]
+    assert [control.get(future, SOON_S) for future, _ in answers] == [
+        wanted for _, wanted in answers
+    ]
     notes = ask(control, actor, "notes")
-    assert [[n for n in notes if n[0] == number] for number in range(6)] == [[[number, i] for i in range(50)] for number in range(6)]
+    assert [[n for n in notes if n[0] == number] for number in range(6)] == [
+        [[number, i] for i in range(50)] for number in range(6)
+    ]
 
 
 def test_values_arrive_as_they_were(control: Control, actor: Handle) -> None:
@@ -172,7 +180,10 @@ def test_records_with_arrays_arrive_with_their_arrays(control: Control, actor: H
 def test_arrays_cannot_be_written_by_who_gets_them(control: Control, actor: Handle) -> None:
     with pytest.raises(ValueError, match="read-only"):
         ask(control, actor, "write_into", np.zeros(3))
-    assert ask(control, actor, "flags", {"arrays": [np.zeros(3), np.zeros((2, 50_000))]}) == [False, False]
+    assert ask(control, actor, "flags", {"arrays": [np.zeros(3), np.zeros((2, 50_000))]}) == [
+        False,
+        False,
+    ]
     assert not ask(control, actor, "zeros", 10).flags.writeable
 
 
@@ -184,7 +195,11 @@ def test_an_array_stays_writable_for_its_owner(control: Control, actor: Handle) 
 
 def test_large_arguments_and_results_arrive_whole(control: Control, actor: Handle) -> None:
     arrays = [np.full(2**20, i, np.int64) for i in range(8)]  # 64 MiB
-    futures = [control.call(actor, "total", arrays), control.call(actor, "echo", arrays), control.call(actor, "zeros", 2**26)]
+    futures = [
+        control.call(actor, "total", arrays),
+        control.call(actor, "echo", arrays),
+        control.call(actor, "zeros", 2**26),
+    ]
     total, back, zeros = (control.get(f, 2 * SOON_S) for f in futures)
     assert total == sum(range(8)) * 2**20
     assert all(np.array_equal(a, b) for a, b in zip(arrays, back, strict=True))
@@ -192,25 +207,38 @@ def test_large_arguments_and_results_arrive_whole(control: Control, actor: Handl
     assert not zeros.any()
 
 
-def test_what_cannot_travel_is_named_by_its_argument_and_hurts_nobody(control: Control, actor: Handle) -> None:
-    with pytest.raises(FrameError, match=r"'echo' of actor 'worker', argument 1\['deep'\]\[1\].*object"):
+def test_what_cannot_travel_is_named_by_its_argument_and_hurts_nobody(
+    control: Control, actor: Handle
+) -> None:
+    with pytest.raises(
+        FrameError, match=r"'echo' of actor 'worker', argument 1\['deep'\]\[1\].*object"
+    ):
         control.call(actor, "echo", {"deep": [1, object()]})
     assert ask(control, actor, "echo", "still there") == "still there"
 
 
-def test_a_result_that_cannot_travel_is_an_error_of_its_call_alone(control: Control, actor: Handle) -> None:
-    with pytest.raises(FrameError, match=r"what 'unsendable' of actor 'worker' returned\['a'\]\[0\].*object"):
+def test_a_result_that_cannot_travel_is_an_error_of_its_call_alone(
+    control: Control, actor: Handle
+) -> None:
+    with pytest.raises(
+        FrameError, match=r"what 'unsendable' of actor 'worker' returned\['a'\]\[0\].*object"
+    ):
         ask(control, actor, "unsendable")
     assert ask(control, actor, "echo", "still there") == "still there"
 
 
 def test_an_unknown_method_says_which_there_are(control: Control, actor: Handle) -> None:
-    with pytest.raises(AttributeError, match=r"'worker' has no method 'ehco'; it has: break_promise, .*echo.*write_into"):
+    with pytest.raises(
+        AttributeError,
+        match=r"'worker' has no method 'ehco'; it has: break_promise, .*echo.*write_into",
+    ):
         ask(control, actor, "ehco", 1)
 
 
 @pytest.mark.parametrize("method", ["__init__", "_closed", "log"])
-def test_what_is_private_or_no_method_cannot_be_called(control: Control, actor: Handle, method: str) -> None:
+def test_what_is_private_or_no_method_cannot_be_called(
+    control: Control, actor: Handle, method: str
+) -> None:
     with pytest.raises(AttributeError, match="has no method"):
         ask(control, actor, method)
 
@@ -222,7 +250,12 @@ def test_our_errors_keep_their_fields(control: Control, actor: Handle) -> None:
     with pytest.raises(SourceError) as caught:
         ask(control, actor, "fail", "ours")
     error = caught.value
-    assert (error.source, error.problem, error.path, error.remedy) == ("web", "a problem", "a.parquet", "do this")
+    assert (error.source, error.problem, error.path, error.remedy) == (
+        "web",
+        "a problem",
+        "a.parquet",
+        "do this",
+    )
     assert error.__notes__ == ["in actor 'worker', fail"]
 
 
@@ -258,9 +291,13 @@ def test_an_error_does_not_end_the_actor(control: Control, actor: Handle) -> Non
 # deadlines
 
 
-def test_a_deadline_names_actor_and_method_and_the_call_goes_on(control: Control, actor: Handle) -> None:
+def test_a_deadline_names_actor_and_method_and_the_call_goes_on(
+    control: Control, actor: Handle
+) -> None:
     promise = control.call(actor, "promise")
-    with pytest.raises(DataStall, match=r"waited 0\.1 s for actor 'worker' to answer 'promise'") as caught:
+    with pytest.raises(
+        DataStall, match=r"waited 0\.1 s for actor 'worker' to answer 'promise'"
+    ) as caught:
         control.get(promise, SHORT_S)
     assert caught.value.seconds == SHORT_S
     assert ask(control, actor, "echo", "other") == "other"
@@ -268,7 +305,9 @@ def test_a_deadline_names_actor_and_method_and_the_call_goes_on(control: Control
     assert control.get(promise, SOON_S) == "late", "who asks again gets the late answer"
 
 
-def test_a_late_answer_that_nobody_waits_for_does_not_confuse_the_next(control: Control, actor: Handle, tmp_path: Path) -> None:
+def test_a_late_answer_that_nobody_waits_for_does_not_confuse_the_next(
+    control: Control, actor: Handle, tmp_path: Path
+) -> None:
     with pytest.raises(DataStall):
         control.get(control.call(actor, "wait_for", str(tmp_path / "go")), SHORT_S)
     (tmp_path / "go").touch()
@@ -283,7 +322,9 @@ def test_a_time_out_that_the_method_raises_is_its_own(control: Control, actor: H
 def test_wait_returns_with_the_first_answer(control: Control, actor: Handle) -> None:
     futures = [control.call(actor, "promise"), control.call(actor, "fail", "key")]
     assert control.wait(futures, SOON_S) == ([futures[1]], [futures[0]])
-    assert control.wait(futures[:1], SHORT_S) == ([], futures[:1]), "at the deadline, with what there is"
+    assert control.wait(futures[:1], SHORT_S) == ([], futures[:1]), (
+        "at the deadline, with what there is"
+    )
     assert control.wait([], SHORT_S) == ([], [])
 
 
@@ -357,8 +398,14 @@ def test_another_machine_cannot_be_asked_for(control: Control) -> None:
 # deaths
 
 
-def test_a_killed_actor_answers_nothing_more(backend: Backend, control: Control, actor: Handle) -> None:
-    pending = [control.call(actor, "promise"), control.call(actor, "sleep", 2 * SOON_S), control.call(actor, "echo", 1)]
+def test_a_killed_actor_answers_nothing_more(
+    backend: Backend, control: Control, actor: Handle
+) -> None:
+    pending = [
+        control.call(actor, "promise"),
+        control.call(actor, "sleep", 2 * SOON_S),
+        control.call(actor, "echo", 1),
+    ]
     control.kill(actor)
     for future in [*pending, control.call(actor, "echo", 2)]:
         with pytest.raises(ActorLost) as caught:
@@ -368,7 +415,9 @@ def test_a_killed_actor_answers_nothing_more(backend: Backend, control: Control,
     control.kill(actor)  # it cannot be more dead
 
 
-def test_a_death_is_told_once_to_everyone_who_asked_before_or_after(backend: Backend, control: Control, actor: Handle) -> None:
+def test_a_death_is_told_once_to_everyone_who_asked_before_or_after(
+    backend: Backend, control: Control, actor: Handle
+) -> None:
     before, also, after = Deaths(), Deaths(), Deaths()
     control.on_death(actor, before)
     control.on_death(actor, also)
@@ -393,7 +442,9 @@ def test_a_callback_that_fails_hurts_no_other(control: Control, actor: Handle) -
     assert ask(control, control.spawn(Worker, name="other"), "echo", 1) == 1
 
 
-def test_whoever_is_told_of_a_death_can_put_another_in_its_place(control: Control, actor: Handle) -> None:
+def test_whoever_is_told_of_a_death_can_put_another_in_its_place(
+    control: Control, actor: Handle
+) -> None:
     answers: list[Future[Any]] = []
     replaced = threading.Event()
 
@@ -407,7 +458,9 @@ def test_whoever_is_told_of_a_death_can_put_another_in_its_place(control: Contro
     assert control.get(answers[0], SOON_S).startswith("killed")
 
 
-def test_an_actor_that_leaves_by_itself_is_lost_with_its_exit_code(control: Control, actor: Handle) -> None:
+def test_an_actor_that_leaves_by_itself_is_lost_with_its_exit_code(
+    control: Control, actor: Handle
+) -> None:
     deaths = Deaths()
     control.on_death(actor, deaths)
     early, last = control.call(actor, "echo", "said before"), control.call(actor, "leave", 3)
@@ -477,7 +530,9 @@ def test_an_actor_that_does_not_leave_is_not_waited_for(
     record: Any = other._record
     leaves, how = (record.thread, "join") if backend.name == "local" else (record.gone, "wait")
     wait = getattr(leaves, how)
-    monkeypatch.setattr(leaves, how, lambda seconds: wait(SOON_S))  # it leaves when it is asked to, and may stand for a moment before
+    monkeypatch.setattr(
+        leaves, how, lambda seconds: wait(SOON_S)
+    )  # it leaves when it is asked to, and may stand for a moment before
     before = time.monotonic()
     control.shutdown(0.2)
     assert time.monotonic() - before < SOON_S
@@ -487,8 +542,12 @@ def test_an_actor_that_does_not_leave_is_not_waited_for(
     assert "other" not in caplog.text
 
 
-@pytest.mark.parametrize("backend", [b for b in STARTERS if b.name != "local"], ids=lambda b: b.name, indirect=True)
-def test_a_shutdown_that_is_interrupted_is_brought_to_its_end_by_the_next_one(backend: Backend) -> None:
+@pytest.mark.parametrize(
+    "backend", [b for b in STARTERS if b.name != "local"], ids=lambda b: b.name, indirect=True
+)
+def test_a_shutdown_that_is_interrupted_is_brought_to_its_end_by_the_next_one(
+    backend: Backend,
+) -> None:
     control = backend.make()
     here, stays = control.spawn(Worker, name="goes"), control.spawn(Worker, "never", name="stays")
     pids = [ask(control, handle, "pid") for handle in (here, stays)]
@@ -513,7 +572,9 @@ def test_a_shutdown_that_is_interrupted_is_brought_to_its_end_by_the_next_one(ba
 
 
 @pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)
-def test_a_close_that_fails_is_told_in_the_log(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_close_that_fails_is_told_in_the_log(
+    backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
     control = backend.make()
     control.spawn(Worker, "fail", name="worker")
     control.shutdown(SOON_S)
@@ -530,13 +591,17 @@ def test_two_control_planes_do_not_mix(backend: Backend, control: Control, actor
     assert ask(control, control.lookup("worker"), "echo", 1) == 1
 
 
-def test_a_handle_of_another_kind_of_control_plane_is_refused(backend: Backend, control: Control, actor: Handle) -> None:
+def test_a_handle_of_another_kind_of_control_plane_is_refused(
+    backend: Backend, control: Control, actor: Handle
+) -> None:
     other = next(b for b in BACKENDS if b is not backend)
     with other.make() as second, pytest.raises(OverlordError, match="of another control plane"):
         second.call(actor, "echo", 1)
 
 
-def test_local_actors_have_no_pid_and_processes_their_own(backend: Backend, control: Control, actor: Handle) -> None:
+def test_local_actors_have_no_pid_and_processes_their_own(
+    backend: Backend, control: Control, actor: Handle
+) -> None:
     pid = ask(control, actor, "pid")
     assert actor.pid == (None if backend.name == "local" else pid)
     assert (pid == os.getpid()) == (backend.name == "local")

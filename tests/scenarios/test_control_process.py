@@ -80,11 +80,18 @@ class Program:
 
     def __init__(self, path: Path, body: str, *, guarded: bool = True):
         body = textwrap.dedent(body)
-        text = HEAD + ("if __name__ == '__main__':\n" + textwrap.indent(body, "    ") if guarded else body)
+        text = HEAD + (
+            "if __name__ == '__main__':\n" + textwrap.indent(body, "    ") if guarded else body
+        )
         path.write_text(text)
         env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
         self.process = subprocess.Popen(
-            [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+            [sys.executable, str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+            start_new_session=True,
         )
         self.pids: list[int] = []
 
@@ -130,7 +137,9 @@ def test_a_kill_from_outside_is_told_at_once(control: ProcessControl) -> None:
         actor = control.spawn(Worker, name="worker")
         ask(control, actor, "echo", 1)
         pending, told, reasons = control.call(actor, "promise"), threading.Event(), []
-        control.on_death(actor, lambda handle, reason: (reasons.append((handle, reason)), told.set()))
+        control.on_death(
+            actor, lambda handle, reason: (reasons.append((handle, reason)), told.set())
+        )
         before = time.monotonic()
         os.kill(actor.pid, signal.SIGKILL)
         assert told.wait(SOON_S), "the death was not told"
@@ -143,10 +152,14 @@ def test_a_kill_from_outside_is_told_at_once(control: ProcessControl) -> None:
     assert any(took() < TOLD_S for _ in range(5)), "no death was told within ten times its bound"
 
 
-def test_answers_given_before_the_death_still_count(control: ProcessControl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_given_before_the_death_still_count(
+    control: ProcessControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process_launcher, "READS", 1)
     actor, gone = control.spawn(Worker, name="worker"), threading.Event()
-    control.call(actor, "echo", 1).add_done_callback(lambda _: gone.wait(SOON_S))  # the thread that reads comes late
+    control.call(actor, "echo", 1).add_done_callback(
+        lambda _: gone.wait(SOON_S)
+    )  # the thread that reads comes late
     futures = [control.call(actor, "zeros", 40_000) for _ in range(3)]
     last = control.call(actor, "leave", 0)
     assert select.select([actor._record.process.sentinel], [], [], SOON_S)[0], "it has not left"
@@ -164,7 +177,9 @@ def test_a_kill_before_the_start_is_just_that(control: ProcessControl) -> None:
     assert caught.value.reason == "killed by signal 9"
 
 
-def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(control: ProcessControl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(
+    control: ProcessControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process_launcher, "MAX_WAITING_BYTES", 2**25)
     actor, other = control.spawn(Worker, name="stopped"), control.spawn(Worker, name="other")
     ask(control, actor, "echo", 1)
@@ -225,7 +240,10 @@ class Babbler:
 
 
 def test_an_actor_that_does_not_leave_is_killed(control: ProcessControl) -> None:
-    actors = [control.spawn(Worker, name="busy"), control.spawn(Worker, "never", name="never closed")]
+    actors = [
+        control.spawn(Worker, name="busy"),
+        control.spawn(Worker, "never", name="never closed"),
+    ]
     for actor in actors:
         ask(control, actor, "echo", 1)
     control.call(actors[0], "hold_the_lock")
@@ -236,7 +254,9 @@ def test_an_actor_that_does_not_leave_is_killed(control: ProcessControl) -> None
 # messages that one side can make and the other cannot take
 
 
-def test_a_header_too_large_for_a_frame_is_an_error_of_its_call_alone(control: ProcessControl) -> None:
+def test_a_header_too_large_for_a_frame_is_an_error_of_its_call_alone(
+    control: ProcessControl,
+) -> None:
     actor = control.spawn(Worker, name="worker")
     with pytest.raises(FrameError, match="bytes of header"):
         control.call(actor, "echo", ["a" * 1000] * 20_000)
@@ -249,7 +269,9 @@ class OnlyHere(NamedTuple):
     number: int
 
 
-def test_a_record_that_one_side_does_not_know_is_an_error_of_its_call_alone(control: ProcessControl) -> None:
+def test_a_record_that_one_side_does_not_know_is_an_error_of_its_call_alone(
+    control: ProcessControl,
+) -> None:
     register(OnlyHere)
     actor = control.spawn(Worker, name="worker")
     with pytest.raises(FrameError, match="OnlyHere"):
@@ -273,7 +295,9 @@ def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessContr
     before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for i in range(100):
         one(i)
-    assert len(os.listdir("/proc/self/fd")) <= before  # those of another test may have been closed meanwhile
+    assert (
+        len(os.listdir("/proc/self/fd")) <= before
+    )  # those of another test may have been closed meanwhile
     assert threading.active_count() <= threads  # one of another test may have ended meanwhile
 
 
@@ -304,13 +328,19 @@ FAMILY = """
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_outlives_a_parent_that_is_killed(
+    tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = tempfile.TemporaryDirectory(prefix="ov")  # names of sockets must be short
     monkeypatch.setenv("TMPDIR", files.name)
     with files, Program(tmp_path / "program.py", FAMILY + "    time.sleep(100)") as program:
         assert len(program.ready()) == 8
-        assert len(program.pids) >= 10, "six actors, two workers, the fork server and Python's resource tracker"
-        assert [p for p in Path(files.name).rglob("*") if p.is_socket()], "the fork server listens at a file"
+        assert len(program.pids) >= 10, (
+            "six actors, two workers, the fork server and Python's resource tracker"
+        )
+        assert [p for p in Path(files.name).rglob("*") if p.is_socket()], (
+            "the fork server listens at a file"
+        )
         os.kill(program.process.pid, how)
         assert left_after([program.process.pid, *program.pids], GONE_S) == []
         assert list(Path(files.name).rglob("*")) == []
@@ -328,7 +358,9 @@ def test_nothing_outlives_a_program_that_ends_without_shutdown(tmp_path: Path) -
 def test_ctrl_c_ends_everything_within_a_second(tmp_path: Path, scoped: bool) -> None:
     body = FAMILY + "    time.sleep(100)"
     if scoped:
-        body = body.replace("control = ProcessControl()", "with ProcessControl() as control:").replace("\n    ", "\n        ")
+        body = body.replace(
+            "control = ProcessControl()", "with ProcessControl() as control:"
+        ).replace("\n    ", "\n        ")
         body = body.replace("\n        with", "\n    with")
     with Program(tmp_path / "program.py", body) as program:
         program.ready()
@@ -356,7 +388,9 @@ def test_processes_of_an_actor_come_from_the_one_fork_server(control: ProcessCon
     assert server == int(Path(f"/proc/{actor.pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(tmp_path: Path) -> None:
+def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(
+    tmp_path: Path,
+) -> None:
     body = """
     control = ProcessControl()
     actor = control.spawn(Worker, name="worker")
@@ -378,7 +412,9 @@ def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(t
     print(actor.pid, control.call(actor, "pid").result(20), copy, flush=True)
     time.sleep(100)
     """
-    body = body.replace("print(e, file=sys.stderr, flush=True)", "open('said', 'w').write(str(e))").replace(
+    body = body.replace(
+        "print(e, file=sys.stderr, flush=True)", "open('said', 'w').write(str(e))"
+    ).replace(
         "control = ", f"os.chdir({str(tmp_path)!r}); open('said', 'w').close()\n    control = "
     )
     with Program(tmp_path / "program.py", body) as program:
@@ -394,14 +430,19 @@ def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(t
 
 
 def test_a_factory_that_cannot_be_sent_says_what_to_do(control: ProcessControl) -> None:
-    with pytest.raises(JobError, match=r"actor 'worker': the factory <function .*lambda.*a function or a class of a module, not a lambda"):
+    with pytest.raises(
+        JobError,
+        match=r"actor 'worker': the factory <function .*lambda.*a function or a class of a module, not a lambda",
+    ):
         control.spawn(lambda: Worker(), name="worker")
     with pytest.raises(JobError, match=r"argument 2 of the factory <unlocked _thread.lock"):
         control.spawn(Worker, "", threading.Lock(), name="worker")
     assert ask(control, control.spawn(Worker, name="worker"), "echo", 1) == 1
 
 
-def test_a_factory_that_the_process_cannot_find_is_told(control: ProcessControl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_that_the_process_cannot_find_is_told(
+    control: ProcessControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = type(sys)("only_here")
     exec("class Lost:\n    pass", module.__dict__)
     module.Lost.__module__ = "only_here"
@@ -410,7 +451,9 @@ def test_a_factory_that_the_process_cannot_find_is_told(control: ProcessControl,
         ask(control, control.spawn(module.Lost, name="lost"), "echo", 1)
 
 
-def test_actors_do_not_import_the_main_file_of_a_program_that_sends_nothing_of_it(tmp_path: Path) -> None:
+def test_actors_do_not_import_the_main_file_of_a_program_that_sends_nothing_of_it(
+    tmp_path: Path,
+) -> None:
     """It may have no guard, and it may import torch."""
     body = """
         import colorsys
@@ -435,22 +478,34 @@ def test_a_program_that_cannot_be_imported_is_told_how_to_be(tmp_path: Path) -> 
     """
     with Program(tmp_path / "program.py", body, guarded=False) as program:
         out, _ = program.end()
-    assert out.startswith("ActorLost worker is lost: its process ended before it could start (exit code 1)")
+    assert out.startswith(
+        "ActorLost worker is lost: its process ended before it could start (exit code 1)"
+    )
     assert UNGUARDED in out
     assert 'if __name__ == "__main__":' in UNGUARDED
 
 
-def test_an_actor_has_the_environment_of_now(control: ProcessControl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_has_the_environment_of_now(
+    control: ProcessControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OVERLORD_TEST_OF_CONTROL", "first")
     first = control.spawn(Worker, name="first")
     monkeypatch.delenv("OVERLORD_TEST_OF_CONTROL")
     second = control.spawn(Worker, name="second")
-    assert [ask(control, a, "environ", "OVERLORD_TEST_OF_CONTROL") for a in (first, second)] == ["first", None]
+    assert [ask(control, a, "environ", "OVERLORD_TEST_OF_CONTROL") for a in (first, second)] == [
+        "first",
+        None,
+    ]
 
 
 def test_what_the_fork_server_loads_starts_no_thread() -> None:
     code = f"import threading\nfor name in {PRELOAD!r}:\n    __import__(name)\nassert threading.active_count() == 1, threading.enumerate()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -30,7 +30,9 @@ STEPS = 6
 
 def demo(out: Path, width: int = 100) -> tuple[Figures, str]:
     screen = io.StringIO()
-    figures = run_demo(out, TINY, STEPS, Console(file=screen, width=width), "overlord demo --tiny", compute_s=0.0)
+    figures = run_demo(
+        out, TINY, STEPS, Console(file=screen, width=width), "overlord demo --tiny", compute_s=0.0
+    )
     return figures, screen.getvalue()
 
 
@@ -57,13 +59,24 @@ def test_report_and_terminal_show_the_figures_of_the_run(done: tuple[Path, Figur
         assert f"<b>{escape(figure)}</b>" in page
 
 
-def test_the_report_says_what_became_of_long_documents_and_counts_lost_tokens(done: tuple[Path, Figures, str]) -> None:
+def test_the_report_says_what_became_of_long_documents_and_counts_lost_tokens(
+    done: tuple[Path, Figures, str],
+) -> None:
     out, figures, _ = done
     page = (out / "report.html").read_text()
-    assert figures.lost == dict.fromkeys(figures.names, 0), "the job of the demonstration splits them"
+    assert figures.lost == dict.fromkeys(figures.names, 0), (
+        "the job of the demonstration splits them"
+    )
     assert "Documents longer than the context of 2,048 tokens were split into pieces of it." in page
     name = figures.names[0]
-    cut = report(replace(figures, on_long="truncate", lost={**figures.lost, name: int(figures.lengths[name].sum())}), "").to_html()
+    cut = report(
+        replace(
+            figures,
+            on_long="truncate",
+            lost={**figures.lost, name: int(figures.lengths[name].sum())},
+        ),
+        "",
+    ).to_html()
     assert "tokens were cut to it" in cut
     assert f"<td>{int(figures.lengths[name].sum()):,} (50.0%)</td>" in cut
     assert '<th scope="col">lost tokens</th>' in cut
@@ -77,15 +90,29 @@ def test_the_figures_are_those_of_the_stream(done: tuple[Path, Figures, str]) ->
         session.set_mixture(later_mixture(), at=STEPS // 2)
         clients = [session.client(rank) for rank in range(TINY.ranks)]
         for k in range(STEPS):
-            pieces = [piece for client in clients for microbatch in next(client) for piece in microbatch.samples]
+            pieces = [
+                piece
+                for client in clients
+                for microbatch in next(client)
+                for piece in microbatch.samples
+            ]
             counts = [sum(piece.sample.source == name for piece in pieces) for name in job.names]
             assert figures.realised[k].tolist() == pytest.approx([n / TINY.samples for n in counts])
             costs = DENSE_12B({"tokens": session.plan(k).tokens})
-            unplanned = np.array([costs[rank :: TINY.ranks].sum() for rank in range(TINY.ranks)])  # sample i to rank i mod ranks
-            assert figures.compared["vanilla"].bucket[k] == pytest.approx(unplanned.max() / unplanned.mean())
-            assert figures.compared["llm_balance"].bucket[k] == pytest.approx(session.plan(k).imbalance()["bucket"])
+            unplanned = np.array(
+                [costs[rank :: TINY.ranks].sum() for rank in range(TINY.ranks)]
+            )  # sample i to rank i mod ranks
+            assert figures.compared["vanilla"].bucket[k] == pytest.approx(
+                unplanned.max() / unplanned.mean()
+            )
+            assert figures.compared["llm_balance"].bucket[k] == pytest.approx(
+                session.plan(k).imbalance()["bucket"]
+            )
             # Of the k * ranks + 1 dearest samples some rank holds k + 1: pieces of split documents are of the same size.
-            dearest = [np.sort(costs)[::-1][: n * TINY.ranks + 1][-n - 1 :].sum() for n in range((len(costs) - 1) // TINY.ranks + 1)]
+            dearest = [
+                np.sort(costs)[::-1][: n * TINY.ranks + 1][-n - 1 :].sum()
+                for n in range((len(costs) - 1) // TINY.ranks + 1)
+            ]
             assert figures.bound[k] == pytest.approx(max(1.0, max(dearest) / unplanned.mean()))
 
 
@@ -103,7 +130,9 @@ def test_planning_beats_no_planning(done: tuple[Path, Figures, str]) -> None:
     assert (planned >= figures.bound - 1e-9).all()
 
 
-def test_a_second_demo_uses_the_corpus_and_shows_the_same_plans(done: tuple[Path, Figures, str]) -> None:
+def test_a_second_demo_uses_the_corpus_and_shows_the_same_plans(
+    done: tuple[Path, Figures, str],
+) -> None:
     out, figures, _ = done
     before = {p: p.stat().st_mtime_ns for p in (out / "corpus").rglob("*")}
     again, screen = demo(out, width=80)
@@ -111,12 +140,23 @@ def test_a_second_demo_uses_the_corpus_and_shows_the_same_plans(done: tuple[Path
     assert {p: p.stat().st_mtime_ns for p in (out / "corpus").rglob("*")} == before
     assert mix_rows(again) == mix_rows(figures)
     assert placing_rows(again) == placing_rows(figures)
-    assert max(len(line) for line in screen.splitlines() if "report" not in line and str(out) not in line) <= 80
+    assert (
+        max(
+            len(line)
+            for line in screen.splitlines()
+            if "report" not in line and str(out) not in line
+        )
+        <= 80
+    )
 
 
-def test_the_corpus_is_the_same_wherever_it_is_made(done: tuple[Path, Figures, str], tmp_path: Path) -> None:
+def test_the_corpus_is_the_same_wherever_it_is_made(
+    done: tuple[Path, Figures, str], tmp_path: Path
+) -> None:
     assert make_corpus(tmp_path, TINY, lambda words: None)
-    files = [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".tar"]
+    files = [
+        p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".tar"
+    ]
     assert len({p.suffix for p in files}) >= 5
     assert all((tmp_path / p).read_bytes() == (done[0] / p).read_bytes() for p in files)
 
@@ -139,7 +179,9 @@ def test_nothing_in_the_corpus_is_broken(done: tuple[Path, Figures, str]) -> Non
 
 def test_a_folder_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(cli, ["demo", "--out", str(tmp_path / "file" / "demo"), "--steps", "1"])
+    result = CliRunner().invoke(
+        cli, ["demo", "--out", str(tmp_path / "file" / "demo"), "--steps", "1"]
+    )
     assert result.exit_code == 2
     assert "choose another folder with --out" in result.stderr
     assert "Traceback" not in result.output
@@ -148,7 +190,11 @@ def test_a_folder_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None
 def test_it_ends_with_a_drill_in_which_nothing_is_lost(done: tuple[Path, Figures, str]) -> None:
     out, figures, screen = done
     assert figures.drill is not None
-    assert [s.name for s in figures.drill.hit.strikes] == ["loader-host/0", "planner", "constructor-host/0"]
+    assert [s.name for s in figures.drill.hit.strikes] == [
+        "loader-host/0",
+        "planner",
+        "constructor-host/0",
+    ]
     line = "3 kills, 0 samples lost, 0 repeated, digest equal to the undisturbed run"
     assert figures.drill.sentence() == line
     assert line in screen
@@ -161,10 +207,17 @@ def test_without_optional_packages_the_sources_hold_ids_and_the_job_runs(tmp_pat
     assert not make_corpus(tmp_path, TINY, lambda words: None, plain)
     assert not (tmp_path / "tokenizer.json").exists()
     job = replace(make_job(tmp_path, TINY, plain), until=2)
-    assert {Path(str(source.uri)).suffix for source in job.sources} == {".jsonl", ".gz", ".parquet", ".arrow"}
+    assert {Path(str(source.uri)).suffix for source in job.sources} == {
+        ".jsonl",
+        ".gz",
+        ".parquet",
+        ".arrow",
+    }
     with ov.launch(job) as session:
         steps = list(session.client(0))
     assert [step.step for step in steps] == [0, 1]
-    assert max(int(microbatch["tokens"].max()) for step in steps for microbatch in step) < TINY.vocab
+    assert (
+        max(int(microbatch["tokens"].max()) for step in steps for microbatch in step) < TINY.vocab
+    )
     assert "without tokenizers" in plain.note
     assert Storing(tokenizers=True, zstandard=True).note == ""

@@ -24,7 +24,10 @@ WORLD = ov.ClientPlaceTree(dp=2, tp=2)
 
 
 def direct(made: ov.Job, **options: Any) -> ov.Session:
-    return launch(made, **{"runtime": "process", "constructors": False, "stall_limit_s": 2 * WAIT_S, **options})
+    return launch(
+        made,
+        **{"runtime": "process", "constructors": False, "stall_limit_s": 2 * WAIT_S, **options},
+    )
 
 
 def marked(samples: ov.Popped) -> ov.Ragged:
@@ -49,19 +52,32 @@ def contents(clients: list[ov.Client]) -> list[list[Any]]:
 # The stream
 
 
-@pytest.mark.parametrize("changes", [{}, {"look_ahead": 3}, {"hooks": [ov.loader_do_plan(marked)]}], ids=["plain", "look-ahead", "hook"])
-def test_every_rank_of_every_group_gets_what_it_gets_with_constructors(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"look_ahead": 3}, {"hooks": [ov.loader_do_plan(marked)]}],
+    ids=["plain", "look-ahead", "hook"],
+)
+def test_every_rank_of_every_group_gets_what_it_gets_with_constructors(
+    changes: dict[str, Any],
+) -> None:
     made = job(n=60, place=WORLD, **changes)
 
     def seen(step: ov.Step) -> tuple[Any, ...]:
-        return content(step), [mb.samples for mb in step], step.plan_digest, step.global_valid_tokens
+        return (
+            content(step),
+            [mb.samples for mb in step],
+            step.plan_digest,
+            step.global_valid_tokens,
+        )
 
     def all_of_it(**options: Any) -> list[Any]:
         with launch(made, stall_limit_s=2 * WAIT_S, **options) as session:
             clients = [session.client(r) for r in range(4)]
             return [[seen(step) for step in row] for row in side_by_side(clients)]
 
-    assert all_of_it(runtime="process", constructors=False, broadcast=False) == all_of_it(broadcast=False)
+    assert all_of_it(runtime="process", constructors=False, broadcast=False) == all_of_it(
+        broadcast=False
+    )
 
 
 def test_trainers_in_other_processes_build_for_themselves_beside_one_in_the_sessions() -> None:
@@ -93,7 +109,10 @@ def test_no_step_is_planned_before_all_are_there_and_the_missing_are_named() -> 
     with direct(job(n=60)) as session:
         served = session.serve()
         with ov.connect(served, 0, served.token, stall_limit_s=0.3) as first:
-            stalls_for(first, "the clients of ranks 1: without constructors no step is planned before all have come")
+            stalls_for(
+                first,
+                "the clients of ranks 1: without constructors no step is planned before all have come",
+            )
             first._limit_s = 2 * WAIT_S
             assert session.metrics()["planned_steps"] == 0
             with ov.connect(served, 1, served.token) as second:
@@ -143,7 +162,9 @@ def test_a_client_that_is_killed_ends_the_job_by_name_and_a_state_brings_all_bac
     with direct(made) as session:
         served = session.serve()
         with ov.connect(served, 0, served.token) as client:
-            there = trainer(served, 1, "next(client); next(client); print('took', flush=True); time.sleep(60)")
+            there = trainer(
+                served, 1, "next(client); next(client); print('took', flush=True); time.sleep(60)"
+            )
             assert there.stdout is not None
             assert take(client, 2) == wanted[0][:2]
             state = client.state_dict()
@@ -154,7 +175,9 @@ def test_a_client_that_is_killed_ends_the_job_by_name_and_a_state_brings_all_bac
                 got += [content(step) for step in client]
             assert got == wanted[0][2 : 2 + len(got)], "what had been sent is taken first"
             again = ov.connect(served, 1, served.token)
-            with pytest.raises(OverlordError, match="the steps that were sent to this rank are gone"):
+            with pytest.raises(
+                OverlordError, match="the steps that were sent to this rank are gone"
+            ):
                 next(again)
             again.load_state_dict(json.loads(json.dumps(state)))
             client.load_state_dict(state)
@@ -209,7 +232,9 @@ def closing_once(monkeypatch: pytest.MonkeyPatch) -> list[LinkRefused]:
     return once
 
 
-def test_a_rank_whose_planner_closes_asks_again_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_planner_closes_asks_again_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with direct(job(n=60)) as session:
         clients = join_all(session.serve(), 2)
         take(clients[0], 2), take(clients[1], 2)
@@ -217,7 +242,9 @@ def test_a_rank_whose_planner_closes_asks_again_where_it_is(monkeypatch: pytest.
         wanted = [take(c, 3) for c in clients]
         once = closing_once(monkeypatch)
         clients[1]._inbox._own._link.close()  # type: ignore[attr-defined]
-        with pytest.raises(OverlordError, match="load a saved state"):  # of the planner, which is still the same
+        with pytest.raises(
+            OverlordError, match="load a saved state"
+        ):  # of the planner, which is still the same
             rest(clients[1])
         assert once == []
         for client in clients:
@@ -226,7 +253,9 @@ def test_a_rank_whose_planner_closes_asks_again_where_it_is(monkeypatch: pytest.
         closing(clients)
 
 
-def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wanted = [whole_run(job(n=60), rank) for rank in range(2)]
     with direct(job(n=60)) as session:
         served = session.serve()
@@ -260,7 +289,9 @@ def test_a_session_that_is_moved_moves_its_clients_wherever_they_are() -> None:
 
 def test_links_and_bytes_grow_with_the_ranks_of_a_group() -> None:
     def cost(**options: Any) -> tuple[int, int]:
-        with launch(job(n=60, place=WORLD), runtime="process", hosts=2, stall_limit_s=2 * WAIT_S, **options) as session:
+        with launch(
+            job(n=60, place=WORLD), runtime="process", hosts=2, stall_limit_s=2 * WAIT_S, **options
+        ) as session:
             for row in side_by_side([session.client(r) for r in range(4)]):
                 assert len({step.step for step in row}) == 1
             transfer = until(lambda: all_of(session.metrics()["transfer"]))
@@ -268,9 +299,15 @@ def test_links_and_bytes_grow_with_the_ranks_of_a_group() -> None:
             clients = {name: row for name, row in transfer.items() if name.startswith("client/")}
             if not options["constructors"]:
                 assert set(clients) == {f"client/{r}" for r in range(4)}
-                assert all(row["links"] == len(loaders) + 1 and row["pss"] > 0 for row in clients.values())
-                assert sum(row["received_bytes"] for row in clients.values()) == sum(row["sent_bytes"] for row in loaders)
-            return sum(row["links"] for row in loaders) // len(loaders), sum(row["sent_bytes"] for row in loaders)
+                assert all(
+                    row["links"] == len(loaders) + 1 and row["pss"] > 0 for row in clients.values()
+                )
+                assert sum(row["received_bytes"] for row in clients.values()) == sum(
+                    row["sent_bytes"] for row in loaders
+                )
+            return sum(row["links"] for row in loaders) // len(loaders), sum(
+                row["sent_bytes"] for row in loaders
+            )
 
     def all_of(transfer: dict[str, dict[str, int]]) -> dict[str, dict[str, int]] | None:
         """When all have told: of one that stands for a moment the row is empty."""
@@ -288,7 +325,10 @@ def test_links_and_bytes_grow_with_the_ranks_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"constructors": False}, "constructors: False is for runtime='process', where it is measured; in one process there is no hop"),
+        (
+            {"constructors": False},
+            "constructors: False is for runtime='process', where it is measured; in one process there is no hop",
+        ),
         ({"constructors": 0, "runtime": "process"}, "constructors: wanted True or False, found 0"),
     ],
 )
@@ -300,13 +340,18 @@ def test_what_cannot_be_is_said_at_launch(options: dict[str, Any], says: str) ->
 
 def test_clients_live_on_the_machine_of_the_session() -> None:
     with direct(job()) as session:
-        with pytest.raises(JobError, match="host: without constructors payload goes to clients through shared memory"):
+        with pytest.raises(
+            JobError,
+            match="host: without constructors payload goes to clients through shared memory",
+        ):
             session.serve(host="0.0.0.0")
         assert session.serve().address.startswith("overlord://127.0.0.1:")
 
 
 def test_constructor_hooks_need_constructors() -> None:
-    with pytest.raises(JobError, match="code does not travel to them: leave out the job's constructor_do_plan"):
+    with pytest.raises(
+        JobError, match="code does not travel to them: leave out the job's constructor_do_plan"
+    ):
         direct(job(hooks=[ov.constructor_do_plan(remade)]))
 
 
@@ -318,7 +363,9 @@ def test_a_client_that_is_announced_twice_before_the_first_step_is_sent_all_of_i
     with direct(job(n=60)) as session:
         clients = [session.client(r) for r in range(2)]
         host: Any = session._host
-        for rank in range(2):  # as when its link to the planner was cut, or a source joined at that moment
+        for rank in range(
+            2
+        ):  # as when its link to the planner was cut, or a source joined at that moment
             session._pump.ask(lambda rank=rank: host._came(host._constructors[rank]), "the pump")
         assert contents(clients) == wanted
 
@@ -335,7 +382,11 @@ def test_a_client_that_no_loader_host_can_reach_ends_the_job_by_name() -> None:
             "pid": os.getpid(),
         }
         link, _ = dial(address, token, hello, timeout_s=WAIT_S)
-        with link, ov.connect(served, 0, served.token) as client, pytest.raises(ActorLost, match="client/1 is lost"):
+        with (
+            link,
+            ov.connect(served, 0, served.token) as client,
+            pytest.raises(ActorLost, match="client/1 is lost"),
+        ):
             rest(client)
 
 

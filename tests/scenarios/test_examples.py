@@ -15,27 +15,66 @@ from tests import rays
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SAYS = {
-    "10_long_short.py": ["vanilla: 24 steps take 2.5", "balanced: 24 steps take 1.4", "balanced, look-ahead 4: 24 steps take 1.1"],
+    "10_long_short.py": [
+        "vanilla: 24 steps take 2.5",
+        "balanced: 24 steps take 1.4",
+        "balanced, look-ahead 4: 24 steps take 1.1",
+    ],
     "01_local.py": ["LoadingPlan(step 0, 64 samples", "wanted 60.0%, realised 60.0%"],
     "02_torch_loop.py": ["step 39:"],
-    "03_resume.py": ["step 3 on 3 ranks: 24 samples, the same", "step 5 on 3 ranks: 24 samples, the same"],
-    "04_custom_strategy.py": ["dealt out in turn: a step takes 1.9", "windowed: a step takes 1.003 of the mean rank's time"],
-    "07_custom_balance.py": ["dealt                          1.", "greedy                         1.056                    1.057"],
+    "03_resume.py": [
+        "step 3 on 3 ranks: 24 samples, the same",
+        "step 5 on 3 ranks: 24 samples, the same",
+    ],
+    "04_custom_strategy.py": [
+        "dealt out in turn: a step takes 1.9",
+        "windowed: a step takes 1.003 of the mean rank's time",
+    ],
+    "07_custom_balance.py": [
+        "dealt                          1.",
+        "greedy                         1.056                    1.057",
+    ],
     "08_vlm_hybrid.py": [
         "vlm_hybrid: time over mean, encoder on 8 ranks: 1.000; backbone on 4 replicas: 1.001",
         "rank 2 encodes",
         "step 2: 181 images",
     ],
-    "09_low_level.py": ["step 2: 49 of 868 tokens masked", "imbalance 1.006", "samples candidates; web:"],
+    "09_low_level.py": [
+        "step 2: 49 of 868 tokens masked",
+        "imbalance 1.006",
+        "samples candidates; web:",
+    ],
     "05_yaml_job.py": ["read back equal: True", "wrong.yaml: 3 problems", "did you mean 'weight'?"],
-    "11_connect.py": ["rank 0 of another process: steps 0 to 9", "rank 1 of another process: steps 0 to 9", "320 samples, each once: True"],
-    "12_fsdp2.py": ["1 rank(s), 10 steps: loss 4.1", "steps 5 to 9 again, from the checkpoint: same losses: True"],
-    "13_megatron_style.py": ["ranks that fetch: [0, 2] of 8; rank 0 for ranks [0, 1, 4, 5]", "last stage: cu_seqlens", "loss 4.24 to 0.01"],
-    "14_vlm_torchrun.py": ["images encoded by each rank: [564, 561, 549, 540]", "loss 2.30 to 0.01"],
-    "15_ray_train.py": ["step 11, by the second group of workers: loss 0.0", "12 steps on both ranks are those of a calm run: True"],
+    "11_connect.py": [
+        "rank 0 of another process: steps 0 to 9",
+        "rank 1 of another process: steps 0 to 9",
+        "320 samples, each once: True",
+    ],
+    "12_fsdp2.py": [
+        "1 rank(s), 10 steps: loss 4.1",
+        "steps 5 to 9 again, from the checkpoint: same losses: True",
+    ],
+    "13_megatron_style.py": [
+        "ranks that fetch: [0, 2] of 8; rank 0 for ranks [0, 1, 4, 5]",
+        "last stage: cu_seqlens",
+        "loss 4.24 to 0.01",
+    ],
+    "14_vlm_torchrun.py": [
+        "images encoded by each rank: [564, 561, 549, 540]",
+        "loss 2.30 to 0.01",
+    ],
+    "15_ray_train.py": [
+        "step 11, by the second group of workers: loss 0.0",
+        "12 steps on both ranks are those of a calm run: True",
+    ],
     "06_curriculum.py": ["curriculum(column='difficulty'", "rising over the ramp: True"],
 }
-NEEDS = {"02_torch_loop.py": "torch", "12_fsdp2.py": "transformers", "13_megatron_style.py": "torch", "14_vlm_torchrun.py": "torch"}
+NEEDS = {
+    "02_torch_loop.py": "torch",
+    "12_fsdp2.py": "transformers",
+    "13_megatron_style.py": "torch",
+    "14_vlm_torchrun.py": "torch",
+}
 LONGER = ("12_", "13_", "14_", "15_")  # whole training loops, with their models
 
 
@@ -45,9 +84,22 @@ def run(path: Path, tmp_path: Path) -> str:
         pytest.skip(f"{module} is not installed")
     if path.name == "15_ray_train.py" and (why := rays.train_missing()):
         pytest.skip(why)
-    own = {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path), "OVERLORD_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    own = {
+        "PYTHONPATH": str(ROOT / "src"),
+        "TMPDIR": str(tmp_path),
+        "OVERLORD_CACHE": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-W", "error::ResourceWarning", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own}, cwd=tmp_path, timeout=240, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **own},
+        cwd=tmp_path,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -57,7 +109,9 @@ def run(path: Path, tmp_path: Path) -> str:
 def test_an_example_says_what_it_promises_and_leaves_nothing_behind(path: Path, tmp_path: Path):
     output = run(path, tmp_path)
     assert [words for words in SAYS[path.name] if words not in output] == []
-    left = [file.name for file in tmp_path.iterdir() if not file.name.startswith("torchinductor")]  # torch's own
+    left = [
+        file.name for file in tmp_path.iterdir() if not file.name.startswith("torchinductor")
+    ]  # torch's own
     assert left == []
     if path.name == "01_local.py":
         assert run(path, tmp_path) == output, "it prints the same on every run"
@@ -68,5 +122,7 @@ def test_an_example_says_what_it_promises_and_leaves_nothing_behind(path: Path, 
 
 def test_examples_stay_short():
     limits = {path: 90 if path.name.startswith(LONGER) else 60 for path in EXAMPLES}
-    assert [path.name for path in EXAMPLES if len(path.read_text().splitlines()) >= limits[path]] == []
+    assert [
+        path.name for path in EXAMPLES if len(path.read_text().splitlines()) >= limits[path]
+    ] == []
     assert {path.name for path in EXAMPLES} == set(SAYS)

@@ -22,7 +22,21 @@ from overlord.errors import ActorLost
 from overlord.planning.strategies import resolve
 from tests import images as pictures
 from tests.deadly import Halting, Slow
-from tests.processes import EXITED, KILLED, PARTS, WAIT_S, Played, halt, hosts_of, launch, left_after, play, run, runs, until
+from tests.processes import (
+    EXITED,
+    KILLED,
+    PARTS,
+    WAIT_S,
+    Played,
+    halt,
+    hosts_of,
+    launch,
+    left_after,
+    play,
+    run,
+    runs,
+    until,
+)
 from tests.properties.test_combined import LAG
 from tests.properties.test_feedback import trainer
 from tests.scenarios.test_images import BROKEN, counted, marked
@@ -32,8 +46,18 @@ from tests.worlds import folder
 pytestmark = pytest.mark.timeout(4 * WAIT_S)
 
 STEPS = 40
-APART = {"sources_per_host": 1, "hosts": 4, "constructor_hosts": 2}  # three loader hosts, two constructor hosts
-EVERYONE = ("constructor-host/0", "constructor-host/1", "loader-host/0", "loader-host/1", "loader-host/2")
+APART = {
+    "sources_per_host": 1,
+    "hosts": 4,
+    "constructor_hosts": 2,
+}  # three loader hosts, two constructor hosts
+EVERYONE = (
+    "constructor-host/0",
+    "constructor-host/1",
+    "loader-host/0",
+    "loader-host/1",
+    "loader-host/2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +86,11 @@ def recovered(session: ov.Session) -> list[str]:
     return [r["part"] for r in session.metrics()["recoveries"]]
 
 
-@pytest.mark.parametrize("names", [EVERYONE[:1], EVERYONE[:2], EVERYONE[2:3], EVERYONE[3:], EVERYONE[2:], EVERYONE], ids="+".join)
+@pytest.mark.parametrize(
+    "names",
+    [EVERYONE[:1], EVERYONE[:2], EVERYONE[2:3], EVERYONE[3:], EVERYONE[2:], EVERYONE],
+    ids="+".join,
+)
 def test_whoever_is_killed_nobody_notices(calm: Played, names: tuple[str, ...]) -> None:
     with launch(job(until=STEPS), **APART) as session:
         got = play(session, act={9: killing(*names)})
@@ -70,10 +98,16 @@ def test_whoever_is_killed_nobody_notices(calm: Played, names: tuple[str, ...]) 
         told = session.metrics()["recoveries"]
         assert {r["reason"] for r in told} == {KILLED}
         assert len({r["step"] for r in told}) == 1, "one way back for all"
-        until(lambda: all(a["state"] == "running" for a in session.metrics()["actors"] if a["role"] == "host"))
+        until(
+            lambda: all(
+                a["state"] == "running" for a in session.metrics()["actors"] if a["role"] == "host"
+            )
+        )
         pids = list(hosts_of(session).values())
     assert got == calm
-    assert PARTS == "ray" or not left_after(pids, WAIT_S)  # there they wait for the next one of their name
+    assert PARTS == "ray" or not left_after(
+        pids, WAIT_S
+    )  # there they wait for the next one of their name
 
 
 def test_all_are_killed_again_and_again(calm: Played) -> None:
@@ -82,7 +116,9 @@ def test_all_are_killed_again_and_again(calm: Played) -> None:
 
 
 @pytest.mark.parametrize("names", [EVERYONE[2:4], EVERYONE[1:3]], ids="+".join)
-def test_before_anyone_has_asked_for_a_step(calm: Played, names: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+def test_before_anyone_has_asked_for_a_step(
+    calm: Played, names: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     with launch(job(until=STEPS), **APART) as session:
         killing(*names)(session)
         assert play(session) == calm
@@ -103,7 +139,9 @@ def test_one_dies_while_others_are_being_started(calm: Played) -> None:
     def more(session: ov.Session) -> None:
         before = len(recovered(session))
         killing("loader-host/0", "constructor-host/1")(session)
-        until(lambda: missing(session, "constructor-host/1") or len(recovered(session)) > before)  # it may be back before it is looked for
+        until(
+            lambda: missing(session, "constructor-host/1") or len(recovered(session)) > before
+        )  # it may be back before it is looked for
         killing("loader-host/1", "constructor-host/0")(session)
 
     with launch(job(until=STEPS), **APART) as session:
@@ -130,7 +168,11 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
     engine._machine = clock = Later()
 
     def answered() -> bool:
-        there = [r for r in (*engine._processes(), *engine._fresh.values()) if not r.lost and r.beat is not None]
+        there = [
+            r
+            for r in (*engine._processes(), *engine._fresh.values())
+            if not r.lost and r.beat is not None
+        ]
         return all(r.beat.done() for r in there if r.handle.pid not in but)
 
     for _ in range(3 * TICKS):
@@ -158,10 +200,21 @@ def test_a_part_that_hangs_is_killed_and_replaced(calm: Played) -> None:
 
 
 @pytest.mark.parametrize("journaled", [False, True], ids=["a planner here", "a planner elsewhere"])
-def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_again(tmp_path: Path, journaled: bool) -> None:
+def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
+    tmp_path: Path, journaled: bool
+) -> None:
     flag = tmp_path / "stop"
-    halting = ov.Source("a", rows(60, 0), transforms=[ov.Map(Halting(flag), rows=True), ov.Tokens("tokens")], epochs=None)
-    made = job(sources=[halting, source("b", 90, 1000)], until=20, journal=str(tmp_path / "journal") if journaled else None)
+    halting = ov.Source(
+        "a",
+        rows(60, 0),
+        transforms=[ov.Map(Halting(flag), rows=True), ov.Tokens("tokens")],
+        epochs=None,
+    )
+    made = job(
+        sources=[halting, source("b", 90, 1000)],
+        until=20,
+        journal=str(tmp_path / "journal") if journaled else None,
+    )
 
     def strike(session: ov.Session) -> None:
         flag.touch()
@@ -169,23 +222,37 @@ def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_agai
 
     calm = run(replace(made, journal=None), "local")
     # Who stands for a moment, others too, is started again: that is no end.
-    with launch(made, lost_after_s=0.6 if PARTS == "process" else 4.0, max_restarts=20, **APART) as session:
+    with launch(
+        made, lost_after_s=0.6 if PARTS == "process" else 4.0, max_restarts=20, **APART
+    ) as session:
         assert play(session, act={6: strike}) == calm
         assert not flag.exists()
         assert "loader-host/0" in {row["part"] for row in session.metrics()["recoveries"]}
 
 
-def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Longer than anyone may be silent: that one opens its sources, from a store that is slow, perhaps."""
     flag = tmp_path / "slow"
-    slow = ov.Source("a", rows(60, 0), transforms=[ov.Map(Slow(flag), rows=True), ov.Tokens("tokens")], epochs=None)
+    slow = ov.Source(
+        "a",
+        rows(60, 0),
+        transforms=[ov.Map(Slow(flag), rows=True), ov.Tokens("tokens")],
+        epochs=None,
+    )
     made = job(sources=[slow, source("b", 90, 1000)], until=20)
 
     def strike(session: ov.Session) -> None:
         engine: Any = session._host
         flag.touch()
         killing("constructor-host/0", "loader-host/0")(session)
-        until(lambda: "constructor-host/0" in engine._fresh and "loader-host/0" in [handle.name for handle in list(engine._starts._there)])
+        until(
+            lambda: (
+                "constructor-host/0" in engine._fresh
+                and "loader-host/0" in [handle.name for handle in list(engine._starts._there)]
+            )
+        )
         time_passes(session)
         assert list(engine._fresh) == ["constructor-host/0"], "the other one is not there yet"
         flag.unlink()
@@ -214,28 +281,46 @@ def test_with_look_ahead_feedback_events_and_sources_that_join(name: str) -> Non
     scene = SCENES[name]
     with folder() as directory:
         made, _, said = scene.job(directory)
-        options = {"prefetch": 1 + scene.salt % (LAG - 2), "loaders": dict.fromkeys(made.names, 1 + scene.salt % 2)}
+        options = {
+            "prefetch": 1 + scene.salt % (LAG - 2),
+            "loaders": dict.fromkeys(made.names, 1 + scene.salt % 2),
+        }
         alone = run(made, "local", said=said, report=trainer(scene.salt), **options)
         everyone = (*EVERYONE, "loader-host/3", "loader-host/4", "loader-host/5")
         acts = {1: killing(*everyone[2:]), 2: killing("loader-host/0", "constructor-host/1")}
-        hit = run(made, "process", said=said, report=trainer(scene.salt), act=acts, **options, **APART)
+        hit = run(
+            made, "process", said=said, report=trainer(scene.salt), act=acts, **options, **APART
+        )
     assert len(alone.states) > 2
     assert hit == alone
 
 
 @pytest.mark.parametrize("shadows", ["none", "all"])
-def test_with_images_some_broken_hooks_and_transforms_in_processes_of_their_own(tmp_path: Path, shadows: str) -> None:
+def test_with_images_some_broken_hooks_and_transforms_in_processes_of_their_own(
+    tmp_path: Path, shadows: str
+) -> None:
     hooks = [ov.loader_do_plan(marked), ov.constructor_do_plan(counted)]
     given = pictures.sources(tmp_path, broken=BROKEN)
-    apart = [ov.Source(s.name, s.uri, transforms=s.transforms, epochs=None, workers="processes") for s in given]
+    apart = [
+        ov.Source(s.name, s.uri, transforms=s.transforms, epochs=None, workers="processes")
+        for s in given
+    ]
     made = pictures.job(tmp_path, sources=apart, hooks=hooks, until=8, broken=BROKEN)
     alone = run(made, "local")
     acts = {2: killing(*EVERYONE[:3]), 4: killing("loader-host/1"), 6: killing(*EVERYONE)}
     with launch(made, shadows=shadows, **APART) as session:
         assert play(session, act=acts).steps == alone.steps
-        found = session.quarantine()  # a constructor host that was killed may have had no time to tell what it found
-        assert found == [row for row in alone.quarantine if row in found], "each once, though steps were built again"
-        workers = until(lambda: [row["worker_pid"] for row in session._host.figures()["loaders"] if row["worker_pid"]])
+        found = (
+            session.quarantine()
+        )  # a constructor host that was killed may have had no time to tell what it found
+        assert found == [row for row in alone.quarantine if row in found], (
+            "each once, though steps were built again"
+        )
+        workers = until(
+            lambda: [
+                row["worker_pid"] for row in session._host.figures()["loaders"] if row["worker_pid"]
+            ]
+        )
     assert alone.quarantine
     assert not left_after(workers, WAIT_S)
 
@@ -261,9 +346,13 @@ def test_what_is_said_between_two_deaths_counts(calm: Played) -> None:
             until(lambda: _moved(session))
 
         acts = {
-            6: hit("loader-host/0", then=say), 10: hit("constructor-host/0", "loader-host/1", then=add), 12: killing("loader-host/3"),
-            25: hit("loader-host/2", then=move), 27: killing("loader-host/0", "loader-host/1"), 30: killing("loader-host/3"),
-        }  # fmt: skip
+            6: hit("loader-host/0", then=say),
+            10: hit("constructor-host/0", "loader-host/1", then=add),
+            12: killing("loader-host/3"),
+            25: hit("loader-host/2", then=move),
+            27: killing("loader-host/0", "loader-host/1"),
+            30: killing("loader-host/3"),
+        }
         got = play(session, act=acts)
     assert got.steps == alone.steps
     assert got == alone
@@ -277,14 +366,33 @@ def _moved(session: ov.Session) -> bool:
     return False
 
 
-def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of(caplog: pytest.LogCaptureFixture) -> None:
-    sources = [ov.Source("m", rows(60, 0), transforms=[ov.Map(ends_later, rows=True), ov.Tokens("tokens")], epochs=None)]
+def test_a_part_that_keeps_dying_ends_the_job_with_what_it_died_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sources = [
+        ov.Source(
+            "m",
+            rows(60, 0),
+            transforms=[ov.Map(ends_later, rows=True), ov.Tokens("tokens")],
+            epochs=None,
+        )
+    ]
     with launch(job(sources=[*sources, source("a", 60, 1000)]), max_restarts=2) as session:
         got = play(session)
-        for words in (f"ActorLost('loader-host/0', '{EXITED}; it reads m", "started again 2 times", "raise max_restarts"):
+        for words in (
+            f"ActorLost('loader-host/0', '{EXITED}; it reads m",
+            "started again 2 times",
+            "raise max_restarts",
+        ):
             assert words in got.error
-        lost = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and " is lost: " in r.getMessage()]
-        assert ["it is started again" in message for message in lost] == [True] * (len(lost) - 1) + [False], "the last time it is not"
+        lost = [
+            r.getMessage()
+            for r in caplog.records
+            if r.levelname == "WARNING" and " is lost: " in r.getMessage()
+        ]
+        assert ["it is started again" in message for message in lost] == [True] * (
+            len(lost) - 1
+        ) + [False], "the last time it is not"
         assert len(set(map(tuple, got.numbers))) == 1
         with pytest.raises(ActorLost, match=f"loader-host/0 is lost: {EXITED}"):
             next(session.client(1))
@@ -311,7 +419,11 @@ class Moody:
 
     def __call__(self, buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
         plan = resolve("vanilla")(buffer, place)
-        turned = replace(plan.main, bucket=1 - plan.main.bucket) if buffer.step in self.asked else plan.main
+        turned = (
+            replace(plan.main, bucket=1 - plan.main.bucket)
+            if buffer.step in self.asked
+            else plan.main
+        )
         self.asked.add(buffer.step)
         return replace(plan, modules={"backbone": turned})
 
@@ -328,7 +440,11 @@ def test_plans_and_metrics_know_each_step_once(calm: Played) -> None:
 
 def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> None:
     with launch(job(until=STEPS), shadows="all", **APART) as session:
-        until(lambda: {row["source"] for row in session.metrics()["shadows"]} == set(session.job.names))
+        until(
+            lambda: (
+                {row["source"] for row in session.metrics()["shadows"]} == set(session.job.names)
+            )
+        )
 
         def hit(*names: str) -> Callable[[ov.Session], None]:
             """When all loaders have a stand-by."""
@@ -339,7 +455,12 @@ def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> Non
 
             return act
 
-        acts = {9: hit("loader-host/0"), 15: hit("loader-host/1"), 21: hit("loader-host/2"), 30: hit("loader-host/0", "constructor-host/1")}
+        acts = {
+            9: hit("loader-host/0"),
+            15: hit("loader-host/1"),
+            21: hit("loader-host/2"),
+            30: hit("loader-host/0", "constructor-host/1"),
+        }
         assert play(session, act=acts) == calm
         told = session.metrics()["recoveries"]
         assert sum(r["part"].startswith("loader-host") for r in told) == 4
@@ -347,7 +468,13 @@ def test_stand_bys_take_over_at_once_and_new_ones_are_built(calm: Played) -> Non
 
 
 @pytest.mark.parametrize(
-    "names", [("loader-host/0", "loader-host/1"), ("loader-host/0", "loader-host/1", "loader-host/2"), EVERYONE], ids="+".join
+    "names",
+    [
+        ("loader-host/0", "loader-host/1"),
+        ("loader-host/0", "loader-host/1", "loader-host/2"),
+        EVERYONE,
+    ],
+    ids="+".join,
 )
 def test_whoever_dies_with_its_stand_by_is_read_again(calm: Played, names: tuple[str, ...]) -> None:
     with launch(job(until=STEPS), shadows="all", **APART) as session:
@@ -356,14 +483,24 @@ def test_whoever_dies_with_its_stand_by_is_read_again(calm: Played, names: tuple
 
 def test_a_source_that_moves_to_where_it_is_followed(calm: Played) -> None:
     def move(session: ov.Session) -> None:
-        followed = until(lambda: {row["source"]: row["pid"] for row in session.metrics()["shadows"]}.get("a"))
+        followed = until(
+            lambda: {row["source"]: row["pid"] for row in session.metrics()["shadows"]}.get("a")
+        )
         [there] = [name for name, pid in hosts_of(session).items() if pid == followed]
         session.move("a", there)
-        assert until(lambda: [r["pid"] for r in session.metrics()["shadows"] if r["source"] == "a"]) != [followed]
+        assert until(
+            lambda: [r["pid"] for r in session.metrics()["shadows"] if r["source"] == "a"]
+        ) != [followed]
 
     with launch(job(until=STEPS), shadows="all", **APART) as session:
         names = list(hosts_of(session))
-        assert play(session, act={5: move, 8: killing(names[0]), 14: killing(names[1]), 20: killing(names[2])}) == calm
+        assert (
+            play(
+                session,
+                act={5: move, 8: killing(names[0]), 14: killing(names[1]), 20: killing(names[2])},
+            )
+            == calm
+        )
 
 
 def test_heavy_sources_alone_have_a_stand_by(calm: Played) -> None:
@@ -375,7 +512,12 @@ def test_heavy_sources_alone_have_a_stand_by(calm: Played) -> None:
 
 def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], threading.Event]:
     """Hosts that are started again: who is there, and what those of these names wait for."""
-    start, is_there, there, go = ProcessHost._loader_host_again, ProcessHost._is_there, list[str](), threading.Event()
+    start, is_there, there, go = (
+        ProcessHost._loader_host_again,
+        ProcessHost._is_there,
+        list[str](),
+        threading.Event(),
+    )
 
     def waits(host: ProcessHost, h: int, incarnation: int) -> Any:
         if f"loader-host/{h}" in names:
@@ -391,19 +533,35 @@ def held_back(patch: pytest.MonkeyPatch, *names: str) -> tuple[list[str], thread
     return there, go
 
 
-def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(calm: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(
+    calm: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its loaders are still counted as its own: it is told nothing before all go back."""
-    with launch(job(until=STEPS), shadows="heavy", build_ahead=4, stall_limit_s=WAIT_S, **APART) as session:
+    with launch(
+        job(until=STEPS), shadows="heavy", build_ahead=4, stall_limit_s=WAIT_S, **APART
+    ) as session:
         until(lambda: session.metrics()["shadows"])
         engine = session._host
         assert isinstance(engine, ProcessHost)
-        followers = {h: {engine._shadows.where[k] for k in engine._loaders_on(h)} for h in range(3) if engine._covered(h)}
-        alone, covered = next((h, c) for h in range(3) if h not in followers for c, by in followers.items() if h not in by)
+        followers = {
+            h: {engine._shadows.where[k] for k in engine._loaders_on(h)}
+            for h in range(3)
+            if engine._covered(h)
+        }
+        alone, covered = next(
+            (h, c)
+            for h in range(3)
+            if h not in followers
+            for c, by in followers.items()
+            if h not in by
+        )
         light, heavy = f"loader-host/{alone}", f"loader-host/{covered}"
         there, go = held_back(monkeypatch, light)
 
         def hit(session: ov.Session) -> None:
-            until(lambda: min(len(client._inbox) for client in session._clients.values()) == 4)  # all that comes before `on`
+            until(
+                lambda: min(len(client._inbox) for client in session._clients.values()) == 4
+            )  # all that comes before `on`
             killing(light)(session)
             until(lambda: engine._loaders[alone].lost)
             killing(heavy)(session)
@@ -417,19 +575,28 @@ def test_one_with_stand_bys_that_is_back_before_one_without_waits_for_it(calm: P
         assert sorted(there) == sorted([light, heavy]), "nobody died once more"
 
 
-def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(calm: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_moves_to_where_it_is_followed_while_a_host_is_away(
+    calm: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others get stand-bys by that, too, and those are told."""
     with launch(job(until=STEPS), shadows="all", stall_limit_s=WAIT_S, **APART) as session:
         until(lambda: len(session.metrics()["shadows"]) == 3)
         engine = session._host
         assert isinstance(engine, ProcessHost)
         homes, where = engine._cutter.hosts().tolist(), dict(engine._shadows.where)
-        away, moved = next((h, loader) for h in homes for loader, to in where.items() if h not in (to, homes[loader]))
+        away, moved = next(
+            (h, loader)
+            for h in homes
+            for loader, to in where.items()
+            if h not in (to, homes[loader])
+        )
         there, go = held_back(monkeypatch, f"loader-host/{away}")
 
         def hit(session: ov.Session) -> None:
             killing(f"loader-host/{away}")(session)
-            until(lambda: f"loader-host/{away}" in recovered(session))  # its stand-by has taken over
+            until(
+                lambda: f"loader-host/{away}" in recovered(session)
+            )  # its stand-by has taken over
             session.move(session.job.names[moved], f"loader-host/{where[moved]}")
             until(lambda: engine._cutter.host(moved) == where[moved])
             assert len(engine._shadows.where) > 1, "others have one since, too"

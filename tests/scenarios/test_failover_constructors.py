@@ -22,7 +22,20 @@ from overlord.client.remote_queue import RemoteInbox
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.serving.session_server import Served
 from tests.images import job as job_with_images
-from tests.processes import KILLED, WAIT_S, Played, halt, hosts_of, launch, play, run, runs, stalls_for, until, written
+from tests.processes import (
+    KILLED,
+    WAIT_S,
+    Played,
+    halt,
+    hosts_of,
+    launch,
+    play,
+    run,
+    runs,
+    stalls_for,
+    until,
+    written,
+)
 from tests.scenarios.test_images import BROKEN
 from tests.scenarios.test_process import job
 
@@ -38,7 +51,9 @@ def calm() -> Played:
 
 @pytest.fixture
 def session() -> Iterator[ov.Session]:
-    with launch(job(until=STEPS), constructor_hosts=2, sources_per_host=2, hosts=2, build_ahead=4) as made:
+    with launch(
+        job(until=STEPS), constructor_hosts=2, sources_per_host=2, hosts=2, build_ahead=4
+    ) as made:
         yield made
 
 
@@ -55,10 +70,15 @@ def trains(client: ov.Client, got: list[Any], act: dict[int, Callable[[], None]]
     client.close()
 
 
-def side_by_side(clients: list[ov.Client], acts: dict[int, Callable[[], None]]) -> dict[int, list[Any]]:
+def side_by_side(
+    clients: list[ov.Client], acts: dict[int, Callable[[], None]]
+) -> dict[int, list[Any]]:
     """All ranks train; the first one does what is due."""
     got: dict[int, list[Any]] = {client.rank: [] for client in clients}
-    threads = [threading.Thread(target=trains, args=(c, got[c.rank], acts if c.rank == 0 else {})) for c in clients]
+    threads = [
+        threading.Thread(target=trains, args=(c, got[c.rank], acts if c.rank == 0 else {}))
+        for c in clients
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -71,10 +91,14 @@ def connected(served: Served) -> list[ov.Client]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_connected_trainers_get_every_step_once_whenever_their_constructors_die(session: ov.Session, calm: Played, seed: int) -> None:
+def test_connected_trainers_get_every_step_once_whenever_their_constructors_die(
+    session: ov.Session, calm: Played, seed: int
+) -> None:
     chance = Random(seed)
     deaths = sorted(chance.sample(range(STEPS - 4), 3))
-    acts = {step: partial(kill, session, f"constructor-host/{chance.randrange(2)}") for step in deaths}
+    acts = {
+        step: partial(kill, session, f"constructor-host/{chance.randrange(2)}") for step in deaths
+    }
     assert side_by_side(connected(session.serve()), acts) == calm.steps  # type: ignore[arg-type]
 
 
@@ -101,7 +125,11 @@ def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_name
     said: list[str] = []
     clients = [session.client(rank) for rank in range(2)] if inside else connected(session.serve())
     for client in clients:
-        client._warn_s, client._limit_s, client._on_stall = 0.05, 30.0, lambda words, seconds: said.append(words)
+        client._warn_s, client._limit_s, client._on_stall = (
+            0.05,
+            30.0,
+            lambda words, seconds: said.append(words),
+        )
     got = {client.rank: [written(next(client))] for client in clients}
     until(lambda: min(len(client._inbox) for client in clients) == 4)
     gate = Gate(session, monkeypatch)
@@ -111,7 +139,13 @@ def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_name
         got[client.rank] += [written(next(client)) for _ in range(4)]
     waits = threading.Thread(target=lambda: got[0].extend([written(next(clients[0]))]))
     waits.start()
-    until(lambda: [w for w in said if all(part in w for part in ("constructor-host/0", KILLED, "started again"))])
+    until(
+        lambda: [
+            w
+            for w in said
+            if all(part in w for part in ("constructor-host/0", KILLED, "started again"))
+        ]
+    )
     gate.open()
     waits.join(30)
     got[0] += [written(next(clients[0]))]
@@ -156,7 +190,9 @@ def test_a_trainer_and_its_constructor_that_die_together(session: ov.Session, ca
 
 
 def test_one_that_is_stopped_is_replaced_and_hands_out_nothing_when_it_wakes(calm: Played) -> None:
-    with launch(job(until=STEPS), constructor_hosts=2, lost_after_s=2.5) as session:  # others may stand for so long
+    with launch(
+        job(until=STEPS), constructor_hosts=2, lost_after_s=2.5
+    ) as session:  # others may stand for so long
         stopped: list[int] = []
 
         def stop() -> None:
@@ -168,7 +204,9 @@ def test_one_that_is_stopped_is_replaced_and_hands_out_nothing_when_it_wakes(cal
         assert [r["part"] for r in session.metrics()["recoveries"]] == ["constructor-host/1"]
 
 
-def test_one_that_dies_again_and_again_is_given_up_and_its_clients_hear_of_what(calm: Played) -> None:
+def test_one_that_dies_again_and_again_is_given_up_and_its_clients_hear_of_what(
+    calm: Played,
+) -> None:
     with launch(job(until=STEPS), lost_after_s=30.0, max_restarts=2) as session:
         clients = connected(session.serve())
         got = [written(next(client)) for client in clients]
@@ -177,7 +215,9 @@ def test_one_that_dies_again_and_again_is_given_up_and_its_clients_hear_of_what(
 
         def act() -> None:
             while not gave_up.is_set():
-                with contextlib.suppress(ProcessLookupError, OverlordError):  # it may just be replaced
+                with contextlib.suppress(
+                    ProcessLookupError, OverlordError
+                ):  # it may just be replaced
                     os.kill(hosts_of(session)["constructor-host/0"], signal.SIGKILL)
                 gave_up.wait(0.05)
 
@@ -191,7 +231,9 @@ def test_one_that_dies_again_and_again_is_given_up_and_its_clients_hear_of_what(
             killer.join()
 
 
-def test_images_that_cannot_be_decoded_are_listed_once_though_their_step_is_built_twice(tmp_path: Path) -> None:
+def test_images_that_cannot_be_decoded_are_listed_once_though_their_step_is_built_twice(
+    tmp_path: Path,
+) -> None:
     made = job_with_images(tmp_path, until=10, broken=BROKEN)
     alone = run(made, "local")
     assert alone.quarantine
@@ -223,20 +265,25 @@ def test_serving_waits_for_a_host_that_does_not_answer_and_holds_up_nobody() -> 
 
 
 def test_ranks_that_one_thread_plays_in_turn_do_not_wait_for_each_other_when_all_have_lost_their_constructor(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """All use up what they have before another constructor is there. The first waits for the next step; nobody asks the others, and no step
     is planned before the new constructor knows what they have taken."""
     made = job(until=30, place=ov.ClientPlaceTree(dp=3), journal=str(tmp_path / "journal"))
     calm = run(replace(made, journal=None), "local")
-    with launch(made, prefetch=3, build_ahead=4, constructor_hosts=1, stall_limit_s=20.0) as session:
+    with launch(
+        made, prefetch=3, build_ahead=4, constructor_hosts=1, stall_limit_s=20.0
+    ) as session:
         clients = [session.client(rank) for rank in range(3)]
         got = {rank: [written(next(client))] for rank, client in enumerate(clients)}
         until(lambda: [len(client._inbox) for client in clients] == [3, 3, 3])
         with monkeypatch.context() as patch:
             patch.setattr(RemoteInbox, "_look_again", lambda box: None)
-            for pid in [a["pid"] for a in session.metrics()["actors"] if a["name"] in ("planner", "constructor-host/0")]:
+            for pid in [
+                a["pid"]
+                for a in session.metrics()["actors"]
+                if a["name"] in ("planner", "constructor-host/0")
+            ]:
                 os.kill(pid, signal.SIGKILL)
             for _ in range(3):
                 for rank, client in enumerate(clients):

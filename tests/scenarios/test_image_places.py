@@ -20,7 +20,14 @@ from overlord.transforms.image_items import fill, item_shape
 from tests.pictures import FILES, jpeg, photo, png, saved
 
 PLACEHOLDER = 900
-SPEC = {"placeholder": PLACEHOLDER, "patch": 7, "max_pixels": 14 * 14 * 16, "min_pixels": 14 * 14, "crop": "random", "flip": True}
+SPEC = {
+    "placeholder": PLACEHOLDER,
+    "patch": 7,
+    "max_pixels": 14 * 14 * 16,
+    "min_pixels": 14 * 14,
+    "crop": "random",
+    "flip": True,
+}
 
 
 def broken() -> bytes:
@@ -31,10 +38,16 @@ def broken() -> bytes:
 
 
 def rows() -> list[dict[str, Any]]:
-    kinds = [FILES[n] for n in ("jpeg", "png palette", "webp", "jpeg turned 6", "jpeg cmyk", "gif animated")]
+    kinds = [
+        FILES[n]
+        for n in ("jpeg", "png palette", "webp", "jpeg turned 6", "jpeg cmyk", "gif animated")
+    ]
     made = []
     for i in range(30):
-        images = [{"bytes": jpeg(30 + i, 40, seed=i), "path": None}, {"bytes": kinds[i % 6], "path": "x"}][: i % 3]
+        images = [
+            {"bytes": jpeg(30 + i, 40, seed=i), "path": None},
+            {"bytes": kinds[i % 6], "path": "x"},
+        ][: i % 3]
         made.append({"id": i, "tokens": [1 + i] * (2 + i % 7), "images": images})
     made[3] = {"id": 3, "tokens": [1], "images": [{"bytes": b"<html>gone</html>", "path": None}]}
     made[7] = {"id": 7, "tokens": [8] * 3, "images": [{"bytes": broken(), "path": None}]}
@@ -43,7 +56,9 @@ def rows() -> list[dict[str, Any]]:
 
 def job(folder: Path, place: str, workers: str, **fields: Any) -> ov.Job:
     spec = ov.Images(place=place, **SPEC, **fields)
-    source = ov.Source("web", str(folder / "*.parquet"), transforms=[ov.Tokens(), spec], epochs=1, workers=workers)
+    source = ov.Source(
+        "web", str(folder / "*.parquet"), transforms=[ov.Tokens(), spec], epochs=1, workers=workers
+    )
     return ov.Job(
         name="places",
         sources=[source],
@@ -68,8 +83,17 @@ def delivered(run: ov.Job) -> tuple[list[Any], list[tuple[int, str]], Any]:
         for steps in zip(*(session.client(rank) for rank in range(2)), strict=True):
             for step in steps:
                 for part in (*step.encoder, *step):
-                    arrays.append({key: (np.asarray(part[key]).dtype.str, np.asarray(part[key]).tobytes()) for key in part})
-        return arrays, sorted((q["row"], q["reason"]) for q in session.quarantine()), session.metrics()["sources"]["web"]
+                    arrays.append(
+                        {
+                            key: (np.asarray(part[key]).dtype.str, np.asarray(part[key]).tobytes())
+                            for key in part
+                        }
+                    )
+        return (
+            arrays,
+            sorted((q["row"], q["reason"]) for q in session.quarantine()),
+            session.metrics()["sources"]["web"],
+        )
 
 
 def test_a_stream_does_not_know_where_its_pixels_are_made(folder: Path) -> None:
@@ -92,7 +116,9 @@ def test_every_image_is_delivered_once_and_stands_at_its_placeholders(folder: Pa
     wanted: dict[bytes, int] = {}
     for row in rows():
         for image in row["images"] if row["id"] not in (3, 7) else ():
-            item = np.frombuffer(spec.plan(header(image["bytes"])).pack() + image["bytes"], np.uint8)
+            item = np.frombuffer(
+                spec.plan(header(image["bytes"])).pack() + image["bytes"], np.uint8
+            )
             patches, dim, dtype = item_shape(item)
             out = np.empty((patches, dim), dtype)
             fill(item, out)
@@ -100,7 +126,10 @@ def test_every_image_is_delivered_once_and_stands_at_its_placeholders(folder: Pa
     found: dict[bytes, int] = {}
     run = job(folder, "auto", "threads")
     plain = ov.Source("web", run.sources[0].uri, transforms=[ov.Tokens(), spec], epochs=1)
-    with ov.launch(ov.Job(name="x", sources=[plain], batch=run.batch, place=run.place, strategy="vlm_hybrid"), stall_limit_s=30) as session:
+    with ov.launch(
+        ov.Job(name="x", sources=[plain], batch=run.batch, place=run.place, strategy="vlm_hybrid"),
+        stall_limit_s=30,
+    ) as session:
         for steps in zip(*(session.client(rank) for rank in range(2)), strict=True):
             for step in steps:
                 for part in step.encoder:
@@ -110,7 +139,11 @@ def test_every_image_is_delivered_once_and_stands_at_its_placeholders(folder: Pa
                         if pixels.any():  # not the one that cannot be decoded
                             found[pixels.tobytes()] = found.get(pixels.tobytes(), 0) + 1
                     lengths, microbatch = part["out_lens"], part["image_microbatch"]
-                    index = np.split(part["image_token_index"], np.cumsum(lengths)[:-1]) if len(lengths) else []
+                    index = (
+                        np.split(part["image_token_index"], np.cumsum(lengths)[:-1])
+                        if len(lengths)
+                        else []
+                    )
                     for m, where in zip(microbatch, index, strict=True):
                         assert (step[int(m)]["tokens"].reshape(-1)[where] == PLACEHOLDER).all()
     assert found == wanted
@@ -119,14 +152,20 @@ def test_every_image_is_delivered_once_and_stands_at_its_placeholders(folder: Pa
 def test_images_of_tar_shards_arrive(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
         for i in range(12):
-            members = {"json": str([1 + i] * 3).encode(), "0.jpg": jpeg(30, 30 + i, seed=i), "1.png": saved(photo(20, 20, i), "PNG")}
+            members = {
+                "json": str([1 + i] * 3).encode(),
+                "0.jpg": jpeg(30, 30 + i, seed=i),
+                "1.png": saved(photo(20, 20, i), "PNG"),
+            }
             for name, data in members.items():
                 info = tarfile.TarInfo(f"{i:04d}.{name}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
     transforms = [ov.Select("json", "images"), ov.Map(read_ids, rows=True), ov.Images(**SPEC)]
     source = ov.Source("web", str(tmp_path / "*.tar"), transforms=transforms, epochs=1)
-    run = ov.Job(name="tar", sources=[source], batch=ov.Batch(samples=4, context=64), strategy="vlm_hybrid")
+    run = ov.Job(
+        name="tar", sources=[source], batch=ov.Batch(samples=4, context=64), strategy="vlm_hybrid"
+    )
     images = 0
     with ov.launch(run, stall_limit_s=30) as session:
         for step in session.client(0):

@@ -58,7 +58,9 @@ class Writer:
 
 def body_of(number: int) -> bytes:
     """Sizes from nothing to some hundred pages, so that kills fall into the middle of writes."""
-    return random.Random(number).randbytes(random.Random(number).choice([0, 100, 5_000, 30_000, 200_000]))
+    return random.Random(number).randbytes(
+        random.Random(number).choice([0, 100, 5_000, 30_000, 200_000])
+    )
 
 
 def die_in_a_write(appends: int, rng: random.Random) -> None:
@@ -79,7 +81,12 @@ def write_for_ever(path: Path, tell: Callable[[int], None]) -> None:
     log, before = Log.open(path, JOB, segment_bytes=400_000)
     number = before[-1].number + 1 if before else 0
     while True:
-        log.append([Record.of("plan", number, body_of(number)), Record.of("plan", number + 1, body_of(number + 1))])
+        log.append(
+            [
+                Record.of("plan", number, body_of(number)),
+                Record.of("plan", number + 1, body_of(number + 1)),
+            ]
+        )
         tell(number + 1)
         number += 2
         if number % 16 == 0:
@@ -91,7 +98,9 @@ def test_every_acknowledged_record_survives_thirty_kills(tmp_path):
     for k in range(KILLS):
         appends = rng.randrange(1, 6)
 
-        def work(tell: Callable[[int], None], by_itself: bool = k % 2 == 0, appends: int = appends) -> None:
+        def work(
+            tell: Callable[[int], None], by_itself: bool = k % 2 == 0, appends: int = appends
+        ) -> None:
             if by_itself:
                 die_in_a_write(appends, rng)
             write_for_ever(tmp_path, tell)
@@ -108,7 +117,9 @@ def test_every_acknowledged_record_survives_thirty_kills(tmp_path):
         found = held.records
         numbers = [record.number for record in found] or [-1]
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
-        assert acknowledged <= numbers[-1] <= acknowledged + 2  # at most the append that was under way
+        assert (
+            acknowledged <= numbers[-1] <= acknowledged + 2
+        )  # at most the append that was under way
         assert all(record.body == body_of(record.number) for record in found)
         acknowledged = numbers[-1]
     assert acknowledged > KILLS

@@ -56,8 +56,12 @@ def rest(session: ov.Session) -> tuple[dict[int, list[int]], list[Exception]]:
     return got, ends
 
 
-@pytest.mark.parametrize("lost", [(), ("constructor-host/0",)], ids=["planner", "planner and a constructor host"])
-def test_a_job_whose_planner_is_lost_does_not_take_its_journal_back(alone: Played, store: str, lost: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "lost", [(), ("constructor-host/0",)], ids=["planner", "planner and a constructor host"]
+)
+def test_a_job_whose_planner_is_lost_does_not_take_its_journal_back(
+    alone: Played, store: str, lost: tuple[str, ...]
+) -> None:
     made = job(until=STEPS, journal=store)
     with launch(made, **APART) as old:
         play(old, steps=6)
@@ -76,14 +80,18 @@ def test_a_job_whose_planner_is_lost_does_not_take_its_journal_back(alone: Playe
             for steps in got.values():
                 assert steps == list(range(6, 6 + len(steps))), "none is left out"
             behind = play(new)
-            until(lambda: recovered(store).acked == STEPS - 1)  # who leaves has a second to say so, which may be too short
+            until(
+                lambda: recovered(store).acked == STEPS - 1
+            )  # who leaves has a second to say so, which may be too short
         assert not behind.error
         assert {r: before.steps[r] + behind.steps[r] for r in range(2)} == alone.behind(first - 1)
     assert recovered(store).acked == STEPS - 1
 
 
 @pytest.mark.parametrize("move", ["load_state_dict", "reshard"])
-def test_a_session_that_is_moved_does_not_take_its_journal_back(alone: Played, store: str, move: str) -> None:
+def test_a_session_that_is_moved_does_not_take_its_journal_back(
+    alone: Played, store: str, move: str
+) -> None:
     made = job(until=STEPS, journal=store)
     with launch(made, **APART) as old:
         play(old, steps=6)
@@ -92,7 +100,9 @@ def test_a_session_that_is_moved_does_not_take_its_journal_back(alone: Played, s
         with launch(made, resume="auto", **APART) as new:
             before = play(new, steps=4)
             with pytest.raises(JournalTaken, match=TAKEN):
-                old.load_state_dict(saved) if move == "load_state_dict" else old.reshard(ov.ClientPlaceTree(dp=1))
+                old.load_state_dict(saved) if move == "load_state_dict" else old.reshard(
+                    ov.ClientPlaceTree(dp=1)
+                )
             behind = play(new)
         assert not behind.error
         assert [s[0] for s in before.steps[0] + behind.steps[0]][-1] == STEPS - 1
@@ -111,7 +121,9 @@ def test_a_session_in_one_process_does_not_take_its_journal_back_either(store: s
             assert not play(new).error
 
 
-def test_of_two_that_begin_a_journal_at_once_the_second_is_refused(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_begin_a_journal_at_once_the_second_is_refused(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both have found it empty; nothing is written before their planners open it."""
     made, others = job(until=STEPS, journal=store), list[ov.Session]()
     write = PlannedEngine.write_beginning
@@ -158,7 +170,10 @@ def test_a_launch_that_takes_the_lock_when_a_planner_is_lost_keeps_the_journal(
         os.kill(planner_of(old), signal.SIGKILL)
         got, ends = rest(old)
         assert [isinstance(end, JournalError) for end in ends] == [True] * 2, ends
-        with pytest.raises(JournalError, match=TAKEN if ended else r"process \d+ on \S+ writes to it; stop that one first"):
+        with pytest.raises(
+            JournalError,
+            match=TAKEN if ended else r"process \d+ on \S+ writes to it; stop that one first",
+        ):
             raise ends[0]
         for steps in got.values():
             assert steps == list(range(6, 6 + len(steps)))
@@ -168,12 +183,18 @@ def test_a_launch_that_takes_the_lock_when_a_planner_is_lost_keeps_the_journal(
                 assert play(new).steps == alone.behind(new.resumed.step - 1)
 
 
-def test_launches_one_after_the_other_go_on_and_so_do_their_planners(alone: Played, store: str) -> None:
+def test_launches_one_after_the_other_go_on_and_so_do_their_planners(
+    alone: Played, store: str
+) -> None:
     made, first = job(until=STEPS, journal=store), 0
     for n in (4, 9, None):
         with launch(made, PARTS, resume="auto", **APART) as session:
             assert session.resumed is not None
             first = session.resumed.step
-            played = play(session, steps=n, act={2: lambda session: os.kill(planner_of(session), signal.SIGKILL)})
+            played = play(
+                session,
+                steps=n,
+                act={2: lambda session: os.kill(planner_of(session), signal.SIGKILL)},
+            )
             assert not played.error
     assert played.steps == alone.behind(first - 1)

@@ -44,19 +44,34 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
         yield running
 
 
-def play(trainer: Program, corpus: Path, at: Path, name: str, **order: Any) -> tuple[int, list[list[Any]]]:
+def play(
+    trainer: Program, corpus: Path, at: Path, name: str, **order: Any
+) -> tuple[int, list[list[Any]]]:
     """One run in a process of its own: how it ended, and what it noted."""
-    given = {"corpus": str(corpus), "journal": str(at / "journal"), "out": str(at / name), "number": -1, "moment": "", "last": None}
+    given = {
+        "corpus": str(corpus),
+        "journal": str(at / "journal"),
+        "out": str(at / name),
+        "number": -1,
+        "moment": "",
+        "last": None,
+    }
     trainer.say(json.dumps({**given, "runtime": "local", "said": False, "resume": None, **order}))
     return int(trainer.line()), notes(at / name)
 
 
-def check(first: list[list[Any]], then: list[list[Any]], undisturbed: list[tuple[int, str]], acked: int) -> None:
+def check(
+    first: list[list[Any]], then: list[list[Any]], undisturbed: list[tuple[int, str]], acked: int
+) -> None:
     """Both runs joined are the undisturbed one."""
     before, behind = steps(first), steps(then)
     assert before == undisturbed[: len(before)]
-    assert acked <= max([step for step, _ in before], default=-1), "taken for acknowledged, and never delivered"
-    assert [s for s in before if s[0] <= acked] + behind == undisturbed, "lost, repeated, or another"
+    assert acked <= max([step for step, _ in before], default=-1), (
+        "taken for acknowledged, and never delivered"
+    )
+    assert [s for s in before if s[0] <= acked] + behind == undisturbed, (
+        "lost, repeated, or another"
+    )
     assert then[0][1] == acked + 1
 
 
@@ -74,9 +89,13 @@ def test_killed_at_every_write_it_goes_on_as_if_nothing_had_happened(
             break
         assert code == -signal.SIGKILL
         kills += 1
-        found = recovered(at / "journal") if list((at / "journal").glob("*.ovj")) and number else None
+        found = (
+            recovered(at / "journal") if list((at / "journal").glob("*.ovj")) and number else None
+        )
         acked = -1 if found is None else found.acked
-        assert not steps(first) or (found is not None and steps(first)[-1][0] < found.next_step), "delivered, and not in the journal"
+        assert not steps(first) or (found is not None and steps(first)[-1][0] < found.next_step), (
+            "delivered, and not in the journal"
+        )
         said = ["said"] in first
         runtime = PARTS if number == 5 else "local"
         code, then = play(trainer, corpus, at, "then", resume="auto", runtime=runtime, said=said)
@@ -92,7 +111,14 @@ def test_a_planner_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
     """All in one run: whoever comes in the place of a planner is killed at the next write, or at the same one in another moment of it."""
     dying, found = Dying(tmp_path / "deaths"), list[Any]()
     made = job(corpus, str(tmp_path / "journal"), mixture=dying)
-    train(made, found.append, runtime="process", max_restarts=1000, constructor_hosts=1, sources_per_host=2)
+    train(
+        made,
+        found.append,
+        runtime="process",
+        max_restarts=1000,
+        constructor_hosts=1,
+        sources_per_host=2,
+    )
     assert steps(found) == undisturbed
     tried = dying.tried()
     assert {number for number, how in tried if how != "whole"} == set(range(tried[-1][0] + 1))
@@ -103,13 +129,20 @@ def test_a_planner_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
 
 @pytest.mark.parametrize(("runtime", "other"), [("local", PARTS), (PARTS, "local")])
 def test_killed_with_all_its_processes_it_goes_on_on_another_runtime(
-    runtime: str, other: str, trainer: Program, corpus: Path, undisturbed: list[tuple[int, str]], tmp_path: Path
+    runtime: str,
+    other: str,
+    trainer: Program,
+    corpus: Path,
+    undisturbed: list[tuple[int, str]],
+    tmp_path: Path,
 ) -> None:
     """The processes of a job end with the one that launched it, so that nobody holds the journal for longer."""
     code, first = play(trainer, corpus, tmp_path, "first", runtime=runtime, last=4)
     assert code == -signal.SIGKILL
     acked = until(lambda: _resumable(tmp_path / "journal"))
-    code, then = play(trainer, corpus, tmp_path, "then", resume="auto", runtime=other, said=["said"] in first)
+    code, then = play(
+        trainer, corpus, tmp_path, "then", resume="auto", runtime=other, said=["said"] in first
+    )
     assert code == 0
     check(first, then, undisturbed, acked - 1)
     assert 4 - 2 <= acked <= 4 + 1
@@ -131,7 +164,9 @@ def test_a_journal_in_a_store_is_gone_on_from_as_one_in_a_directory(
 ) -> None:
     pytest.importorskip("obstore")
     uri = f"s3://{BUCKET}/journaled"
-    with program(tmp_path, "from tests.journaled import main") as trainer:  # it has the store's keys
+    with program(
+        tmp_path, "from tests.journaled import main"
+    ) as trainer:  # it has the store's keys
         assert trainer.line() == "ready"
         code, first = play(trainer, corpus, tmp_path, "first", journal=uri, last=4)
         assert code == -signal.SIGKILL
@@ -139,7 +174,9 @@ def test_a_journal_in_a_store_is_gone_on_from_as_one_in_a_directory(
         code, then = play(trainer, corpus, tmp_path, "then", journal=uri, resume="auto", said=True)
         assert code == 0
         acked = then[0][1] - 1
-        assert seen <= acked <= seen + 1, "the put that was on its way when it was killed may have landed since, and no more"
+        assert seen <= acked <= seen + 1, (
+            "the put that was on its way when it was killed may have landed since, and no more"
+        )
         check(first, then, undisturbed, acked)
         code, _ = play(trainer, corpus, tmp_path, "fresh", journal=uri)
         assert code == 1
@@ -153,7 +190,10 @@ def test_on_a_disk_that_is_full_every_client_is_told_and_with_room_the_job_goes_
     with tiny(tmp_path / "disk", "size=32k") as disk:
         (disk / "ballast").write_bytes(bytes(4096 * 5))
         # A long name: room is given by the page, and what the job writes but for it may just fit into one.
-        made, found = replace(job(corpus, str(disk / "journal")), name="journaled" * 80), list[Any]()
+        made, found = (
+            replace(job(corpus, str(disk / "journal")), name="journaled" * 80),
+            list[Any](),
+        )
         with pytest.raises(JournalError, match="ENOSPC"):
             train(made, found.append, runtime=runtime)
         assert 0 < len(steps(found)) < len(undisturbed), "it is full too early, or too late"

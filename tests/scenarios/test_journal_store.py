@@ -43,7 +43,9 @@ def test_it_is_written_read_refused_and_opened_like_one_in_a_directory(uri):
     with Log.create(uri, JOB) as log:
         log.append([plan(0), plan(1)])
         log.append([plan(2)])
-    with pytest.raises(JournalError, match=r'found 3 records, the last with number 2 of job .demo.*resume="auto"'):
+    with pytest.raises(
+        JournalError, match=r'found 3 records, the last with number 2 of job .demo.*resume="auto"'
+    ):
         Log.create(uri, JOB)
     log, before = Log.open(uri, JOB)
     assert ([record.body["step"] for record in before], log.generation) == ([0, 1, 2], 2)
@@ -65,7 +67,9 @@ def test_pruning_removes_objects_and_reading_goes_on(uri, server):
         Log.create(uri, JOB)
 
 
-def test_a_writer_that_wakes_after_its_successor_has_pruned_everything_is_shut_out_all_the_same(uri):
+def test_a_writer_that_wakes_after_its_successor_has_pruned_everything_is_shut_out_all_the_same(
+    uri,
+):
     """Its next number must still be taken, or it would go on beside the other."""
     old = Log.create(uri, JOB)
     old.append([plan(0)])
@@ -89,7 +93,10 @@ def test_a_second_writer_takes_over_and_the_first_is_shut_out_for_good(uri):
     old.append([plan(0)])
     new, before = Log.open(uri, JOB)
     assert len(before) == 1
-    with pytest.raises(JournalError, match=r"process \d+ on \S+ with generation 2 has taken over; .* generation 1; stop this process"):
+    with pytest.raises(
+        JournalError,
+        match=r"process \d+ on \S+ with generation 2 has taken over; .* generation 1; stop this process",
+    ):
         old.append([plan(1)])
     new.append([plan(1)])
     for attempt in (lambda: old.append([plan(2)]), lambda: old.prune(10**6)):
@@ -117,7 +124,11 @@ def test_of_two_that_take_over_at_once_both_have_all_that_was_acknowledged_and_o
 def test_failures_that_pass_are_tried_again(uri, proxy):
     log = Log.create(uri, JOB)
     proxy.reset()
-    proxy.faults = [Fault(503, times=2, method="PUT"), Fault(500, method="PUT", code="InternalError"), Fault("reset", method="PUT")]
+    proxy.faults = [
+        Fault(503, times=2, method="PUT"),
+        Fault(500, method="PUT", code="InternalError"),
+        Fault("reset", method="PUT"),
+    ]
     log.append([plan(0)])
     assert puts(proxy) == ["503", "503", "500", "reset", "200"]
     proxy.faults = [Fault(503, times=2), Fault("reset")]
@@ -137,7 +148,10 @@ def test_a_put_whose_answer_was_lost_counts_once(uri, proxy):
 
 def test_an_append_that_was_given_up_and_yet_arrived_is_left_out_when_others_follow(uri, proxy):
     log = Log.create(uri, JOB)
-    proxy.faults = [Fault("unanswered", method="PUT"), Fault(403, method="PUT", code="AccessDenied")]
+    proxy.faults = [
+        Fault("unanswered", method="PUT"),
+        Fault(403, method="PUT", code="AccessDenied"),
+    ]
     with pytest.raises(JournalError, match=r"could not be written after 2 tries .*403"):
         log.append([plan(7)])
     proxy.faults = []
@@ -150,7 +164,10 @@ def test_an_append_that_was_given_up_and_yet_arrived_is_left_out_when_others_fol
 
 def test_the_same_append_tried_again_by_the_caller_counts_once(uri, proxy):
     log = Log.create(uri, JOB)
-    proxy.faults = [Fault("unanswered", method="PUT"), Fault(403, method="PUT", code="AccessDenied")]
+    proxy.faults = [
+        Fault("unanswered", method="PUT"),
+        Fault(403, method="PUT", code="AccessDenied"),
+    ]
     with pytest.raises(JournalError, match=r"could not be written after 2 tries .*403"):
         log.append([plan(0)])
     proxy.faults = []
@@ -161,7 +178,10 @@ def test_the_same_append_tried_again_by_the_caller_counts_once(uri, proxy):
 
 def test_a_store_that_writes_over_objects_is_refused_when_the_journal_is_opened(uri, proxy):
     proxy.faults = [Fault("overwrites", times=99, method="PUT")]
-    with pytest.raises(JournalError, match=r"wanted the store to refuse a second object.*If-None-Match.*use another store"):
+    with pytest.raises(
+        JournalError,
+        match=r"wanted the store to refuse a second object.*If-None-Match.*use another store",
+    ):
         Log.create(uri, JOB)
 
 
@@ -173,12 +193,16 @@ def test_damage_in_an_object_is_named(uri, server):
     data = bytearray(server.bucket().get(key).bytes())
     data[-1] ^= 4
     server.bucket().put(key, bytes(data))
-    with pytest.raises(JournalError, match=r"journals/\d+/000000000001.ovj: byte \d+: wanted .* checksum \w+ .*found"):
+    with pytest.raises(
+        JournalError,
+        match=r"journals/\d+/000000000001.ovj: byte \d+: wanted .* checksum \w+ .*found",
+    ):
         Log.open(uri, JOB)
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "says"), [(403, "AccessDenied", "check the keys"), (501, "NotImplemented", "refuses the request")]
+    ("status", "code", "says"),
+    [(403, "AccessDenied", "check the keys"), (501, "NotImplemented", "refuses the request")],
 )
 def test_what_does_not_pass_is_told_at_once_and_no_key_with_it(uri, proxy, status, code, says):
     log = Log.create(uri, JOB)
@@ -188,13 +212,20 @@ def test_what_does_not_pass_is_told_at_once_and_no_key_with_it(uri, proxy, statu
         log.append([plan(0)])
     assert len(proxy.seen) == 1
     keys = proxy.server.keys
-    said = str(caught.value) + repr(caught.value) + repr(caught.value.__context__) + str(pickle.dumps(caught.value))
+    said = (
+        str(caught.value)
+        + repr(caught.value)
+        + repr(caught.value.__context__)
+        + str(pickle.dumps(caught.value))
+    )
     assert keys.secret not in said
     assert keys.access not in said
 
 
 @pytest.mark.parametrize("kind", [403, "kept"])
-def test_a_bucket_that_lets_nothing_be_removed_is_told_of_and_written_to_all_the_same(uri, proxy, caplog, kind):
+def test_a_bucket_that_lets_nothing_be_removed_is_told_of_and_written_to_all_the_same(
+    uri, proxy, caplog, kind
+):
     """Keys without DeleteObject: the journal grows, and what was pruned is not read."""
     log = Log.create(uri, JOB)
     writer = Writer(log)
@@ -219,10 +250,14 @@ def test_a_bucket_that_is_not_there_is_named(proxy):
         Log.create("s3://no-such-bucket/j", JOB)
 
 
-def test_what_sources_cost_is_kept_beside_it_for_whoever_starts_the_job_next(uri, proxy, tmp_path, caplog):
+def test_what_sources_cost_is_kept_beside_it_for_whoever_starts_the_job_next(
+    uri, proxy, tmp_path, caplog
+):
     rows = Rows([{"tokens": [k] * 3} for k in range(200)])
     source = ov.Source("web", rows, transforms=[ov.Tokens("tokens")], epochs=None)
-    job = ov.Job(name="kept", sources=[source], batch=ov.Batch(samples=40, context=64), until=4, journal=uri)
+    job = ov.Job(
+        name="kept", sources=[source], batch=ov.Batch(samples=40, context=64), until=4, journal=uri
+    )
     with ov.launch(job, cache_dir=tmp_path / "here") as session:
         assert len(list(session.client(0))) == 4
         found = session.profile()

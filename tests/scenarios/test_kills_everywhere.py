@@ -27,24 +27,57 @@ from tests.simulation.world.scenario import STEPS, Scenario, draw
 pytestmark = pytest.mark.timeout(200)
 
 PARTS_OF = {"loader": "loader-host/1", "constructor": "constructor-host/0", "planner": "planner"}
-LOSSES = {5: ["loader"], 11: ["constructor"], 17: ["planner"], 23: ["loader", "constructor", "planner"]}
-DIED = {"process": "killed by signal 9", "ray": "its process died without a word: it was killed, crashed or ran out of memory"}
+LOSSES = {
+    5: ["loader"],
+    11: ["constructor"],
+    17: ["planner"],
+    23: ["loader", "constructor", "planner"],
+}
+DIED = {
+    "process": "killed by signal 9",
+    "ray": "its process died without a word: it was killed, crashed or ran out of memory",
+}
 Steps = dict[tuple[int, int], Seen]  # (rank, step) -> what that rank was handed
 
 
 def scenario() -> Scenario:
     """Two loader hosts, one constructor host, a mesh with dp=2 and tp=2, and a journal: else a planner that is lost ends the job."""
     plain = draw(5)
-    apart = {"loaders": dict.fromkeys(plain.names, 1), "hosts": 2, "sources_per_host": 2, "constructor_hosts": 1, "shadows": "none"}
+    apart = {
+        "loaders": dict.fromkeys(plain.names, 1),
+        "hosts": 2,
+        "sources_per_host": 2,
+        "constructor_hosts": 1,
+        "shadows": "none",
+    }
     faults = [
-        Fault("kill", role, step, after_s=0.0, patience_s=60.0, seconds=0.0, which=int(role == "loader"), factor=1.0)
+        Fault(
+            "kill",
+            role,
+            step,
+            after_s=0.0,
+            patience_s=60.0,
+            seconds=0.0,
+            which=int(role == "loader"),
+            factor=1.0,
+        )
         for step, roles in LOSSES.items()
         for role in roles
     ]
     return replace(
-        plain, mesh=(2, 1, 2, 1), faults=tuple(faults), learns=False, changes=True, journal=True, look_ahead=1, overflow="grow",
-        samples=8, strategy="llm_balance", outlives=False, options={**plain.options, **apart, "prefetch": 3},
-    )  # fmt: skip
+        plain,
+        mesh=(2, 1, 2, 1),
+        faults=tuple(faults),
+        learns=False,
+        changes=True,
+        journal=True,
+        look_ahead=1,
+        overflow="grow",
+        samples=8,
+        strategy="llm_balance",
+        outlives=False,
+        options={**plain.options, **apart, "prefetch": 3},
+    )
 
 
 def handed(session: ov.Session, act: dict[int, Callable[[], None]]) -> Steps:
@@ -79,8 +112,16 @@ def lose(runtime: str, session: ov.Session, roles: list[str]) -> None:
 
 
 def lost_in(runtime: str, made: Scenario, journal: Path) -> Steps:
-    with launch(replace(made.job(), journal=str(journal)), runtime, **{**made.options, "lost_after_s": 20.0}) as session:
-        found = handed(session, {step: lambda roles=roles: lose(runtime, session, roles) for step, roles in LOSSES.items()})
+    with launch(
+        replace(made.job(), journal=str(journal)), runtime, **{**made.options, "lost_after_s": 20.0}
+    ) as session:
+        found = handed(
+            session,
+            {
+                step: lambda roles=roles: lose(runtime, session, roles)
+                for step, roles in LOSSES.items()
+            },
+        )
         back = [(row["part"], row["reason"]) for row in session.metrics()["recoveries"]]
     if runtime != "local":
         assert {part for part, _ in back} == set(PARTS_OF.values())
@@ -89,10 +130,16 @@ def lost_in(runtime: str, made: Scenario, journal: Path) -> Steps:
 
 
 @pytest.mark.parametrize("runtime", ["local", "process", "simulated", "ray"])
-def test_whoever_is_lost_each_rank_gets_the_stream_of_a_run_where_nobody_is(runtime: str, tmp_path: Path) -> None:
+def test_whoever_is_lost_each_rank_gets_the_stream_of_a_run_where_nobody_is(
+    runtime: str, tmp_path: Path
+) -> None:
     made = scenario()
     calm = undisturbed(made)
     assert {rank for rank, _ in calm} == set(range(4))
     assert len(calm) == 4 * STEPS
-    found = lost_in_simulation(made) if runtime == "simulated" else lost_in(runtime, made, tmp_path / "journal")
+    found = (
+        lost_in_simulation(made)
+        if runtime == "simulated"
+        else lost_in(runtime, made, tmp_path / "journal")
+    )
     assert found == calm

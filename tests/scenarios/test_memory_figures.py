@@ -25,8 +25,13 @@ def job_of(folder: Path) -> ov.Job:
         for name, weight in (("small", 1), ("large", 3))
     ]
     return ov.Job(
-        name="memory", sources=sources, place=ov.ClientPlaceTree(dp=2), batch=ov.Batch(samples=16, context=64), seed=3, slice_rows=16,
-    )  # fmt: skip
+        name="memory",
+        sources=sources,
+        place=ov.ClientPlaceTree(dp=2),
+        batch=ov.Batch(samples=16, context=64),
+        seed=3,
+        slice_rows=16,
+    )
 
 
 def figures(job: ov.Job, runtime: str, **options: Any) -> dict[str, Any]:
@@ -43,7 +48,11 @@ def figures(job: ov.Job, runtime: str, **options: Any) -> dict[str, Any]:
     [
         ("local", {}, {"session"}),
         (PARTS, {"hosts": 2, "sources_per_host": 1}, {"session", "loaders", "constructors"}),
-        (PARTS, {"hosts": 2, "sources_per_host": 1, "shadows": "all"}, {"session", "loaders", "constructors"}),
+        (
+            PARTS,
+            {"hosts": 2, "sources_per_host": 1, "shadows": "all"},
+            {"session", "loaders", "constructors"},
+        ),
     ],
 )
 def test_every_process_counts_once_by_its_role_and_every_byte_by_its_source(
@@ -54,12 +63,20 @@ def test_every_process_counts_once_by_its_role_and_every_byte_by_its_source(
     assert set(memory["roles"]) == roles
     assert sum(memory["roles"].values()) == memory["pss"]
     assert all(n > 2**20 for n in memory["roles"].values())  # an interpreter alone is more
-    for what, held in (("ready_bytes", "ready"), ("kept_bytes", "kept"), ("window_bytes", "windows"), ("shadow_bytes", "shadows")):
+    for what, held in (
+        ("ready_bytes", "ready"),
+        ("kept_bytes", "kept"),
+        ("window_bytes", "windows"),
+        ("shadow_bytes", "shadows"),
+    ):
         by_source = sum(s[what] for s in sources.values())
         if what != "shadow_bytes":  # of shadows the sources' figure has the open files too
             assert by_source == memory[held], what
         assert (by_source > 0) == (memory[held] > 0), what
-    assert all(s["bytes"] == s["ready_bytes"] + s["kept_bytes"] + s["window_bytes"] + s["open_bytes"] for s in sources.values())
+    assert all(
+        s["bytes"] == s["ready_bytes"] + s["kept_bytes"] + s["window_bytes"] + s["open_bytes"]
+        for s in sources.values()
+    )
     assert all(s["bytes"] > 0 for s in sources.values())
 
 
@@ -73,9 +90,20 @@ def unchanged(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_worker_process_that_loaders_share_counts_once(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    apart = replace(job.sources[0], transforms=[ov.Map(unchanged, rows=True), ov.Tokens("tokens")], workers="processes")
-    options = {"hosts": 1, "constructor_hosts": 1, "loaders": {"small": 4}, "autoscale": {"interval_s": 60.0}}
-    with ov.launch(replace(job, sources=(apart, job.sources[1])), runtime=PARTS, **options) as session:
+    apart = replace(
+        job.sources[0],
+        transforms=[ov.Map(unchanged, rows=True), ov.Tokens("tokens")],
+        workers="processes",
+    )
+    options = {
+        "hosts": 1,
+        "constructor_hosts": 1,
+        "loaders": {"small": 4},
+        "autoscale": {"interval_s": 60.0},
+    }
+    with ov.launch(
+        replace(job, sources=(apart, job.sources[1])), runtime=PARTS, **options
+    ) as session:
         for client in [session.client(rank) for rank in range(2)]:
             next(client)
         found = until(lambda: f if all_answered(f := session._figures()) else None)

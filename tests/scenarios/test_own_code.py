@@ -36,20 +36,40 @@ class Endless:
 
 
 def stalls(source: ov.Source, runtime: str, **options: Any) -> str:
-    job = ov.Job(name="endless", sources=[source], batch=ov.Batch(samples=8, context=8), slice_rows=8, until=8)
+    job = ov.Job(
+        name="endless",
+        sources=[source],
+        batch=ov.Batch(samples=8, context=8),
+        slice_rows=8,
+        until=8,
+    )
     told: list[str] = []
-    usual = {"stall_warn_s": 2.0, "stall_limit_s": 4.0, "prefetch": 1, "on_stall": lambda words, seconds: told.append(words)}
+    usual = {
+        "stall_warn_s": 2.0,
+        "stall_limit_s": 4.0,
+        "prefetch": 1,
+        "on_stall": lambda words, seconds: told.append(words),
+    }
     if runtime != "local":
-        usual |= {"lost_after_s": 2.5, "max_restarts": 0}  # one that is taken for dead would end the job with another error
+        usual |= {
+            "lost_after_s": 2.5,
+            "max_restarts": 0,
+        }  # one that is taken for dead would end the job with another error
     with launch(job, runtime, **usual, **options) as session:
         before = hosts_of(session) if runtime != "local" else []
         client, deadline = session.client(0), time.monotonic() + WAIT_S
         while True:
             with pytest.raises(DataStall) as stall:
                 list(client)
-            if all(any("endless" in words.lower() for words in some) for some in (told, [str(stall.value)])):
+            if all(
+                any("endless" in words.lower() for words in some)
+                for some in (told, [str(stall.value)])
+            ):
                 break
-            assert time.monotonic() < deadline, (told, stall.value)  # its host may have been late to say so, and a stall is no end
+            assert time.monotonic() < deadline, (
+                told,
+                stall.value,
+            )  # its host may have been late to say so, and a stall is no end
         assert "recoveries" not in session.metrics() or not session.metrics()["recoveries"]
         assert (hosts_of(session) if runtime != "local" else []) == before
     return str(stall.value)
@@ -58,7 +78,9 @@ def stalls(source: ov.Source, runtime: str, **options: Any) -> str:
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_transform_that_does_not_end_is_named_with_its_row(runtime: str, tmp_path: Path) -> None:
     glob = write_rows(tmp_path, "parquet", [{"tokens": [k]} for k in range(64)], files=1)
-    source = ov.Source("web", glob, transforms=[ov.Map(endless, rows=True), ov.Tokens("tokens")], shuffle=False)
+    source = ov.Source(
+        "web", glob, transforms=[ov.Map(endless, rows=True), ov.Tokens("tokens")], shuffle=False
+    )
     found = stalls(source, runtime)
     assert "loader/web/0 is in Map(endless, rows=True) for " in found
     assert f"with row {NEVER} of {tmp_path}" in found
@@ -67,11 +89,16 @@ def test_a_transform_that_does_not_end_is_named_with_its_row(runtime: str, tmp_p
 def test_so_is_one_in_a_process_of_its_own_with_the_rows_it_was_given(tmp_path: Path) -> None:
     glob = write_rows(tmp_path, "parquet", [{"tokens": [k]} for k in range(64)], files=1)
     transforms = [ov.Map(endless, rows=True), ov.Tokens("tokens")]
-    found = stalls(ov.Source("web", glob, transforms=transforms, shuffle=False, workers="processes"), RUNTIMES[1])
+    found = stalls(
+        ov.Source("web", glob, transforms=transforms, shuffle=False, workers="processes"),
+        RUNTIMES[1],
+    )
     assert "loader/web/0 is in Map(endless, rows=True), in process " in found
     assert f"with rows 40 to 47 of {tmp_path}" in found
 
 
 def test_so_is_a_dataset_that_does_not_give_a_row() -> None:
-    found = stalls(ov.Source("web", Endless(), transforms=[ov.Tokens("tokens")], shuffle=False), RUNTIMES[1])
+    found = stalls(
+        ov.Source("web", Endless(), transforms=[ov.Tokens("tokens")], shuffle=False), RUNTIMES[1]
+    )
     assert "loader/web/0 is in Endless, which is to give slice 5 of chunk 0, for " in found

@@ -15,7 +15,9 @@ import pytest
 import overlord
 
 pytest.importorskip("build", reason="python -m build is not installed: pip install -e '.[test]'")
-pytest.importorskip("hatchling", reason="the build backend is not installed: pip install -e '.[test]'")
+pytest.importorskip(
+    "hatchling", reason="the build backend is not installed: pip install -e '.[test]'"
+)
 from packaging.metadata import Metadata, parse_email
 from packaging.requirements import Requirement
 
@@ -24,9 +26,21 @@ NAME = f"overlord_data-{overlord.__version__}"
 
 
 def run(*command: object, cwd: Path, **env: str) -> str:
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=200, check=False, env={**kept, **env})
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**kept, **env},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -34,7 +48,17 @@ def run(*command: object, cwd: Path, **env: str) -> str:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        out,
+        ROOT,
+        cwd=out,
+        PYTHONPATH=os.environ.get("PYTHONPATH", ""),
+    )
     return out
 
 
@@ -46,7 +70,9 @@ def required(built: Path) -> list[str]:
     found: dict[str, None] = {}
     while waiting:
         wanted = waiting.pop()
-        if (wanted.marker is None or wanted.marker.evaluate({"extra": ""})) and wanted.name not in found:
+        if (
+            wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+        ) and wanted.name not in found:
             found[wanted.name] = None
             waiting += [Requirement(text) for text in metadata.requires(wanted.name) or []]
     return list(found)
@@ -70,7 +96,19 @@ def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     programs = folder / "venv" / "bin"
     wheel = built / f"{NAME}-py3-none-any.whl"
-    run(sys.executable, "-m", "pip", "--python", programs / "python", "install", "-q", "--no-deps", "--no-index", wheel, cwd=folder)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        programs / "python",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=folder,
+    )
     link_dependencies(required(built), folder / "dependencies")
     (site,) = (folder / "venv" / "lib").glob("python3.*/site-packages")
     (site / "dependencies.pth").write_text(f"{folder / 'dependencies'}\n")
@@ -80,7 +118,11 @@ def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_package_its_types_and_its_licence(built: Path) -> None:
     with zipfile.ZipFile(built / f"{NAME}-py3-none-any.whl") as wheel:
         names = set(wheel.namelist())
-    assert {"overlord/py.typed", "overlord/observe/assets/graph.html", f"{NAME}.dist-info/licenses/LICENSE"} <= names
+    assert {
+        "overlord/py.typed",
+        "overlord/observe/assets/graph.html",
+        f"{NAME}.dist-info/licenses/LICENSE",
+    } <= names
     assert {name.split("/")[0] for name in names} == {"overlord", f"{NAME}.dist-info"}
     assert {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src").rglob("*.py")} <= names
 
@@ -88,7 +130,15 @@ def test_the_wheel_holds_the_package_its_types_and_its_licence(built: Path) -> N
 def test_the_source_distribution_holds_what_both_commands_of_the_readme_need(built: Path) -> None:
     with tarfile.open(built / f"{NAME}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for wanted in ("pyproject.toml", "Makefile", "README.md", "LICENSE", "SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+    for wanted in (
+        "pyproject.toml",
+        "Makefile",
+        "README.md",
+        "LICENSE",
+        "SECURITY.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+    ):
         assert wanted in names
     for folder in ("src", "tests", "benchmarks", "examples", "docs"):
         here = {p.relative_to(ROOT).as_posix() for p in (ROOT / folder).rglob("*.py")}
@@ -100,13 +150,29 @@ def test_the_clean_environment_holds_no_extra(environment: Path, tmp_path: Path)
     tried = ("tokenizers", "zstandard", "torch", "ray", "PIL", "obstore", "numpy", "overlord")
     code = f"from importlib.util import find_spec\nprint([name for name in {tried!r} if find_spec(name)])"
     assert run(environment / "python", "-c", code, cwd=tmp_path) == "['numpy', 'overlord']\n"
-    where = run(environment / "python", "-c", "import overlord; print(overlord.__file__)", cwd=tmp_path)
+    where = run(
+        environment / "python", "-c", "import overlord; print(overlord.__file__)", cwd=tmp_path
+    )
     assert where.startswith(str(environment.parent))
 
 
 @pytest.mark.timeout(250)
-def test_the_demonstration_runs_from_the_wheel_without_extras(environment: Path, tmp_path: Path) -> None:
-    said = run(environment / "overlord", "demo", "--rows", "60", "--steps", "6", cwd=tmp_path, OVERLORD_CACHE=str(tmp_path / "cache"))
+def test_the_demonstration_runs_from_the_wheel_without_extras(
+    environment: Path, tmp_path: Path
+) -> None:
+    said = run(
+        environment / "overlord",
+        "demo",
+        "--rows",
+        "60",
+        "--steps",
+        "6",
+        cwd=tmp_path,
+        OVERLORD_CACHE=str(tmp_path / "cache"),
+    )
     assert "pip install 'overlord-data[text,zstd]' adds both" in " ".join(said.split())
     assert (tmp_path / "overlord-demo" / "report.html").is_file()
-    assert run(environment / "overlord", "--version", cwd=tmp_path) == f"overlord, version {overlord.__version__}\n"
+    assert (
+        run(environment / "overlord", "--version", cwd=tmp_path)
+        == f"overlord, version {overlord.__version__}\n"
+    )

@@ -16,7 +16,11 @@ from tests.corpus import write_rows
 from tests.processes import RUNTIMES, Played, launch, play, run, until
 
 pytestmark = pytest.mark.timeout(200)
-COSTS = {"web": 1e-3, "code": 8e-2, "books": 3e-3}  # seconds of a sample: code is what the job is made of
+COSTS = {
+    "web": 1e-3,
+    "code": 8e-2,
+    "books": 3e-3,
+}  # seconds of a sample: code is what the job is made of
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +30,20 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
         rows = [{"n": k, "tokens": [1000 * first + k] * (1 + k % 9)} for k in range(160)]
         write_rows(folder / name, "parquet", rows, row_group_size=10)
     return ov.Job(
-        name="partitioned", batch=ov.Batch(samples=12, context=64, microbatches=2), place=ov.ClientPlaceTree(dp=2), slice_rows=4, seed=11,
-        until=16, shuffle_chunks=6,
-        sources=[ov.Source(n, str(folder / n / "*.parquet"), transforms=[ov.Tokens("tokens")], weight=1 + k) for k, n in enumerate(COSTS)],
-    )  # fmt: skip
+        name="partitioned",
+        batch=ov.Batch(samples=12, context=64, microbatches=2),
+        place=ov.ClientPlaceTree(dp=2),
+        slice_rows=4,
+        seed=11,
+        until=16,
+        shuffle_chunks=6,
+        sources=[
+            ov.Source(
+                n, str(folder / n / "*.parquet"), transforms=[ov.Tokens("tokens")], weight=1 + k
+            )
+            for k, n in enumerate(COSTS)
+        ],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +62,28 @@ def keep(job: ov.Job, cache: Path, costs: dict[str, float]) -> None:
     marks = profile_store.fingerprints(ready)
     ready.close()
     fields: dict[str, Any] = {"samples": 500, "read_s": 0.0, "tokens": 5.0}
-    made = JobProfile.of((SourceProfile(name=n, fingerprint=marks[n], transform_s=s, **fields) for n, s in costs.items()), machine())
+    made = JobProfile.of(
+        (
+            SourceProfile(name=n, fingerprint=marks[n], transform_s=s, **fields)
+            for n, s in costs.items()
+        ),
+        machine(),
+    )
     assert profile_store.save(profile_store.path_of(job, cache), made)
 
 
 @pytest.mark.parametrize("runtime", ["local", "process", "ray"])
-def test_the_stream_is_the_same_whatever_was_measured(job: ov.Job, alone: Played, runtime: str, tmp_path: Path) -> None:
+def test_the_stream_is_the_same_whatever_was_measured(
+    job: ov.Job, alone: Played, runtime: str, tmp_path: Path
+) -> None:
     options = {"cache_dir": tmp_path, "hosts": 4, **({"workers": 4} if runtime == "local" else {})}
     keep(job, tmp_path, COSTS)
     with launch(job, runtime, **options) as session:
         assert loaders_of(session) == {"web": 1, "code": 4, "books": 1}
         assert play(session) == alone
-        found = until(lambda: code if (code := session.profile().sources["code"]).samples > 500 else None)  # a host may not answer in time
+        found = until(
+            lambda: code if (code := session.profile().sources["code"]).samples > 500 else None
+        )  # a host may not answer in time
         assert found.transform_s < COSTS["code"], "what loaders measured is on its way in"
     if runtime == "local":  # the other way round, and broken
         keep(job, tmp_path, {"web": 8e-2, "code": 1e-5, "books": 1e-5})
@@ -72,9 +96,13 @@ def test_the_stream_is_the_same_whatever_was_measured(job: ov.Job, alone: Played
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_a_job_goes_on_with_another_partition_than_it_was_saved_with(job: ov.Job, alone: Played, runtime: str, tmp_path: Path) -> None:
+def test_a_job_goes_on_with_another_partition_than_it_was_saved_with(
+    job: ov.Job, alone: Played, runtime: str, tmp_path: Path
+) -> None:
     keep(job, tmp_path, COSTS)
-    with launch(job, runtime, cache_dir=tmp_path, hosts=3, **({"workers": 3} if runtime == "local" else {})) as session:
+    with launch(
+        job, runtime, cache_dir=tmp_path, hosts=3, **({"workers": 3} if runtime == "local" else {})
+    ) as session:
         begun = play(session, steps=5)
     rest = run(job, "local", resume=begun.states[-1], partition=None)
     assert {rank: begun.steps[rank] + rest.steps[rank] for rank in begun.steps} == alone.steps

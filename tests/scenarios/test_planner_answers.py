@@ -33,7 +33,9 @@ def journal(tmp_path: Path) -> str:
     return str(tmp_path / "journal")
 
 
-def asked(patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Parts, Callable[..., Any]], Any]) -> list[str]:
+def asked(
+    patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Parts, Callable[..., Any]], Any]
+) -> list[str]:
     """The first time that the planner is asked this, ``act`` does so; it is given what would be done. Returns what is left to do."""
     ask, todo = Parts.ask, [wanted]
 
@@ -56,7 +58,9 @@ def replaced(parts: Parts) -> None:
 
 
 @contextlib.contextmanager
-def training(clients: list[ov.Client], begins: threading.Event | None = None) -> Iterator[list[int]]:
+def training(
+    clients: list[ov.Client], begins: threading.Event | None = None
+) -> Iterator[list[int]]:
     """Steps are taken in a thread of their own until this is left; their numbers."""
     over, taken, errors = threading.Event(), [], list[BaseException]()
 
@@ -97,7 +101,9 @@ def at_rest(session: ov.Session, journal: str, *, taken: int) -> int:
 # overtaken
 
 
-def test_a_source_whose_step_was_planned_before_it_could_join_joins_at_the_next(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_whose_step_was_planned_before_it_could_join_joins_at_the_next(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was an error that spoke of an actor "expected already", in one of four calls while trainers ran."""
 
     def late(parts: Parts, go: Callable[[], Any]) -> Any:
@@ -105,7 +111,10 @@ def test_a_source_whose_step_was_planned_before_it_could_join_joins_at_the_next(
         until(lambda: int(parts.ask("open_step")) > first + 1)
         return go()
 
-    with launch(job(until=100_000, journal=journal), **APART) as session, training(clients_of(session)) as taken:
+    with (
+        launch(job(until=100_000, journal=journal), **APART) as session,
+        training(clients_of(session)) as taken,
+    ):
         until(lambda: len(taken) > 2)
         with monkeypatch.context() as patch:
             todo = asked(patch, "add_source", late)
@@ -115,7 +124,9 @@ def test_a_source_whose_step_was_planned_before_it_could_join_joins_at_the_next(
         assert "d" in session.metrics()["sources"]
 
 
-def test_where_a_source_that_joined_is_read_is_known_once(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_source_that_joined_is_read_is_known_once(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planner tells of it, too, and may be heard first: then its loaders counted twice, and the next source got a host of others."""
     heard = threading.Event()
     do = Parts._do
@@ -159,7 +170,9 @@ def stalled(parts: Parts, go: Callable[..., Any]) -> Any:
         os.kill(planner.pid, signal.SIGCONT)
 
 
-def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
         clients, parts = clients_of(session), parts_of(session)
         ahead(clients, 3)
@@ -175,7 +188,9 @@ def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(journ
     assert run(replace(job(until=40), journal=None), "local", resume=saved).steps == lived.steps
 
 
-def test_a_source_that_was_given_up_and_joined_all_the_same_is_part_of_the_job(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_was_given_up_and_joined_all_the_same_is_part_of_the_job(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
         clients = clients_of(session)
         ahead(clients, 3)
@@ -192,7 +207,9 @@ def test_a_source_that_was_given_up_and_joined_all_the_same_is_part_of_the_job(j
         ahead(clients, 4)
 
 
-def test_what_is_said_behind_something_that_was_given_up_comes_behind_it(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_behind_something_that_was_given_up_comes_behind_it(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two changes for one step the last one counts, in states as in the planner; and sources that join have numbers."""
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
         clients = clients_of(session)
@@ -213,13 +230,17 @@ def test_what_is_said_behind_something_that_was_given_up_comes_behind_it(journal
         assert list(session.metrics()["sources"]) == ["a", "b", "c", "d", "e"]
         saved = clients[0].state_dict()
         assert [event["at"] for event in saved["events"] if "weights" in event] == [30, 30, 34]
-        assert set(saved["events"][-1]["weights"]) == {"a", "b", "c", "d"}, "e is one that it does not name"
+        assert set(saved["events"][-1]["weights"]) == {"a", "b", "c", "d"}, (
+            "e is one that it does not name"
+        )
         lived = play(session)
     with_both = [*job().sources, source("d", 30, 5000), source("e", 30, 7000)]
     assert run(job(until=40, sources=with_both), "local", resume=saved).steps == lived.steps
 
 
-def test_a_state_is_saved_while_a_source_joins(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_saved_while_a_source_joins(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planner's states have it at once, the session hears of it a moment later."""
     with launch(job(until=40, journal=journal), **APART) as session:
         clients = clients_of(session)
@@ -245,7 +266,9 @@ def say(rank: int, step: int) -> dict[str, float]:
     return {"loss/a": 1.0 + step % 5 + 3 * rank, "loss/b": 0.5 * (1 + step % 3), "loss/c": 0.25}
 
 
-def test_a_report_that_a_planner_accepted_and_died_with_is_told_to_the_next(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_a_planner_accepted_and_died_with_is_told_to_the_next(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=30)
     calm = run(made, "local", report=say, prefetch=4)
     ask, todo = Parts.ask, ["once"]
@@ -266,12 +289,19 @@ def test_a_report_that_a_planner_accepted_and_died_with_is_told_to_the_next(jour
     assert not todo
 
 
-def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with launch(job(until=60, journal=journal), **APART) as session:
         clients, parts = clients_of(session), parts_of(session)
         ahead(clients, 3)
         first = at_rest(session, journal, taken=3)
-        get, wait, killed, lost = parts.control.get, Parts._wait_for_planner, list[Any](), threading.Event()
+        get, wait, killed, lost = (
+            parts.control.get,
+            Parts._wait_for_planner,
+            list[Any](),
+            threading.Event(),
+        )
         with training(clients, lost) as taken:
 
             def dies(future: Any, timeout_s: float) -> Any:
@@ -319,7 +349,9 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
                 assert old.pid is not None
                 os.kill(old.pid, signal.SIGKILL)
                 until(lambda: not parts._ready)
-                with contextlib.suppress(AssertionError):  # the next one is not made before this one is known
+                with contextlib.suppress(
+                    AssertionError
+                ):  # the next one is not made before this one is known
                     until(lambda: parts.planner is not old, 1.0)
             return host
 
@@ -330,7 +362,9 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
         assert parts._incarnation == 1
 
 
-def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next planner has nothing to do with it yet: it gave it up when it did not answer, as one that hangs."""
     start = Recipes.loader_host
 
@@ -357,7 +391,9 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
         ahead(clients, 10)
 
 
-def test_a_source_that_cannot_be_written_ends_the_job_with_words_and_nothing_else_breaks(journal: str) -> None:
+def test_a_source_that_cannot_be_written_ends_the_job_with_words_and_nothing_else_breaks(
+    journal: str,
+) -> None:
     with launch(job(until=60, journal=journal), **APART) as session:
         clients = clients_of(session)
         ahead(clients, 3)

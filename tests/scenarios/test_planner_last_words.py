@@ -137,9 +137,14 @@ def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_h
         assert play(session).steps == alone.behind(1)
 
 
-@pytest.mark.parametrize("dies", [dies_while_it_starts, dies_before_it_is_written, dies_when_it_is_written])
+@pytest.mark.parametrize(
+    "dies", [dies_while_it_starts, dies_before_it_is_written, dies_when_it_is_written]
+)
 def test_a_planner_that_is_lost_while_a_state_is_loaded_begins_at_that_state(
-    alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch, dies: Callable[[pytest.MonkeyPatch], None]
+    alone: Played,
+    journal: str,
+    monkeypatch: pytest.MonkeyPatch,
+    dies: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = [session.client(rank) for rank in range(2)]
@@ -150,15 +155,24 @@ def test_a_planner_that_is_lost_while_a_state_is_loaded_begins_at_that_state(
             dies(patch)
             session.load_state_dict(saved)
         assert play(session).steps == alone.behind(1)
-        until(lambda: recovered(journal).acked == STEPS - 1)  # who leaves has a second to say so, which may be too short
+        until(
+            lambda: recovered(journal).acked == STEPS - 1
+        )  # who leaves has a second to say so, which may be too short
     with launch(job(until=STEPS, journal=journal), resume="auto", **APART) as session:
         assert session.resumed is not None
-        assert session.resumed.step == STEPS, "the journal, too, knows of the session that was moved"
+        assert session.resumed.step == STEPS, (
+            "the journal, too, knows of the session that was moved"
+        )
 
 
-@pytest.mark.parametrize("dies", [dies_while_it_starts, dies_before_it_is_written, dies_when_it_is_written])
+@pytest.mark.parametrize(
+    "dies", [dies_while_it_starts, dies_before_it_is_written, dies_when_it_is_written]
+)
 def test_a_planner_that_is_lost_while_the_mesh_is_changed_begins_with_the_new_one(
-    three: Played, journal: str, monkeypatch: pytest.MonkeyPatch, dies: Callable[[pytest.MonkeyPatch], None]
+    three: Played,
+    journal: str,
+    monkeypatch: pytest.MonkeyPatch,
+    dies: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         take([session.client(rank) for rank in range(2)], 5, {0: [], 1: []})
@@ -245,7 +259,9 @@ def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_th
             client.close()
 
 
-def test_the_end_that_a_planner_told_of_counts_no_more_when_the_next_does_not_find_it(journal: str) -> None:
+def test_the_end_that_a_planner_told_of_counts_no_more_when_the_next_does_not_find_it(
+    journal: str,
+) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         take([session.client(rank) for rank in range(2)], 2, {0: [], 1: []})
         session._host.planner.finished = Finish(9, ActorLost("constructor-host/0", "it is said"))
@@ -253,9 +269,13 @@ def test_the_end_that_a_planner_told_of_counts_no_more_when_the_next_does_not_fi
         until(lambda: session._host.planner.finished is None)
 
 
-def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(journal: str) -> None:
+def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(
+    journal: str,
+) -> None:
     made = job(journal=journal)
-    made = replace(made, sources=[replace(made.sources[0], on_lost="leave"), *made.sources[1:]], until=STEPS)
+    made = replace(
+        made, sources=[replace(made.sources[0], on_lost="leave"), *made.sources[1:]], until=STEPS
+    )
     with launch(made, **APART) as session:
         clients = [session.client(rank) for rank in range(2)]
         take(clients, 2, {0: [], 1: []})
@@ -264,7 +284,10 @@ def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(
         assert "lost" not in session.metrics()["sources"]["a"]
         session.kill("planner")
         until(lambda: session.metrics()["sources"]["a"].get("lost"))
-        assert session.metrics()["sources"]["a"]["lost"] == {"step": event.at, "reason": event.reason}
+        assert session.metrics()["sources"]["a"]["lost"] == {
+            "step": event.at,
+            "reason": event.reason,
+        }
         take(clients, STEPS - 2, {0: [], 1: []})
 
 
@@ -288,7 +311,9 @@ def test_a_rank_that_leaves_while_another_planner_is_long_in_coming_is_not_waite
         assert Parts.ask.__kwdefaults__ is not None
         first = parts_of(session).planner
         session.kill("planner")
-        until(lambda: parts_of(session).planner is not first)  # what it is started with is known by now
+        until(
+            lambda: parts_of(session).planner is not first
+        )  # what it is started with is known by now
         with monkeypatch.context() as patch:
             patch.setitem(Parts.ask.__kwdefaults__, "timeout_s", 0.2)  # else one waits for 25 s
             leaving.close()
@@ -348,7 +373,9 @@ def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_u
         monkeypatch.setattr(Serving, "furnish", dies)
         session.load_state_dict(saved)
         assert killed
-        assert [next(client).step for client in clients] == [1, 1], "though they have later ones of before, and no constructor to ask"
+        assert [next(client).step for client in clients] == [1, 1], (
+            "though they have later ones of before, and no constructor to ask"
+        )
         session.load_state_dict(saved)
         got: dict[int, list[Any]] = {0: [], 1: []}
         take(clients, STEPS - 1, got)
@@ -357,7 +384,9 @@ def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_u
     assert got == alone.behind(0)
 
 
-def test_what_was_started_for_a_move_that_fails_goes_with_it(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_started_for_a_move_that_fails_goes_with_it(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = list[PlannedEngine]()
 
     def fails(serving: Serving, host: Any, **settings: Any) -> None:
@@ -372,7 +401,9 @@ def test_what_was_started_for_a_move_that_fails_goes_with_it(journal: str, monke
             with pytest.raises(DataStall, match="a test that says so"):
                 session.load_state_dict(session.state_dict())
         assert made[0]._closed
-        with launch(job(until=STEPS, journal=journal), resume="auto", **APART) as again:  # its journal is free
+        with launch(
+            job(until=STEPS, journal=journal), resume="auto", **APART
+        ) as again:  # its journal is free
             take([again.client(rank) for rank in range(2)], 2, {0: [], 1: []})
         for client in clients:
             client.close()
@@ -384,7 +415,9 @@ def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_
     """All use up what they have before another constructor is there, and no planner knows what they took."""
     made = job(until=STEPS, place=THREE, journal=str(tmp_path / "journal"))
     calm = run(replace(made, journal=None), "local")
-    with launch(made, prefetch=3, build_ahead=4, constructor_hosts=1, stall_limit_s=WAIT_S) as session:
+    with launch(
+        made, prefetch=3, build_ahead=4, constructor_hosts=1, stall_limit_s=WAIT_S
+    ) as session:
         served = session.serve()
         clients = [ov.connect(served, rank, served.token) for rank in range(3)]
         got: dict[int, list[Any]] = {rank: [] for rank in range(3)}
@@ -392,7 +425,11 @@ def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_
         until(lambda: [len(client._inbox) for client in clients] == [3, 3, 3])
         with monkeypatch.context() as patch:
             patch.setattr(RemoteInbox, "_look_again", lambda box: None)
-            for pid in [a["pid"] for a in session.metrics()["actors"] if a["name"] in ("planner", "constructor-host/0")]:
+            for pid in [
+                a["pid"]
+                for a in session.metrics()["actors"]
+                if a["name"] in ("planner", "constructor-host/0")
+            ]:
                 os.kill(pid, signal.SIGKILL)
             take(clients, 3, got)
         take(clients, STEPS - 4, got)
@@ -432,7 +469,9 @@ def test_a_rank_that_has_not_loaded_the_state_yet_takes_part_only_when_it_has_wh
     assert got == alone.behind(1)
 
 
-def test_a_state_that_is_loaded_twice_since_the_answer_was_lost_moves_the_session_once(journal: str) -> None:
+def test_a_state_that_is_loaded_twice_since_the_answer_was_lost_moves_the_session_once(
+    journal: str,
+) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = connected(session)
         take(clients, 2, {0: [], 1: []})
@@ -481,7 +520,9 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
             client.close()
 
 
-def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(
+    journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = job(until=STEPS, journal=journal)
     with launch(made, **APART) as session:
         clients = [session.client(rank) for rank in range(2)]
@@ -490,9 +531,14 @@ def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(
             patch.setattr(PlannedEngine, "add_source", refuses)
             with pytest.raises(PlanError, match="it is planned already"):
                 session.add_source(source("late", 30, 5000))
-        assert parts_of(session).blueprint.job.names == made.names, "what the next planner begins with, and writes down"
+        assert parts_of(session).blueprint.job.names == made.names, (
+            "what the next planner begins with, and writes down"
+        )
         more = PlannerBlueprint(session._blueprint.with_source(source("late", 30, 5000)))
-        assert more.first(3, session._blueprint.fingerprint).fingerprint == session._blueprint.fingerprint  # of one that dies meanwhile
+        assert (
+            more.first(3, session._blueprint.fingerprint).fingerprint
+            == session._blueprint.fingerprint
+        )  # of one that dies meanwhile
         session.kill("planner")
         take(clients, 12, {0: [], 1: []})
         until(lambda: recovered(journal).acked == 13)
@@ -505,9 +551,16 @@ def refuses(*args: Any) -> None:
     raise PlanError("it is planned already", 3)
 
 
-def test_that_the_last_steps_were_taken_is_written_though_no_plan_comes_behind_them(tmp_path: Path, journal: str) -> None:
+def test_that_the_last_steps_were_taken_is_written_though_no_plan_comes_behind_them(
+    tmp_path: Path, journal: str
+) -> None:
     """With a schedule that learns the planner counts a step when the reports before it have come. A job that is killed when all is trained
     has nothing to do again."""
     made, seen = journaled.job(tmp_path, journal), list[Any]()
-    journaled.train(made, seen.append, runtime=PARTS, then=lambda session: until(lambda: recovered(journal).acked == journaled.STEPS - 1))
+    journaled.train(
+        made,
+        seen.append,
+        runtime=PARTS,
+        then=lambda session: until(lambda: recovered(journal).acked == journaled.STEPS - 1),
+    )
     assert [row[1] for row in seen if row[0] == "step"][-1] == journaled.STEPS - 1

@@ -96,21 +96,38 @@ def test_a_small_world_is_the_same_with_a_planner_elsewhere(name: str, journal: 
     scene = SCENES[name]
     with folder() as directory:
         made, _, said = scene.job(directory)
-        options = {"prefetch": 1 + scene.salt % (LAG - 2), "loaders": dict.fromkeys(made.names, 1 + scene.salt % 2)}
+        options = {
+            "prefetch": 1 + scene.salt % (LAG - 2),
+            "loaders": dict.fromkeys(made.names, 1 + scene.salt % 2),
+        }
         alone = run(made, "local", said=said, report=trainer(scene.salt), **options)
-        apart = run(replace(made, journal=journal), "process", said=said, report=trainer(scene.salt), **options, **APART)
+        apart = run(
+            replace(made, journal=journal),
+            "process",
+            said=said,
+            report=trainer(scene.salt),
+            **options,
+            **APART,
+        )
     assert len(alone.states) > 2
     assert apart == alone
 
 
-def test_the_planner_is_listed_with_its_process_and_goes_with_the_session(alone: Played, journal: str) -> None:
+def test_the_planner_is_listed_with_its_process_and_goes_with_the_session(
+    alone: Played, journal: str
+) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         pid, hosts = planner_of(session), hosts_of(session)
         assert pid not in {os.getpid(), *hosts.values()}
         assert play(session) == alone
-        with pytest.raises(JobError, match="no process of this job is called 'x'; there are planner, constructor-host/0"):
+        with pytest.raises(
+            JobError,
+            match="no process of this job is called 'x'; there are planner, constructor-host/0",
+        ):
             session.kill("x")
-    assert PARTS == "ray" or not left_after([pid, *hosts.values()], SOON_S)  # there they wait for the next one of their name
+    assert PARTS == "ray" or not left_after(
+        [pid, *hosts.values()], SOON_S
+    )  # there they wait for the next one of their name
 
 
 def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str) -> None:
@@ -122,7 +139,9 @@ def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str
         assert there.plan(4).digest() == here.plan(4).digest()
         assert str(there.explain(4)) == str(here.explain(4))
         assert there.quarantine() == here.quarantine()
-        with pytest.raises(PlanError, match="step 100 is not planned yet, or no longer held; steps held: 0 to 9"):
+        with pytest.raises(
+            PlanError, match="step 100 is not planned yet, or no longer held; steps held: 0 to 9"
+        ):
             there.plan(100)
         one, other = here.metrics(), there.metrics()
         same = ("planned_steps", "samples", "tokens", "mix", "feedback")
@@ -134,16 +153,22 @@ def test_what_is_asked_of_a_planner_elsewhere_is_what_one_here_says(journal: str
 
 
 def test_what_cannot_be_sent_to_the_planner_is_told_by_name(journal: str) -> None:
-    with pytest.raises(JobError, match=r"strategy: .*cannot be sent to another process.*use functions of a module"):
+    with pytest.raises(
+        JobError, match=r"strategy: .*cannot be sent to another process.*use functions of a module"
+    ):
         launch(job(strategy=lambda buffer, place: deadly(buffer, place), journal=journal))
-    assert not Path(journal).exists() or not list(Path(journal).glob("*.ovj")), "a launch that fails leaves no journal behind"
+    assert not Path(journal).exists() or not list(Path(journal).glob("*.ovj")), (
+        "a launch that fails leaves no journal behind"
+    )
 
 
 # kills
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])
-def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(alone: Played, journal: str, prefetch: int) -> None:
+def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(
+    alone: Played, journal: str, prefetch: int
+) -> None:
     moments = dict.fromkeys((0, 1, 7, 8, 9, 25, STEPS - 1), killed())
     with launch(job(until=STEPS, journal=journal), prefetch=prefetch, **APART) as session:
         first = planner_of(session)
@@ -153,21 +178,33 @@ def test_a_planner_that_is_killed_again_and_again_leaves_the_stream_as_it_is(alo
         assert len(told) == len(moments)
         assert {r["reason"] for r in told} == {KILLED}
         assert all(abs(r["step"] - k) <= prefetch + 1 for k, r in zip(moments, told, strict=True))
-        assert session.metrics()["journal"]["plans"] > STEPS // 2, "what planners before the last one wrote is counted too"
+        assert session.metrics()["journal"]["plans"] > STEPS // 2, (
+            "what planners before the last one wrote is counted too"
+        )
 
 
 @pytest.mark.parametrize(
     "others",
-    [["loader-host/1"], ["constructor-host/1"], ["loader-host/0", "loader-host/1", "loader-host/2", "constructor-host/0"]],
+    [
+        ["loader-host/1"],
+        ["constructor-host/1"],
+        ["loader-host/0", "loader-host/1", "loader-host/2", "constructor-host/0"],
+    ],
     ids=["a loader host", "a constructor host", "nearly all"],
 )
-def test_hosts_that_die_with_the_planner_come_back_with_it(alone: Played, journal: str, others: list[str]) -> None:
+def test_hosts_that_die_with_the_planner_come_back_with_it(
+    alone: Played, journal: str, others: list[str]
+) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         assert play(session, act={5: killed(*others), 20: killed(*others)}) == alone
-        assert sorted(row["part"] for row in mended(session, 2 * (1 + len(others)))) == sorted(["planner", *others] * 2)
+        assert sorted(row["part"] for row in mended(session, 2 * (1 + len(others)))) == sorted(
+            ["planner", *others] * 2
+        )
 
 
-def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(alone: Played, journal: str) -> None:
+def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
+    alone: Played, journal: str
+) -> None:
     random = Random(7)
     with launch(job(until=STEPS, journal=journal), max_restarts=50, **APART) as session:
         clients = [session.client(rank) for rank in range(2)]
@@ -187,7 +224,10 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(a
             for handle in random.sample(handles, random.choice((1, 1, 2))):
                 try:
                     os.kill(handle.pid, signal.SIGKILL)
-                except (ProcessLookupError, TypeError):  # gone; or on its way: Ray has not said where it is
+                except (
+                    ProcessLookupError,
+                    TypeError,
+                ):  # gone; or on its way: Ray has not said where it is
                     continue
                 deaths += 1
             time.sleep(random.random() * 0.3)
@@ -197,7 +237,9 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(a
         assert deaths > 3
 
 
-def test_a_planner_that_dies_the_moment_it_is_there_is_missed_too(alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_that_dies_the_moment_it_is_there_is_missed_too(
+    alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ready, struck = Parts._is_ready, list[int]()
 
     def strike(parts: Parts) -> None:
@@ -212,7 +254,9 @@ def test_a_planner_that_dies_the_moment_it_is_there_is_missed_too(alone: Played,
     assert struck == [1]
 
 
-def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(alone: Played, journal: str) -> None:
+def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(
+    alone: Played, journal: str
+) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=1.0, **APART) as session:
         before = play(session, steps=6)
         zombie = planner_of(session)
@@ -237,20 +281,36 @@ def test_hosts_that_hang_with_the_planner_are_waited_for_at_the_same_time_and_by
     monkeypatch.setattr(Parts, "_is_awaited", waits)
     with launch(job(until=STEPS, journal=journal), lost_after_s=1.2, **APART) as session:
         before, hosts = play(session, steps=6), hosts_of(session)
-        until(lambda: recovered(journal).next_step == 6 + session._options.prefetch)  # it has nothing to do
+        until(
+            lambda: recovered(journal).next_step == 6 + session._options.prefetch
+        )  # it has nothing to do
         for pid in [planner_of(session), *hosts.values()]:
             halt(pid)
         until(lambda: all(name in session._why(0).partition("and waits for ")[2] for name in hosts))
         seen.set()
         got = play(session)
-        assert {rank: before.steps[rank] + steps for rank, steps in got.steps.items()} == alone.steps
+        assert {
+            rank: before.steps[rank] + steps for rank, steps in got.steps.items()
+        } == alone.steps
         rows = mended(session, 1 + len(hosts))
-        assert {row["part"]: row["reason"] for row in rows} == dict.fromkeys(["planner", *hosts], "it answered nothing for 1.2 s")
-        assert len(rows) == 1 + len(hosts), "each once: no planner was lost by waiting for the others"
+        assert {row["part"]: row["reason"] for row in rows} == dict.fromkeys(
+            ["planner", *hosts], "it answered nothing for 1.2 s"
+        )
+        assert len(rows) == 1 + len(hosts), (
+            "each once: no planner was lost by waiting for the others"
+        )
 
 
-def test_when_no_planner_comes_any_more_clients_of_a_constructor_host_that_hangs_hear_it_too(journal: str) -> None:
-    with launch(job(until=STEPS, journal=journal), lost_after_s=1.5, max_restarts=0, stall_limit_s=4 * WAIT_S, **APART) as session:
+def test_when_no_planner_comes_any_more_clients_of_a_constructor_host_that_hangs_hear_it_too(
+    journal: str,
+) -> None:
+    with launch(
+        job(until=STEPS, journal=journal),
+        lost_after_s=1.5,
+        max_restarts=0,
+        stall_limit_s=4 * WAIT_S,
+        **APART,
+    ) as session:
         play(session, steps=6)
         planner, host = planner_of(session), hosts_of(session)["constructor-host/1"]
         halt(host)
@@ -263,36 +323,50 @@ def test_when_no_planner_comes_any_more_clients_of_a_constructor_host_that_hangs
         assert time.monotonic() - start < WAIT_S, "long before it would be a stall"
 
 
-def test_a_constructor_host_that_hangs_is_named_and_not_the_planner(alone: Played, journal: str) -> None:
+def test_a_constructor_host_that_hangs_is_named_and_not_the_planner(
+    alone: Played, journal: str
+) -> None:
     with launch(job(until=STEPS, journal=journal), lost_after_s=WAIT_S, **APART) as session:
         before, pid = play(session, steps=6), hosts_of(session)["constructor-host/0"]
         halt(pid)
         until(lambda: session._why(0).startswith("constructor-host/0, which "))
         os.kill(pid, signal.SIGCONT)
         got = play(session)
-        assert {rank: before.steps[rank] + steps for rank, steps in got.steps.items()} == alone.steps
+        assert {
+            rank: before.steps[rank] + steps for rank, steps in got.steps.items()
+        } == alone.steps
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that is stuck has time to say so: its process may be late to answer. One that never does is never replaced."""
     end = Parts._end_for
-    monkeypatch.setattr(Parts, "_end_for", lambda parts, planner, why: "it answered nothing" in why or end(parts, planner, why))
+    monkeypatch.setattr(
+        Parts,
+        "_end_for",
+        lambda parts, planner, why: "it answered nothing" in why or end(parts, planner, why),
+    )
     monkeypatch.setattr("overlord.cluster.launcher.AT_S", WAIT_S)
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_planner_whose_strategy_does_not_come_to_an_end_is_replaced(alone: Played, journal: str, tmp_path: Path) -> None:
+def test_a_planner_whose_strategy_does_not_come_to_an_end_is_replaced(
+    alone: Played, journal: str, tmp_path: Path
+) -> None:
     made = job(strategy=Stuck(tmp_path / "stuck"), until=STEPS, journal=journal)
     with launch(made, lost_after_s=0.7, **APART) as session:
         got = play(session)
         assert (got.steps, got.error) == (alone.steps, "")
         words = "it plans, and does not come to an end for 0.7 s: "
-        until(lambda: any(row["reason"].startswith(words) for row in session.metrics()["recoveries"]))
+        until(
+            lambda: any(row["reason"].startswith(words) for row in session.metrics()["recoveries"])
+        )
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_planner_that_is_stuck_every_time_ends_the_job_with_that(journal: str, tmp_path: Path) -> None:
+def test_a_planner_that_is_stuck_every_time_ends_the_job_with_that(
+    journal: str, tmp_path: Path
+) -> None:
     made = job(strategy=Stuck(tmp_path / "stuck", always=True), until=STEPS, journal=journal)
     with launch(made, lost_after_s=0.6, max_restarts=1, **APART) as session:
         error = play(session).error
@@ -305,23 +379,31 @@ def test_a_planner_that_is_stuck_every_time_ends_the_job_with_that(journal: str,
             assert words in error
 
 
-def test_a_planner_that_is_stopped_while_it_is_started_is_given_up_and_started_again(alone: Played, journal: str, tmp_path: Path) -> None:
+def test_a_planner_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
+    alone: Played, journal: str, tmp_path: Path
+) -> None:
     flag = tmp_path / "stop"
 
     def strike(session: ov.Session) -> None:
         flag.touch()
         session.kill("planner")
 
-    with launch(job(strategy=HaltingStrategy(flag), until=STEPS, journal=journal), lost_after_s=0.8, **APART) as session:
+    with launch(
+        job(strategy=HaltingStrategy(flag), until=STEPS, journal=journal), lost_after_s=0.8, **APART
+    ) as session:
         got = play(session, act={6: strike})
         assert (got.steps, got.error) == (alone.steps, "")
         words = "it was stopped for 0.8 s while it was being started"
         until(lambda: words in {row["reason"] for row in session.metrics()["recoveries"]})
 
 
-def test_a_planner_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(journal: str, tmp_path: Path) -> None:
+def test_a_planner_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(
+    journal: str, tmp_path: Path
+) -> None:
     flag, lost_after_s = tmp_path / "hangs", 1.4
-    with launch(job(mixture=HeldUp(flag), until=STEPS, journal=journal), lost_after_s=lost_after_s, **APART) as session:
+    with launch(
+        job(mixture=HeldUp(flag), until=STEPS, journal=journal), lost_after_s=lost_after_s, **APART
+    ) as session:
         before = planner_of(session)
         flag.touch()
         sayer = threading.Thread(target=session.skip, args=([30],))
@@ -335,13 +417,20 @@ def test_a_planner_whose_journal_hangs_is_left_alone_and_says_what_it_waits_for(
         assert planner_of(session) == before
 
 
-def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(journal: str) -> None:
+def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(
+    journal: str,
+) -> None:
     made = job(strategy=deadly, until=STEPS, journal=journal)
     with launch(made, max_restarts=2, **APART) as session:
         got = play(session)
-        assert got.error.startswith(f"ActorLost('planner', '{EXITED}; all ranks took the steps up to ")
+        assert got.error.startswith(
+            f"ActorLost('planner', '{EXITED}; all ranks took the steps up to "
+        )
         assert "started again 2 times" in got.error
-        assert all(numbers == list(range(len(numbers))) and len(numbers) <= FATAL_STEP for numbers in got.numbers)
+        assert all(
+            numbers == list(range(len(numbers))) and len(numbers) <= FATAL_STEP
+            for numbers in got.numbers
+        )
         with pytest.raises(ActorLost, match=f"planner is lost: {EXITED}"):
             session.set_mixture({"a": 1.0})
 
@@ -391,12 +480,15 @@ def test_states_can_be_saved_while_the_planner_is_gone(alone: Played, journal: s
         assert play(session).steps[0] == alone.steps[0][5:]
 
 
-def test_events_and_reports_that_are_said_when_the_planner_dies_count_as_if_it_had_not(journal: str) -> None:
+def test_events_and_reports_that_are_said_when_the_planner_dies_count_as_if_it_had_not(
+    journal: str,
+) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=LAG, until=STEPS)
     said: dict[int, Callable[[ov.Session], Any]] = {
-        4: lambda s: s.skip([12, 13]), 9: lambda s: s.set_mixture({"a": 1.0, "b": 1.0}, at=20),
+        4: lambda s: s.skip([12, 13]),
+        9: lambda s: s.set_mixture({"a": 1.0, "b": 1.0}, at=20),
         15: lambda s: s.set_mixture({"c": 1.0, "b": 2.0}, at=30),
-    }  # fmt: skip
+    }
 
     def with_kill(act: Callable[[ov.Session], Any]) -> Callable[[ov.Session], None]:
         def do(session: ov.Session) -> None:
@@ -407,12 +499,20 @@ def test_events_and_reports_that_are_said_when_the_planner_dies_count_as_if_it_h
 
     options = {"prefetch": 3, "report": trainer(4)}
     calm = run(made, "local", act=said, **options)
-    wild = run(replace(made, journal=journal), "process", act={k: with_kill(a) for k, a in said.items()}, **options, **APART)
+    wild = run(
+        replace(made, journal=journal),
+        "process",
+        act={k: with_kill(a) for k, a in said.items()},
+        **options,
+        **APART,
+    )
     assert wild == calm
 
 
 def _losses(rank: int, step: int) -> dict[str, float]:
-    return {f"loss/{name}": ((step * 7 + rank * 3 + i * 5) % 11) / 4 for i, name in enumerate("abc")}
+    return {
+        f"loss/{name}": ((step * 7 + rank * 3 + i * 5) % 11) / 4 for i, name in enumerate("abc")
+    }
 
 
 def _take(clients: list[ov.Client], n: int) -> list[list[Any]]:
@@ -427,10 +527,14 @@ def _take(clients: list[ov.Client], n: int) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
-def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_the_planner_hears_of_it(journal: str, killed: bool) -> None:
+def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_the_planner_hears_of_it(
+    journal: str, killed: bool
+) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
 
-    def through(session: ov.Session, meanwhile: Callable[[ov.Session], None]) -> tuple[list[list[Any]], dict[str, int]]:
+    def through(
+        session: ov.Session, meanwhile: Callable[[ov.Session], None]
+    ) -> tuple[list[list[Any]], dict[str, int]]:
         clients = [session.client(rank) for rank in range(2)]
         taken = _take(clients, 5)
         for _ in range(3):
@@ -444,14 +548,19 @@ def test_a_report_counts_though_its_rank_takes_the_steps_that_are_here_before_th
             os.kill(planner_of(session), signal.SIGKILL)
         session._pump.post(lambda: time.sleep(0.3))  # by whose way reports go
 
-    with launch(made, "local", prefetch=4) as here, launch(replace(made, journal=journal), prefetch=4, **APART) as there:
+    with (
+        launch(made, "local", prefetch=4) as here,
+        launch(replace(made, journal=journal), prefetch=4, **APART) as there,
+    ):
         calm, _ = through(here, lambda session: None)
         wild, became = through(there, keep_busy)
     assert wild == calm
     assert became["late"] == 0
 
 
-def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_changes(journal: str) -> None:
+def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_changes(
+    journal: str,
+) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
 
     def through(session: ov.Session, meanwhile: Callable[[ov.Session], None]) -> list[list[Any]]:
@@ -471,7 +580,9 @@ def test_reports_that_a_stopped_planner_has_not_heard_count_when_the_mesh_change
         assert through(there, lambda session: halt(planner_of(session))) == calm
 
 
-def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved(journal: str) -> None:
+def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved(
+    journal: str,
+) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=STEPS)
     with launch(replace(made, journal=journal), prefetch=4, max_restarts=0, **APART) as session:
         clients = [session.client(rank) for rank in range(2)]
@@ -481,13 +592,23 @@ def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved
         until(lambda: isinstance(session._host.planner.finished, Finish))
         _take(clients, 2)
         state = session.state_dict()
-    assert {int(step): sorted(ranks) for step, ranks in state["reports"].items()} == {step: ["0", "1"] for step in range(1, 7)}
-    with launch(made, "local", prefetch=4) as calm, launch(made, "local", prefetch=4, resume=state) as again:
-        whole, rest = (_take([session.client(rank) for rank in range(2)], n) for session, n in ((calm, 23), (again, 16)))
+    assert {int(step): sorted(ranks) for step, ranks in state["reports"].items()} == {
+        step: ["0", "1"] for step in range(1, 7)
+    }
+    with (
+        launch(made, "local", prefetch=4) as calm,
+        launch(made, "local", prefetch=4, resume=state) as again,
+    ):
+        whole, rest = (
+            _take([session.client(rank) for rank in range(2)], n)
+            for session, n in ((calm, 23), (again, 16))
+        )
     assert rest == whole[7:]
 
 
-def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_planner_died(journal: str) -> None:
+def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_planner_died(
+    journal: str,
+) -> None:
     def join(session: ov.Session) -> None:
         session.add_source(source("late", 50, 5000), at=14)
 
@@ -497,14 +618,21 @@ def test_a_source_that_joined_and_one_that_moved_are_where_they_were_after_the_p
     made = job(until=30)
     calm = run(made, "local", act={3: join})
     with launch(replace(made, journal=journal), **APART) as session:
-        assert play(session, act={2: move, 3: join, 4: killed(), 20: killed("loader-host/3")}) == calm
+        assert (
+            play(session, act={2: move, 3: join, 4: killed(), 20: killed("loader-host/3")}) == calm
+        )
         where = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "loader"}
         assert where["loader/a/0"] == hosts_of(session)["loader-host/1"]
         assert where["loader/late/3"] == hosts_of(session)["loader-host/3"]
 
 
 def test_plans_explanations_and_bad_rows_after_the_planner_was_replaced(journal: str) -> None:
-    bad = ov.Source("bad", rows(60, 3000), transforms=[ov.Map(_picky, rows=True), ov.Tokens("tokens")], epochs=None)
+    bad = ov.Source(
+        "bad",
+        rows(60, 3000),
+        transforms=[ov.Map(_picky, rows=True), ov.Tokens("tokens")],
+        epochs=None,
+    )
     made = job(sources=[source("a", 60, 0), bad], until=STEPS)
     with launch(made, "local") as here, launch(replace(made, journal=journal), **APART) as there:
         calm, wild = play(here), play(there, act={8: killed(), 21: killed("loader-host/0")})
@@ -513,7 +641,10 @@ def test_plans_explanations_and_bad_rows_after_the_planner_was_replaced(journal:
         for step in (28, STEPS - 1):
             assert there.plan(step).digest() == here.plan(step).digest()
             assert str(there.explain(step)) == str(here.explain(step))
-        assert there.metrics()["sources"]["bad"]["quarantined"] == here.metrics()["sources"]["bad"]["quarantined"]
+        assert (
+            there.metrics()["sources"]["bad"]["quarantined"]
+            == here.metrics()["sources"]["bad"]["quarantined"]
+        )
 
 
 @pytest.mark.parametrize("on_long", ["truncate", "drop"])
@@ -526,11 +657,18 @@ def test_lost_tokens_are_counted_once_and_warned_of_once_though_the_planner_and_
         calm = play(here)
         caplog.clear()
         assert play(there, act={8: killed(), 21: killed("loader-host/0")}) == calm
-        lost, seen = ({n: [s[c] for c in counts] for n, s in session.metrics()["sources"].items()} for session in (here, there))
+        lost, seen = (
+            {n: [s[c] for c in counts] for n, s in session.metrics()["sources"].items()}
+            for session in (here, there)
+        )
     assert seen == lost
     assert all(sum(found) > 20 for found in lost.values())
     said = [r.getMessage() for r in caplog.records if f"on_long={on_long!r}" in r.getMessage()]
-    assert sorted(words.split(":")[0] for words in said) == ["source 'a'", "source 'b'", "source 'c'"]
+    assert sorted(words.split(":")[0] for words in said) == [
+        "source 'a'",
+        "source 'b'",
+        "source 'c'",
+    ]
 
 
 def _picky(row: dict[str, Any]) -> dict[str, Any]:
@@ -539,7 +677,9 @@ def _picky(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def test_a_session_that_is_moved_to_a_state_has_another_planner_which_can_die_too(alone: Played, journal: str) -> None:
+def test_a_session_that_is_moved_to_a_state_has_another_planner_which_can_die_too(
+    alone: Played, journal: str
+) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         play(session, steps=9)
         state = session.state_dict()
@@ -571,7 +711,9 @@ SERVED = """
 """
 
 
-def test_connected_clients_notice_nothing_and_nothing_outlives_the_launching_process(tmp_path: Path, alone: Played, journal: str) -> None:
+def test_connected_clients_notice_nothing_and_nothing_outlives_the_launching_process(
+    tmp_path: Path, alone: Played, journal: str
+) -> None:
     with program(tmp_path, SERVED.format(steps=STEPS, journal=journal)) as server:
         address, token = server.line().split()
         planner, *hosts = map(int, server.line().split())
@@ -593,11 +735,15 @@ def test_connected_clients_notice_nothing_and_nothing_outlives_the_launching_pro
         assert not left_after([planner, *hosts], SOON_S)
 
 
-def test_the_whole_job_goes_on_from_the_journal_its_planner_wrote(alone: Played, journal: str) -> None:
+def test_the_whole_job_goes_on_from_the_journal_its_planner_wrote(
+    alone: Played, journal: str
+) -> None:
     made = job(until=STEPS, journal=journal)
     with launch(made, **APART) as session:
         before = play(session, steps=11, act={6: killed()})
-        until(lambda: recovered(journal).acked == 10)  # who leaves has a second to say so, which may be too short
+        until(
+            lambda: recovered(journal).acked == 10
+        )  # who leaves has a second to say so, which may be too short
     with launch(made, resume="auto", **APART) as session:
         after = play(session, act={4: killed()})
     for rank in range(2):

@@ -25,45 +25,102 @@ from tests.worlds import Rows, World, folder
 
 pytestmark = pytest.mark.timeout(200)
 
-APART = {"sources_per_host": 1, "hosts": 4, "constructor_hosts": 2}  # every source in a host of its own, two hosts of constructors
+APART = {
+    "sources_per_host": 1,
+    "hosts": 4,
+    "constructor_hosts": 2,
+}  # every source in a host of its own, two hosts of constructors
 
 
-def world(*sources: tuple[Any, ...], batch: dict[str, Any], dp: int = 2, seed: int = 3, **fields: Any) -> World:
-    usual = {"until": 7, "shuffle_chunks": 2, "slice_rows": 5, "chunk_bytes": 300, "on_long": "truncate", "mix_every": "step"}
+def world(
+    *sources: tuple[Any, ...], batch: dict[str, Any], dp: int = 2, seed: int = 3, **fields: Any
+) -> World:
+    usual = {
+        "until": 7,
+        "shuffle_chunks": 2,
+        "slice_rows": 5,
+        "chunk_bytes": 300,
+        "on_long": "truncate",
+        "mix_every": "step",
+    }
     return World(seed, sources, tuple((usual | fields).items()), tuple(batch.items()), dp)
 
 
-PLAIN: tuple[Any, ...] = ((), "own", "step", False, ())  # look-ahead, mixture, mix_every, hooks, events
+PLAIN: tuple[Any, ...] = (
+    (),
+    "own",
+    "step",
+    False,
+    (),
+)  # look-ahead, mixture, mix_every, hooks, events
 
 SCENES: dict[str, Scene] = {
     "filters, bad rows, epochs, split documents, steps that are skipped": Scene(
         world(
-            ("parquet", 40, 3, 1.0, None, True, "even"), ("jsonl.zst", 31, 2, 3.0, 2, True, "picky"), ("tar", 25, 2, 0.25, 3, True, "odd"),
-            batch={"samples": 13, "microbatches": 2, "context": 32}, dp=3, on_long="split",
-        ), (), "own", "microbatch", False, (("skip", 2, 2),), 1,
+            ("parquet", 40, 3, 1.0, None, True, "even"),
+            ("jsonl.zst", 31, 2, 3.0, 2, True, "picky"),
+            ("tar", 25, 2, 0.25, 3, True, "odd"),
+            batch={"samples": 13, "microbatches": 2, "context": 32},
+            dp=3,
+            on_long="split",
+        ),
+        (),
+        "own",
+        "microbatch",
+        False,
+        (("skip", 2, 2),),
+        1,
     ),
     "batches in tokens, rows without tokens, until one ends": Scene(
         world(
-            ("arrow-stream", 40, 2, 1.0, 1, True, "empty"), ("dataset", 33, 1, 1.0, 2, False, ""),
+            ("arrow-stream", 40, 2, 1.0, 1, True, "empty"),
+            ("dataset", 33, 1, 1.0, 2, False, ""),
             ("factory", 40, 3, 0.25, 2, True, "picky"),
-            batch={"tokens": 150, "context": 32}, until="first", on_long="quarantine",
-        ), *PLAIN, 2,
+            batch={"tokens": 150, "context": 32},
+            until="first",
+            on_long="quarantine",
+        ),
+        *PLAIN,
+        2,
     ),
     "look-ahead, a schedule that learns and chooses, a hook, sources that join": Scene(
-        world(("jsonl.gz", 40, 2, 1.0, 2, True, "images"), ("arrow", 36, 3, 1.0, None, True, ""), batch={"samples": 9, "context": 64}),
-        (("look_ahead", 3), ("max_age", 2)), "learns", "step", True, (("join", 3, 2), ("mix", 4, 3)), 12,
+        world(
+            ("jsonl.gz", 40, 2, 1.0, 2, True, "images"),
+            ("arrow", 36, 3, 1.0, None, True, ""),
+            batch={"samples": 9, "context": 64},
+        ),
+        (("look_ahead", 3), ("max_age", 2)),
+        "learns",
+        "step",
+        True,
+        (("join", 3, 2), ("mix", 4, 3)),
+        12,
     ),
     "deferring, a bandit, weights that stay for an epoch": Scene(
-        world(("jsonl", 30, 2, 1.0, 3, True, "odd"), ("parquet", 30, 1, 3.0, 2, True, ""), batch={"samples": 8, "context": 32}),
-        (("overflow", "defer"),), "odm", "epoch", False, (), 5,
+        world(
+            ("jsonl", 30, 2, 1.0, 3, True, "odd"),
+            ("parquet", 30, 1, 3.0, 2, True, ""),
+            batch={"samples": 8, "context": 32},
+        ),
+        (("overflow", "defer"),),
+        "odm",
+        "epoch",
+        False,
+        (),
+        5,
     ),
     "padded microbatches, a random draw, fewer documents than ranks": Scene(
         world(
-            ("parquet", 40, 2, 1.0, 1, True, ""), ("tar", 20, 1, 0.25, 1, False, "images"),
-            batch={"samples": 2, "microbatches": 3, "context": 64, "layout": "padded"}, dp=4, draw="random",
-        ), *PLAIN, 7,
+            ("parquet", 40, 2, 1.0, 1, True, ""),
+            ("tar", 20, 1, 0.25, 1, False, "images"),
+            batch={"samples": 2, "microbatches": 3, "context": 64, "layout": "padded"},
+            dp=4,
+            draw="random",
+        ),
+        *PLAIN,
+        7,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -71,7 +128,10 @@ def test_a_small_world_is_the_same_in_processes(name: str) -> None:
     scene = SCENES[name]
     with folder() as directory:
         job, _, said = scene.job(directory)
-        options = {"prefetch": 1 + scene.salt % (LAG - 2), "loaders": dict.fromkeys(job.names, 1 + scene.salt % 2)}
+        options = {
+            "prefetch": 1 + scene.salt % (LAG - 2),
+            "loaders": dict.fromkeys(job.names, 1 + scene.salt % 2),
+        }
         alone = run(job, "local", said=said, report=trainer(scene.salt), **options)
         apart = run(job, PARTS, said=said, report=trainer(scene.salt), **options, **APART)
     assert len(alone.states) > 2
@@ -86,7 +146,9 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ov.Job]:
     return jobs(tmp_path_factory.mktemp("golden"))
 
 
-@pytest.mark.parametrize("name", [name for i, name in enumerate(KEPT) if i % 5 == 0 or "five" in name])
+@pytest.mark.parametrize(
+    "name", [name for i, name in enumerate(KEPT) if i % 5 == 0 or "five" in name]
+)
 def test_a_fixed_job_gives_the_stream_it_always_gave(golden: dict[str, ov.Job], name: str) -> None:
     got: dict[int, list[ov.Step]] = {0: [], 1: []}
     with launch(golden[name], sources_per_host=3, constructor_hosts=1 + len(name) % 2) as session:
@@ -95,7 +157,19 @@ def test_a_fixed_job_gives_the_stream_it_always_gave(golden: dict[str, ov.Job], 
             for rank, step in enumerate(steps):
                 got[rank].append(step)
         assert [s.plan_digest for s in got[0]] == KEPT[name]["plans"]
-        assert digest(*(p for r in got for s in got[r] for mb in s for key in sorted(mb) for p in (key, mb[key]))) == KEPT[name]["arrays"]
+        assert (
+            digest(
+                *(
+                    p
+                    for r in got
+                    for s in got[r]
+                    for mb in s
+                    for key in sorted(mb)
+                    for p in (key, mb[key])
+                )
+            )
+            == KEPT[name]["arrays"]
+        )
 
 
 # one job for the stories below
@@ -110,7 +184,10 @@ def marked(samples: ov.Popped) -> ov.Ragged:
 def counted(assembly: ov.Assembly) -> list[dict[str, np.ndarray]]:
     """A constructor hook that sees the whole plan."""
     all_of_it = np.int64(len(assembly.plan)), assembly.plan.row.astype(np.int64)
-    return [mb | {"whole": np.array([all_of_it[0], all_of_it[1].sum(), assembly.bucket])} for mb in assembly.default()]
+    return [
+        mb | {"whole": np.array([all_of_it[0], all_of_it[1].sum(), assembly.bucket])}
+        for mb in assembly.default()
+    ]
 
 
 def rows(n: int, first: int) -> Rows:
@@ -118,15 +195,26 @@ def rows(n: int, first: int) -> Rows:
 
 
 def source(name: str, n: int, first: int, **settings: Any) -> ov.Source:
-    return ov.Source(name, rows(n, first), transforms=[ov.Tokens("tokens")], **{"epochs": None, **settings})
+    return ov.Source(
+        name, rows(n, first), transforms=[ov.Tokens("tokens")], **{"epochs": None, **settings}
+    )
 
 
 def job(**changes: Any) -> ov.Job:
     settings = {
-        "name": "processes", "sources": [source("a", 60, 0), source("b", 90, 1000, weight=2.0), source("c", 40, 2000, epochs=1)],
-        "batch": ov.Batch(samples=10, context=32, microbatches=2), "place": ov.ClientPlaceTree(dp=2), "seed": 11, "slice_rows": 8,
-        "shuffle_chunks": 2, "until": 18,
-    }  # fmt: skip
+        "name": "processes",
+        "sources": [
+            source("a", 60, 0),
+            source("b", 90, 1000, weight=2.0),
+            source("c", 40, 2000, epochs=1),
+        ],
+        "batch": ov.Batch(samples=10, context=32, microbatches=2),
+        "place": ov.ClientPlaceTree(dp=2),
+        "seed": 11,
+        "slice_rows": 8,
+        "shuffle_chunks": 2,
+        "until": 18,
+    }
     return ov.Job(**{**settings, **changes})
 
 
@@ -144,7 +232,9 @@ def shared_memory_at(array: np.ndarray) -> tuple[str, int]:
     """The piece of shared memory an array lies in, and where: the same in every mapping of it."""
     where, _, offset, _, inode, *name = mapping_of(array).split(maxsplit=5)
     assert "memfd:overlord-constructor-host/" in name[0]
-    return inode, array.__array_interface__["data"][0] - int(where.split("-")[0], 16) + int(offset, 16)
+    return inode, array.__array_interface__["data"][0] - int(where.split("-")[0], 16) + int(
+        offset, 16
+    )
 
 
 def test_ranks_of_one_group_read_the_same_memory_which_was_filled_once() -> None:
@@ -154,18 +244,27 @@ def test_ranks_of_one_group_read_the_same_memory_which_was_filled_once() -> None
         for steps in zip(*clients, strict=True):
             where = [shared_memory_at(step._bucket.wide.arrays[IDS]) for step in steps]
             assert where[0] == where[1] != where[2] == where[3]
-            assert all(step._bucket.wide.arrays[IDS].itemsize == 2 for step in steps), "as narrow as ids allow"
-            assert not any("memfd" in mapping_of(mb["tokens"]) for step in steps for mb in step), "widened by each rank for itself"
+            assert all(step._bucket.wide.arrays[IDS].itemsize == 2 for step in steps), (
+                "as narrow as ids allow"
+            )
+            assert not any("memfd" in mapping_of(mb["tokens"]) for step in steps for mb in step), (
+                "widened by each rank for itself"
+            )
     apart = run(made, PARTS, constructor_hosts=2, broadcast=False)
     assert apart == run(made, "local", broadcast=False)
     assert apart.steps[0] == apart.steps[1] != apart.steps[2] == apart.steps[3]
 
 
 def test_slices_of_context_parallel_ranks_lie_in_one_piece_of_shared_memory() -> None:
-    with launch(job(place=ov.ClientPlaceTree(cp=2, pp=2), batch=ov.Batch(samples=9, context=64), until=6)) as session:
+    with launch(
+        job(place=ov.ClientPlaceTree(cp=2, pp=2), batch=ov.Batch(samples=9, context=64), until=6)
+    ) as session:
         clients = [session.client(rank) for rank in range(4)]
         for steps in zip(*clients, strict=True):
-            where = [shared_memory_at(step[0][key]) for step, key in zip(steps, ["tokens", "tokens", "labels", "labels"], strict=True)]
+            where = [
+                shared_memory_at(step[0][key])
+                for step, key in zip(steps, ["tokens", "tokens", "labels", "labels"], strict=True)
+            ]
             size = steps[0][0]["tokens"].nbytes
             assert len({inode for inode, _ in where}) == 1
             assert where[1][1] - where[0][1] == where[3][1] - where[2][1] == size, "rank after rank"
@@ -173,7 +272,9 @@ def test_slices_of_context_parallel_ranks_lie_in_one_piece_of_shared_memory() ->
 
 def test_the_loaders_of_a_source_may_live_in_several_processes() -> None:
     made = job(until=9)
-    with launch(made, loaders={"b": 3}, sources_per_host=1, hosts=8, constructor_hosts=2) as session:
+    with launch(
+        made, loaders={"b": 3}, sources_per_host=1, hosts=8, constructor_hosts=2
+    ) as session:
         rows = [a for a in session.metrics()["actors"] if a["role"] == "loader"]
         assert len({a["pid"] for a in rows if a["name"].startswith("loader/b/")}) == 3
         assert len(hosts_of(session)) == len(set(hosts_of(session).values())) == 5 + 2
@@ -181,7 +282,9 @@ def test_the_loaders_of_a_source_may_live_in_several_processes() -> None:
 
 
 def test_hooks_see_in_processes_what_they_see_in_one() -> None:
-    made = job(hooks=[ov.loader_do_plan(marked), ov.constructor_do_plan(counted)], until=6, look_ahead=3)
+    made = job(
+        hooks=[ov.loader_do_plan(marked), ov.constructor_do_plan(counted)], until=6, look_ahead=3
+    )
     apart = run(made, PARTS, loaders={"b": 2}, **APART)
     assert apart == run(made, "local")
     assert apart.states
@@ -221,12 +324,24 @@ def test_whatever_is_said_in_mid_run_means_the_same(tmp_path: Path) -> None:
     more, wide = source("d", 50, 3000), (*made.sources, source("d", 50, 3000))
     days = {}
     for runtime in ("local", PARTS):
-        days[runtime] = run(made, runtime, act=busy_day(more), report=trainer(4), prefetch=3, **APART)
+        days[runtime] = run(
+            made, runtime, act=busy_day(more), report=trainer(4), prefetch=3, **APART
+        )
     assert days[PARTS] == days["local"]
-    assert "d" in {sample[0][0] for step in days["local"].steps[0] for mb in step[4] for sample in mb}
+    assert "d" in {
+        sample[0][0] for step in days["local"].steps[0] for mb in step[4] for sample in mb
+    }
     state = days[PARTS].states[12]
-    there = run(replace(made, sources=wide, mixture=Chaser(("a", "b", "c"))), "local", resume=state, report=trainer(4), prefetch=3)
-    assert there.numbers == [list(range(state["step"], 18))] * 2, "a state of one runtime is one of the other"
+    there = run(
+        replace(made, sources=wide, mixture=Chaser(("a", "b", "c"))),
+        "local",
+        resume=state,
+        report=trainer(4),
+        prefetch=3,
+    )
+    assert there.numbers == [list(range(state["step"], 18))] * 2, (
+        "a state of one runtime is one of the other"
+    )
 
 
 def test_a_state_goes_from_one_runtime_to_another_and_back() -> None:
@@ -245,7 +360,9 @@ def undisturbed() -> Played:
     return run(job(), "local")
 
 
-def test_ranks_go_back_to_a_state_together_also_to_one_before_a_source_joined(undisturbed: Played) -> None:
+def test_ranks_go_back_to_a_state_together_also_to_one_before_a_source_joined(
+    undisturbed: Played,
+) -> None:
     with launch(job(), constructor_hosts=2) as session:
         assert play(session, steps=6).steps == {r: s[:6] for r, s in undisturbed.steps.items()}
         old, before = hosts_of(session), undisturbed.states[2]
@@ -254,7 +371,9 @@ def test_ranks_go_back_to_a_state_together_also_to_one_before_a_source_joined(un
         for client in clients:
             client.load_state_dict(before)
         if PARTS != "ray":  # there processes wait for the next of their name
-            assert not set(old.values()) & set(hosts_of(session).values()), "new cores, in new processes"
+            assert not set(old.values()) & set(hosts_of(session).values()), (
+                "new cores, in new processes"
+            )
         again = play(session)
         assert again.steps == undisturbed.behind(2)
         session.load_state_dict(before)
@@ -275,27 +394,38 @@ def moves(*where: tuple[int, str, tuple[str, ...]]) -> dict[int, Callable[[ov.Se
 def test_sources_move_between_hosts_and_nobody_notices(look_ahead: int) -> None:
     made = job(look_ahead=look_ahead)
     elsewhere = moves(
-        (0, "a", ("loader-host/1",)), (2, "b", ("loader-host/0",)), (3, "b", ("loader-host/2", "loader-host/1")),
+        (0, "a", ("loader-host/1",)),
+        (2, "b", ("loader-host/0",)),
+        (3, "b", ("loader-host/2", "loader-host/1")),
         (5, "c", ("loader-host/0",)),
-        (6, "a", ("loader-host/2",)), (9, "b", ("loader-host/0", "loader-host/1", "loader-host/2")), (14, "c", ("loader-host/1",)),
-    )  # fmt: skip
+        (6, "a", ("loader-host/2",)),
+        (9, "b", ("loader-host/0", "loader-host/1", "loader-host/2")),
+        (14, "c", ("loader-host/1",)),
+    )
     with launch(made, loaders={"b": 3}, sources_per_host=2, hosts=3) as session:
         done = play(session, act=elsewhere)
         where = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "loader"}
         hosts = hosts_of(session)
     assert done == run(made, "local")
-    assert [where[f"loader/b/{k}"] for k in (1, 2, 3)] == [hosts[f"loader-host/{h}"] for h in (0, 1, 2)]
+    assert [where[f"loader/b/{k}"] for k in (1, 2, 3)] == [
+        hosts[f"loader-host/{h}"] for h in (0, 1, 2)
+    ]
     assert where["loader/a/0"] == hosts["loader-host/2"]
     assert where["loader/c/4"] == hosts["loader-host/1"], "it had ended, and moved all the same"
 
 
 def test_sources_move_at_any_moment_while_everyone_trains() -> None:
     made, rng = job(until=60, look_ahead=2), Random(5)
-    with launch(made, loaders={"b": 2}, sources_per_host=2, hosts=3, constructor_hosts=2) as session:
+    with launch(
+        made, loaders={"b": 2}, sources_per_host=2, hosts=3, constructor_hosts=2
+    ) as session:
         hosts = [name for name in hosts_of(session) if name.startswith("loader-host/")]
         clients = [session.client(rank) for rank in range(2)]
         got: dict[int, list[Any]] = {0: [], 1: []}
-        threads = [threading.Thread(target=lambda r=r: got[r].extend(map(written, clients[r]))) for r in range(2)]
+        threads = [
+            threading.Thread(target=lambda r=r: got[r].extend(map(written, clients[r])))
+            for r in range(2)
+        ]
         for thread in threads:
             thread.start()
         moved = 0
@@ -312,15 +442,26 @@ def slow_sum(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_source_moves_with_its_worker_processes() -> None:
-    heavy = ov.Source("w", rows(60, 0), transforms=[ov.Map(slow_sum, rows=True), ov.Tokens("tokens")], workers="processes", epochs=None)
+    heavy = ov.Source(
+        "w",
+        rows(60, 0),
+        transforms=[ov.Map(slow_sum, rows=True), ov.Tokens("tokens")],
+        workers="processes",
+        epochs=None,
+    )
     made = job(sources=[heavy, source("a", 60, 1000)], until=10)
     with launch(made, loaders={"w": 2}, sources_per_host=1, hosts=3) as session:
         before = workers(session)
-        done = play(session, act=moves((2, "w", ("loader-host/2",)), (5, "w", ("loader-host/0", "loader-host/1"))))
+        done = play(
+            session,
+            act=moves((2, "w", ("loader-host/2",)), (5, "w", ("loader-host/0", "loader-host/1"))),
+        )
         after = workers(session)
     assert done == run(made, "local")
     assert len(before) == len(after) == 2
-    assert not before & after, "worker processes do not move: new ones were started, the old ones are gone"
+    assert not before & after, (
+        "worker processes do not move: new ones were started, the old ones are gone"
+    )
 
 
 def workers(session: ov.Session) -> set[int]:
@@ -331,7 +472,10 @@ def test_a_move_that_cannot_be_is_refused_in_words_and_changes_nothing(undisturb
     with launch(job(), sources_per_host=1, hosts=3) as session:
         session.add_source(source("d", 20, 5000), at=17)
         for move, words in {
-            ("a", "loader-host/9"): "no loader host is called 'loader-host/9'; there are loader-host/0",
+            (
+                "a",
+                "loader-host/9",
+            ): "no loader host is called 'loader-host/9'; there are loader-host/0",
             ("x", "loader-host/0"): "unknown source 'x'",
             ("a",): "wanted the loader host to move to",
             ("d", "loader-host/0"): "'d' joined after loader-host/0 was started",

@@ -14,7 +14,20 @@ import pytest
 
 import overlord as ov
 from overlord.errors import DataStall, OverlordError
-from tests.processes import RUNTIMES, WAIT_S, Played, halt, heard, hosts_left, hosts_of, launch, play, run, until, written
+from tests.processes import (
+    RUNTIMES,
+    WAIT_S,
+    Played,
+    halt,
+    heard,
+    hosts_left,
+    hosts_of,
+    launch,
+    play,
+    run,
+    until,
+    written,
+)
 from tests.scenarios.test_process import job, rows, source
 
 pytestmark = pytest.mark.timeout(200)
@@ -58,17 +71,35 @@ def stalls(session: ov.Session, client: ov.Client, words: str) -> None:
     until(lambda: re.search(words, session._why(client.rank)))
 
 
-@pytest.mark.parametrize("place", [ov.ClientPlaceTree(dp=3), ov.ClientPlaceTree(dp=1, tp=3)], ids=["of another group", "of the same group"])
-def test_a_slow_rank_holds_up_others_at_the_end_of_the_window_and_they_can_say_who(place: ov.ClientPlaceTree) -> None:
+@pytest.mark.parametrize(
+    "place",
+    [ov.ClientPlaceTree(dp=3), ov.ClientPlaceTree(dp=1, tp=3)],
+    ids=["of another group", "of the same group"],
+)
+def test_a_slow_rank_holds_up_others_at_the_end_of_the_window_and_they_can_say_who(
+    place: ov.ClientPlaceTree,
+) -> None:
     made = job(place=place)
     alone = run(made, "local")
     with launch(made, prefetch=3) as session:
         clients = [session.client(rank) for rank in range(3)]
-        got = {0: [written(next(clients[0])) for _ in range(3)], 1: [written(next(clients[1]))], 2: [written(next(clients[2]))]}
+        got = {
+            0: [written(next(clients[0])) for _ in range(3)],
+            1: [written(next(clients[1]))],
+            2: [written(next(clients[2]))],
+        }
         got[0].append(written(next(clients[0])))
-        stalls(session, clients[0], r"rank [12], which holds 3 steps it has not taken \(it took step 0 last\)")
+        stalls(
+            session,
+            clients[0],
+            r"rank [12], which holds 3 steps it has not taken \(it took step 0 last\)",
+        )
         got[1] += [written(next(clients[1])) for _ in range(3)]
-        stalls(session, clients[1], r"rank 2, which holds 3 steps it has not taken \(it took step 0 last\)")
+        stalls(
+            session,
+            clients[1],
+            r"rank 2, which holds 3 steps it has not taken \(it took step 0 last\)",
+        )
         held = heard(session)["memory"]
         assert held["slabs"] <= 5 * 2**16, "steps are kept once, and no more than the window has"
         for _ in range(17):
@@ -93,7 +124,9 @@ class Gate:
 
 
 def gated(path: Path, **changes: Any) -> ov.Job:
-    slow = ov.Source("slow", rows(40, 0), transforms=[ov.Map(Gate(path)), ov.Tokens("tokens")], epochs=1)
+    slow = ov.Source(
+        "slow", rows(40, 0), transforms=[ov.Map(Gate(path)), ov.Tokens("tokens")], epochs=1
+    )
     return job(sources=[source("a", 60, 1000), slow, source("b", 60, 2000)], until=4, **changes)
 
 
@@ -101,7 +134,12 @@ def test_who_waits_is_told_for_which_source_in_which_process(tmp_path: Path) -> 
     gate = tmp_path / "open"
     said: list[str] = []
     with launch(
-        gated(gate), sources_per_host=1, hosts=4, stall_warn_s=0.2, stall_limit_s=1.0, on_stall=lambda w, s: said.append(w)
+        gated(gate),
+        sources_per_host=1,
+        hosts=4,
+        stall_warn_s=0.2,
+        stall_limit_s=1.0,
+        on_stall=lambda w, s: said.append(w),
     ) as session:
         client = session.client(0)
         with pytest.raises(DataStall) as stall:
@@ -110,11 +148,15 @@ def test_who_waits_is_told_for_which_source_in_which_process(tmp_path: Path) -> 
         host = next(name for name, pid in hosts_of(session).items() if pid == where)
         inside = r"loader/slow/1 is in Map\(Gate\) for \d+ s, with rows 0 to 7 "
         now = until(lambda: found if re.search(inside, found := session._why(0)) else None)
-        asked = [words for words in (stall.value.waiting_for, *said) if "loader/slow/1 is" in words]  # its host had answered in time
+        asked = [
+            words for words in (stall.value.waiting_for, *said) if "loader/slow/1 is" in words
+        ]  # its host had answered in time
         for words in (now, *asked):
             assert "samples that step 0 draws" in words
             assert "source 'slow'" in words
-            assert re.search(rf"loader/slow/1 is reading|{inside}", words), "from a second on in what"
+            assert re.search(rf"loader/slow/1 is reading|{inside}", words), (
+                "from a second on in what"
+            )
             assert f" in {host}" in words
         assert (stall.value.step, stall.value.rank) == (0, 0)
         assert said
@@ -128,10 +170,17 @@ def test_questions_are_answered_while_a_trainer_waits(tmp_path: Path) -> None:
     with launch(gated(gate), sources_per_host=1, hosts=4) as session:
         clients = [session.client(rank) for rank in range(2)]
         got: list[list[Any]] = [[], []]
-        threads = [threading.Thread(target=lambda r=r: got[r].extend(map(written, clients[r]))) for r in range(2)]
+        threads = [
+            threading.Thread(target=lambda r=r: got[r].extend(map(written, clients[r])))
+            for r in range(2)
+        ]
         for thread in threads:
             thread.start()
-        until(lambda: any(a["state"].startswith(("reading", "in Map")) for a in session.metrics()["actors"]))
+        until(
+            lambda: any(
+                a["state"].startswith(("reading", "in Map")) for a in session.metrics()["actors"]
+            )
+        )
         before = time.monotonic()
         assert [len(client._inbox) for client in clients] == [0, 0]
         for _ in range(20):
@@ -140,23 +189,38 @@ def test_questions_are_answered_while_a_trainer_waits(tmp_path: Path) -> None:
         gate.touch()
         for thread in threads:
             thread.join(30)
-        assert time.monotonic() - before < 20, "whoever asks waits for no step, and no step for whoever asks"
+        assert time.monotonic() - before < 20, (
+            "whoever asks waits for no step, and no step for whoever asks"
+        )
     assert got == list(run(gated(gate), "local").steps.values())
 
 
 def test_metrics_tell_of_every_process() -> None:
     made = job()
-    with launch(made, sources_per_host=1, hosts=4, constructor_hosts=2, loaders={"b": 2}) as session:
+    with launch(
+        made, sources_per_host=1, hosts=4, constructor_hosts=2, loaders={"b": 2}
+    ) as session:
         play(session, steps=6)
         found = heard(session)
         hosts = {a["name"]: a for a in found["actors"] if a["role"] == "host"}
-        assert sorted(hosts) == ["constructor-host/0", "constructor-host/1", *(f"loader-host/{h}" for h in range(4))]
+        assert sorted(hosts) == [
+            "constructor-host/0",
+            "constructor-host/1",
+            *(f"loader-host/{h}" for h in range(4)),
+        ]
         assert {a["state"] for a in hosts.values()} == {"running"}
         pids = {a["pid"] for a in hosts.values()}
         assert len(pids) == 6
-        of_role = {role: {a["pid"] for a in found["actors"] if a["role"] == role} for role in ("loader", "constructor")}
-        assert of_role["loader"] == {a["pid"] for name, a in hosts.items() if name.startswith("loader")}
-        assert of_role["constructor"] == {a["pid"] for name, a in hosts.items() if name.startswith("constructor")}
+        of_role = {
+            role: {a["pid"] for a in found["actors"] if a["role"] == role}
+            for role in ("loader", "constructor")
+        }
+        assert of_role["loader"] == {
+            a["pid"] for name, a in hosts.items() if name.startswith("loader")
+        }
+        assert of_role["constructor"] == {
+            a["pid"] for name, a in hosts.items() if name.startswith("constructor")
+        }
         assert all(s["read_s"] > 0 for s in found["sources"].values())
         memory = found["memory"]
         assert memory["pss"] > sum(2**20 for _ in pids)
@@ -178,8 +242,14 @@ def test_a_host_that_hangs_is_named_and_nothing_is_missing_in_what_is_told(alone
                 client._limit_s = 1.5
             then = play(session)
             assert "DataStall" in then.error
-            until(lambda: re.search("more of source 'b'|payload of loader-host/0", session._why(0) + session._why(1)))
-            loaders = {a["name"]: a["state"] for a in session.metrics()["actors"] if a["role"] == "loader"}
+            until(
+                lambda: re.search(
+                    "more of source 'b'|payload of loader-host/0", session._why(0) + session._why(1)
+                )
+            )
+            loaders = {
+                a["name"]: a["state"] for a in session.metrics()["actors"] if a["role"] == "loader"
+            }
             assert list(loaders) == ["loader/a/0", "loader/b/1", "loader/c/2"]
             assert loaders["loader/b/1"] == "unknown: loader-host/0 does not answer"
             assert session.graph(1).loader[0] in loaders
@@ -200,7 +270,12 @@ def test_metrics_tell_of_clients_elsewhere() -> None:
         for _ in range(3):
             for client in clients:
                 next(client)
-        until(lambda: {r: (c["steps"], c["ready"]) for r, c in session.metrics()["clients"].items()} == {0: (3, 3), 1: (3, 3)})
+        until(
+            lambda: (
+                {r: (c["steps"], c["ready"]) for r, c in session.metrics()["clients"].items()}
+                == {0: (3, 3), 1: (3, 3)}
+            )
+        )
         assert all(c["waited_s"] > 0 for c in session.metrics()["clients"].values())
         for client in clients:
             client.close()
@@ -244,7 +319,9 @@ def test_two_sessions_in_one_process_and_one_launched_in_a_thread() -> None:
         left = [*hosts_of(one).values(), *hosts_of(two).values()]
     thread.join(30)
     wanted = [run(made, "local"), run(other, "local")]
-    assert [[g[i] for g in got] for i in range(4)] == [steps for w in wanted for steps in w.steps.values()]
+    assert [[g[i] for g in got] for i in range(4)] == [
+        steps for w in wanted for steps in w.steps.values()
+    ]
     assert outcome == [wanted[1]]
     assert not hosts_left(left, 2.0)
 
@@ -259,7 +336,9 @@ def test_a_long_run_uses_the_memory_of_a_short_one() -> None:
             if k in (20, 119):
                 seen.append(heard(session)["memory"])
     slot, window = 2**16, 4 + 2  # a step is smaller than the smallest slot
-    assert all(0 < memory[what] <= window * slot for memory in seen for what in ("slabs", "sending")), seen
+    assert all(
+        0 < memory[what] <= window * slot for memory in seen for what in ("slabs", "sending")
+    ), seen
 
 
 def test_whoever_keeps_all_it_gets_stops_nobody() -> None:
@@ -272,10 +351,14 @@ def test_whoever_keeps_all_it_gets_stops_nobody() -> None:
                 kept[rank].append(step)
         got = {rank: [written(step) for step in kept[rank]] for rank in range(2)}
     assert got == run(made, "local").steps
-    assert {rank: [written(step) for step in kept[rank]] for rank in range(2)} == got, "and what was got stays when the session is closed"
+    assert {rank: [written(step) for step in kept[rank]] for rank in range(2)} == got, (
+        "and what was got stays when the session is closed"
+    )
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["hand back all they get", "keep all they get"])
+@pytest.mark.parametrize(
+    "keeps", [False, True], ids=["hand back all they get", "keep all they get"]
+)
 def test_less_shared_memory_than_the_window_needs_stops_nobody_whose_trainers(keeps: bool) -> None:
     made = job(until=30)
     alone = run(made, "local")

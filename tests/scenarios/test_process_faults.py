@@ -43,7 +43,9 @@ from tests.worlds import Rows
 pytestmark = pytest.mark.timeout(200)
 
 ENDS: dict[str, Any] = {"failover": False}  # a lost part ends the job
-OPENED_NOT = ActorLost if PARTS == "process" else ImportError  # Ray opens code in our hands, and what it raises comes here
+OPENED_NOT = (
+    ActorLost if PARTS == "process" else ImportError
+)  # Ray opens code in our hands, and what it raises comes here
 SOON_S = 20.0  # a death is told in tens of milliseconds; machines are noisy
 
 
@@ -66,7 +68,9 @@ def ends_of(session: ov.Session) -> dict[int, tuple[list[Any], Exception | None]
     """All ranks train side by side until they end."""
     clients = [session.client(rank) for rank in range(2)]
     ends: dict[int, tuple[list[Any], Exception | None]] = {}
-    threads = [threading.Thread(target=lambda c=c: ends.update({c.rank: rest_of(c)})) for c in clients]
+    threads = [
+        threading.Thread(target=lambda c=c: ends.update({c.rank: rest_of(c)})) for c in clients
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -78,8 +82,17 @@ def ends_of(session: ov.Session) -> dict[int, tuple[list[Any], Exception | None]
 
 
 @pytest.mark.parametrize("constructor_hosts", [1, 2])
-def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(alone: Played, constructor_hosts: int) -> None:
-    with launch(job(until=200), sources_per_host=2, hosts=2, constructor_hosts=constructor_hosts, build_ahead=4, **ENDS) as session:
+def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(
+    alone: Played, constructor_hosts: int
+) -> None:
+    with launch(
+        job(until=200),
+        sources_per_host=2,
+        hosts=2,
+        constructor_hosts=constructor_hosts,
+        build_ahead=4,
+        **ENDS,
+    ) as session:
         before, hosts = play(session, steps=5), hosts_of(session)
         until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
         os.kill(hosts["loader-host/1"], signal.SIGKILL)
@@ -91,7 +104,11 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(alon
             assert (error.name, error.reason) == ("loader-host/1", KILLED)
             assert before.steps[rank] + steps == alone.steps[rank][: 5 + len(steps)]
         assert len(ends[0][0]) == len(ends[1][0]) == 4, "what was complete was delivered, to all"
-        states = {a["name"]: a["state"] for a in heard(session, lost=["loader-host/1"])["actors"] if a["role"] == "host"}
+        states = {
+            a["name"]: a["state"]
+            for a in heard(session, lost=["loader-host/1"])["actors"]
+            if a["role"] == "host"
+        }
         assert states.pop("loader-host/1") == KILLED
         assert set(states.values()) == {"running"}
     assert not hosts_left(list(hosts.values()), SOON_S)
@@ -99,23 +116,32 @@ def test_a_loader_host_that_is_killed_ends_the_job_at_the_same_step_for_all(alon
 
 @pytest.mark.parametrize("victim", ["loader-host/0", "constructor-host/1"])
 def test_a_host_that_is_killed_while_all_wait_for_it(alone: Played, victim: str) -> None:
-    with launch(job(until=10**6), sources_per_host=2, hosts=2, constructor_hosts=2, **ENDS) as session:
+    with launch(
+        job(until=10**6), sources_per_host=2, hosts=2, constructor_hosts=2, **ENDS
+    ) as session:
         hosts, clients = hosts_of(session), [session.client(rank) for rank in range(2)]
         ends: dict[int, Any] = {}
-        threads = [threading.Thread(target=lambda r=r: ends.update({r: rest_of(clients[r])})) for r in range(2)]
+        threads = [
+            threading.Thread(target=lambda r=r: ends.update({r: rest_of(clients[r])}))
+            for r in range(2)
+        ]
         for thread in threads:
             thread.start()
         until(lambda: min(c.steps for c in clients) > 10)
         os.kill(hosts[victim], signal.SIGKILL)
         for thread in threads:
             thread.join(SOON_S)
-        assert {rank: (e.name, e.reason) for rank, (_, e) in ends.items()} == dict.fromkeys(range(2), (victim, KILLED))
+        assert {rank: (e.name, e.reason) for rank, (_, e) in ends.items()} == dict.fromkeys(
+            range(2), (victim, KILLED)
+        )
         for rank, (steps, _) in ends.items():
             assert [step[0] for step in steps] == list(range(len(steps)))
             assert steps[:40] == alone.steps[rank][: len(steps)]
 
 
-def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_and_all_others_end(alone: Played) -> None:
+def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_and_all_others_end(
+    alone: Played,
+) -> None:
     with launch(job(until=200), constructor_hosts=2, build_ahead=4, **ENDS) as session:
         before, hosts = play(session, steps=5), hosts_of(session)
         until(lambda: min(len(session.client(rank)._inbox) for rank in range(2)) == 4)
@@ -128,7 +154,9 @@ def test_clients_of_a_constructor_host_that_is_killed_hand_out_what_they_have_an
             assert (error.name, error.reason) == ("constructor-host/1", ASKED)
             assert before.steps[rank] + steps == alone.steps[rank][: 5 + len(steps)]
             assert len(steps) == 4, "the prefetch window was full"
-        with pytest.raises(JobError, match="no process of this job is called 'x'; there are loader-host/0"):
+        with pytest.raises(
+            JobError, match="no process of this job is called 'x'; there are loader-host/0"
+        ):
             session.kill("x")
     assert not hosts_left(list(hosts.values()), SOON_S)
 
@@ -155,17 +183,24 @@ def fds() -> int:
 
 def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_else_does(
     tmp_path: Path, alone: Played, caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
-    caplog.set_level(logging.CRITICAL, "overlord")  # records of faults keep their frames, and those what they hold
+) -> None:
+    caplog.set_level(
+        logging.CRITICAL, "overlord"
+    )  # records of faults keep their frames, and those what they hold
     before = fds()
     with program(tmp_path, SERVED) as server:
         address, token, *pids = server.line().split()
-        clients = [ov.connect(address, rank, token, reconnect_s=0.3, stall_limit_s=60.0) for rank in range(2)]
+        clients = [
+            ov.connect(address, rank, token, reconnect_s=0.3, stall_limit_s=60.0)
+            for rank in range(2)
+        ]
         got = [[written(next(client)) for client in clients] for _ in range(5)]
         until(lambda: min(len(client._inbox) for client in clients) == 4)
         server.process.kill()
         start = time.monotonic()
-        assert not left_after(list(map(int, pids)), SOON_S), "no process outlives the one that started it"
+        assert not left_after(list(map(int, pids)), SOON_S), (
+            "no process outlives the one that started it"
+        )
         ends = [rest_of(client) for client in clients]
         assert time.monotonic() - start < 3 + SOON_S
     for rank, (steps, error) in enumerate(ends):
@@ -178,7 +213,9 @@ def test_clients_elsewhere_outlive_the_session_with_what_they_have_and_nothing_e
     del got, steps, error, ends, client
     gc.collect()
     until(lambda: fds() <= before)
-    assert "memfd:overlord" not in Path("/proc/self/maps").read_text(), "no shared memory stays mapped"
+    assert "memfd:overlord" not in Path("/proc/self/maps").read_text(), (
+        "no shared memory stays mapped"
+    )
 
 
 def test_a_session_that_closes_tells_clients_elsewhere(tmp_path: Path) -> None:
@@ -248,16 +285,23 @@ def scoped() -> str:
 
 
 @pytest.mark.parametrize(
-    "then", ["return", "del session; return", "sys.exit(0)", "session.close(); session.close(); return"],
+    "then",
+    ["return", "del session; return", "sys.exit(0)", "session.close(); session.close(); return"],
     ids=["kept", "forgotten", "exit", "closed twice"],
-)  # fmt: skip
-def test_a_program_that_just_ends_leaves_nothing_and_says_nothing(tmp_path: Path, then: str) -> None:
+)
+def test_a_program_that_just_ends_leaves_nothing_and_says_nothing(
+    tmp_path: Path, then: str
+) -> None:
     with program(tmp_path, trains(PLAIN, then)) as trainer:
         pids = list(map(int, trainer.line().split()))
         code, out, err = trainer.end()
         assert (code, out, but_for_late(err)) == (0, "", "")
         assert not left_after(pids, SOON_S)
-    assert not [p for root in ("/tmp", tempfile.gettempdir()) for p in Path(root).glob(f"ov-ray-{trainer.pid}-*")], "nor files of a cluster"
+    assert not [
+        p
+        for root in ("/tmp", tempfile.gettempdir())
+        for p in Path(root).glob(f"ov-ray-{trainer.pid}-*")
+    ], "nor files of a cluster"
 
 
 def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
@@ -265,7 +309,9 @@ def test_closing_ends_whoever_waits_in_another_thread(tmp_path: Path) -> None:
     session = launch(made, prefetch=1)
     clients, ended = [session.client(rank) for rank in range(2)], []
     next(clients[0])
-    waiting = threading.Thread(target=lambda: ended.append(rest_of(clients[0])))  # rank 1 takes nothing
+    waiting = threading.Thread(
+        target=lambda: ended.append(rest_of(clients[0]))
+    )  # rank 1 takes nothing
     waiting.start()
     until(lambda: "rank 1" in session._why(0))
     hosts = list(hosts_of(session).values())
@@ -312,19 +358,29 @@ def _cannot() -> Any:
 
 
 def with_map(fn: Any, **settings: Any) -> ov.Source:
-    return ov.Source("m", rows(60, 0), transforms=[ov.Map(fn, **settings), ov.Tokens("tokens")], epochs=None)
+    return ov.Source(
+        "m", rows(60, 0), transforms=[ov.Map(fn, **settings), ov.Tokens("tokens")], epochs=None
+    )
 
 
 def test_code_that_cannot_be_sent_is_refused_at_launch_and_leaves_nothing() -> None:
     before = threading.active_count()
-    with pytest.raises(JobError, match=r"source 'm': cannot be sent to another process: .*lambda.*use functions of a module"):
+    with pytest.raises(
+        JobError,
+        match=r"source 'm': cannot be sent to another process: .*lambda.*use functions of a module",
+    ):
         launch(job(sources=[with_map(lambda columns: columns)]))
-    with pytest.raises(OPENED_NOT, match=r"loader-host/0 is lost: .* said why on stderr; it may miss a module|no module named 'mine'"):
+    with pytest.raises(
+        OPENED_NOT,
+        match=r"loader-host/0 is lost: .* said why on stderr; it may miss a module|no module named 'mine'",
+    ):
         launch(job(sources=[with_map(Broken())]))
     until(lambda: threading.active_count() <= before)
 
 
-def test_a_function_of_a_notebook_is_refused_with_its_name_and_a_hook_as_a_hook(tmp_path: Path) -> None:
+def test_a_function_of_a_notebook_is_refused_with_its_name_and_a_hook_as_a_hook(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n' * 20)
     text = (
         "import overlord as ov\ndef mine(row):\n    return row\n"
@@ -332,14 +388,20 @@ def test_a_function_of_a_notebook_is_refused_with_its_name_and_a_hook_as_a_hook(
         "job = ov.Job(name='n', sources=[web], batch=ov.Batch(samples=4, context=64), until=2)\n"
         f"try:\n    ov.launch(job, runtime='{PARTS}').close()\nexcept ov.JobError as error:\n    print(error)\n"
     )
-    said = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60
+    ).stdout
     assert "source 'web': cannot be sent to another process: mine was defined in a notebook" in said
-    with pytest.raises(JobError, match=r"hooks: cannot be sent to another process: .*lambda.*runtime='local'"):
+    with pytest.raises(
+        JobError, match=r"hooks: cannot be sent to another process: .*lambda.*runtime='local'"
+    ):
         launch(job(hooks=(ov.constructor_do_plan(lambda *given: None),)))
 
 
 def test_a_tokenizer_that_is_missing_is_told_at_launch(tmp_path: Path) -> None:
-    texts = ov.Source("t", Rows([{"text": "one"}]), transforms=[ov.Tokenize(str(tmp_path / "none.json"), "text")])
+    texts = ov.Source(
+        "t", Rows([{"text": "one"}]), transforms=[ov.Tokenize(str(tmp_path / "none.json"), "text")]
+    )
     with pytest.raises(OverlordError, match=r"source 't'.*none\.json"):
         launch(job(sources=[texts]))
 
@@ -349,10 +411,15 @@ def test_a_program_that_launches_when_it_is_imported_is_told_how_to_be(tmp_path:
     with program(tmp_path, trains(PLAIN, "return"), guarded=False) as trainer:
         assert trainer.end()[0] == 0
     hooked = PLAIN.replace("until=10**6", "until=10**6, hooks=(ov.constructor_do_plan(mine),)")
-    body = textwrap.dedent(trains(hooked, "return")) + "\ndef mine(assembly):\n    return assembly.build()\n"
+    body = (
+        textwrap.dedent(trains(hooked, "return"))
+        + "\ndef mine(assembly):\n    return assembly.build()\n"
+    )
     with program(tmp_path, body, guarded=False) as trainer:
         code, _, err = trainer.end()
-        assert (code == 0) == (PARTS == "ray"), "there what is defined in a program travels with what is sent, and nobody imports it"
+        assert (code == 0) == (PARTS == "ray"), (
+            "there what is defined in a program travels with what is sent, and nobody imports it"
+        )
         assert code == 0 or 'if __name__ == "__main__":' in err.splitlines()[-1]
 
 
@@ -360,15 +427,21 @@ def test_a_source_that_cannot_be_opened_does_not_join_and_the_job_goes_on(alone:
     with launch(job(until=200)) as session:
         first = play(session, steps=3)
         for _ in range(2):
-            with pytest.raises(OPENED_NOT, match=r"its process ended before it could start|no module named 'mine'"):
+            with pytest.raises(
+                OPENED_NOT, match=r"its process ended before it could start|no module named 'mine'"
+            ):
                 session.add_source(with_map(Broken()))
         assert "m" not in session.metrics()["sources"]
         then = play(session, steps=10)
-        assert {rank: first.steps[rank] + then.steps[rank] for rank in range(2)} == {rank: s[:13] for rank, s in alone.steps.items()}
+        assert {rank: first.steps[rank] + then.steps[rank] for rank in range(2)} == {
+            rank: s[:13] for rank, s in alone.steps.items()
+        }
         at = session.add_source(source("d", 30, 5000))
         late = play(session, steps=8 + at - 13)
         assert not late.error
-        assert "d" in {p[0][0] for steps in late.steps.values() for step in steps for mb in step[4] for p in mb}
+        assert "d" in {
+            p[0][0] for steps in late.steps.values() for step in steps for mb in step[4] for p in mb
+        }
 
 
 def ends_process(columns: Any) -> Any:
@@ -387,7 +460,9 @@ def ends_program(columns: Any) -> Any:
 
 @pytest.mark.parametrize("fn", [ends_process, ends_later])
 def test_a_transform_that_ends_its_process_ends_the_job_for_all(fn: Any) -> None:
-    with launch(job(sources=[with_map(fn, rows=fn is ends_later), source("a", 60, 1000)]), hosts=1, **ENDS) as session:
+    with launch(
+        job(sources=[with_map(fn, rows=fn is ends_later), source("a", 60, 1000)]), hosts=1, **ENDS
+    ) as session:
         ends = ends_of(session)
     assert {str(error) for _, error in ends.values()} == {f"loader-host/0 is lost: {EXITED}"}
     assert len({len(steps) for steps, _ in ends.values()}) == 1

@@ -65,18 +65,30 @@ class Course:
     def go_on(self, steps: int = 3) -> None:
         got = play(self.session, steps=steps)
         assert not got.error
-        assert got.steps == {rank: s[self._at : self._at + steps] for rank, s in self._alone.steps.items()}
+        assert got.steps == {
+            rank: s[self._at : self._at + steps] for rank, s in self._alone.steps.items()
+        }
         self._at += steps
         assert hosts_of(self.session) == self._hosts, "no host has died"
 
 
 HELLOS: list[dict[str, Any]] = [
-    {}, {"role": "loader"}, {"role": "loader", "host": "0"}, {"role": "loader", "host": -1}, {"role": "loader", "host": True},
-    {"role": "loader", "host": 0}, {"role": "loader", "host": None}, {"role": "loader", "host": [1]},
-    {"role": "client", "rank": 9, "next": 0, "generation": 0}, {"role": "client", "rank": "0"}, {"role": "client", "rank": 0, "next": "x"},
-    {"role": "client", "rank": 0, "next": 0, "generation": 7}, {"role": "client", "rank": None}, {"role": 7, "rank": 2**63},
+    {},
+    {"role": "loader"},
+    {"role": "loader", "host": "0"},
+    {"role": "loader", "host": -1},
+    {"role": "loader", "host": True},
+    {"role": "loader", "host": 0},
+    {"role": "loader", "host": None},
+    {"role": "loader", "host": [1]},
+    {"role": "client", "rank": 9, "next": 0, "generation": 0},
+    {"role": "client", "rank": "0"},
+    {"role": "client", "rank": 0, "next": "x"},
+    {"role": "client", "rank": 0, "next": 0, "generation": 7},
+    {"role": "client", "rank": None},
+    {"role": 7, "rank": 2**63},
     {"x" * 1000: list(range(50))},
-]  # fmt: skip
+]
 
 
 def test_a_hello_that_is_none_is_refused_in_words(session: ov.Session, alone: Played) -> None:
@@ -90,15 +102,33 @@ def test_a_hello_that_is_none_is_refused_in_words(session: ov.Session, alone: Pl
 
 
 NO_PAYLOAD: list[Any] = [
-    None, 7, "x", [], {"ask": "why"}, np.zeros(3), DOCUMENTS, Attach(0), Took(3), Finish(0), Payload("0", 9, DOCUMENTS),  # type: ignore[arg-type]
-    Payload(-1, 9, DOCUMENTS), Payload(0, 0, DOCUMENTS), Payload(0, None, DOCUMENTS), Payload(0, 9, None), Payload([0], 9, DOCUMENTS),  # type: ignore[arg-type]
-    Payload(0, 9, Ragged(DOCUMENTS.values.astype(float), DOCUMENTS.offsets)), Payload(0, 9, np.zeros(3)),  # type: ignore[arg-type]
-    Payload(0, 9, Ragged(DOCUMENTS.values, np.array([0, 2], np.uint32))), Payload(0, 9, Ragged(DOCUMENTS.values > 3, DOCUMENTS.offsets)),
+    None,
+    7,
+    "x",
+    [],
+    {"ask": "why"},
+    np.zeros(3),
+    DOCUMENTS,
+    Attach(0),
+    Took(3),
+    Finish(0),
+    Payload("0", 9, DOCUMENTS),  # type: ignore[arg-type]
+    Payload(-1, 9, DOCUMENTS),
+    Payload(0, 0, DOCUMENTS),
+    Payload(0, None, DOCUMENTS),
+    Payload(0, 9, None),
+    Payload([0], 9, DOCUMENTS),  # type: ignore[arg-type]
+    Payload(0, 9, Ragged(DOCUMENTS.values.astype(float), DOCUMENTS.offsets)),
+    Payload(0, 9, np.zeros(3)),  # type: ignore[arg-type]
+    Payload(0, 9, Ragged(DOCUMENTS.values, np.array([0, 2], np.uint32))),
+    Payload(0, 9, Ragged(DOCUMENTS.values > 3, DOCUMENTS.offsets)),
     Payload(0, 9, Ragged(DOCUMENTS.values.reshape(2, 5), np.array([0, 1, 2]))),
-]  # fmt: skip
+]
 
 
-def test_a_loader_host_that_sends_anything_but_its_payload_is_cut_off(session: ov.Session, alone: Played) -> None:
+def test_a_loader_host_that_sends_anything_but_its_payload_is_cut_off(
+    session: ov.Session, alone: Played
+) -> None:
     course = Course(session, alone)
     course.go_on()
     for value in NO_PAYLOAD:
@@ -118,11 +148,20 @@ def test_payload_that_nobody_planned_reaches_nobody(session: ov.Session, alone: 
     course.go_on()
 
 
-def test_a_client_may_send_no_payload_and_can_take_no_step_that_was_not_sent(session: ov.Session, alone: Played) -> None:
+def test_a_client_may_send_no_payload_and_can_take_no_step_that_was_not_sent(
+    session: ov.Session, alone: Played
+) -> None:
     made = job(until=400)
     clients = [session.client(rank) for rank in range(2)]
     next(clients[0])  # rank 1 is taken over by a stranger
-    for value in (Payload(1, 0, DOCUMENTS), Payload(0, 9, DOCUMENTS), "x", None, Took("x"), Took(None)):  # type: ignore[arg-type]
+    for value in (
+        Payload(1, 0, DOCUMENTS),
+        Payload(0, 9, DOCUMENTS),
+        "x",
+        None,
+        Took("x"),
+        Took(None),
+    ):  # type: ignore[arg-type]
         with peer(session, role="client", rank=1, next=0, generation=0) as link:
             link.send(value)
             end_of(link)
@@ -133,56 +172,98 @@ def test_a_client_may_send_no_payload_and_can_take_no_step_that_was_not_sent(ses
         assert isinstance(first, Handed)
         assert first.told.step == 0
         taken = until(lambda: found if (found := session.metrics())["planned_steps"] >= 4 else None)
-        assert taken["planned_steps"] == 4, "the window has not moved for a step that was never sent"
+        assert taken["planned_steps"] == 4, (
+            "the window has not moved for a step that was never sent"
+        )
     del first
     assert made.place.world_size == 2
     got = [next(clients[1]).step for _ in range(4)]
     assert got == [0, 1, 2, 3], "its client comes back and misses nothing"
 
 
-def test_who_has_the_place_of_a_host_that_joins_loses_it_and_spoils_nothing(session: ov.Session, alone: Played) -> None:
+def test_who_has_the_place_of_a_host_that_joins_loses_it_and_spoils_nothing(
+    session: ov.Session, alone: Played
+) -> None:
     course = Course(session, alone)
     course.go_on()
-    host = 1 + max(int(name.split("/")[1]) for name in hosts_of(session) if name.startswith("loader-host/"))
+    host = 1 + max(
+        int(name.split("/")[1]) for name in hosts_of(session) if name.startswith("loader-host/")
+    )
     with peer(session, role="loader", host=host) as link:
         link.send(Payload(20, host, DOCUMENTS))
         at = session.add_source(source("d", 30, 5000))
         assert "its place is taken" in end_of(link)
     got = play(session, steps=at - 3 + 4)
     assert not got.error
-    assert "d" in {p[0][0] for steps in got.steps.values() for step in steps for mb in step[4] for p in mb}
+    assert "d" in {
+        p[0][0] for steps in got.steps.values() for step in steps for mb in step[4] for p in mb
+    }
 
 
 NUMBERS: list[Any] = [
-    0, 1, 2, 5, 6, 7, 8, 9, 10, STRIDE - 1, STRIDE, STRIDE + 3, 7 * STRIDE, 2**40, 2**62, 2**63 - 1, -1, -STRIDE, None, True, 0.5, "1",
-]  # fmt: skip
+    0,
+    1,
+    2,
+    5,
+    6,
+    7,
+    8,
+    9,
+    10,
+    STRIDE - 1,
+    STRIDE,
+    STRIDE + 3,
+    7 * STRIDE,
+    2**40,
+    2**62,
+    2**63 - 1,
+    -1,
+    -STRIDE,
+    None,
+    True,
+    0.5,
+    "1",
+]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_payload_of_wild_steps_origins_and_generations_hurts_nobody(session: ov.Session, alone: Played, seed: int) -> None:
+def test_payload_of_wild_steps_origins_and_generations_hurts_nobody(
+    session: ov.Session, alone: Played, seed: int
+) -> None:
     course, chance = Course(session, alone), random.Random(seed)
     course.go_on()
     for _ in range(6):
-        with peer(session, role="loader", host=9) as link, contextlib.suppress(ActorLost):  # what is no payload ends the link
+        with (
+            peer(session, role="loader", host=9) as link,
+            contextlib.suppress(ActorLost),
+        ):  # what is no payload ends the link
             for _ in range(200):
                 origin = 9 if chance.random() < 0.98 else chance.choice(NUMBERS)
                 wild = chance.random() < 0.05
-                step, generation = (chance.choice(NUMBERS if wild else NUMBERS[:16]) for _ in range(2))
+                step, generation = (
+                    chance.choice(NUMBERS if wild else NUMBERS[:16]) for _ in range(2)
+                )
                 link.send(Payload(step, origin, DOCUMENTS, generation), timeout_s=10.0)
         course.go_on(2)
     course.go_on()
 
 
-def test_a_stranger_that_has_the_place_of_a_loader_host_is_driven_out(session: ov.Session, alone: Played) -> None:
+def test_a_stranger_that_has_the_place_of_a_loader_host_is_driven_out(
+    session: ov.Session, alone: Played
+) -> None:
     """Whoever has the token can take a place. The host whose place it was is missed, and the job goes back; nothing is repeated."""
     before = play(session, steps=3)
     with peer(session, role="loader", host=0, incarnation=2**62):
         got = play(session, steps=20)
     assert not got.error
-    assert {rank: before.steps[rank] + got.steps[rank] for rank in got.steps} == {rank: s[:23] for rank, s in alone.steps.items()}
+    assert {rank: before.steps[rank] + got.steps[rank] for rank in got.steps} == {
+        rank: s[:23] for rank, s in alone.steps.items()
+    }
 
 
-def test_a_wrong_token_opens_nothing(session: ov.Session, alone: Played, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_token_opens_nothing(
+    session: ov.Session, alone: Played, caplog: pytest.LogCaptureFixture
+) -> None:
     address, token = session._host.address_for(0)  # type: ignore[attr-defined]
     with pytest.raises(LinkRefused):
         dial(address, token + "x", {"role": "loader", "host": 9}, timeout_s=10)
@@ -207,6 +288,8 @@ def test_documents_that_lie_elsewhere_than_in_their_payload_end_the_link(
     session: ov.Session, alone: Played, offsets: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with peer(session, role="loader", host=9) as link:
-        sent_as_it_is(link, Payload(0, 9, Ragged(DOCUMENTS.values, np.array(offsets, np.int64))), monkeypatch)
+        sent_as_it_is(
+            link, Payload(0, 9, Ragged(DOCUMENTS.values, np.array(offsets, np.int64))), monkeypatch
+        )
         assert "wanted" in end_of(link)
     Course(session, alone).go_on()

@@ -21,15 +21,39 @@ import pytest
 
 import overlord as ov
 from tests import rays
-from tests.processes import ROOT, WAIT_S, Played, command_of, halt, hosts_of, launch, left_after, play, program, run, runs
+from tests.processes import (
+    ROOT,
+    WAIT_S,
+    Played,
+    command_of,
+    halt,
+    hosts_of,
+    launch,
+    left_after,
+    play,
+    program,
+    run,
+    runs,
+)
 from tests.scenarios.test_process import job
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")]
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there"),
+]
 
 STEPS = 40
-FEW: dict[str, Any] = {"sources_per_host": 2, "hosts": 2, "constructor_hosts": 1}  # two loader hosts, one constructor host
+FEW: dict[str, Any] = {
+    "sources_per_host": 2,
+    "hosts": 2,
+    "constructor_hosts": 1,
+}  # two loader hosts, one constructor host
 GONE_S = 30.0
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}  # as /proc/net says it
+LOOPBACK = {
+    "0100007F",
+    "0000000000000000FFFF00000100007F",
+    "00000000000000000000000001000000",
+}  # as /proc/net says it
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +62,27 @@ def calm() -> Played:
 
 
 def pids_of(session: ov.Session) -> dict[str, int]:
-    return {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] in ("host", "planner")}
+    return {
+        a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] in ("host", "planner")
+    }
 
 
 # parts that are lost
 
 
-def test_a_planner_that_hangs_is_killed_for_good_before_another_writes(calm: Played, tmp_path: Path, ray_cluster: None) -> None:
-    with launch(job(until=STEPS, journal=str(tmp_path / "journal")), "ray", lost_after_s=2.0, **FEW) as session:
+def test_a_planner_that_hangs_is_killed_for_good_before_another_writes(
+    calm: Played, tmp_path: Path, ray_cluster: None
+) -> None:
+    with launch(
+        job(until=STEPS, journal=str(tmp_path / "journal")), "ray", lost_after_s=2.0, **FEW
+    ) as session:
         before = play(session, steps=6)
         zombie = pids_of(session)["planner"]
         halt(zombie)
         after = play(session)
-        assert {rank: before.steps[rank] + steps for rank, steps in after.steps.items()} == calm.steps
+        assert {
+            rank: before.steps[rank] + steps for rank, steps in after.steps.items()
+        } == calm.steps
         assert not runs(zombie)
 
 
@@ -68,12 +100,17 @@ def test_the_last_words_of_a_part_that_died_are_said_here_since_their_file_goes_
         part = control.spawn(Crashes, name="part")
         with pytest.raises(ov.ActorLost, match=r"ran out of memory$"):
             control.get(control.call(part, "end"), 60.0)
-    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == ["part said last:\n  its last words"]
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "part said last:\n  its last words"
+    ]
 
 
 def test_two_jobs_side_by_side_have_parts_of_their_own(calm: Played, ray_cluster: None) -> None:
     few = {**FEW, "hosts": 1, "sources_per_host": 3}
-    with launch(job(until=STEPS), "ray", **few) as one, launch(job(until=STEPS), "ray", **few) as other:
+    with (
+        launch(job(until=STEPS), "ray", **few) as one,
+        launch(job(until=STEPS), "ray", **few) as other,
+    ):
         assert not set(hosts_of(one).values()) & set(hosts_of(other).values())
         one.kill("loader-host/0")
         assert play(other) == calm
@@ -90,7 +127,9 @@ def test_whoever_asks_for_more_than_there_is_hears_what_is_waited_for(ray_cluste
         control.kill(greedy)
 
 
-def test_one_that_is_killed_after_it_has_left_is_nobodys_process_any_more(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_killed_after_it_has_left_is_nobodys_process_any_more(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The deadline of a shutdown may pass between the two: the process is idle then, and the next session's."""
     from overlord.ray.cluster import CLUSTER
 
@@ -225,7 +264,10 @@ OWN = """
 
 
 def test_a_cluster_for_one_job_leaves_nothing_behind_and_ray_says_nothing(tmp_path: Path) -> None:
-    home, scratch = tmp_path / "home", Path(tempfile.mkdtemp(prefix="o", dir="/tmp"))  # a path that Ray's sockets have room for
+    home, scratch = (
+        tmp_path / "home",
+        Path(tempfile.mkdtemp(prefix="o", dir="/tmp")),
+    )  # a path that Ray's sockets have room for
     home.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
@@ -233,18 +275,26 @@ def test_a_cluster_for_one_job_leaves_nothing_behind_and_ray_says_nothing(tmp_pa
         (scratch / "ov-ray-999999999-left").mkdir()  # of a program that was killed
         with program(tmp_path, OWN) as own:
             tree, hosts, nice = eval(own.line())
-            assert own.line() == "token 64 True", "and what the program does on SIGTERM is its own affair"
+            assert own.line() == "token 64 True", (
+                "and what the program does on SIGTERM is its own affair"
+            )
             listens = set(eval(own.line()))
             assert listens
             assert listens <= LOOPBACK, "nobody on another machine reaches it"
             assert set(nice.values()) == {os.getpriority(os.PRIO_PROCESS, 0)}, "not Ray's 15 more"
-            assert len(list(scratch.glob("ov-ray-*"))) == 1, "one of its own, and what others left is gone"
+            assert len(list(scratch.glob("ov-ray-*"))) == 1, (
+                "one of its own, and what others left is gone"
+            )
             own.say("go")
             assert own.line() == "10"
             assert own.line() == "{}", "the environment is as it was"
             code, out, err = own.end()
             assert (code, out) == (0, "")
-            assert [line for line in err.splitlines() if "loader-host/0" not in line and "back behind step" not in line] == []
+            assert [
+                line
+                for line in err.splitlines()
+                if "loader-host/0" not in line and "back behind step" not in line
+            ] == []
             assert left_after([*tree, *hosts.values()], GONE_S) == []
         assert list(scratch.glob("*ray*")) == []
         shutil.rmtree(scratch)
@@ -254,7 +304,9 @@ def test_a_cluster_for_one_job_leaves_nothing_behind_and_ray_says_nothing(tmp_pa
 def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path) -> None:
     with program(tmp_path, OWN) as own:
         tree, hosts, _ = eval(own.line())
-        tree = [pid for pid in tree if "agent" not in command_of(pid).lower()]  # Ray's own two go in a minute
+        tree = [
+            pid for pid in tree if "agent" not in command_of(pid).lower()
+        ]  # Ray's own two go in a minute
         assert len(tree) >= 5
         os.kill(own.pid, signal.SIGKILL)
         assert left_after([*tree, *hosts.values()], GONE_S) == []
@@ -263,14 +315,31 @@ def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path) -> 
 def test_a_cluster_that_is_not_there_is_told_of_with_its_address() -> None:
     code = "import overlord as ov; from tests.scenarios.test_process import job; ov.launch(job(), 'ray', address='127.0.0.1:9')"
     environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=120, check=False)
-    assert "JobError: launch: address: '127.0.0.1:9' could not be reached as a Ray cluster; wanted host:port of its head" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=120,
+        check=False,
+    )
+    assert (
+        "JobError: launch: address: '127.0.0.1:9' could not be reached as a Ray cluster; wanted host:port of its head"
+        in done.stderr
+    )
 
 
 def test_without_ray_it_is_said_what_to_install() -> None:
     code = "import sys; sys.modules['ray'] = None\nfrom tests.scenarios.test_process import job, ov\nov.launch(job(), 'ray')"
     environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=60,
+        check=False,
+    )
     assert "pip install 'overlord-data[ray]'" in done.stderr
     assert "JobError" in done.stderr
 
@@ -398,20 +467,36 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
     tmp_path: Path,
 ) -> None:
     with program(tmp_path, JOINS) as there:
-        assert "is not used: no token was found: wanted that of the cluster in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or" in there.line()
+        assert (
+            "is not used: no token was found: wanted that of the cluster in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or"
+            in there.line()
+        )
         said = there.line()
-        assert "is not used: it asks for no token, so whoever reaches its ports runs code there: start it with RAY_AUTH_MODE=token" in said
-        assert "RAY_AUTH_MODE=disabled in the environment of this program refuses authentication, by that name only" in said
+        assert (
+            "is not used: it asks for no token, so whoever reaches its ports runs code there: start it with RAY_AUTH_MODE=token"
+            in said
+        )
+        assert (
+            "RAY_AUTH_MODE=disabled in the environment of this program refuses authentication, by that name only"
+            in said
+        )
         address, answer = there.line().split()
         assert address.startswith("overlord://127.0.0.2:"), "where Ray says that this node is"
         assert answer == "{}"
-        words = re.search(r"; what it said last is in (/\S+\.err) and (/\S+\.out) on node 127.0.0.2$", there.line())
+        words = re.search(
+            r"; what it said last is in (/\S+\.err) and (/\S+\.out) on node 127.0.0.2$",
+            there.line(),
+        )
         assert words, "the cluster stays, and so do its files"
         assert Path(words[1]).read_text().endswith("its last words\n")
         assert there.line().startswith("overlord://127.0.0.3:"), "unless it was said"
-        assert there.line() == "[]", "what waited for an actor is ended here, also where Ray stands still"
+        assert there.line() == "[]", (
+            "what waited for an actor is ended here, also where Ray stands still"
+        )
         [warned, *exposed, last], same = eval(there.line().replace(" True", ", True"))
-        assert warned.startswith("the cluster is used without token authentication: whoever reaches its ports can run code in it")
+        assert warned.startswith(
+            "the cluster is used without token authentication: whoever reaches its ports can run code in it"
+        )
         assert [line.partition(",")[0] for line in exposed] in (
             [],
             ["every account of this machine can replace the sockets and logs of its Ray"],
@@ -421,15 +506,25 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         said = there.line()
         assert "the cluster that the program connected to is not used: it asks for no token" in said
         said = there.line()
-        assert "address: '127.0.0.1:9' was asked for, but this process is connected to the cluster at '127.0.0.2:" in said
+        assert (
+            "address: '127.0.0.1:9' was asked for, but this process is connected to the cluster at '127.0.0.2:"
+            in said
+        )
         assert "by a ray.init of its own" in said
         assert there.line() == "it was used", "by another name of the same machine"
         assert there.line() == "it was used", "by the address of something before it"
-        assert there.line() == "[('open', 'running')]", "where that was said by name, a job may live there by itself, too"
+        assert there.line() == "[('open', 'running')]", (
+            "where that was said by name, a job may live there by itself, too"
+        )
         assert there.line() == "['', '']", "whoever stops it while another does has stopped it"
-        assert there.line() == "job 'still' is submitted: trainers cannot connect to it", "it was not told its name yet"
+        assert there.line() == "job 'still' is submitted: trainers cannot connect to it", (
+            "it was not told its name yet"
+        )
         assert there.line() == "it did not stop in 3 s when it was asked | []"
-        assert "the cluster that the program connected to is not used: it asks for no token" in there.line(), "though one was shown"
+        assert (
+            "the cluster that the program connected to is not used: it asks for no token"
+            in there.line()
+        ), "though one was shown"
         assert there.line() == "False False True 0", "Ctrl-C at its end leaves nothing of a cluster"
         assert there.line() == "True", "the program's own, after one of ours"
         assert there.end()[0] == 0
@@ -559,15 +654,22 @@ NODES = """
 
 
 @pytest.mark.timeout(300)
-def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the_head_may_go(calm: Played, tmp_path: Path) -> None:
+def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the_head_may_go(
+    calm: Played, tmp_path: Path
+) -> None:
     with program(tmp_path, NODES) as there:
         assert "True launch: address: the cluster at '" in (said := there.line()), "at once"
-        assert "is not used: its token is another one than that in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token" in said
+        assert (
+            "is not used: its token is another one than that in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
+            in said
+        )
         assert there.line() == "waited 0.2 s for job 'late' to begin (start_s says for how long)"
         before = eval(there.line())
         assert before["constructor-host/0"] == "gpu-0"
         assert before["constructor-host/1"] == "gpu-1"
-        assert {before["loader-host/0"], before["loader-host/1"]} == {"gpu-0", "gpu-1"}, "half of four cores each, one for a constructor"
+        assert {before["loader-host/0"], before["loader-host/1"]} == {"gpu-0", "gpu-1"}, (
+            "half of four cores each, one for a constructor"
+        )
         asked = eval(there.line())
         assert set(asked) == set(before)
         assert {a["cores"] for a in asked.values()} == {1.0}, "there is room for all"
@@ -575,12 +677,18 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
         assert all(21000 <= int(port) < 21200 for port in eval(there.line()))
         assert there.line() == "True", "to the byte"
         assert set(eval(there.line()).values()) == {"gpu-0"}
-        assert float(there.line()) < 14.0, "with these health checks two seconds, with Ray's own fourteen; machines are noisy"
+        assert float(there.line()) < 14.0, (
+            "with these health checks two seconds, with Ray's own fourteen; machines are noisy"
+        )
         address, token = there.line().split()
-        clients = [ov.connect(address, rank, token=token) for rank in range(2)]  # this process has no Ray of that cluster
+        clients = [
+            ov.connect(address, rank, token=token) for rank in range(2)
+        ]  # this process has no Ray of that cluster
         from tests.processes import written
 
-        got = {rank: [written(next(client)) for _ in range(1)] for rank, client in enumerate(clients)}
+        got = {
+            rank: [written(next(client)) for _ in range(1)] for rank, client in enumerate(clients)
+        }
         for _ in range(9):
             for rank, client in enumerate(clients):
                 got[rank].append(written(next(client)))
@@ -590,8 +698,12 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
         assert there.line() == "[]"
         for client in clients:
             client.close()
-        assert there.line().startswith("goes on with step 10: step 9 is the last that all ranks took")
-        assert there.line() == "10", "who submitted died and said nothing: whoever reaches the cluster finds out how to connect"
+        assert there.line().startswith(
+            "goes on with step 10: step 9 is the last that all ranks took"
+        )
+        assert there.line() == "10", (
+            "who submitted died and said nothing: whoever reaches the cluster finds out how to connect"
+        )
         assert there.line() == "['loader-host/0']", "started when the head was there again"
         assert there.line() == "True", "a job goes on without the cluster's head"
         said = there.line()

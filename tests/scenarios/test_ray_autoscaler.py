@@ -95,10 +95,14 @@ GROWS = """
 """
 
 
-def test_hosts_that_are_added_let_ray_add_nodes_and_a_job_that_is_over_makes_way_for_the_next(tmp_path: Path) -> None:
+def test_hosts_that_are_added_let_ray_add_nodes_and_a_job_that_is_over_makes_way_for_the_next(
+    tmp_path: Path,
+) -> None:
     with program(tmp_path, GROWS) as there:
         told, same, cores, recoveries = json.loads(there.line())
-        assert told == [3, 4], "a head without cores, a node each for the constructor and the loader host; one more for the new host"
+        assert told == [3, 4], (
+            "a head without cores, a node each for the constructor and the loader host; one more for the new host"
+        )
         assert same, "to the byte"
         assert cores == [1.0, 1.0]
         assert recoveries == []

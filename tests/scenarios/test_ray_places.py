@@ -79,7 +79,9 @@ PLACES = """
 """
 
 
-def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_never_wait_for_what_others_took(tmp_path: Path) -> None:
+def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_never_wait_for_what_others_took(
+    tmp_path: Path,
+) -> None:
     with program(tmp_path, PLACES) as there:
         assert "rank_nodes: wanted a node for each of 4 ranks, found 2" in there.line()
         said = there.line()
@@ -92,7 +94,9 @@ def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_neve
             "loader-host/0": "data-0",
             "loader-host/1": "data-0",
         }
-        assert eval(there.line()) == [0, 0, 1, 1], "two groups of a node have one constructor host, on it"
+        assert eval(there.line()) == [0, 0, 1, 1], (
+            "two groups of a node have one constructor host, on it"
+        )
         asked = eval(there.line())
         assert {a["cores"] for a in asked.values()} == {1.0}
         assert [asked[f"loader-host/{h}"]["scratch"] for h in range(2)] == [1.0, 1.0]
@@ -102,7 +106,10 @@ def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_neve
         assert eval(there.line())["constructor-host/1"] == {"cores": 0.0, "memory": 0.0}, (
             "the core that was idle there at launch is another's"
         )
-        assert "late was not given 3 cores and 1 MB on its node in 1 s, and is started without" in there.line()
+        assert (
+            "late was not given 3 cores and 1 MB on its node in 1 s, and is started without"
+            in there.line()
+        )
         assert there.line() == "{} {'late': {'cores': 0.0, 'memory': 0.0}}"
         assert there.end(60)[0] == 0
 
@@ -142,7 +149,9 @@ STAND_BYS = """
 """
 
 
-def test_stand_bys_are_on_another_node_which_takes_over_when_the_first_is_lost(tmp_path: Path) -> None:
+def test_stand_bys_are_on_another_node_which_takes_over_when_the_first_is_lost(
+    tmp_path: Path,
+) -> None:
     with program(tmp_path, STAND_BYS) as there:
         pairs = eval(there.line())
         assert {home for home, _ in pairs} == {"data-0", "data-1"}, "loaders are on both"
@@ -208,14 +217,22 @@ CROWDED = """
 """
 
 
-def test_a_share_that_is_exceeded_since_a_node_was_lost_is_reported_and_hosts_move_to_the_node_that_joins(tmp_path: Path) -> None:
+def test_a_share_that_is_exceeded_since_a_node_was_lost_is_reported_and_hosts_move_to_the_node_that_joins(
+    tmp_path: Path,
+) -> None:
     with program(tmp_path, CROWDED) as there:
         before, exceeded = eval(there.line().replace("} [", "}, ["))
         assert exceeded == []
-        assert sorted(name.partition("/")[0] for name, node in before.items() if node == "gpu-0") == ["constructor-host", "loader-host"]
-        assert {node for name, node in before.items() if node != "gpu-0"} == {"cpu-0"}, "the planner, too"
+        assert sorted(
+            name.partition("/")[0] for name, node in before.items() if node == "gpu-0"
+        ) == ["constructor-host", "loader-host"]
+        assert {node for name, node in before.items() if node != "gpu-0"} == {"cpu-0"}, (
+            "the planner, too"
+        )
         after, exceeded = eval(there.line().replace("} [", "}, ["))
-        assert {node for name, node in after.items() if name != "planner"} == {"gpu-0"}, "a job does not die for a share"
+        assert {node for name, node in after.items() if name != "planner"} == {"gpu-0"}, (
+            "a job does not die for a share"
+        )
         assert after["planner"] == "head", "it asks for nothing, and no ranks are there"
         assert exceeded == [("gpu-0", 6, 2)]
         settled, exceeded = eval(there.line().replace("} [", "}, ["))

@@ -11,7 +11,10 @@ import pytest
 
 from tests import rays
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")]
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there"),
+]
 
 NOBODY = 65534
 # What another account could do to the cluster: each is undone by itself, so that one that succeeds harms no other test.
@@ -53,13 +56,21 @@ def session_of_ray() -> Path:
 def test_every_path_into_a_cluster_leads_through_a_folder_of_mode_0700(ray_cluster: None) -> None:
     session = session_of_ray()
     modes = {str(path): os.lstat(path).st_mode & 0o777 for path in session.parents}
-    private = [path for path, mode in modes.items() if mode == 0o700 and Path(path).name.startswith("ov-ray-")]
+    private = [
+        path
+        for path, mode in modes.items()
+        if mode == 0o700 and Path(path).name.startswith("ov-ray-")
+    ]
     assert len(private) == 1, modes
     assert os.lstat(private[0]).st_uid == os.geteuid()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can try it from another account")
-def test_another_account_cannot_connect_to_its_socket_replace_it_or_redirect_its_logs(ray_cluster: None) -> None:
+def test_another_account_cannot_connect_to_its_socket_replace_it_or_redirect_its_logs(
+    ray_cluster: None,
+) -> None:
     command = [sys.executable, "-c", ATTEMPTS, str(session_of_ray())]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    said = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
     assert said == ["EACCES"] * 5

@@ -17,9 +17,15 @@ from tests import rays
 from tests.processes import Program, program, until, written
 from tests.scenarios.test_process import job
 
-pytestmark = rays.by_make_ray("a minute; the kill of a worker is in examples/15_ray_train.py too", rays.train_missing())
+pytestmark = rays.by_make_ray(
+    "a minute; the kill of a worker is in examples/15_ray_train.py too", rays.train_missing()
+)
 
-STEPS, SAVES, HOLDS = 14, 4, 9  # a checkpoint behind every fourth step; the first group stands still in its tenth
+STEPS, SAVES, HOLDS = (
+    14,
+    4,
+    9,
+)  # a checkpoint behind every fourth step; the first group stands still in its tenth
 
 
 def noted(step: ov.Step) -> str:
@@ -149,7 +155,9 @@ def check(folder: Path, calm: list[list[Any]], victim: int) -> None:
         assert second == calm[rank][saved:], "behind the checkpoint, to the byte"
 
 
-def test_a_worker_is_killed_and_the_next_group_goes_on_behind_the_checkpoint(calm: list[list[Any]], tmp_path: Path) -> None:
+def test_a_worker_is_killed_and_the_next_group_goes_on_behind_the_checkpoint(
+    calm: list[list[Any]], tmp_path: Path
+) -> None:
     with program(tmp_path, TRAIN + SERVED) as there:
         assert there.line() == "token"
         kill_it(there, tmp_path)
@@ -159,7 +167,9 @@ def test_a_worker_is_killed_and_the_next_group_goes_on_behind_the_checkpoint(cal
     check(tmp_path, calm, 0)
 
 
-def test_each_group_submits_the_job_for_the_nodes_where_train_has_put_it(calm: list[list[Any]], tmp_path: Path) -> None:
+def test_each_group_submits_the_job_for_the_nodes_where_train_has_put_it(
+    calm: list[list[Any]], tmp_path: Path
+) -> None:
     with program(tmp_path, TOKEN + TRAIN + SUBMITTED) as there:
         ids = json.loads(there.line())
         kill_it(there, tmp_path)
@@ -170,5 +180,9 @@ def test_each_group_submits_the_job_for_the_nodes_where_train_has_put_it(calm: l
     groups = [json.loads(line) for line in (tmp_path / "where").read_text().splitlines()]
     assert len(groups) == 2
     for nodes, where in groups:
-        assert nodes == [ids["gpu-1"], ids["gpu-0"]], "the order of the selectors is that of the ranks"
-        assert where == {"constructor-host/0": "gpu-1", "constructor-host/1": "gpu-0"}, "beside their ranks"
+        assert nodes == [ids["gpu-1"], ids["gpu-0"]], (
+            "the order of the selectors is that of the ranks"
+        )
+        assert where == {"constructor-host/0": "gpu-1", "constructor-host/1": "gpu-0"}, (
+            "beside their ranks"
+        )

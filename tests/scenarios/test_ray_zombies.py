@@ -100,7 +100,9 @@ LEAVES_THE_DEAF = """
 """
 
 
-def test_a_session_is_closed_though_the_ray_of_its_node_stands_still_and_lives_when_that_wakes(tmp_path: Path) -> None:
+def test_a_session_is_closed_though_the_ray_of_its_node_stands_still_and_lives_when_that_wakes(
+    tmp_path: Path,
+) -> None:
     """Ray waits without end for its node to let it go, and kills a program that is gone without a word."""
     with program(tmp_path, LEAVES_THE_DEAF) as there:
         for _ in ("a cluster of its own", "one that is there"):

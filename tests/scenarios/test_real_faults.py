@@ -17,25 +17,52 @@ from tests.processes import PARTS, WAIT_S, left_after, parts_lost, until
 from tests.scenarios.test_process import source
 
 STEPS = 240
-OPTIONS = {"hosts": 6, "sources_per_host": 1, "constructor_hosts": 2, "prefetch": 3, "stall_limit_s": 60.0, "runtime": PARTS}
-OPTIONS |= {"max_restarts": 30}  # on a machine with much else to do, hosts that live are taken for dead now and then
+OPTIONS = {
+    "hosts": 6,
+    "sources_per_host": 1,
+    "constructor_hosts": 2,
+    "prefetch": 3,
+    "stall_limit_s": 60.0,
+    "runtime": PARTS,
+}
+OPTIONS |= {
+    "max_restarts": 30
+}  # on a machine with much else to do, hosts that live are taken for dead now and then
 OPTIONS |= {"lost_after_s": 1.0 if PARTS == "process" else 4.0}  # Ray's starts take the cores
-LOTS = [(1, "none"), (2, "all"), (1, "all"), (2, "none")][: 4 if PARTS == "process" else 2]  # on Ray each takes a minute: some 30 starts
+LOTS = [(1, "none"), (2, "all"), (1, "all"), (2, "none")][
+    : 4 if PARTS == "process" else 2
+]  # on Ray each takes a minute: some 30 starts
 
 
 def job() -> ov.Job:
     sources = [source(name, 400 + 30 * k, 1000 * k) for k, name in enumerate("abcdef")]
     return ov.Job(
-        name="faults", sources=sources, place=ov.ClientPlaceTree(dp=2), batch=ov.Batch(samples=12, microbatches=2, context=256), seed=5,
-        until=STEPS, shuffle_chunks=2, slice_rows=16,
-    )  # fmt: skip
+        name="faults",
+        sources=sources,
+        place=ov.ClientPlaceTree(dp=2),
+        batch=ov.Batch(samples=12, microbatches=2, context=256),
+        seed=5,
+        until=STEPS,
+        shuffle_chunks=2,
+        slice_rows=16,
+    )
 
 
 def by_lot(seed: int) -> list[Fault]:
     """Some ten faults, of all roles and both kinds; two strike everything at once."""
     lot = random.Random(seed)
     moments = sorted(lot.sample(range(3, STEPS - 10), 9))
-    parts = ["planner", "loader-host", "constructor-host", "loader-host/3", "planner", "loader-host", "constructor-host/1", "all", "all"]
+    parts = [
+        "planner",
+        "loader-host",
+        "constructor-host",
+        "loader-host/3",
+        "planner",
+        "loader-host",
+        "constructor-host/1",
+        "all",
+        "all",
+    ]
     lot.shuffle(parts)
     faults = [Fault("kill", whom, at) for whom, at in zip(parts, moments, strict=True)]
     k = lot.randrange(len(faults))
@@ -50,19 +77,36 @@ def calm() -> Outcome:
 
 
 @pytest.mark.parametrize(("seed", "shadows"), LOTS)
-def test_hundreds_of_steps_with_faults_drawn_by_lot(seed: int, shadows: str, calm: Outcome, tmp_path: Path) -> None:
+def test_hundreds_of_steps_with_faults_drawn_by_lot(
+    seed: int, shadows: str, calm: Outcome, tmp_path: Path
+) -> None:
     faults = by_lot(seed)
-    hit = disturbed(Drill(job=job(), faults=faults, steps=STEPS, step_s=0.004, options={**OPTIONS, "shadows": shadows}), tmp_path)
+    hit = disturbed(
+        Drill(
+            job=job(),
+            faults=faults,
+            steps=STEPS,
+            step_s=0.004,
+            options={**OPTIONS, "shadows": shadows},
+        ),
+        tmp_path,
+    )
     assert not hit.missed, [str(f) for f in hit.missed]
     assert len(hit.strikes) >= len(faults)
     assert hit.recoveries
-    assert not left_after([strike.pid for strike in hit.strikes], WAIT_S), "nor does one that was stopped go on when it wakes"
+    assert not left_after([strike.pid for strike in hit.strikes], WAIT_S), (
+        "nor does one that was stopped go on when it wakes"
+    )
     assert hit.delivered.marks == calm.delivered.marks
     assert hit.delivered.order == calm.delivered.order
     assert hit.delivered.samples == calm.delivered.samples
 
 
-@pytest.mark.parametrize("fault", [Fault("stop", "loader-host", 8), Fault("kill", "all", 9), Fault("kill", "planner", 9)], ids=str)
+@pytest.mark.parametrize(
+    "fault",
+    [Fault("stop", "loader-host", 8), Fault("kill", "all", 9), Fault("kill", "planner", 9)],
+    ids=str,
+)
 @pytest.mark.parametrize("steps", [10, 40])
 def test_the_part_that_was_hit_last_is_told_of(fault: Fault, steps: int, tmp_path: Path) -> None:
     """Its process is there before planning goes on, and the steps that are left may all have been delivered when it was hit."""
@@ -72,7 +116,9 @@ def test_the_part_that_was_hit_last_is_told_of(fault: Fault, steps: int, tmp_pat
     assert parts_lost(hit.recoveries, struck := {s.name for s in hit.strikes}) == struck
 
 
-def test_one_that_does_not_come_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_come_back_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("overlord.drill.run.SETTLE_S", 0.3)
     strike, fault = drill._strike, Fault("stop", "loader-host", 9)
 
@@ -82,5 +128,8 @@ def test_one_that_does_not_come_back_is_named(tmp_path: Path, monkeypatch: pytes
         strike(session, *how)
 
     monkeypatch.setattr(drill, "_strike", when_the_last_step_is_there)
-    hit = disturbed(Drill(job=job(), faults=[fault], steps=10, options={**OPTIONS, "lost_after_s": 60.0}), tmp_path)
+    hit = disturbed(
+        Drill(job=job(), faults=[fault], steps=10, options={**OPTIONS, "lost_after_s": 60.0}),
+        tmp_path,
+    )
     assert hit.unmended == ["loader-host/0, hit after 9 steps, was not replaced within 0.3 s"]

@@ -54,7 +54,9 @@ def as_json(steps: list[Any]) -> list[Any]:
 
 
 @runtimes
-def test_a_rank_that_ran_ahead_of_the_others_goes_on_behind_the_last_step_it_took(runtime: str) -> None:
+def test_a_rank_that_ran_ahead_of_the_others_goes_on_behind_the_last_step_it_took(
+    runtime: str,
+) -> None:
     """The session hears how far a rank is when the slowest has moved on, and the slowest has not."""
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
     with launch(job(n=60), runtime=runtime, prefetch=4) as session:
@@ -62,7 +64,9 @@ def test_a_rank_that_ran_ahead_of_the_others_goes_on_behind_the_last_step_it_too
         with ov.connect(served, 0, served.token) as slow:
             got = [died(trainer(served, 1, TAKE_AND_DIE.format(n=n))) for n in (1, 2, 1)]
             assert [[step for step, _ in steps] for steps in got] == [[0], [1, 2], [3]]
-            thread = threading.Thread(target=lambda: got.append(found(trainer(served, 1, "got = " + ALL))))
+            thread = threading.Thread(
+                target=lambda: got.append(found(trainer(served, 1, "got = " + ALL)))
+            )
             thread.start()
             assert [as_json(content(step)) for step in slow] == wanted[0]
             thread.join(60)
@@ -83,9 +87,15 @@ def lines(process: subprocess.Popen[str]) -> Iterator[Any]:
 
 
 @runtimes
-def test_a_trainer_that_is_killed_at_any_moment_misses_nothing_but_what_it_held(runtime: str) -> None:
+def test_a_trainer_that_is_killed_at_any_moment_misses_nothing_but_what_it_held(
+    runtime: str,
+) -> None:
     """A step is taken when it is handed to the trainer: with one killed just then its last step is gone, and no other."""
-    made, chance, kills = job(n=800, dp=1), Random(5), 5  # more steps than those take that are killed late
+    made, chance, kills = (
+        job(n=800, dp=1),
+        Random(5),
+        5,
+    )  # more steps than those take that are killed late
     wanted = as_json(whole_run(made, 0))
     got: list[list[Any]] = []
     with launch(made, runtime=runtime) as session:
@@ -103,8 +113,12 @@ def test_a_trainer_that_is_killed_at_any_moment_misses_nothing_but_what_it_held(
     assert steps == sorted(set(steps)), "none twice"
     assert len(steps) >= len(wanted) - kills
     assert [s for part in got for s in part] == [wanted[step] for step in steps]
-    for part in filter(None, got):  # should one have taken all there was, those behind it were refused
-        assert [step for step, _ in part] == list(range(part[0][0], part[0][0] + len(part))), "within a life none is missing"
+    for part in filter(
+        None, got
+    ):  # should one have taken all there was, those behind it were refused
+        assert [step for step, _ in part] == list(range(part[0][0], part[0][0] + len(part))), (
+            "within a life none is missing"
+        )
 
 
 @runtimes
@@ -123,23 +137,36 @@ def test_steps_that_were_sent_to_the_one_that_died_are_sent_to_the_next(runtime:
 
 def hello(session: ov.Session, served: Served, rank: int, next_step: int) -> None:
     address, token = session._constructor_address(rank)
-    dial(address, token or served.token, {"role": "client", "rank": rank, "next": next_step, "generation": 0}, timeout_s=10)
+    dial(
+        address,
+        token or served.token,
+        {"role": "client", "rank": rank, "next": next_step, "generation": 0},
+        timeout_s=10,
+    )
 
 
 @runtimes
 def test_who_asks_for_steps_that_are_gone_is_told_to_load_a_state_everywhere(runtime: str) -> None:
-    with launch(job(n=60), runtime=runtime, stall_limit_s=60) as session:  # new processes are started meanwhile
+    with launch(
+        job(n=60), runtime=runtime, stall_limit_s=60
+    ) as session:  # new processes are started meanwhile
         served = session.serve()
         clients = [ov.connect(served, rank, served.token) for rank in range(2)]
         old = clients[1].state_dict()
         for client in clients:
             take(client, 3)
         until(lambda: session.state_dict()["step"] == 3)
-        with pytest.raises(LinkRefused, match=r"rank 1: step 1 was handed out already .* load a saved state on every rank"):
+        with pytest.raises(
+            LinkRefused,
+            match=r"rank 1: step 1 was handed out already .* load a saved state on every rank",
+        ):
             hello(session, served, 1, 1)
         again = ov.connect(served, 1, served.token)
         again.load_state_dict(old)  # it moves the session, and the others must follow
-        with pytest.raises(OverlordError, match="another rank moved the session to a saved state; load the same state on this rank"):
+        with pytest.raises(
+            OverlordError,
+            match="another rank moved the session to a saved state; load the same state on this rank",
+        ):
             take(clients[0], 5)
         clients[0].load_state_dict(old)
         assert [take(client, 1)[0][0] for client in (clients[0], again)] == [0, 0]
@@ -148,7 +175,9 @@ def test_who_asks_for_steps_that_are_gone_is_told_to_load_a_state_everywhere(run
 
 
 @runtimes
-def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(
+    runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was sent to a constructor that closes, and the next one is not known yet."""
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
     with launch(job(n=60), runtime=runtime, prefetch=4, stall_limit_s=60) as session:
@@ -176,15 +205,21 @@ def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(runtim
         second.close()
 
 
-def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was told to begin at a step that is kept no longer, and ended by that, though nothing was lost."""
     monkeypatch.setattr("overlord.cluster.coordinator.TAKEN_S", 0.2)
     monkeypatch.setattr("overlord.session.cluster_runtime.TAKEN_S", 0.2)
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
-    with launch(job(n=60), runtime=PARTS, constructor_hosts=1, prefetch=4, build_ahead=4, lost_after_s=60.0) as session:
+    with launch(
+        job(n=60), runtime=PARTS, constructor_hosts=1, prefetch=4, build_ahead=4, lost_after_s=60.0
+    ) as session:
         served = session.serve()
         other = ov.connect(served, 1, served.token)
-        got = died(trainer(served, 0, TAKE_AND_DIE.format(n=3)))  # rank 1 takes nothing: what rank 0 took is told to nobody
+        got = died(
+            trainer(served, 0, TAKE_AND_DIE.format(n=3))
+        )  # rank 1 takes nothing: what rank 0 took is told to nobody
         pid, taken_by = hosts_of(session)["constructor-host/0"], type(session._host).taken_by  # type: ignore[attr-defined]
         asked: list[int] = []
 

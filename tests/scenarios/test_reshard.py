@@ -80,7 +80,9 @@ def test_clients_of_ranks_that_stay_go_on_and_those_of_others_are_told(runtime: 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("dp", [1, 3])
-def test_a_state_that_is_loaded_behind_it_is_gone_on_from_under_the_new_mesh(runtime: str, dp: int) -> None:
+def test_a_state_that_is_loaded_behind_it_is_gone_on_from_under_the_new_mesh(
+    runtime: str, dp: int
+) -> None:
     """It was gone on from under the mesh of launch: ranks that were not in it were lost, and samples with ranks that are gone."""
     made = job()
     wanted = undisturbed(made)
@@ -146,21 +148,31 @@ def test_a_rank_that_is_behind_is_waited_for(runtime: str) -> None:
         got = [next(quick), next(quick)]
         late = [next(slow)]
         done: list[int] = []
-        thread = threading.Thread(target=lambda: done.append(session.reshard(ov.ClientPlaceTree(dp=1))))
+        thread = threading.Thread(
+            target=lambda: done.append(session.reshard(ov.ClientPlaceTree(dp=1)))
+        )
         thread.start()
         late.append(next(slow))
         thread.join(30)
         assert done == [2]
-        assert [samples(a) + samples(b) for a, b in zip(got, late, strict=True)] == [wanted[0], wanted[1]]
+        assert [samples(a) + samples(b) for a, b in zip(got, late, strict=True)] == [
+            wanted[0],
+            wanted[1],
+        ]
         assert samples(next(quick)) == wanted[2]
 
 
-def test_a_rank_that_stays_behind_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_stays_behind_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(reshard, "WARN_S", 0.0)
     with launch(job(), "local") as session:
         quick, slow = session.client(0), session.client(1)
         next(quick), next(quick), next(slow)
-        with pytest.raises(DataStall, match=r"rank 1 to take step 1 before the mesh is changed; .* let those that are behind take"):
+        with pytest.raises(
+            DataStall,
+            match=r"rank 1 to take step 1 before the mesh is changed; .* let those that are behind take",
+        ):
             session.reshard(ov.ClientPlaceTree(dp=1), timeout_s=1.0)
         [said] = [r.message.partition(";")[0] for r in caplog.records]
         assert said.startswith("reshard has waited ")
@@ -209,7 +221,9 @@ def test_a_step_that_is_not_the_trainers_yet_comes_from_the_new_mesh() -> None:
 def test_connected_clients_go_on_and_new_ranks_may_connect(
     runtime: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "LEAVE_S", WAIT_S)  # the hosts of each mesh end; one that takes long on a busy machine is no alarm
+    monkeypatch.setattr(
+        coordinator, "LEAVE_S", WAIT_S
+    )  # the hosts of each mesh end; one that takes long on a busy machine is no alarm
     monkeypatch.setattr(reshard, "WARN_S", WAIT_S)
     caplog.set_level(logging.INFO, "overlord")
     made = job()
@@ -230,10 +244,15 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(
         for client in clients.values():
             client.close()
     assert found == wanted
-    assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == [], "what is meant alarms nobody"
+    assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == [], (
+        "what is meant alarms nobody"
+    )
     if runtime == "process":
         said = "\n".join(r.message for r in caplog.records)
-        assert "rank 0: the constructor of rank 0: it closed the link, as it does when the session is moved" in said
+        assert (
+            "rank 0: the constructor of rank 0: it closed the link, as it does when the session is moved"
+            in said
+        )
         assert "rank 0: the constructor of rank 0 is linked again after" in said
 
 

@@ -22,7 +22,13 @@ from overlord.planning.strategies import llm_balance
 from tests.reference import reference_stream
 from tests.worlds import Rows
 
-RUNTIMES = ("local", "simulated", "process", "direct", "ray")  # direct: the process runtime without constructors
+RUNTIMES = (
+    "local",
+    "simulated",
+    "process",
+    "direct",
+    "ray",
+)  # direct: the process runtime without constructors
 pytestmark = [pytest.mark.timeout(200), pytest.mark.parametrize("runtime", RUNTIMES)]
 
 
@@ -36,15 +42,28 @@ class Held:
 
     @property
     def whole(self) -> bool:
-        return "tokens" in self.arrays and self.arrays["tokens"].size == self.arrays["cu_seqlens_padded"][-1]
+        return (
+            "tokens" in self.arrays
+            and self.arrays["tokens"].size == self.arrays["cu_seqlens_padded"][-1]
+        )
 
     def texts(self) -> list[Any]:
         tokens = self.arrays["tokens"] if self.arrays["tokens"].ndim == 1 else None
-        rows = [tokens[p.offset :] if tokens is not None else self.arrays["tokens"][p.offset] for p in self.samples]
-        return [(tuple(p.sample), row[: p.length].tolist()) for p, row in zip(self.samples, rows, strict=True)]
+        rows = [
+            tokens[p.offset :] if tokens is not None else self.arrays["tokens"][p.offset]
+            for p in self.samples
+        ]
+        return [
+            (tuple(p.sample), row[: p.length].tolist())
+            for p, row in zip(self.samples, rows, strict=True)
+        ]
 
     def digest(self) -> str:
-        parts = [part for key, array in sorted(self.arrays.items()) for part in (key, str(array.shape), array)]
+        parts = [
+            part
+            for key, array in sorted(self.arrays.items())
+            for part in (key, str(array.shape), array)
+        ]
         return digest(*parts, str(self.samples), str(self.served_by))
 
 
@@ -60,13 +79,21 @@ class Outcome:
     dropped: dict[str, int] = field(default_factory=dict)  # tokens by source
 
     def put(self, rank: int, step: ov.Step) -> None:
-        held = [Held({key: np.array(array) for key, array in mb.items()}, mb.samples, step.served_by) for mb in step]
+        held = [
+            Held({key: np.array(array) for key, array in mb.items()}, mb.samples, step.served_by)
+            for mb in step
+        ]
         self.microbatches.setdefault(rank, {})[step.step] = held
-        self.steps.setdefault(rank, {})[step.step] = [found for mb in held if mb.whole for found in mb.texts()]
+        self.steps.setdefault(rank, {})[step.step] = [
+            found for mb in held if mb.whole for found in mb.texts()
+        ]
 
     def digests(self) -> dict[int, dict[int, list[str]]]:
         """Of every array of every rank, and of what it was told beside them."""
-        return {r: {s: [mb.digest() for mb in held] for s, held in steps.items()} for r, steps in self.microbatches.items()}
+        return {
+            r: {s: [mb.digest() for mb in held] for s, held in steps.items()}
+            for r, steps in self.microbatches.items()
+        }
 
     def numbers(self) -> list[list[int]]:
         return [list(self.steps.get(rank, {})) for rank in sorted(self.error)]
@@ -80,18 +107,34 @@ class Outcome:
         return out
 
 
-def run(runtime: str, job: ov.Job, *, events: Sequence[SetMixture | Skip] = (), slow: int | None = None, **options: Any) -> Outcome:
+def run(
+    runtime: str,
+    job: ov.Job,
+    *,
+    events: Sequence[SetMixture | Skip] = (),
+    slow: int | None = None,
+    **options: Any,
+) -> Outcome:
     options = {"prefetch": 3, "check": True, **options}
     if runtime == "simulated":
         return _simulated(job, events, slow, options)
-    where = {"runtime": "process", "constructors": False} if runtime == "direct" else {"runtime": runtime}
+    where = (
+        {"runtime": "process", "constructors": False}
+        if runtime == "direct"
+        else {"runtime": runtime}
+    )
     return _launched(job, events, slow, {**where, **options})
 
 
-def _simulated(job: ov.Job, events: Sequence[Any], slow: int | None, options: Mapping[str, Any]) -> Outcome:
+def _simulated(
+    job: ov.Job, events: Sequence[Any], slow: int | None, options: Mapping[str, Any]
+) -> Outcome:
     delays = Delays(slow={} if slow is None else {slow: 50.0})
     done = ov.simulate(job, seed=job.seed, events=events, delays=delays, **options)
-    out = Outcome(error=dict.fromkeys(done.steps, done.error), quarantine=[(job.names[q.source], q.row) for q in done.quarantine])
+    out = Outcome(
+        error=dict.fromkeys(done.steps, done.error),
+        quarantine=[(job.names[q.source], q.row) for q in done.quarantine],
+    )
     for rank, steps in done.steps.items():
         for step in steps:
             out.put(rank, step)
@@ -99,7 +142,9 @@ def _simulated(job: ov.Job, events: Sequence[Any], slow: int | None, options: Ma
     return out
 
 
-def _launched(job: ov.Job, events: Sequence[Any], slow: int | None, options: Mapping[str, Any]) -> Outcome:
+def _launched(
+    job: ov.Job, events: Sequence[Any], slow: int | None, options: Mapping[str, Any]
+) -> Outcome:
     """A thread for each rank. A slow one takes a step only when the others have taken all they can."""
     out, starving = Outcome(), threading.Event()
     with ov.launch(job, stall_limit_s=60, **options) as session:
@@ -132,7 +177,9 @@ def _launched(job: ov.Job, events: Sequence[Any], slow: int | None, options: Map
             thread.join(90)
         assert len(out.error) == len(clients), "a rank never ended"
         out.quarantine = [(q["source"], q["row"]) for q in session.quarantine()]
-        out.dropped = {name: s["dropped_tokens"] for name, s in session.metrics()["sources"].items()}
+        out.dropped = {
+            name: s["dropped_tokens"] for name, s in session.metrics()["sources"].items()
+        }
         out.plans = {step: session.plan(step) for step in next(iter(out.steps.values()), {})}
     return out
 
@@ -144,18 +191,28 @@ def rows(n: int, first: int) -> Rows:
 def job(sizes: Mapping[str, int] | None = None, **changes: Any) -> ov.Job:
     sizes = sizes or {"a": 60, "b": 90, "c": 40}
     sources = [
-        ov.Source(name, rows(n, 1000 * i), transforms=[ov.Tokens("tokens")], weight=1.0 + i, epochs=1)
+        ov.Source(
+            name, rows(n, 1000 * i), transforms=[ov.Tokens("tokens")], weight=1.0 + i, epochs=1
+        )
         for i, (name, n) in enumerate(sizes.items())
-    ]  # fmt: skip
+    ]
     settings = {
-        "name": "scenario", "sources": sources, "batch": ov.Batch(samples=10, context=32, microbatches=2),
-        "place": ov.ClientPlaceTree(dp=3), "seed": 11, "slice_rows": 8, "shuffle_chunks": 2,
-    }  # fmt: skip
+        "name": "scenario",
+        "sources": sources,
+        "batch": ov.Batch(samples=10, context=32, microbatches=2),
+        "place": ov.ClientPlaceTree(dp=3),
+        "seed": 11,
+        "slice_rows": 8,
+        "shuffle_chunks": 2,
+    }
     return ov.Job(**{**settings, **changes})
 
 
 def wanted(made: ov.Job) -> dict[int, list[Any]]:
-    return {k: sorted((tuple(key), list(tokens)) for key, tokens in step) for k, step in enumerate(reference_stream(made, []))}
+    return {
+        k: sorted((tuple(key), list(tokens)) for key, tokens in step)
+        for k, step in enumerate(reference_stream(made, []))
+    }
 
 
 def all_clean(out: Outcome) -> None:
@@ -169,18 +226,28 @@ def test_long_documents_are_dropped_and_their_tokens_counted(runtime: str) -> No
     all_clean(out)
     long: dict[str, list[int]] = {}
     steps = enumerate(reference_stream(made, long=long))
-    assert out.together() == {k: sorted((tuple(key), list(tokens)) for key, tokens in step) for k, step in steps}
+    assert out.together() == {
+        k: sorted((tuple(key), list(tokens)) for key, tokens in step) for k, step in steps
+    }
     assert out.dropped == {name: sum(lost) for name, lost in long.items()}
     assert min(out.dropped.values()) > 20
 
 
 def test_the_mixture_changes_in_mid_run(runtime: str) -> None:
     made = job()
-    out = run(runtime, made, events=[SetMixture(9, {"b": 1.0, "c": 1.0}), SetMixture(4, {"a": 1.0})])
+    out = run(
+        runtime, made, events=[SetMixture(9, {"b": 1.0, "c": 1.0}), SetMixture(4, {"a": 1.0})]
+    )
     all_clean(out)
 
     def spoken(step: int, feedback: Any) -> dict[str, float]:
-        return {"a": 1.0, "b": 2.0, "c": 3.0} if step < 4 else {"a": 1.0} if step < 9 else {"b": 1.0, "c": 1.0}
+        return (
+            {"a": 1.0, "b": 2.0, "c": 3.0}
+            if step < 4
+            else {"a": 1.0}
+            if step < 9
+            else {"b": 1.0, "c": 1.0}
+        )
 
     assert out.together() == wanted(replace(made, mixture=spoken))
 
@@ -224,10 +291,17 @@ class Shards:
 
 
 @pytest.mark.parametrize("loaders", [1, 2])
-def test_a_broken_source_ends_the_job_where_the_draw_comes_to_it_and_names_itself(runtime: str, loaders: int) -> None:
+def test_a_broken_source_ends_the_job_where_the_draw_comes_to_it_and_names_itself(
+    runtime: str, loaders: int
+) -> None:
     made = job()
     broken = ov.Source(
-        "d", ov.Factory(Shards(), shards=6, fingerprint="x"), transforms=[ov.Tokens("tokens")], weight=3.0, shuffle=False, epochs=1
+        "d",
+        ov.Factory(Shards(), shards=6, fingerprint="x"),
+        transforms=[ov.Tokens("tokens")],
+        weight=3.0,
+        shuffle=False,
+        epochs=1,
     )
     made = replace(made, sources=(*made.sources, broken))
     seen = []
@@ -259,7 +333,14 @@ def test_a_strategy_that_raises_ends_the_job_with_its_own_error_at_its_step(runt
 def test_a_cost_function_that_gives_nonsense_is_a_plan_error_on_every_rank(runtime: str) -> None:
     def strategy(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
         sign = -1.0 if buffer.step == 2 else 1.0
-        return ov.DGraph.from_buffer(buffer, place).mix().distribute("DP").cost(lambda c: sign * c["tokens"]).balance().plan()
+        return (
+            ov.DGraph.from_buffer(buffer, place)
+            .mix()
+            .distribute("DP")
+            .cost(lambda c: sign * c["tokens"])
+            .balance()
+            .plan()
+        )
 
     out = run(runtime, job(strategy=strategy))
     assert out.numbers() == [[0, 1]] * 3
@@ -267,9 +348,14 @@ def test_a_cost_function_that_gives_nonsense_is_a_plan_error_on_every_rank(runti
 
 
 def test_a_schedule_that_gives_nonsense_is_a_plan_error_on_every_rank(runtime: str) -> None:
-    out = run(runtime, job(mixture=lambda step, feedback: {"a": 1.0, "d": 1.0} if step == 3 else {"a": 1.0}))
+    out = run(
+        runtime,
+        job(mixture=lambda step, feedback: {"a": 1.0, "d": 1.0} if step == 3 else {"a": 1.0}),
+    )
     assert out.numbers() == [[0, 1, 2]] * 3
-    assert all(isinstance(e, PlanError) and e.step == 3 and "'d'" in str(e) for e in out.error.values())
+    assert all(
+        isinstance(e, PlanError) and e.step == 3 and "'d'" in str(e) for e in out.error.values()
+    )
 
 
 def picky(row: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +365,9 @@ def picky(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_rows_on_which_a_map_raises_are_quarantined_and_nothing_else_is(runtime: str) -> None:
-    source = ov.Source("a", rows(60, 0), transforms=[ov.Map(picky, rows=True), ov.Tokens("tokens")], epochs=1)
+    source = ov.Source(
+        "a", rows(60, 0), transforms=[ov.Map(picky, rows=True), ov.Tokens("tokens")], epochs=1
+    )
     made = replace(job(), sources=(source,))
     out = run(runtime, made)
     all_clean(out)
@@ -295,7 +383,9 @@ def test_a_map_that_breaks_its_contract_ends_the_job_with_its_name(runtime: str)
     source = ov.Source("a", rows(60, 0), transforms=[ov.Map(seven), ov.Tokens("tokens")], epochs=1)
     out = run(runtime, replace(job(), sources=(source,)))
     assert out.numbers() == [[]] * 3
-    assert all(isinstance(e, TransformError) and e.source == "a" for e in out.error.values()), out.error
+    assert all(isinstance(e, TransformError) and e.source == "a" for e in out.error.values()), (
+        out.error
+    )
 
 
 @pytest.mark.parametrize("slow", [0, 2])
@@ -312,4 +402,6 @@ def test_a_slow_rank_changes_nothing_but_the_pace(runtime: str, slow: int, prefe
 def test_all_runtimes_place_every_sample_alike(runtime: str) -> None:
     """Each is compared with the one before it here, to the slot; the draw is compared with the reference above."""
     made = job(batch=ov.Batch(tokens=70, context=32, microbatches=2))
-    assert run(runtime, made).steps == run(RUNTIMES[max(0, RUNTIMES.index(runtime) - 1)], made).steps
+    assert (
+        run(runtime, made).steps == run(RUNTIMES[max(0, RUNTIMES.index(runtime) - 1)], made).steps
+    )

@@ -31,10 +31,22 @@ def source(name: str, n: int, first: int, **settings: Any) -> ov.Source:
 
 def job(**changes: Any) -> ov.Job:
     settings = {
-        "name": "scaled", "sources": [source("light", 60, 0), source("heavy", 240, 1000)], "place": ov.ClientPlaceTree(dp=2), "seed": 5,
-        "batch": ov.Batch(samples=10, context=32), "slice_rows": 8, "shuffle_chunks": 4, "until": 40,
-        "mixture": ov.schedule.staged({0: {"light": 9, "heavy": 1}, 14: {"light": 1, "heavy": 9}, 28: {"light": 9, "heavy": 1}}),
-    }  # fmt: skip
+        "name": "scaled",
+        "sources": [source("light", 60, 0), source("heavy", 240, 1000)],
+        "place": ov.ClientPlaceTree(dp=2),
+        "seed": 5,
+        "batch": ov.Batch(samples=10, context=32),
+        "slice_rows": 8,
+        "shuffle_chunks": 4,
+        "until": 40,
+        "mixture": ov.schedule.staged(
+            {
+                0: {"light": 9, "heavy": 1},
+                14: {"light": 1, "heavy": 9},
+                28: {"light": 9, "heavy": 1},
+            }
+        ),
+    }
     return ov.Job(**{**settings, **changes})
 
 
@@ -51,14 +63,18 @@ def has(session: ov.Session, n: int) -> bool:
 
 
 def loaders_apart(session: ov.Session) -> int:
-    return len({a["pid"] for a in session.metrics()["actors"] if a["name"].startswith("loader/heavy/")})
+    return len(
+        {a["pid"] for a in session.metrics()["actors"] if a["name"].startswith("loader/heavy/")}
+    )
 
 
 def kill_scaled(session: ov.Session) -> None:
     """Ends a host that scaling has started, as soon as one is there."""
 
     def struck() -> bool:
-        for pid in [pid for name, pid in hosts_of(session).items() if name.startswith(FIRST_SCALED[:-1])]:
+        for pid in [
+            pid for name, pid in hosts_of(session).items() if name.startswith(FIRST_SCALED[:-1])
+        ]:
             if pid and runs(pid):
                 with suppress(ProcessLookupError):  # it has just left by itself: another comes
                     os.kill(pid, signal.SIGKILL)
@@ -69,7 +85,9 @@ def kill_scaled(session: ov.Session) -> None:
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
-def test_hosts_are_added_and_taken_away_and_the_stream_is_the_same(alone: Played, journal: bool, tmp_path: Path) -> None:
+def test_hosts_are_added_and_taken_away_and_the_stream_is_the_same(
+    alone: Played, journal: bool, tmp_path: Path
+) -> None:
     made = job(journal=str(tmp_path / "journal")) if journal else job()
 
     def grow(session: ov.Session) -> None:
@@ -92,7 +110,9 @@ def test_hosts_are_added_and_taken_away_and_the_stream_is_the_same(alone: Played
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
-def test_a_new_host_that_is_killed_while_it_takes_over_changes_nothing(alone: Played, journal: bool, tmp_path: Path) -> None:
+def test_a_new_host_that_is_killed_while_it_takes_over_changes_nothing(
+    alone: Played, journal: bool, tmp_path: Path
+) -> None:
     made = job(journal=str(tmp_path / "journal")) if journal else job()
 
     def grow(session: ov.Session) -> None:
@@ -108,13 +128,22 @@ def test_a_new_host_that_is_killed_while_it_takes_over_changes_nothing(alone: Pl
         assert play(session, act={8: grow, 18: kill_again}) == alone
 
 
-def test_a_planner_that_is_killed_takes_over_hosts_that_were_added(alone: Played, tmp_path: Path) -> None:
+def test_a_planner_that_is_killed_takes_over_hosts_that_were_added(
+    alone: Played, tmp_path: Path
+) -> None:
     def grow(session: ov.Session) -> None:
         assert session.scale("heavy", 2)
         until(lambda: loaders_apart(session) == 2)
 
     with launch(job(journal=str(tmp_path / "journal")), **ONE) as session:
-        found = play(session, act={8: grow, 14: lambda s: s.kill("planner"), 24: lambda s: until(lambda: loaders_apart(s) == 2)})
+        found = play(
+            session,
+            act={
+                8: grow,
+                14: lambda s: s.kill("planner"),
+                24: lambda s: until(lambda: loaders_apart(s) == 2),
+            },
+        )
         assert found == alone
 
 
@@ -145,19 +174,27 @@ def test_a_host_is_replaced_by_another_with_all_its_sources_and_the_stream_is_th
         assert session.metrics()["recoveries"] == []
 
     def replaced(session: ov.Session) -> None:
-        until(lambda: {name for name in hosts_of(session) if name.startswith("loader")} == {FIRST_SCALED})
+        until(
+            lambda: (
+                {name for name in hosts_of(session) if name.startswith("loader")} == {FIRST_SCALED}
+            )
+        )
         session.add_source(source("late", 60, 5000), at=39)
         assert "loader-host/1" in hosts_of(session), "those that join have numbers of their own"
 
     with launch(made, **ONE) as session:
         found = play(session, act={6: replace_it, 20: replaced, 30: lambda s: s.kill(FIRST_SCALED)})
         assert [row["part"] for row in session.metrics()["recoveries"]] == [FIRST_SCALED]
-    assert {rank: steps[:39] for rank, steps in found.steps.items()} == {rank: steps[:39] for rank, steps in alone.steps.items()}
+    assert {rank: steps[:39] for rank, steps in found.steps.items()} == {
+        rank: steps[:39] for rank, steps in alone.steps.items()
+    }
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
 @pytest.mark.parametrize("dies", ["the old one", "the new one"])
-def test_a_host_that_is_killed_while_it_is_replaced_changes_nothing(alone: Played, journal: bool, dies: str, tmp_path: Path) -> None:
+def test_a_host_that_is_killed_while_it_is_replaced_changes_nothing(
+    alone: Played, journal: bool, dies: str, tmp_path: Path
+) -> None:
     def replace_it(session: ov.Session) -> None:
         assert relocate(session, 0)
         session.kill("loader-host/0") if dies == "the old one" else kill_scaled(session)
@@ -167,8 +204,15 @@ def test_a_host_that_is_killed_while_it_is_replaced_changes_nothing(alone: Playe
 
 
 HURRIED = {
-    "cores": 3, "interval_s": 0.02, "patience": 1, "idle_patience": 2, "cool_down_s": 0.05, "low": 0.05, "target": 0.06, "high": 0.07,
-}  # fmt: skip
+    "cores": 3,
+    "interval_s": 0.02,
+    "patience": 1,
+    "idle_patience": 2,
+    "cool_down_s": 0.05,
+    "low": 0.05,
+    "target": 0.06,
+    "high": 0.07,
+}
 
 
 def test_a_heavy_source_gets_hosts_by_itself_when_the_mixture_gives_it_more(alone: Played) -> None:
@@ -184,7 +228,9 @@ def test_a_heavy_source_gets_hosts_by_itself_when_the_mixture_gives_it_more(alon
 
 def test_no_host_is_added_for_which_there_is_no_memory(alone: Played) -> None:
     with launch(job(), autoscale={**HURRIED, "memory_bytes": 2**20}, **ONE) as session:
-        found = play(session, act={20: lambda s: until(lambda: s.metrics()["scaling"]["host_bytes"])})
+        found = play(
+            session, act={20: lambda s: until(lambda: s.metrics()["scaling"]["host_bytes"])}
+        )
         told = session.metrics()["scaling"]
     assert found == alone
     assert told["hosts"] == 1
@@ -194,7 +240,9 @@ def test_no_host_is_added_for_which_there_is_no_memory(alone: Played) -> None:
 
 def test_a_source_that_has_one_loader_cannot_be_spread() -> None:
     with launch(job(until=3), **ONE) as session:
-        with pytest.raises(ov.JobError, match="wanted 1 to 1 hosts for 'light', which has 1 loader, found 2"):
+        with pytest.raises(
+            ov.JobError, match="wanted 1 to 1 hosts for 'light', which has 1 loader, found 2"
+        ):
             session.scale("light", 2)
         with pytest.raises(ov.JobError, match="unknown source 'hevy'; did you mean 'heavy'"):
             session.scale("hevy", 2)
@@ -203,7 +251,13 @@ def test_a_source_that_has_one_loader_cannot_be_spread() -> None:
 @pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
 def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_path: Path) -> None:
     rows = Rows([{"n": k, "tokens": [5000 + k] * (1 + k % 7)} for k in range(200)])
-    late = ov.Source("late", rows, transforms=[ov.Map(unchanged, rows=True), ov.Tokens("tokens")], epochs=None, weight=5.0)
+    late = ov.Source(
+        "late",
+        rows,
+        transforms=[ov.Map(unchanged, rows=True), ov.Tokens("tokens")],
+        epochs=None,
+        weight=5.0,
+    )
     plain = job(mixture={"light": 5, "heavy": 5}, until=80)
     made = replace(plain, journal=str(tmp_path / "journal")) if journal else plain
 
@@ -211,17 +265,24 @@ def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_pat
         session.add_source(late, at=12)
 
     def apart(session: ov.Session) -> int:
-        return len({a["pid"] for a in session.metrics()["actors"] if a["name"].startswith("loader/late/")})
+        return len(
+            {a["pid"] for a in session.metrics()["actors"] if a["name"].startswith("loader/late/")}
+        )
 
     def grow(session: ov.Session) -> None:
         """By the scaler, hurried, or by hand where it has decided otherwise: it may take back at once what nobody uses just now."""
         until(lambda: "late" in session.metrics()["scaling"]["sources"])
-        until(lambda: apart(session) >= 2 or (session.scale("late", 2) and apart(session) >= 2), 2 * WAIT_S)
+        until(
+            lambda: apart(session) >= 2 or (session.scale("late", 2) and apart(session) >= 2),
+            2 * WAIT_S,
+        )
 
     with launch(plain, "local") as session:
         alone = play(session, act={4: join})
     with launch(made, autoscale={**HURRIED, "cores": 5}, **{**ONE, "hosts": 2}) as session:
-        looks = {k: lambda s: s.profile() for k in range(13, 80)}  # what a loader counted is forgotten where it moves
+        looks = {
+            k: lambda s: s.profile() for k in range(13, 80)
+        }  # what a loader counted is forgotten where it moves
         found = play(session, act={**looks, 4: join, 20: grow})
         profile = session.profile().sources["late"]
     assert found.steps == alone.steps
@@ -246,20 +307,32 @@ def locked_job(folder: Path, workers: str = "threads") -> ov.Job:
     return job(
         sources=[
             ov.Source("light", light, transforms=[ov.Tokens("tokens")], epochs=None),
-            ov.Source("heavy", heavy, transforms=[ov.Map(locked, rows=True), ov.Tokens("tokens")], epochs=None, workers=workers),
+            ov.Source(
+                "heavy",
+                heavy,
+                transforms=[ov.Map(locked, rows=True), ov.Tokens("tokens")],
+                epochs=None,
+                workers=workers,
+            ),
         ],
         mixture=ov.schedule.staged({0: {"light": 999, "heavy": 1}, 4: {"light": 1, "heavy": 9}}),
-        place=ov.ClientPlaceTree(dp=1), batch=ov.Batch(samples=40, context=32), until=5000,
-    )  # fmt: skip
+        place=ov.ClientPlaceTree(dp=1),
+        batch=ov.Batch(samples=40, context=32),
+        until=5000,
+    )
 
 
 @pytest.mark.parametrize("workers", ["threads", "processes"])
-def test_autoscaling_adds_a_process_for_code_that_holds_the_interpreter_lock(workers: str, tmp_path: Path) -> None:
+def test_autoscaling_adds_a_process_for_code_that_holds_the_interpreter_lock(
+    workers: str, tmp_path: Path
+) -> None:
     """With default threads: one host with as many threads as cores is not as many cores for such code."""
     made = locked_job(tmp_path / "data", workers)
     hurried = {"interval_s": 0.1, "patience": 1, "cool_down_s": 0.1}
     digests: list[str] = []
-    with launch(made, hosts=3, constructor_hosts=1, autoscale=hurried, cache_dir=tmp_path / "cache") as session:
+    with launch(
+        made, hosts=3, constructor_hosts=1, autoscale=hurried, cache_dir=tmp_path / "cache"
+    ) as session:
         assert has(session, 1), "the partition has chosen one host for the mixture as it begins"
         client = session.client(0)
 
@@ -270,27 +343,40 @@ def test_autoscaling_adds_a_process_for_code_that_holds_the_interpreter_lock(wor
 
         until(grown)
         told = session.metrics()["scaling"]
-    assert any(d["what"] == "Scale" and d["source"] == "heavy" and d["hosts"] >= 2 for d in told["decisions"])
+    assert any(
+        d["what"] == "Scale" and d["source"] == "heavy" and d["hosts"] >= 2
+        for d in told["decisions"]
+    )
     assert told["sources"]["heavy"]["locked"] > 0.5
     assert told["most_hosts"] == 3
     with launch(made, "local", cache_dir=tmp_path / "cache") as session:
         client = session.client(0)
-        assert [next(client).plan_digest for _ in range(min(50, len(digests)))] == digests[:50], "the stream is the same"
+        assert [next(client).plan_digest for _ in range(min(50, len(digests)))] == digests[:50], (
+            "the stream is the same"
+        )
 
 
-def test_where_every_core_has_a_host_a_heavy_source_is_read_on_hosts_of_others_that_have_room(tmp_path: Path) -> None:
+def test_where_every_core_has_a_host_a_heavy_source_is_read_on_hosts_of_others_that_have_room(
+    tmp_path: Path,
+) -> None:
     """Two locked sources begin with a host each, on two cores; then nearly all is drawn from one of them."""
     made = locked_job(tmp_path / "data")
     other = replace(made.sources[1], name="light", uri=made.sources[0].uri)
     mixture = ov.schedule.staged({0: {"light": 1, "heavy": 1}, 4: {"light": 1, "heavy": 99}})
     hurried = {"interval_s": 0.1, "patience": 1, "cool_down_s": 0.1}
     made = replace(made, sources=[other, made.sources[1]], mixture=mixture)
-    with launch(made, hosts=2, constructor_hosts=1, autoscale=hurried, cache_dir=tmp_path / "cache") as session:
+    with launch(
+        made, hosts=2, constructor_hosts=1, autoscale=hurried, cache_dir=tmp_path / "cache"
+    ) as session:
         assert has(session, 2)
         assert loaders_apart(session) == 1
         client = session.client(0)
         until(lambda: [next(client) for _ in range(10)] and loaders_apart(session) == 2)
-        moved = [d for d in session.metrics()["scaling"]["decisions"] if d["what"] == "Scale" and d["source"] == "heavy"]
+        moved = [
+            d
+            for d in session.metrics()["scaling"]["decisions"]
+            if d["what"] == "Scale" and d["source"] == "heavy"
+        ]
         assert has(session, 2), "as many as cores: none was added"
     assert any(d["on"] for d in moved)
 
@@ -304,10 +390,19 @@ def busy(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("runtime", ["local", PARTS])
-def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_though_nobody_asked_for_scaling(runtime: str) -> None:
+def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_though_nobody_asked_for_scaling(
+    runtime: str,
+) -> None:
     rows = Rows([{"n": k, "tokens": [k] * (1 + k % 7)} for k in range(240)])
-    slow = ov.Source("slow", rows, transforms=[ov.Map(busy, rows=True), ov.Tokens("tokens")], epochs=None)
-    made = job(sources=[source("light", 60, 0), slow], mixture=None, place=ov.ClientPlaceTree(dp=1), until="all")
+    slow = ov.Source(
+        "slow", rows, transforms=[ov.Map(busy, rows=True), ov.Tokens("tokens")], epochs=None
+    )
+    made = job(
+        sources=[source("light", 60, 0), slow],
+        mixture=None,
+        place=ov.ClientPlaceTree(dp=1),
+        until="all",
+    )
     options = {} if runtime == "local" else {"hosts": 1, "constructor_hosts": 1, "workers": 1}
     with launch(made, runtime, watch_s=0.02, loaders={"light": 1, "slow": 1}, **options) as session:
         client = session.client(0)
@@ -319,12 +414,19 @@ def test_a_source_that_cannot_keep_up_is_named_with_the_loaders_it_would_take_th
             return told if "slow" in told.get("cannot_keep_up", {}) else {}
 
         told = until(named)
-    assert any(what == "cannot keep up" and words.startswith("slow has 1 loaders of the ") for what, words in scaling_facts(told))
+    assert any(
+        what == "cannot keep up" and words.startswith("slow has 1 loaders of the ")
+        for what, words in scaling_facts(told)
+    )
     slow_one = told["cannot_keep_up"]["slow"]
     assert (slow_one["has"], slow_one["what"]) == (1, "loaders")
     assert slow_one["needs"] > 1
-    assert "samples a second of" in slow_one["reason"] or "of a core" in slow_one["reason"], "on a busy machine it waits for a core as well"
-    assert {d["what"] for d in told["decisions"]} <= {"CannotKeepUp", "ReadAhead"}, "nothing is moved unless it was asked for"
+    assert "samples a second of" in slow_one["reason"] or "of a core" in slow_one["reason"], (
+        "on a busy machine it waits for a core as well"
+    )
+    assert {d["what"] for d in told["decisions"]} <= {"CannotKeepUp", "ReadAhead"}, (
+        "nothing is moved unless it was asked for"
+    )
 
 
 @pytest.mark.parametrize("runtime", ["local", PARTS])
@@ -363,17 +465,27 @@ def unchanged(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaders_here(session: ov.Session) -> dict[str, int]:
-    return dict(Counter(a["name"].split("/")[1] for a in session.metrics()["actors"] if a["role"] == "loader"))
+    return dict(
+        Counter(
+            a["name"].split("/")[1] for a in session.metrics()["actors"] if a["role"] == "loader"
+        )
+    )
 
 
 @pytest.mark.parametrize("partition", ["auto", "off"])
-def test_in_one_process_all_threads_may_read_a_source_that_becomes_heavy(alone: Played, partition: str) -> None:
+def test_in_one_process_all_threads_may_read_a_source_that_becomes_heavy(
+    alone: Played, partition: str
+) -> None:
     met = Meeting()
     rows = [{"n": 1000 + k, "tokens": [1000 + k] * (1 + k % 7)} for k in range(240)]
-    heavy = ov.Source("heavy", Rows(rows), transforms=[ov.Map(met, rows=True), ov.Tokens("tokens")], epochs=None)
+    heavy = ov.Source(
+        "heavy", Rows(rows), transforms=[ov.Map(met, rows=True), ov.Tokens("tokens")], epochs=None
+    )
     made = job(sources=[source("light", 60, 0), heavy])
     with launch(made, "local", autoscale=True, workers=2, partition=partition) as session:
-        assert loaders_here(session) == {"light": 1, "heavy": 2}, "as many as threads; what is light has one"
+        assert loaders_here(session) == {"light": 1, "heavy": 2}, (
+            "as many as threads; what is light has one"
+        )
         found = play(session)
     assert found.steps == alone.steps
     assert met.most > 1
@@ -381,11 +493,22 @@ def test_in_one_process_all_threads_may_read_a_source_that_becomes_heavy(alone: 
 
 def test_in_one_process_what_was_said_and_worker_processes_stay_as_they_are() -> None:
     rows = Rows([{"n": k, "tokens": [k]} for k in range(60)])
-    settings: dict[str, Any] = {"transforms": [ov.Map(unchanged, rows=True), ov.Tokens("tokens")], "epochs": None}
+    settings: dict[str, Any] = {
+        "transforms": [ov.Map(unchanged, rows=True), ov.Tokens("tokens")],
+        "epochs": None,
+    }
     made = job(
-        sources=[ov.Source("said", rows, **settings), ov.Source("apart", rows, workers="processes", **settings)], mixture=None, until=3
+        sources=[
+            ov.Source("said", rows, **settings),
+            ov.Source("apart", rows, workers="processes", **settings),
+        ],
+        mixture=None,
+        until=3,
     )
     with launch(made, "local", autoscale=True, workers=3, loaders={"said": 2}) as session:
         assert loaders_here(session) == {"said": 2, "apart": 1}
-        with pytest.raises(ov.JobError, match="all loaders live in this process; runtime='process' has hosts to spread them over"):
+        with pytest.raises(
+            ov.JobError,
+            match="all loaders live in this process; runtime='process' has hosts to spread them over",
+        ):
             session.scale("said", 2)

@@ -23,7 +23,14 @@ import pytest
 import overlord as ov
 from overlord.client.control_client import Asking
 from overlord.client.remote_queue import RemoteInbox
-from overlord.errors import ActorLost, DataStall, JobError, LinkRefused, OverlordError, StateMismatch
+from overlord.errors import (
+    ActorLost,
+    DataStall,
+    JobError,
+    LinkRefused,
+    OverlordError,
+    StateMismatch,
+)
 from overlord.messages.client import Ended, Took
 from overlord.serving.session_server import Served
 from overlord.serving.step_publisher import Delivery
@@ -32,7 +39,16 @@ from overlord.transport.connection import TIMEOUT, Link
 from overlord.transport.server import Server
 from tests.processes import PARTS, RUNTIMES, WAIT_S, halt
 from tests.unit import test_session as stories
-from tests.unit.test_session import content, impatient, in_thread, job, launch, rest, take, whole_run
+from tests.unit.test_session import (
+    content,
+    impatient,
+    in_thread,
+    job,
+    launch,
+    rest,
+    take,
+    whole_run,
+)
 
 pytestmark = pytest.mark.timeout(200)
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +62,9 @@ def by_tcp(address: str) -> str:
 
 def join_all(served: Served, world: int, tcp: bool = False, **options: Any) -> list[ov.Client]:
     address = by_tcp(served.address) if tcp else served.address
-    return [ov.connect(address, rank, served.token, timeout_s=20, **options) for rank in range(world)]
+    return [
+        ov.connect(address, rank, served.token, timeout_s=20, **options) for rank in range(world)
+    ]
 
 
 @pytest.fixture
@@ -62,8 +80,16 @@ def closing(clients: list[ov.Client]) -> None:
 
 def trainer(served: Served, rank: int, body: str, **env: str) -> subprocess.Popen[str]:
     """A process that trains: ``client`` is its client, what it prints as JSON is what it found; its input ends when it is waited for."""
-    text = "import json, os, signal, sys, time\nimport overlord as ov\nclient = ov.connect()\n" + textwrap.dedent(body)
-    own = {"PYTHONPATH": str(ROOT / "src"), "OVERLORD_ADDRESS": served.address, "OVERLORD_TOKEN": served.token, "RANK": str(rank)}
+    text = (
+        "import json, os, signal, sys, time\nimport overlord as ov\nclient = ov.connect()\n"
+        + textwrap.dedent(body)
+    )
+    own = {
+        "PYTHONPATH": str(ROOT / "src"),
+        "OVERLORD_ADDRESS": served.address,
+        "OVERLORD_TOKEN": served.token,
+        "RANK": str(rank),
+    }
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", text], env={**os.environ, **own, **env}, **pipes)
 
@@ -98,7 +124,13 @@ def test_trainers_in_other_processes_get_what_clients_of_the_session_get(runtime
 
 
 def everything(step: ov.Step) -> Any:
-    return content(step), [mb.samples for mb in step], step.plan_digest, step.global_valid_tokens, [sorted(mb) for mb in step]
+    return (
+        content(step),
+        [mb.samples for mb in step],
+        step.plan_digest,
+        step.global_valid_tokens,
+        [sorted(mb) for mb in step],
+    )
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["shared memory", "tcp"])
@@ -125,7 +157,9 @@ def test_a_rank_of_this_process_and_one_of_another_are_served_side_by_side(runti
 
 
 @runtimes
-def test_a_client_of_this_process_may_take_its_seat_after_others_have_connected(runtime: str) -> None:
+def test_a_client_of_this_process_may_take_its_seat_after_others_have_connected(
+    runtime: str,
+) -> None:
     wanted = [whole_run(job(n=60), rank) for rank in range(2)]
     with launch(job(n=60), runtime=runtime) as session:
         served = session.serve()
@@ -135,7 +169,9 @@ def test_a_client_of_this_process_may_take_its_seat_after_others_have_connected(
             assert first + rest(there) == wanted[1]
             thread.join(20)
             assert got == [wanted[0]]
-            with pytest.raises(OverlordError, match="rank 1 is served to a client of another process"):
+            with pytest.raises(
+                OverlordError, match="rank 1 is served to a client of another process"
+            ):
                 session.client(1)
 
 
@@ -188,7 +224,9 @@ def test_what_a_client_gets_is_the_memory_its_constructor_wrote(runtime: str) ->
             assert link.remote_held >= 1
             assert link.copied == 0
             large = ("tokens", "labels", "position_ids", "loss_mask")
-            assert len({id(_root(mb[name])) for mb in steps[0] for name in large}) == 1, "views of one slot"
+            assert len({id(_root(mb[name])) for mb in steps[0] for name in large}) == 1, (
+                "views of one slot"
+            )
 
 
 def _root(array: Any) -> Any:
@@ -230,9 +268,15 @@ def test_an_absent_rank_is_named_and_holds_the_others_at_the_window(runtime: str
             assert len(take(client, 3)) == 3
             with impatient(client), pytest.raises(DataStall) as stalled:
                 next(client)
-            assert "rank 1, which has not connected yet; rank 2, which has not connected yet" in str(stalled.value)
+            assert (
+                "rank 1, which has not connected yet; rank 2, which has not connected yet"
+                in str(stalled.value)
+            )
             assert (stalled.value.step, stalled.value.rank) == (3, 0)
-            with ov.connect(served, 1, served.token) as one, ov.connect(served, 2, served.token) as two:
+            with (
+                ov.connect(served, 1, served.token) as one,
+                ov.connect(served, 2, served.token) as two,
+            ):
                 take(one, 1), take(two, 1)
                 assert take(client, 1)[0][0] == 3
 
@@ -241,15 +285,24 @@ def test_a_rank_that_went_away_is_named_and_may_come_again() -> None:
     with launch(job(n=60), prefetch=3) as session:
         served = session.serve()
         with ov.connect(served, 0, served.token) as client:
-            dead = trainer(served, 1, "next(client), next(client)\nos.kill(os.getpid(), signal.SIGKILL)")
+            dead = trainer(
+                served, 1, "next(client), next(client)\nos.kill(os.getpid(), signal.SIGKILL)"
+            )
             assert dead.wait(30) == -signal.SIGKILL
             dead.communicate()
             take(client, 5)
             wait_until(lambda: not session._clients[1].there)  # type: ignore[attr-defined]
-            with impatient(client), pytest.raises(DataStall, match=r"rank 1, whose client \(process \d+\) went away \d+ s ago"):
+            with (
+                impatient(client),
+                pytest.raises(
+                    DataStall, match=r"rank 1, whose client \(process \d+\) went away \d+ s ago"
+                ),
+            ):
                 next(client)
             again = ov.connect(served, 1, served.token)
-            assert take(again, 2) == whole_run(job(n=60), 1)[2:4], "it goes on behind the last step its rank took"
+            assert take(again, 2) == whole_run(job(n=60), 1)[2:4], (
+                "it goes on behind the last step its rank took"
+            )
             take(client, 1)
             again.close()
 
@@ -261,7 +314,9 @@ def train_until(served: Served, end: BaseException, first: int) -> None:
         raise end
 
 
-def test_a_trainer_that_crashes_inside_its_block_has_not_left_and_may_come_again(leaves: None) -> None:
+def test_a_trainer_that_crashes_inside_its_block_has_not_left_and_may_come_again(
+    leaves: None,
+) -> None:
     with launch(job(n=60), prefetch=3) as session:
         served = session.serve()
         with ov.connect(served, 0, served.token) as client:
@@ -272,7 +327,9 @@ def test_a_trainer_that_crashes_inside_its_block_has_not_left_and_may_come_again
             with impatient(client), pytest.raises(DataStall, match="rank 1, whose client"):
                 next(client)
             with pytest.raises(SystemExit):
-                train_until(served, SystemExit(0), 2)  # it goes on behind the last step its rank took
+                train_until(
+                    served, SystemExit(0), 2
+                )  # it goes on behind the last step its rank took
             take(client, 2)  # who ends with code 0 has left, and is not waited for
             with pytest.raises(LinkRefused, match="its client was closed"):
                 ov.connect(served, 1, served.token)
@@ -342,36 +399,51 @@ def test_serving_is_asked_for_before_the_first_step() -> None:
 def test_what_is_served_prints_as_two_lines_and_is_the_address_as_text() -> None:
     with launch(job()) as session:
         served = session.serve(token="secret")
-        assert str(served).splitlines() == [f"OVERLORD_ADDRESS={served.address}", "OVERLORD_TOKEN=secret"]
+        assert str(served).splitlines() == [
+            f"OVERLORD_ADDRESS={served.address}",
+            "OVERLORD_TOKEN=secret",
+        ]
         assert f"{served}" == served == served.address
         assert served.address.startswith("overlord://127.0.0.1:")
         assert session.serve() is served, "asked again it is the same"
         assert session.serve(token="secret", ranks=range(session.job.place.world_size)) is served
-        with pytest.raises(JobError, match="port, token: the session is served already at overlord:"):
+        with pytest.raises(
+            JobError, match="port, token: the session is served already at overlord:"
+        ):
             session.serve(port=5, token="other")
 
 
 # State and reports, as in one process
 
 OTHERWISE = {  # stories of the session's own clients that do not hold for connected ones, by design
-    "test_a_client_that_comes_after_the_first_step_is_refused", "test_a_rank_alone_is_served_at_its_own_pace",  # all ranks are expected
-    "test_the_end_stays_the_end_and_iterating_again_gives_nothing", "test_the_last_client_leaves_and_the_session_still_closes",
-    "test_an_event_before_the_first_step_is_in_the_state_too", "test_every_step_may_be_skipped",  # planning begins with the connection
+    "test_a_client_that_comes_after_the_first_step_is_refused",
+    "test_a_rank_alone_is_served_at_its_own_pace",  # all ranks are expected
+    "test_the_end_stays_the_end_and_iterating_again_gives_nothing",
+    "test_the_last_client_leaves_and_the_session_still_closes",
+    "test_an_event_before_the_first_step_is_in_the_state_too",
+    "test_every_step_may_be_skipped",  # planning begins with the connection
     "test_a_client_that_closes_while_the_first_step_is_asked_for_holds_nobody_up",
     "test_a_session_closed_while_it_is_moved_to_a_state_leaves_nobody_waiting",  # it looks into the boxes
     "test_the_state_of_a_session_stays_where_its_last_client_left_it",  # the session hears of a step a moment after it was taken
-    "test_what_was_found_can_be_asked_for_after_the_session_has_ended", "test_an_error_stays_the_error",  # they leave ranks out
-    "test_closing_a_session_wakes_who_waits_in_it", "test_a_client_in_a_forked_process_says_so_at_once",
-}  # fmt: skip
+    "test_what_was_found_can_be_asked_for_after_the_session_has_ended",
+    "test_an_error_stays_the_error",  # they leave ranks out
+    "test_closing_a_session_wakes_who_waits_in_it",
+    "test_a_client_in_a_forked_process_says_so_at_once",
+}
 STORIES = [
-    name for name, story in vars(stories).items()
-    if name.startswith("test_") and not inspect.signature(story).parameters and "session.client(" in inspect.getsource(story)
+    name
+    for name, story in vars(stories).items()
+    if name.startswith("test_")
+    and not inspect.signature(story).parameters
+    and "session.client(" in inspect.getsource(story)
     and name not in OTHERWISE
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_a_story_of_the_sessions_own_clients_holds_for_connected_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_story_of_the_sessions_own_clients_holds_for_connected_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = ov.Session.client
     made: dict[tuple[int, int], ov.Client] = {}
 
@@ -380,7 +452,9 @@ def test_a_story_of_the_sessions_own_clients_holds_for_connected_ones(name: str,
             return own(session, rank)
         if (id(session), rank) not in made:
             served = session.serve()
-            made[id(session), rank] = ov.connect(served, rank, served.token, timeout_s=20, reconnect_s=20)
+            made[id(session), rank] = ov.connect(
+                served, rank, served.token, timeout_s=20, reconnect_s=20
+            )
         return made[id(session), rank]
 
     monkeypatch.setattr(ov.Session, "client", client)
@@ -411,7 +485,12 @@ def test_rank_after_rank_loads_a_state_and_all_go_on_from_it(runtime: str) -> No
 def test_a_session_that_is_moved_moves_its_connected_clients_too() -> None:
     with launch(job(n=60)) as session:
         clients = join_all(session.serve(), 2)
-        wanted = [first + second for first, second in zip([take(c, 2) for c in clients], [take(c, 2) for c in clients], strict=True)]
+        wanted = [
+            first + second
+            for first, second in zip(
+                [take(c, 2) for c in clients], [take(c, 2) for c in clients], strict=True
+            )
+        ]
         wait_until(lambda: session.state_dict()["step"] == 4)
         state = session.state_dict()
         session.load_state_dict(start := _at(job(n=60), 1))
@@ -491,14 +570,20 @@ def test_a_connected_client_counts_in_the_metrics(leaves: None) -> None:
         assert session.state_dict()["step"] == 3
 
 
-def test_the_metrics_say_in_which_process_a_connected_client_lives_and_whether_it_is_there() -> None:
+def test_the_metrics_say_in_which_process_a_connected_client_lives_and_whether_it_is_there() -> (
+    None
+):
     def row() -> tuple[Any, str]:
-        return next((a["pid"], a["state"]) for a in session.metrics()["actors"] if a["name"] == "client/0")
+        return next(
+            (a["pid"], a["state"]) for a in session.metrics()["actors"] if a["name"] == "client/0"
+        )
 
     with launch(job(dp=1)) as session:
         served = session.serve()
         assert row() == (None, "not connected yet")
-        there = trainer(served, 0, "next(client)\nprint(json.dumps(1), flush=True)\nsys.stdin.read()")
+        there = trainer(
+            served, 0, "next(client)\nprint(json.dumps(1), flush=True)\nsys.stdin.read()"
+        )
         wait_until(lambda: row() == (there.pid, "connected"))
         there.kill()
         there.communicate()
@@ -506,7 +591,9 @@ def test_the_metrics_say_in_which_process_a_connected_client_lives_and_whether_i
 
 
 @runtimes
-def test_the_last_step_of_a_client_that_leaves_at_once_is_in_the_sessions_state(runtime: str, leaves: None) -> None:
+def test_the_last_step_of_a_client_that_leaves_at_once_is_in_the_sessions_state(
+    runtime: str, leaves: None
+) -> None:
     with launch(job(n=400, dp=2), runtime=runtime) as session:
         clients = join_all(session.serve(), 2)
         for _ in range(5):
@@ -567,7 +654,9 @@ def test_a_client_of_a_forked_process_says_so_and_its_end_harms_nobody() -> None
 # Cuts
 
 
-def test_a_link_that_is_cut_loses_nothing_and_repeats_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_link_that_is_cut_loses_nothing_and_repeats_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     wanted = whole_run(job(n=60, dp=1))
     with launch(job(n=60, dp=1)) as session:
         served = session.serve()
@@ -592,7 +681,12 @@ def cut_control(client: ov.Client) -> None:
 
 def raw(served: Served, **hello: Any) -> Link:
     """A data link without a client."""
-    return dial(served.address, served.token, {"role": "client", "rank": 0, "next": 0, "generation": 0, **hello}, timeout_s=20)[0]
+    return dial(
+        served.address,
+        served.token,
+        {"role": "client", "rank": 0, "next": 0, "generation": 0, **hello},
+        timeout_s=20,
+    )[0]
 
 
 def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> None:
@@ -611,7 +705,9 @@ def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> 
         link.send(Took(0))
         assert link.recv(10).told.step == 3
         link.close()
-        with pytest.raises(LinkRefused, match="step 0 was handed out already and is kept no longer"):
+        with pytest.raises(
+            LinkRefused, match="step 0 was handed out already and is kept no longer"
+        ):
             raw(served)
 
 
@@ -660,7 +756,13 @@ def test_a_step_that_comes_twice_is_taken_once() -> None:
             return {}
 
         with Server(token="x", on_open=repeat, on_message=lambda there, value: None) as server:
-            box = RemoteInbox(rank=0, address=server.address, token="x", where=lambda generation: (server.address, "x"), next_step=0)
+            box = RemoteInbox(
+                rank=0,
+                address=server.address,
+                token="x",
+                where=lambda generation: (server.address, "x"),
+                next_step=0,
+            )
             assert [box.get(10)[0].step for _ in range(3)] == [0, 1, 2]  # type: ignore[index]
             with pytest.raises(StopIteration):
                 box.get(10)
@@ -688,7 +790,11 @@ def other_session() -> Iterator[tuple[subprocess.Popen[str], Served]]:
     """A session in another process, to be killed."""
     command = [sys.executable, "-c", SERVER.format(root=str(ROOT))]
     process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     yield process, Served(*json.loads(process.stdout.readline()))
@@ -697,7 +803,9 @@ def other_session() -> Iterator[tuple[subprocess.Popen[str], Served]]:
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["shared memory", "tcp"])
-def test_steps_that_were_sent_are_taken_after_the_kill_and_then_the_loss_is_named(other_session: Any, tcp: bool) -> None:
+def test_steps_that_were_sent_are_taken_after_the_kill_and_then_the_loss_is_named(
+    other_session: Any, tcp: bool
+) -> None:
     process, served = other_session
     wanted = whole_run(job(n=60, dp=1))
     [client] = join_all(served, 1, tcp, reconnect_s=0.5)
@@ -708,7 +816,12 @@ def test_steps_that_were_sent_are_taken_after_the_kill_and_then_the_loss_is_name
     assert take(client, 4) == wanted[2:6], "what was prefetched stays readable"
     with pytest.raises(ActorLost) as lost:
         next(client)
-    for part in ("the constructor of rank 0", served.address.split("/")[2], "step 6 was wanted", "s while"):
+    for part in (
+        "the constructor of rank 0",
+        served.address.split("/")[2],
+        "step 6 was wanted",
+        "s while",
+    ):
         assert part in str(lost.value)
     client.close()
 
@@ -777,12 +890,17 @@ def test_a_slow_source_and_its_loader_are_named_to_a_connected_client() -> None:
             gate.wait(20)
             return {"tokens": [i]}
 
-    made = job(dp=1, sources=[ov.Source("slow", Slow(), transforms=[ov.Tokens("tokens")], epochs=1)])
+    made = job(
+        dp=1, sources=[ov.Source("slow", Slow(), transforms=[ov.Tokens("tokens")], epochs=1)]
+    )
     with launch(made) as session:
         served = session.serve()
         with ov.connect(served, 0, served.token) as client:
             assert reads.wait(20)
-            with impatient(client, 0.5), pytest.raises(DataStall, match=r"source 'slow'.*loader/slow/0 is reading"):
+            with (
+                impatient(client, 0.5),
+                pytest.raises(DataStall, match=r"source 'slow'.*loader/slow/0 is reading"),
+            ):
                 next(client)
             gate.set()
 
@@ -830,11 +948,23 @@ def torchrun(tmp_path: Path, changes: str) -> tuple[int, list[Any]]:
     """Two processes under torchrun; what each wrote."""
     script = tmp_path / "train.py"
     script.write_text(JOIN.format(root=str(ROOT), changes=changes, out=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=160, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **own}, capture_output=True, text=True, timeout=160, check=False
+    )
     written = [tmp_path / str(rank) for rank in range(2)]
-    return done.returncode, [json.loads(path.read_text() or "null") if path.exists() else done.stderr for path in written]
+    return done.returncode, [
+        json.loads(path.read_text() or "null") if path.exists() else done.stderr for path in written
+    ]
 
 
 @pytest.mark.timeout(180)
@@ -857,14 +987,19 @@ def test_under_torchrun_one_rank_serves_and_every_rank_gets_its_share(tmp_path: 
 @pytest.mark.timeout(180)
 def test_under_torchrun_a_launch_that_fails_ends_every_rank_with_its_error(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    code, got = torchrun(tmp_path, "sources=[ov.Source('gone', '/nowhere/*.parquet', transforms=[ov.Tokens('tokens')])]")
+    code, got = torchrun(
+        tmp_path,
+        "sources=[ov.Source('gone', '/nowhere/*.parquet', transforms=[ov.Tokens('tokens')])]",
+    )
     assert code != 0
     assert [g[0] for g in got] == ["SourceError"] * 2
     assert got[0] == got[1]
     assert "the pattern matches no file" in got[0][1]
 
 
-def test_a_world_of_another_size_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_of_another_size_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(JobError, match="wanted the 3 ranks of WORLD_SIZE, found 2"):
@@ -907,9 +1042,12 @@ place: {{dp: 2}}
 
 def overlord(*args: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "overlord.cli.main", *args], env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **env},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "overlord.cli.main", *args],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def printed(process: subprocess.Popen[str]) -> Served:
@@ -920,7 +1058,9 @@ def printed(process: subprocess.Popen[str]) -> Served:
 
 def test_the_command_serves_a_job_to_its_end(job_file: Path) -> None:
     state = job_file.with_name("state.json")
-    process = overlord("serve", str(job_file), "--save", str(state), OVERLORD_TOKEN="from-the-environment")
+    process = overlord(
+        "serve", str(job_file), "--save", str(state), OVERLORD_TOKEN="from-the-environment"
+    )
     assert process.stdout is not None
     address = process.stdout.readline().strip().removeprefix("OVERLORD_ADDRESS=")
     served = Served(address, "from-the-environment")  # which is not printed: whoever gave it has it
@@ -933,7 +1073,9 @@ def test_the_command_serves_a_job_to_its_end(job_file: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_or_sigterm_ends_the_command_within_a_second_and_saves(job_file: Path, number: signal.Signals, code: int) -> None:
+def test_ctrl_c_or_sigterm_ends_the_command_within_a_second_and_saves(
+    job_file: Path, number: signal.Signals, code: int
+) -> None:
     state = job_file.with_name("state.json")
     process = overlord("serve", str(job_file), "--save", str(state))
     served = printed(process)
@@ -953,7 +1095,12 @@ def test_ctrl_c_or_sigterm_ends_the_command_within_a_second_and_saves(job_file: 
 def test_a_hello_of_another_kind_is_refused() -> None:
     with launch(job()) as session:
         served = session.serve()
-        for hello in ({}, {"role": "control"}, {"role": "control", "rank": "0"}, {"role": "client", "rank": 9, "next": 0}):
+        for hello in (
+            {},
+            {"role": "control"},
+            {"role": "control", "rank": "0"},
+            {"role": "client", "rank": 9, "next": 0},
+        ):
             with pytest.raises(LinkRefused):
                 dial(served.address, served.token, hello, timeout_s=20)
         with ov.connect(served, 0, served.token) as client:

@@ -153,12 +153,18 @@ def trouble_there_was(session: ov.Session) -> dict[str, Any]:
 
 
 @contextmanager
-def mended_later(session: ov.Session, mend: Callable[[], None], kind: str, tries: int = 2) -> Iterator[None]:
+def mended_later(
+    session: ov.Session, mend: Callable[[], None], kind: str, tries: int = 2
+) -> Iterator[None]:
     """Mends when the job has been seen to try again, and to have met what was broken: first a file is gone, whatever takes its place."""
 
     def work() -> None:
         try:
-            until(lambda: (found := trouble(session))["retries"] >= tries and found["errors"].get(kind))
+            until(
+                lambda: (
+                    (found := trouble(session))["retries"] >= tries and found["errors"].get(kind)
+                )
+            )
         finally:
             mend()
 
@@ -169,15 +175,27 @@ def mended_later(session: ov.Session, mend: Callable[[], None], kind: str, tries
 
 
 RUNS = [(fault, format, "local") for fault in FAULTS for format in FORMATS]
-RUNS += [(fault, format, PARTS) for fault, format in zip(("removed", "a pipe", "cut short", "unplugged"), FORMATS, strict=True)]
+RUNS += [
+    (fault, format, PARTS)
+    for fault, format in zip(("removed", "a pipe", "cut short", "unplugged"), FORMATS, strict=True)
+]
 
 
-@pytest.mark.parametrize(("fault", "format", "runtime"), RUNS, ids=["-".join(r).replace(" ", "_") for r in RUNS])
+@pytest.mark.parametrize(
+    ("fault", "format", "runtime"), RUNS, ids=["-".join(r).replace(" ", "_") for r in RUNS]
+)
 def test_files_that_fail_for_a_while_cost_time_and_nothing_else(
-    files: Callable[[str], Path], undisturbed: dict[str, list[Any]], caplog: pytest.LogCaptureFixture, fault: str, format: str, runtime: str
+    files: Callable[[str], Path],
+    undisturbed: dict[str, list[Any]],
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+    format: str,
+    runtime: str,
 ) -> None:
     where, (act, kind) = files(format), FAULTS[fault]
-    with ov.launch(in_order(str(where), format), runtime=runtime, stall_limit_s=60, prefetch=1, read_ahead=1) as session:
+    with ov.launch(
+        in_order(str(where), format), runtime=runtime, stall_limit_s=60, prefetch=1, read_ahead=1
+    ) as session:
         client = session.client(0)
         got = [next(client), next(client)]
         mend = act(where)
@@ -186,14 +204,21 @@ def test_files_that_fail_for_a_while_cost_time_and_nothing_else(
         found = trouble_there_was(session)
         assert session.quarantine() == []
     assert delivered(got) == undisturbed[format]
-    assert set(found["errors"]) <= {kind, "gone", "changed"}  # while several files are broken one by one, or mended
+    assert set(found["errors"]) <= {
+        kind,
+        "gone",
+        "changed",
+    }  # while several files are broken one by one, or mended
     assert kind in found["errors"]
     assert found["retries"] == sum(found["errors"].values())
     assert found["waited_s"] > 0
     assert found["given_up"] == 0
     if runtime == "local":
         said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
-        assert [("tried again" in s, "well again" in s) for s in said] == [(True, False), (False, True)], said
+        assert [("tried again" in s, "well again" in s) for s in said] == [
+            (True, False),
+            (False, True),
+        ], said
 
 
 # a mount: what a real disk cannot be made to do
@@ -210,14 +235,29 @@ def switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 MOUNTED = [(fault, format, "local") for fault in ("EIO", "short") for format in FORMATS]
-MOUNTED += [(fault, FORMATS[k % 4], "local") for k, fault in enumerate(MOUNT_FAULTS[1:-1])] + [("ESTALE", "tar", PARTS)]
+MOUNTED += [(fault, FORMATS[k % 4], "local") for k, fault in enumerate(MOUNT_FAULTS[1:-1])] + [
+    ("ESTALE", "tar", PARTS)
+]
 
 
-@pytest.mark.parametrize(("fault", "format", "runtime"), MOUNTED, ids=["-".join(r) for r in MOUNTED])
+@pytest.mark.parametrize(
+    ("fault", "format", "runtime"), MOUNTED, ids=["-".join(r) for r in MOUNTED]
+)
 def test_a_mount_that_fails_for_a_while_costs_time_and_nothing_else(
-    corpora: dict[str, Path], undisturbed: dict[str, list[Any]], switches: Path, fault: str, format: str, runtime: str
+    corpora: dict[str, Path],
+    undisturbed: dict[str, list[Any]],
+    switches: Path,
+    fault: str,
+    format: str,
+    runtime: str,
 ) -> None:
-    with ov.launch(in_order(str(corpora[format]), format), runtime=runtime, stall_limit_s=60, prefetch=1, read_ahead=1) as session:
+    with ov.launch(
+        in_order(str(corpora[format]), format),
+        runtime=runtime,
+        stall_limit_s=60,
+        prefetch=1,
+        read_ahead=1,
+    ) as session:
         client = session.client(0)
         got = [next(client), next(client)]
         fail(switches, fault, 3)
@@ -237,7 +277,11 @@ def test_a_read_that_hangs_is_named_by_who_waits_for_it_and_goes_on_when_it_can(
 ) -> None:
     said = list[str]()
     made = in_order(str(corpora["parquet"]), "parquet")
-    options = {"stall_limit_s": 60, "stall_warn_s": 0.2, "on_stall": lambda words, seconds: said.append(words)}
+    options = {
+        "stall_limit_s": 60,
+        "stall_warn_s": 0.2,
+        "on_stall": lambda words, seconds: said.append(words),
+    }
     with ov.launch(made, runtime=runtime, prefetch=1, read_ahead=1, **options) as session:
         client = session.client(0)
         got = [next(client), next(client)]
@@ -245,7 +289,12 @@ def test_a_read_that_hangs_is_named_by_who_waits_for_it_and_goes_on_when_it_can(
 
         def free() -> None:
             try:
-                until(lambda: any("is reading" in a["state"] or a["state"].startswith("reading /") for a in session.metrics()["actors"]))
+                until(
+                    lambda: any(
+                        "is reading" in a["state"] or a["state"].startswith("reading /")
+                        for a in session.metrics()["actors"]
+                    )
+                )
                 until(lambda: any("reading /" in words for words in said))
             finally:
                 let_go(switches)
@@ -256,7 +305,9 @@ def test_a_read_that_hangs_is_named_by_who_waits_for_it_and_goes_on_when_it_can(
         thread.join()
         until(lambda: trouble(session)["waited_s"] >= 1)
     assert delivered(got) == undisturbed["parquet"]
-    named = rf"loader/web/0 is reading {re.escape(str(corpora['parquet']))}/part-\d+\.parquet for \d+ s"
+    named = (
+        rf"loader/web/0 is reading {re.escape(str(corpora['parquet']))}/part-\d+\.parquet for \d+ s"
+    )
     assert any(re.search(named, words) for words in said), said
 
 
@@ -264,8 +315,14 @@ def test_when_the_host_of_files_that_are_gone_is_lost_too_whoever_waits_is_told_
     files: Callable[[str], Path], undisturbed: dict[str, list[Any]]
 ) -> None:
     said, where = list[str](), files("parquet")
-    options = {"stall_limit_s": 60, "stall_warn_s": 0.2, "on_stall": lambda words, seconds: said.append(words)}
-    with ov.launch(in_order(str(where), "parquet"), runtime=PARTS, prefetch=4, read_ahead=1, **options) as session:
+    options = {
+        "stall_limit_s": 60,
+        "stall_warn_s": 0.2,
+        "on_stall": lambda words, seconds: said.append(words),
+    }
+    with ov.launch(
+        in_order(str(where), "parquet"), runtime=PARTS, prefetch=4, read_ahead=1, **options
+    ) as session:
         client = session.client(0)
         got, mend = [next(client), next(client)], unplugged(where)
         session.kill("loader-host/0")
@@ -291,7 +348,9 @@ def take_all(client: ov.Client, got: list[ov.Step]) -> None:
         got.append(step)
 
 
-def lasting(made: ov.Job, act: Callable[[], object], runtime: str = "local") -> tuple[StorageError, dict[str, Any], list[Any]]:
+def lasting(
+    made: ov.Job, act: Callable[[], object], runtime: str = "local"
+) -> tuple[StorageError, dict[str, Any], list[Any]]:
     """Takes some steps, breaks something, and goes on until the job ends with an error."""
     with ov.launch(made, runtime=runtime, stall_limit_s=60, prefetch=1, read_ahead=1) as session:
         client = session.client(0)
@@ -309,7 +368,11 @@ LASTING = [
         "tar",
         r"the file is gone since the source was indexed \(No such file or directory\) after \d+ tries in .* s .*; put it back",
     ),
-    ("a directory", "tar", r"wanted a file, found a directory after \d+ tries .*restore|put the file back"),
+    (
+        "a directory",
+        "tar",
+        r"wanted a file, found a directory after \d+ tries .*restore|put the file back",
+    ),
     (
         "cut short",
         "arrow",
@@ -319,14 +382,23 @@ LASTING = [
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize(("fault", "format", "says"), LASTING, ids=[f"{fault}-{format}" for fault, format, _ in LASTING])
+@pytest.mark.parametrize(
+    ("fault", "format", "says"), LASTING, ids=[f"{fault}-{format}" for fault, format, _ in LASTING]
+)
 def test_files_that_stay_broken_end_the_job_with_what_was_tried(
-    files: Callable[[str], Path], undisturbed: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, fault: str, format: str, says: str,
+    files: Callable[[str], Path],
+    undisturbed: dict[str, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    format: str,
+    says: str,
     runtime: str,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files(format)
-    error, found, got = lasting(in_order(str(where), format), lambda: FAULTS[fault][0](where), runtime)
+    error, found, got = lasting(
+        in_order(str(where), format), lambda: FAULTS[fault][0](where), runtime
+    )
     assert error.source == "web"
     assert re.fullmatch(rf"{re.escape(str(where))}/part-\d+\.{format}", error.path)
     assert re.search(says, str(error)), str(error)
@@ -337,7 +409,11 @@ def test_files_that_stay_broken_end_the_job_with_what_was_tried(
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_read_that_never_ends_is_given_up_and_what_it_finds_later_is_dropped(
-    corpora: dict[str, Path], undisturbed: dict[str, list[Any]], switches: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+    corpora: dict[str, Path],
+    undisturbed: dict[str, list[Any]],
+    switches: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runtime: str,
 ) -> None:
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     made = in_order(str(corpora["jsonl.zst"]), "jsonl.zst")
@@ -346,7 +422,10 @@ def test_a_read_that_never_ends_is_given_up_and_what_it_finds_later_is_dropped(
         got, saved = [next(client), next(client)], client.state_dict()
         hang(switches)
         try:
-            with pytest.raises(StorageError, match=r"a read has not ended for \d+\.\d s; the disk or the mount hangs") as caught:
+            with pytest.raises(
+                StorageError,
+                match=r"a read has not ended for \d+\.\d s; the disk or the mount hangs",
+            ) as caught:
                 take_all(client, got)
             assert re.search(r"part-\d+\.jsonl\.zst$", caught.value.path)
             found = trouble_there_was(session)
@@ -361,9 +440,16 @@ def test_a_read_that_never_ends_is_given_up_and_what_it_finds_later_is_dropped(
             assert delivered(client) == undisturbed["jsonl.zst"][2:]
 
 
-def test_mounts_that_hang_hold_up_their_own_sources_only(corpora: dict[str, Path], switches: Path, tmp_path: Path) -> None:
+def test_mounts_that_hang_hold_up_their_own_sources_only(
+    corpora: dict[str, Path], switches: Path, tmp_path: Path
+) -> None:
     """More of them than there are threads."""
-    hung = [source(f"hung{k}", str(shutil.copytree(corpora["tar"], tmp_path / f"{k}")), "tar", weight=0.0) for k in range(4)]
+    hung = [
+        source(
+            f"hung{k}", str(shutil.copytree(corpora["tar"], tmp_path / f"{k}")), "tar", weight=0.0
+        )
+        for k in range(4)
+    ]
     good = source("good", str(corpora["parquet"]), "parquet", shuffle=False)
     made = in_order("", "tar")
     made = replace(made, sources=[good, *hung], mixture=None, until=12)
@@ -374,7 +460,15 @@ def test_mounts_that_hang_hold_up_their_own_sources_only(corpora: dict[str, Path
         try:
             for k in range(4):
                 session._pump.ask(lambda k=k: session._host.run([Refill(1 + k, 1, 1)]), "refill")  # type: ignore[misc]
-            until(lambda: sum("hung" in a["name"] and "reading" in a["state"] for a in session.metrics()["actors"]) == 4)
+            until(
+                lambda: (
+                    sum(
+                        "hung" in a["name"] and "reading" in a["state"]
+                        for a in session.metrics()["actors"]
+                    )
+                    == 4
+                )
+            )
             assert len(list(client)) == 11
         finally:
             let_go(switches)
@@ -389,7 +483,9 @@ def mixed(where: Path, corpora: dict[str, Path], **changes: Any) -> ov.Job:
     return replace(in_order("", "tar"), sources=[web, code], **changes)
 
 
-def take_until_left(session: ov.Session, where: Path) -> tuple[list[ov.Step], dict[str, Any], Callable[[], None]]:
+def take_until_left(
+    session: ov.Session, where: Path
+) -> tuple[list[ov.Step], dict[str, Any], Callable[[], None]]:
     """Unplugs a source and takes steps until it has left, no faster than they are planned: of the last before it left none is taken."""
     client, got, told = session.client(0), list[ov.Step](), None
     got += [next(client), next(client)]
@@ -397,15 +493,27 @@ def take_until_left(session: ov.Session, where: Path) -> tuple[list[ov.Step], di
     mend = unplugged(where)
     while told is None:
         got.append(next(client))
-        until(lambda: (m := session.metrics())["sources"]["web"].get("lost") or m["planned_steps"] >= got[-1].step + 5)
+        until(
+            lambda: (
+                (m := session.metrics())["sources"]["web"].get("lost")
+                or m["planned_steps"] >= got[-1].step + 5
+            )
+        )
         told = session.metrics()["sources"]["web"].get("lost")
     assert got[-1].step + 1 < told["step"]
     return got, told, mend
 
 
-@pytest.mark.parametrize(("runtime", "journal"), [("local", False), ("local", True), (PARTS, False), (PARTS, True)])
+@pytest.mark.parametrize(
+    ("runtime", "journal"), [("local", False), ("local", True), (PARTS, False), (PARTS, True)]
+)
 def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_after_does_the_same(
-    files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: str, journal: bool
+    files: Callable[[str], Path],
+    corpora: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    runtime: str,
+    journal: bool,
 ) -> None:
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
@@ -425,13 +533,21 @@ def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_afte
     assert 0 < first < lost - 1
     assert all(taken[:lost])
     assert not any(taken[lost:])
-    assert len([row for step in live for row in step if row[0][0] == "code"]) == 800  # the other source gives all it has
+    assert (
+        len([row for step in live for row in step if row[0][0] == "code"]) == 800
+    )  # the other source gives all it has
     mend()  # as if nothing had been: a run that is resumed or replayed leaves at the same step all the same
     monkeypatch.delenv("OVERLORD_STORE_DEADLINE_S")
-    replayed = ov.simulate(replace(made, journal=None), events=[SourceLost(lost, "web", told["reason"])])
+    replayed = ov.simulate(
+        replace(made, journal=None), events=[SourceLost(lost, "web", told["reason"])]
+    )
     assert delivered(replayed.steps[0]) == live
-    assert all(any(e["event"] == "source_lost" for e in state["events"]) for state in states.values())  # those of steps before it, too
-    with ov.launch(replace(made, journal=None), runtime=runtime, resume=states[first], stall_limit_s=60) as session:
+    assert all(
+        any(e["event"] == "source_lost" for e in state["events"]) for state in states.values()
+    )  # those of steps before it, too
+    with ov.launch(
+        replace(made, journal=None), runtime=runtime, resume=states[first], stall_limit_s=60
+    ) as session:
         assert delivered(session.client(0)) == live[first + 1 :]
         assert session.metrics()["sources"]["web"]["lost"] == told
 
@@ -439,7 +555,12 @@ def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_afte
 @pytest.mark.parametrize("still", ["there again", "not there", "half there"])
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_journal_remembers_who_left_when_everything_is_killed_and_does_not_need_it_to_be_there(
-    files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, still: str, runtime: str
+    files: Callable[[str], Path],
+    corpora: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    still: str,
+    runtime: str,
 ) -> None:
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
@@ -454,7 +575,9 @@ def test_a_journal_remembers_who_left_when_everything_is_killed_and_does_not_nee
         mend()
     if still == "half there":
         min(where.iterdir()).unlink()
-    with ov.launch(replace(made, journal=str(crashed)), runtime=runtime, resume="auto", stall_limit_s=60) as session:
+    with ov.launch(
+        replace(made, journal=str(crashed)), runtime=runtime, resume="auto", stall_limit_s=60
+    ) as session:
         client = session.client(0)
         got = got[: session.resumed.step] + list(client)
         assert session.metrics()["sources"]["web"]["lost"]["step"] == lost
@@ -471,7 +594,11 @@ def test_a_journal_remembers_who_left_when_everything_is_killed_and_does_not_nee
 
 @pytest.mark.parametrize("journal", [False, True])
 def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
-    files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, journal: bool
+    files: Callable[[str], Path],
+    corpora: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    journal: bool,
 ) -> None:
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
@@ -480,10 +607,14 @@ def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
         client = session.client(0)
         got, mend = [next(client), next(client)], unplugged(where)
         lost = 10**6
-        while got[-1].step <= lost:  # the steps with samples of it are taken, or their files would be needed again
+        while (
+            got[-1].step <= lost
+        ):  # the steps with samples of it are taken, or their files would be needed again
             got.append(next(client))
             lost = session.metrics()["sources"]["web"].get("lost", {}).get("step", lost)
-        victims = [name for name in hosts_of(session) if name.startswith("loader-host/")] + (["planner"] if journal else [])
+        victims = [name for name in hosts_of(session) if name.startswith("loader-host/")] + (
+            ["planner"] if journal else []
+        )
         for name in victims:
             session.kill(name)
         got += list(client)
@@ -512,7 +643,11 @@ def test_steps_before_it_left_come_again_with_it_and_those_behind_without(
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_journal_has_the_event_before_a_step_is_planned_with_it(
-    files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: str
+    files: Callable[[str], Path],
+    corpora: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    runtime: str,
 ) -> None:
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
@@ -521,19 +656,27 @@ def test_a_journal_has_the_event_before_a_step_is_planned_with_it(
         got, told, mend = take_until_left(session, where)
         crashed = shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
     mend()
-    with ov.launch(replace(made, journal=str(crashed)), runtime=runtime, resume="auto", stall_limit_s=60) as session:
+    with ov.launch(
+        replace(made, journal=str(crashed)), runtime=runtime, resume="auto", stall_limit_s=60
+    ) as session:
         assert session.resumed.step < told["step"]
         got = got[: session.resumed.step] + list(session.client(0))
-    replayed = ov.simulate(replace(made, journal=None), events=[SourceLost(told["step"], "web", "")])
+    replayed = ov.simulate(
+        replace(made, journal=None), events=[SourceLost(told["step"], "web", "")]
+    )
     assert delivered(got) == delivered(replayed.steps[0])
 
 
 # at launch
 
 
-def test_a_mount_that_stumbles_when_a_job_is_launched_gets_another_try(corpora: dict[str, Path], switches: Path) -> None:
+def test_a_mount_that_stumbles_when_a_job_is_launched_gets_another_try(
+    corpora: dict[str, Path], switches: Path
+) -> None:
     fail(switches, "EIO", 2)
-    with ov.launch(in_order(str(corpora["arrow"]), "arrow"), cache_dir=switches.parent / "cache") as session:
+    with ov.launch(
+        in_order(str(corpora["arrow"]), "arrow"), cache_dir=switches.parent / "cache"
+    ) as session:
         next(session.client(0))
     assert not (switches / "EIO").exists()
 
@@ -544,7 +687,10 @@ def test_a_mount_that_hangs_when_a_job_is_launched_is_named(
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.3")
     hang(switches)
     try:
-        with pytest.raises(StorageError, match=r"source 'web', .*part-\d+\.arrow: no answer for \d+ s; the disk or the mount hangs"):
+        with pytest.raises(
+            StorageError,
+            match=r"source 'web', .*part-\d+\.arrow: no answer for \d+ s; the disk or the mount hangs",
+        ):
             ov.launch(in_order(str(corpora["arrow"]), "arrow"), cache_dir=switches.parent / "cache")
     finally:
         let_go(switches)

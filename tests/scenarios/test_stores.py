@@ -36,10 +36,14 @@ def test_the_stream_from_a_store_is_the_stream_from_the_disk(proxy, corpus, runt
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_copy_in_a_store_has_the_same_fingerprint_and_the_same_rows(proxy, corpus, format):
-    here, there = (read_all(f"{root}/{format}/*{SUFFIX[format]}", slice_rows=7) for root in (corpus, S3))
+    here, there = (
+        read_all(f"{root}/{format}/*{SUFFIX[format]}", slice_rows=7) for root in (corpus, S3)
+    )
     assert here.index.fingerprint == there.index.fingerprint
     assert (here.rows, here.ids) == (there.rows, there.ids)
-    assert [f.path for f in there.index.files] == [f"{S3}/{format}/{Path(f.path).name}" for f in here.index.files]
+    assert [f.path for f in there.index.files] == [
+        f"{S3}/{format}/{Path(f.path).name}" for f in here.index.files
+    ]
 
 
 def test_a_state_saved_over_the_disk_goes_on_over_the_store(proxy, corpus):
@@ -66,9 +70,22 @@ def test_a_store_is_listed_like_a_disk(proxy, server, tmp_path):
         out.write(b"{}\n")
     (tmp_path / "tree/mark.jsonl").mkdir()
     (tmp_path / "tree/mark.jsonl/inside.jsonl").write_text("{}\n")
-    for pattern in ("*.jsonl", "**/*.jsonl", "[ab].jsonl", "*/d.jsonl", "", "sub", "a.jsonl", "x[1].jsonl", "sub/deep/e f.jsonl"):
+    for pattern in (
+        "*.jsonl",
+        "**/*.jsonl",
+        "[ab].jsonl",
+        "*/d.jsonl",
+        "",
+        "sub",
+        "a.jsonl",
+        "x[1].jsonl",
+        "sub/deep/e f.jsonl",
+    ):
         here, there = (
-            [(f.path[len(root) :], f.size) for f in Files.resolve(f"{root}/{pattern}".rstrip("/"), suffixes=(".jsonl",))[1]]
+            [
+                (f.path[len(root) :], f.size)
+                for f in Files.resolve(f"{root}/{pattern}".rstrip("/"), suffixes=(".jsonl",))[1]
+            ]
             for root in (str(tmp_path / "tree"), f"s3://{BUCKET}/tree")
         )
         assert here == there, pattern
@@ -96,8 +113,14 @@ def test_a_long_listing_comes_in_pages_and_is_complete(proxy, server):
     ("uri", "says"),
     [
         ("s3://no-such-bucket/x/*.parquet", r"NoSuchBucket.*check the name of the bucket"),
-        (f"{S3}/parquet/*.csv", r"matches no file; .*/parquet holds 2 files, for example part-00000.parquet"),
-        (f"{S3}/parquet/part-0000.parquet", r"no such file or directory; did you mean part-0000[01].parquet\?"),
+        (
+            f"{S3}/parquet/*.csv",
+            r"matches no file; .*/parquet holds 2 files, for example part-00000.parquet",
+        ),
+        (
+            f"{S3}/parquet/part-0000.parquet",
+            r"no such file or directory; did you mean part-0000[01].parquet\?",
+        ),
         (f"{S3}/nowhere", r"no such file or directory"),
     ],
 )
@@ -109,7 +132,10 @@ def test_what_is_not_there_is_named_at_launch_with_what_is(proxy, corpus, uri, s
 
 def test_keys_that_are_wrong_are_told_at_once(proxy, corpus, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-right-one-at-all")
-    with pytest.raises(SourceError, match=r"could not be listed: 403 Forbidden, SignatureDoesNotMatch; check the keys"):
+    with pytest.raises(
+        SourceError,
+        match=r"could not be listed: 403 Forbidden, SignatureDoesNotMatch; check the keys",
+    ):
         build_index("web", f"{S3}/parquet/*.parquet")
     assert len(proxy.seen) == 1
 
@@ -127,19 +153,28 @@ def test_the_endpoint_for_s3_alone_is_taken_before_the_one_for_all(proxy, corpus
     assert build_index("web", f"{S3}/parquet/*.parquet").rows == len(ROWS)
 
 
-def test_a_second_index_reads_no_footer_and_a_replaced_object_is_read_again(proxy, server, tmp_path):
+def test_a_second_index_reads_no_footer_and_a_replaced_object_is_read_again(
+    proxy, server, tmp_path
+):
     write_rows(tmp_path / "data", "parquet", ROWS)
     server.upload(tmp_path / "data", "cached")
     uri, cache = f"s3://{BUCKET}/cached/*.parquet", tmp_path / "cache"
     first = build_index("web", uri, cache_dir=cache)
-    assert [s.method for s in proxy.seen if "part-" in s.path] == ["GET", "GET"]  # a footer each, and nothing asked twice
+    assert [s.method for s in proxy.seen if "part-" in s.path] == [
+        "GET",
+        "GET",
+    ]  # a footer each, and nothing asked twice
     proxy.reset()
     assert build_index("web", uri, cache_dir=cache).files == first.files
     assert [s for s in proxy.seen if "part-" in s.path] == []
     same_size = (tmp_path / "data/part-00001.parquet").read_bytes()
-    server.bucket().put("cached/part-00001.parquet", same_size[:100] + bytes([same_size[100] ^ 1]) + same_size[101:])
+    server.bucket().put(
+        "cached/part-00001.parquet", same_size[:100] + bytes([same_size[100] ^ 1]) + same_size[101:]
+    )
     build_index("web", uri, cache_dir=cache)
-    assert [s.path for s in proxy.seen if "part-" in s.path] == [f"/{BUCKET}/cached/part-00001.parquet"]
+    assert [s.path for s in proxy.seen if "part-" in s.path] == [
+        f"/{BUCKET}/cached/part-00001.parquet"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +187,9 @@ def test_few_requests_are_made(proxy, corpus, format, most):
 
 
 @pytest.mark.parametrize("runtime", ["here", "command line"])
-def test_keys_are_in_nothing_that_a_job_says_or_writes(proxy, server, corpus, tmp_path, caplog, capfd, monkeypatch, impatient, runtime):
+def test_keys_are_in_nothing_that_a_job_says_or_writes(
+    proxy, server, corpus, tmp_path, caplog, capfd, monkeypatch, impatient, runtime
+):
     """A store that quotes signatures and keys in its errors; whatever the failing job leaves behind is searched for them."""
     made = job(S3, ("parquet", "jsonl.zst"), name="secretive")
     proxy.faults = [
@@ -169,20 +206,38 @@ def test_keys_are_in_nothing_that_a_job_says_or_writes(proxy, server, corpus, tm
                 for _ in client:
                     said += [repr(client.state_dict()), repr(session.metrics())]
         except SourceError as error:
-            said += ["".join(traceback.format_exception(error)), repr(error), pickle.dumps(error).decode("latin1")]
+            said += [
+                "".join(traceback.format_exception(error)),
+                repr(error),
+                pickle.dumps(error).decode("latin1"),
+            ]
             said += [repr(e) for e in chain_of(error)]
         index = build_index("web", f"{S3}/parquet/*.parquet")
         said += [repr(index), pickle.dumps(index).decode("latin1"), repr(made), caplog.text]
     else:
-        made = replace(made, sources=[replace(s, transforms=[ov.Tokens("tokens")]) for s in made.sources])
+        made = replace(
+            made, sources=[replace(s, transforms=[ov.Tokens("tokens")]) for s in made.sources]
+        )
         (tmp_path / "job.yaml").write_text(made.to_yaml())
-        monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "3")  # which it waits for, and which ends what goes well, too
-        env = {**os.environ, "OVERLORD_CACHE": str(tmp_path / "cache"), "RUST_LOG": "debug", "PYTHONPATH": os.pathsep.join(sys.path)}
+        monkeypatch.setenv(
+            "OVERLORD_STORE_DEADLINE_S", "3"
+        )  # which it waits for, and which ends what goes well, too
+        env = {
+            **os.environ,
+            "OVERLORD_CACHE": str(tmp_path / "cache"),
+            "RUST_LOG": "debug",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         command = [sys.executable, "-m", "overlord.cli.main", "run", str(tmp_path / "job.yaml")]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode != 0
         said += [done.stdout, done.stderr]
-    said += [*capfd.readouterr(), *(p.read_bytes().decode("latin1") for p in tmp_path.rglob("*") if p.is_file())]
+    said += [
+        *capfd.readouterr(),
+        *(p.read_bytes().decode("latin1") for p in tmp_path.rglob("*") if p.is_file()),
+    ]
     everything = "\n".join(said)
     assert "403 Forbidden, AccessDenied" in everything  # the fault was met, and is told
     assert "part-00001.jsonl.zst" in everything

@@ -24,7 +24,18 @@ from overlord.rpc.peers import Peers
 from overlord.rpc.process_launcher import ProcessControl
 from overlord.session.cluster_runtime import PlannedEngine
 from tests.actors import Sent, Worker
-from tests.processes import KILLED, WAIT_S, Played, halt, hosts_of, launch, left_after, parts_lost, play, run
+from tests.processes import (
+    KILLED,
+    WAIT_S,
+    Played,
+    halt,
+    hosts_of,
+    launch,
+    left_after,
+    parts_lost,
+    play,
+    run,
+)
 from tests.scenarios.test_planner_process import planner_of
 from tests.scenarios.test_process import APART, job
 
@@ -63,7 +74,9 @@ def sent(elsewhere: ProcessControl, here: Peers) -> tuple[Handle, int]:
     return handle, ticket
 
 
-def test_one_that_is_said_to_have_died_is_lost_though_its_link_never_ends(elsewhere: ProcessControl, here: Peers) -> None:
+def test_one_that_is_said_to_have_died_is_lost_though_its_link_never_ends(
+    elsewhere: ProcessControl, here: Peers
+) -> None:
     """A process that is stopped sends as much as a machine that is gone."""
     handle, ticket = sent(elsewhere, here)
     told, came = list[str](), threading.Event()
@@ -107,11 +120,19 @@ def kept(pid: int, peer: int) -> list[socket.socket]:
     libc, found = ctypes.CDLL(None, use_errno=True), []
     pidfd = os.pidfd_open(pid)
     try:
-        for fd in [int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(entry).startswith("socket:")]:
+        for fd in [
+            int(entry.name)
+            for entry in Path(f"/proc/{pid}/fd").iterdir()
+            if os.readlink(entry).startswith("socket:")
+        ]:
             if (copy := libc.syscall(GETFD, pidfd, fd, 0)) < 0:
-                pytest.skip(f"this machine lends nobody sockets of another process: {os.strerror(ctypes.get_errno())}")
+                pytest.skip(
+                    f"this machine lends nobody sockets of another process: {os.strerror(ctypes.get_errno())}"
+                )
             sock = socket.socket(fileno=copy)
-            ours = sock.family == socket.AF_UNIX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            ours = sock.family == socket.AF_UNIX and sock.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, 12
+            )
             if ours and struct.unpack("3i", ours)[0] == peer:
                 found.append(sock)
             else:
@@ -138,17 +159,30 @@ def vanished(session: ov.Session, name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["loader-host/0", "constructor-host/0"])
-def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(alone: Played, tmp_path: Path, name: str) -> None:
-    with contextlib.ExitStack() as stack, launch(job(until=STEPS, journal=str(tmp_path)), **APART) as session:
-        assert play(session, act={5: lambda session: stack.enter_context(vanished(session, name))}) == alone
-        assert [(row["part"], row["reason"]) for row in session.metrics()["recoveries"]] == [(name, KILLED)]
+def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(
+    alone: Played, tmp_path: Path, name: str
+) -> None:
+    with (
+        contextlib.ExitStack() as stack,
+        launch(job(until=STEPS, journal=str(tmp_path)), **APART) as session,
+    ):
+        assert (
+            play(session, act={5: lambda session: stack.enter_context(vanished(session, name))})
+            == alone
+        )
+        assert [(row["part"], row["reason"]) for row in session.metrics()["recoveries"]] == [
+            (name, KILLED)
+        ]
 
 
 def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
     alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planner has not heard of its death, and finds it silent: who started it has no one to kill."""
-    with contextlib.ExitStack() as stack, launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session:
+    with (
+        contextlib.ExitStack() as stack,
+        launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session,
+    ):
         engine = session._host
         assert isinstance(engine, PlannedEngine)
         parts, missed = engine._parts, list[str]()
@@ -159,12 +193,20 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
 
         assert play(session, act={5: strike}) == alone
         assert missed == [KILLED]
-        reasons = [row["reason"] for row in session.metrics()["recoveries"] if row["part"] == "loader-host/0"]
+        reasons = [
+            row["reason"]
+            for row in session.metrics()["recoveries"]
+            if row["part"] == "loader-host/0"
+        ]
         assert reasons
-        assert [reason for reason in reasons if not reason.startswith("it answered nothing for ")] == []
+        assert [
+            reason for reason in reasons if not reason.startswith("it answered nothing for ")
+        ] == []
 
 
-def tell_of_no_death(parts: Parts, name: str, missed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def tell_of_no_death(
+    parts: Parts, name: str, missed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the host that has this name now dies, the planner is not told at first; what it was to be told is in the list."""
     tell, ours = parts.control.tell, parts._tickets[name]
 

@@ -17,9 +17,13 @@ ROWS = [{"tokens": [k] * (1 + k % 5)} for k in range(40)]
 RUNTIMES = ("local", "process")
 
 
-def job(folder: Path, *transforms: Any, uri: Any = None, workers: str = "threads", **fields: Any) -> ov.Job:
+def job(
+    folder: Path, *transforms: Any, uri: Any = None, workers: str = "threads", **fields: Any
+) -> ov.Job:
     data = write_rows(folder / "web", "parquet", ROWS, row_group_size=16) if uri is None else uri
-    source = ov.Source("web", data, transforms=[*transforms, ov.Tokens()], epochs=1, workers=workers)
+    source = ov.Source(
+        "web", data, transforms=[*transforms, ov.Tokens()], epochs=1, workers=workers
+    )
     return ov.Job(name="raises", sources=[source], batch=ov.Batch(samples=8, context=16), **fields)
 
 
@@ -38,12 +42,19 @@ def error_of(made: ov.Job, runtime: str) -> str:
     return "\n".join([f"{caught.value}", *getattr(caught.value, "__notes__", ())])
 
 
-@pytest.mark.parametrize(("runtime", "workers"), [("local", "threads"), ("local", "processes"), ("process", "processes")])
-def test_a_row_in_quarantine_says_where_the_code_raised(tmp_path: Path, runtime: str, workers: str) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "workers"), [("local", "threads"), ("local", "processes"), ("process", "processes")]
+)
+def test_a_row_in_quarantine_says_where_the_code_raised(
+    tmp_path: Path, runtime: str, workers: str
+) -> None:
     made = job(
-        tmp_path, ov.Map(raising.map_row, rows=True), ov.Meta("m", raising.meta_row, rows=True),
-        uri=write_rows(tmp_path / "web", "parquet", [*ROWS, {"tokens": [1] * 8}]), workers=workers,
-    )  # fmt: skip
+        tmp_path,
+        ov.Map(raising.map_row, rows=True),
+        ov.Meta("m", raising.meta_row, rows=True),
+        uri=write_rows(tmp_path / "web", "parquet", [*ROWS, {"tokens": [1] * 8}]),
+        workers=workers,
+    )
     found = reasons(made, runtime)
     assert found == {f"Map(map_row, rows=True): ValueError: no row (at {place_of('helper')}helper)"}
 
@@ -61,7 +72,9 @@ def test_the_frame_is_the_users_and_not_that_of_a_library_it_calls(tmp_path: Pat
         (ov.Map(raising.leave, rows=True), "leave"),
     ],
 )
-def test_code_that_fails_on_every_row_is_named_by_the_error_of_the_job(tmp_path: Path, transform: Any, mark: str) -> None:
+def test_code_that_fails_on_every_row_is_named_by_the_error_of_the_job(
+    tmp_path: Path, transform: Any, mark: str
+) -> None:
     assert place_of(mark) in error_of(job(tmp_path, transform), "local")
 
 
@@ -69,7 +82,9 @@ def test_a_dataset_and_a_factory_say_where_they_raised(tmp_path: Path) -> None:
     assert reasons(job(tmp_path, uri=raising.Shelf()), "local") == {
         f"the dataset raised LookupError: three (at {place_of('Shelf')}__getitem__)"
     }
-    assert place_of("rows_of") in error_of(job(tmp_path, uri=ov.Factory(raising.rows_of, shards=1)), "local")
+    assert place_of("rows_of") in error_of(
+        job(tmp_path, uri=ov.Factory(raising.rows_of, shards=1)), "local"
+    )
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -89,5 +104,8 @@ def test_strategies_schedules_costs_and_hooks_say_where_they_raised(
     tmp_path: Path, runtime: str, fields: dict[str, Any], mark: str
 ) -> None:
     if runtime == "process" and mark in ("strategy", "misplaced", "cost"):
-        fields = {**fields, "journal": str(tmp_path / "journal")}  # the planner has a process of its own then
+        fields = {
+            **fields,
+            "journal": str(tmp_path / "journal"),
+        }  # the planner has a process of its own then
     assert place_of(mark) in error_of(job(tmp_path, **fields), runtime)

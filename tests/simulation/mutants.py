@@ -37,7 +37,9 @@ from overlord.setup.prepared_job import Blueprint
 from tests.simulation.world.running import Verdict, run_seed
 from tests.simulation.world.scenario import Scenario, draw
 
-Patch = tuple[Any, str, Callable[[Any], Any]]  # (owner, name, what takes the place of what is there)
+Patch = tuple[
+    Any, str, Callable[[Any], Any]
+]  # (owner, name, what takes the place of what is there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ class Mutant:
     what: str
     patches: tuple[Patch, ...]
     found_at: int
-    wants: Callable[[Scenario], bool] = lambda scenario: True  # seeds that can find it at all: others are not tried
+    wants: Callable[[Scenario], bool] = lambda scenario: (
+        True
+    )  # seeds that can find it at all: others are not tried
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -124,7 +128,9 @@ def _cursor_off_by_one(real: Any) -> Any:
 def _hear_the_past(real: Any) -> Any:
     def handle(self: Planner, event: Any, now: float = 0.0) -> Any:
         if isinstance(event, Announce):
-            event = replace(event, generation=self._generations[self._demand.source_of[event.loader]])
+            event = replace(
+                event, generation=self._generations[self._demand.source_of[event.loader]]
+            )
         return real(self, event, now)
 
     return handle
@@ -198,7 +204,12 @@ def _half_a_step(real: Any) -> Any:
     """A constructor takes a step for complete when one of its loader hosts has sent."""
 
     def plan(self: Gathering, placed: Any) -> Any:
-        return real(self, replace(placed, origins=placed.origins[: max(1, len(placed.origins) - (self._recovery > 0))]))
+        return real(
+            self,
+            replace(
+                placed, origins=placed.origins[: max(1, len(placed.origins) - (self._recovery > 0))]
+            ),
+        )
 
     return plan
 
@@ -225,7 +236,9 @@ def _forget_members(real: Any) -> Any:
 
 def _hear_old_payload(real: Any) -> Any:
     def payload(self: Gathering, payload: Payload) -> Any:
-        return real(self, replace(payload, generation=max(payload.generation, self._recovery * STRIDE)))
+        return real(
+            self, replace(payload, generation=max(payload.generation, self._recovery * STRIDE))
+        )
 
     return payload
 
@@ -273,7 +286,9 @@ def _lose_said(real: Any) -> Any:
 
 def _take_for_heard(real: Any) -> Any:
     def ask(self: Parts, method: str, *args: Any, **more: Any) -> Any:
-        return real(self, method, *args, **more | ({"done": lambda: True} if method == "event" else {}))
+        return real(
+            self, method, *args, **more | ({"done": lambda: True} if method == "event" else {})
+        )
 
     return ask
 
@@ -291,7 +306,12 @@ def _reshards(scenario: Scenario) -> bool:
 
 
 MUTANTS = (
-    Mutant("drop an ack", "a constructor host overhears every fifth step that a rank took", ((ConstructorHost, "_heard", _drop_acks),), 4),
+    Mutant(
+        "drop an ack",
+        "a constructor host overhears every fifth step that a rank took",
+        ((ConstructorHost, "_heard", _drop_acks),),
+        4,
+    ),
     Mutant(
         "skip a journal write",
         "every fourth append is said to be durable and is not written",
@@ -306,14 +326,24 @@ MUTANTS = (
         1,
         _journal,
     ),
-    Mutant("reuse a generation", "going back raises no generation", ((recovery, "STRIDE", lambda real: 0),), 4),
+    Mutant(
+        "reuse a generation",
+        "going back raises no generation",
+        ((recovery, "STRIDE", lambda real: 0),),
+        4,
+    ),
     Mutant(
         "deliver twice",
         "a client that comes again is sent the last step it has, and keeps it",
         ((Outbox, "send_from", _send_again), (RemoteInbox, "_take_in", _deliver_twice)),
         10,
     ),
-    Mutant("cursor off by one", "a source is opened one row too far", ((Blueprint, "openings", _cursor_off_by_one),), 1),
+    Mutant(
+        "cursor off by one",
+        "a source is opened one row too far",
+        ((Blueprint, "openings", _cursor_off_by_one),),
+        1,
+    ),
     Mutant(
         "hear what is over",
         "announcements of a generation that is over are taken for those of now",
@@ -417,7 +447,9 @@ MUTANTS = (
         "a change that people made is not in the states of steps that were planned before it",
         ((Changes, "_note", _unsaid),),
         67,
-        lambda s: bool(s.sayings) and any(fault.kind in ("reshard", "rewind") for fault in s.faults),
+        lambda s: (
+            bool(s.sayings) and any(fault.kind in ("reshard", "rewind") for fault in s.faults)
+        ),
     ),
     Mutant(
         "forget what was said on the way back",

@@ -50,7 +50,9 @@ def test_whatever_dies_every_rank_gets_the_stream_of_the_undisturbed_run(block: 
     for seed in range(block, SEEDS, BLOCKS):
         tally.add(outcome_of(seed))
     print(tally.table())
-    assert tally.failed == {}, f"replay: python -m tests.simulation.world --seed {next(iter(tally.failed))}"
+    assert tally.failed == {}, (
+        f"replay: python -m tests.simulation.world --seed {next(iter(tally.failed))}"
+    )
     assert tally.fewest >= 3
 
 
@@ -59,11 +61,20 @@ def test_a_seed_replays_exactly_in_another_process() -> None:
     code = "import sys, logging; logging.disable(50); from tests.simulation.world.running import run_seed\n"
     code += "print(*(run_seed(int(s)).history.digest() for s in sys.argv[1:]))"
     env = {**os.environ, "PYTHONHASHSEED": "77"}
-    there = subprocess.run([sys.executable, "-c", code, *map(str, seeds)], env=env, capture_output=True, text=True, check=True, timeout=120)
+    there = subprocess.run(
+        [sys.executable, "-c", code, *map(str, seeds)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     assert there.stdout.split() == [run_seed(s).history.digest() for s in seeds]
 
 
-def test_a_seed_is_the_same_on_a_machine_whose_clock_runs_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_is_the_same_on_a_machine_whose_clock_runs_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Loaders size what they evaluate by what it costs, and that is measured."""
     before = run_seed(24).history.digest()
     monkeypatch.setattr(reader.time, "perf_counter", itertools.count(0.0, 0.05).__next__)
@@ -96,23 +107,36 @@ def test_people_say_what_they_change_before_any_planner_can_have_come_to_it() ->
     says = [s for s in scenarios if s.sayings]
     assert abs(len(says) / len(scenarios) - SAYINGS) < 0.03
     for s in says:
-        assert all(saying.first > saying.step + s.options["prefetch"] + len(s.skipped) for saying in s.sayings)
+        assert all(
+            saying.first > saying.step + s.options["prefetch"] + len(s.skipped)
+            for saying in s.sayings
+        )
         assert [saying.step for saying in s.sayings] == sorted(saying.step for saying in s.sayings)
         assert max(s.skipped, default=0) < STEPS - 1
         assert max(saying.first for saying in s.sayings) < STEPS - 1
     every = [saying for s in says for saying in s.sayings]
     assert 0.2 < sum(isinstance(saying.event, Skip) for saying in every) / len(every) < 0.5
-    assert sum(len({saying.first for saying in s.sayings}) < len(s.sayings) for s in says) > len(says) / 20, "two for one step"
+    assert (
+        sum(len({saying.first for saying in s.sayings}) < len(s.sayings) for s in says)
+        > len(says) / 20
+    ), "two for one step"
 
 
 def test_one_command_replays_a_seed_and_says_what_happened() -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.simulation.world", "--seed", "25"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.simulation.world", "--seed", "25"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "seed 25:" in done.stdout
     assert "no violations" in done.stdout
 
 
-def test_a_seed_that_raises_whatever_it_is_fails_and_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_that_raises_whatever_it_is_fails_and_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def killed(seed: int) -> None:
         raise Killed
 
@@ -121,7 +145,9 @@ def test_a_seed_that_raises_whatever_it_is_fails_and_is_not_passed_over(monkeypa
     assert "it raised" in violation
 
 
-def test_a_soak_that_was_stopped_goes_on_and_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soak_that_was_stopped_goes_on_and_counts_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran, keep, past = [], tmp_path / "soak.json", tmp_path / "past.txt"
     past.write_text("3  # once\n")
 
@@ -137,12 +163,21 @@ def test_a_soak_that_was_stopped_goes_on_and_counts_as_one(tmp_path: Path, monke
     assert ran == [3, 5, 6, 7]  # what failed once comes first, and counts for nothing
     monkeypatch.setattr(soaking, "outcome_of", outcome_of)
     monkeypatch.setattr(soaking, "code_version", lambda: "later")
-    tally, at_once = soak(range(5, 11), past=past, processes=1, keep=keep), soak(range(5, 11), processes=1)
-    assert (tally.seeds, tally.fewest, tally.failed) == (at_once.seeds, at_once.fewest, at_once.failed) == (6, at_once.fewest, {})
+    tally, at_once = (
+        soak(range(5, 11), past=past, processes=1, keep=keep),
+        soak(range(5, 11), processes=1),
+    )
+    assert (
+        (tally.seeds, tally.fewest, tally.failed)
+        == (at_once.seeds, at_once.fewest, at_once.failed)
+        == (6, at_once.fewest, {})
+    )
     assert tally.table() == at_once.table()
     assert sorted(tally.versions.values()) == [3, 3]
     assert tally.versions["later"] == 3
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("soak")] == ["soak.json"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("soak")] == [
+        "soak.json"
+    ]
 
 
 def test_a_file_of_another_soak_is_refused(tmp_path: Path) -> None:
@@ -171,11 +206,23 @@ def test_seeds_that_fail_are_kept_with_what_was_wrong(
 
 def test_a_soak_that_is_killed_leaves_no_process_behind() -> None:
     """Its workers waited for their next seed for ever."""
-    command = [sys.executable, "-m", "tests.simulation.world", "--seeds", "100000", "--processes", "2"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as soaking_now:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.simulation.world",
+        "--seeds",
+        "100000",
+        "--processes",
+        "2",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as soaking_now:
         children = Path(f"/proc/{soaking_now.pid}/task/{soaking_now.pid}/children")
         try:
-            until(lambda: len(children.read_text().split()) >= 3)  # two workers, and who looks after what they share
+            until(
+                lambda: len(children.read_text().split()) >= 3
+            )  # two workers, and who looks after what they share
             left = [int(pid) for pid in children.read_text().split()]
         finally:
             soaking_now.kill()

@@ -31,23 +31,42 @@ def quiet() -> Iterator[None]:
 def scenario(*faults: Fault) -> Scenario:
     """One loader host and one constructor host, and no fault but these."""
     plain = draw(5)
-    one = {"loaders": dict.fromkeys(plain.names, 1), "hosts": 1, "sources_per_host": 5, "constructor_hosts": 1}
+    one = {
+        "loaders": dict.fromkeys(plain.names, 1),
+        "hosts": 1,
+        "sources_per_host": 5,
+        "constructor_hosts": 1,
+    }
     options = {**plain.options, **one, "prefetch": 6, "shadows": "none", "lost_after_s": 3.0}
     return replace(
-        plain, mesh=(2, 1, 1, 1), faults=faults, learns=False, changes=False, journal=True, look_ahead=1, overflow="grow", samples=8,
-        strategy="vanilla", outlives=False, options=options,
-    )  # fmt: skip
+        plain,
+        mesh=(2, 1, 1, 1),
+        faults=faults,
+        learns=False,
+        changes=False,
+        journal=True,
+        look_ahead=1,
+        overflow="grow",
+        samples=8,
+        strategy="vanilla",
+        outlives=False,
+        options=options,
+    )
 
 
 def fault(kind: str, role: str, step: int, *, after_s: float = 0.0, seconds: float = 0.0) -> Fault:
-    return Fault(kind, role, step, after_s=after_s, patience_s=60.0, seconds=seconds, which=0, factor=5.0)
+    return Fault(
+        kind, role, step, after_s=after_s, patience_s=60.0, seconds=seconds, which=0, factor=5.0
+    )
 
 
 def violations(of: Scenario, history: History) -> list[str]:
     return Checker(facts_of(of), references(of, history)).check(history)
 
 
-def test_a_loader_host_that_cannot_reach_a_constructor_host_before_all_are_back_is_linked_in_the_end() -> None:
+def test_a_loader_host_that_cannot_reach_a_constructor_host_before_all_are_back_is_linked_in_the_end() -> (
+    None
+):
     """Both are lost; the constructor host is there again, and waits; the loader host is started, and cannot reach it for a second."""
     made = scenario()
     cluster = Cluster(made)
@@ -82,7 +101,9 @@ def test_a_loader_host_that_cannot_reach_a_constructor_host_before_all_are_back_
 
 
 def test_the_last_step_waits_for_faults_that_come_late() -> None:
-    late = [fault("slow link", "loader", STEPS - 2, after_s=1.0, seconds=0.05) for _ in range(LEAST + 1)]
+    late = [
+        fault("slow link", "loader", STEPS - 2, after_s=1.0, seconds=0.05) for _ in range(LEAST + 1)
+    ]
     made = scenario(*late)
     history = Cluster(made).run()
     assert history.fired.total() == LEAST, "nor does it wait for more"
@@ -97,10 +118,15 @@ def test_a_fault_that_finds_nobody_strikes_when_there_is_somebody() -> None:
     assert violations(made, history) == []
 
 
-def test_a_fault_without_patience_strikes_too_where_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_without_patience_strikes_too_where_it_must(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No loader host is there when links of one are to be slow, and nothing else could strike instead."""
     monkeypatch.setattr(striking, "TRIES", 0)
-    made = scenario(fault("kill", "loader", 5), *(fault("slow link", "loader", 5, seconds=0.05) for _ in range(LEAST - 1)))
+    made = scenario(
+        fault("kill", "loader", 5),
+        *(fault("slow link", "loader", 5, seconds=0.05) for _ in range(LEAST - 1)),
+    )
     history = Cluster(made).run()
     assert history.fired.total() == LEAST
     assert violations(made, history) == []
@@ -130,7 +156,10 @@ def test_a_part_that_starts_slowly_is_waited_for_and_not_taken_for_dead(role: st
 
 def test_a_session_that_is_moved_while_its_parts_die_in_starting_is_moved() -> None:
     """What is killed is not missed any more when all are started for the state that was loaded; of those the first two die."""
-    bad = [replace(fault("bad start", role, 5), which=0, patience_s=0.0) for role in ("loader", "constructor", "planner")]
+    bad = [
+        replace(fault("bad start", role, 5), which=0, patience_s=0.0)
+        for role in ("loader", "constructor", "planner")
+    ]
     made = scenario(*bad, fault("rewind", "job", 5))
     cluster = Cluster(made)
     history = cluster.run()
@@ -144,7 +173,9 @@ SAID = 3  # the step behind which they do
 
 
 def mixture(made: Scenario) -> SetMixture:
-    return SetMixture(SAID + made.room + 2, {name: float(1 + 3 * i) for i, name in enumerate(made.names)})
+    return SetMixture(
+        SAID + made.room + 2, {name: float(1 + 3 * i) for i, name in enumerate(made.names)}
+    )
 
 
 def told(made: Scenario, event: SetMixture | Skip) -> Scenario:
@@ -157,7 +188,9 @@ def events_of(cluster: Cluster) -> Sequence[Any]:
     return cluster.launched.host.planner.state().events
 
 
-def while_it_is_written(monkeypatch: pytest.MonkeyPatch, what: Callable[[Journal, Callable[[], None]], None]) -> list[Any]:
+def while_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, what: Callable[[Journal, Callable[[], None]], None]
+) -> list[Any]:
     """``what`` happens when the first event is to be written, and may write it; all that are written, the first included."""
     real, written = Journal.said, list[Any]()
 
@@ -187,7 +220,9 @@ class Chosen:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_planner_that_dies_while_it_is_told_is_followed_by_one_that_knows_it_once(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_that_dies_while_it_is_told_is_followed_by_one_that_knows_it_once(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Written or not, whoever says it was not answered: the next planner is asked first whether it has it."""
     made = told(scenario(), event := mixture(scenario()))
     cluster = Cluster(made)
@@ -207,7 +242,9 @@ def test_a_planner_that_dies_while_it_is_told_is_followed_by_one_that_knows_it_o
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_was_said_when_all_was_killed_is_said_again_if_the_journal_has_it_not(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_said_when_all_was_killed_is_said_again_if_the_journal_has_it_not(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = told(scenario(), event := mixture(scenario()))
     cluster = Cluster(made)
 
@@ -219,7 +256,9 @@ def test_what_was_said_when_all_was_killed_is_said_again_if_the_journal_has_it_n
 
     written = while_it_is_written(monkeypatch, ends)
     history = cluster.run()
-    assert [e.what for e in history.events if e.what in ("restart", "said")] == (["said", "restart"] if whole else ["restart", "said"])
+    assert [e.what for e in history.events if e.what in ("restart", "said")] == (
+        ["said", "restart"] if whole else ["restart", "said"]
+    )
     assert written == [event] * (1 if whole else 2)
     assert list(events_of(cluster)) == [event]
     assert violations(made, history) == []
@@ -247,7 +286,9 @@ def test_what_a_planner_took_when_nobody_waited_for_it_any_more_has_happened() -
 
 @pytest.mark.parametrize("kind", ["rewind", "reshard"])
 @pytest.mark.parametrize("journal", [True, False])
-def test_a_state_of_a_step_that_was_planned_before_holds_what_was_said(kind: str, journal: bool) -> None:
+def test_a_state_of_a_step_that_was_planned_before_holds_what_was_said(
+    kind: str, journal: bool
+) -> None:
     """Trainers stand behind a step, it is said, and they go on from there as others."""
     plain = replace(scenario(replace(fault(kind, "job", SAID), after_s=0.02)), journal=journal)
     made = told(plain, Skip((SAID + plain.room + 3, SAID + plain.room + 5)))

@@ -17,8 +17,18 @@ def text_job(folder: Path, *, dp: int = 1, until: Any = 8, seed: int = 5, **batc
     sources = []
     for name, weight in (("web", 2.0), ("code", 1.0)):
         chance = random.Random(name)
-        rows = [{"tokens": [chance.randrange(1, VOCAB) for _ in range(chance.randrange(1, 41))]} for _ in range(60)]
+        rows = [
+            {"tokens": [chance.randrange(1, VOCAB) for _ in range(chance.randrange(1, 41))]}
+            for _ in range(60)
+        ]
         path = write_rows(folder / name, "jsonl", rows)
         sources.append(ov.Source(name, path, transforms=[ov.Tokens()], weight=weight))
     settings = {"samples": 12, "microbatches": 2, "context": 256} | batch
-    return ov.Job(name="text", sources=sources, batch=ov.Batch(**settings), place=ov.ClientPlaceTree(dp=dp), until=until, seed=seed)
+    return ov.Job(
+        name="text",
+        sources=sources,
+        batch=ov.Batch(**settings),
+        place=ov.ClientPlaceTree(dp=dp),
+        until=until,
+        seed=seed,
+    )

@@ -20,17 +20,35 @@ from tests.torch.jobs import VOCAB, text_job
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
-huggingface, megatron, torchtitan, labels = (getattr(ot.adapters, name) for name in ("huggingface", "megatron", "torchtitan", "labels"))
+huggingface, megatron, torchtitan, labels = (
+    getattr(ot.adapters, name) for name in ("huggingface", "megatron", "torchtitan", "labels")
+)
 
 
-def made(lengths: list[int], *, convention: str = "shifted", multiple: int = 1, layout: str = "packed", seed: int = 0) -> dict[str, Any]:
+def made(
+    lengths: list[int],
+    *,
+    convention: str = "shifted",
+    multiple: int = 1,
+    layout: str = "packed",
+    seed: int = 0,
+) -> dict[str, Any]:
     """One microbatch of documents with these lengths."""
     rng = np.random.default_rng(seed)
     values = rng.integers(1, VOCAB, max(1, sum(lengths)))
     length = np.array(lengths, np.int64)
     start = np.cumsum(length) - length
     batch = ov.Batch(samples=1, context=64, labels=convention, layout=layout)
-    (mb,) = build(values, start, length, np.zeros(len(length), np.int64), 1, np.zeros(len(length), np.int64), batch, multiple)
+    (mb,) = build(
+        values,
+        start,
+        length,
+        np.zeros(len(length), np.int64),
+        1,
+        np.zeros(len(length), np.int64),
+        batch,
+        multiple,
+    )
     return mb
 
 
@@ -38,9 +56,19 @@ LENGTHS = st.lists(st.integers(1, 12), max_size=6)
 
 
 @given(LENGTHS, st.sampled_from([1, 4]), st.sampled_from(["packed", "padded"]), st.integers(0, 9))
-def test_labels_of_one_convention_become_those_of_the_other(lengths: list[int], multiple: int, layout: str, seed: int):
-    both = {c: made(lengths, convention=c, multiple=multiple, layout=layout, seed=seed) for c in ("shifted", "unshifted")}
-    for given_, wanted in (("shifted", "unshifted"), ("unshifted", "shifted"), ("shifted", "shifted"), ("unshifted", "unshifted")):
+def test_labels_of_one_convention_become_those_of_the_other(
+    lengths: list[int], multiple: int, layout: str, seed: int
+):
+    both = {
+        c: made(lengths, convention=c, multiple=multiple, layout=layout, seed=seed)
+        for c in ("shifted", "unshifted")
+    }
+    for given_, wanted in (
+        ("shifted", "unshifted"),
+        ("unshifted", "shifted"),
+        ("shifted", "shifted"),
+        ("unshifted", "unshifted"),
+    ):
         for said in (None, given_):
             found, mask = labels.converted(both[given_], wanted, said)
             assert np.array_equal(found.numpy(), both[wanted]["labels"])
@@ -50,14 +78,22 @@ def test_labels_of_one_convention_become_those_of_the_other(lengths: list[int], 
 
 def test_labels_of_a_slice_are_not_moved_since_neighbours_are_elsewhere():
     mb = made([9, 4, 7])
-    half = {key: mb[key][:10] if key in ("tokens", "position_ids", "labels", "loss_mask") else mb[key] for key in mb}
-    with pytest.raises(ov.JobError, match=r"its shifted labels cannot be made unshifted.*Say Batch\(labels='unshifted'\)"):
+    half = {
+        key: mb[key][:10] if key in ("tokens", "position_ids", "labels", "loss_mask") else mb[key]
+        for key in mb
+    }
+    with pytest.raises(
+        ov.JobError,
+        match=r"its shifted labels cannot be made unshifted.*Say Batch\(labels='unshifted'\)",
+    ):
         labels.converted(half, "unshifted")
     assert labels.converted(half, "shifted")[0].tolist() == half["labels"].tolist()
     last_stage = {key: half[key] for key in half if key not in ("tokens", "position_ids")}
     with pytest.raises(ov.JobError, match="its labels cannot be made unshifted"):
         labels.converted(last_stage, "unshifted")
-    with pytest.raises(ov.JobError, match="unknown labels convention 'moved'; known: shifted, unshifted"):
+    with pytest.raises(
+        ov.JobError, match="unknown labels convention 'moved'; known: shifted, unshifted"
+    ):
         labels.converted(mb, "moved")
 
 
@@ -67,8 +103,13 @@ def test_labels_of_a_slice_are_not_moved_since_neighbours_are_elsewhere():
 def test_the_flattened_batch_is_what_the_flattening_collator_makes():
     transformers = pytest.importorskip("transformers")
     mb = made([5, 1, 8, 3])
-    rows = [{"input_ids": mb["tokens"][a:b].tolist()} for a, b in zip(mb["cu_seqlens"][:-1], mb["cu_seqlens"][1:], strict=True)]
-    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    rows = [
+        {"input_ids": mb["tokens"][a:b].tolist()}
+        for a, b in zip(mb["cu_seqlens"][:-1], mb["cu_seqlens"][1:], strict=True)
+    ]
+    collator = transformers.DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True
+    )
     wanted, found = collator(rows), huggingface.flattened(mb, seq_idx=True)
     assert found.pop("use_cache") is False
     assert sorted(found) == sorted(wanted)
@@ -85,7 +126,13 @@ def test_the_block_mask_joins_documents_with_themselves_and_with_no_future():
     assert mask.shape == (1, 1, 5, 5)
     assert mask.dtype == torch.float64
     sees = (mask[0, 0] == 0).int().tolist()
-    assert sees == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert sees == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 1, 1, 1],
+    ]
 
 
 def llama(attention: str) -> Any:
@@ -93,16 +140,24 @@ def llama(attention: str) -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, attn_implementation=attention,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attn_implementation=attention,
+    )
     return LlamaForCausalLM(config).double().eval()
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("mask", [False, True], ids=["by positions", "by mask"])
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_a_model_of_hugging_face_on_the_flattened_batch_equals_it_on_each_document(attention: str, mask: bool, multiple: int):
+def test_a_model_of_hugging_face_on_the_flattened_batch_equals_it_on_each_document(
+    attention: str, mask: bool, multiple: int
+):
     """Logits and summed losses in float64: to 1e-12 with SDPA, to 1e-7 with eager attention, whose softmax is float32. The loss that
     the model computes itself is float32: to a millionth."""
     pytest.importorskip("transformers")
@@ -111,12 +166,16 @@ def test_a_model_of_hugging_face_on_the_flattened_batch_equals_it_on_each_docume
     summed, valid = 0.0, int((mb["labels"] != -100).sum())
     with torch.no_grad():
         out = model(**huggingface.flattened(mb, mask=torch.float64 if mask else False))
-        for start, length in zip(mb["cu_seqlens_padded"][:-1].tolist(), np.diff(mb["cu_seqlens"]).tolist(), strict=True):
+        for start, length in zip(
+            mb["cu_seqlens_padded"][:-1].tolist(), np.diff(mb["cu_seqlens"]).tolist(), strict=True
+        ):
             document = torch.tensor(mb["tokens"][start : start + length])
             alone = model(input_ids=document[None]).logits[0]
             assert torch.allclose(out.logits[0, start : start + length], alone, atol=close, rtol=0)
             summed += float(F.cross_entropy(alone[:-1], document[1:], reduction="sum"))
-    assert float(ot.token_loss(out.logits, torch.tensor(mb["labels"]), 1)) == pytest.approx(summed, rel=close)
+    assert float(ot.token_loss(out.logits, torch.tensor(mb["labels"]), 1)) == pytest.approx(
+        summed, rel=close
+    )
     assert float(out.loss) * valid == pytest.approx(summed, rel=1e-6)
 
 
@@ -125,7 +184,11 @@ def test_documents_would_mix_otherwise(change: str):
     """What the test above must notice: models of this version make a cache unless told not to, and then positions do not count."""
     pytest.importorskip("transformers")
     model, mb = llama("sdpa").train(), made([7, 12])
-    other = {"input_ids": torch.tensor(mb["tokens"])[None]} if change == "no positions" else huggingface.flattened(mb, no_cache=False)
+    other = (
+        {"input_ids": torch.tensor(mb["tokens"])[None]}
+        if change == "no positions"
+        else huggingface.flattened(mb, no_cache=False)
+    )
     with torch.no_grad():
         right, wrong = model(**huggingface.flattened(mb)).logits, model(**other).logits
     assert not torch.allclose(right[0, 7:], wrong[0, 7:], atol=1e-3)
@@ -137,8 +200,12 @@ def test_the_padded_layout_has_rows_for_hugging_face():
     assert sorted(found) == ["attention_mask", "input_ids", "labels", "position_ids"]
     assert found["input_ids"].shape == (2, 64)
     assert found["attention_mask"].sum(1).tolist() == [5, 3]
-    assert np.array_equal(found["labels"].numpy(), made([5, 3], layout="padded", convention="unshifted")["labels"])
-    with pytest.raises(ov.JobError, match=r"wanted attention_mask in the microbatch.*say Batch\(layout='padded'\)"):
+    assert np.array_equal(
+        found["labels"].numpy(), made([5, 3], layout="padded", convention="unshifted")["labels"]
+    )
+    with pytest.raises(
+        ov.JobError, match=r"wanted attention_mask in the microbatch.*say Batch\(layout='padded'\)"
+    ):
         huggingface.padded(made([5, 3], layout="packed", convention="shifted"))
 
 
@@ -154,7 +221,9 @@ def test_torchtitan_gets_one_row_of_input_positions_and_shifted_labels():
         assert batch["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]
         assert found.tolist() == [made([4, 3], convention="shifted")["labels"].tolist()]
         of_branch, labels_of_branch = torchtitan.flat(mb, batched=False)
-        assert {key: value.tolist() for key, value in of_branch.items()} == {key: value[0].tolist() for key, value in batch.items()}
+        assert {key: value.tolist() for key, value in of_branch.items()} == {
+            key: value[0].tolist() for key, value in batch.items()
+        }
         assert labels_of_branch.tolist() == found[0].tolist()
 
 
@@ -164,7 +233,9 @@ def test_torchtitan_is_padded_to_a_fixed_number_of_tokens_as_its_collator_pads()
     assert batch["input"].tolist() == [[*mb["tokens"].tolist(), 0, 0, 0]]
     assert batch["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
     assert found.tolist() == [[*mb["labels"].tolist(), -100, -100, -100]]
-    with pytest.raises(ov.JobError, match="tokens: wanted at least the 7 of the microbatch, found 6; give Batch"):
+    with pytest.raises(
+        ov.JobError, match="tokens: wanted at least the 7 of the microbatch, found 6; give Batch"
+    ):
         torchtitan.flat(mb, tokens=6)
 
 
@@ -188,9 +259,14 @@ def test_megatron_gets_the_keys_and_types_that_its_packing_code_asserts():
     mb = made([5, 2], multiple=4, convention="unshifted")
     found = megatron.packed(mb)
     assert {key: (value.dtype, value.dim()) for key, value in found.items()} == {
-        "tokens": (torch.int64, 1), "position_ids": (torch.int64, 1), "labels": (torch.int64, 1), "loss_mask": (torch.float32, 1),
-        "cu_seqlens": (torch.int32, 1), "cu_seqlens_padded": (torch.int32, 1), "max_seqlen": (torch.int32, 0),
-    }  # fmt: skip
+        "tokens": (torch.int64, 1),
+        "position_ids": (torch.int64, 1),
+        "labels": (torch.int64, 1),
+        "loss_mask": (torch.float32, 1),
+        "cu_seqlens": (torch.int32, 1),
+        "cu_seqlens_padded": (torch.int32, 1),
+        "max_seqlen": (torch.int32, 0),
+    }
     assert found["labels"].tolist() == made([5, 2], multiple=4)["labels"].tolist()
     assert found["cu_seqlens"].tolist() == [0, 5, 7]
     assert found["cu_seqlens_padded"].tolist() == [0, 8, 12]
@@ -209,7 +285,9 @@ def test_packed_seq_params_have_the_padded_bounds_in_all_four_places_and_an_int_
     assert true.cu_seqlens_q_padded.tolist() == [0, 8, 12]
 
 
-def test_megatrons_own_class_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_megatrons_own_class_is_used_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     package = tmp_path / "megatron" / "core"
     package.mkdir(parents=True)
     names = [field.name for field in fields(megatron.PackedSeqParams)]
@@ -236,22 +314,39 @@ def test_the_padding_mask_of_a_slice_is_the_slice_of_the_padding_mask(cp: int, s
     rng = np.random.default_rng(cp)
     for _ in range(20):
         mb = made(rng.integers(1, 30, rng.integers(1, 8)).tolist(), multiple=2 * cp)
-        whole, middle = megatron.padding_mask(mb)[0], {key: mb[key] for key in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")}
+        whole, middle = (
+            megatron.padding_mask(mb)[0],
+            {key: mb[key] for key in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")},
+        )
         for r in range(cp):
-            wanted = whole[torch.tensor(slice_index(mb["cu_seqlens_padded"], cp, r, split))].tolist()
+            wanted = whole[
+                torch.tensor(slice_index(mb["cu_seqlens_padded"], cp, r, split))
+            ].tolist()
             view = View(cp=cp, cp_rank=r, split=split)
             for part in (narrow(mb, view), middle):
-                assert megatron.get_batch(iter([part]), cp=(cp, r), cp_split=split).padding_mask[0].tolist() == wanted
+                assert (
+                    megatron.get_batch(iter([part]), cp=(cp, r), cp_split=split)
+                    .padding_mask[0]
+                    .tolist()
+                    == wanted
+                )
 
 
 def test_a_place_along_cp_that_does_not_fit_the_slice_is_refused():
     half = narrow(made([8, 4], multiple=4), View(cp=2, cp_rank=1))
     for cp, split in (((4, 1), "zigzag"), ((1, 0), "zigzag"), ((2, 1), "none")):
-        with pytest.raises(ov.JobError, match=r"does not fit a slice of 6 of 12 tokens; give this rank's place along cp"):
+        with pytest.raises(
+            ov.JobError,
+            match=r"does not fit a slice of 6 of 12 tokens; give this rank's place along cp",
+        ):
             megatron.get_batch(iter([half]), cp=cp, cp_split=split)
-    with pytest.raises(ov.JobError, match=r"wanted \(how many ranks, which of them\), found \(2, 2\)"):
+    with pytest.raises(
+        ov.JobError, match=r"wanted \(how many ranks, which of them\), found \(2, 2\)"
+    ):
         megatron.padding_mask(half, cp=(2, 2))
-    with pytest.raises(ov.JobError, match="unknown 'zag'; known: zigzag, zigzag_whole, contiguous, none"):
+    with pytest.raises(
+        ov.JobError, match="unknown 'zag'; known: zigzag, zigzag_whole, contiguous, none"
+    ):
         megatron.padding_mask(half, cp=(2, 1), cp_split="zag")
 
 
@@ -263,9 +358,16 @@ def test_get_batch_pulls_microbatches_one_by_one(tmp_path: Path):
     with ov.launch(job) as session:
         iterator = session.client(0).microbatches()
         for mb in arrays:
-            tokens, targets, mask, attention, positions, params, padding = megatron.get_batch(iterator)
+            tokens, targets, mask, attention, positions, params, padding = megatron.get_batch(
+                iterator
+            )
             assert attention is None
-            for found, key in ((tokens, "tokens"), (targets, "labels"), (mask, "loss_mask"), (positions, "position_ids")):
+            for found, key in (
+                (tokens, "tokens"),
+                (targets, "labels"),
+                (mask, "loss_mask"),
+                (positions, "position_ids"),
+            ):
                 assert found.shape == (1, len(mb["tokens"]))
                 assert np.array_equal(found[0].numpy(), mb[key])
             assert params.cu_seqlens_q.tolist() == mb["cu_seqlens_padded"].tolist()
@@ -297,16 +399,28 @@ def test_get_batch_of_the_padded_layout_has_rows():
 
 def test_get_batch_of_a_stage_in_the_middle_of_the_padded_layout_has_nothing():
     rows = made([5, 3], layout="padded")
-    middle = {key: rows[key] for key in ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")}
+    middle = {
+        key: rows[key]
+        for key in ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+    }
     assert set(megatron.get_batch(iter([middle]), cp=(1, 0))) == {None}
 
 
 # what cannot be adapted
 
 WRONG = {
-    "a stage without tokens": ({"labels": np.zeros(3)}, "wanted tokens, position_ids.*each stage of a pipeline gets its own keys only"),
-    "rows": (made([3], layout="padded"), r"wanted the packed layout, found rows of Batch\(layout='padded'\)"),
-    "a slice": ({key: a[:4] if a.shape == (6,) else a for key, a in made([6]).items()}, r"a slice of 4 of 6 tokens.*cp_split='none'"),
+    "a stage without tokens": (
+        {"labels": np.zeros(3)},
+        "wanted tokens, position_ids.*each stage of a pipeline gets its own keys only",
+    ),
+    "rows": (
+        made([3], layout="padded"),
+        r"wanted the packed layout, found rows of Batch\(layout='padded'\)",
+    ),
+    "a slice": (
+        {key: a[:4] if a.shape == (6,) else a for key, a in made([6]).items()},
+        r"a slice of 4 of 6 tokens.*cp_split='none'",
+    ),
 }
 
 
@@ -322,5 +436,7 @@ def test_adapters_take_tensors_as_well_as_arrays():
     mb = made([5, 2], convention="unshifted")
     for given_ in (ot.tensors(mb), ot.TensorMicrobatch.of(mb)):
         assert torch.equal(torchtitan.flat(given_)[1], torchtitan.flat(mb)[1])
-        assert torch.equal(huggingface.flattened(given_)["labels"], huggingface.flattened(mb)["labels"])
+        assert torch.equal(
+            huggingface.flattened(given_)["labels"], huggingface.flattened(mb)["labels"]
+        )
         assert torch.equal(megatron.packed(given_)["labels"], megatron.packed(mb)["labels"])

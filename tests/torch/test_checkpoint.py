@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.stateful import Stateful  # noqa: E402
 
 def samples(steps: Any) -> list[set[str]]:
     """Of every step, over ranks."""
-    return [{str(piece.sample) for step in ranks for mb in step for piece in mb.samples} for ranks in steps]
+    return [
+        {str(piece.sample) for step in ranks for mb in step for piece in mb.samples}
+        for ranks in steps
+    ]
 
 
 def tokens_of(item: Any) -> list[int]:
@@ -51,13 +54,20 @@ def test_a_distributed_checkpoint_holds_the_state_beside_the_model(tmp_path: Pat
             next(iterator)
         state = ot.LoaderState(steps)
         assert isinstance(state, Stateful)
-        dcp.save({"model": model.state_dict(), "loader": state}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+        dcp.save(
+            {"model": model.state_dict(), "loader": state},
+            checkpoint_id=tmp_path / "checkpoint",
+            no_dist=True,
+        )
         steps.close()
     other = text_job(tmp_path / "data", dp=3)
     with ov.launch(other) as session:
         clients = [session.client(rank) for rank in range(3)]
         for client in clients:  # as every rank does in its own process
-            found = {"model": torch.nn.Linear(3, 2).state_dict(), "loader": ot.LoaderState(_stream_of(client, kind))}
+            found = {
+                "model": torch.nn.Linear(3, 2).state_dict(),
+                "loader": ot.LoaderState(_stream_of(client, kind)),
+            }
             dcp.load(found, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
             assert torch.equal(found["model"]["weight"], model.weight)
         assert samples(zip(*clients, strict=True)) == wanted[3:]
@@ -69,7 +79,9 @@ def _stream_of(client: ov.Client, kind: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*single process.*", "ignore:.*torch.distributed.*")
 @pytest.mark.parametrize("microbatches", [False, True])
-def test_a_loader_is_loaded_from_a_distributed_checkpoint_as_it_is(tmp_path: Path, microbatches: bool):
+def test_a_loader_is_loaded_from_a_distributed_checkpoint_as_it_is(
+    tmp_path: Path, microbatches: bool
+):
     """Nothing wraps it: torchtitan gives its loader to the checkpoint, which asks one that was never iterated for the keys to load."""
     job = text_job(tmp_path / "data", microbatches=3)
     with ot.StatefulLoader(job, microbatches=microbatches) as saved:
@@ -94,11 +106,15 @@ def test_a_state_that_grew_since_is_loaded_all_the_same(tmp_path: Path):
             next(client)
         client.report(19, {"loss/web": 1.25, "loss/code": 2.5})
         saved = client.state_dict()
-        dcp.save({"loader": ot.LoaderState(client)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+        dcp.save(
+            {"loader": ot.LoaderState(client)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True
+        )
     with ov.launch(job) as session:
         client = session.client(0)
         assert len(json.dumps(client.state_dict())) != len(json.dumps(saved))
-        dcp.load({"loader": ot.LoaderState(client)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+        dcp.load(
+            {"loader": ot.LoaderState(client)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True
+        )
         assert next(client).step == 20
 
 
@@ -112,7 +128,11 @@ def test_whoever_saves_a_state_that_cannot_be_had_is_told_why(tmp_path: Path):
         next(first)
         first.load_state_dict(saved)
         with pytest.raises(dcp.CheckpointException, match="another rank moved the session"):
-            dcp.save({"loader": ot.LoaderState(second)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+            dcp.save(
+                {"loader": ot.LoaderState(second)},
+                checkpoint_id=tmp_path / "checkpoint",
+                no_dist=True,
+            )
 
 
 def test_a_state_of_another_job_is_refused_unless_its_difference_is_allowed(tmp_path: Path):
@@ -127,7 +147,13 @@ def test_a_state_of_another_job_is_refused_unless_its_difference_is_allowed(tmp_
 
 @pytest.mark.parametrize(
     ("saved", "words"),
-    [({}, "nothing"), ({"model": 3}, "saved model"), ({"overlord": "{"}, "JSON"), ({"overlord": "[]"}, "a mapping"), (7, "int")],
+    [
+        ({}, "nothing"),
+        ({"model": 3}, "saved model"),
+        ({"overlord": "{"}, "JSON"),
+        ({"overlord": "[]"}, "a mapping"),
+        (7, "int"),
+    ],
 )
 def test_what_is_no_state_is_refused(tmp_path: Path, saved: Any, words: str):
     with ov.launch(text_job(tmp_path)) as session, pytest.raises(ov.StateMismatch, match=words):

@@ -26,7 +26,11 @@ stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
 def tokens_of(item: Any) -> Any:
     """Steps as lists of lists, microbatches as lists."""
-    return [mb["tokens"].tolist() for mb in item] if isinstance(item, ot.TensorStep) else item["tokens"].tolist()
+    return (
+        [mb["tokens"].tolist() for mb in item]
+        if isinstance(item, ot.TensorStep)
+        else item["tokens"].tolist()
+    )
 
 
 def wanted_of(job: ov.Job, microbatches: bool = False) -> list[Any]:
@@ -49,7 +53,9 @@ def test_a_dataloader_gives_the_steps_of_the_job(tmp_path: Path, microbatches: b
 def test_a_dataloader_gives_the_steps_of_a_client(tmp_path: Path):
     job = text_job(tmp_path)
     with ov.launch(job) as session:
-        found = [tokens_of(step) for step in DataLoader(ot.Dataset(session.client(0)), batch_size=None)]
+        found = [
+            tokens_of(step) for step in DataLoader(ot.Dataset(session.client(0)), batch_size=None)
+        ]
     assert found == wanted_of(job)
 
 
@@ -57,9 +63,19 @@ def test_items_keep_what_a_step_says_on_their_way_from_a_worker(tmp_path: Path):
     job = text_job(tmp_path, until=1)
     with ov.launch(job) as session:
         step = next(session.client(0))
-        wanted = (step.step, step.global_valid_tokens, step.plan_digest, [mb.samples for mb in step])
+        wanted = (
+            step.step,
+            step.global_valid_tokens,
+            step.plan_digest,
+            [mb.samples for mb in step],
+        )
     (found,) = DataLoader(ot.Dataset(job), batch_size=None, num_workers=1)
-    assert (found.step, found.global_valid_tokens, found.plan_digest, [mb.samples for mb in found]) == wanted
+    assert (
+        found.step,
+        found.global_valid_tokens,
+        found.plan_digest,
+        [mb.samples for mb in found],
+    ) == wanted
 
 
 def refusal(loader: Any) -> str:
@@ -80,8 +96,13 @@ def test_more_workers_than_one_are_refused_with_the_reason(tmp_path: Path):
 
 
 @pytest.mark.parametrize("microbatches", [False, True])
-def test_a_loader_that_would_make_batches_of_steps_is_told_to_leave_it(tmp_path: Path, microbatches: bool):
-    with ov.launch(text_job(tmp_path)) as session, pytest.raises(ov.JobError, match=r"DataLoader\(dataset, batch_size=None\)"):
+def test_a_loader_that_would_make_batches_of_steps_is_told_to_leave_it(
+    tmp_path: Path, microbatches: bool
+):
+    with (
+        ov.launch(text_job(tmp_path)) as session,
+        pytest.raises(ov.JobError, match=r"DataLoader\(dataset, batch_size=None\)"),
+    ):
         next(iter(DataLoader(ot.Dataset(session.client(0), microbatches=microbatches))))
 
 
@@ -91,7 +112,9 @@ def test_a_client_is_refused_in_a_worker_with_the_reason(tmp_path: Path):
     assert "num_workers: wanted 0 with a client, found 1; a session does not survive a fork" in said
 
 
-def test_a_worker_is_refused_where_ranks_share_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_is_refused_where_ranks_share_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = refusal(DataLoader(ot.Dataset(text_job(tmp_path, dp=2)), batch_size=None, num_workers=1))
@@ -107,27 +130,46 @@ def test_a_state_of_the_middle_of_a_step_is_refused_by_another_mesh(tmp_path: Pa
         second = ot.StatefulLoader(session.client(0), microbatches=True)
         second.load_state_dict(saved)
         assert second.state_dict()["plan"] == saved["plan"]
-        for _ in range(2):  # a step that is refused is not lost: asked for again, it is refused again
-            with pytest.raises(ov.StateMismatch, match=r"the plan of step 0: saved .*, with 1 microbatches handed out.*\n.*same mesh"):
+        for _ in range(
+            2
+        ):  # a step that is refused is not lost: asked for again, it is refused again
+            with pytest.raises(
+                ov.StateMismatch,
+                match=r"the plan of step 0: saved .*, with 1 microbatches handed out.*\n.*same mesh",
+            ):
                 next(iter(second))
             assert second.state_dict() == saved
-    with pytest.raises(ov.StateMismatch, match=r"one of a Dataset or StatefulLoader: load it there, or json\.loads its"):
+    with pytest.raises(
+        ov.StateMismatch,
+        match=r"one of a Dataset or StatefulLoader: load it there, or json\.loads its",
+    ):
         ov.launch(text_job(tmp_path, microbatches=3), resume=saved)
 
 
 def test_what_is_no_source_of_steps_is_refused(tmp_path: Path):
     with pytest.raises(ov.JobError, match="wanted a Job, or a client of one, found list"):
         ot.Dataset([])
-    with ov.launch(text_job(tmp_path)) as session, pytest.raises(ov.JobError, match="prefetch: for a Job; the client that was given"):
+    with (
+        ov.launch(text_job(tmp_path)) as session,
+        pytest.raises(ov.JobError, match="prefetch: for a Job; the client that was given"),
+    ):
         ot.Dataset(session.client(0), prefetch=3)
 
 
 def test_the_length_is_known_where_the_job_says_how_many_steps(tmp_path: Path):
-    assert len(ot.Dataset(text_job(tmp_path, until=8))) == len(ot.StatefulLoader(text_job(tmp_path, until=8))) == 8
+    assert (
+        len(ot.Dataset(text_job(tmp_path, until=8)))
+        == len(ot.StatefulLoader(text_job(tmp_path, until=8)))
+        == 8
+    )
     assert len(DataLoader(ot.Dataset(text_job(tmp_path, until=8)), batch_size=None)) == 8
-    assert len(ot.StatefulLoader(text_job(tmp_path, until=8, microbatches=3), microbatches=True)) == 24
+    assert (
+        len(ot.StatefulLoader(text_job(tmp_path, until=8, microbatches=3), microbatches=True)) == 24
+    )
     for other in (text_job(tmp_path, until="all"), ending(text_job(tmp_path, until=8))):
-        with pytest.raises(TypeError, match=r"until is a number and which has a source with epochs=None"):
+        with pytest.raises(
+            TypeError, match=r"until is a number and which has a source with epochs=None"
+        ):
             len(ot.Dataset(other))
 
 
@@ -140,8 +182,12 @@ def ending(job: ov.Job) -> ov.Job:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_that_grows_is_refused_where_microbatches_are_handed_out(tmp_path: Path, ahead: bool):
-    job = text_job(tmp_path, microbatches=1, context=128)  # 12 documents of 20 tokens in the mean do not fit in
+def test_a_step_that_grows_is_refused_where_microbatches_are_handed_out(
+    tmp_path: Path, ahead: bool
+):
+    job = text_job(
+        tmp_path, microbatches=1, context=128
+    )  # 12 documents of 20 tokens in the mean do not fit in
     words = r"plan of step 0: expected the 1 microbatches of Batch.microbatches, got \d; .*; give Batch\(microbatches=\d\) or more"
     options = {"device": "cpu"} if ahead else {}
     with ot.StatefulLoader(job, microbatches=True, **options) as loader:
@@ -149,7 +195,9 @@ def test_a_step_that_grows_is_refused_where_microbatches_are_handed_out(tmp_path
         for _ in range(2):
             with pytest.raises(ov.PlanError, match=words):
                 next(iter(loader))
-            assert json.loads(loader.state_dict()["stream"])["step"] == 0, "a step that is refused is not behind the trainer"
+            assert json.loads(loader.state_dict()["stream"])["step"] == 0, (
+                "a step that is refused is not behind the trainer"
+            )
         assert before["microbatches"] == 0
     with ov.launch(job) as session:
         client = session.client(0)
@@ -162,7 +210,9 @@ def test_a_step_that_grows_is_refused_where_microbatches_are_handed_out(tmp_path
 
 STANDS: dict[str, Callable[[ov.Session], Any]] = {
     "a client": lambda session: session.client(0),
-    "a client of another process": lambda session: ov.connect(served := session.serve(), 0, served.token),
+    "a client of another process": lambda session: ov.connect(
+        served := session.serve(), 0, served.token
+    ),
     "steps ahead": lambda session: ot.DevicePrefetcher(session.client(0), "cpu"),
 }
 
@@ -191,7 +241,10 @@ def test_a_step_that_grows_is_refused_by_a_client_of_another_process(tmp_path: P
     job = text_job(tmp_path, microbatches=1, context=128)
     with ov.launch(job) as session:
         served = session.serve()
-        with ov.connect(served, 0, served.token) as client, pytest.raises(ov.PlanError, match="expected the 1 microbatches"):
+        with (
+            ov.connect(served, 0, served.token) as client,
+            pytest.raises(ov.PlanError, match="expected the 1 microbatches"),
+        ):
             next(client.microbatches())
 
 
@@ -199,12 +252,16 @@ def test_a_step_that_grows_is_refused_by_a_client_of_another_process(tmp_path: P
 
 Make = Callable[[ov.Job, bool], Any]
 LOADERS: dict[str, Make] = {
-    "torchdata, no worker": lambda job, micro: stateful.StatefulDataLoader(ot.Dataset(job, microbatches=micro), batch_size=None),
+    "torchdata, no worker": lambda job, micro: stateful.StatefulDataLoader(
+        ot.Dataset(job, microbatches=micro), batch_size=None
+    ),
     "torchdata, a worker": lambda job, micro: stateful.StatefulDataLoader(
         ot.Dataset(job, microbatches=micro), batch_size=None, num_workers=1
     ),
     "ours": lambda job, micro: ot.StatefulLoader(job, microbatches=micro),
-    "ours, ahead": lambda job, micro: ot.StatefulLoader(job, microbatches=micro, device="cpu", depth=3),
+    "ours, ahead": lambda job, micro: ot.StatefulLoader(
+        job, microbatches=micro, device="cpu", depth=3
+    ),
 }
 
 
@@ -214,7 +271,9 @@ def close(loader: Any) -> None:
 
 @pytest.mark.parametrize("which", LOADERS)
 @pytest.mark.parametrize("microbatches", [False, True])
-def test_a_loader_that_loads_the_state_of_another_goes_on_where_that_stood(tmp_path: Path, which: str, microbatches: bool):
+def test_a_loader_that_loads_the_state_of_another_goes_on_where_that_stood(
+    tmp_path: Path, which: str, microbatches: bool
+):
     job = text_job(tmp_path, until=5, microbatches=3)
     wanted = wanted_of(job, microbatches)
     for taken in (0, 1, 4, len(wanted)):
@@ -266,7 +325,9 @@ def test_a_loaded_state_travels_to_a_worker_that_is_spawned(tmp_path: Path):
 
 @pytest.mark.parametrize("state", [7, {"stream": "{"}, {"stream": "[]"}])
 def test_what_is_no_state_is_refused_by_a_loader(tmp_path: Path, state: Any):
-    with pytest.raises(ov.StateMismatch, match=r"save and load what state_dict\(\) gave, unchanged"):
+    with pytest.raises(
+        ov.StateMismatch, match=r"save and load what state_dict\(\) gave, unchanged"
+    ):
         ot.StatefulLoader(text_job(tmp_path)).load_state_dict(state)
 
 
@@ -279,7 +340,16 @@ def test_a_state_is_loaded_in_the_middle_of_a_run(tmp_path: Path):
         for _ in range(7):
             next(iterator)
             states.append(loader.state_dict())
-        assert [state["microbatches"] for state in states] == [0, 1, 2, 0, 1, 2, 0, 1]  # none left of a step: good on any mesh
+        assert [state["microbatches"] for state in states] == [
+            0,
+            1,
+            2,
+            0,
+            1,
+            2,
+            0,
+            1,
+        ]  # none left of a step: good on any mesh
         for back in (5, 1, 3, 0):
             loader.load_state_dict(states[back])
             assert loader.state_dict()["microbatches"] == states[back]["microbatches"]
@@ -292,7 +362,10 @@ def test_a_state_in_the_middle_of_a_step_is_refused_by_who_gives_whole_ones(tmp_
     with ot.StatefulLoader(job, microbatches=True) as loader:
         next(iter(loader))
         saved = loader.state_dict()
-    with ot.StatefulLoader(job) as loader, pytest.raises(ov.StateMismatch, match="iterate with microbatches=True"):
+    with (
+        ot.StatefulLoader(job) as loader,
+        pytest.raises(ov.StateMismatch, match="iterate with microbatches=True"),
+    ):
         loader.load_state_dict(saved)
 
 
@@ -307,20 +380,31 @@ def test_a_second_iteration_goes_on_where_the_first_stood(tmp_path: Path):
 
 @pytest.mark.parametrize("microbatches", [False, True])
 @pytest.mark.parametrize("of", ["job", "client", "ahead"])
-def test_a_loader_for_evaluation_starts_every_pass_at_the_first_step(tmp_path: Path, microbatches: bool, of: str):
+def test_a_loader_for_evaluation_starts_every_pass_at_the_first_step(
+    tmp_path: Path, microbatches: bool, of: str
+):
     job = text_job(tmp_path, until=3)
     wanted = wanted_of(job, microbatches)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(ov.launch(job)).client(0) if of == "client" else job
-        loader = ot.StatefulLoader(source, microbatches=microbatches, rewind=True, **({"device": "cpu"} if of == "ahead" else {}))
+        loader = ot.StatefulLoader(
+            source,
+            microbatches=microbatches,
+            rewind=True,
+            **({"device": "cpu"} if of == "ahead" else {}),
+        )
         stack.callback(loader.close)
         assert [tokens_of(item) for item in loader] == wanted
         assert [tokens_of(item) for item in loader] == wanted
-        assert [tokens_of(item) for item in islice(loader, 2)] == wanted[:2]  # a pass that is broken off
+        assert [tokens_of(item) for item in islice(loader, 2)] == wanted[
+            :2
+        ]  # a pass that is broken off
         saved = loader.state_dict()
         assert [tokens_of(item) for item in loader] == wanted
         loader.load_state_dict(saved)
-        assert [tokens_of(item) for item in loader] == wanted[2:], "a loaded state is where the next pass starts"
+        assert [tokens_of(item) for item in loader] == wanted[2:], (
+            "a loaded state is where the next pass starts"
+        )
         assert [tokens_of(item) for item in loader] == wanted
 
 
@@ -332,22 +416,31 @@ def mesh_of_two(session: ov.Session, which: str) -> Any:
 
 
 @pytest.mark.parametrize("which", ["here", "connected", "ahead"])
-def test_rewinding_is_refused_for_a_client_of_several_ranks_that_cannot_meet(tmp_path: Path, which: str):
+def test_rewinding_is_refused_for_a_client_of_several_ranks_that_cannot_meet(
+    tmp_path: Path, which: str
+):
     """Else the first rank to begin a pass takes the steps from the others."""
-    with ov.launch(text_job(tmp_path, dp=2)) as session, ot.StatefulLoader(mesh_of_two(session, which), rewind=True) as loader:
+    with (
+        ov.launch(text_job(tmp_path, dp=2)) as session,
+        ot.StatefulLoader(mesh_of_two(session, which), rewind=True) as loader,
+    ):
         words = r"rewind=True: expected a process group of the 2 ranks of the mesh.* got no process group; call torch.distributed.init"
         with pytest.raises(ov.JobError, match=words):
             iter(loader)
 
 
-def test_passes_behind_the_end_are_told_and_then_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_passes_behind_the_end_are_told_and_then_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """Some trainers begin pass after pass for ever where none has an item."""
     with ot.StatefulLoader(text_job(tmp_path, until=2)) as loader:
         assert len(list(loader)) == 2
         assert caplog.text == ""
         assert list(loader) == []
         assert "expected another step, got the end of the stream; give rewind=True" in caplog.text
-        with pytest.raises(ov.JobError, match="expected another step, got the end of the stream; give rewind=True"):
+        with pytest.raises(
+            ov.JobError, match="expected another step, got the end of the stream; give rewind=True"
+        ):
             list(loader)
 
 
@@ -375,7 +468,12 @@ def test_an_iterator_follows_a_state_that_is_loaded_in_the_middle_of_a_step(tmp_
 
 def test_a_client_is_refused_by_a_worker_that_is_spawned_with_the_reason(tmp_path: Path):
     with ov.launch(text_job(tmp_path)) as session:
-        loader = DataLoader(ot.Dataset(session.client(0)), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+        loader = DataLoader(
+            ot.Dataset(session.client(0)),
+            batch_size=None,
+            num_workers=1,
+            multiprocessing_context="spawn",
+        )
         with pytest.raises(ov.JobError, match="a session does not travel to another process"):
             iter(loader)
 
@@ -383,7 +481,11 @@ def test_a_client_is_refused_by_a_worker_that_is_spawned_with_the_reason(tmp_pat
 def test_an_adapter_changes_every_item(tmp_path: Path):
     job = text_job(tmp_path, until=2)
     with ot.StatefulLoader(job, microbatches=True, transform=ot.adapters.torchtitan.flat) as loader:
-        found = [batch["input"][0].tolist() for batch, labels in loader if labels.shape == batch["positions"].shape]
+        found = [
+            batch["input"][0].tolist()
+            for batch, labels in loader
+            if labels.shape == batch["positions"].shape
+        ]
     assert found == wanted_of(job, microbatches=True)
 
 

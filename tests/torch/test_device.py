@@ -39,8 +39,20 @@ def written(step: ov.Step) -> tuple[Any, ...]:
 
 def seen(step: Any) -> tuple[Any, ...]:
     """All that a trainer can see of a step of tensors, as ``written`` says it of a step."""
-    arrays = [[(key, str(mb[key].numpy().dtype), tuple(mb[key].shape), mb[key].numpy().tobytes()) for key in sorted(mb)] for mb in step]
-    return step.step, step.plan_digest, step.global_valid_tokens, arrays, [[tuple(p) for p in mb.samples] for mb in step]
+    arrays = [
+        [
+            (key, str(mb[key].numpy().dtype), tuple(mb[key].shape), mb[key].numpy().tobytes())
+            for key in sorted(mb)
+        ]
+        for mb in step
+    ]
+    return (
+        step.step,
+        step.plan_digest,
+        step.global_valid_tokens,
+        arrays,
+        [[tuple(p) for p in mb.samples] for mb in step],
+    )
 
 
 def threads() -> list[str]:
@@ -53,7 +65,10 @@ def test_steps_are_those_of_the_client(tmp_path: Path, runtime: str, depth: int)
     job = text_job(tmp_path)
     with ov.launch(job) as session:
         wanted = [written(step) for step in session.client(0)]
-    with ov.launch(job, runtime=runtime) as session, ot.DevicePrefetcher(session.client(0), "cpu", depth=depth) as steps:
+    with (
+        ov.launch(job, runtime=runtime) as session,
+        ot.DevicePrefetcher(session.client(0), "cpu", depth=depth) as steps,
+    ):
         assert [seen(step) for step in steps] == wanted
         assert steps.steps == len(wanted)
         with pytest.raises(StopIteration):
@@ -80,7 +95,9 @@ def test_no_more_than_depth_steps_are_taken_ahead(tmp_path: Path):
 
 
 @pytest.mark.parametrize("runtime", ["local", "process"])
-def test_the_state_is_that_of_the_step_the_trainer_has_not_of_those_taken_ahead(tmp_path: Path, runtime: str):
+def test_the_state_is_that_of_the_step_the_trainer_has_not_of_those_taken_ahead(
+    tmp_path: Path, runtime: str
+):
     job = text_job(tmp_path)
     with ov.launch(job) as session:
         client = session.client(0)
@@ -177,9 +194,13 @@ def strategy_that_fails(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.Load
 def test_an_error_of_the_stream_comes_to_the_trainer_behind_the_steps_before_it(tmp_path: Path):
     source = ov.Source("all", Fails(), transforms=[ov.Tokens()])
     job = ov.Job(
-        name="fails", sources=[source], batch=ov.Batch(samples=4, context=64), strategy=strategy_that_fails, until=6,
+        name="fails",
+        sources=[source],
+        batch=ov.Batch(samples=4, context=64),
+        strategy=strategy_that_fails,
+        until=6,
         place=ov.ClientPlaceTree(dp=1),
-    )  # fmt: skip
+    )
     with ov.launch(job) as session, ot.DevicePrefetcher(session.client(0), "cpu", depth=4) as steps:
         assert [next(steps).step for _ in range(3)] == [0, 1, 2]
         for _ in range(2):  # and again, when it is asked again
@@ -221,17 +242,25 @@ def test_closing_wakes_a_thread_that_waits_for_a_step_and_one_that_waits_for_roo
 
 
 def test_the_time_the_trainer_waited_is_told(tmp_path: Path):
-    with ov.launch(text_job(tmp_path)) as session, ot.DevicePrefetcher(session.client(0), "cpu") as steps:
+    with (
+        ov.launch(text_job(tmp_path)) as session,
+        ot.DevicePrefetcher(session.client(0), "cpu") as steps,
+    ):
         next(steps)
         assert steps.waited_s > 0
         until(lambda: steps.ready == 2)
         before = steps.waited_s
         next(steps)
-        assert steps.waited_s - before < WAIT_S  # it was there; the bound is for a machine that sleeps, not for the code
+        assert (
+            steps.waited_s - before < WAIT_S
+        )  # it was there; the bound is for a machine that sleeps, not for the code
 
 
 def test_reports_go_to_the_client(tmp_path: Path):
-    with ov.launch(text_job(tmp_path)) as session, ot.DevicePrefetcher(session.client(0), "cpu") as steps:
+    with (
+        ov.launch(text_job(tmp_path)) as session,
+        ot.DevicePrefetcher(session.client(0), "cpu") as steps,
+    ):
         step = next(steps)
         steps.report(step.step, {"loss/web": 2.0})
         with pytest.raises(ov.OverlordError, match="step 99"):
@@ -239,21 +268,31 @@ def test_reports_go_to_the_client(tmp_path: Path):
 
 
 def test_a_fork_is_told_to_make_its_own(tmp_path: Path):
-    with ov.launch(text_job(tmp_path)) as session, ot.DevicePrefetcher(session.client(0), "cpu") as steps:
+    with (
+        ov.launch(text_job(tmp_path)) as session,
+        ot.DevicePrefetcher(session.client(0), "cpu") as steps,
+    ):
         next(steps)
         steps._pid += 1  # as in a copy of this process
-        with pytest.raises(ov.OverlordError, match=f"this is process {os.getpid()}; its thread did not come along"):
+        with pytest.raises(
+            ov.OverlordError, match=f"this is process {os.getpid()}; its thread did not come along"
+        ):
             next(steps)
         steps._pid -= 1
 
 
 def test_a_depth_of_nothing_is_refused(tmp_path: Path):
-    with ov.launch(text_job(tmp_path)) as session, pytest.raises(ov.JobError, match="depth: wanted a whole number of at least 1"):
+    with (
+        ov.launch(text_job(tmp_path)) as session,
+        pytest.raises(ov.JobError, match="depth: wanted a whole number of at least 1"),
+    ):
         ot.DevicePrefetcher(session.client(0), "cpu", depth=0)
 
 
 def test_a_job_in_place_of_a_client_is_refused_at_once(tmp_path: Path):
-    with pytest.raises(ov.JobError, match=r"wanted a client, found Job; open one: overlord\.torch\.join"):
+    with pytest.raises(
+        ov.JobError, match=r"wanted a client, found Job; open one: overlord\.torch\.join"
+    ):
         ot.DevicePrefetcher(text_job(tmp_path), "cpu")
 
 
@@ -273,7 +312,10 @@ def test_a_client_without_marks_is_asked_for_its_state_at_every_step(tmp_path: P
         def close(self) -> None:
             self.client.close()
 
-    with ov.launch(text_job(tmp_path)) as session, ot.DevicePrefetcher(Old(session.client(0)), "cpu", depth=3) as steps:
+    with (
+        ov.launch(text_job(tmp_path)) as session,
+        ot.DevicePrefetcher(Old(session.client(0)), "cpu", depth=3) as steps,
+    ):
         next(steps)
         until(lambda: steps.ready == 3)
         assert steps.state_dict()["step"] == 1
@@ -288,7 +330,10 @@ def test_steps_on_a_cuda_device_are_those_of_the_client(tmp_path: Path, pin: boo
     job = text_job(tmp_path, until=40)
     with ov.launch(job) as session:
         wanted = [written(step) for step in session.client(0)]
-    with ov.launch(job, runtime="process") as session, ot.DevicePrefetcher(session.client(0), "cuda", depth=3, pin=pin) as steps:
+    with (
+        ov.launch(job, runtime="process") as session,
+        ot.DevicePrefetcher(session.client(0), "cuda", depth=3, pin=pin) as steps,
+    ):
         kept = list(steps)
         assert {mb["tokens"].device.type for step in kept for mb in step} == {"cuda"}
         assert {mb["max_seqlen"].device.type for step in kept for mb in step} == {"cpu"}
@@ -296,12 +341,17 @@ def test_steps_on_a_cuda_device_are_those_of_the_client(tmp_path: Path, pin: boo
 
 
 @cuda
-def test_memory_on_the_device_is_not_used_again_before_the_trainer_is_through_with_it(tmp_path: Path):
+def test_memory_on_the_device_is_not_used_again_before_the_trainer_is_through_with_it(
+    tmp_path: Path,
+):
     """The trainer's stream is busy for long while its tensors are dropped, and further steps are copied."""
     job = text_job(tmp_path, until=60)
     with ov.launch(job) as session:
         wanted = [int(sum(mb["tokens"].sum() for mb in step)) for step in session.client(0)]
-    with ov.launch(job) as session, ot.DevicePrefetcher(session.client(0), "cuda", depth=4) as steps:
+    with (
+        ov.launch(job) as session,
+        ot.DevicePrefetcher(session.client(0), "cuda", depth=4) as steps,
+    ):
         sums = []
         for step in steps:
             torch.cuda._sleep(20_000_000)  # some ten milliseconds
@@ -321,6 +371,10 @@ def test_slots_of_the_channel_are_free_once_a_step_is_on_the_device(tmp_path: Pa
         client._state = client.mark()[1]
         gc.collect()
         assert link.remote_held == 0
-        assert [len(mb.samples) > 0 for step in kept for mb in step] == [True] * sum(len(step) for step in kept)
-        assert all(np.array_equal(mb["tokens"].shape, mb["labels"].shape) for step in kept for mb in step)
+        assert [len(mb.samples) > 0 for step in kept for mb in step] == [True] * sum(
+            len(step) for step in kept
+        )
+        assert all(
+            np.array_equal(mb["tokens"].shape, mb["labels"].shape) for step in kept for mb in step
+        )
         steps.close()

@@ -20,8 +20,17 @@ degrees = st.integers(1, 3)
 SUBSETS = [axes for n in range(len(BROADCASTS) + 1) for axes in combinations(BROADCASTS, n)]
 
 
-@given(degrees, degrees, degrees, degrees, st.sampled_from(SUBSETS), st.sampled_from(["DP", "CP", "WORLD"]))
-def test_every_rank_has_a_group_and_a_seat_of_its_bucket(pp: int, dp: int, cp: int, tp: int, axes: tuple[str, ...], split: str) -> None:
+@given(
+    degrees,
+    degrees,
+    degrees,
+    degrees,
+    st.sampled_from(SUBSETS),
+    st.sampled_from(["DP", "CP", "WORLD"]),
+)
+def test_every_rank_has_a_group_and_a_seat_of_its_bucket(
+    pp: int, dp: int, cp: int, tp: int, axes: tuple[str, ...], split: str
+) -> None:
     place = ClientPlaceTree(pp=pp, dp=dp, cp=cp, tp=tp)
     services = [service_of(place, rank, split, axes) for rank in range(place.world_size)]
     bucket = place.bucket_of(split)
@@ -32,7 +41,9 @@ def test_every_rank_has_a_group_and_a_seat_of_its_bucket(pp: int, dp: int, cp: i
         assert bucket[service.seat] == bucket[rank]
         assert service.fetcher in service.seats, "a fetcher holds its own seat"
         assert all(services[other].members == service.members for other in service.members)
-        assert len(service.seats) == len({int(bucket[m]) for m in service.members}), "one mailbox for each bucket of the group"
+        assert len(service.seats) == len({int(bucket[m]) for m in service.members}), (
+            "one mailbox for each bucket of the group"
+        )
         assert service.fetchers == len(place.fetchers(axes))
 
 
@@ -49,19 +60,29 @@ def test_a_service_says_who_it_is() -> None:
     assert str(service_of(place, 3, "DP", ())) == "rank 3 fetches for itself"
 
 
-BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1" + " word" * 60
+BROKEN = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+    + " word" * 60
+)
 
 
 @pytest.mark.parametrize(
-    ("rank", "degree", "whom"), [(0, 2, "rank 1"), (0, 3, "one of ranks 1, 2"), (1, 3, "rank 0, which fetches for this one,")]
+    ("rank", "degree", "whom"),
+    [(0, 2, "rank 1"), (0, 3, "one of ranks 1, 2"), (1, 3, "rank 0, which fetches for this one,")],
 )
 def test_a_broken_broadcast_is_told_in_a_sentence(rank: int, degree: int, whom: str) -> None:
-    wire = Wire(service_of(ClientPlaceTree(tp=degree), rank, "DP", ("TP",)), None, torch.device("cpu"), 1.0)
+    wire = Wire(
+        service_of(ClientPlaceTree(tp=degree), rank, "DP", ("TP",)), None, torch.device("cpu"), 1.0
+    )
     said = str(wire._lost(RuntimeError(BROKEN), 0))
-    assert said.startswith(f"{whom} is lost: its process has ended, or the network between has failed; torch says: Connection closed by")
+    assert said.startswith(
+        f"{whom} is lost: its process has ended, or the network between has failed; torch says: Connection closed by"
+    )
     assert ".cc" not in said
     assert said.endswith(" word ...")
-    assert str(wire._lost(RuntimeError("[pair.cc:1] Reset by peer. Check the logs."), 0)).endswith("torch says: Reset by peer")
+    assert str(wire._lost(RuntimeError("[pair.cc:1] Reset by peer. Check the logs."), 0)).endswith(
+        "torch says: Reset by peer"
+    )
 
 
 class Late:
@@ -81,11 +102,20 @@ class Late:
         raise RuntimeError("timed out")
 
 
-def test_who_waits_for_a_broadcast_says_so_before_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_a_broadcast_says_so_before_it_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(broadcast_frames, "time", late := Late())
     said: list[tuple[str, float]] = []
     service = service_of(ClientPlaceTree(tp=2), 1, "DP", ("TP",))
-    wire = Wire(service, None, torch.device("cpu"), 0.5, stall_warn_s=0.01, on_stall=lambda words, seconds: said.append((words, seconds)))
+    wire = Wire(
+        service,
+        None,
+        torch.device("cpu"),
+        0.5,
+        stall_warn_s=0.01,
+        on_stall=lambda words, seconds: said.append((words, seconds)),
+    )
     with pytest.raises(DataStall, match="rank 0 to broadcast"):
         wire._wait(late, "rank 0 to broadcast")
     assert [words for words, _ in said] == ["rank 0 to broadcast"]

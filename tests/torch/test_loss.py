@@ -21,11 +21,16 @@ F = torch.nn.functional
 def tiny() -> Any:
     """A word, and a running mean of the words before it in its document: enough for documents to matter."""
     torch.manual_seed(1)
-    return torch.nn.ModuleDict({"words": torch.nn.Embedding(VOCAB, 8), "out": torch.nn.Linear(8, VOCAB)}).double()
+    return torch.nn.ModuleDict(
+        {"words": torch.nn.Embedding(VOCAB, 8), "out": torch.nn.Linear(8, VOCAB)}
+    ).double()
 
 
 def logits_of(model: Any, mb: Any) -> Any:
-    parts = [model["words"](tokens) for tokens in mb["tokens"].tensor_split(mb["cu_seqlens_padded"][1:-1].long())]
+    parts = [
+        model["words"](tokens)
+        for tokens in mb["tokens"].tensor_split(mb["cu_seqlens_padded"][1:-1].long())
+    ]
     means = [part.cumsum(0) / torch.arange(1, len(part) + 1).double()[:, None] for part in parts]
     return model["out"](torch.cat(means))
 
@@ -40,11 +45,18 @@ def gradients(job: ov.Job, **how: Any) -> list[tuple[dict[str, Any], float]]:
             total = 0.0
             for step in steps:
                 for mb in ot.TensorStep.of(step):
-                    loss = ot.token_loss(logits_of(model, mb), mb["labels"], step.global_valid_tokens, **how)
+                    loss = ot.token_loss(
+                        logits_of(model, mb), mb["labels"], step.global_valid_tokens, **how
+                    )
                     loss.backward()
                     total += loss.item()
             averaged = world if how.get("gradients") == "mean" else 1
-            found.append(({name: p.grad / averaged for name, p in model.named_parameters()}, total / averaged))
+            found.append(
+                (
+                    {name: p.grad / averaged for name, p in model.named_parameters()},
+                    total / averaged,
+                )
+            )
     return found
 
 
@@ -52,8 +64,18 @@ PLACEMENTS = {
     "one rank": (1, "vanilla", {}, {}),
     "two ranks, as they come": (2, "vanilla", {}, {}),
     "three ranks, balanced": (3, "llm_balance", {"microbatches": 1}, {}),
-    "four ranks, packed, five microbatches, averaged": (4, "packed", {"microbatches": 5}, {"gradients": "mean", "dp_size": 4}),
-    "two ranks, balanced, documents padded, in chunks": (2, "llm_balance", {"pad_multiple": 8}, {"chunk": 60}),
+    "four ranks, packed, five microbatches, averaged": (
+        4,
+        "packed",
+        {"microbatches": 5},
+        {"gradients": "mean", "dp_size": 4},
+    ),
+    "two ranks, balanced, documents padded, in chunks": (
+        2,
+        "llm_balance",
+        {"pad_multiple": 8},
+        {"chunk": 60},
+    ),
 }
 
 
@@ -62,7 +84,12 @@ def test_gradients_are_equal_with_any_placement(tmp_path: Path):
     every = {}
     for name, (dp, strategy, batch, how) in PLACEMENTS.items():
         job = text_job(tmp_path, dp=dp, until=3, **batch)
-        every[name] = gradients(ov.Job(**{f: getattr(job, f) for f in job.__dataclass_fields__} | {"strategy": strategy}), **how)
+        every[name] = gradients(
+            ov.Job(
+                **{f: getattr(job, f) for f in job.__dataclass_fields__} | {"strategy": strategy}
+            ),
+            **how,
+        )
     wanted = every.pop("one rank")
     for name, found in every.items():
         for (grads, loss), (want, total) in zip(found, wanted, strict=True):
@@ -85,7 +112,9 @@ def test_a_mean_over_each_microbatch_would_not_be(tmp_path: Path):
 
 
 @given(st.integers(1, 40), st.integers(1, 50), st.booleans(), st.integers(0, 5))
-def test_chunks_change_neither_losses_nor_gradients(tokens: int, chunk: int, by_head: bool, seed: int):
+def test_chunks_change_neither_losses_nor_gradients(
+    tokens: int, chunk: int, by_head: bool, seed: int
+):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     weight = torch.randn(11, 6, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -99,7 +128,9 @@ def test_chunks_change_neither_losses_nor_gradients(tokens: int, chunk: int, by_
     assert torch.allclose(found, whole, atol=1e-12)
     weights = torch.arange(1.0, tokens + 1).double()
     wanted = torch.autograd.grad((whole * weights).sum(), (hidden, weight))
-    for a, b in zip(torch.autograd.grad((found * weights).sum(), (hidden, weight)), wanted, strict=True):
+    for a, b in zip(
+        torch.autograd.grad((found * weights).sum(), (hidden, weight)), wanted, strict=True
+    ):
         assert torch.allclose(a, b, atol=1e-12)
 
 
@@ -118,9 +149,12 @@ def test_logits_and_losses_of_tokens_give_the_same_loss_in_any_shape():
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
     dirty = losses + (1 - mask) * 5  # a model's own losses need not know of labels
     for found in (
-        ot.token_loss(logits, labels, 9), ot.token_loss(logits[0], labels[0], 9), ot.token_loss(dirty, labels, 9),
-        ot.token_loss(dirty, None, 9, loss_mask=mask), ot.token_loss(logits, labels, 9, gradients="mean", dp_size=4) / 4,
-    ):  # fmt: skip
+        ot.token_loss(logits, labels, 9),
+        ot.token_loss(logits[0], labels[0], 9),
+        ot.token_loss(dirty, labels, 9),
+        ot.token_loss(dirty, None, 9, loss_mask=mask),
+        ot.token_loss(logits, labels, 9, gradients="mean", dp_size=4) / 4,
+    ):
         assert float(found) == pytest.approx(wanted, rel=1e-6)
 
 
@@ -131,8 +165,12 @@ def test_a_step_without_labels_has_no_loss_and_no_division_by_nothing():
 def test_what_cannot_be_meant_is_refused():
     logits, labels = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
     for words, call in {
-        "unknown gradients='total'; known: sum, mean": lambda: ot.token_loss(logits, labels, 1, gradients="total"),
-        "dp_size: wanted the number of ranks": lambda: ot.token_loss(logits, labels, 1, gradients="mean"),
+        "unknown gradients='total'; known: sum, mean": lambda: ot.token_loss(
+            logits, labels, 1, gradients="total"
+        ),
+        "dp_size: wanted the number of ranks": lambda: ot.token_loss(
+            logits, labels, 1, gradients="mean"
+        ),
         "wanted one of them, found neither": lambda: ot.token_loss(torch.zeros(3), None, 1),
         "as many labels as rows of logits, 3, found 2": lambda: ot.token_losses(logits, labels[:2]),
         "chunk: wanted at least 1": lambda: ot.token_losses(logits, labels, chunk=0),
@@ -154,10 +192,23 @@ def by_hand(losses: list[np.ndarray], step: ov.Step) -> dict[str, float]:
             at = slice(piece.offset * width, piece.offset * width + piece.length)
             has = labels[at] != -100
             sums.setdefault(piece.sample.source, []).extend(flat[at][has].tolist())
-    return {k: v for name, all_ in sums.items() if all_ for k, v in ((f"loss/{name}", np.mean(all_)), (f"tokens/{name}", len(all_)))}
+    return {
+        k: v
+        for name, all_ in sums.items()
+        if all_
+        for k, v in ((f"loss/{name}", np.mean(all_)), (f"tokens/{name}", len(all_)))
+    }
 
 
-@pytest.mark.parametrize("batch", [{}, {"pad_multiple": 4}, {"layout": "padded", "context": 48}, {"samples": 1, "microbatches": 3}])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {},
+        {"pad_multiple": 4},
+        {"layout": "padded", "context": 48},
+        {"samples": 1, "microbatches": 3},
+    ],
+)
 def test_losses_of_sources_are_those_of_their_samples(tmp_path: Path, batch: dict[str, Any]):
     job = text_job(tmp_path, until=3, **batch)
     with ov.launch(job) as session:
@@ -168,7 +219,9 @@ def test_losses_of_sources_are_those_of_their_samples(tmp_path: Path, batch: dic
             assert found == pytest.approx(by_hand([x.numpy() for x in losses], step), abs=1e-12)
             client.report(step.step, found)
             one = ot.source_losses(losses[0], step[0], job.names)
-            assert sum(one.get(f"tokens/{name}", 0) for name in job.names) == int((step[0]["labels"] != -100).sum())
+            assert sum(one.get(f"tokens/{name}", 0) for name in job.names) == int(
+                (step[0]["labels"] != -100).sum()
+            )
 
 
 def test_losses_of_slices_add_up_to_those_of_the_whole(tmp_path: Path):
@@ -181,9 +234,13 @@ def test_losses_of_slices_add_up_to_those_of_the_whole(tmp_path: Path):
     order = np.random.default_rng(0).permutation(len(losses))
     parts = []
     for places in np.array_split(order, 3):
-        part = mb | {key: mb[key][places] for key in ("tokens", "labels", "loss_mask", "position_ids")}
+        part = mb | {
+            key: mb[key][places] for key in ("tokens", "labels", "loss_mask", "position_ids")
+        }
         parts.append((losses[torch.tensor(places)], part, places))
-    slices = ot.source_losses(*([p[i] for p in parts] for i in (0, 1)), job.names, positions=[p[2] for p in parts])
+    slices = ot.source_losses(
+        *([p[i] for p in parts] for i in (0, 1)), job.names, positions=[p[2] for p in parts]
+    )
     assert slices == pytest.approx(whole, abs=1e-12)
 
 
@@ -196,9 +253,11 @@ def test_lists_of_different_lengths_are_refused():
 def test_losses_of_a_slice_need_the_places_of_its_tokens():
     """Its tokens would be counted for the sources of others."""
     mb = {
-        "labels": torch.tensor([1, 2, 3, 4]), "source_ids": torch.tensor([0, 1]), "cu_seqlens": torch.tensor([0, 4, 8]),
+        "labels": torch.tensor([1, 2, 3, 4]),
+        "source_ids": torch.tensor([0, 1]),
+        "cu_seqlens": torch.tensor([0, 4, 8]),
         "cu_seqlens_padded": torch.tensor([0, 4, 8]),
-    }  # fmt: skip
+    }
     with pytest.raises(ov.JobError, match="positions: wanted for a slice of 4 of 8 tokens"):
         ot.source_losses(torch.ones(4), mb, ["web", "code"])
     found = ot.source_losses(torch.ones(4), mb, ["web", "code"], positions=[0, 3, 4, 7])

@@ -29,7 +29,12 @@ MESHES = [
     (16, (2, 2, 2, 2), ("pp", "dp", "cp", "tp"), {"pp": 2, "dp": 2, "cp": 2, "tp": 2}),
     (16, (2, 2, 4), ("pp", "fsdp", "tp"), {"pp": 2, "dp": 2, "tp": 4}),
     (24, (3, 2, 2, 2), ("dp_replicate", "dp_shard", "cp", "tp"), {"dp": 6, "cp": 2, "tp": 2}),
-    (16, (2, 2, 2, 2), ("pp", "batch", "cp", "tp"), {"pp": 2, "dp": 2, "cp": 2, "tp": 2}),  # torchtitan's for data
+    (
+        16,
+        (2, 2, 2, 2),
+        ("pp", "batch", "cp", "tp"),
+        {"pp": 2, "dp": 2, "cp": 2, "tp": 2},
+    ),  # torchtitan's for data
     (8, (2, 4), ("ddp", "fsdp"), {"dp": 8}),
     (8, (2, 4), ("tp", "dp"), {"tp": 2, "dp": 4}),  # tp outermost: another order
     (1, (1,), ("dp",), {}),
@@ -43,14 +48,25 @@ def test_the_tree_of_a_device_mesh_has_its_degrees_and_its_ranks(
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     tree = ov.ClientPlaceTree.from_device_mesh(mesh)
     assert tree.world_size == world
-    assert {axis: getattr(tree, axis) for axis in ("pp", "dp", "cp", "tp")} == {"pp": 1, "dp": 1, "cp": 1, "tp": 1, **degrees}
+    assert {axis: getattr(tree, axis) for axis in ("pp", "dp", "cp", "tp")} == {
+        "pp": 1,
+        "dp": 1,
+        "cp": 1,
+        "tp": 1,
+        **degrees,
+    }
     for rank in range(world):
         at = dict(zip(names, (int(i[0]) for i in np.where(mesh.mesh.numpy() == rank)), strict=True))
         dp = 0
         for name, n in zip(names, shape, strict=True):
             if name not in ("pp", "cp", "tp"):
                 dp = dp * n + at[name]
-        assert tree.coords(rank) == {"pp": at.get("pp", 0), "dp": dp, "cp": at.get("cp", 0), "tp": at.get("tp", 0)}
+        assert tree.coords(rank) == {
+            "pp": at.get("pp", 0),
+            "dp": dp,
+            "cp": at.get("cp", 0),
+            "tp": at.get("tp", 0),
+        }
 
 
 @pytest.mark.parametrize("world", [8], indirect=True)
@@ -73,7 +89,9 @@ def test_a_part_of_a_mesh_and_names_nobody_knows_are_refused(world: int):
 
 
 @pytest.mark.parametrize("world", [8], indirect=True)
-def test_the_environment_of_torchrun_gives_the_same_tree_as_its_mesh(world: int, monkeypatch: pytest.MonkeyPatch):
+def test_the_environment_of_torchrun_gives_the_same_tree_as_its_mesh(
+    world: int, monkeypatch: pytest.MonkeyPatch
+):
     for name, value in {"WORLD_SIZE": "8", "OVERLORD_TP": "2", "OVERLORD_CP": "2"}.items():
         monkeypatch.setenv(name, value)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))

@@ -16,13 +16,25 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 def run(code: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(SRC)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def test_importing_it_costs_nothing():
-    assert run("import sys, overlord.torch; print([m for m in ('torch', 'numpy') if m in sys.modules])") == "[]"
+    assert (
+        run(
+            "import sys, overlord.torch; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+        )
+        == "[]"
+    )
 
 
 def test_without_torch_it_says_what_to_install():

@@ -15,18 +15,29 @@ from overlord.constructor.rank_views import join, slice_index
 from tests.torch.jobs import text_job
 
 torch = pytest.importorskip("torch")
-huggingface, megatron, torchtitan = (getattr(ot.adapters, name) for name in ("huggingface", "megatron", "torchtitan"))
+huggingface, megatron, torchtitan = (
+    getattr(ot.adapters, name) for name in ("huggingface", "megatron", "torchtitan")
+)
 
 
 def first_steps(job: ov.Job) -> list[ov.Step]:
     """The first step of every rank."""
     with ov.launch(job) as session:
-        return [next(client) for client in [session.client(rank) for rank in range(job.place.world_size)]]
+        return [
+            next(client)
+            for client in [session.client(rank) for rank in range(job.place.world_size)]
+        ]
 
 
-def placed(tmp_path: Path, split: str = "zigzag", labels: str = "shifted", **degrees: int) -> ov.Job:
+def placed(
+    tmp_path: Path, split: str = "zigzag", labels: str = "shifted", **degrees: int
+) -> ov.Job:
     job = text_job(tmp_path, until=1)
-    return replace(job, place=ov.ClientPlaceTree(**degrees), batch=replace(job.batch, cp_split=split, labels=labels))
+    return replace(
+        job,
+        place=ov.ClientPlaceTree(**degrees),
+        batch=replace(job.batch, cp_split=split, labels=labels),
+    )
 
 
 def test_megatron_gets_slices_as_they_are_with_bounds_of_the_whole(tmp_path: Path):
@@ -50,7 +61,11 @@ def test_megatron_gets_a_padding_mask_on_every_rank_of_every_stage(tmp_path: Pat
         index = slice_index(step[0]["cu_seqlens_padded"], 2, r, "zigzag")
         batch = megatron.get_batch(iter(step), cp=(2, r))
         assert batch.padding_mask[0].tolist() == megatron.padding_mask(step[0], index)[0].tolist()
-        assert all(array.shape == batch.padding_mask.shape for array in (batch.tokens, batch.labels) if array is not None)
+        assert all(
+            array.shape == batch.padding_mask.shape
+            for array in (batch.tokens, batch.labels)
+            if array is not None
+        )
 
 
 def test_a_framework_that_cuts_itself_gets_the_whole_on_every_rank(tmp_path: Path):
@@ -59,24 +74,41 @@ def test_a_framework_that_cuts_itself_gets_the_whole_on_every_rank(tmp_path: Pat
     assert torch.equal(found[0][0]["input"], found[1][0]["input"])
     for step in first_steps(placed(tmp_path, cp=2)):
         for adapter in (huggingface.flattened, torchtitan.flat):
-            with pytest.raises(ov.JobError, match=r"a slice of \d+ of \d+ tokens.*say Batch\(cp_split='none'\)"):
+            with pytest.raises(
+                ov.JobError, match=r"a slice of \d+ of \d+ tokens.*say Batch\(cp_split='none'\)"
+            ):
                 adapter(step[0])
 
 
 def test_labels_of_slices_that_follow_the_other_convention_are_refused(tmp_path: Path):
     for step in first_steps(placed(tmp_path, labels="unshifted", cp=2)):
-        with pytest.raises(ov.JobError, match=r"its unshifted labels cannot be made shifted.*Say Batch\(labels='shifted'\)"):
+        with pytest.raises(
+            ov.JobError,
+            match=r"its unshifted labels cannot be made shifted.*Say Batch\(labels='shifted'\)",
+        ):
             megatron.packed(step[0])
 
 
 def test_stages_of_a_pipeline_give_megatron_what_they_have(tmp_path: Path):
-    first, middle, last = (megatron.get_batch(iter(step)) for step in first_steps(placed(tmp_path, pp=3)))
+    first, middle, last = (
+        megatron.get_batch(iter(step)) for step in first_steps(placed(tmp_path, pp=3))
+    )
     has = [
-        [name for name in ("tokens", "position_ids", "labels", "loss_mask") if getattr(b, name) is not None] for b in (first, middle, last)
+        [
+            name
+            for name in ("tokens", "position_ids", "labels", "loss_mask")
+            if getattr(b, name) is not None
+        ]
+        for b in (first, middle, last)
     ]
     assert has == [["tokens", "position_ids"], [], ["labels", "loss_mask"]]
-    assert len({tuple(b.packed_seq_params.cu_seqlens_q.tolist()) for b in (first, middle, last)}) == 1
-    with pytest.raises(ov.JobError, match=r"wanted labels, loss_mask in the microbatch.*each stage of a pipeline gets its own keys only"):
+    assert (
+        len({tuple(b.packed_seq_params.cu_seqlens_q.tolist()) for b in (first, middle, last)}) == 1
+    )
+    with pytest.raises(
+        ov.JobError,
+        match=r"wanted labels, loss_mask in the microbatch.*each stage of a pipeline gets its own keys only",
+    ):
         torchtitan.flat(first_steps(placed(tmp_path, pp=3))[0][0])
 
 
@@ -90,20 +122,30 @@ def test_a_rank_that_is_served_by_another_says_so(tmp_path: Path):
             mb["labels"]
         with pytest.raises(KeyError, match="'tokens' is not here: rank 0 fetches this microbatch"):
             huggingface.flattened(mb)
-        with pytest.raises(KeyError, match=r"'tokens' is not here: rank 0 fetches this microbatch.*overlord.torch.join"):
+        with pytest.raises(
+            KeyError,
+            match=r"'tokens' is not here: rank 0 fetches this microbatch.*overlord.torch.join",
+        ):
             ot.tensors(mb)
     assert ot.tensors({}) == {}
 
 
 def test_figures_of_clients_that_broadcast_nothing_say_who_fetches(tmp_path: Path):
     job = placed(tmp_path, tp=2)
-    for broadcast, wanted in ((True, [(True, 0, [0, 1], 1), (False, 0, [0, 1], 1)]), (False, [(True, 0, [0], 2), (True, 1, [1], 2)])):
+    for broadcast, wanted in (
+        (True, [(True, 0, [0, 1], 1), (False, 0, [0, 1], 1)]),
+        (False, [(True, 0, [0], 2), (True, 1, [1], 2)]),
+    ):
         with ov.launch(job, broadcast=broadcast) as session:
             clients = [session.client(rank) for rank in range(2)]
             steps = [next(client) for client in clients]
             figures = [client.figures() for client in clients]
-        assert [(f["fetches"], f["fetcher"], f["group"], f["fetching_ranks"]) for f in figures] == wanted
-        assert [f["bytes_fetched"] for f in figures] == [sum(array.nbytes for mb in step for array in mb.values()) for step in steps]
+        assert [
+            (f["fetches"], f["fetcher"], f["group"], f["fetching_ranks"]) for f in figures
+        ] == wanted
+        assert [f["bytes_fetched"] for f in figures] == [
+            sum(array.nbytes for mb in step for array in mb.values()) for step in steps
+        ]
 
 
 def test_losses_of_sources_over_slices_are_those_of_the_whole(tmp_path: Path):
@@ -112,7 +154,12 @@ def test_losses_of_sources_over_slices_are_those_of_the_whole(tmp_path: Path):
     whole = join([dict(step[0]) for step in steps], "zigzag")
     losses = torch.rand(len(whole["tokens"]), dtype=torch.float64)
     places = [slice_index(whole["cu_seqlens_padded"], 2, r, "zigzag") for r in range(2)]
-    found = ot.source_losses([losses[torch.tensor(p)] for p in places], [step[0] for step in steps], job.names, positions=places)
+    found = ot.source_losses(
+        [losses[torch.tensor(p)] for p in places],
+        [step[0] for step in steps],
+        job.names,
+        positions=places,
+    )
     assert found == pytest.approx(ot.source_losses(losses, whole, job.names), abs=1e-12)
 
 
@@ -124,7 +171,11 @@ def test_steps_with_images_have_their_exchanges_as_tensors(tmp_path: Path, strat
     pytest.importorskip("PIL")
     from tests import images
 
-    job = images.job(tmp_path, strategy=ov.strategy.vlm(per="microbatch") if strategy == "per microbatch" else strategy, until=2)
+    job = images.job(
+        tmp_path,
+        strategy=ov.strategy.vlm(per="microbatch") if strategy == "per microbatch" else strategy,
+        until=2,
+    )
     step = first_steps(job)[1]
     made = ot.TensorStep.of(step)
     assert len(made.encoder) == len(step.encoder) > 0
@@ -135,7 +186,10 @@ def test_steps_with_images_have_their_exchanges_as_tensors(tmp_path: Path, strat
     assert moved.encoder[0]["pixel_values"].device.type == "meta"
     assert moved.encoder[0]["send_splits"].device.type == "cpu"
     if strategy == "per microbatch":
-        assert torch.equal(torchtitan.flat(made[0], batched=False)[0]["pixel_values"], made.encoder[0]["pixel_values"])
+        assert torch.equal(
+            torchtitan.flat(made[0], batched=False)[0]["pixel_values"],
+            made.encoder[0]["pixel_values"],
+        )
         assert len(torchtitan.flat(made[0])[0]["pixel_values"]) == len(made.encoder[0]["grid_thw"])
         assert huggingface.flattened(made[0])["image_grid_thw"].shape[1] == 3
 
@@ -146,5 +200,7 @@ def test_what_two_places_of_a_step_share_is_sent_to_the_device_once(tmp_path: Pa
     from tests import images
 
     step = first_steps(images.job(tmp_path, strategy=ov.strategy.vlm(per="microbatch")))[0]
-    arrays: list[Any] = [mb["pixel_values"] for mb in step] + [slot["pixel_values"] for slot in step.encoder]
+    arrays: list[Any] = [mb["pixel_values"] for mb in step] + [
+        slot["pixel_values"] for slot in step.encoder
+    ]
     assert layout(arrays)[1] < sum(a.nbytes for a in arrays) * 0.75

@@ -24,10 +24,16 @@ torch = pytest.importorskip("torch")
 
 
 def address(value: np.ndarray | torch.Tensor) -> int:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else value.__array_interface__["data"][0]
+    return (
+        value.data_ptr()
+        if isinstance(value, torch.Tensor)
+        else value.__array_interface__["data"][0]
+    )
 
 
-def test_tensors_are_the_memory_of_the_arrays_with_their_types_and_without_a_warning(tmp_path: Path):
+def test_tensors_are_the_memory_of_the_arrays_with_their_types_and_without_a_warning(
+    tmp_path: Path,
+):
     with ov.launch(text_job(tmp_path)) as session, warnings.catch_warnings():
         warnings.simplefilter("error")
         mb = next(session.client(0))[0]
@@ -74,7 +80,9 @@ def test_a_tensor_of_a_step_of_another_process_keeps_its_values_and_not_the_step
         client = session.client(0)
         step = next(client)
         link = client._inbox._remote._link
-        client._state = client.mark()[1]  # else the client itself keeps the bytes of the state beside the arrays
+        client._state = client.mark()[
+            1
+        ]  # else the client itself keeps the bytes of the state beside the arrays
         assert held(link) == 1
         wanted = np.array(step[0]["labels"])
         part = ot.tensors(step[0])["labels"][3:9]
@@ -127,14 +135,19 @@ def test_host_keys_stay_where_the_host_reads_them(tmp_path: Path):
 # one buffer for many arrays: what the device is sent
 
 SOME = st.lists(
-    st.tuples(st.sampled_from(["int64", "int32", "float32", "bool", "uint8", "float16"]), st.lists(st.integers(0, 5), max_size=3)),
+    st.tuples(
+        st.sampled_from(["int64", "int32", "float32", "bool", "uint8", "float16"]),
+        st.lists(st.integers(0, 5), max_size=3),
+    ),
     max_size=9,
 )
 
 
 @given(SOME)
 def test_arrays_come_out_of_one_buffer_as_they_went_in(shapes: list[tuple[str, list[int]]]):
-    arrays = [(np.arange(int(np.prod(shape))) % 7).astype(dtype).reshape(shape) for dtype, shape in shapes]
+    arrays = [
+        (np.arange(int(np.prod(shape))) % 7).astype(dtype).reshape(shape) for dtype, shape in shapes
+    ]
     arrays += [a.T for a in arrays if a.ndim == 2]  # not in one piece
     offsets, total = layout(arrays)
     buffer = torch.zeros(total, dtype=torch.uint8)
@@ -163,12 +176,23 @@ def test_facts_tell_the_convention_of_labels(tmp_path: Path):
                         assert not facts.sliced
                         assert facts.tokens == facts.here == mb["tokens"].size
                         assert facts == ot.TensorMicrobatch.of(mb).facts
-                        last_stage = {key: mb[key] for key in mb if key not in ("tokens", "position_ids")}
+                        last_stage = {
+                            key: mb[key] for key in mb if key not in ("tokens", "position_ids")
+                        }
                         assert Facts.of(last_stage).labels == facts.labels
 
 
 def test_labels_of_documents_of_one_token_over_and_over_are_told_by_their_ends():
-    for labels, wanted in (([7, 7, -100, 7, -100], "shifted"), ([-100, 7, 7, -100, 7], "unshifted"), ([-100] * 5, "")):
+    for labels, wanted in (
+        ([7, 7, -100, 7, -100], "shifted"),
+        ([-100, 7, 7, -100, 7], "unshifted"),
+        ([-100] * 5, ""),
+    ):
         bounds = np.array([0, 3, 5], np.int32)
-        mb = {"tokens": np.full(5, 7), "labels": np.array(labels), "cu_seqlens": bounds, "cu_seqlens_padded": bounds}
+        mb = {
+            "tokens": np.full(5, 7),
+            "labels": np.array(labels),
+            "cu_seqlens": bounds,
+            "cu_seqlens_padded": bounds,
+        }
         assert Facts.of(mb).labels == wanted

@@ -33,7 +33,11 @@ def _quiet() -> None:
 
 def named(item: Any) -> Any:
     """A step by its number, a microbatch by its tokens."""
-    return item.step if isinstance(item, ot.TensorStep) else tuple((item["tokens"] if "tokens" in item else item["input_ids"][0]).tolist())
+    return (
+        item.step
+        if isinstance(item, ot.TensorStep)
+        else tuple((item["tokens"] if "tokens" in item else item["input_ids"][0]).tolist())
+    )
 
 
 def ending(job: ov.Job) -> ov.Job:
@@ -73,12 +77,16 @@ class Save(lightning.Callback):
 
 def lightning_trainer(folder: Path, **settings: Any) -> lightning.Trainer:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    return lightning.Trainer(accelerator="cpu", default_root_dir=folder, **{"max_epochs": 1, **quiet, **settings})
+    return lightning.Trainer(
+        accelerator="cpu", default_root_dir=folder, **{"max_epochs": 1, **quiet, **settings}
+    )
 
 
 @pytest.mark.parametrize("microbatches", [False, True])
 @pytest.mark.parametrize("length", ["known", "unknown"])
-def test_lightning_resumes_behind_the_last_item_it_trained_on(tmp_path: Path, length: str, microbatches: bool):
+def test_lightning_resumes_behind_the_last_item_it_trained_on(
+    tmp_path: Path, length: str, microbatches: bool
+):
     """It takes one item ahead where it knows no length, and saves the loader's state with that one held."""
     job = text_job(tmp_path / "data", until=4)
     job = job if length == "known" else ending(job)
@@ -88,8 +96,15 @@ def test_lightning_resumes_behind_the_last_item_it_trained_on(tmp_path: Path, le
     with ot.StatefulLoader(job, microbatches=microbatches) as loader:
         lightning_trainer(tmp_path, callbacks=[Save(path)]).fit(first, loader)
         behind = loader.state_dict()
-        assert behind == torch.load(path, weights_only=False)["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
-        assert named(next(iter(loader))) == wanted[STOP], "an item that the trainer held and dropped comes again"
+        assert (
+            behind
+            == torch.load(path, weights_only=False)["loops"]["fit_loop"]["state_dict"][
+                "combined_loader"
+            ][0]
+        )
+        assert named(next(iter(loader))) == wanted[STOP], (
+            "an item that the trainer held and dropped comes again"
+        )
     with ot.StatefulLoader(job, microbatches=microbatches) as loader:
         lightning_trainer(tmp_path).fit(second, loader, ckpt_path=path, weights_only=False)
     assert first.trained == wanted[:STOP]
@@ -98,16 +113,26 @@ def test_lightning_resumes_behind_the_last_item_it_trained_on(tmp_path: Path, le
 
 def test_lightning_validates_on_the_whole_evaluation_set_every_time(tmp_path: Path):
     module = Module()
-    train, valid = ot.StatefulLoader(text_job(tmp_path, until=4)), ot.StatefulLoader(text_job(tmp_path, until=3), rewind=True)
+    train, valid = (
+        ot.StatefulLoader(text_job(tmp_path, until=4)),
+        ot.StatefulLoader(text_job(tmp_path, until=3), rewind=True),
+    )
     with train, valid:
-        lightning_trainer(tmp_path, val_check_interval=2, enable_checkpointing=False).fit(module, train, valid)
+        lightning_trainer(tmp_path, val_check_interval=2, enable_checkpointing=False).fit(
+            module, train, valid
+        )
     assert module.trained == [0, 1, 2, 3]
-    assert module.validated == [0, 1, *[0, 1, 2] * 2], "two items of a check before training, then a whole pass each time"
+    assert module.validated == [0, 1, *[0, 1, 2] * 2], (
+        "two items of a check before training, then a whole pass each time"
+    )
 
 
 def test_lightning_is_refused_a_client_that_it_would_take_steps_from_ahead(tmp_path: Path):
     """Its own clean-up raises another error, which has ours as its context."""
-    with ov.launch(text_job(tmp_path, until=4)) as session, pytest.raises((ov.JobError, RuntimeError)) as raised:
+    with (
+        ov.launch(text_job(tmp_path, until=4)) as session,
+        pytest.raises((ov.JobError, RuntimeError)) as raised,
+    ):
         lightning_trainer(tmp_path, enable_checkpointing=False).fit(Module(), session.client(0))
     told = raised.value if isinstance(raised.value, ov.JobError) else raised.value.__context__
     assert isinstance(told, ov.JobError)
@@ -144,7 +169,10 @@ class Own(Trainer):
 
 def test_the_trainer_of_transformers_resumes_and_evaluates(tmp_path: Path):
     """By default it skips what it trained on, in a DataLoader that it makes of the attributes of ours."""
-    train, valid = text_job(tmp_path / "data", until=4), text_job(tmp_path / "data", until=2, seed=6)
+    train, valid = (
+        text_job(tmp_path / "data", until=4),
+        text_job(tmp_path / "data", until=2, seed=6),
+    )
     flat = {"microbatches": True, "transform": ot.adapters.huggingface.flattened}
 
     def wanted(job: ov.Job) -> list[Any]:
@@ -154,10 +182,19 @@ def test_the_trainer_of_transformers_resumes_and_evaluates(tmp_path: Path):
     def run(steps: int, resume: Any) -> Model:
         model = Model()
         settings = TrainingArguments(
-            output_dir=str(tmp_path / "out"), use_cpu=True, report_to=[], gradient_accumulation_steps=2, save_steps=STOP, max_steps=steps,
-            disable_tqdm=True, logging_strategy="no",
-        )  # fmt: skip
-        with ot.StatefulLoader(train, **flat) as loader, ot.StatefulLoader(valid, rewind=True, **flat) as evaluated:
+            output_dir=str(tmp_path / "out"),
+            use_cpu=True,
+            report_to=[],
+            gradient_accumulation_steps=2,
+            save_steps=STOP,
+            max_steps=steps,
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        with (
+            ot.StatefulLoader(train, **flat) as loader,
+            ot.StatefulLoader(valid, rewind=True, **flat) as evaluated,
+        ):
             trainer = Own(loader, evaluated, model, settings)
             trainer.train(resume_from_checkpoint=resume)
             trainer.evaluate()
@@ -181,11 +218,22 @@ def _one_process() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_process")
-@pytest.mark.parametrize("settings", [{"batch_size": 1, "collate_fn": lambda items: items[0]}, {"batch_size": None}], ids=["one", "none"])
-def test_accelerate_is_refused_a_dataset_that_it_would_deal_out_to_two_processes(tmp_path: Path, settings: dict[str, Any]):
+@pytest.mark.parametrize(
+    "settings",
+    [{"batch_size": 1, "collate_fn": lambda items: items[0]}, {"batch_size": None}],
+    ids=["one", "none"],
+)
+def test_accelerate_is_refused_a_dataset_that_it_would_deal_out_to_two_processes(
+    tmp_path: Path, settings: dict[str, Any]
+):
     dataset = ot.Dataset(text_job(tmp_path), microbatches=True)
-    loader = prepare_data_loader(DataLoader(dataset, **settings), num_processes=2, process_index=1, dispatch_batches=False)
-    with pytest.raises(ov.JobError, match=r"got IterableDatasetShard, .* to 2 processes; .*overlord\.torch\.StatefulLoader\(job\)"):
+    loader = prepare_data_loader(
+        DataLoader(dataset, **settings), num_processes=2, process_index=1, dispatch_batches=False
+    )
+    with pytest.raises(
+        ov.JobError,
+        match=r"got IterableDatasetShard, .* to 2 processes; .*overlord\.torch\.StatefulLoader\(job\)",
+    ):
         next(iter(loader))
     assert dataset.client is None, "nothing was launched"
 
@@ -199,7 +247,9 @@ def test_accelerate_holds_one_item_ahead_that_no_state_counts(tmp_path: Path, st
     def prepared() -> tuple[ot.Dataset, Any]:
         made = ot.Dataset(job)
         loader = DataLoader(made, batch_size=None)
-        return made, prepare_data_loader(loader, num_processes=1, process_index=0, use_stateful_dataloader=stateful)
+        return made, prepare_data_loader(
+            loader, num_processes=1, process_index=0, use_stateful_dataloader=stateful
+        )
 
     for stop in range(4):
         dataset, loader = prepared()

@@ -13,7 +13,14 @@ import pytest
 
 import overlord as ov
 from overlord.dryrun.virtual_run import Add, Delays, VirtualExecutor, _Rank
-from overlord.errors import JobError, OverlordError, PlanError, SourceError, StateMismatch, TransformError
+from overlord.errors import (
+    JobError,
+    OverlordError,
+    PlanError,
+    SourceError,
+    StateMismatch,
+    TransformError,
+)
 from overlord.messages.control import AddSource, Cursor, SetMixture
 from overlord.setup.prepared_job import Blueprint, Options
 from tests.processes import until
@@ -30,9 +37,13 @@ def source(name: str, n: int = 400, **changes: Any) -> ov.Source:
 
 def job(*names: str, **changes: Any) -> ov.Job:
     settings: dict[str, Any] = {
-        "name": "joining", "sources": [source(n) for n in names or ("a", "b")], "batch": ov.Batch(samples=8, context=64), "until": 20,
-        "slice_rows": 16, "seed": 5,
-    }  # fmt: skip
+        "name": "joining",
+        "sources": [source(n) for n in names or ("a", "b")],
+        "batch": ov.Batch(samples=8, context=64),
+        "until": 20,
+        "slice_rows": 16,
+        "seed": 5,
+    }
     return ov.Job(**{**settings, **changes})
 
 
@@ -46,7 +57,9 @@ def drawn(step: ov.Step) -> Counter[str]:
 
 def samples(steps: list[ov.Step], name: str) -> list[Any]:
     plans = [s._told for s in steps]
-    return [p.sample_id(i) for p in plans for i in range(len(p.row)) if p.sample_id(i).source == name]
+    return [
+        p.sample_id(i) for p in plans for i in range(len(p.row)) if p.sample_id(i).source == name
+    ]
 
 
 def take(client: ov.Client, n: int) -> list[ov.Step]:
@@ -82,9 +95,17 @@ def test_a_source_may_join_before_the_first_step_and_at_a_step_to_come() -> None
         steps = list(client)
     assert [set(drawn(s)) for s in steps[:11]] == [{"a", "b", "c"}] * 11
     assert [set(drawn(s)) for s in steps[11:]] == [{"a", "b", "c", "d"}] * 9
-    listed = job("a", "b", "c", "d", mixture=lambda step, feedback: [1.0, 1.0, 1.0, 1.0 if step >= 11 else 0.0])
+    listed = job(
+        "a",
+        "b",
+        "c",
+        "d",
+        mixture=lambda step, feedback: [1.0, 1.0, 1.0, 1.0 if step >= 11 else 0.0],
+    )
     with launch(listed) as session:
-        assert [s.plan_digest for s in session.client(0)][11:] == [s.plan_digest for s in steps][11:]
+        assert [s.plan_digest for s in session.client(0)][11:] == [s.plan_digest for s in steps][
+            11:
+        ]
 
 
 @pytest.mark.parametrize(
@@ -92,22 +113,38 @@ def test_a_source_may_join_before_the_first_step_and_at_a_step_to_come() -> None
     [
         (None, {"a": 1.0, "b": 1.0, "c": 6.0}),
         ({"a": 3.0}, {"a": 3.0, "c": 6.0}),
-        (lambda step, feedback: [2.0, 4.0], {"a": 2.0, "b": 4.0, "c": 18.0}),  # six of eight, as among the sources' own
-        (ov.schedule.linear({"a": 3, "b": 2}, {"a": 30, "b": 20}, steps=400), {"a": 3.0, "b": 2.0, "c": 15.0}),
+        (
+            lambda step, feedback: [2.0, 4.0],
+            {"a": 2.0, "b": 4.0, "c": 18.0},
+        ),  # six of eight, as among the sources' own
+        (
+            ov.schedule.linear({"a": 3, "b": 2}, {"a": 30, "b": 20}, steps=400),
+            {"a": 3.0, "b": 2.0, "c": 15.0},
+        ),
         (lambda step, feedback: {"b": 2.0}, {"b": 2.0, "c": 6.0}),
-        (lambda step, feedback: {"b": 2.0, **({"c": 1.0} if step >= 10 else {})}, {"b": 2.0, "c": 1.0}),
-        (lambda step, feedback: [1.0, 1.0] if step < 10 else [1.0, 1.0, 2.0], {"a": 1.0, "b": 1.0, "c": 2.0}),
+        (
+            lambda step, feedback: {"b": 2.0, **({"c": 1.0} if step >= 10 else {})},
+            {"b": 2.0, "c": 1.0},
+        ),
+        (
+            lambda step, feedback: [1.0, 1.0] if step < 10 else [1.0, 1.0, 2.0],
+            {"a": 1.0, "b": 1.0, "c": 2.0},
+        ),
         (ov.schedule.temperature(2.0), {"a": 1.0, "b": 1.0, "c": 6.0}),
     ],
 )
-def test_its_weight_stands_beside_what_the_mixture_gives_the_others_unless_that_names_it(mixture: Any, shares: dict[str, float]) -> None:
+def test_its_weight_stands_beside_what_the_mixture_gives_the_others_unless_that_names_it(
+    mixture: Any, shares: dict[str, float]
+) -> None:
     with launch(job(mixture=mixture), prefetch=1) as session:
         client = session.client(0)
         session.add_source(source("c", weight=6.0), at=5)
         list(client)
         wanted = session.metrics()["mix"]["wanted"]
     total = sum(shares.values())
-    assert {name: column[-1] for name, column in wanted.items() if column[-1]} == pytest.approx({n: w / total for n, w in shares.items()})
+    assert {name: column[-1] for name, column in wanted.items() if column[-1]} == pytest.approx(
+        {n: w / total for n, w in shares.items()}
+    )
     assert wanted["c"][:5] == [0.0] * 5
 
 
@@ -134,11 +171,20 @@ def test_a_step_that_was_begun_no_longer_changes() -> None:
     """Long samples are paid for over several draws of a step; had a source joined between two of them, a resumed run would differ."""
     rows = Rows([{"tokens": [k] * 40} for k in range(60)])
     sources = [ov.Source(n, rows, transforms=[ov.Tokens("tokens")], epochs=1) for n in "ab"]
-    made = job(sources=sources, batch=ov.Batch(tokens=6, context=64), slice_rows=1, shuffle_chunks=1, until=12)
+    made = job(
+        sources=sources,
+        batch=ov.Batch(tokens=6, context=64),
+        slice_rows=1,
+        shuffle_chunks=1,
+        until=12,
+    )
     joining = ov.Source("c", rows, transforms=[ov.Tokens("tokens")], epochs=1)
     held = 0
     for seed in range(10):
-        blueprint, executor = Blueprint(made, Options(prefetch=20, read_ahead=1)), VirtualExecutor(seed, Delays())
+        blueprint, executor = (
+            Blueprint(made, Options(prefetch=20, read_ahead=1)),
+            VirtualExecutor(seed, Delays()),
+        )
         host = blueprint.host(executor)
         boxes = {0: _Rank(0)}
         host.attach(boxes)
@@ -149,7 +195,9 @@ def test_a_step_that_was_begun_no_longer_changes() -> None:
         held += at > host.planner.next_step
         more = blueprint.with_source(joining)
         with pytest.raises(PlanError, match="planned already"):
-            host.add_source(more.new_source(at - 1), more.loaders_for(2, Cursor()), more.budget_bytes)
+            host.add_source(
+                more.new_source(at - 1), more.loaders_for(2, Cursor()), more.budget_bytes
+            )
         host.add_source(more.new_source(at), more.loaders_for(2, Cursor()), more.budget_bytes)
         while executor.step():
             pass
@@ -182,30 +230,62 @@ def test_the_end_of_the_data_is_that_of_all_sources(until: str, epochs: int) -> 
         assert mine["a"]["samples"] < 60
 
 
-def test_under_weights_by_epoch_a_source_joins_at_its_step_and_its_epoch_counts_from_there() -> None:
+def test_under_weights_by_epoch_a_source_joins_at_its_step_and_its_epoch_counts_from_there() -> (
+    None
+):
     weights = lambda step, feedback: [1.0, 1.0 + step]  # noqa: E731
-    made = job(sources=[source("a", 16, epochs=None), source("b", 24, epochs=None)], mix_every="epoch", mixture=weights, until=40)
+    made = job(
+        sources=[source("a", 16, epochs=None), source("b", 24, epochs=None)],
+        mix_every="epoch",
+        mixture=weights,
+        until=40,
+    )
     seen = set()
     for seed in range(6):
-        run = ov.simulate(made, seed=seed, events=[Add(source("c", 16, epochs=None, weight=4.0), 15)], read_ahead=1, check=True)
-        seen.add(tuple((s.plan_digest, s._told.after.mix_step, s._told.after.mix_epoch) for s in run.steps[0]))
+        run = ov.simulate(
+            made,
+            seed=seed,
+            events=[Add(source("c", 16, epochs=None, weight=4.0), 15)],
+            read_ahead=1,
+            check=True,
+        )
+        seen.add(
+            tuple(
+                (s.plan_digest, s._told.after.mix_step, s._told.after.mix_epoch)
+                for s in run.steps[0]
+            )
+        )
     assert len(seen) == 1
     [steps] = seen
     assert steps[14][2] >= 1
     assert steps[15][1:] == (15, 0)
     assert "c" in drawn(run.steps[0][15])
     assert {s[1] for s in steps[15:]} != {15}  # and rises with it later
-    run = ov.simulate(made, events=[Add(source("c", weight=0.001), 15)])  # not drawn at once, so that the draw waits for nothing
-    assert (run.steps[0][15]._told.after.mix_step, run.steps[0][15]._told.after.mix_epoch) == (15, 0)
+    run = ov.simulate(
+        made, events=[Add(source("c", weight=0.001), 15)]
+    )  # not drawn at once, so that the draw waits for nothing
+    assert (run.steps[0][15]._told.after.mix_step, run.steps[0][15]._told.after.mix_epoch) == (
+        15,
+        0,
+    )
 
 
-def test_a_source_that_joins_may_have_several_loaders_and_quarantine_and_a_worker_process(tmp_path: Path) -> None:
+def test_a_source_that_joins_may_have_several_loaders_and_quarantine_and_a_worker_process(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "c.jsonl"
-    path.write_text("".join(json.dumps({"tokens": [k] if k % 5 else []}) + "\n" for k in range(100)))
+    path.write_text(
+        "".join(json.dumps({"tokens": [k] if k % 5 else []}) + "\n" for k in range(100))
+    )
     with launch(job(chunk_bytes=256), prefetch=1) as session:
         client = session.client(0)
         take(client, 1)
-        joining = ov.Source("c", str(path), transforms=[ov.Map(same, rows=True, holds_lock=True), ov.Tokens("tokens")], epochs=1)
+        joining = ov.Source(
+            "c",
+            str(path),
+            transforms=[ov.Map(same, rows=True, holds_lock=True), ov.Tokens("tokens")],
+            epochs=1,
+        )
         session.add_source(joining, loaders=3)
         rest = list(client)
         bad = session.quarantine()
@@ -214,7 +294,9 @@ def test_a_source_that_joins_may_have_several_loaders_and_quarantine_and_a_worke
     assert {(row["source"], row["path"]) for row in bad} == {("c", str(path))}
     assert metrics["sources"]["c"]["quarantined"] == len(bad)
     assert metrics["sources"]["c"]["read_s"] > 0
-    assert [a["name"] for a in metrics["actors"] if a["name"].startswith("loader/c")] == [f"loader/c/{k}" for k in (2, 3, 4)]
+    assert [a["name"] for a in metrics["actors"] if a["name"].startswith("loader/c")] == [
+        f"loader/c/{k}" for k in (2, 3, 4)
+    ]
     assert json.dumps(metrics)
 
 
@@ -282,14 +364,19 @@ def test_a_state_is_refused_where_the_source_is_missing_or_another() -> None:
         session.add_source(joining)
         take(client, 4)
         state = client.state_dict()
-    with pytest.raises(StateMismatch, match=r"source c: added: saved at step 0, found not among the job's sources") as caught:
+    with pytest.raises(
+        StateMismatch, match=r"source c: added: saved at step 0, found not among the job's sources"
+    ) as caught:
         ov.launch(made, resume=state)
     assert "list what was added in mid-run (c) last in Job.sources" in str(caught.value)
     for other, part in (
         (source("c", 399, weight=2.0), "source c: files"),
         (source("c", weight=3.0), "source c: weight"),
         (source("c", weight=2.0, epochs=2), "source c: reading"),
-        (source("c", weight=2.0, transforms=[ov.Filter(odd, rows=True), ov.Tokens("tokens")]), "source c: transforms"),
+        (
+            source("c", weight=2.0, transforms=[ov.Filter(odd, rows=True), ov.Tokens("tokens")]),
+            "source c: transforms",
+        ),
     ):
         with pytest.raises(StateMismatch) as caught:
             ov.launch(replace(made, sources=(*made.sources, other)), resume=state)
@@ -361,14 +448,22 @@ def test_several_sources_join_one_after_another_and_a_state_holds_them_in_order(
 @pytest.mark.parametrize("at", [0, 3, 12])
 def test_a_source_joins_a_job_that_looks_ahead(at: int) -> None:
     joining = source("c", 30, epochs=2, weight=2.0)
-    made = job(look_ahead=3, mixture=ov.schedule.length_warmup(1, 3, steps=9), place=ov.ClientPlaceTree(dp=2))
+    made = job(
+        look_ahead=3,
+        mixture=ov.schedule.length_warmup(1, 3, steps=9),
+        place=ov.ClientPlaceTree(dp=2),
+    )
     whole = ov.simulate(made, seed=3, events=[Add(joining, at)], save=True, check=True)
     assert any("c" in drawn(s) for s in whole.steps[0])
     assert max(Counter(samples(whole.steps[0], "c")).values()) == 1
     wider = replace(made, sources=(*made.sources, joining))
     for k in range(0, 20, 3):
-        again = ov.simulate(wider, seed=k, resume=json.loads(json.dumps(whole.states[k])), check=True)
-        assert [s.plan_digest for s in again.steps[0]] == [s.plan_digest for s in whole.steps[0]][k + 1 :]
+        again = ov.simulate(
+            wider, seed=k, resume=json.loads(json.dumps(whole.states[k])), check=True
+        )
+        assert [s.plan_digest for s in again.steps[0]] == [s.plan_digest for s in whole.steps[0]][
+            k + 1 :
+        ]
     with launch(made) as session:
         clients = [session.client(0), session.client(1)]
         take(clients[0], 1)
@@ -385,7 +480,9 @@ def test_a_simulated_run_gives_what_a_local_one_gives() -> None:
         session.set_mixture({"a": 1.0, "b": 2.0}, at=4)
         session.add_source(joining, at=7)
         local = [[s.plan_digest for s in steps] for steps in zip(*clients, strict=True)]
-    run = ov.simulate(made, seed=3, events=[SetMixture(4, {"a": 1.0, "b": 2.0}), Add(joining, 7, 2)], check=True)
+    run = ov.simulate(
+        made, seed=3, events=[SetMixture(4, {"a": 1.0, "b": 2.0}), Add(joining, 7, 2)], check=True
+    )
     assert [s.plan_digest for s in run.steps[0]] == [pair[0] for pair in local]
     assert isinstance(run.steps[0][-1]._told.after.events[0], AddSource)
 
@@ -398,9 +495,23 @@ def test_a_simulated_run_gives_what_a_local_one_gives() -> None:
     [
         (lambda d: source("a"), JobError, "the name 'a' is used twice"),
         (lambda d: "c.jsonl", JobError, "wanted a Source"),
-        (lambda d: ov.Source("c", str(d / "none-*.jsonl"), transforms=[ov.Tokens("tokens")]), SourceError, "none-"),
-        (lambda d: ov.Source("c", str(d / "bad.parquet"), transforms=[ov.Tokens("tokens")]), SourceError, "bad.parquet"),
-        (lambda d: source("c", transforms=[ov.Meta("x", len), ov.Meta("x", len), ov.Tokens("tokens")]), TransformError, "used twice"),
+        (
+            lambda d: ov.Source("c", str(d / "none-*.jsonl"), transforms=[ov.Tokens("tokens")]),
+            SourceError,
+            "none-",
+        ),
+        (
+            lambda d: ov.Source("c", str(d / "bad.parquet"), transforms=[ov.Tokens("tokens")]),
+            SourceError,
+            "bad.parquet",
+        ),
+        (
+            lambda d: source(
+                "c", transforms=[ov.Meta("x", len), ov.Meta("x", len), ov.Tokens("tokens")]
+            ),
+            TransformError,
+            "used twice",
+        ),
     ],
 )
 def test_a_source_that_cannot_join_is_refused_as_at_launch_and_nothing_has_changed(
@@ -425,7 +536,9 @@ def test_a_step_that_is_planned_or_none_and_a_job_that_ended_are_refused() -> No
         client = session.client(0)
         take(client, 4)
         until(lambda: session._host.planner.open_step == 6)
-        with pytest.raises(PlanError, match="step 3 is planned already; the first step that can still change is 6"):
+        with pytest.raises(
+            PlanError, match="step 3 is planned already; the first step that can still change is 6"
+        ):
             session.add_source(source("c"), at=3)
         with pytest.raises(PlanError, match="whole numbers"):
             session.add_source(source("c"), at=7.5)  # type: ignore[arg-type]
@@ -459,4 +572,8 @@ def test_a_state_written_in_the_moment_of_joining_has_the_source_and_its_event_o
         session._note = watched  # type: ignore[method-assign]
         session.add_source(joining, at=9)
         states.append(client.state_dict())
-    assert [("c" in s["cursors"], len(s["events"])) for s in states] == [(False, 0), (False, 0), (True, 1)]
+    assert [("c" in s["cursors"], len(s["events"])) for s in states] == [
+        (False, 0),
+        (False, 0),
+        (True, 1),
+    ]

@@ -11,7 +11,9 @@ from overlord.messages.control import Attach, Consumed, Detach, Finish, Stage
 
 
 def stage(step: int, skipped: bool = False) -> Stage:
-    return Stage(plan=SimpleNamespace(step=step), pops=None, doc=None, digest="", after=None, skipped=skipped)  # type: ignore[arg-type]
+    return Stage(
+        plan=SimpleNamespace(step=step), pops=None, doc=None, digest="", after=None, skipped=skipped
+    )  # type: ignore[arg-type]
 
 
 def planned(assembler: Assembler, *steps: int) -> None:
@@ -50,7 +52,9 @@ def test_so_many_steps_are_built_ahead_of_the_fastest_rank_and_no_more() -> None
     assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(0, 1)]
     assert assembler.handle(Built(1)) == [Deliver(1, 0), Deliver(1, 1)]
     assert assembler.waiting() == "step 2: an earlier one to be taken"
-    assert assembler.handle(Consumed(0, 0)) == [Build(2, 0)]  # though the other rank has not taken it
+    assert assembler.handle(Consumed(0, 0)) == [
+        Build(2, 0)
+    ]  # though the other rank has not taken it
     assert assembler.handle(Consumed(1, 0)) == [Release(0, 0)]
     assert assembler.handle(Consumed(0, 1)) == [Build(3, 0)]
     assert assembler.handle(Built(2)) == [Deliver(2, 0), Deliver(2, 1)]
@@ -70,7 +74,12 @@ def test_payload_that_comes_out_of_order_does_not_keep_the_next_step_from_being_
     assert assembler.handle(Staged(0)) == [Build(0, 0)]
     assembler.handle(Built(1))
     assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(1, 0)]
-    assert assembler.handle(Consumed(0, 1)) == [Release(0, 0), Release(1, 0), Build(2, 0), Build(3, 0)]
+    assert assembler.handle(Consumed(0, 1)) == [
+        Release(0, 0),
+        Release(1, 0),
+        Build(2, 0),
+        Build(3, 0),
+    ]
 
 
 def test_payload_of_steps_that_are_not_built_goes_with_the_last_rank_and_with_the_end() -> None:
@@ -121,7 +130,9 @@ def test_another_buckets_ranks_are_none_of_its_business() -> None:
     assert assembler.handle(Consumed(5, 0)) == []
 
 
-def test_a_step_comes_along_with_other_buckets_once_and_only_if_its_payload_is_there_and_someone_wants_it() -> None:
+def test_a_step_comes_along_with_other_buckets_once_and_only_if_its_payload_is_there_and_someone_wants_it() -> (
+    None
+):
     assembler = Assembler(0, [0], build_ahead=1)
     assert not assembler.come_along(0)  # nobody is attached
     assembler.handle(Attach(0))

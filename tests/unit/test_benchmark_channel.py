@@ -37,9 +37,17 @@ def test_a_message_that_was_overwritten_before_it_was_read_is_found_out(mode: st
 
 def test_shares_are_taken_round_by_round() -> None:
     """A round in which everything took twice as long changes no share."""
-    found = [block(way, slow * (1.25 if way == "ring" else 1.0)) for slow in (1.0, 2.0) for way in (*BARES, "ring")]
-    assert channel.verdict(found) == [f"16 MiB, copied: the ring moves 80 % of *{bare}*; 70 % is met." for bare in BARES]
-    assert "missed" in channel.verdict([*(block(bare, 1.0) for bare in BARES), block("ring", 1.5)])[0]
+    found = [
+        block(way, slow * (1.25 if way == "ring" else 1.0))
+        for slow in (1.0, 2.0)
+        for way in (*BARES, "ring")
+    ]
+    assert channel.verdict(found) == [
+        f"16 MiB, copied: the ring moves 80 % of *{bare}*; 70 % is met." for bare in BARES
+    ]
+    assert (
+        "missed" in channel.verdict([*(block(bare, 1.0) for bare in BARES), block("ring", 1.5)])[0]
+    )
 
 
 def test_every_way_says_what_it_is() -> None:

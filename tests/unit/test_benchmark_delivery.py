@@ -44,18 +44,40 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Pictures:
 
 
 def group(texts: Path, way: str, **more: Any) -> Case:
-    given = {"way": way, "job": "null", "folder": str(texts), "n_sources": 1, "context": 2048, "microbatches": 2, "samples": 12}
+    given = {
+        "way": way,
+        "job": "null",
+        "folder": str(texts),
+        "n_sources": 1,
+        "context": 2048,
+        "microbatches": 2,
+        "samples": 12,
+    }
     return Case(**(given | {"warm": 1, "steps": 2} | more))
 
 
 def album(pictures: Pictures, way: str, **more: Any) -> Case:
-    given = {"way": way, "job": "null-pictures", "folder": str(pictures.folder), "n_sources": 1, "axis": "dp", "ranks": 2, "context": 4096}
+    given = {
+        "way": way,
+        "job": "null-pictures",
+        "folder": str(pictures.folder),
+        "n_sources": 1,
+        "axis": "dp",
+        "ranks": 2,
+        "context": 4096,
+    }
     return Case(**(given | {"microbatches": 1, "samples": 8, "warm": 1, "steps": 2} | more))
 
 
 def found(way: str, **more: Any) -> Found:
-    case = Case(way=way, job=more.pop("job", "pictures"), folder="", n_sources=1, ranks=more.pop("ranks", 1))
-    zero: dict[str, Any] = dict.fromkeys(Found.__dataclass_fields__, 0) | {"tokens": 10**6, "samples": 1000, "wall_s": 1.0}
+    case = Case(
+        way=way, job=more.pop("job", "pictures"), folder="", n_sources=1, ranks=more.pop("ranks", 1)
+    )
+    zero: dict[str, Any] = dict.fromkeys(Found.__dataclass_fields__, 0) | {
+        "tokens": 10**6,
+        "samples": 1000,
+        "wall_s": 1.0,
+    }
     return Found(**(zero | {"case": case} | more))
 
 
@@ -68,13 +90,17 @@ def test_ranks_of_a_group_share_what_was_read_for_them(texts: Path) -> None:
 
 
 def test_a_rank_that_is_served_by_a_broadcast_is_given_nothing(texts: Path) -> None:
-    each, one = (run(group(texts, way, ranks=2), LIMIT_S) for way in ("overlord", "overlord-broadcast"))
+    each, one = (
+        run(group(texts, way, ranks=2), LIMIT_S) for way in ("overlord", "overlord-broadcast")
+    )
     assert each.delivered / each.tokens == pytest.approx(2 * one.delivered / one.tokens, rel=0.05)
 
 
 def test_memory_of_ranks_with_the_same_arrays_counts_once(texts: Path) -> None:
     assert assembled_bytes(group(texts, "overlord", ranks=4)) == pytest.approx(1 / 4, rel=0.01)
-    assert assembled_bytes(group(texts, "overlord", axis="cp", ranks=2)) == pytest.approx(1, rel=0.05)
+    assert assembled_bytes(group(texts, "overlord", axis="cp", ranks=2)) == pytest.approx(
+        1, rel=0.05
+    )
 
 
 def test_shared_memory_is_counted_once() -> None:
@@ -87,8 +113,15 @@ def test_the_bare_loop_makes_the_pixels_that_overlord_delivers(pictures: Picture
     microbatches, encoder = next(picture_steps(case, pictures, None, case.samples))
     bare = split(encoder["pixel_values"], encoder["grid_thw"])
     with ov.launch(make_job(case), runtime="local") as session:
-        steps = [next(client) for client in [session.client(rank=rank) for rank in range(case.ranks)]]
-        ours = [image for step in steps for part in step.encoder for image in split(part["pixel_values"], part["grid_thw"])]
+        steps = [
+            next(client) for client in [session.client(rank=rank) for rank in range(case.ranks)]
+        ]
+        ours = [
+            image
+            for step in steps
+            for part in step.encoder
+            for image in split(part["pixel_values"], part["grid_thw"])
+        ]
         tokens = sorted(doc for step in steps for mb in step for doc in documents(mb))
     assert sorted(ours) == sorted(bare)
     assert tokens == sorted(doc for mb in microbatches for doc in documents(mb))
@@ -118,7 +151,17 @@ def test_a_cell_that_cannot_start_says_why(texts: Path) -> None:
 def test_every_run_stands_between_two_bare_ones() -> None:
     cases = delivery.image_cases(["overlord", "torch"], Path("nowhere"), 2, 6)
     order = [case.way for case in delivery.between_bare(cases, 2)]
-    assert order == ["bare", "overlord", "bare", "torch", "bare", "torch", "bare", "overlord", "bare"]
+    assert order == [
+        "bare",
+        "overlord",
+        "bare",
+        "torch",
+        "bare",
+        "torch",
+        "bare",
+        "overlord",
+        "bare",
+    ]
 
 
 def test_ratios_are_to_the_neighbouring_bare_runs() -> None:
@@ -129,27 +172,58 @@ def test_ratios_are_to_the_neighbouring_bare_runs() -> None:
         found("torch", cpu_s=8.0),
         found("bare", cpu_s=1.0),
     ]
-    assert delivery.ratios(runs) == {"overlord": [pytest.approx(1.1)], "torch": [pytest.approx(4.0)]}
+    assert delivery.ratios(runs) == {
+        "overlord": [pytest.approx(1.1)],
+        "torch": [pytest.approx(4.0)],
+    }
     rows = {row[0]: row for row in delivery.image_rows(runs)}
     assert rows["overlord"][3:5] == ["1.100", "met"]
     pictures = Pictures(Path("nowhere"), (), 10, 500_000, 2_000_000)
-    assert "| torch | 1 | 8000 | 4.000 |" in delivery.page([], runs, pictures, "2026-01-01", "python benchmarks/delivery.py")
+    assert "| torch | 1 | 8000 | 4.000 |" in delivery.page(
+        [], runs, pictures, "2026-01-01", "python benchmarks/delivery.py"
+    )
 
 
-def test_ranks_with_a_loader_each_assemble_what_they_get_and_shared_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_a_loader_each_assemble_what_they_get_and_shared_ones_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(delivery, "assembled_bytes", lambda case: 1 / case.ranks)
     runs = [
-        found(way, job="null", ranks=4, delivered=4 * 2**20, read=r * 2**20, cpu_s=c, pss_mb=p, idle_mb=100.0)
+        found(
+            way,
+            job="null",
+            ranks=4,
+            delivered=4 * 2**20,
+            read=r * 2**20,
+            cpu_s=c,
+            pss_mb=p,
+            idle_mb=100.0,
+        )
         for way, r, c, p in (("overlord", 1, 0.5, 110.0), ("torch", 4, 2.0, 140.0))
     ]
     rows = {row[3]: row[4:] for row in delivery.group_rows(delivery.assembled(runs))}
     assert rows["torch"] == ["4.00", "1.00", "4.00", "1.00", "2.00", "1.00", "40.00", "1.00", "4"]
-    assert rows["overlord"] == ["1.00", "4.00", "1.00", "4.00", "0.50", "4.00", "10.00", "4.00", "4"]
+    assert rows["overlord"] == [
+        "1.00",
+        "4.00",
+        "1.00",
+        "4.00",
+        "0.50",
+        "4.00",
+        "10.00",
+        "4.00",
+        "4",
+    ]
 
 
 def test_a_rank_alone_is_measured_once_and_broadcasts_along_tp_only() -> None:
-    cases = delivery.group_cases(["null"], [1, 2], ["tp", "cp"], delivery.GROUP_WAYS, Path("nowhere"), 1)
+    cases = delivery.group_cases(
+        ["null"], [1, 2], ["tp", "cp"], delivery.GROUP_WAYS, Path("nowhere"), 1
+    )
     assert [(c.axis, c.ranks, c.way) for c in cases if c.way.startswith("overlord")] == [
-        ("tp", 1, "overlord"), ("tp", 2, "overlord"), ("tp", 2, "overlord-broadcast"), ("cp", 2, "overlord"),
-    ]  # fmt: skip
+        ("tp", 1, "overlord"),
+        ("tp", 2, "overlord"),
+        ("tp", 2, "overlord-broadcast"),
+        ("cp", 2, "overlord"),
+    ]
     assert replace(cases[0], way="torch") in cases

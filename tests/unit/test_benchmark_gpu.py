@@ -57,7 +57,15 @@ def test_pieces_of_the_encoder_hold_every_image_and_no_more_than_fits() -> None:
 
 
 def fitted(**more: Any) -> ov.cost.Fitted:
-    return ov.cost.Fitted(linear=1e-6, square=1e-10, constant=0.0, worst_error=0.0, mean_error=0.0, measurements=4, **more)
+    return ov.cost.Fitted(
+        linear=1e-6,
+        square=1e-10,
+        constant=0.0,
+        worst_error=0.0,
+        mean_error=0.0,
+        measurements=4,
+        **more,
+    )
 
 
 def test_lengths_are_packed_as_they_come() -> None:
@@ -77,9 +85,20 @@ def test_gains_are_over_the_slowest_rank_of_the_others() -> None:
     case = plans.Case(context=8192, per_rank=16, ranks=2)
 
     def step(strategy: str, *measured: float) -> plans.Outcome:
-        return plans.Outcome(case=case, seed=0, strategy=strategy, microbatches=3, measured=list(measured), told=list(measured))
+        return plans.Outcome(
+            case=case,
+            seed=0,
+            strategy=strategy,
+            microbatches=3,
+            measured=list(measured),
+            told=list(measured),
+        )
 
-    found = [step("vanilla", 1.0, 3.0), step("packed", 1.5, 2.5), step("balanced, fitted", 1.99, 2.01)]
+    found = [
+        step("vanilla", 1.0, 3.0),
+        step("packed", 1.5, 2.5),
+        step("balanced, fitted", 1.99, 2.01),
+    ]
     rows = {row[2]: dict(zip(plans.HEAD, row, strict=True)) for row in plans.rows_of(found)}
     assert rows["vanilla"]["slowest over mean"] == "1.5000"
     assert rows["balanced, fitted"]["x vanilla"] == "1.49"
@@ -88,16 +107,33 @@ def test_gains_are_over_the_slowest_rank_of_the_others() -> None:
 
 
 def test_where_outputs_are_exchanged_ranks_wait_for_each_other_twice() -> None:
-    parts: dict[str, Any] = {"case": vlm.CASES[0], "seed": 0, "strategy": "vanilla", "microbatches": 2}
+    parts: dict[str, Any] = {
+        "case": vlm.CASES[0],
+        "seed": 0,
+        "strategy": "vanilla",
+        "microbatches": 2,
+    }
     times = {"encoder_by": [[0.5, 0.5], [1.0, 2.0]], "backbone_by": [[3.0, 1.0], [0.5, 0.5]]}
-    apart, together = vlm.Outcome(**parts, **times, exchanged=False), vlm.Outcome(**parts, **times, exchanged=True)
+    apart, together = (
+        vlm.Outcome(**parts, **times, exchanged=False),
+        vlm.Outcome(**parts, **times, exchanged=True),
+    )
     assert (apart.iteration, together.iteration) == (5.0, 3.0 + 4.0)
     assert (apart.met, together.met) == (3.5 + 2.5, 1.0 + 2.0 + 3.0 + 1.0)
 
 
 def test_an_encoder_that_runs_once_a_step_runs_before_the_first_microbatch() -> None:
-    parts: dict[str, Any] = {"case": vlm.CASES[0], "seed": 0, "strategy": "joint", "microbatches": 2, "exchanged": False}
-    assert vlm.Outcome(**parts, encoder_by=[[1.0], [3.0]], backbone_by=[[4.0, 1.0], [1.0, 2.0]]).met == 5.0 + 2.0
+    parts: dict[str, Any] = {
+        "case": vlm.CASES[0],
+        "seed": 0,
+        "strategy": "joint",
+        "microbatches": 2,
+        "exchanged": False,
+    }
+    assert (
+        vlm.Outcome(**parts, encoder_by=[[1.0], [3.0]], backbone_by=[[4.0, 1.0], [1.0, 2.0]]).met
+        == 5.0 + 2.0
+    )
 
 
 def test_tiny_plans_run_on_a_cpu(tmp_path: Path) -> None:
@@ -109,16 +145,36 @@ def test_tiny_plans_run_on_a_cpu(tmp_path: Path) -> None:
 
 def test_a_tiny_encoder_and_backbone_run_on_a_cpu(tmp_path: Path) -> None:
     found = vlm.main(["--device", "cpu", "--tiny", "--out", str(tmp_path)])
-    assert [o.strategy for o in found] == ["vanilla", "backbone", "hybrid", "joint", "hybrid, by microbatch"]
+    assert [o.strategy for o in found] == [
+        "vanilla",
+        "backbone",
+        "hybrid",
+        "joint",
+        "hybrid, by microbatch",
+    ]
     assert len(list(tmp_path.glob("*-gpu-vlm-*.md"))) == 1
 
 
 def test_a_tiny_training_is_fed_the_same_steps_with_and_without_a_loader(tmp_path: Path) -> None:
     feeds = "resident,overlord-local,torch-no-worker"
-    found = train.main(["--device", "cpu", "--tiny", "--feeds", feeds, "--data", str(tmp_path / "data"), "--out", str(tmp_path)])
+    found = train.main(
+        [
+            "--device",
+            "cpu",
+            "--tiny",
+            "--feeds",
+            feeds,
+            "--data",
+            str(tmp_path / "data"),
+            "--out",
+            str(tmp_path),
+        ]
+    )
     resident, ours, theirs = found
     assert ours.tokens == resident.tokens
-    assert all(0 <= wait < step for f in found for wait, step in zip(f.wait_s, f.step_s, strict=True))
+    assert all(
+        0 <= wait < step for f in found for wait, step in zip(f.wait_s, f.step_s, strict=True)
+    )
     assert "*" not in train.rows_of(found)[1][train.HEAD.index("x resident")]
     assert len(ours.idle_s) == len(ours.step_s) - 1
     assert theirs.tokens != resident.tokens

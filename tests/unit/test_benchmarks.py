@@ -77,14 +77,24 @@ def test_equal_seeds_give_equal_samples_and_other_seeds_others(name: str) -> Non
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 50), st.lists(st.integers(1, 40), max_size=5)), min_size=1, max_size=20), st.integers(1, 60),
+    st.lists(
+        st.tuples(st.integers(0, 50), st.lists(st.integers(1, 40), max_size=5)),
+        min_size=1,
+        max_size=20,
+    ),
+    st.integers(1, 60),
     st.integers(1, 4),
-)  # fmt: skip
-def test_a_cut_sample_fits_and_one_that_fitted_stays_as_it_was(rows: list[tuple[int, list[int]]], context: int, merge: int) -> None:
+)
+def test_a_cut_sample_fits_and_one_that_fitted_stays_as_it_was(
+    rows: list[tuple[int, list[int]]], context: int, merge: int
+) -> None:
     samples = Samples(
-        names=("one",), source=np.zeros(len(rows), np.int32), text=np.array([text for text, _ in rows]),
-        images=Ragged.from_rows([images for _, images in rows], np.int64), merge=merge,
-    )  # fmt: skip
+        names=("one",),
+        source=np.zeros(len(rows), np.int32),
+        text=np.array([text for text, _ in rows]),
+        images=Ragged.from_rows([images for _, images in rows], np.int64),
+        merge=merge,
+    )
     cut, before = samples.cut(context), samples.tokens()
     assert np.array_equal(cut.tokens(), np.minimum(before, context))
     assert (cut.text >= 0).all()
@@ -100,7 +110,9 @@ def test_a_buffer_holds_the_samples_in_the_order_of_the_stream() -> None:
     assert isinstance(patches, Ragged)
     assert np.array_equal(buffer.source, samples.source)
     assert np.array_equal(buffer.meta["tokens"], samples.tokens())
-    assert [patches[i].tolist() for i in range(300)] == [samples.images[i].tolist() for i in range(300)]
+    assert [patches[i].tolist() for i in range(300)] == [
+        samples.images[i].tolist() for i in range(300)
+    ]
 
 
 def test_readers_that_take_turns_keep_to_their_source() -> None:
@@ -167,7 +179,10 @@ def test_no_placement_passes_the_microbatch_bound(ranks: int, n: int, seed: int)
         held, load = [], []
         for i in rng.permutation(n):
             k = next((k for k, tokens in enumerate(held) if tokens + sizes[i] <= 10), len(held))
-            held[k:], load[k:] = [*(held[k : k + 1] or [0]), *held[k + 1 :]], [*(load[k : k + 1] or [0.0]), *load[k + 1 :]]
+            held[k:], load[k:] = (
+                [*(held[k : k + 1] or [0]), *held[k + 1 :]],
+                [*(load[k : k + 1] or [0.0]), *load[k + 1 :]],
+            )
             held[k], load[k] = held[k] + sizes[i], load[k] + costs[i]
         cells = np.zeros(-(-len(load) // ranks) * ranks)
         cells[: len(load)] = sorted(load, reverse=True)
@@ -181,7 +196,10 @@ def flops(loads: Loads, encoder: str = "own group", **setup: Any) -> float:
 
 def test_ranks_that_meet_wait_for_the_slowest_as_worked_out_by_hand() -> None:
     backbone, encoder = np.array([[4.0, 1.0], [1.0, 3.0]]), np.array([[[1.0, 0.0]], [[0.0, 2.0]]])
-    stays, moved = (Loads(backbone=backbone, encoder=encoder, exchanged=exchanged) for exchanged in (False, True))
+    stays, moved = (
+        Loads(backbone=backbone, encoder=encoder, exchanged=exchanged)
+        for exchanged in (False, True)
+    )
     assert flops(stays, sync="microbatch") == pytest.approx(5 + 5)
     assert flops(stays, sync="iteration") == pytest.approx(max(5 + 1, 1 + 5))
     assert flops(moved, sync="microbatch") == pytest.approx((1 + 2) + (4 + 3))
@@ -198,11 +216,23 @@ def test_where_images_are_encoded_counts_as_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sync", "encoder"), [(s, e) for s in SYNCS for e in ENCODERS_UNPLANNED if s == "1F1B" or e in ("own group", "replicated")]
+    ("sync", "encoder"),
+    [
+        (s, e)
+        for s in SYNCS
+        for e in ENCODERS_UNPLANNED
+        if s == "1F1B" or e in ("own group", "replicated")
+    ],
 )
 def test_no_strategy_is_faster_than_a_step_without_waiting(sync: str, encoder: str) -> None:
     cards = {"tp": 2, "pp": 2} if sync == "1F1B" else {"tp": 2}
-    for found in predict(Setup(sync=sync, ranks=4, per_rank=6, encoder=encoder, **cards), "navit", 4096, pairs()[:2], [1]):
+    for found in predict(
+        Setup(sync=sync, ranks=4, per_rank=6, encoder=encoder, **cards),
+        "navit",
+        4096,
+        pairs()[:2],
+        [1],
+    ):
         assert set(found.speed) == set(STRATEGIES)
         assert all(0 < speed <= found.ideal * (1 + 1e-9) for speed in found.speed.values())
 
@@ -220,7 +250,13 @@ def test_look_ahead_takes_every_sample_once_and_a_width_of_one_takes_the_stream(
     stream = Stream(case, 3, 2, seed=1)
     for step in range(3):
         candidates = stream.candidates(step)
-        plan = DGraph.from_buffer(candidates, ClientPlaceTree(dp=4), meta="tokens").mix().distribute("DP").balance("greedy").plan()
+        plan = (
+            DGraph.from_buffer(candidates, ClientPlaceTree(dp=4), meta="tokens")
+            .mix()
+            .distribute("DP")
+            .balance("greedy")
+            .plan()
+        )
         assert not stream.taken[stream.first[plan.source] + plan.row].any()
         stream.settle(plan)
     assert stream.taken.sum() == 3 * case.samples
@@ -231,21 +267,35 @@ def test_look_ahead_takes_every_sample_once_and_a_width_of_one_takes_the_stream(
 
 def outcome(case: Case, method: str, *, sync: float, bound: float) -> Outcome:
     return Outcome(
-        case=case, seed=0, method=method, bucket=1.1, sync=sync, bucket_bound=1.0, sync_bound=bound, microbatches=1, fill=1.0, cpu_ms=1.0,
-        overfull=0, way="",
-    )  # fmt: skip
+        case=case,
+        seed=0,
+        method=method,
+        bucket=1.1,
+        sync=sync,
+        bucket_bound=1.0,
+        sync_bound=bound,
+        microbatches=1,
+        fill=1.0,
+        cpu_ms=1.0,
+        overfull=0,
+        way="",
+    )
 
 
 def test_a_missed_target_is_told_and_an_impossible_one_is_marked() -> None:
     case = Case(profile="coyo", context=4096, ranks=8, per_rank=16)
-    missed, impossible = (Grid([outcome(case, "microbatch", sync=1.1, bound=bound)]) for bound in (1.0, 1.06))
+    missed, impossible = (
+        Grid([outcome(case, "microbatch", sync=1.1, bound=bound)]) for bound in (1.0, 1.06)
+    )
     assert "over by 0.060)" in str(judge(missed, TARGETS[1])[0])
     assert "impossible" in str(judge(impossible, TARGETS[1])[0])
     assert any("met in 0 of 1 cells" in line for line in summary(missed))
 
 
 def test_every_method_keeps_the_context_on_a_small_step() -> None:
-    for found in measure(Case(profile="navit", context=4096, ranks=16, per_rank=8), 1, balance.METHODS):
+    for found in measure(
+        Case(profile="navit", context=4096, ranks=16, per_rank=8), 1, balance.METHODS
+    ):
         assert found.overfull == 0
         assert found.bucket >= found.bucket_bound - 1e-9
         assert found.sync >= found.sync_bound - 1e-9
@@ -253,39 +303,77 @@ def test_every_method_keeps_the_context_on_a_small_step() -> None:
 
 def test_the_balance_page_holds_every_section() -> None:
     tiny = balance.Extent(
-        ranks=(4, 8), per_rank=(8,), contexts=(4096,), seeds=1, steps_ahead=2, look_aheads=(1, 2), vlm_samples=4096, repeat=1
+        ranks=(4, 8),
+        per_rank=(8,),
+        contexts=(4096,),
+        seeds=1,
+        steps_ahead=2,
+        look_aheads=(1, 2),
+        vlm_samples=4096,
+        repeat=1,
     )
     found = balance.run(tiny, Console(quiet=True))
     text = balance.page(found, "2026-01-01", "python benchmarks/balance.py", [])
-    for title in ("Against the targets", "Ranks meet once a step", "Planning time", "The paper's Figure 3", "Models with an encoder"):
+    for title in (
+        "Against the targets",
+        "Ranks meet once a step",
+        "Planning time",
+        "The paper's Figure 3",
+        "Models with an encoder",
+    ):
         assert f"## {title}" in text
-    assert "0 in " in next(line for line in text.splitlines() if line.startswith("- microbatches above the context"))
+    assert "0 in " in next(
+        line for line in text.splitlines() if line.startswith("- microbatches above the context")
+    )
 
 
 def test_the_model_page_names_its_assumptions_in_every_row() -> None:
-    setups = (Setup(sync="microbatch", ranks=4, per_rank=0, filled=2), Setup(sync="iteration", ranks=4, per_rank=6))
+    setups = (
+        Setup(sync="microbatch", ranks=4, per_rank=0, filled=2),
+        Setup(sync="iteration", ranks=4, per_rank=6),
+    )
     models = [pair for kappa in (1.0, 0.0) for pair in pairs(kappa)]
-    found = [p for setup in setups for profile in PROFILES for p in predict(setup, profile, 4096, models, [1])]
+    found = [
+        p
+        for setup in setups
+        for profile in PROFILES
+        for p in predict(setup, profile, 4096, models, [1])
+    ]
     text = endtoend_model.page(found, "2026-01-01", "python benchmarks/endtoend_model.py", 1, [])
     assert "Against a good baseline" in text
-    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| set")]
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| set")
+    ]
     assert len(rows) == 4
     assert all("D=4" in row and "encoder own group" in row for row in rows)
     assert endtoend_model.plot(found, "coyo").startswith("<svg")
 
 
 @pytest.mark.timeout(200)
-def test_without_constructors_the_benchmark_counts_a_link_from_every_loader_host_to_every_rank(tmp_path: Path) -> None:
+def test_without_constructors_the_benchmark_counts_a_link_from_every_loader_host_to_every_rank(
+    tmp_path: Path,
+) -> None:
     fetching.write_sources(tmp_path, 2, rows=200)
     case = FetchingCase(
-        constructors=False, folder=str(tmp_path), dp=1, tp=2, hosts=2, context=1024, microbatches=2, steps=3, warm=1, pause_ms=0
+        constructors=False,
+        folder=str(tmp_path),
+        dp=1,
+        tp=2,
+        hosts=2,
+        context=1024,
+        microbatches=2,
+        steps=3,
+        warm=1,
+        pause_ms=0,
     )
     found = fetching.run(case)
     assert (found.links_per_loader_host, found.links_per_client, found.links) == (2, 3, 6)
     assert found.step_bytes > 2 * 1024 * 2, "every rank is sent the step, as ids of 16 bits"
     assert len(found.fetch_ms) == 6
     page = constructors.page([found], "2026-01-01", "python benchmarks/constructors.py", 1)
-    assert len([line for line in page.splitlines() if line.startswith("| 2 (1 x 2) | direct |")]) == 2
+    assert (
+        len([line for line in page.splitlines() if line.startswith("| 2 (1 x 2) | direct |")]) == 2
+    )
 
 
 def test_appends_are_measured_beside_a_bare_write_and_sync(tmp_path: Path) -> None:
@@ -299,13 +387,34 @@ def test_faults_are_felt_in_no_byte_and_the_page_has_every_run_its_targets_and_f
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: dict[str, Any] = {}
-    monkeypatch.setattr("overlord.drill.run.LOST_AFTER_S", 30.0)  # a part that stands still for seconds is not to be killed, too
-    monkeypatch.setattr(faults, "save", lambda name, text, plots: saved.update(text=text, plots=plots) or "a page")
-    small = ["--loaders", "3", "--killed", "2", "--steps", "20", "--step-s", "0.01", "--samples", "12"]
-    done = CliRunner().invoke(faults.main, [*small, "--save", "--corpus", str(tmp_path)], catch_exceptions=False)
+    monkeypatch.setattr(
+        "overlord.drill.run.LOST_AFTER_S", 30.0
+    )  # a part that stands still for seconds is not to be killed, too
+    monkeypatch.setattr(
+        faults, "save", lambda name, text, plots: saved.update(text=text, plots=plots) or "a page"
+    )
+    small = [
+        "--loaders",
+        "3",
+        "--killed",
+        "2",
+        "--steps",
+        "20",
+        "--step-s",
+        "0.01",
+        "--samples",
+        "12",
+    ]
+    done = CliRunner().invoke(
+        faults.main, [*small, "--save", "--corpus", str(tmp_path)], catch_exceptions=False
+    )
     assert done.exit_code == 0
-    rows = [line.strip("| ").split(" | ") for line in saved["text"].splitlines() if line.endswith(" |")][1:]
-    assert [row[2] for row in rows] == ["0", "2", "0", "0", "2", "2", "0", "2"], "kills of every run"
+    rows = [
+        line.strip("| ").split(" | ") for line in saved["text"].splitlines() if line.endswith(" |")
+    ][1:]
+    assert [row[2] for row in rows] == ["0", "2", "0", "0", "2", "2", "0", "2"], (
+        "kills of every run"
+    )
     assert {row[-1] for row in rows} == {"equal"}
     assert saved["text"].count("no step waits longer than the undisturbed run's p99") == 4
     assert sorted(name.partition("-faults-")[2] for name in saved["plots"]) == sorted(faults.PLOTS)
@@ -320,12 +429,25 @@ def test_a_run_of_faults_that_would_end_before_they_are_over_is_refused() -> Non
 
 def test_the_autoscale_benchmark_launches_with_defaults_and_counts_the_start_as_waiting() -> None:
     """Threads are left to the package: set to one, they would hide that code which holds the interpreter lock needs processes."""
-    setting = autoscale.Setting(folder=Path(), hosts=3, steps=4, step_s=0.1, costs=dict.fromkeys(autoscale.LIGHT, 1e-3), samples=8)
+    setting = autoscale.Setting(
+        folder=Path(),
+        hosts=3,
+        steps=4,
+        step_s=0.1,
+        costs=dict.fromkeys(autoscale.LIGHT, 1e-3),
+        samples=8,
+    )
     assert autoscale.options_of("autoscale", setting) == {"hosts": 3, "autoscale": True}
     assert autoscale.options_of("off", setting) == {"hosts": 3, "autoscale": False}
     assert list(autoscale.provisions(setting)) == ["worst case", "average", "off", "autoscale"]
     assert autoscale.hashed in autoscale.CODE.values()
-    done = autoscale.Outcome("autoscale", waits=[2.0, 0.5, 0.0], at=[2.0, 2.6, 2.7], seen=[(1.0, 1), (2.0, 3), (3.0, 3)])
+    done = autoscale.Outcome(
+        "autoscale", waits=[2.0, 0.5, 0.0], at=[2.0, 2.6, 2.7], seen=[(1.0, 1), (2.0, 3), (3.0, 3)]
+    )
     assert (done.start_s, done.waited(), done.loader_seconds) == (2.0, 2.5, 4.0)
     found = dict(zip(autoscale.HEAD, autoscale.row(done, done, setting), strict=True))
-    assert (found["start s"], found["trainer waited s"], found["longest wait after start s"]) == ("2.00", "2.50", "0.50")
+    assert (found["start s"], found["trainer waited s"], found["longest wait after start s"]) == (
+        "2.00",
+        "2.50",
+        "0.50",
+    )

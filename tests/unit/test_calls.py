@@ -20,11 +20,18 @@ class Cost:
 
 def test_a_callable_without_a_hash_is_looked_at_as_any_other() -> None:
     assert cannot_take(Cost(), ("columns",)) == ""
-    assert cannot_take(Cost(), ("a", "b")) == "wanted a function of (a, b), found Cost(columns: 'Any') -> 'Any'"
+    assert (
+        cannot_take(Cost(), ("a", "b"))
+        == "wanted a function of (a, b), found Cost(columns: 'Any') -> 'Any'"
+    )
 
 
 def test_the_answer_is_that_of_the_arguments_that_were_asked_for() -> None:
     def one(x: Any) -> Any:
         return x
 
-    assert [cannot_take(one, ("x",)) == "", cannot_take(one, ("x", "y")) == "", cannot_take(one, ("x",)) == ""] == [True, False, True]
+    assert [
+        cannot_take(one, ("x",)) == "",
+        cannot_take(one, ("x", "y")) == "",
+        cannot_take(one, ("x",)) == "",
+    ] == [True, False, True]

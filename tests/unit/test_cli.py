@@ -32,12 +32,22 @@ def rows(n: int, base: int) -> list[dict[str, Any]]:
 
 def job_file(folder: Path, epochs: int | None = 1, **changes: Any) -> Path:
     sources = {
-        "web": {"uri": write_rows(folder / "web", "parquet", rows(60, 100), row_group_size=16), "weight": 2, "epochs": epochs},
+        "web": {
+            "uri": write_rows(folder / "web", "parquet", rows(60, 100), row_group_size=16),
+            "weight": 2,
+            "epochs": epochs,
+        },
         "code": {"uri": write_rows(folder / "code", "jsonl", rows(60, 300)), "epochs": epochs},
     }
     for source in sources.values():
         source["transforms"] = [{"tokens": {"column": "tokens"}}]
-    job = {"name": "small", "sources": sources, "batch": {"samples": 12, "context": 64, "microbatches": 2}, "place": {"dp": 2}, "seed": 3}
+    job = {
+        "name": "small",
+        "sources": sources,
+        "batch": {"samples": 12, "context": 64, "microbatches": 2},
+        "place": {"dp": 2},
+        "seed": 3,
+    }
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump({**job, **changes}))
     return path
@@ -61,13 +71,24 @@ def test_a_run_ends_with_the_mix_wanted_and_realised(tmp_path: Path) -> None:
     assert table["steps"][0] == "4,"
 
 
-@pytest.mark.parametrize(("on_long", "column"), [("truncate", "cut tokens"), ("drop", "dropped tokens"), ("split", "")])
-def test_a_run_shows_the_tokens_that_each_source_lost(on_long: str, column: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("on_long", "column"), [("truncate", "cut tokens"), ("drop", "dropped tokens"), ("split", "")]
+)
+def test_a_run_shows_the_tokens_that_each_source_lost(
+    on_long: str, column: str, tmp_path: Path
+) -> None:
     rows = [{"n": k, "tokens": [1] * (80 if k % 10 == 0 else 4)} for k in range(60)]
-    source = {"uri": write_rows(tmp_path / "long", "parquet", rows), "transforms": ["tokens"], "epochs": 1}
+    source = {
+        "uri": write_rows(tmp_path / "long", "parquet", rows),
+        "transforms": ["tokens"],
+        "epochs": 1,
+    }
     result = overlord("run", job_file(tmp_path, sources={"long": source}, on_long=on_long))
     assert result.exit_code == 0, result.output
-    head, row = (next(line for line in result.stdout.splitlines() if line.startswith(word)) for word in ("source", "long"))
+    head, row = (
+        next(line for line in result.stdout.splitlines() if line.startswith(word))
+        for word in ("source", "long")
+    )
     assert head.rstrip().endswith(column or "dropped")
     lost = {"truncate": "96 (13.8%)", "drop": "480 (69.0%)", "split": ""}[on_long]
     assert row.rstrip().endswith(lost)
@@ -82,7 +103,12 @@ def test_without_steps_a_run_goes_to_the_end_of_the_data(tmp_path: Path) -> None
 def test_options_of_launch_may_be_named_and_change_nothing_of_the_stream(tmp_path: Path) -> None:
     path = job_file(tmp_path)
     plain = step_lines(overlord("run", path, "--digest"))
-    assert step_lines(overlord("run", path, "--digest", "-o", "prefetch=2", "--option", "loaders={web: 2}")) == plain
+    assert (
+        step_lines(
+            overlord("run", path, "--digest", "-o", "prefetch=2", "--option", "loaders={web: 2}")
+        )
+        == plain
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +134,9 @@ def test_an_option_that_is_none_is_told(tmp_path: Path, command: str, word: str,
 def test_whoever_launches_on_a_cluster_names_it(tmp_path: Path, command: str) -> None:
     result = overlord(command, job_file(tmp_path), "--runtime", "ray", "--address", "127.0.0.1:9")
     assert result.exit_code == 2, result.output
-    assert "address: '127.0.0.1:9' could not be reached as a Ray cluster" in " ".join(result.stderr.split())
+    assert "address: '127.0.0.1:9' could not be reached as a Ray cluster" in " ".join(
+        result.stderr.split()
+    )
 
 
 @pytest.mark.skipif(bool(rays.missing()), reason=rays.missing() or "it is there")
@@ -128,20 +156,29 @@ def test_parts_without_cores_are_told_of_what_may_have_kept_them() -> None:
 
 def test_of_many_names_some_are_told_and_how_many_more(tmp_path: Path) -> None:
     result = overlord("run", job_file(tmp_path), "-o", "zzz=1")
-    assert re.search(r"unknown option 'zzz'; known: (\w+, ){19}\w+ and \d+ more", " ".join(result.stderr.split()))
+    assert re.search(
+        r"unknown option 'zzz'; known: (\w+, ){19}\w+ and \d+ more", " ".join(result.stderr.split())
+    )
 
 
-def test_the_name_of_a_cluster_is_nothing_to_who_launches_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_cluster_is_nothing_to_who_launches_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OVERLORD_CLUSTER", "127.0.0.1:9")
     assert overlord("run", job_file(tmp_path), "--steps", "1").exit_code == 0
 
 
 def test_a_drill_whose_faults_hit_less_than_they_should_does_not_pass(tmp_path: Path) -> None:
     faults = "kill:loader-host/9@1,kill:constructor-host*3@2,kill:planner@11"
-    result = overlord("drill", job_file(tmp_path), "--steps", "12", "--step-s", "0", "--faults", faults)
+    result = overlord(
+        "drill", job_file(tmp_path), "--steps", "12", "--step-s", "0", "--faults", faults
+    )
     assert result.exit_code == 1, result.output
     said = " ".join(result.stdout.split())
-    assert "kill:loader-host/9@1 hit nothing: no such part ran (there were constructor-host/0, loader-host/0" in said
+    assert (
+        "kill:loader-host/9@1 hit nothing: no such part ran (there were constructor-host/0, loader-host/0"
+        in said
+    )
     assert "kill:constructor-host*3@2 hit 1 and not 3: no more of them ran" in said
     assert "kill:planner@11 never struck: the data ended after 10 steps" in said
     assert "1 kill, 0 samples lost, 0 repeated, digest equal to the undisturbed run" in said
@@ -164,22 +201,46 @@ def test_a_job_that_never_ends_asks_for_steps(tmp_path: Path) -> None:
         (5, (None, None), False),
     ],
 )
-def test_a_job_never_ends_by_its_sources_and_until(until: str | int, epochs: tuple[int | None, ...], endless: bool) -> None:
+def test_a_job_never_ends_by_its_sources_and_until(
+    until: str | int, epochs: tuple[int | None, ...], endless: bool
+) -> None:
     sources = [ov.Source(f"s{i}", "x.parquet", epochs=n) for i, n in enumerate(epochs)]
-    spare = ov.Source("spare", "x.parquet", epochs=None, weight=0)  # never drawn, so that it cannot keep a job going
-    job = ov.Job(name="j", sources=[*sources, spare], batch=ov.Batch(samples=1, context=8), until=until)
+    spare = ov.Source(
+        "spare", "x.parquet", epochs=None, weight=0
+    )  # never drawn, so that it cannot keep a job going
+    job = ov.Job(
+        name="j", sources=[*sources, spare], batch=ov.Batch(samples=1, context=8), until=until
+    )
     assert never_ends(job) is endless
 
 
 def test_a_job_that_repeats_but_has_an_end_needs_no_steps(tmp_path: Path) -> None:
-    assert len(step_lines(overlord("run", job_file(tmp_path, epochs=None, until=3), "--digest"))) == 3
+    assert (
+        len(step_lines(overlord("run", job_file(tmp_path, epochs=None, until=3), "--digest"))) == 3
+    )
 
 
 def test_a_run_in_processes_has_the_digests_of_one_in_this_process(tmp_path: Path) -> None:
-    args = [sys.executable, "-m", "overlord", "run", str(job_file(tmp_path)), "--steps", "3", "--digest", "--runtime"]
-    ran = [subprocess.run([*args, name], env=_env(), capture_output=True, text=True, timeout=60) for name in ("local", "process")]
+    args = [
+        sys.executable,
+        "-m",
+        "overlord",
+        "run",
+        str(job_file(tmp_path)),
+        "--steps",
+        "3",
+        "--digest",
+        "--runtime",
+    ]
+    ran = [
+        subprocess.run([*args, name], env=_env(), capture_output=True, text=True, timeout=60)
+        for name in ("local", "process")
+    ]
     assert [r.returncode for r in ran] == [0, 0], [r.stderr for r in ran]
-    local, process = ([line for line in r.stdout.splitlines() if line.startswith(("step ", "digest"))] for r in ran)
+    local, process = (
+        [line for line in r.stdout.splitlines() if line.startswith(("step ", "digest"))]
+        for r in ran
+    )
     assert local == process
     assert len(local) == 4
 
@@ -197,7 +258,10 @@ def test_a_saved_state_goes_on_where_it_was_left(tmp_path: Path) -> None:
     whole = step_lines(overlord("run", job, "--steps", "6", "--digest"))
     front = step_lines(overlord("run", job, "--steps", "2", "--digest", "--save", state))
     assert json.loads(state.read_text())["step"] == 2
-    assert front + step_lines(overlord("run", job, "--steps", "4", "--digest", "--resume", state)) == whole
+    assert (
+        front + step_lines(overlord("run", job, "--steps", "4", "--digest", "--resume", state))
+        == whole
+    )
 
 
 def test_one_rank_alone_gets_what_it_gets_beside_the_others(tmp_path: Path) -> None:
@@ -206,7 +270,10 @@ def test_one_rank_alone_gets_what_it_gets_beside_the_others(tmp_path: Path) -> N
         clients = [session.client(r) for r in range(2)]
         steps = [next(client) for client in clients]
         wanted = [step_digest(Taken(session.plan(0), (step,), 0.0)) for step in steps]
-    found = [step_lines(overlord("run", job, "--steps", "1", "--rank", str(r), "--digest")) for r in range(2)]
+    found = [
+        step_lines(overlord("run", job, "--steps", "1", "--rank", str(r), "--digest"))
+        for r in range(2)
+    ]
     assert found == [[f"step 0 {w}"] for w in wanted]
     assert wanted[0] != wanted[1]
 
@@ -218,11 +285,16 @@ def test_a_state_of_another_job_is_refused_by_name_unless_allowed(tmp_path: Path
     refused = overlord("run", changed, "--steps", "1", "--resume", state)
     assert refused.exit_code == 2
     assert "seed: saved 3, found 4" in refused.stderr
-    assert overlord("run", changed, "--steps", "1", "--resume", state, "--allow", "seed").exit_code == 0
+    assert (
+        overlord("run", changed, "--steps", "1", "--resume", state, "--allow", "seed").exit_code
+        == 0
+    )
 
 
 def test_a_state_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
-    result = overlord("run", job_file(tmp_path), "--digest", "--save", tmp_path / "nowhere" / "state.json")
+    result = overlord(
+        "run", job_file(tmp_path), "--digest", "--save", tmp_path / "nowhere" / "state.json"
+    )
     assert result.exit_code == 2
     assert "nowhere" in result.stderr
     assert "step 0" not in result.stdout
@@ -230,22 +302,33 @@ def test_a_state_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -
 
 def test_a_bad_job_file_shows_all_its_problems_and_no_traceback(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("name: x\nsources:\n  web: {uri: 3, wieght: 1}\nbatch: {samples: 0, context: 8}\nstrategie: x\n")
+    path.write_text(
+        "name: x\nsources:\n  web: {uri: 3, wieght: 1}\nbatch: {samples: 0, context: 8}\nstrategie: x\n"
+    )
     result = overlord("run", path)
     assert result.exit_code == 2
-    for problem in ("strategie: unknown", "batch.samples", "sources.web.uri", "did you mean 'weight'?"):
+    for problem in (
+        "strategie: unknown",
+        "batch.samples",
+        "sources.web.uri",
+        "did you mean 'weight'?",
+    ):
         assert problem in result.stderr
     assert "Traceback" not in result.output
     assert "Traceback" in overlord("run", path, "--debug").stderr
 
 
-def test_functions_of_a_job_file_come_from_an_imported_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_a_job_file_come_from_an_imported_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_functions_of_cli_test.py").write_text(
         "import overlord as ov\n\ndef short(row):\n    return len(row['tokens']) < 9\n\nov.register_function('cli_test_short', short)\n"
     )
     path = job_file(tmp_path)
     job = yaml.safe_load(path.read_text())
-    job["sources"]["web"]["transforms"].insert(0, {"filter": {"fn": "cli_test_short", "rows": True}})
+    job["sources"]["web"]["transforms"].insert(
+        0, {"filter": {"fn": "cli_test_short", "rows": True}}
+    )
     path.write_text(yaml.safe_dump(job))
     monkeypatch.chdir(tmp_path)
     assert "cli_test_short" in overlord("inspect", path).stderr
@@ -258,8 +341,12 @@ def test_functions_of_a_job_file_come_from_an_imported_module(tmp_path: Path, mo
 def test_inspect_counts_what_is_there(tmp_path: Path) -> None:
     result = overlord("inspect", job_file(tmp_path))
     assert result.exit_code == 0, result.output
-    web = next(line for line in result.stdout.splitlines() if line.startswith("web") and "parquet" in line)
-    code = next(line for line in result.stdout.splitlines() if line.startswith("code") and "jsonl" in line)
+    web = next(
+        line for line in result.stdout.splitlines() if line.startswith("web") and "parquet" in line
+    )
+    code = next(
+        line for line in result.stdout.splitlines() if line.startswith("code") and "jsonl" in line
+    )
     assert web.split()[1:5] == ["parquet", "2", "4", "60"]  # format, files, chunks, rows
     assert "tokens 1 / 12 / 23" in result.stdout
     assert "unknown until read" in code
@@ -269,14 +356,26 @@ def test_inspect_counts_what_is_there(tmp_path: Path) -> None:
 def test_inspect_goes_on_over_broken_sources_and_lists_them_all(tmp_path: Path) -> None:
     path = job_file(tmp_path)
     job = yaml.safe_load(path.read_text())
-    parquet = Path(write_rows(tmp_path / "cut", "parquet", rows(60, 1))).parent / "part-00001.parquet"
+    parquet = (
+        Path(write_rows(tmp_path / "cut", "parquet", rows(60, 1))).parent / "part-00001.parquet"
+    )
     parquet.write_bytes(parquet.read_bytes()[:-100])
-    packed = Path(write_rows(tmp_path / "flipped", "jsonl.gz", rows(60, 1))).parent / "part-00000.jsonl.gz"
+    packed = (
+        Path(write_rows(tmp_path / "flipped", "jsonl.gz", rows(60, 1))).parent
+        / "part-00000.jsonl.gz"
+    )
     packed.write_bytes(b"no gzip at all" * 20)
-    lines = Path(write_rows(tmp_path / "oneline", "jsonl", rows(20, 1), files=1)).parent / "part-00000.jsonl"
+    lines = (
+        Path(write_rows(tmp_path / "oneline", "jsonl", rows(20, 1), files=1)).parent
+        / "part-00000.jsonl"
+    )
     lines.write_text("this is no JSON\n" + lines.read_text())
     for name in ("cut", "flipped", "oneline", "missing"):
-        job["sources"][name] = {"uri": str(tmp_path / name / "*"), "epochs": 1, "transforms": [{"tokens": {}}]}
+        job["sources"][name] = {
+            "uri": str(tmp_path / name / "*"),
+            "epochs": 1,
+            "transforms": [{"tokens": {}}],
+        }
     path.write_text(yaml.safe_dump(job))
     result = overlord("inspect", path)
     assert result.exit_code == 1
@@ -284,7 +383,9 @@ def test_inspect_goes_on_over_broken_sources_and_lists_them_all(tmp_path: Path) 
     for words in ("part-00001.parquet", "part-00000.jsonl.gz", "missing"):
         assert words in result.stderr
     assert "oneline" not in result.stderr  # one bad line is quarantined by a run; it stops nothing
-    assert "1 of 21" in next(line for line in result.stdout.splitlines() if line.startswith("oneline"))
+    assert "1 of 21" in next(
+        line for line in result.stdout.splitlines() if line.startswith("oneline")
+    )
     assert "60" in next(line for line in result.stdout.splitlines() if line.startswith("web"))
     assert "Traceback" not in result.output
 
@@ -306,7 +407,9 @@ def test_the_plan_is_the_one_that_a_run_makes(tmp_path: Path) -> None:
 
 
 def test_a_plan_can_be_asked_for_another_place_and_strategy(tmp_path: Path) -> None:
-    result = overlord("plan", job_file(tmp_path), "--step", "0", "--place", "dp=4", "--strategy", "vanilla")
+    result = overlord(
+        "plan", job_file(tmp_path), "--step", "0", "--place", "dp=4", "--strategy", "vanilla"
+    )
     assert "placed by vanilla" in result.stdout
     buckets = [line.split() for line in result.stdout.splitlines() if line[:1].isdigit()]
     assert [b[0] for b in buckets] == ["0", "1", "2", "3"]
@@ -334,18 +437,32 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys\nfrom overlord.cli.main import cli\ntry:\n    cli(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'numpy', 'pyarrow', 'rich', 'yaml', 'tokenizers', 'torch'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=_env(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=_env(), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert "inspect" in done.stdout
 
 
 def test_ctrl_c_stops_a_run_saves_its_state_and_leaves_nothing(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
-    args = ["run", str(job_file(tmp_path, epochs=None)), "--steps", "1000000", "--digest", "--save", str(state)]
+    args = [
+        "run",
+        str(job_file(tmp_path, epochs=None)),
+        "--steps",
+        "1000000",
+        "--digest",
+        "--save",
+        str(state),
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "overlord.cli.main", *args], env=_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "overlord.cli.main", *args],
+        env=_env(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     assert process.stdout.readline().startswith("step 0 ")
     process.send_signal(signal.SIGINT)
@@ -362,7 +479,11 @@ def test_ctrl_c_stops_a_run_saves_its_state_and_leaves_nothing(tmp_path: Path) -
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     args = ["run", str(job_file(tmp_path, epochs=None)), "--steps", "100000", "--digest"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "overlord.cli.main", *args], env=_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "overlord.cli.main", *args],
+        env=_env(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stderr is not None

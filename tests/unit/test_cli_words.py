@@ -26,10 +26,16 @@ def said(*args: str | Path) -> str:
 
 
 @pytest.mark.parametrize("sources", ["{}", "[]", ""])
-@pytest.mark.parametrize("command", [("inspect",), ("run",), ("plan", "--step", "0")], ids=lambda command: command[0])
-def test_a_job_without_sources_is_refused_by_that_name(tmp_path: Path, sources: str, command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "command", [("inspect",), ("run",), ("plan", "--step", "0")], ids=lambda command: command[0]
+)
+def test_a_job_without_sources_is_refused_by_that_name(
+    tmp_path: Path, sources: str, command: tuple[str, ...]
+) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text(f"name: x\nsources: {sources}\nmixture: {{web: 1}}\nbatch: {{samples: 4, context: 8}}\n")
+    path.write_text(
+        f"name: x\nsources: {sources}\nmixture: {{web: 1}}\nbatch: {{samples: 4, context: 8}}\n"
+    )
     words = said(command[0], path, *command[1:])
     assert "sources: expected a list or a mapping with at least one source, got" in words
     assert "?" not in words
@@ -39,7 +45,11 @@ def many(folder: Path, n: int, first: int = 0) -> Path:
     job = yaml.safe_load(job_file(folder).read_text())
     web = job["sources"]["web"]
     path = folder / f"job-{n}-{first}.yaml"
-    path.write_text(yaml.safe_dump({**job, "name": f"job {first}", "sources": {f"s{first + i}": web for i in range(n)}}))
+    path.write_text(
+        yaml.safe_dump(
+            {**job, "name": f"job {first}", "sources": {f"s{first + i}": web for i in range(n)}}
+        )
+    )
     return path
 
 
@@ -49,7 +59,10 @@ def test_a_state_of_another_job_names_both_jobs_and_sums_up_their_sources(tmp_pa
     result = overlord("run", many(tmp_path, 9, first=3), "--steps", "1", "--resume", state)
     assert result.exit_code == 2
     lines = result.stderr.splitlines()
-    assert lines[0] == "error: the state belongs to another job, 'job 0'; this is 'job 3'; 23 part(s) differ"
+    assert (
+        lines[0]
+        == "error: the state belongs to another job, 'job 0'; this is 'job 3'; 23 part(s) differ"
+    )
     assert "  - sources of the state that the job lacks: s0, s1, s2" in lines
     assert "  - sources of the job that the state lacks: s10, s11, s8, s9" in lines
     assert len(lines) < 8
@@ -57,8 +70,12 @@ def test_a_state_of_another_job_names_both_jobs_and_sums_up_their_sources(tmp_pa
 
 
 def test_of_many_differences_a_mismatch_keeps_all_and_shows_some() -> None:
-    differences = {f"source s{i}: {part}": ("a", "b") for i in range(20) for part in ("files", "transforms")}
-    error = StateMismatch({**differences, "seed": ("1", "2"), "source x: 1: files": ("a", "nothing")}, "mend it")
+    differences = {
+        f"source s{i}: {part}": ("a", "b") for i in range(20) for part in ("files", "transforms")
+    }
+    error = StateMismatch(
+        {**differences, "seed": ("1", "2"), "source x: 1: files": ("a", "nothing")}, "mend it"
+    )
     assert len(error.differences) == 42
     assert str(error).splitlines() == [
         "the state belongs to another job; 42 part(s) differ",
@@ -79,7 +96,9 @@ def test_of_many_differences_a_mismatch_keeps_all_and_shows_some() -> None:
         ('{"version": 1, "job": "x", "step": 3, "cursors": {}}', "it lacks fingerprint"),
     ],
 )
-def test_what_is_no_state_is_called_that_and_what_one_is_is_said(tmp_path: Path, text: str, found: str) -> None:
+def test_what_is_no_state_is_called_that_and_what_one_is_is_said(
+    tmp_path: Path, text: str, found: str
+) -> None:
     path = tmp_path / "state.json"
     path.write_text(text)
     words = said("run", job_file(tmp_path), "--steps", "1", "--resume", path)
@@ -92,11 +111,16 @@ def test_what_is_no_state_is_called_that_and_what_one_is_is_said(tmp_path: Path,
         ov.launch(job, resume=given if isinstance(given, dict) else {"list": given})
 
 
-def test_a_state_of_another_version_and_a_damaged_one_are_not_called_another_jobs(tmp_path: Path) -> None:
+def test_a_state_of_another_version_and_a_damaged_one_are_not_called_another_jobs(
+    tmp_path: Path,
+) -> None:
     job, path = job_file(tmp_path), tmp_path / "state.json"
     overlord("run", job, "--steps", "1", "--save", path)
     state = json.loads(path.read_text())
-    for change, word in (({"version": 99}, "the state has another form"), ({"cursors": {"web": [1], "code": [1]}}, "the state is damaged")):
+    for change, word in (
+        ({"version": 99}, "the state has another form"),
+        ({"cursors": {"web": [1], "code": [1]}}, "the state is damaged"),
+    ):
         path.write_text(json.dumps({**state, **change}))
         words = said("run", job, "--steps", "1", "--resume", path)
         assert word in words
@@ -104,7 +128,9 @@ def test_a_state_of_another_version_and_a_damaged_one_are_not_called_another_job
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "arrow"])
-def test_data_can_be_inspected_without_a_job_and_the_suggested_job_runs(tmp_path: Path, kind: str) -> None:
+def test_data_can_be_inspected_without_a_job_and_the_suggested_job_runs(
+    tmp_path: Path, kind: str
+) -> None:
     folder = Path(write_rows(tmp_path / "web", kind, rows(60, 1))).parent
     one = min(folder.iterdir())
     for what in (one, folder, folder / "*"):
@@ -131,7 +157,9 @@ def test_text_that_is_inspected_is_to_be_tokenized_and_images_are_named(tmp_path
     assert "4 bytes" in result.stdout
 
 
-def test_token_ids_beside_other_values_are_shown_as_mixed_and_the_suggested_job_runs(tmp_path: Path) -> None:
+def test_token_ids_beside_other_values_are_shown_as_mixed_and_the_suggested_job_runs(
+    tmp_path: Path,
+) -> None:
     lines = [json.dumps({"ids": [1, 2.5] if k == 3 else [k, k + 1, k + 2]}) for k in range(40)]
     (tmp_path / "m.jsonl").write_text("\n".join(lines))
     result = overlord("inspect", tmp_path / "m.jsonl")
@@ -154,25 +182,42 @@ def test_a_job_file_may_have_signs_of_a_pattern_in_its_name(tmp_path: Path, name
     assert is_data(str(tmp_path / "absent[1].yaml")), "a pattern that no file has for its name"
 
 
-@pytest.mark.parametrize("command", [("run",), ("plan", "--step", "0"), ("profile",)], ids=lambda command: command[0])
-def test_data_in_the_place_of_a_job_file_is_said_to_be_data(tmp_path: Path, command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "command", [("run",), ("plan", "--step", "0"), ("profile",)], ids=lambda command: command[0]
+)
+def test_data_in_the_place_of_a_job_file_is_said_to_be_data(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
     path = min(Path(write_rows(tmp_path / "web", "parquet", rows(9, 1))).parent.iterdir())
-    assert f"{path}: expected a job file (YAML), got data; `overlord inspect {path}` shows it" in said(command[0], path, *command[1:])
+    assert (
+        f"{path}: expected a job file (YAML), got data; `overlord inspect {path}` shows it"
+        in said(command[0], path, *command[1:])
+    )
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "arrow"])
 @pytest.mark.parametrize("command", ["inspect", "run"])
-def test_token_ids_that_are_missing_where_there_is_text_suggest_tokenize(tmp_path: Path, kind: str, command: str) -> None:
+def test_token_ids_that_are_missing_where_there_is_text_suggest_tokenize(
+    tmp_path: Path, kind: str, command: str
+) -> None:
     uri = write_rows(tmp_path / "web", kind, [{"text": f"some words {k}"} for k in range(20)])
-    job = {"name": "x", "sources": {"web": {"uri": uri, "epochs": 1}}, "batch": {"samples": 4, "context": 8}}
+    job = {
+        "name": "x",
+        "sources": {"web": {"uri": uri, "epochs": 1}},
+        "batch": {"samples": 4, "context": 8},
+    }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     words = said(command, tmp_path / "job.yaml")
     assert "Tokenize" in words
     if (kind, command) != ("jsonl", "run"):  # of lines, only the named columns are read
-        assert "if 'text' holds text, tokenize it: ov.Tokenize('tokenizer.json', text='text')" in words
+        assert (
+            "if 'text' holds text, tokenize it: ov.Tokenize('tokenizer.json', text='text')" in words
+        )
 
 
-def test_a_module_that_raises_when_it_is_imported_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_raises_when_it_is_imported_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "raises_at_import_of_test.py").write_text("import os\n\n\nunknown_name\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -23,22 +23,41 @@ from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.sample import Buffer, Columns, Ragged
 from overlord.transport import record_codec
 from overlord.transport.codec import decode, encode, register
-from overlord.transport.frame import (
-    DTYPES,
-    pack,
-    unpack,
-)
+from overlord.transport.frame import DTYPES, pack, unpack
 from tests.frames import joined, sent, tree
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 0, -1, 2**63, 2**64 - 1, -(2**63), 2**64, -(2**63) - 1, 10**300, 1.5, "text", "", "é\0", b"", b"\xff" * 5,
-        bytes(100_000), [], (), {}, [1, (2, [3])], {"a": 1, 7: [None]}, {"nested": {"deep": (1, {"x": [2**80]})}}, float("inf"), -0.0,
+        None,
+        True,
+        0,
+        -1,
+        2**63,
+        2**64 - 1,
+        -(2**63),
+        2**64,
+        -(2**63) - 1,
+        10**300,
+        1.5,
+        "text",
+        "",
+        "é\0",
+        b"",
+        b"\xff" * 5,
+        bytes(100_000),
+        [],
+        (),
+        {},
+        [1, (2, [3])],
+        {"a": 1, 7: [None]},
+        {"nested": {"deep": (1, {"x": [2**80]})}},
+        float("inf"),
+        -0.0,
     ],
     ids=lambda v: repr(v)[:20],
-)  # fmt: skip
+)
 def test_a_plain_value_comes_back_equal_and_of_the_same_type(value: Any):
     found = sent(value)
     assert (found, type(found)) == (value, type(value))
@@ -68,7 +87,14 @@ def test_arrays_and_numbers_of_every_dtype_come_back(dtype: np.dtype):
 
 def test_a_strided_array_is_made_whole_and_a_big_endian_one_turned():
     grid = np.arange(24).reshape(4, 6)
-    for array in (grid[:, ::2], grid.T, grid[::-1], np.asfortranarray(grid), np.array([1, 2], ">i4"), np.array(3, ">f8")):
+    for array in (
+        grid[:, ::2],
+        grid.T,
+        grid[::-1],
+        np.asfortranarray(grid),
+        np.array([1, 2], ">i4"),
+        np.array(3, ">f8"),
+    ):
         found = sent(array)
         assert np.array_equal(found, array)
         assert found.shape == array.shape
@@ -123,15 +149,44 @@ def test_a_slice_of_a_ragged_column_sends_its_rows_only():
 @pytest.mark.parametrize(
     "value",
     [
-        np.array(["a"]), np.array([object()]), np.zeros(1, "M8[s]"), np.zeros(1, complex), np.datetime64("now"), np.longdouble(1),
-        object(), {1, 2}, frozenset(), range(3), len, int, 1j, np.ma.zeros(3), bytearray(b"x"), memoryview(b"x"),
+        np.array(["a"]),
+        np.array([object()]),
+        np.zeros(1, "M8[s]"),
+        np.zeros(1, complex),
+        np.datetime64("now"),
+        np.longdouble(1),
+        object(),
+        {1, 2},
+        frozenset(),
+        range(3),
+        len,
+        int,
+        1j,
+        np.ma.zeros(3),
+        bytearray(b"x"),
+        memoryview(b"x"),
     ],
     ids=lambda v: type(v).__name__,
-)  # fmt: skip
+)
 def test_what_cannot_travel_is_refused_with_its_place(value: Any):
     found = Found.nothing(0)
     with pytest.raises(FrameError, match=re.escape("value[1].found.meta['x']: wanted ")):
-        encode([0, Announce(0, 0, 0, 0, Found(*[getattr(found, n) for n in record_codec.KINDS["Found"].names[:4]], {"x": value}, *[()] * 5))])
+        encode(
+            [
+                0,
+                Announce(
+                    0,
+                    0,
+                    0,
+                    0,
+                    Found(
+                        *[getattr(found, n) for n in record_codec.KINDS["Found"].names[:4]],
+                        {"x": value},
+                        *[()] * 5,
+                    ),
+                ),
+            ]
+        )
 
 
 @pytest.mark.parametrize("key", [1.5, None, True, (1,), b"x", np.int64(1)], ids=repr)
@@ -179,9 +234,13 @@ def test_half_a_character_is_no_text():
 
 def test_other_mappings_arrive_as_dicts_and_metadata_as_what_it_is():
     assert sent(MappingProxyType({"a": 1})) == {"a": 1}
-    found = sent(Columns({"tokens": np.arange(3), "images": Ragged.from_rows([[1], [], [2, 3]])}, step=4))
+    found = sent(
+        Columns({"tokens": np.arange(3), "images": Ragged.from_rows([[1], [], [2, 3]])}, step=4)
+    )
     assert type(found) is Columns
-    with pytest.raises(OverlordError, match="plan of step 4: no metadata 'x'; known: images, tokens"):
+    with pytest.raises(
+        OverlordError, match="plan of step 4: no metadata 'x'; known: images, tokens"
+    ):
         found["x"]
 
 
@@ -189,7 +248,13 @@ def test_other_mappings_arrive_as_dicts_and_metadata_as_what_it_is():
 
 
 def test_a_record_comes_back_with_its_fields():
-    for record in (Consumed(1, 2), Cursor(1, 2, 3), SetMixture(4, {"web": 0.5, "code": 1}), Skip((3, 1)), Batch(samples=3, context=8)):
+    for record in (
+        Consumed(1, 2),
+        Cursor(1, 2, 3),
+        SetMixture(4, {"web": 0.5, "code": 1}),
+        Skip((3, 1)),
+        Batch(samples=3, context=8),
+    ):
         found = sent(record)
         assert type(found) is type(record)
         assert found == record
@@ -198,13 +263,30 @@ def test_a_record_comes_back_with_its_fields():
 def test_a_plan_comes_back_valid_and_with_the_same_digest():
     rows, zero = np.arange(4), np.zeros(4, np.int32)
     main = Assignment(
-        axis="DP", n_buckets=2, n_microbatches=1, sample=rows, bucket=np.array([0, 0, 1, 1], np.int32), microbatch=zero,
-        slot=np.array([0, 1, 0, 1], np.int32), size=rows + 1, cost=rows.astype(float), broadcast=("TP",),
-    )  # fmt: skip
+        axis="DP",
+        n_buckets=2,
+        n_microbatches=1,
+        sample=rows,
+        bucket=np.array([0, 0, 1, 1], np.int32),
+        microbatch=zero,
+        slot=np.array([0, 1, 0, 1], np.int32),
+        size=rows + 1,
+        cost=rows.astype(float),
+        broadcast=("TP",),
+    )
     plan = LoadingPlan(
-        step=3, names=("web", "code"), source=zero, epoch=zero, file=zero, row=rows, part=zero, tokens=rows + 1,
-        modules={"backbone": main}, place=ClientPlaceTree(dp=2, tp=2), extra={"weights": {"web": 0.5}, "list": [1, "a"]},
-    )  # fmt: skip
+        step=3,
+        names=("web", "code"),
+        source=zero,
+        epoch=zero,
+        file=zero,
+        row=rows,
+        part=zero,
+        tokens=rows + 1,
+        modules={"backbone": main},
+        place=ClientPlaceTree(dp=2, tp=2),
+        extra={"weights": {"web": 0.5}, "list": [1, "a"]},
+    )
     found = sent(plan)
     assert found.validate().digest() == plan.digest()
     assert found.extra == plan.extra
@@ -212,8 +294,15 @@ def test_a_plan_comes_back_valid_and_with_the_same_digest():
 
 def test_all_messages_and_what_they_hold_are_known_from_the_start():
     modules = (control, loader, constructor, client)
-    wanted = {c.__name__ for m in modules for c in vars(m).values() if isinstance(c, type) and c.__module__ == m.__name__}
-    assert wanted | {"LoadingPlan", "Assignment", "ClientPlaceTree", "Buffer"} <= set(record_codec.KINDS)
+    wanted = {
+        c.__name__
+        for m in modules
+        for c in vars(m).values()
+        if isinstance(c, type) and c.__module__ == m.__name__
+    }
+    assert wanted | {"LoadingPlan", "Assignment", "ClientPlaceTree", "Buffer"} <= set(
+        record_codec.KINDS
+    )
 
 
 STATE = StreamState(3, np.zeros((2, 6), np.int64), (1, 2), (True, False))
@@ -237,22 +326,46 @@ STATE = StreamState(3, np.zeros((2, 6), np.int64), (1, 2), (True, False))
         (STATE, "ahead", (3,), "value.ahead: wanted "),
         (STATE, "weights", ("x",), "value.weights: wanted tuple[float, ...]"),
         (STATE, "schedule", 3, "value.schedule: wanted "),
-        (Evaluated(Found.nothing(0), 1, 2), "seconds", True, "value.seconds: wanted float, found True"),
+        (
+            Evaluated(Found.nothing(0), 1, 2),
+            "seconds",
+            True,
+            "value.seconds: wanted float, found True",
+        ),
         (Announce(0, 0, 0, 0, None), "error", "no", "value.error: wanted "),
         (Announce(0, 0, 0, 0, None), "found", Consumed(1, 2), "value.found: wanted "),
     ],
-)  # fmt: skip
-def test_a_field_of_the_wrong_type_is_refused_where_it_arrives(record: Any, field: str, wrong: Any, words: str):
-    object.__setattr__(record := type(record)(**{n: getattr(record, n) for n in record_codec.KINDS[type(record).__name__].names}), field, wrong)
+)
+def test_a_field_of_the_wrong_type_is_refused_where_it_arrives(
+    record: Any, field: str, wrong: Any, words: str
+):
+    object.__setattr__(
+        record := type(record)(
+            **{n: getattr(record, n) for n in record_codec.KINDS[type(record).__name__].names}
+        ),
+        field,
+        wrong,
+    )
     header, columns = encode(record)
     with pytest.raises(FrameError, match=re.escape(words)):
         decode(header, columns)
 
 
 def test_numbers_of_numpy_fit_where_numbers_are_wanted():
-    state = StreamState(np.int64(3), np.zeros((1, 6)), (np.int32(1), 2), (np.bool_(True), False), weights=(np.float32(0.5), 1))
+    state = StreamState(
+        np.int64(3),
+        np.zeros((1, 6)),
+        (np.int32(1), 2),
+        (np.bool_(True), False),
+        weights=(np.float32(0.5), 1),
+    )
     found = sent(state)
-    assert (found.step, found.owed, found.active, found.weights) == (3, (1, 2), (True, False), (0.5, 1))
+    assert (found.step, found.owed, found.active, found.weights) == (
+        3,
+        (1, 2),
+        (True, False),
+        (0.5, 1),
+    )
     assert type(found.weights[1]) is int
 
 
@@ -260,10 +373,13 @@ def test_a_record_with_other_fields_or_an_unknown_name_is_refused():
     layout = record_codec.KINDS["Consumed"].layout
     for fields in ([layout, 1], [layout, 1, 2, 3], [layout + 1, 1, 2], [layout], [], ["x", 1, 2]):
         with pytest.raises(
-            FrameError, match="wanted a Consumed of rank, step, found one with other fields; both sides must run the same version"
+            FrameError,
+            match="wanted a Consumed of rank, step, found one with other fields; both sides must run the same version",
         ):
             decode(tree([8, "Consumed", *fields]), [])
-    with pytest.raises(FrameError, match="wanted a known record, found 'Consumd'; did you mean 'Consumed'"):
+    with pytest.raises(
+        FrameError, match="wanted a known record, found 'Consumd'; did you mean 'Consumed'"
+    ):
         decode(tree([8, "Consumd", 0]), [])
     with pytest.raises(FrameError, match="wanted a known record, found 7"):
         decode(tree([8, 7]), [])
@@ -271,7 +387,10 @@ def test_a_record_with_other_fields_or_an_unknown_name_is_refused():
 
 def test_a_record_that_its_own_class_refuses_is_refused():
     header, columns = encode(ClientPlaceTree(dp=77))
-    with pytest.raises(FrameError, match=r"wanted a ClientPlaceTree that can be, found JobError: place.dp: wanted a whole number"):
+    with pytest.raises(
+        FrameError,
+        match=r"wanted a ClientPlaceTree that can be, found JobError: place.dp: wanted a whole number",
+    ):
         decode(header.replace(b"\x4d", b"\x00"), columns)
 
 
@@ -295,16 +414,28 @@ def test_a_record_of_yours_travels_once_it_is_made_known():
         b: Any = None
 
     try:
-        with pytest.raises(FrameError, match=r"found .*Nothing; send plain values, numpy arrays, or a record made known by"):
+        with pytest.raises(
+            FrameError,
+            match=r"found .*Nothing; send plain values, numpy arrays, or a record made known by",
+        ):
             encode(Nothing())
         register(Nothing)
         register(Pair)
         tokens, by = Ragged.from_rows([[1, 2], [3]]), {"x": Pair(np.arange(2))}
-        found = sent([Nothing(), Parcel(step=1, tokens=tokens, how="half", by=by, pair=(1, "a"), beside=[1])])
+        found = sent(
+            [Nothing(), Parcel(step=1, tokens=tokens, how="half", by=by, pair=(1, "a"), beside=[1])]
+        )
         assert found[0] == Nothing()
         assert found[1].tokens[1].tolist() == [3]
         assert found[1].by["x"].a.tolist() == [0, 1]
-        for wrong in ({"how": "third"}, {"pair": (1,)}, {"pair": ("a", 1)}, {"beside": (1,)}, {"beside": ["a"]}, {"by": [1]}):
+        for wrong in (
+            {"how": "third"},
+            {"pair": (1,)},
+            {"pair": ("a", 1)},
+            {"beside": (1,)},
+            {"beside": ["a"]},
+            {"by": [1]},
+        ):
             bad = Parcel(**{"step": 1, "tokens": found[1].tokens, "how": "half", **wrong})
             with pytest.raises(FrameError, match=rf"value.{next(iter(wrong))}: wanted"):
                 sent(bad)
@@ -321,7 +452,9 @@ def test_a_record_of_yours_travels_once_it_is_made_known():
 
 
 def test_a_buffer_comes_back_for_a_strategy_to_see():
-    buffer = Buffer.from_columns({"web": {"tokens": [5, 9], "images": [[1], [2, 3]]}}, batch=Batch(samples=2, context=16))
+    buffer = Buffer.from_columns(
+        {"web": {"tokens": [5, 9], "images": [[1], [2, 3]]}}, batch=Batch(samples=2, context=16)
+    )
     found = sent(buffer)
     assert repr(found) == repr(buffer)
     assert type(found.meta) is Columns
@@ -336,16 +469,57 @@ ONE = [np.arange(3), np.zeros((2, 2), np.uint8), np.array([0, 5, 2]), np.array([
 @pytest.mark.parametrize(
     "lie",
     [
-        [], [11], [-1], ["x"], [None], [True, 1], [[0]], [2], [2, 4], [2, -1], [2, 0, 0], [2, True], [2, 0.0], [2, None],
-        [3, 0], [3, 0, 3], [3, 0, 4], [3, 0, 1],        [3, 0, 2], [3, 2, 1], [4, 12, b"x"], [4, -1, bytes(8)], [4, 4, b"short"],
-        [4, 0, "x"], [5, "x"], [5, bytes(4097)], [5],
-        [10], [10, 4], [10, 4, bytes(7)], [10, 12, bytes(8)], [10, -1, bytes(8)], [10, 4, "x"], [10, 4, bytes(264)], [10, True, bytes(8)],
-        [6, 0], [6, 1], [6, 9],        [7, 0, []], [7, 0, {"a": 1}], [7, 0, {1: [2, 0]}], [7, "0", {}],
-        {1.5: 0}, {None: 0}, {b"a": 0}, {(1, 2): 0},
-        msgspec.msgpack.Ext(5, b"x"), [0, msgspec.msgpack.Ext(-1, bytes(4))],
+        [],
+        [11],
+        [-1],
+        ["x"],
+        [None],
+        [True, 1],
+        [[0]],
+        [2],
+        [2, 4],
+        [2, -1],
+        [2, 0, 0],
+        [2, True],
+        [2, 0.0],
+        [2, None],
+        [3, 0],
+        [3, 0, 3],
+        [3, 0, 4],
+        [3, 0, 1],
+        [3, 0, 2],
+        [3, 2, 1],
+        [4, 12, b"x"],
+        [4, -1, bytes(8)],
+        [4, 4, b"short"],
+        [4, 0, "x"],
+        [5, "x"],
+        [5, bytes(4097)],
+        [5],
+        [10],
+        [10, 4],
+        [10, 4, bytes(7)],
+        [10, 12, bytes(8)],
+        [10, -1, bytes(8)],
+        [10, 4, "x"],
+        [10, 4, bytes(264)],
+        [10, True, bytes(8)],
+        [6, 0],
+        [6, 1],
+        [6, 9],
+        [7, 0, []],
+        [7, 0, {"a": 1}],
+        [7, 0, {1: [2, 0]}],
+        [7, "0", {}],
+        {1.5: 0},
+        {None: 0},
+        {b"a": 0},
+        {(1, 2): 0},
+        msgspec.msgpack.Ext(5, b"x"),
+        [0, msgspec.msgpack.Ext(-1, bytes(4))],
     ],
     ids=lambda lie: repr(lie).partition(" object at ")[0],
-)  # fmt: skip
+)
 def test_a_header_that_lies_is_refused(lie: Any):
     with pytest.raises(FrameError, match="wanted"):
         decode(tree(lie), ONE)
@@ -353,7 +527,15 @@ def test_a_header_that_lies_is_refused(lie: Any):
 
 @pytest.mark.parametrize(
     "header",
-    [b"", b"\xc1", b"\x01\x01", b"\xa1\xff", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\x01", b"\xc6\x7f\xff\xff\xff"],
+    [
+        b"",
+        b"\xc1",
+        b"\x01\x01",
+        b"\xa1\xff",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff\x01",
+        b"\xc6\x7f\xff\xff\xff",
+    ],
     ids=repr,
 )
 def test_a_header_that_is_no_messagepack_is_refused_without_believing_its_lengths(header: bytes):

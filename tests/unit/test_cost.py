@@ -52,10 +52,14 @@ def test_a_token_passes_the_experts_it_is_routed_to_those_it_shares_and_the_rout
 
 @given(st.integers(0, 300), st.integers(1, 100))
 def test_with_a_window_a_token_sees_no_further_back(length: int, window: int) -> None:
-    full, near = (cost.transformer(hidden=8, layers=1, heads=1, ffn=0, window=w) for w in (0, window))
+    full, near = (
+        cost.transformer(hidden=8, layers=1, heads=1, ffn=0, window=w) for w in (0, window)
+    )
     a, b = (float(c({"tokens": [length]})[0]) for c in (full, near))
     seen = sum(min(i, window) for i in range(length))  # tokens before each, half of itself below
-    assert b - near.per_token * length == pytest.approx(near.per_pair * (2 * seen + min(length, window)), abs=1e-6)
+    assert b - near.per_token * length == pytest.approx(
+        near.per_pair * (2 * seen + min(length, window)), abs=1e-6
+    )
     assert b <= a
     assert (a == b) == (length <= window)
 
@@ -68,11 +72,18 @@ def test_an_image_encoder_sees_all_patches_both_ways() -> None:
 
 
 def test_models_of_the_paper_cost_what_their_shapes_say() -> None:
-    wanted = {"llama_12b": (2.41e10, 4.15e5), "mixtral_8x7b": (2.55e10, 2.62e5), "tmoe_25b": (7.75e9, 1.72e5)}
+    wanted = {
+        "llama_12b": (2.41e10, 4.15e5),
+        "mixtral_8x7b": (2.55e10, 2.62e5),
+        "tmoe_25b": (7.75e9, 1.72e5),
+    }
     wanted |= {"vit_1b": (1.97e9, 2.20e5), "vit_2b": (3.68e9, 3.20e5)}
     for name, (per_token, per_pair) in wanted.items():
         model = getattr(ov.cost, name)
-        assert (model.per_token, model.per_pair) == (pytest.approx(per_token, rel=0.01), pytest.approx(per_pair, rel=0.01))
+        assert (model.per_token, model.per_pair) == (
+            pytest.approx(per_token, rel=0.01),
+            pytest.approx(per_pair, rel=0.01),
+        )
         assert cost.named(name) is model
 
 
@@ -94,7 +105,9 @@ def test_shapes_that_are_none_are_refused(shape: dict, said: str) -> None:
 
 def test_a_ragged_column_is_summed_over_the_items_of_a_sample() -> None:
     images = Ragged.from_rows([[3], [9, 9], [1, 2], []]).slice(0, 4)
-    assert cost.LengthCost(linear=1.0, square=1.0, column="image_patches")({"image_patches": images}).tolist() == [12, 180, 8, 0]
+    assert cost.LengthCost(linear=1.0, square=1.0, column="image_patches")(
+        {"image_patches": images}
+    ).tolist() == [12, 180, 8, 0]
     assert cost.LengthCost(linear=1.0, column="p")({"p": images.slice(1, 3)}).tolist() == [18, 3]
 
 
@@ -126,11 +139,15 @@ def test_a_registered_cost_is_known_by_its_name() -> None:
 
 def test_a_fit_comes_within_a_few_percent_of_every_measured_microbatch() -> None:
     fitted = cost.fit(BATCHES, SECONDS)
-    errors = [fitted.seconds(batch) / seconds - 1 for batch, seconds in zip(BATCHES, SECONDS, strict=True)]
+    errors = [
+        fitted.seconds(batch) / seconds - 1 for batch, seconds in zip(BATCHES, SECONDS, strict=True)
+    ]
     assert max(map(abs, errors)) == pytest.approx(fitted.worst_error)
     assert fitted.worst_error < 0.035
     assert fitted.mean_error < 0.015
-    assert [fitted.linear, fitted.square, fitted.constant] == pytest.approx([1.03e-5, 4.06e-10, 1.2e-3], rel=0.02)
+    assert [fitted.linear, fitted.square, fitted.constant] == pytest.approx(
+        [1.03e-5, 4.06e-10, 1.2e-3], rel=0.02
+    )
     assert fitted.unit == "s"
     assert fitted({"tokens": [4096]})[0] == pytest.approx(0.0489, rel=0.01)
 
@@ -141,20 +158,37 @@ def test_measured_times_weigh_attention_more_than_flops_do() -> None:
 
 
 def test_a_fit_is_the_least_square_of_the_relative_errors() -> None:
-    rows = np.array([[sum(b), sum(x * x for x in b), 1.0] for b in BATCHES]) / np.array(SECONDS)[:, None]
+    rows = (
+        np.array([[sum(b), sum(x * x for x in b), 1.0] for b in BATCHES])
+        / np.array(SECONDS)[:, None]
+    )
     wanted = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
     fitted = cost.fit(BATCHES, SECONDS)
-    assert [fitted.linear, fitted.square, fitted.constant] == pytest.approx(wanted.tolist(), rel=1e-6)
+    assert [fitted.linear, fitted.square, fitted.constant] == pytest.approx(
+        wanted.tolist(), rel=1e-6
+    )
 
 
 coefficients = st.tuples(st.floats(1e-6, 1e-4), st.floats(0, 1e-8), st.floats(0, 1e-2))
 
 
 @given(coefficients, st.integers(0, 99))
-def test_a_fit_finds_the_coefficients_that_made_the_times(wanted: tuple[float, float, float], seed: int) -> None:
+def test_a_fit_finds_the_coefficients_that_made_the_times(
+    wanted: tuple[float, float, float], seed: int
+) -> None:
     chance = np.random.default_rng(seed)
-    batches = [{"tokens": chance.integers(1, 2 ** int(chance.integers(5, 13)), int(chance.integers(1, 40)))} for _ in range(24)]
-    seconds = [wanted[0] * b["tokens"].sum() + wanted[1] * (b["tokens"] ** 2).sum() + wanted[2] for b in batches]
+    batches = [
+        {
+            "tokens": chance.integers(
+                1, 2 ** int(chance.integers(5, 13)), int(chance.integers(1, 40))
+            )
+        }
+        for _ in range(24)
+    ]
+    seconds = [
+        wanted[0] * b["tokens"].sum() + wanted[1] * (b["tokens"] ** 2).sum() + wanted[2]
+        for b in batches
+    ]
     fitted = cost.fit(batches, seconds)
     assert fitted.worst_error < 1e-6
     assert min(fitted.linear, fitted.square, fitted.constant) >= 0
@@ -166,7 +200,9 @@ def test_a_fit_has_no_negative_coefficients() -> None:
     fitted = cost.fit(batches, seconds)
     assert fitted.square == 0.0
     rows = np.array([[sum(b), 1.0] for b in batches]) / np.array(seconds)[:, None]
-    assert [fitted.linear, fitted.constant] == pytest.approx(np.linalg.lstsq(rows, np.ones(9), rcond=None)[0].tolist(), rel=1e-6)
+    assert [fitted.linear, fitted.constant] == pytest.approx(
+        np.linalg.lstsq(rows, np.ones(9), rcond=None)[0].tolist(), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,21 +211,36 @@ def test_a_fit_has_no_negative_coefficients() -> None:
         ([[8], [9], [10]], [1.0, 1.1, 1.2], "at least 4 different microbatches, found 3"),
         ([[8]] * 9, [1.0] * 9, "at least 4 different microbatches, found 1"),
         ([[64] * k for k in range(1, 9)], [0.1 * k for k in range(1, 9)], "cannot be told apart"),
-        ([[4096], [2048] * 2, [1024] * 4, [512] * 8], [1.0, 0.9, 0.8, 0.7], "cannot be told apart.*different tokens"),
+        (
+            [[4096], [2048] * 2, [1024] * 4, [512] * 8],
+            [1.0, 0.9, 0.8, 0.7],
+            "cannot be told apart.*different tokens",
+        ),
         (BATCHES, SECONDS[:-1], "15 microbatches and 14 times"),
         (BATCHES, [0.0, *SECONDS[1:]], "wanted seconds above 0"),
         ([[], *BATCHES[1:]], SECONDS, "no documents"),
     ],
 )
-def test_measurements_that_say_too_little_are_refused(batches: list, seconds: list, said: str) -> None:
+def test_measurements_that_say_too_little_are_refused(
+    batches: list, seconds: list, said: str
+) -> None:
     with pytest.raises(PlanError, match=said):
         cost.fit(batches, seconds)
 
 
 def test_a_fitted_cost_balances_and_predicts_the_time_of_a_step() -> None:
     fitted = cost.fit(BATCHES, SECONDS)
-    buffer = ov.Buffer.from_columns({"web": {"tokens": [8192, 4096, 4096, 512, 64]}}, batch=ov.Batch(samples=5, context=8192))
-    graph = ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=2)).mix([1]).distribute("DP").cost(fitted)
+    buffer = ov.Buffer.from_columns(
+        {"web": {"tokens": [8192, 4096, 4096, 512, 64]}}, batch=ov.Batch(samples=5, context=8192)
+    )
+    graph = (
+        ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=2))
+        .mix([1])
+        .distribute("DP")
+        .cost(fitted)
+    )
     assert graph.unit == "s"
     plan = graph.balance().plan()
-    assert plan.loads().sum() == pytest.approx(sum(fitted.seconds([n]) - fitted.constant for n in (8192, 4096, 4096, 512, 64)))
+    assert plan.loads().sum() == pytest.approx(
+        sum(fitted.seconds([n]) - fitted.constant for n in (8192, 4096, 4096, 512, 64))
+    )

@@ -19,7 +19,10 @@ TREE = ClientPlaceTree(dp=2, tp=2)
 
 
 def candidates(batch: Batch | None = None, **lengths: list[int]) -> Buffer:
-    columns = {name: {"tokens": tokens} for name, tokens in (lengths or {"web": [8] * 9, "code": [4] * 9}).items()}
+    columns = {
+        name: {"tokens": tokens}
+        for name, tokens in (lengths or {"web": [8] * 9, "code": [4] * 9}).items()
+    }
     return Buffer.from_columns(columns, batch=batch or Batch(samples=8, context=32))
 
 
@@ -40,7 +43,14 @@ def test_a_strategy_reads_as_one_chain() -> None:
     assert np.bincount(plan.source).tolist() == [6, 2]
     assert plan.main.broadcast == ("TP",)
     assert plan.imbalance()["bucket"] == 1.0
-    for word in ("mix(exact)", "DP: 2 buckets", "Transformer(hidden=64", "greedy", "two-level", "TP"):
+    for word in (
+        "mix(exact)",
+        "DP: 2 buckets",
+        "Transformer(hidden=64",
+        "greedy",
+        "two-level",
+        "TP",
+    ):
         assert word in repr(graph)
     assert graph.to_mermaid().startswith("flowchart LR")
     assert "bucket 1: 1.000" in graph.to_mermaid()
@@ -59,7 +69,12 @@ def test_mix_takes_weights_in_order_or_a_schedule() -> None:
     by_name = DGraph.from_buffer(buffer, TREE).mix({"code": 1}).buffer.source.tolist()
     assert by_name == [1] * 8
     assert DGraph.from_buffer(buffer, TREE).mix([0, 1]).buffer.source.tolist() == by_name
-    assert DGraph.from_buffer(buffer, TREE).mix(schedule.constant({"code": 2.0})).buffer.source.tolist() == by_name
+    assert (
+        DGraph.from_buffer(buffer, TREE)
+        .mix(schedule.constant({"code": 2.0}))
+        .buffer.source.tolist()
+        == by_name
+    )
 
 
 def test_mix_fills_up_from_the_others_when_a_source_runs_out() -> None:
@@ -74,7 +89,11 @@ def test_mix_of_a_batch_in_tokens_weighs_tokens() -> None:
 
 def test_a_random_draw_follows_its_seed() -> None:
     def draw(seed: int) -> list[int]:
-        return DGraph.from_buffer(candidates(), TREE).mix([1, 1], draw="random", seed=seed).buffer.source.tolist()
+        return (
+            DGraph.from_buffer(candidates(), TREE)
+            .mix([1, 1], draw="random", seed=seed)
+            .buffer.source.tolist()
+        )
 
     assert draw(1) == draw(1)
     assert len({tuple(draw(seed)) for seed in range(8)}) > 1
@@ -116,17 +135,30 @@ def test_each_primitive_leaves_the_graph_it_was_called_on_alone() -> None:
 def test_images_are_placed_over_the_world_and_samples_over_replicas() -> None:
     buffer = drawn(web={"tokens": [8, 8, 8, 8], "patches": [[100, 1], [], [50], [50, 1, 1]]})
     mixed = DGraph.from_buffer(buffer, TREE).mix()
-    images = mixed.select("patches").distribute("WORLD").cost(cost.LengthCost(linear=1.0, column="patches")).balance("greedy")
+    images = (
+        mixed.select("patches")
+        .distribute("WORLD")
+        .cost(cost.LengthCost(linear=1.0, column="patches"))
+        .balance("greedy")
+    )
     plan = mixed.select("tokens").distribute("DP").balance("greedy").plan(encoder=images)
     encoder = plan.modules["encoder"]
     assert encoder.sample.tolist() == [0, 0, 2, 3, 3, 3]
     assert (encoder.n_buckets, encoder.n_microbatches, plan.main.n_buckets) == (4, 1, 2)
-    assert sorted(np.bincount(encoder.bucket, weights=encoder.cost).tolist()) == [3.0, 50.0, 50.0, 100.0]
+    assert sorted(np.bincount(encoder.bucket, weights=encoder.cost).tolist()) == [
+        3.0,
+        50.0,
+        50.0,
+        100.0,
+    ]
     assert "6 items of 4 samples" in repr(images)
 
 
 def test_a_module_of_other_samples_is_refused() -> None:
-    one, other = (DGraph.from_buffer(drawn(web={"tokens": t}), TREE).mix().distribute("DP").balance() for t in ([8, 4], [8]))
+    one, other = (
+        DGraph.from_buffer(drawn(web={"tokens": t}), TREE).mix().distribute("DP").balance()
+        for t in ([8, 4], [8])
+    )
     with pytest.raises(PlanError, match="made from other samples"):
         one.plan(encoder=other)
 
@@ -134,7 +166,10 @@ def test_a_module_of_other_samples_is_refused() -> None:
 @pytest.mark.parametrize("name", ["audio", "draft", "Encoder"])
 def test_a_module_that_nobody_delivers_is_refused_by_name(name: str) -> None:
     graph = DGraph.from_buffer(drawn(web={"tokens": [8, 4]}), TREE).mix().distribute("DP").balance()
-    with pytest.raises(PlanError, match=f"module '{name}': expected 'backbone' or 'encoder', since no rank would receive any other"):
+    with pytest.raises(
+        PlanError,
+        match=f"module '{name}': expected 'backbone' or 'encoder', since no rank would receive any other",
+    ):
         graph.plan(**{name: graph})
     plan = graph.plan()
     with pytest.raises(PlanError, match=f"module '{name}'"):  # by hand
@@ -149,9 +184,16 @@ def test_a_module_on_another_mesh_is_refused_though_its_buckets_are_as_many() ->
     problem = "expected a graph on pp1xdp2xcp1xtp2, got one on pp1xdp4xcp1xtp1; give both graphs the place"
     with pytest.raises(PlanError, match=f"module 'encoder': {problem}"):
         samples.plan(encoder=images.balance())
-    with pytest.raises(PlanError, match=r"follow\(\): the other graph: expected a graph on pp1xdp4xcp1xtp1, got one on pp1xdp2xcp1xtp2"):
+    with pytest.raises(
+        PlanError,
+        match=r"follow\(\): the other graph: expected a graph on pp1xdp4xcp1xtp1, got one on pp1xdp2xcp1xtp2",
+    ):
         images.follow(samples)
-    other = DGraph.from_buffer(buffer, ClientPlaceTree(dp=2, tp=2, order=("pp", "tp", "cp", "dp"))).mix().select("patches")
+    other = (
+        DGraph.from_buffer(buffer, ClientPlaceTree(dp=2, tp=2, order=("pp", "tp", "cp", "dp")))
+        .mix()
+        .select("patches")
+    )
     with pytest.raises(PlanError, match="module 'encoder': expected a graph on"):
         samples.plan(encoder=other.distribute("WORLD").balance())
 
@@ -159,20 +201,30 @@ def test_a_module_on_another_mesh_is_refused_though_its_buckets_are_as_many() ->
 def test_select_narrows_candidates_and_nodes() -> None:
     picked = DGraph.from_buffer(candidates(), TREE).select("tokens", sources=["code"])
     assert set(picked.mix([0, 1]).buffer.source.tolist()) == {1}
-    nodes = DGraph.from_buffer(drawn(web={"tokens": [8]}, code={"tokens": [4, 2]}), TREE).mix().select(sources=["code"])
+    nodes = (
+        DGraph.from_buffer(drawn(web={"tokens": [8]}, code={"tokens": [4, 2]}), TREE)
+        .mix()
+        .select(sources=["code"])
+    )
     assert nodes.sample.tolist() == [1, 2]
     with pytest.raises(PlanError, match="exactly once"):
         nodes.distribute("DP").balance().plan()
 
 
 def test_sources_once_left_out_do_not_come_back() -> None:
-    graph = DGraph.from_buffer(drawn(web={"tokens": [8]}, code={"tokens": [4, 2]}), TREE).mix().select(sources="web")
+    graph = (
+        DGraph.from_buffer(drawn(web={"tokens": [8]}, code={"tokens": [4, 2]}), TREE)
+        .mix()
+        .select(sources="web")
+    )
     assert graph.select(sources=["code"]).select(sources=["code"]).sample.tolist() == []
 
 
 def test_mix_comes_before_cost_and_balance_where_it_chooses_the_nodes() -> None:
     graph = DGraph.from_buffer(candidates(), TREE)
-    with pytest.raises(PlanError, match=r"mix\(\) was called after cost\(\); call \.mix\(\) earlier"):
+    with pytest.raises(
+        PlanError, match=r"mix\(\) was called after cost\(\); call \.mix\(\) earlier"
+    ):
         graph.cost(cost.tokens).mix([1, 1])
     with pytest.raises(PlanError, match=r"mix\(\) was called after balance\(\)"):
         graph.distribute("DP").balance().mix([1, 1])
@@ -180,8 +232,13 @@ def test_mix_comes_before_cost_and_balance_where_it_chooses_the_nodes() -> None:
 
 
 def test_what_does_not_fit_is_left_out_alike_whatever_the_graph_is_over() -> None:
-    rows = {"web": {"tokens": [30], "patches": [[90, 90]]}, "code": {"tokens": [30, 30], "patches": [[1], [1, 1]]}}
-    buffer = replace(Buffer.from_columns(rows, batch=Batch(samples=3, context=32)), drawn=True, overflow="defer")
+    rows = {
+        "web": {"tokens": [30], "patches": [[90, 90]]},
+        "code": {"tokens": [30, 30], "patches": [[1], [1, 1]]},
+    }
+    buffer = replace(
+        Buffer.from_columns(rows, batch=Batch(samples=3, context=32)), drawn=True, overflow="defer"
+    )
     graph = DGraph.from_buffer(buffer, TREE)
     assert graph.mix().sample.tolist() == [0, 1]
     items, code = graph.select("patches").mix(), graph.select(sources="code").mix()
@@ -191,7 +248,9 @@ def test_what_does_not_fit_is_left_out_alike_whatever_the_graph_is_over() -> Non
 
 def test_candidates_that_the_draw_wants_cannot_be_left_out_before_it() -> None:
     buffer = replace(candidates(), wanted=((4, 4),))
-    with pytest.raises(PlanError, match=r"candidates of the draw are missing; call \.mix\(\) before"):
+    with pytest.raises(
+        PlanError, match=r"candidates of the draw are missing; call \.mix\(\) before"
+    ):
         DGraph.from_buffer(buffer, TREE).select(sources="web").mix()
 
 
@@ -228,7 +287,12 @@ def test_a_cost_function_is_checked() -> None:
 
 
 def test_a_cost_may_be_a_name_and_tells_its_unit() -> None:
-    graph = DGraph.from_buffer(drawn(web={"tokens": [8, 4]}), TREE).mix().distribute("DP").cost("llama_12b")
+    graph = (
+        DGraph.from_buffer(drawn(web={"tokens": [8, 4]}), TREE)
+        .mix()
+        .distribute("DP")
+        .cost("llama_12b")
+    )
     assert np.array_equal(graph.costs, cost.llama_12b({"tokens": [8, 4]}))
     assert graph.unit == "FLOPs"
     assert "cost('llama_12b')" in repr(graph)
@@ -236,7 +300,11 @@ def test_a_cost_may_be_a_name_and_tells_its_unit() -> None:
 
 def test_a_joint_cost_sums_over_the_images_of_each_sample() -> None:
     buffer = drawn(web={"tokens": [8, 8, 8], "image_patches": [[100, 1], [], [50]]})
-    both = DGraph.from_buffer(buffer, TREE).mix().cost(cost.tokens + cost.LengthCost(square=1.0, column="image_patches"))
+    both = (
+        DGraph.from_buffer(buffer, TREE)
+        .mix()
+        .cost(cost.tokens + cost.LengthCost(square=1.0, column="image_patches"))
+    )
     assert both.costs.tolist() == [8 + 10_001, 8, 8 + 2500]
     narrowed = DGraph.from_buffer(buffer, TREE, meta="tokens").mix()
     with pytest.raises(PlanError, match="needs metadata 'image_patches'; known: tokens"):
@@ -244,13 +312,20 @@ def test_a_joint_cost_sums_over_the_images_of_each_sample() -> None:
 
 
 def test_memory_is_bounded_beside_the_tokens_and_checked_by_the_plan() -> None:
-    graph = DGraph.from_buffer(drawn(web={"tokens": [8] * 8, "bytes": [3, 3, 3, 3, 1, 1, 1, 1]}), TREE).mix().distribute("DP")
+    graph = (
+        DGraph.from_buffer(drawn(web={"tokens": [8] * 8, "bytes": [3, 3, 3, 3, 1, 1, 1, 1]}), TREE)
+        .mix()
+        .distribute("DP")
+    )
     held = graph.cost(cost.tokens, memory=lambda columns: columns["bytes"])
     plan = held.balance(memory_capacity=4).plan()
     a = plan.main
     assert (a.memory.tolist(), a.memory_capacity, a.n_microbatches) == ([3.0] * 4 + [1.0] * 4, 4, 2)
     assert np.bincount(a.bins(), weights=a.memory).max() <= 4
-    with pytest.raises(PlanError, match=r"sample web/e0/f0/r0 takes 3 of memory, a microbatch has 2.5; raise memory_capacity"):
+    with pytest.raises(
+        PlanError,
+        match=r"sample web/e0/f0/r0 takes 3 of memory, a microbatch has 2.5; raise memory_capacity",
+    ):
         held.balance(memory_capacity=2.5)
     with pytest.raises(PlanError, match=r"memory_capacity=.* was not given"):
         held.balance()
@@ -262,23 +337,38 @@ def test_memory_is_bounded_beside_the_tokens_and_checked_by_the_plan() -> None:
 
 
 def test_with_keep_order_sub_draws_stay_microbatches() -> None:
-    buffer = replace(drawn(web={"tokens": [8, 8, 16, 30, 30, 30, 4]}), substep=np.array([0, 0, 0, 1, 1, 1, 2], np.int32))
+    buffer = replace(
+        drawn(web={"tokens": [8, 8, 16, 30, 30, 30, 4]}),
+        substep=np.array([0, 0, 0, 1, 1, 1, 2], np.int32),
+    )
     plan = DGraph.from_buffer(buffer, TREE).mix().distribute("DP").balance(keep_order=True).plan()
-    assert [sorted(set(plan.substep[plan.main.microbatch == k].tolist())) for k in range(plan.n_microbatches)] == [[0], [1], [1], [2]]
+    assert [
+        sorted(set(plan.substep[plan.main.microbatch == k].tolist()))
+        for k in range(plan.n_microbatches)
+    ] == [[0], [1], [1], [2]]
 
 
 def test_a_padded_batch_gets_no_microbatch_that_it_does_not_need() -> None:
     rows = {"web": {"tokens": [16, 20, 20, 16, 32, 32, 32], "dear": [8, 1, 2, 8, 8, 8, 8]}}
     for layout, microbatches in (("packed", 3), ("padded", 2)):
-        buffer = replace(Buffer.from_columns(rows, batch=Batch(samples=7, context=32, layout=layout)), drawn=True)
-        graph = DGraph.from_buffer(buffer, ClientPlaceTree(dp=3)).mix().distribute("DP").cost(lambda columns: columns["dear"])
+        buffer = replace(
+            Buffer.from_columns(rows, batch=Batch(samples=7, context=32, layout=layout)), drawn=True
+        )
+        graph = (
+            DGraph.from_buffer(buffer, ClientPlaceTree(dp=3))
+            .mix()
+            .distribute("DP")
+            .cost(lambda columns: columns["dear"])
+        )
         assert graph.balance().plan().n_microbatches == microbatches
 
 
 def test_a_sample_that_no_microbatch_can_hold_is_named() -> None:
     buffer = drawn(web={"tokens": [8, 40]})
     for strategy in (llm_balance, packed):
-        with pytest.raises(PlanError, match="sample web/e0/f0/r1 has 40 tokens with padding, a microbatch holds 32"):
+        with pytest.raises(
+            PlanError, match="sample web/e0/f0/r1 has 40 tokens with padding, a microbatch holds 32"
+        ):
             strategy(buffer, TREE)
 
 
@@ -286,16 +376,25 @@ def test_documents_are_padded_for_context_parallelism() -> None:
     graph = DGraph.from_buffer(drawn(web={"tokens": [1, 8, 9]}), ClientPlaceTree(dp=1, cp=4))
     assert graph.sizes().tolist() == [8, 8, 16]
     for fields, multiple in (
-        ({"cp_split": "contiguous"}, 4), ({"cp_split": "none"}, 1), ({"cp_split": "none", "sequence_parallel": True}, 3),
+        ({"cp_split": "contiguous"}, 4),
+        ({"cp_split": "none"}, 1),
+        ({"cp_split": "none", "sequence_parallel": True}, 3),
         ({"sequence_parallel": True, "pad_multiple": 5}, 5 * 8 * 3),
-    ):  # fmt: skip
+    ):
         batch = replace(graph.buffer.batch, context=240, **fields)
-        padded = DGraph.from_buffer(replace(graph.buffer, batch=batch), ClientPlaceTree(dp=1, cp=4, tp=3))
+        padded = DGraph.from_buffer(
+            replace(graph.buffer, batch=batch), ClientPlaceTree(dp=1, cp=4, tp=3)
+        )
         assert padded.sizes().tolist() == [-(-n // multiple) * multiple for n in (1, 8, 9)]
 
 
 def test_a_capacity_of_ones_own_is_kept() -> None:
-    graph = DGraph.from_buffer(drawn(web={"tokens": [8] * 4}), TREE).mix().distribute("DP").balance(capacity=8)
+    graph = (
+        DGraph.from_buffer(drawn(web={"tokens": [8] * 4}), TREE)
+        .mix()
+        .distribute("DP")
+        .balance(capacity=8)
+    )
     assert graph.plan().n_microbatches == 2
 
 

@@ -20,7 +20,14 @@ import overlord as ov
 from overlord.setup.prepared_job import Options
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+PAGES = sorted(
+    p
+    for p in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
+    ]
+)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -35,12 +42,16 @@ def blocks(page: Path, language: str) -> list[str]:
 def anchors(page: Path) -> set[str]:
     """Headings as links name them."""
     headings = re.findall(r"^#+ +(.+)$", text_of(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def broken_links(page: Path) -> list[str]:
     broken = []
-    for target in LINK.findall(re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)):
+    for target in LINK.findall(
+        re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    ):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
@@ -67,22 +78,50 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     zstandard = pytest.importorskip("zstandard")
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "def", "return", "none", "import"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", *words])}, unk_token="?"))
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "def",
+        "return",
+        "none",
+        "import",
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["?", *words])}, unk_token="?")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    texts = [" ".join(words[(i + k) % len(words)] for k in range(2 + 7 * i % 60)) for i in range(300)]
+    texts = [
+        " ".join(words[(i + k) % len(words)] for k in range(2 + 7 * i % 60)) for i in range(300)
+    ]
     for name in ("web", "code"):
         (tmp_path / "corpus" / name).mkdir(parents=True)
-    pq.write_table(pa.table({"text": texts}), tmp_path / "corpus" / "web" / "part-0.parquet", row_group_size=50)
+    pq.write_table(
+        pa.table({"text": texts}), tmp_path / "corpus" / "web" / "part-0.parquet", row_group_size=50
+    )
     lines = "\n".join(json.dumps({"content": text}) for text in texts).encode()
-    (tmp_path / "corpus" / "code" / "part-0.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines))
+    (tmp_path / "corpus" / "code" / "part-0.jsonl.zst").write_bytes(
+        zstandard.ZstdCompressor().compress(lines)
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 PRIMITIVES = sorted((ROOT / "docs" / "primitives").glob("*.md"))
-PYTHON = [ROOT / "README.md", ROOT / "docs" / "jobs.md", ROOT / "docs" / "images.md", ROOT / "docs" / "journal.md", *PRIMITIVES]
+PYTHON = [
+    ROOT / "README.md",
+    ROOT / "docs" / "jobs.md",
+    ROOT / "docs" / "images.md",
+    ROOT / "docs" / "journal.md",
+    *PRIMITIVES,
+]
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
@@ -98,7 +137,14 @@ def test_blocks_of_python_run_in_the_order_of_the_page(page: Path, desk: Path):
     assert found
     program = desk / "page.py"
     program.write_text(names + "\n".join(found) + "\nprint('all blocks ran')\n")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120, check=False, env=_env(desk))
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=_env(desk),
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("all blocks ran\n")
 
@@ -106,10 +152,17 @@ def test_blocks_of_python_run_in_the_order_of_the_page(page: Path, desk: Path):
 def _env(desk: Path) -> dict[str, str]:
     import os
 
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OVERLORD_CACHE": str(desk / "cache"), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "OVERLORD_CACHE": str(desk / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
-@pytest.mark.parametrize("page", [p for p in PRIMITIVES if p.name != "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [p for p in PRIMITIVES if p.name != "README.md"], ids=lambda page: page.name
+)
 def test_a_page_on_a_primitive_has_a_picture_its_errors_its_cost_and_its_proof(page: Path):
     text = text_of(page)
     wanted = ("](../img/primitives/", "\n## Errors\n", "\n## Cost\n", "\nProved by [tests/")
@@ -119,9 +172,14 @@ def test_a_page_on_a_primitive_has_a_picture_its_errors_its_cost_and_its_proof(p
 
 def test_the_pictures_of_the_primitives_are_what_the_package_draws(desk: Path):
     command = [sys.executable, str(ROOT / "docs" / "img" / "primitives.py"), str(desk / "drawn")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=_env(desk))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=_env(desk)
+    )
     assert done.returncode == 0, done.stderr
-    kept, drawn = ({p.name: text_of(p) for p in folder.glob("*.svg")} for folder in (ROOT / "docs" / "img" / "primitives", desk / "drawn"))
+    kept, drawn = (
+        {p.name: text_of(p) for p in folder.glob("*.svg")}
+        for folder in (ROOT / "docs" / "img" / "primitives", desk / "drawn")
+    )
     assert sorted(kept) == sorted(drawn)
     changed = [name for name in kept if kept[name] != drawn[name]]
     assert changed == [], "run python docs/img/primitives.py, and look at them"
@@ -133,7 +191,9 @@ def test_the_strategy_of_the_readme_plans(desk: Path):
     block = next(b for b in blocks(ROOT / "README.md", "python") if "def my_strategy" in b)
     scope: dict[str, Any] = {"ov": ov}
     exec(block, scope)
-    buffer = ov.Buffer.from_columns({"web": {"tokens": [5, 9, 30, 2]}}, batch=ov.Batch(samples=4, context=32))
+    buffer = ov.Buffer.from_columns(
+        {"web": {"tokens": [5, 9, 30, 2]}}, batch=ov.Batch(samples=4, context=32)
+    )
     drawn = ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=2)).mix({"web": 1.0}).buffer
     assert scope["my_strategy"](drawn, ov.ClientPlaceTree(dp=2)).imbalance()["bucket"] < 1.4
 
@@ -164,20 +224,34 @@ def rows_under(page: Path, heading: str) -> dict[str, str]:
         if line.startswith("| `"):
             first, second = line.split("|")[1:3]
             names, values = re.findall(r"`([^`]+)`", first), re.findall(r"`([^`]+)`", second)
-            found |= {name: values[i] if i < len(values) else (values[-1] if values else second.strip()) for i, name in enumerate(names)}
+            found |= {
+                name: values[i] if i < len(values) else (values[-1] if values else second.strip())
+                for i, name in enumerate(names)
+            }
     return found
 
 
-@pytest.mark.parametrize("cls", [ov.Job, ov.Source, ov.Batch, ov.ClientPlaceTree, Options], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [ov.Job, ov.Source, ov.Batch, ov.ClientPlaceTree, Options], ids=lambda cls: cls.__name__
+)
 def test_every_field_stands_in_the_page_on_jobs_with_its_default(cls: type):
     heading = "launch" if cls is Options else cls.__name__
     listed = rows_under(ROOT / "docs" / "jobs.md", heading)
     known = {f.name: f.default for f in fields(cls)}
     assert sorted(set(known) - set(listed)) == []
-    assert sorted(set(listed) - set(known) - ({"runtime", "resume", "allow"} if cls is Options else set())) == []
+    assert (
+        sorted(
+            set(listed) - set(known) - ({"runtime", "resume", "allow"} if cls is Options else set())
+        )
+        == []
+    )
     for name, default in known.items():
         said = listed[name]
-        if default is not MISSING and default is not None and re.fullmatch(r'[\d.]+|".*"|\(.*\)|True|False', said):
+        if (
+            default is not MISSING
+            and default is not None
+            and re.fullmatch(r'[\d.]+|".*"|\(.*\)|True|False', said)
+        ):
             assert said.replace('"', "'") in (repr(default), repr(default).removesuffix(".0")), name
 
 
@@ -191,26 +265,40 @@ def test_the_manifest_for_kuberay_has_the_pinned_ray_and_the_settings_of_the_pag
     by_hand = text_of(ROOT / "docs/deploy/cluster.md")
     for group in groups:
         (container,) = group["template"]["spec"]["containers"]
-        settings = {e["name"]: e["value"] for e in container["env"] if e["name"].startswith(("RAY_", "ARROW_"))}
+        settings = {
+            e["name"]: e["value"]
+            for e in container["env"]
+            if e["name"].startswith(("RAY_", "ARROW_"))
+        }
         assert [name for name, value in settings.items() if f"{name}={value}" not in by_hand] == []
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "the operator takes texts alone"
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), (
+            "the operator takes texts alone"
+        )
 
 
 def test_the_files_of_the_paper_map_exist():
     named = re.findall(r"`([\w./]+\.py)`", text_of(ROOT / "docs" / "paper-map.md"))
     assert len(named) > 30
-    missing = [name for name in named if not (ROOT / "src" / "overlord" / name).is_file() and not (ROOT / name).is_file()]
+    missing = [
+        name
+        for name in named
+        if not (ROOT / "src" / "overlord" / name).is_file() and not (ROOT / name).is_file()
+    ]
     assert missing == []
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md", ROOT / "README.md"], ids=lambda page: page.name
+    "page",
+    [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md", ROOT / "README.md"],
+    ids=lambda page: page.name,
 )
 def test_files_named_in_pages_exist(page: Path):
     """A bare name beside a path (`draw.py` after `planning/planner.py`) may be anywhere in the package."""
     for name in re.findall(r"`([\w./]+\.py)`", text_of(page)):
         anywhere = list((ROOT / "src" / "overlord").rglob(name)) if "/" not in name else []
-        assert anywhere or (ROOT / "src" / "overlord" / name).is_file() or (ROOT / name).is_file(), name
+        assert (
+            anywhere or (ROOT / "src" / "overlord" / name).is_file() or (ROOT / name).is_file()
+        ), name
 
 
 def test_records_of_decisions_are_numbered_and_have_three_parts():
@@ -219,12 +307,18 @@ def test_records_of_decisions_are_numbered_and_have_three_parts():
     for record in records:
         text = text_of(record)
         assert text.startswith(f"# {record.name[:4]} "), record.name
-        assert all(f"**{part}.**" in text for part in ("Context", "Decision", "Consequences")), record.name
+        assert all(f"**{part}.**" in text for part in ("Context", "Decision", "Consequences")), (
+            record.name
+        )
 
 
 def test_every_public_error_is_in_the_page_on_errors():
     listed = rows_under_title(ROOT / "docs" / "errors.md")
-    public = {n for n in ov.__all__ if isinstance(getattr(ov, n), type) and issubclass(getattr(ov, n), ov.OverlordError)}
+    public = {
+        n
+        for n in ov.__all__
+        if isinstance(getattr(ov, n), type) and issubclass(getattr(ov, n), ov.OverlordError)
+    }
     assert public - {"OverlordError"} == listed
 
 
@@ -240,18 +334,27 @@ def test_the_readme_names_its_two_commands_before_anything_else():
 
 def test_pages_give_methods_of_a_session_the_arguments_and_defaults_that_they_have():
     """A call that a page writes out in full, as in `session.add_source(source, at=None, *, loaders=None)`."""
-    names = [name for name in dir(ov.Session) if not name.startswith("_") and callable(getattr(ov.Session, name))]
+    names = [
+        name
+        for name in dir(ov.Session)
+        if not name.startswith("_") and callable(getattr(ov.Session, name))
+    ]
     written, wrong = 0, []
     for page in PAGES:
-        for name, given in re.findall(rf"(?<![.\w])(?:session\.)?({'|'.join(names)})\(([^()`]*=[^()`]*)\)", text_of(page)):
+        for name, given in re.findall(
+            rf"(?<![.\w])(?:session\.)?({'|'.join(names)})\(([^()`]*=[^()`]*)\)", text_of(page)
+        ):
             if "*" not in given and "at=None" not in given:
                 continue  # a call, with values of its own
             written += 1
             found = [
-                str(p).split(":")[0] + ("" if p.default is p.empty else f"={p.default!r}") for p in _parameters(getattr(ov.Session, name))
+                str(p).split(":")[0] + ("" if p.default is p.empty else f"={p.default!r}")
+                for p in _parameters(getattr(ov.Session, name))
             ]
             if [part.strip() for part in given.split(",") if part.strip() != "*"] != found:
-                wrong.append(f"{page.name}: {name}({given}), and the method has ({', '.join(found)})")
+                wrong.append(
+                    f"{page.name}: {name}({given}), and the method has ({', '.join(found)})"
+                )
     assert wrong == []
     assert written >= 5
 
@@ -278,7 +381,9 @@ def test_the_page_on_laptops_says_when_a_program_needs_a_guard(desk: Path):
     ):
         (desk / "program.py").write_text(text)
         command = [sys.executable, str(desk / "program.py")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=_env(desk))
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False, env=_env(desk)
+        )
         assert done.returncode == code, done.stderr
         assert words in done.stdout + done.stderr
     assert f"`{words}`" in text_of(ROOT / "docs/deploy/laptop.md")
@@ -287,13 +392,25 @@ def test_the_page_on_laptops_says_when_a_program_needs_a_guard(desk: Path):
 def test_pages_on_images_agree_that_they_are_decoded_and_routed():
     """Decision 0006 was made before; a page that says otherwise is out of date."""
     pages = {page.name: " ".join(text_of(page).split()) for page in PAGES}
-    assert [name for name, text in pages.items() if re.search(r"(?i)nothing (yet )?decodes|images are not decoded", text)] == []
+    assert [
+        name
+        for name, text in pages.items()
+        if re.search(r"(?i)nothing (yet )?decodes|images are not decoded", text)
+    ] == []
     assert "0016-images-are-items.md" in pages["0006-encoder-once-per-iteration.md"]
 
 
 def test_the_axis_cp_alone_splits_no_sequence_as_its_page_says():
-    buffer = ov.Buffer.from_columns({"text": {"tokens": [4000, 10, 10, 10]}}, batch=ov.Batch(samples=4, context=8192))
-    plan = ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=1, cp=4)).mix([1.0]).distribute("CP").balance("greedy").plan()
+    buffer = ov.Buffer.from_columns(
+        {"text": {"tokens": [4000, 10, 10, 10]}}, batch=ov.Batch(samples=4, context=8192)
+    )
+    plan = (
+        ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=1, cp=4))
+        .mix([1.0])
+        .distribute("CP")
+        .balance("greedy")
+        .plan()
+    )
     assert sorted(plan.main.sample.tolist()) == [0, 1, 2, 3]  # each once, so in one bucket, whole
     assert int(plan.main.size.max()) == 4000
     page = " ".join(text_of(ROOT / "docs" / "primitives" / "distribute.md").split())

@@ -19,9 +19,11 @@ def test_a_fault_is_a_short_text_and_back():
     text = "kill:loader-host/0@10,stop:planner@20,kill:loader-host*5@35,kill:planner@15%15"
     found = parse_faults(text)
     assert found == [
-        Fault("kill", "loader-host/0", 10), Fault("stop", "planner", 20), Fault("kill", "loader-host", 35, many=5),
+        Fault("kill", "loader-host/0", 10),
+        Fault("stop", "planner", 20),
+        Fault("kill", "loader-host", 35, many=5),
         Fault("kill", "planner", 15, every=15),
-    ]  # fmt: skip
+    ]
     assert ",".join(map(str, found)) == text
     assert parse_faults(" kill:planner@1 ,") == [Fault("kill", "planner", 1)]
 
@@ -37,31 +39,58 @@ def test_every_mistake_is_told_at_once():
 
 def test_what_a_fault_cannot_do_is_refused_and_not_left_out():
     with pytest.raises(JobError) as caught:
-        parse_faults("kill:planner@3%0,kill:all*2@3,kill:planner*2@1,kill:loader-host/0*3@1,stop:constructor-host*2@1%1")
+        parse_faults(
+            "kill:planner@3%0,kill:all*2@3,kill:planner*2@1,kill:loader-host/0*3@1,stop:constructor-host*2@1%1"
+        )
     assert len(caught.value.problems) == 4
-    assert "'kill:planner@3%0': wanted at least one step between two strikes, found %0" in str(caught.value)
-    assert "'kill:all*2@3': *2 is for loader-host or constructor-host; 'all' says already whom: leave it out" in str(caught.value)
+    assert "'kill:planner@3%0': wanted at least one step between two strikes, found %0" in str(
+        caught.value
+    )
+    assert (
+        "'kill:all*2@3': *2 is for loader-host or constructor-host; 'all' says already whom: leave it out"
+        in str(caught.value)
+    )
 
 
 def test_the_longest_wait_is_that_of_step_0_if_a_fault_struck_before_it():
     def line(taken: int, *waits_s: float) -> str:
         fault = Fault("kill", "planner", taken)
-        return waits_line(Report(None, Outcome(), Outcome(waits_s=list(waits_s), strikes=[Strike(fault, "planner", 1, taken)])))  # type: ignore[arg-type]
+        return waits_line(
+            Report(
+                None,
+                Outcome(),
+                Outcome(waits_s=list(waits_s), strikes=[Strike(fault, "planner", 1, taken)]),
+            )
+        )  # type: ignore[arg-type]
 
-    assert line(0, 2.0, 0.001, 0.003) == "wait of a step: median 3.0 ms, longest 2000 ms (step 0); 3 steps"
-    assert line(1, 2.0, 0.001, 0.003) == "wait of a step: median 2.0 ms, longest 3 ms (step 2); 3 steps, without step 0"
+    assert (
+        line(0, 2.0, 0.001, 0.003)
+        == "wait of a step: median 3.0 ms, longest 2000 ms (step 0); 3 steps"
+    )
+    assert (
+        line(1, 2.0, 0.001, 0.003)
+        == "wait of a step: median 2.0 ms, longest 3 ms (step 2); 3 steps, without step 0"
+    )
     assert line(0, 2.0) == "wait of a step: median 2000.0 ms, longest 2000 ms (step 0); 1 steps"
 
 
 def test_a_part_is_mended_when_another_process_is_there_and_its_recovery_is_told():
-    last = {"loader-host/0": Strike(Fault("stop", "loader-host", 3), "loader-host/0", 11, 3, recovered=1)}
+    last = {
+        "loader-host/0": Strike(
+            Fault("stop", "loader-host", 3), "loader-host/0", 11, 3, recovered=1
+        )
+    }
 
     def left(pid: int, recovered: int) -> dict[str, str]:
         actors = [{"name": "loader-host/0", "role": "host", "pid": pid}]
-        return unmended({"actors": actors, "recoveries": [{"part": "loader-host/0"}] * recovered}, last)
+        return unmended(
+            {"actors": actors, "recoveries": [{"part": "loader-host/0"}] * recovered}, last
+        )
 
     assert left(11, 1) == {"loader-host/0": "was not replaced"}
-    assert left(12, 1) == {"loader-host/0": "has no row among the recoveries"}, "the row is of the time before"
+    assert left(12, 1) == {"loader-host/0": "has no row among the recoveries"}, (
+        "the row is of the time before"
+    )
     assert left(12, 2) == {}
 
 
@@ -71,7 +100,10 @@ def test_a_drill_of_nothing_is_refused():
 
 
 def test_a_role_hits_the_first_of_its_parts_by_number():
-    assert Fault("kill", "loader-host", 0, many=2).choose(PARTS) == ["loader-host/0", "loader-host/2"]
+    assert Fault("kill", "loader-host", 0, many=2).choose(PARTS) == [
+        "loader-host/0",
+        "loader-host/2",
+    ]
     assert Fault("kill", "loader-host/10", 0).choose(PARTS) == ["loader-host/10"]
     assert Fault("kill", "loader-host/7", 0).choose(PARTS) == []
     assert Fault("kill", "planner", 0).choose(PARTS) == ["planner"]
@@ -79,15 +111,22 @@ def test_a_role_hits_the_first_of_its_parts_by_number():
 
 
 def test_a_fault_may_strike_again_and_again():
-    assert [k for k in range(50) if Fault("kill", "planner", 15, every=15).strikes_at(k)] == [15, 30, 45]
+    assert [k for k in range(50) if Fault("kill", "planner", 15, every=15).strikes_at(k)] == [
+        15,
+        30,
+        45,
+    ]
     assert [k for k in range(50) if Fault("kill", "planner", 15).strikes_at(k)] == [15]
 
 
 def test_the_usual_faults_are_one_of_each_kind_within_the_run():
     found = usual_faults(40, planner=True)
     assert [(f.how, f.whom) for f in found] == [
-        ("kill", "loader-host"), ("kill", "planner"), ("kill", "constructor-host"), ("stop", "loader-host")
-    ]  # fmt: skip
+        ("kill", "loader-host"),
+        ("kill", "planner"),
+        ("kill", "constructor-host"),
+        ("stop", "loader-host"),
+    ]
     assert all(0 < f.step < 40 for f in found)
     assert "planner" not in {f.whom for f in usual_faults(40, planner=False)}
 
@@ -108,6 +147,10 @@ def test_runs_that_differ_are_told_apart():
     assert (lost.lost, lost.repeated, lost.changed, lost.disordered) == (1, 0, ((0, 1),), (0,))
     twice = compare(wanted, delivered((0, 0, "x", ["a", "b"]), (0, 1, "y", ["c", "a"])))
     assert (twice.lost, twice.repeated) == (0, 1)
-    assert compare(wanted, delivered((0, 0, "x", ["a", "b"]), (0, 1, "z", ["c"]))).changed == ((0, 1),)
-    assert compare(wanted, delivered((0, 1, "y", ["c"]), (0, 0, "x", ["a", "b"]))).disordered == (0,)
+    assert compare(wanted, delivered((0, 0, "x", ["a", "b"]), (0, 1, "z", ["c"]))).changed == (
+        (0, 1),
+    )
+    assert compare(wanted, delivered((0, 1, "y", ["c"]), (0, 0, "x", ["a", "b"]))).disordered == (
+        0,
+    )
     assert wanted.chain != delivered((0, 0, "x", ["a", "b"]), (0, 1, "z", ["c"])).chain

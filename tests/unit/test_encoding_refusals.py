@@ -14,11 +14,15 @@ from overlord.planning.images.encoding import check_images
 def test_images_do_not_go_with_samples_that_several_replicas_train_on(axis: str) -> None:
     place = ov.ClientPlaceTree(dp=2, tp=2, pp=2)
     columns = {"tokens": [4, 4], "image_patches": [[2], [2]]}
-    buffer = replace(ov.Buffer.from_columns({"s": columns}, batch=ov.Batch(samples=2, context=16)), drawn=True)
+    buffer = replace(
+        ov.Buffer.from_columns({"s": columns}, batch=ov.Batch(samples=2, context=16)), drawn=True
+    )
     drawn = ov.DGraph.from_buffer(buffer, place).mix()
     images = drawn.select("image_patches").distribute("WORLD").balance("none")
     for good in ("DP", "CP", "WORLD"):
-        check_images(drawn.select("tokens").distribute(good).balance("none").plan(encoder=images), buffer)
+        check_images(
+            drawn.select("tokens").distribute(good).balance("none").plan(encoder=images), buffer
+        )
     plan = drawn.select("tokens").distribute(axis).balance("none").plan(encoder=images)
     with pytest.raises(ov.PlanError, match=f'distributed over {axis}.*over "DP", "CP" or "WORLD"'):
         check_images(plan, buffer)

@@ -7,7 +7,9 @@ import pytest
 from overlord.process.shutdown import Ending, in_turn
 
 
-def test_whatever_interrupts_a_step_the_others_are_done_and_the_next_who_comes_does_that_one() -> None:
+def test_whatever_interrupts_a_step_the_others_are_done_and_the_next_who_comes_does_that_one() -> (
+    None
+):
     done: list[str] = []
     faults: list[BaseException] = [KeyboardInterrupt(), OSError("later")]
 
@@ -38,5 +40,10 @@ def test_what_went_wrong_first_is_raised() -> None:
 
 def test_the_handler_of_a_signal_that_ends_what_is_being_ended_waits_for_nobody() -> None:
     ending, done = Ending(), list[str]()
-    ending.go(lambda: [lambda: ending.go(lambda: [lambda: done.append("twice")]), lambda: done.append("once")])
+    ending.go(
+        lambda: [
+            lambda: ending.go(lambda: [lambda: done.append("twice")]),
+            lambda: done.append("once"),
+        ]
+    )
     assert done == ["once"]

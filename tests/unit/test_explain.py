@@ -34,29 +34,46 @@ def rows(n: int, base: int = 0) -> list[dict[str, Any]]:
 def job(tmp_path: Path, format: str = "parquet", n: int = 60, **changes: Any) -> ov.Job:
     sources = [
         ov.Source(
-            "web", write_rows(tmp_path / "web", format, rows(n), row_group_size=8), transforms=[ov.Tokens("tokens")], weight=2, epochs=1
+            "web",
+            write_rows(tmp_path / "web", format, rows(n), row_group_size=8),
+            transforms=[ov.Tokens("tokens")],
+            weight=2,
+            epochs=1,
         ),
         ov.Source(
-            "code", write_rows(tmp_path / "code", format, rows(n, 300), row_group_size=8), transforms=[ov.Tokens("tokens")], epochs=1
+            "code",
+            write_rows(tmp_path / "code", format, rows(n, 300), row_group_size=8),
+            transforms=[ov.Tokens("tokens")],
+            epochs=1,
         ),
     ]
     settings: dict[str, Any] = {
-        "name": "explained", "sources": sources, "batch": ov.Batch(samples=12, context=64, microbatches=2),
-        "place": ov.ClientPlaceTree(dp=2), "seed": 3, "slice_rows": 4, "shuffle_chunks": 2,
-    }  # fmt: skip
+        "name": "explained",
+        "sources": sources,
+        "batch": ov.Batch(samples=12, context=64, microbatches=2),
+        "place": ov.ClientPlaceTree(dp=2),
+        "seed": 3,
+        "slice_rows": 4,
+        "shuffle_chunks": 2,
+    }
     return ov.Job(**{**settings, **changes})
 
 
 def small(**changes: Any) -> ov.Job:
     """Two sources without files."""
     sources = [
-        ov.Source(name, Rows(rows(60, base)), transforms=[ov.Tokens("tokens")], weight=weight, epochs=1)
+        ov.Source(
+            name, Rows(rows(60, base)), transforms=[ov.Tokens("tokens")], weight=weight, epochs=1
+        )
         for name, base, weight in (("web", 0, 2), ("code", 300, 1))
     ]
     settings: dict[str, Any] = {
-        "name": "small", "sources": sources, "batch": ov.Batch(samples=12, context=64, microbatches=2), "place": ov.ClientPlaceTree(dp=2),
+        "name": "small",
+        "sources": sources,
+        "batch": ov.Batch(samples=12, context=64, microbatches=2),
+        "place": ov.ClientPlaceTree(dp=2),
         "slice_rows": 4,
-    }  # fmt: skip
+    }
     return ov.Job(**{**settings, **changes})
 
 
@@ -88,8 +105,16 @@ def test_a_step_is_told_by_source_with_its_files_and_rows(tmp_path: Path) -> Non
     with ov.launch(job(tmp_path)) as session:
         next(session.client(0))
         plan, found = session.plan(0), of_step(session, 0)
-    assert (found.step, found.samples, found.tokens, found.digest) == (0, 12, int(plan.tokens.sum()), plan.digest())
-    assert [(s.name, s.samples, s.wanted) for s in found.sources] == [("web", 8, 2 / 3), ("code", 4, 1 / 3)]
+    assert (found.step, found.samples, found.tokens, found.digest) == (
+        0,
+        12,
+        int(plan.tokens.sum()),
+        plan.digest(),
+    )
+    assert [(s.name, s.samples, s.wanted) for s in found.sources] == [
+        ("web", 8, 2 / 3),
+        ("code", 4, 1 / 3),
+    ]
     for i, source in enumerate(found.sources):
         mine = plan.source == i
         assert source.tokens == plan.tokens[mine].sum()
@@ -144,7 +169,10 @@ def test_the_weights_in_force_are_told_with_what_set_them() -> None:
 
 @pytest.mark.parametrize(
     ("mixture", "words"),
-    [({"web": 1.0, "code": 1.0}, "the job's mixture"), (ov.schedule.constant({"web": 1, "code": 1}), "the job's schedule constant(")],
+    [
+        ({"web": 1.0, "code": 1.0}, "the job's mixture"),
+        (ov.schedule.constant({"web": 1, "code": 1}), "the job's schedule constant("),
+    ],
 )
 def test_a_mixture_of_the_job_is_named_as_such(mixture: Any, words: str) -> None:
     with ov.launch(small(mixture=mixture)) as session:
@@ -157,7 +185,10 @@ def test_weights_that_hold_for_an_epoch_say_since_when() -> None:
         client = session.client(0)
         next(client)
         next(client)
-        assert of_step(session, 1).weights_from == "the sources' own weights, in force since step 0 (mix_every='epoch')"
+        assert (
+            of_step(session, 1).weights_from
+            == "the sources' own weights, in force since step 0 (mix_every='epoch')"
+        )
 
 
 def test_a_step_prints_as_a_table_and_turns_into_plain_values() -> None:
@@ -179,7 +210,9 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
         with pytest.raises(PlanError, match="not planned yet; no step is planned yet"):
             session.explain(0)
         next(session.client(0))
-        with pytest.raises(PlanError, match="plan of step 7: it is not planned yet; plans are kept of steps 0 to"):
+        with pytest.raises(
+            PlanError, match="plan of step 7: it is not planned yet; plans are kept of steps 0 to"
+        ):
             session.explain(7)
         with pytest.raises(PlanError, match="it is no step"):
             session.explain(-1)
@@ -187,14 +220,18 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
             session.explain(1.5)  # type: ignore[arg-type]
 
 
-def test_a_plan_that_is_no_longer_kept_is_told_from_one_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_is_no_longer_kept_is_told_from_one_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("overlord.cluster.plan_history.KEPT_SAMPLES", 24)
     with ov.launch(small(), prefetch=1) as session:
         client = session.client(0)
         first = session.plan(next(client).step)
         for _ in range(5):
             next(client)
-        with pytest.raises(PlanError, match="was planned, but its plan is no longer kept; plans are kept of steps"):
+        with pytest.raises(
+            PlanError, match="was planned, but its plan is no longer kept; plans are kept of steps"
+        ):
             session.explain(0)
         found = of_sample(session, first.sample_id(0))
     assert found.status == "gone"
@@ -216,7 +253,12 @@ def test_every_sample_is_where_the_plan_has_it(tmp_path: Path, format: str, stra
             for i, sample in enumerate(ids(plan)):
                 found = of_sample(session, sample)
                 [p], k = found.placed, int(where[i])
-                assert (found.status, found.step, found.position, found.of_samples) == ("placed", plan.step, i, 12)
+                assert (found.status, found.step, found.position, found.of_samples) == (
+                    "placed",
+                    plan.step,
+                    i,
+                    12,
+                )
                 assert (found.tokens, found.sample) == (plan.tokens[i], str(sample))
                 assert found.path.endswith(f"{sample.source}/part-{sample.file:05d}.{format}")
                 assert found.row_unit == ("row" if format == "parquet" else "byte")
@@ -269,9 +311,22 @@ def test_a_sample_of_a_skipped_step_was_drawn_and_not_delivered() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_what_is_not_drawn_yet_is_told_from_what_was(tmp_path: Path, shuffle: bool) -> None:
     made = job(tmp_path)
-    made = ov.Job(**{**{n: getattr(made, n) for n in made.__dataclass_fields__}, "sources": [
-        ov.Source(s.name, s.uri, transforms=s.transforms, weight=s.weight, shuffle=shuffle, epochs=2) for s in made.sources
-    ]})  # fmt: skip
+    made = ov.Job(
+        **{
+            **{n: getattr(made, n) for n in made.__dataclass_fields__},
+            "sources": [
+                ov.Source(
+                    s.name,
+                    s.uri,
+                    transforms=s.transforms,
+                    weight=s.weight,
+                    shuffle=shuffle,
+                    epochs=2,
+                )
+                for s in made.sources
+            ],
+        }
+    )
     whole = every_step(made)
     assert len(whole) == 20
     for steps in (1, 4, 13):
@@ -279,11 +334,15 @@ def test_what_is_not_drawn_yet_is_told_from_what_was(tmp_path: Path, shuffle: bo
             client = session.client(0)
             for _ in range(steps):
                 next(client)
-            planned = steps + 1  # it is read in a thread of its own, and the planner waits for what it draws
+            planned = (
+                steps + 1
+            )  # it is read in a thread of its own, and the planner waits for what it draws
             until(lambda s=session, n=planned: s.metrics()["planned_steps"] == n)
             for plan in whole:
                 wanted = "placed" if plan.step < planned else "ahead"
-                assert {of_sample(session, sample).status for sample in ids(plan)[::3]} == {wanted}, plan.step
+                assert {of_sample(session, sample).status for sample in ids(plan)[::3]} == {
+                    wanted
+                }, plan.step
 
 
 def test_after_a_resume_what_was_drawn_before_is_gone_and_the_rest_ahead(tmp_path: Path) -> None:
@@ -296,7 +355,9 @@ def test_after_a_resume_what_was_drawn_before_is_gone_and_the_rest_ahead(tmp_pat
         state = client.state_dict()
     with ov.launch(made, resume=state) as session:
         for plan in whole:
-            assert {of_sample(session, s).status for s in ids(plan)} == {"gone" if plan.step < 4 else "ahead"}, plan.step
+            assert {of_sample(session, s).status for s in ids(plan)} == {
+                "gone" if plan.step < 4 else "ahead"
+            }, plan.step
 
 
 def test_a_row_of_lines_in_the_open_group_is_not_judged(tmp_path: Path) -> None:
@@ -326,7 +387,13 @@ def odd(row: dict[str, Any]) -> bool:
 
 
 def test_a_row_that_a_filter_dropped_is_no_sample() -> None:
-    source = ov.Source("web", Rows(rows(60)), transforms=[ov.Filter(odd, rows=True), ov.Tokens("tokens")], shuffle=False, epochs=1)
+    source = ov.Source(
+        "web",
+        Rows(rows(60)),
+        transforms=[ov.Filter(odd, rows=True), ov.Tokens("tokens")],
+        shuffle=False,
+        epochs=1,
+    )
     with ov.launch(small(sources=[source])) as session:
         next(session.client(0))
         found = of_sample(session, "web/e0/f0/r4")
@@ -354,15 +421,26 @@ def test_an_id_that_no_step_can_hold_is_refused(tmp_path: Path, sample: str, wor
 
 
 @given(st.text(min_size=1, max_size=12), *(st.integers(0, 2**31 - 1) for _ in range(4)))
-def test_an_id_is_read_back_from_its_text(source: str, epoch: int, file: int, row: int, part: int) -> None:
+def test_an_id_is_read_back_from_its_text(
+    source: str, epoch: int, file: int, row: int, part: int
+) -> None:
     sample = ov.SampleId(source.strip() or "x", epoch, file, row, part)
     assert parse_id(str(sample)) == sample
 
 
 def test_ordinals() -> None:
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 1111)] == [
-        "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "1,111th",
-    ]  # fmt: skip
+        "1st",
+        "2nd",
+        "3rd",
+        "4th",
+        "11th",
+        "12th",
+        "13th",
+        "21st",
+        "102nd",
+        "1,111th",
+    ]
 
 
 # a job that does not run
@@ -382,8 +460,12 @@ def test_a_sample_is_found_without_running_the_job(tmp_path: Path) -> None:
 
 def test_the_search_ends_when_the_stream_has_passed_the_row() -> None:
     source = ov.Source(
-        "web", Rows(rows(60)), transforms=[ov.Filter(odd, rows=True), ov.Tokens("tokens")], shuffle=False, epochs=None
-    )  # fmt: skip
+        "web",
+        Rows(rows(60)),
+        transforms=[ov.Filter(odd, rows=True), ov.Tokens("tokens")],
+        shuffle=False,
+        epochs=None,
+    )
     found = find_sample(small(sources=[source]), ov.SampleId("web", 0, 0, 4), within=100_000)
     assert found.status == "no sample"
 
@@ -395,14 +477,20 @@ def overlord(*args: str | Path) -> Result:
 def job_file(folder: Path) -> Path:
     sources = {
         name: {
-            "uri": write_rows(folder / name, "parquet", rows(60, base), row_group_size=8), "weight": weight, "epochs": 1,
+            "uri": write_rows(folder / name, "parquet", rows(60, base), row_group_size=8),
+            "weight": weight,
+            "epochs": 1,
             "transforms": [{"tokens": {"column": "tokens"}}],
         }
         for name, base, weight in (("web", 0, 2), ("code", 300, 1))
-    }  # fmt: skip
+    }
     path = folder / "job.yaml"
     batch = {"samples": 12, "context": 64, "microbatches": 2}
-    path.write_text(yaml.safe_dump({"name": "small", "sources": sources, "batch": batch, "place": {"dp": 2}, "seed": 3}))
+    path.write_text(
+        yaml.safe_dump(
+            {"name": "small", "sources": sources, "batch": batch, "place": {"dp": 2}, "seed": 3}
+        )
+    )
     return path
 
 
@@ -427,7 +515,9 @@ def test_the_command_explains_a_step_and_a_sample(tmp_path: Path) -> None:
         (("--step", "1", "--sample", "web/e0/f0/r0"), 2, "either --step K or --sample ID"),
     ],
 )
-def test_the_command_says_what_is_wrong_with_a_question(tmp_path: Path, args: tuple[str, ...], code: int, words: str) -> None:
+def test_the_command_says_what_is_wrong_with_a_question(
+    tmp_path: Path, args: tuple[str, ...], code: int, words: str
+) -> None:
     result = overlord("explain", job_file(tmp_path), *args)
     assert result.exit_code == code, result.output
     assert words in result.stderr

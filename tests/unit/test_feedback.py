@@ -52,13 +52,24 @@ class Listener:
 
 def job(mixture: Any, dp: int = 1, steps: int = 24, **changes: Any) -> ov.Job:
     sources = [
-        ov.Source(name, Rows([{"tokens": [k + 1] * 2} for k in range(12 + 4 * i)]), transforms=[ov.Tokens("tokens")], epochs=None)
+        ov.Source(
+            name,
+            Rows([{"tokens": [k + 1] * 2} for k in range(12 + 4 * i)]),
+            transforms=[ov.Tokens("tokens")],
+            epochs=None,
+        )
         for i, name in enumerate("ab")
     ]
     settings: dict[str, Any] = {
-        "name": "feedback", "sources": sources, "batch": ov.Batch(samples=6, context=32), "mixture": mixture, "until": steps,
-        "place": ov.ClientPlaceTree(dp=dp), "slice_rows": 4, "shuffle_chunks": 2,
-    }  # fmt: skip
+        "name": "feedback",
+        "sources": sources,
+        "batch": ov.Batch(samples=6, context=32),
+        "mixture": mixture,
+        "until": steps,
+        "place": ov.ClientPlaceTree(dp=dp),
+        "slice_rows": 4,
+        "shuffle_chunks": 2,
+    }
     return ov.Job(**{**settings, **changes})
 
 
@@ -75,7 +86,9 @@ def loss(step: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("prefetch", range(1, 9))
 @pytest.mark.parametrize("held", [0, 1])
-def test_in_a_normal_loop_every_report_is_in_time_at_every_prefetch(prefetch: int, held: int) -> None:
+def test_in_a_normal_loop_every_report_is_in_time_at_every_prefetch(
+    prefetch: int, held: int
+) -> None:
     """A report may come as late as while the next step is worked on; the plan it is meant for has it, whatever the prefetch."""
     heard: list[tuple[int, dict[str, float]]] = []
     lag = prefetch + 2
@@ -85,7 +98,9 @@ def test_in_a_normal_loop_every_report_is_in_time_at_every_prefetch(prefetch: in
             for client in clients:
                 step = next(client)
                 if step.step >= held:
-                    client.report(step.step - held, {"loss/a": float(step.step - held + 10 * client.rank)})
+                    client.report(
+                        step.step - held, {"loss/a": float(step.step - held + 10 * client.rank)}
+                    )
         counts = session.metrics()["feedback"]
     assert heard == [(t, {} if t < lag else {"loss/a": t - lag + 5.0}) for t in range(24)]
     assert counts["late"] == counts["invalid"] == 0
@@ -99,7 +114,9 @@ def test_ranks_in_threads_of_their_own_are_all_heard() -> None:
 
         def train(client: ov.Client) -> None:
             for step in client:
-                client.report(step.step, {"loss/a": float(client.rank), "tokens/a": 1.0 + client.rank})
+                client.report(
+                    step.step, {"loss/a": float(client.rank), "tokens/a": 1.0 + client.rank}
+                )
 
         threads = [threading.Thread(target=train, args=(session.client(r),)) for r in range(3)]
         for thread in threads:
@@ -107,7 +124,10 @@ def test_ranks_in_threads_of_their_own_are_all_heard() -> None:
         for thread in threads:
             thread.join(30)
         assert session.metrics()["feedback"]["late"] == 0
-    assert heard == [(t, {} if t < 4 else {"loss/a": (0 * 1 + 1 * 2 + 2 * 3) / 6, "tokens/a": 6.0}) for t in range(24)]
+    assert heard == [
+        (t, {} if t < 4 else {"loss/a": (0 * 1 + 1 * 2 + 2 * 3) / 6, "tokens/a": 6.0})
+        for t in range(24)
+    ]
 
 
 def test_a_late_report_is_dropped_and_counted_and_is_in_no_state() -> None:
@@ -120,7 +140,13 @@ def test_a_late_report_is_dropped_and_counted_and_is_in_no_state() -> None:
         client.report(7, loss(7))
         state = client.state_dict()
         assert list(state["reports"]) == ["7"]
-        assert session.metrics()["feedback"] == {"received": 2, "used": 0, "late": 1, "pending": 1, "invalid": 0}
+        assert session.metrics()["feedback"] == {
+            "received": 2,
+            "used": 0,
+            "late": 1,
+            "pending": 1,
+            "invalid": 0,
+        }
         wanted = [step.plan_digest for step in client]
     with launch(job(Listener([]), feedback_lag=4), prefetch=1, resume=state) as session:
         assert [step.plan_digest for step in session.client(0)] == wanted
@@ -142,21 +168,44 @@ def test_of_two_reports_of_a_rank_the_last_before_its_use_counts() -> None:
     assert all(not said for step, said in heard if step != 7)
 
 
-def test_what_was_reported_before_steps_that_are_skipped_is_not_used_since_plans_run_ahead_of_it() -> None:
+def test_what_was_reported_before_steps_that_are_skipped_is_not_used_since_plans_run_ahead_of_it() -> (
+    None
+):
     """Skipped steps do not fill the window, so how far planning is when a trainer speaks depends on its pace."""
     heard: list[tuple[int, dict[str, float]]] = []
     digests = set()
     for seed in range(6):
         heard.clear()
         made = job(Listener(heard), dp=2, feedback_lag=6)
-        run = ov.simulate(made, seed=seed, prefetch=1 + seed % 4, events=[Skip((7, 8, 9, 10))], report=lambda r, s: loss(s), save=True)
+        run = ov.simulate(
+            made,
+            seed=seed,
+            prefetch=1 + seed % 4,
+            events=[Skip((7, 8, 9, 10))],
+            report=lambda r, s: loss(s),
+            save=True,
+        )
         digests.add(tuple(s.plan_digest for s in run.steps[0]))
         used = {t: {} if t < 6 or 8 <= t <= 16 else loss(t - 6) for t in range(24)}
         assert dict(heard) == used
-        for step in (4, 6, 11, 12, 14):  # a state remembers that steps were skipped for as long as it matters
+        for step in (
+            4,
+            6,
+            11,
+            12,
+            14,
+        ):  # a state remembers that steps were skipped for as long as it matters
             heard.clear()
-            again = ov.simulate(made, seed=seed + 1, prefetch=4, resume=run.states[step], report=lambda r, s: loss(s))
-            assert [s.plan_digest for s in again.steps[0]] == [s.plan_digest for s in run.steps[0] if s.step > step]
+            again = ov.simulate(
+                made,
+                seed=seed + 1,
+                prefetch=4,
+                resume=run.states[step],
+                report=lambda r, s: loss(s),
+            )
+            assert [s.plan_digest for s in again.steps[0]] == [
+                s.plan_digest for s in run.steps[0] if s.step > step
+            ]
             assert dict(heard) == {t: said for t, said in used.items() if t > step}
     assert len(digests) == 1
 
@@ -175,7 +224,10 @@ def test_a_schedule_is_asked_once_a_step_in_order_whatever_holds_up_the_draw() -
 def test_every_run_has_a_schedule_of_its_own() -> None:
     mixture = ov.schedule.odm(["a", "b"], warmup=0)
     made = job(mixture)
-    runs = [ov.simulate(made, seed=s, report=lambda r, step: {"loss/a": 8.0, "loss/b": 1.0}) for s in (1, 2)]
+    runs = [
+        ov.simulate(made, seed=s, report=lambda r, step: {"loss/a": 8.0, "loss/b": 1.0})
+        for s in (1, 2)
+    ]
     assert [s.plan_digest for s in runs[0].steps[0]] == [s.plan_digest for s in runs[1].steps[0]]
     assert mixture.state_dict()["updates"] == 0
     quiet = ov.simulate(made, seed=1)
@@ -188,8 +240,17 @@ def test_weights_by_epoch_do_not_depend_on_a_draw_that_is_tried_again() -> None:
 
     states = set()
     for seed in range(20):
-        run = ov.simulate(job(turns, mix_every="epoch", steps=20), seed=seed, read_ahead=1, check=True)
-        states.add(json.dumps([(s.plan_digest, s._told.after.mix_step, s._told.after.mix_epoch) for s in run.steps[0]]))
+        run = ov.simulate(
+            job(turns, mix_every="epoch", steps=20), seed=seed, read_ahead=1, check=True
+        )
+        states.add(
+            json.dumps(
+                [
+                    (s.plan_digest, s._told.after.mix_step, s._told.after.mix_epoch)
+                    for s in run.steps[0]
+                ]
+            )
+        )
     assert len(states) == 1
 
 
@@ -207,21 +268,34 @@ def test_weights_by_epoch_learn_at_every_step_and_change_when_the_epoch_rises() 
         assert mixed[t][0] == 1.0 + sum(1.0 + s for s in range(t - 6 + 1))
 
 
-def test_a_plain_function_hears_nothing_and_may_prefetch_as_far_as_it_likes(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plain_function_hears_nothing_and_may_prefetch_as_far_as_it_likes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     heard: list[Any] = []
 
     def plain(step: int, feedback: Any) -> list[float]:
         heard.append(feedback)
         return [1.0, 1.0]
 
-    with caplog.at_level(logging.WARNING, "overlord"), launch(job(plain, feedback_lag=1), prefetch=6) as session:
+    with (
+        caplog.at_level(logging.WARNING, "overlord"),
+        launch(job(plain, feedback_lag=1), prefetch=6) as session,
+    ):
         client = session.client(0)
         for step in client:
             client.report(step.step, loss(step.step))
-        assert session.metrics()["feedback"] == {"received": 24, "used": 0, "late": 0, "pending": 0, "invalid": 0}
+        assert session.metrics()["feedback"] == {
+            "received": 24,
+            "used": 0,
+            "late": 0,
+            "pending": 0,
+            "invalid": 0,
+        }
         assert "reports" not in client.state_dict()
     assert heard == [{}] * 24
-    assert [r.message for r in caplog.records] == ["reports reach no schedule: the mixture has no state and no takes_feedback = True"]
+    assert [r.message for r in caplog.records] == [
+        "reports reach no schedule: the mixture has no state and no takes_feedback = True"
+    ]
 
 
 def test_a_plain_function_hears_reports_when_it_says_so() -> None:
@@ -235,7 +309,9 @@ def test_a_plain_function_hears_reports_when_it_says_so() -> None:
     made = job(asks, feedback_lag=3)
     whole = ov.simulate(made, seed=4, prefetch=1, report=lambda r, s: loss(s), save=True)
     assert dict(heard) == {t: {} if t < 3 else loss(t - 3) for t in range(24)}
-    again = ov.simulate(made, seed=5, prefetch=1, report=lambda r, s: loss(s), resume=whole.states[10])
+    again = ov.simulate(
+        made, seed=5, prefetch=1, report=lambda r, s: loss(s), resume=whole.states[10]
+    )
     assert [s.plan_digest for s in again.steps[0]] == [s.plan_digest for s in whole.steps[0]][11:]
 
 
@@ -244,7 +320,13 @@ def test_which_mixtures_take_feedback() -> None:
     assert learns(ov.schedule.odm(names))
     assert learns(ov.schedule.staged({0: names, 5: ov.schedule.odm(names)}))
     assert learns(Listener([]))
-    for other in (None, names, ov.schedule.constant(names), ov.schedule.linear(names, {"a": 1.0}, steps=5), lambda step, feedback: names):
+    for other in (
+        None,
+        names,
+        ov.schedule.constant(names),
+        ov.schedule.linear(names, {"a": 1.0}, steps=5),
+        lambda step, feedback: names,
+    ):
         assert not learns(other)
 
 
@@ -278,13 +360,21 @@ def test_a_lag_too_short_for_the_prefetch_is_refused_where_there_is_feedback() -
         (2.31, "wanted a mapping"),
     ],
 )
-def test_what_is_no_report_is_told_to_the_caller_and_changes_nothing(metrics: Any, problem: str) -> None:
+def test_what_is_no_report_is_told_to_the_caller_and_changes_nothing(
+    metrics: Any, problem: str
+) -> None:
     with launch(job(Listener([]))) as session:
         client = session.client(0)
         next(client)
         with pytest.raises(JobError, match=problem):
             client.report(0, metrics)
-        assert session.metrics()["feedback"] == {"received": 0, "used": 0, "late": 0, "pending": 0, "invalid": 1}
+        assert session.metrics()["feedback"] == {
+            "received": 0,
+            "used": 0,
+            "late": 0,
+            "pending": 0,
+            "invalid": 1,
+        }
 
 
 def test_all_that_is_wrong_with_a_report_is_said_at_once() -> None:
@@ -308,7 +398,9 @@ def test_a_loss_that_is_no_number_is_left_out_and_counted(caplog: pytest.LogCapt
             client.report(step.step, {"loss/a": math.nan, "loss/b": -math.inf, "loss/c": 2.0})
         assert session.metrics()["feedback"]["invalid"] == len(heard)
     assert heard[6] == (6, {"loss/c": 2.0})
-    assert [r.message for r in caplog.records] == ["rank 0, step 0: 2 reported values are infinite or no numbers and are left out"]
+    assert [r.message for r in caplog.records] == [
+        "rank 0, step 0: 2 reported values are infinite or no numbers and are left out"
+    ]
 
 
 def test_numbers_of_other_libraries_are_numbers() -> None:
@@ -316,7 +408,10 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     with launch(job(Listener(heard), feedback_lag=6)) as session:
         client = session.client(0)
         for step in client:
-            client.report(np.int64(step.step), {"loss/a": np.float32(0.5), "loss/b": torch.tensor(2.5), "n": np.int64(3), "m": 4})  # type: ignore[arg-type]
+            client.report(
+                np.int64(step.step),
+                {"loss/a": np.float32(0.5), "loss/b": torch.tensor(2.5), "n": np.int64(3), "m": 4},
+            )  # type: ignore[arg-type]
         json.dumps(client.state_dict())
     assert heard[6] == (6, {"loss/a": 0.5, "loss/b": 2.5, "n": 3.0, "m": 4.0})
 
@@ -324,10 +419,14 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 def test_a_step_that_was_not_handed_out_cannot_be_reported() -> None:
     with launch(job(Listener([]))) as session:
         client = session.client(0)
-        with pytest.raises(JobError, match="step 0 was not handed to this rank; none was handed out yet"):
+        with pytest.raises(
+            JobError, match="step 0 was not handed to this rank; none was handed out yet"
+        ):
             client.report(0, loss(0))
         next(client)
-        with pytest.raises(JobError, match="step 1 was not handed to this rank; the last one handed out is 0"):
+        with pytest.raises(
+            JobError, match="step 1 was not handed to this rank; the last one handed out is 0"
+        ):
             client.report(1, loss(1))
         for wrong in (-1, "0", 0.5):
             with pytest.raises(JobError, match="step"):
@@ -347,7 +446,10 @@ def test_a_schedule_whose_state_is_no_json_ends_the_job_with_a_word_about_it() -
         def __deepcopy__(self, memo: Any) -> Odd:
             return Odd(self.heard)
 
-    with launch(job(Odd([]))) as session, pytest.raises(PlanError, match=r"state_dict\(\) is no plain JSON"):
+    with (
+        launch(job(Odd([]))) as session,
+        pytest.raises(PlanError, match=r"state_dict\(\) is no plain JSON"),
+    ):
         next(session.client(0))
 
 
@@ -363,7 +465,9 @@ def test_a_schedule_that_cannot_be_copied_is_refused_at_launch() -> None:
 # State
 
 
-def test_a_state_holds_what_was_reported_after_its_step_was_planned_and_what_the_schedule_learned() -> None:
+def test_a_state_holds_what_was_reported_after_its_step_was_planned_and_what_the_schedule_learned() -> (
+    None
+):
     with launch(job(Listener([]), feedback_lag=6), prefetch=4) as session:
         client = session.client(0)
         for _ in range(9):
@@ -371,7 +475,9 @@ def test_a_state_holds_what_was_reported_after_its_step_was_planned_and_what_the
         state = json.loads(json.dumps(client.state_dict()))
     assert state["step"] == 9
     assert state["schedule"] == {"total": 2.0 * 3}  # of steps 0 to 2, which plans 6 to 8 used
-    assert {int(s): ranks for s, ranks in state["reports"].items()} == {s: {"0": {"loss/a": 2.0, "tokens/a": 7.0}} for s in range(3, 9)}
+    assert {int(s): ranks for s, ranks in state["reports"].items()} == {
+        s: {"0": {"loss/a": 2.0, "tokens/a": 7.0}} for s in range(3, 9)
+    }
 
 
 def test_a_state_holds_no_report_of_a_step_behind_it() -> None:
@@ -397,7 +503,10 @@ def test_what_is_said_in_time_is_in_a_state_before_the_planner_has_heard_of_it()
         client.report(1, loss(1))  # the last word counts
         client.report(2, loss(2))
         names = session.job.names
-        assert [(r.step, r.metrics) for r in session._log.completed(bare, names).reports] == [(1, loss(1)), (2, loss(2))]  # type: ignore[arg-type]
+        assert [(r.step, r.metrics) for r in session._log.completed(bare, names).reports] == [
+            (1, loss(1)),
+            (2, loss(2)),
+        ]  # type: ignore[arg-type]
         done.set()
         assert session.state_dict()["reports"] == {str(s): {"0": loss(s)} for s in (1, 2)}
 
@@ -421,9 +530,15 @@ def test_a_report_is_expected_until_the_planner_has_said_what_becomes_of_it() ->
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])
-def test_a_report_is_promised_exactly_if_its_rank_has_not_asked_for_the_second_next_step(prefetch: int) -> None:
+def test_a_report_is_promised_exactly_if_its_rank_has_not_asked_for_the_second_next_step(
+    prefetch: int,
+) -> None:
     lag = prefetch + 2
-    assert [promised(Report(7, 0, {}), handed + 1, lag, prefetch) for handed in (7, 8, 9)] == [True, True, False]
+    assert [promised(Report(7, 0, {}), handed + 1, lag, prefetch) for handed in (7, 8, 9)] == [
+        True,
+        True,
+        False,
+    ]
     assert promised(Report(7, 0, {}), 10, lag + 1, prefetch)
 
 
@@ -435,7 +550,9 @@ def test_a_state_of_a_job_without_feedback_has_nothing_of_it() -> None:
         assert not {"schedule", "reports", "weights"} & set(client.state_dict())
 
 
-def test_a_state_that_the_schedule_cannot_load_is_refused_and_the_session_stays_where_it_is() -> None:
+def test_a_state_that_the_schedule_cannot_load_is_refused_and_the_session_stays_where_it_is() -> (
+    None
+):
     with launch(job(Listener([]))) as session:
         client = session.client(0)
         next(client)
@@ -533,7 +650,9 @@ def test_metrics_tell_what_was_wanted_and_what_was_drawn_step_by_step() -> None:
         for i, name in enumerate("ab"):
             mine = plans[step].source == i
             assert mix["samples"][name][k] == pytest.approx(mine.mean())
-            assert mix["tokens"][name][k] == pytest.approx(plans[step].tokens[mine].sum() / plans[step].tokens.sum())
+            assert mix["tokens"][name][k] == pytest.approx(
+                plans[step].tokens[mine].sum() / plans[step].tokens.sum()
+            )
 
 
 def test_a_source_that_left_is_no_longer_wanted() -> None:

@@ -31,15 +31,27 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
     names = [f"s{i}" for i in range(3)]
     for name in names:
         write_rows(folder / name, "parquet", ROWS, row_group_size=50)
-    sources = [ov.Source(name, str(folder / name), transforms=[ov.Tokens("tokens")]) for name in names]
-    return ov.Job(name="fleet", sources=sources, place=ov.ClientPlaceTree(dp=2), batch=ov.Batch(samples=16, context=256), seed=3)
+    sources = [
+        ov.Source(name, str(folder / name), transforms=[ov.Tokens("tokens")]) for name in names
+    ]
+    return ov.Job(
+        name="fleet",
+        sources=sources,
+        place=ov.ClientPlaceTree(dp=2),
+        batch=ov.Batch(samples=16, context=256),
+        seed=3,
+    )
 
 
-def ran(job: ov.Job, fleet: Fleet, *, seen: list[FleetRun] | None = None, row_s: float = 1e-4) -> Ran:
+def ran(
+    job: ov.Job, fleet: Fleet, *, seen: list[FleetRun] | None = None, row_s: float = 1e-4
+) -> Ran:
     blueprint = Blueprint(placed(job, fleet, LIKELY), Options())
     try:
         probes = probed(blueprint, lambda what, done, of: None)
-        probes = tuple(replace(p, row_s=row_s) for p in probes)  # what was measured differs from run to run
+        probes = tuple(
+            replace(p, row_s=row_s) for p in probes
+        )  # what was measured differs from run to run
         run = FleetRun(blueprint, probes, fleet, LIKELY)
         if seen is not None:
             seen.append(run)
@@ -49,8 +61,13 @@ def ran(job: ov.Job, fleet: Fleet, *, seen: list[FleetRun] | None = None, row_s:
 
 
 @pytest.mark.parametrize("constructors", [True, False])
-def test_every_rank_gets_every_step_at_the_pace_of_the_trainers(job: ov.Job, constructors: bool) -> None:
-    fleet, seen = Fleet(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64, constructors=constructors), list[FleetRun]()
+def test_every_rank_gets_every_step_at_the_pace_of_the_trainers(
+    job: ov.Job, constructors: bool
+) -> None:
+    fleet, seen = (
+        Fleet(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64, constructors=constructors),
+        list[FleetRun](),
+    )
     found = ran(job, fleet, seen=seen)
     assert [step.has for step in found.steps] == [64] * 4
     assert found.most("waited_s") == 0.0
@@ -77,7 +94,9 @@ def test_a_planner_that_is_slow_shows_in_latency_and_then_in_waits(job: ov.Job) 
     fleet, ticks = Fleet(gpus=8, sources=3, batch=16), iter(range(10**9))
     blueprint = Blueprint(placed(job, fleet, LIKELY), Options())
     probes = tuple(replace(p, row_s=1e-6) for p in probed(blueprint, lambda what, done, of: None))
-    found = FleetRun(blueprint, probes, fleet, LIKELY, clock=lambda: float(next(ticks))).run(6, 2)  # every look is a second later
+    found = FleetRun(blueprint, probes, fleet, LIKELY, clock=lambda: float(next(ticks))).run(
+        6, 2
+    )  # every look is a second later
     blueprint.close()
     assert found.median("plan_s") >= 0.25
     assert found.median("latency_s") > 1.0
@@ -96,7 +115,9 @@ def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
 
 def test_loader_hosts_are_as_many_as_reading_takes(job: ov.Job) -> None:
     asked = Asked(gpus=[64], cp=2)
-    few, many = (fleet_of(job, asked, 64, replace(LIKELY, read_s=s), True).loader_hosts for s in (1e-4, 1.0))
+    few, many = (
+        fleet_of(job, asked, 64, replace(LIKELY, read_s=s), True).loader_hosts for s in (1e-4, 1.0)
+    )
     assert (few, fleet_of(job, asked, 64, LIKELY, True).batch) == (1, 16 * 32 // 2)
     assert many == 46  # 256 samples of a second, with 8 threads that are 0.7 busy
     with pytest.raises(JobError, match="wanted a multiple of tp x cp x pp = 2, found 63"):
@@ -115,19 +136,40 @@ def test_constants_that_are_damaged_or_of_another_version_are_measured_again(job
     assert Measured.of([], 3) is None
 
 
-def test_the_command_shows_and_writes_what_it_found(job: ov.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_shows_and_writes_what_it_found(
+    job: ov.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def kept(blueprint: Blueprint, path: Path, *, again: bool, progress: object) -> Measured:
         return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
 
     monkeypatch.setattr("overlord.dryrun.estimate.measured", kept)  # dummy jobs have their own test
     (tmp_path / "job.yaml").write_text(job.to_yaml())
-    done = CliRunner().invoke(cli, [
-        "simulate", str(tmp_path / "job.yaml"), "--gpus", "32,64", "--cp", "2", "--json", str(tmp_path / "out.json"),
-    ], env={"COLUMNS": "200"})  # fmt: skip
+    done = CliRunner().invoke(
+        cli,
+        [
+            "simulate",
+            str(tmp_path / "job.yaml"),
+            "--gpus",
+            "32,64",
+            "--cp",
+            "2",
+            "--json",
+            str(tmp_path / "out.json"),
+        ],
+        env={"COLUMNS": "200"},
+    )
     assert done.exit_code == 0, done.output
     cells = json.loads((tmp_path / "out.json").read_text())["cells"]
-    assert [(c["gpus"], c["constructors"]) for c in cells] == [(32, True), (32, False), (64, True), (64, False)]
-    assert all(c["planner"]["measured"] and c["memory"]["times_less"] > 0 and c["fetch_s"] > 0 for c in cells)
+    assert [(c["gpus"], c["constructors"]) for c in cells] == [
+        (32, True),
+        (32, False),
+        (64, True),
+        (64, False),
+    ]
+    assert all(
+        c["planner"]["measured"] and c["memory"]["times_less"] > 0 and c["fetch_s"] > 0
+        for c in cells
+    )
     assert "fetch ms" in done.output
     wrong = CliRunner().invoke(cli, ["simulate", str(tmp_path / "job.yaml"), "--gpus", "many"])
     assert wrong.exit_code == 2
@@ -137,12 +179,18 @@ def test_the_command_shows_and_writes_what_it_found(job: ov.Job, tmp_path: Path,
 def pictured(job: ov.Job, name: str) -> ov.Job:
     """The same job, of which one source has images."""
     images = ov.Images("tokens", placeholder=7)  # a column that is there; nothing is decoded here
-    sources = [replace(s, transforms=[*s.transforms, images]) if s.name == name else s for s in job.sources]
+    sources = [
+        replace(s, transforms=[*s.transforms, images]) if s.name == name else s for s in job.sources
+    ]
     return replace(job, sources=sources, strategy="vlm_hybrid")
 
 
-def test_constants_of_the_same_files_without_images_are_not_taken_for_those_with(job: ov.Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlord.dryrun.estimate.measured", lambda *_, **__: Measured(constants=LIKELY, probes=()))
+def test_constants_of_the_same_files_without_images_are_not_taken_for_those_with(
+    job: ov.Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "overlord.dryrun.estimate.measured", lambda *_, **__: Measured(constants=LIKELY, probes=())
+    )
     kept = []
     for made in (Blueprint(job, Options()), Blueprint(pictured(job, "s1"), Options())):
         kept.append(constants_of(made, again=False, progress=lambda what, done, of: None)[1])
@@ -153,9 +201,15 @@ def test_constants_of_the_same_files_without_images_are_not_taken_for_those_with
 def test_constants_are_measured_again_for_another_context_treatment_of_long_documents_or_weight(
     job: ov.Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overlord.dryrun.estimate.measured", lambda *_, **__: Measured(constants=LIKELY, probes=()))
+    monkeypatch.setattr(
+        "overlord.dryrun.estimate.measured", lambda *_, **__: Measured(constants=LIKELY, probes=())
+    )
     heavy = [replace(job.sources[0], weight=5.0), *job.sources[1:]]
-    others = [replace(job, batch=ov.Batch(samples=16, context=8)), replace(job, on_long="truncate"), replace(job, sources=heavy)]
+    others = [
+        replace(job, batch=ov.Batch(samples=16, context=8)),
+        replace(job, on_long="truncate"),
+        replace(job, sources=heavy),
+    ]
     same = replace(job, batch=ov.Batch(samples=32, context=256), place=ov.ClientPlaceTree(dp=4))
     kept = []
     for made in (Blueprint(j, Options()) for j in (job, same, *others)):
@@ -165,8 +219,14 @@ def test_constants_are_measured_again_for_another_context_treatment_of_long_docu
     assert len(set(kept)) == 4
 
 
-def test_dummy_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samples_of_large_ones(job: ov.Job) -> None:
-    many = replace(job, sources=[replace(job.sources[0], name=f"t{i}") for i in range(40)] + [replace(job.sources[0], name="s")])
+def test_dummy_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samples_of_large_ones(
+    job: ov.Job,
+) -> None:
+    many = replace(
+        job,
+        sources=[replace(job.sources[0], name=f"t{i}") for i in range(40)]
+        + [replace(job.sources[0], name="s")],
+    )
     assert [s.name for s in chosen(many, 3)] == ["t0", "t1", "t2"]
     assert [s.name for s in chosen(pictured(many, "s"), 3)] == ["t0", "t1", "s"]
     assert [s.name for s in chosen(replace(many, mixture={"t7": 1.0, "s": 1.0}), 2)] == ["t7", "s"]
@@ -175,7 +235,14 @@ def test_dummy_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samp
     assert samples_of(pictured(many, "s"), [small, large]) == 4
 
 
-def test_a_mesh_that_no_launch_takes_is_refused_before_anything_is_measured(job: ov.Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlord.dryrun.estimate.measured", lambda *_, **__: pytest.fail("measured"))
-    with pytest.raises(JobError, match=r'simulate, 64 GPUs with cp 2, pp 1, tp 1: place: cp=2 cuts microbatches.*cp_split="none"'):
+def test_a_mesh_that_no_launch_takes_is_refused_before_anything_is_measured(
+    job: ov.Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "overlord.dryrun.estimate.measured", lambda *_, **__: pytest.fail("measured")
+    )
+    with pytest.raises(
+        JobError,
+        match=r'simulate, 64 GPUs with cp 2, pp 1, tp 1: place: cp=2 cuts microbatches.*cp_split="none"',
+    ):
         simulated(pictured(job, "s1"), Asked(gpus=[64], cp=2))

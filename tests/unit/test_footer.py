@@ -23,7 +23,14 @@ from tests.reading import read_all
 def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own, which a reader that aborts takes with it."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=4 * WAIT_S, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=4 * WAIT_S,
+        check=False,
+    )
 
 
 def test_no_mutated_footer_ends_the_process(tmp_path: Path) -> None:
@@ -33,7 +40,9 @@ def test_no_mutated_footer_ends_the_process(tmp_path: Path) -> None:
     size = len(footer_of((tmp_path / "valid.parquet").read_bytes()))
     assert sum(found.values()) == size + 2 * OTHERS
     assert "refused without a name" not in found
-    assert min(found["read"], found["refused"]) > size // 4, "some mutations are harmless, and some are not"
+    assert min(found["read"], found["refused"]) > size // 4, (
+        "some mutations are harmless, and some are not"
+    )
 
 
 ENCRYPTED = """
@@ -78,23 +87,39 @@ def test_inspect_and_launch_name_a_file_with_an_encrypted_column(tmp_path: Path)
 
 def test_columns_beside_an_encrypted_one_can_be_read(tmp_path: Path) -> None:
     path = write_encrypted(tmp_path / "a.parquet")
-    assert read_all(str(path), columns=("tokens",)).rows == [{"tokens": row["tokens"]} for row in ROWS]
+    assert read_all(str(path), columns=("tokens",)).rows == [
+        {"tokens": row["tokens"]} for row in ROWS
+    ]
 
 
 def test_a_file_with_an_encrypted_footer_is_named_with_a_remedy(tmp_path: Path) -> None:
     path = write_encrypted(tmp_path / "a.parquet", plaintext_footer=False)
-    with pytest.raises(SourceError, match="expected a footer that can be read, got an encrypted one; write the file again"):
+    with pytest.raises(
+        SourceError,
+        match="expected a footer that can be read, got an encrypted one; write the file again",
+    ):
         build_index("web", str(path))
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"row_group_size": 3}, {"use_dictionary": False, "write_page_index": True}, {"write_statistics": False}, {"version": "1.0"}]
+    "how",
+    [
+        {},
+        {"row_group_size": 3},
+        {"use_dictionary": False, "write_page_index": True},
+        {"write_statistics": False},
+        {"version": "1.0"},
+    ],
 )
-def test_the_layout_is_what_pyarrow_finds_in_a_valid_file(tmp_path: Path, how: dict[str, Any]) -> None:
+def test_the_layout_is_what_pyarrow_finds_in_a_valid_file(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
     path = write_valid(tmp_path / "a.parquet", **how)
     layout, theirs = parse(footer_of(path.read_bytes())), pq.read_metadata(path)
     assert layout.rows == theirs.num_rows
-    assert layout.leaves == [theirs.schema.column(j).path.split(".")[0] for j in range(theirs.num_columns)]
+    assert layout.leaves == [
+        theirs.schema.column(j).path.split(".")[0] for j in range(theirs.num_columns)
+    ]
     assert layout.encrypted == []
     for g, group in enumerate(layout.groups):
         found = theirs.row_group(g)
@@ -102,7 +127,10 @@ def test_the_layout_is_what_pyarrow_finds_in_a_valid_file(tmp_path: Path, how: d
         for j, column in enumerate(group.columns):
             their = found.column(j)
             start = their.dictionary_page_offset or their.data_page_offset
-            assert (column.uncompressed, column.compressed) == (their.total_uncompressed_size, their.total_compressed_size)
+            assert (column.uncompressed, column.compressed) == (
+                their.total_uncompressed_size,
+                their.total_compressed_size,
+            )
             assert column.start == start
 
 
@@ -122,8 +150,14 @@ def test_the_layout_is_what_pyarrow_finds_in_a_valid_file(tmp_path: Path, how: d
         (b"\x29\x1c\x55\x02\x00\x16\x00\x19\x0c\x00", "the schema in the footer ends too early"),
         (b"\x29\x2c\x00\x00\x16\x00\x19\x0c\x00", "has 2 elements, of which 1 belong"),
         (b"\x29\x2c\x55\x02\x00\x55\x01\x00\x16\x00\x19\x0c\x00", "an element with -1 children"),
-        (b"\x29\x1c\x00\x16\x02\x19\x0c\x00", "contradicts itself: 1 rows, but its row groups have 0"),
-        (b"\x29\x1c\x00\x16\x02\x19\x1c\x36\x01\x00\x00", "contradicts itself: row group 0 has 0 of 0 columns, -1 rows"),
+        (
+            b"\x29\x1c\x00\x16\x02\x19\x0c\x00",
+            "contradicts itself: 1 rows, but its row groups have 0",
+        ),
+        (
+            b"\x29\x1c\x00\x16\x02\x19\x1c\x36\x01\x00\x00",
+            "contradicts itself: row group 0 has 0 of 0 columns, -1 rows",
+        ),
     ],
 )
 def test_a_broken_footer_says_what_is_wrong(footer: bytes, problem: str) -> None:
@@ -134,7 +168,11 @@ def test_a_broken_footer_says_what_is_wrong(footer: bytes, problem: str) -> None
 def test_a_footer_longer_than_its_file_and_a_file_cut_short_are_named(tmp_path: Path) -> None:
     data = write_valid(tmp_path / "a.parquet").read_bytes()
     path = tmp_path / "b.parquet"
-    for bad in (data[:-8] + (2**31 - 1).to_bytes(4, "little") + b"PAR1", with_footer(data, b"\x00"), data[:-1]):
+    for bad in (
+        data[:-8] + (2**31 - 1).to_bytes(4, "little") + b"PAR1",
+        with_footer(data, b"\x00"),
+        data[:-1],
+    ):
         path.write_bytes(bad)
         with pytest.raises(SourceError, match=r"b\.parquet"):
             build_index("web", str(path))

@@ -29,22 +29,45 @@ from overlord.transport.codec import decode, encode
 AFTER = Sealed(0, np.zeros(1, np.uint8))
 
 
-def placed(step: int, lengths: list[int], origins: tuple[int, ...], doc: list[int] | None = None) -> Placed:
+def placed(
+    step: int, lengths: list[int], origins: tuple[int, ...], doc: list[int] | None = None
+) -> Placed:
     n = len(lengths)
     zeros = np.zeros(n, np.int32)
     main = Assignment(
-        axis="DP", n_buckets=1, n_microbatches=1, sample=np.arange(n), bucket=zeros, microbatch=zeros, slot=np.arange(n, dtype=np.int32),
-        size=np.array(lengths), cost=np.ones(n),
-    )  # fmt: skip
+        axis="DP",
+        n_buckets=1,
+        n_microbatches=1,
+        sample=np.arange(n),
+        bucket=zeros,
+        microbatch=zeros,
+        slot=np.arange(n, dtype=np.int32),
+        size=np.array(lengths),
+        cost=np.ones(n),
+    )
     plan = LoadingPlan(
-        step=step, names=("web",), source=zeros, epoch=zeros, file=zeros, row=np.arange(n), part=zeros, tokens=np.array(lengths),
+        step=step,
+        names=("web",),
+        source=zeros,
+        epoch=zeros,
+        file=zeros,
+        row=np.arange(n),
+        part=zeros,
+        tokens=np.array(lengths),
         modules={"backbone": main},
-    )  # fmt: skip
-    return Placed(Stage(plan, np.zeros(0, np.int64), np.arange(n) if doc is None else np.array(doc), "", AFTER), origins)
+    )
+    return Placed(
+        Stage(
+            plan, np.zeros(0, np.int64), np.arange(n) if doc is None else np.array(doc), "", AFTER
+        ),
+        origins,
+    )
 
 
 def documents(*lengths: int, first: int = 0) -> Ragged:
-    return Ragged.from_rows([np.full(n, first + i, np.int32) for i, n in enumerate(lengths)], np.int32)
+    return Ragged.from_rows(
+        [np.full(n, first + i, np.int32) for i, n in enumerate(lengths)], np.int32
+    )
 
 
 class Box:
@@ -67,9 +90,14 @@ class Here:
         self.finished: list[Finish] = []
         self.box, self._queue = Box(), deque[Any]()
         self.building = Building(
-            [Assembler(0, [0])], batch=Batch(samples=4, context=32), multiple=1, executor=self, run=self.run, cannot=self.finished.append,
+            [Assembler(0, [0])],
+            batch=Batch(samples=4, context=32),
+            multiple=1,
+            executor=self,
+            run=self.run,
+            cannot=self.finished.append,
             images=images,
-        )  # fmt: skip
+        )
         self.gathering = Gathering(self.building)
         self.run(self.building.attach({0: self.box}))
 
@@ -111,13 +139,17 @@ def test_a_bucket_that_has_no_document_in_a_step_needs_no_payload() -> None:
         ([5], "wanted 2 tokens of web/e0/f0/r0 from loader-host/3, found 5"),
     ],
     ids=["too many", "of another length"],
-)  # fmt: skip
-def test_payload_that_is_not_what_was_planned_is_delivered_to_nobody(lengths: list[int], words: str) -> None:
+)
+def test_payload_that_is_not_what_was_planned_is_delivered_to_nobody(
+    lengths: list[int], words: str
+) -> None:
     here = Here()
     here.run(here.gathering.plan(placed(4, [2, 3], (3, 7))))
     here.run(here.gathering.plan(placed(5, [2], (3,))))
     here.run(here.gathering.payload(Payload(4, 3, documents(*lengths))))
-    here.run(here.gathering.payload(Payload(4, 7, documents(3) if lengths == [5] else documents(3, 1))))
+    here.run(
+        here.gathering.payload(Payload(4, 7, documents(3) if lengths == [5] else documents(3, 1)))
+    )
     [finish] = here.finished
     assert finish.step == 4
     assert isinstance(finish.error, PlanError)
@@ -161,18 +193,32 @@ def test_what_nobody_wants_is_not_kept() -> None:
     assert here.gathering._early == {}
 
 
-THINGS = st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3), st.just([3]))
+THINGS = st.one_of(
+    st.none(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3), st.just([3])
+)
 ARRAYS = st.sampled_from(
     [
-        np.zeros(4, np.int32), np.zeros(4, np.float32), np.zeros((2, 2), np.int64), np.zeros(0, np.int64), np.zeros(3, bool),
-        np.array([0, 2, 4]), np.array([0, 4, 2]), np.array([-1, 2]), np.array([0, 2, 5]), np.array([0, 2**62]),
-        np.array([2**62, -(2**62)]), np.array([0, 2], np.uint64), np.array([0, 2], np.int32),
+        np.zeros(4, np.int32),
+        np.zeros(4, np.float32),
+        np.zeros((2, 2), np.int64),
+        np.zeros(0, np.int64),
+        np.zeros(3, bool),
+        np.array([0, 2, 4]),
+        np.array([0, 4, 2]),
+        np.array([-1, 2]),
+        np.array([0, 2, 5]),
+        np.array([0, 2**62]),
+        np.array([2**62, -(2**62)]),
+        np.array([0, 2], np.uint64),
+        np.array([0, 2], np.int32),
     ]
-)  # fmt: skip
+)
 
 
 @given(THINGS, THINGS, ARRAYS, ARRAYS, st.booleans())
-def test_whatever_a_peer_sends_is_taken_as_documents_or_refused(step: Any, origin: Any, values: Any, offsets: Any, whole: bool) -> None:
+def test_whatever_a_peer_sends_is_taken_as_documents_or_refused(
+    step: Any, origin: Any, values: Any, offsets: Any, whole: bool
+) -> None:
     payload = Payload(5 if whole else step, 3 if whole else origin, Ragged(values, offsets))
     try:
         payload = decode(*encode(payload))
@@ -195,19 +241,36 @@ def test_what_is_no_column_of_documents_is_refused() -> None:
 
 
 def image(patch: int = 1, value: int = 5, magic: bytes = b"") -> np.ndarray:
-    prefix = Prefix(form=1, patch=patch, merge=1, dtype="uint8", grid=(1, 1, 1), box=(0, 0, 1, 1), size=(1, 1)).pack()
-    return np.frombuffer(magic + prefix[len(magic) :] + bytes([value] * 3 * patch * patch), np.uint8)
+    prefix = Prefix(
+        form=1, patch=patch, merge=1, dtype="uint8", grid=(1, 1, 1), box=(0, 0, 1, 1), size=(1, 1)
+    ).pack()
+    return np.frombuffer(
+        magic + prefix[len(magic) :] + bytes([value] * 3 * patch * patch), np.uint8
+    )
 
 
 def with_images(placed: Placed, n: int) -> Placed:
     """One rank encodes n images of the first document, in the order in which they come."""
     one, none = np.array([0, n]), np.zeros(n, np.int64)
     encoding = Encoding(
-        ranks=np.array([0]), n_slots=1, per="microbatch", item=np.arange(n), at=np.arange(n), ids=np.zeros((n, 5), np.int64), number=none,
-        home=np.zeros((n, 3), np.int64), send_lens=none.astype(np.int32), bounds=one, send_splits=np.zeros((1, 1), np.int32),
-        recv_splits=np.zeros((1, 1), np.int32), recv_perm=np.arange(n), out_lens=none.astype(np.int32), microbatch=none.astype(np.int32),
-        position=none, recv_bounds=one,
-    )  # fmt: skip
+        ranks=np.array([0]),
+        n_slots=1,
+        per="microbatch",
+        item=np.arange(n),
+        at=np.arange(n),
+        ids=np.zeros((n, 5), np.int64),
+        number=none,
+        home=np.zeros((n, 3), np.int64),
+        send_lens=none.astype(np.int32),
+        bounds=one,
+        send_splits=np.zeros((1, 1), np.int32),
+        recv_splits=np.zeros((1, 1), np.int32),
+        recv_perm=np.arange(n),
+        out_lens=none.astype(np.int32),
+        microbatch=none.astype(np.int32),
+        position=none,
+        recv_bounds=one,
+    )
     return replace(placed, stage=replace(placed.stage, encoding=encoding))
 
 
@@ -216,7 +279,9 @@ def gathered(*images: np.ndarray | None, wanted: int = 2) -> Here:
     here = Here(PixelForm(3, "uint8"))
     here.run(here.gathering.plan(with_images(placed(0, [2, 3], (3, 7)), wanted)))
     for host, tokens, found in zip((3, 7), (documents(2), documents(3)), images, strict=True):
-        payload = Payload(0, host, tokens, items=None if found is None else Ragged.from_rows([found], np.uint8))
+        payload = Payload(
+            0, host, tokens, items=None if found is None else Ragged.from_rows([found], np.uint8)
+        )
         check_payload(payload, host)
         here.run(here.gathering.payload(payload))
     return here
@@ -245,11 +310,17 @@ def test_images_that_were_not_planned_end_the_job_in_words(images: Any, words: s
     assert words in str(here.finished[0].error)
 
 
-def test_a_step_that_is_left_off_at_the_end_is_logged_as_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_is_left_off_at_the_end_is_logged_as_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     here = Here(PixelForm(3, "uint8"))
     here.building.stopped = True
     here.run(here.gathering.plan(with_images(placed(0, [2], (3,)), 1)))
-    here.run(here.gathering.payload(Payload(0, 3, documents(2), items=Ragged.from_rows([image()], np.uint8))))
+    here.run(
+        here.gathering.payload(
+            Payload(0, 3, documents(2), items=Ragged.from_rows([image()], np.uint8))
+        )
+    )
     assert "closed while its images were being decoded" in str(here.finished[0].error)
     assert not caplog.records
 
@@ -273,8 +344,15 @@ def test_images_wait_for_no_helper_that_is_busy_with_another_step() -> None:
 
 
 @given(ARRAYS, ARRAYS, st.sampled_from([np.uint8, None]))
-def test_whatever_a_peer_sends_is_taken_as_images_or_refused(values: Any, offsets: Any, dtype: Any) -> None:
-    payload = Payload(5, 3, documents(2), items=Ragged(values if dtype is None else np.abs(values).astype(dtype), offsets))
+def test_whatever_a_peer_sends_is_taken_as_images_or_refused(
+    values: Any, offsets: Any, dtype: Any
+) -> None:
+    payload = Payload(
+        5,
+        3,
+        documents(2),
+        items=Ragged(values if dtype is None else np.abs(values).astype(dtype), offsets),
+    )
     try:
         payload = decode(*encode(payload))
         check_payload(payload, 3)
@@ -283,7 +361,11 @@ def test_whatever_a_peer_sends_is_taken_as_images_or_refused(values: Any, offset
     assert payload.items is not None
     joined = Scattered([payload.items, payload.items], np.zeros(0, np.int64))
     assert [joined[i].dtype for i in range(len(joined))] == [np.uint8] * (2 * len(payload.items))
-    assert sum(len(joined[i]) for i in range(len(joined))) == joined.nbytes == 2 * payload.items.lengths.sum()
+    assert (
+        sum(len(joined[i]) for i in range(len(joined)))
+        == joined.nbytes
+        == 2 * payload.items.lengths.sum()
+    )
 
 
 def test_what_is_no_column_of_images_is_refused() -> None:

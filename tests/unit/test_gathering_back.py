@@ -50,9 +50,13 @@ class Later(Here):
         self._at_once, self.todo = at_once, list[Any]()
         self.boxes = [Ends()]
         self.building = Building(
-            [Assembler(0, [0], build_ahead=8)], batch=Batch(samples=4, context=32), multiple=1, executor=self,
-            run=self.run, cannot=self.finished.append,
-        )  # fmt: skip
+            [Assembler(0, [0], build_ahead=8)],
+            batch=Batch(samples=4, context=32),
+            multiple=1,
+            executor=self,
+            run=self.run,
+            cannot=self.finished.append,
+        )
         self.gathering = Gathering(self.building, failover=True)
         self.run(self.building.attach(dict(enumerate(self.boxes))))
 
@@ -66,10 +70,18 @@ class Later(Here):
             super().submit("build", *self.todo.pop(0))
 
     def plan(self, step: int, generation: int = 0, origins: tuple[int, ...] = (3, 7)) -> None:
-        self.run(self.gathering.plan(replace(placed(step, [2] * len(origins), origins), generation=generation)))
+        self.run(
+            self.gathering.plan(
+                replace(placed(step, [2] * len(origins), origins), generation=generation)
+            )
+        )
 
     def send(self, step: int, origin: int, generation: int = 0, value: int = 0) -> None:
-        self.run(self.gathering.payload(Payload(step, origin, documents(2, first=value or origin), generation)))
+        self.run(
+            self.gathering.payload(
+                Payload(step, origin, documents(2, first=value or origin), generation)
+            )
+        )
 
     def back(self, step: int, generation: int) -> None:
         self.run(self.gathering.back(Back(generation, step)))
@@ -99,7 +111,9 @@ def test_a_step_that_is_complete_stays_and_one_that_is_not_comes_anew() -> None:
     here.send(7, 3, G, value=91), here.send(7, 7, G, value=92)
     here.send(6, 3, G), here.send(6, 7, G)
     assert here.boxes[0].order == [5, 6, 7]
-    assert here.steps[6] == here.steps[7] == [3, 3, 7, 7], "what came again of a complete step is ignored"
+    assert here.steps[6] == here.steps[7] == [3, 3, 7, 7], (
+        "what came again of a complete step is ignored"
+    )
     here.send(8, 3, G), here.send(8, 7, G)
     assert here.boxes[0].order == [5, 6, 7, 8]
     assert here.gathering._early == {}
@@ -109,7 +123,10 @@ def test_payload_of_a_generation_may_come_before_the_word_of_it() -> None:
     here = Later()
     here.plan(0)
     here.send(0, 3)
-    here.send(0, 3, G, value=50), here.send(0, 7, 3 * G, value=60)  # that of another one, later still
+    (
+        here.send(0, 3, G, value=50),
+        here.send(0, 7, 3 * G, value=60),
+    )  # that of another one, later still
     here.back(-1, G)
     here.plan(0, G)
     here.send(0, 7, G)
@@ -159,7 +176,10 @@ def test_a_loader_host_that_is_lost_is_waited_for_and_named() -> None:
     here.send(0, 3)
     here.run(here.gathering.lost(7, "killed by signal 9"))
     assert here.finished == []
-    assert here.gathering.waiting() == "step 0: payload of loader-host/7, which is lost (killed by signal 9)"
+    assert (
+        here.gathering.waiting()
+        == "step 0: payload of loader-host/7, which is lost (killed by signal 9)"
+    )
     here.gathering.found(7)
     here.back(-1, G)
     here.plan(0, G)
@@ -191,7 +211,11 @@ def test_an_end_that_was_that_of_a_fault_is_undone_and_the_true_one_comes_later(
             here.send(step, 3), here.send(step, 7)
     here.run(here.gathering.finish(Finish(1, fault)))
     assert here.boxes[0].heard == [0, fault]
-    assert here.building.held_bytes()["staged"] == here.building.held_bytes()["assembled"] - here.building._built[0, 0][1].nbytes == 0
+    assert (
+        here.building.held_bytes()["staged"]
+        == here.building.held_bytes()["assembled"] - here.building._built[0, 0][1].nbytes
+        == 0
+    )
     here.back(0, G)
     for step in (1, 2, 3):
         here.plan(step, G)
@@ -268,7 +292,9 @@ def test_payload_of_no_generation_is_refused(generation: Any) -> None:
 
 @given(st.data())
 @examples(150)
-def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_its_own_payload(data: st.DataObject) -> None:
+def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_its_own_payload(
+    data: st.DataObject,
+) -> None:
     """Loader hosts lose what is on its way, in any step; late words of each generation come in between."""
     n, here = data.draw(st.integers(1, 6)), Later()
     flight: list[Any] = []  # of earlier generations, not come yet
@@ -277,8 +303,14 @@ def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_i
         generation = recovery * G
         if recovery:
             here.back(taken, generation)
-        said: list[Any] = [Placed(placed(s, [2, 2], (3, 7)).stage, (3, 7), generation) for s in range(taken + 1, n)]
-        sent = [Payload(s, o, documents(2, first=10 * s + o), generation) for s in range(taken + 1, n) for o in (3, 7)]
+        said: list[Any] = [
+            Placed(placed(s, [2, 2], (3, 7)).stage, (3, 7), generation) for s in range(taken + 1, n)
+        ]
+        sent = [
+            Payload(s, o, documents(2, first=10 * s + o), generation)
+            for s in range(taken + 1, n)
+            for o in (3, 7)
+        ]
         some = data.draw(st.permutations([*sent, *flight]))
         cut = data.draw(st.integers(0, len(some)))
         _mix(here, said[: data.draw(st.integers(0, len(said)))], some[:cut], data)
@@ -290,7 +322,11 @@ def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_i
     for step in range(taken + 1, n):
         here.run(here.gathering.plan(Placed(placed(step, [2, 2], (3, 7)).stage, (3, 7), 9 * G)))
         for origin in (3, 7):
-            here.run(here.gathering.payload(Payload(step, origin, documents(2, first=10 * step + origin), 9 * G)))
+            here.run(
+                here.gathering.payload(
+                    Payload(step, origin, documents(2, first=10 * step + origin), 9 * G)
+                )
+            )
         for late in flight:
             here.run(here.gathering.payload(late))
     assert here.boxes[0].order == list(range(n))
@@ -323,6 +359,8 @@ def test_a_step_that_could_not_be_built_fails_again_for_a_planner_that_did_not_h
         here.send(5, 3, generation), here.send(5, 7, generation)
         here.todo = [(fails, done) for _, done in here.todo]
         here.work()
-        assert [(f.step, str(f.error)) for f in here.finished] == [(5, "it cannot be built")] * (1 + generation // G)
+        assert [(f.step, str(f.error)) for f in here.finished] == [(5, "it cannot be built")] * (
+            1 + generation // G
+        )
     here.back(5, 3 * G)  # whoever wanted it has left
     assert here.gathering.complete_until == 6

@@ -39,7 +39,9 @@ def test_a_fixed_job_gives_the_stream_it_always_gave(made: dict[str, ov.Job], na
 @pytest.mark.parametrize("name", KEPT)
 def test_a_state_saved_then_goes_on_as_it_did(made: dict[str, ov.Job], name: str) -> None:
     job, kept = made[name], KEPT[name]
-    fingerprint = Blueprint(job, Options()).fingerprint  # of the files as they are now: their bytes may differ by library
+    fingerprint = Blueprint(
+        job, Options()
+    ).fingerprint  # of the files as they are now: their bytes may differ by library
     state = {**kept["state"], "job": job.name, "fingerprint": fingerprint, "counts": {}}
     rest = ov.simulate(job, resume=state)
     half = len(kept["plans"]) // 2

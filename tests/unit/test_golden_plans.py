@@ -18,9 +18,15 @@ CASES = cases()
 
 def test_the_file_holds_these_plans_and_every_strategy_has_some() -> None:
     assert sorted(KEPT) == sorted(CASES)
-    assert {name for name in STRATEGIES if not any(case.startswith(f"{name}, ") for case in KEPT)} == set()
-    placed = {json.dumps(kept["buckets"]) for name, kept in KEPT.items() if name.startswith("balance ")}
-    assert len(placed) > 15  # methods and levels differ; greedy with room to spare may equal Karmarkar-Karp
+    assert {
+        name for name in STRATEGIES if not any(case.startswith(f"{name}, ") for case in KEPT)
+    } == set()
+    placed = {
+        json.dumps(kept["buckets"]) for name, kept in KEPT.items() if name.startswith("balance ")
+    }
+    assert (
+        len(placed) > 15
+    )  # methods and levels differ; greedy with room to spare may equal Karmarkar-Karp
 
 
 @pytest.mark.parametrize("name", KEPT)

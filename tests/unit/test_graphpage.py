@@ -31,17 +31,38 @@ HOSTILE = '</script><img src=x onerror="alert(1)">'
 VOID = {"meta", "input", "img", "br", "link", "hr"}
 
 
-def buffer(tokens: dict[str, list[int]], samples: int, context: int = 64, microbatches: int = 2, **meta: Any) -> ov.Buffer:
-    columns = {name: {"tokens": t, **{k: v[name] for k, v in meta.items()}} for name, t in tokens.items()}
-    return ov.Buffer.from_columns(columns, batch=ov.Batch(samples=samples, context=context, microbatches=microbatches), step=7)
+def buffer(
+    tokens: dict[str, list[int]],
+    samples: int,
+    context: int = 64,
+    microbatches: int = 2,
+    **meta: Any,
+) -> ov.Buffer:
+    columns = {
+        name: {"tokens": t, **{k: v[name] for k, v in meta.items()}} for name, t in tokens.items()
+    }
+    return ov.Buffer.from_columns(
+        columns, batch=ov.Batch(samples=samples, context=context, microbatches=microbatches), step=7
+    )
 
 
-def placed(tokens: dict[str, list[int]], dp: int = 2, samples: int = 8, microbatches: int = 2) -> ov.DGraph:
-    graph = ov.DGraph.from_buffer(buffer(tokens, samples, microbatches=microbatches), ov.ClientPlaceTree(dp=dp), meta="tokens")
-    return graph.mix(dict.fromkeys(tokens, 1.0)).distribute("DP").cost(ov.cost.tokens).balance("greedy")
+def placed(
+    tokens: dict[str, list[int]], dp: int = 2, samples: int = 8, microbatches: int = 2
+) -> ov.DGraph:
+    graph = ov.DGraph.from_buffer(
+        buffer(tokens, samples, microbatches=microbatches), ov.ClientPlaceTree(dp=dp), meta="tokens"
+    )
+    return (
+        graph.mix(dict.fromkeys(tokens, 1.0))
+        .distribute("DP")
+        .cost(ov.cost.tokens)
+        .balance("greedy")
+    )
 
 
-def planned(tokens: dict[str, list[int]], dp: int = 2, samples: int = 8, microbatches: int = 2) -> ov.DGraph:
+def planned(
+    tokens: dict[str, list[int]], dp: int = 2, samples: int = 8, microbatches: int = 2
+) -> ov.DGraph:
     """As session.graph gives it, with two loaders a source."""
     graph = placed(tokens, dp, samples, microbatches)
     plan = graph.plan()
@@ -52,7 +73,9 @@ def planned(tokens: dict[str, list[int]], dp: int = 2, samples: int = 8, microba
 
 def step_of(graph: ov.DGraph) -> Step:
     assert graph.bound is not None
-    return Step(plan=graph.bound.plan, place=graph.tree, edges=graph.edges(), loader=graph.bound.loader)
+    return Step(
+        plan=graph.bound.plan, place=graph.tree, edges=graph.edges(), loader=graph.bound.loader
+    )
 
 
 def html_of(graph: ov.DGraph, tmp_path: Path, **modules: ov.DGraph) -> str:
@@ -119,17 +142,31 @@ def reading(what: str) -> Any:
 
 def job(strategy: Any = "llm_balance", n: int = 60, **changes: Any) -> ov.Job:
     def source(name: str) -> ov.Source:
-        return ov.Source(name, Rows([{"tokens": [1] * (1 + k % 9)} for k in range(n)]), transforms=[ov.Tokens("tokens")], epochs=1)
+        return ov.Source(
+            name,
+            Rows([{"tokens": [1] * (1 + k % 9)} for k in range(n)]),
+            transforms=[ov.Tokens("tokens")],
+            epochs=1,
+        )
 
     return ov.Job(
-        name="pictured", sources=[source("a"), source("b")], batch=ov.Batch(samples=8, context=32, microbatches=2),
-        place=ov.ClientPlaceTree(dp=2), strategy=strategy, slice_rows=2, shuffle_chunks=2, **changes,
-    )  # fmt: skip
+        name="pictured",
+        sources=[source("a"), source("b")],
+        batch=ov.Batch(samples=8, context=32, microbatches=2),
+        place=ov.ClientPlaceTree(dp=2),
+        strategy=strategy,
+        slice_rows=2,
+        shuffle_chunks=2,
+        **changes,
+    )
 
 
 @pytest.mark.parametrize("what", ["graph", "buffer"])
 def test_a_strategy_that_reads_which_loader_holds_a_sample_is_refused(what: str) -> None:
-    with ov.launch(job(reading(what))) as session, pytest.raises(PlanError, match="number of loaders") as refused:
+    with (
+        ov.launch(job(reading(what))) as session,
+        pytest.raises(PlanError, match="number of loaders") as refused,
+    ):
         next(session.client(0))
     assert f"{what}.loader" in str(refused.value)
     assert "session.graph" in str(refused.value)
@@ -151,13 +188,17 @@ def test_a_planned_step_tells_loaders_and_constructors_of_its_samples() -> None:
     for i in range(len(plan)):
         assert graph.loader[i].startswith(f"loader/{plan.names[plan.source[plan.main.sample[i]]]}/")
     assert sum(graph.loader.counts().values()) == len(plan)
-    assert {"loader/a/0", "loader/a/1"} <= set(graph.loader.counts())  # chunks of two groups of two were open together
+    assert {"loader/a/0", "loader/a/1"} <= set(
+        graph.loader.counts()
+    )  # chunks of two groups of two were open together
     assert graph.constructor == ("constructor/0", "constructor/1")
 
 
 @pytest.mark.parametrize("look_ahead", [1, 3])
 def test_a_sample_is_bound_to_the_loader_that_owns_its_chunk(look_ahead: int) -> None:
-    with ov.launch(job(n=400, look_ahead=look_ahead), loaders={"a": 3, "b": 2}, prefetch=1) as session:
+    with ov.launch(
+        job(n=400, look_ahead=look_ahead), loaders={"a": 3, "b": 2}, prefetch=1
+    ) as session:
         client = session.client(0)
         for _ in range(5):
             next(client)
@@ -166,9 +207,18 @@ def test_a_sample_is_bound_to_the_loader_that_owns_its_chunk(look_ahead: int) ->
             assert graph.bound is not None
             plan = graph.bound.plan
             for i, k in enumerate(plan.main.sample.tolist()):
-                order = SourceOrder(name=plan.names[plan.source[k]], n_chunks=13, seed=0, shuffle=True, shuffle_chunks=2)
+                order = SourceOrder(
+                    name=plan.names[plan.source[k]],
+                    n_chunks=13,
+                    seed=0,
+                    shuffle=True,
+                    shuffle_chunks=2,
+                )
                 place = order.chunk_order(0).tolist().index(plan.row[k] // 32)
-                assert graph.loader[i] == f"loader/{order.name}/{place % 3 if order.name == 'a' else 3 + place % 2}"
+                assert (
+                    graph.loader[i]
+                    == f"loader/{order.name}/{place % 3 if order.name == 'a' else 3 + place % 2}"
+                )
 
 
 def test_the_number_of_loaders_is_seen_in_bindings_and_nowhere_else() -> None:
@@ -194,7 +244,12 @@ def test_an_encoder_on_every_rank_is_built_by_the_constructor_of_its_replica() -
     place = ov.ClientPlaceTree(dp=2, tp=2, order=("tp", "pp", "cp", "dp"))
     from overlord.planning.graph.lineage import constructors_of
 
-    assert constructors_of(place, "WORLD") == ("constructor/0", "constructor/1", "constructor/0", "constructor/1")
+    assert constructors_of(place, "WORLD") == (
+        "constructor/0",
+        "constructor/1",
+        "constructor/0",
+        "constructor/1",
+    )
     assert constructors_of(place, "DP") == ("constructor/0", "constructor/1")
 
 
@@ -208,11 +263,19 @@ def test_edges_tell_the_states_that_nodes_went_through() -> None:
 
 def test_no_array_of_a_graph_can_be_written() -> None:
     mine = np.ones(8)
-    graph = ov.DGraph.from_buffer(buffer(TOKENS, 8), ov.ClientPlaceTree(dp=2), meta="tokens").mix(dict.fromkeys(TOKENS, 1.0))
+    graph = ov.DGraph.from_buffer(buffer(TOKENS, 8), ov.ClientPlaceTree(dp=2), meta="tokens").mix(
+        dict.fromkeys(TOKENS, 1.0)
+    )
     graph = graph.distribute("DP").cost(lambda columns: mine).balance("greedy")
     assert graph.placement is not None
     assert graph.costs is not None
-    arrays = [graph.sample, graph.costs, graph.placement.bucket, graph.placement.microbatch, *graph.columns.values()]
+    arrays = [
+        graph.sample,
+        graph.costs,
+        graph.placement.bucket,
+        graph.placement.microbatch,
+        *graph.columns.values(),
+    ]
     arrays.append(planned(TOKENS).loader.index)
     assert [a.flags.writeable for a in arrays] == [False] * len(arrays)
     mine[0] = 2.0  # the user's own array stays the user's
@@ -261,8 +324,17 @@ def test_the_page_is_well_formed_and_asks_for_nothing_outside_it(tmp_path: Path)
     parsed = Parsed(text)
     assert not {"src", "href", "srcset", "action"} & {name for name, _ in parsed.attributes}
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(parsed.tags)
-    assert re.findall(r"https?:|url\(|@import|fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon|innerHTML|document\.write", text) == []
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'") in parsed.attributes
+    assert (
+        re.findall(
+            r"https?:|url\(|@import|fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon|innerHTML|document\.write",
+            text,
+        )
+        == []
+    )
+    assert (
+        "content",
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+    ) in parsed.attributes
     assert len(parsed.ids) == len(set(parsed.ids))
 
 
@@ -280,7 +352,10 @@ def test_scripts_ask_only_for_elements_that_the_page_has() -> None:
 
 
 def test_a_hostile_source_name_stays_a_name(tmp_path: Path) -> None:
-    harmless, hostile = (Parsed(html_of(planned({name: TOKENS["web"], "code": TOKENS["code"]}), tmp_path)) for name in ("web", HOSTILE))
+    harmless, hostile = (
+        Parsed(html_of(planned({name: TOKENS["web"], "code": TOKENS["code"]}), tmp_path))
+        for name in ("web", HOSTILE)
+    )
     assert hostile.tags == harmless.tags
     assert hostile.facts["sources"][0]["name"] == HOSTILE
     assert "\\u003c" in hostile.scripts["facts"]
@@ -300,7 +375,9 @@ def test_every_sample_is_on_the_page_where_the_plan_has_it(tmp_path: Path) -> No
     assert found["digest"] == plan.digest()
     assert found["loaders"] == list(graph.loader.names)
     assert module["imbalance"]["cost"] == plan.imbalance()
-    assert [s["samples"] for s in found["sources"]] == np.bincount(plan.source, minlength=3).tolist()
+    assert [s["samples"] for s in found["sources"]] == np.bincount(
+        plan.source, minlength=3
+    ).tolist()
     assert [sum(s["lengths"]) for s in found["sources"]] == [s["samples"] for s in found["sources"]]
     assert found["sources"][0]["wanted"] == pytest.approx(1 / 3)
     assert [e[2] for e in found["edges"]] == [*graph.trail, "plan()"]
@@ -317,10 +394,15 @@ def test_modules_are_on_the_page_each_with_its_items(tmp_path: Path) -> None:
     images = {name: [[16] * (k % 3) for k in range(len(t))] for name, t in TOKENS.items()}
     tokens = {name: [t + 48 for t in some] for name, some in TOKENS.items()}
     place = ov.ClientPlaceTree(dp=2, tp=2)
-    mixed = ov.DGraph.from_buffer(buffer(tokens, 12, context=256, image_patches=images), place).mix(dict.fromkeys(TOKENS, 1.0))
+    mixed = ov.DGraph.from_buffer(buffer(tokens, 12, context=256, image_patches=images), place).mix(
+        dict.fromkeys(TOKENS, 1.0)
+    )
     plan = vlm_hybrid(mixed.buffer, place)
     found = facts(Step(plan=plan, place=place, edges=[]))
-    assert [(m["name"], m["axis"], m["buckets"]) for m in found["modules"]] == [("backbone", "DP", 2), ("encoder", "WORLD", 4)]
+    assert [(m["name"], m["axis"], m["buckets"]) for m in found["modules"]] == [
+        ("backbone", "DP", 2),
+        ("encoder", "WORLD", 4),
+    ]
     encoder, a = found["modules"][1], plan.modules["encoder"]
     assert unpacked(encoder["kept"]["bucket"]).tolist() == a.bucket.tolist()
     assert unpacked(encoder["constructor"]).tolist() == [0, 0, 1, 1]
@@ -331,17 +413,25 @@ def test_a_graph_by_hand_is_drawn_with_its_modules_and_without_loaders(tmp_path:
     found = Parsed(html_of(placed(TOKENS), tmp_path, encoder=placed(TOKENS))).facts
     assert [m["name"] for m in found["modules"]] == ["backbone", "encoder"]
     assert found["loaders"] == []
-    assert [layer["kind"] for layer in found["modules"][0]["flow"]["layers"]] == ["source", "bucket", "microbatch"]
+    assert [layer["kind"] for layer in found["modules"][0]["flow"]["layers"]] == [
+        "source",
+        "bucket",
+        "microbatch",
+    ]
 
 
 def test_a_graph_that_is_not_placed_says_what_is_missing(tmp_path: Path) -> None:
-    graph = ov.DGraph.from_buffer(buffer(TOKENS, 4), ov.ClientPlaceTree(dp=2), meta="tokens").mix(dict.fromkeys(TOKENS, 1.0))
+    graph = ov.DGraph.from_buffer(buffer(TOKENS, 4), ov.ClientPlaceTree(dp=2), meta="tokens").mix(
+        dict.fromkeys(TOKENS, 1.0)
+    )
     with pytest.raises(PlanError, match=r"never given distribute\(\)"):
         graph.to_html(tmp_path / "step.html")
 
 
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OverlordError, match=r"no/step\.html: the page cannot be written: No such file"):
+    with pytest.raises(
+        OverlordError, match=r"no/step\.html: the page cannot be written: No such file"
+    ):
         planned(TOKENS).to_html(tmp_path / "no" / "step.html")
 
 
@@ -354,14 +444,20 @@ def conserved(found: dict[str, Any], plan: ov.LoadingPlan) -> None:
     for m in found["modules"]:
         a = plan.modules[m["name"]]
         for part in ("grid", "cells"):
-            assert unpacked(m[part]["cost"]).astype(float).sum() == pytest.approx(a.cost.sum(), rel=1e-5)
+            assert unpacked(m[part]["cost"]).astype(float).sum() == pytest.approx(
+                a.cost.sum(), rel=1e-5
+            )
             assert unpacked(m[part]["size"]).sum(dtype=np.int64) == a.size.sum()
             assert unpacked(m[part]["count"]).sum(dtype=np.int64) == len(a.sample)
         per, columns = m["grid"]["per"], m["grid"]["columns"]
         sizes = np.zeros((a.n_buckets, columns), np.int64)
         np.add.at(sizes, (a.bucket, a.microbatch // per), a.size)
         assert unpacked(m["grid"]["size"]).tolist() == sizes.ravel().tolist()
-        by_bucket = np.bincount(unpacked(m["cells"]["bucket"]), weights=unpacked(m["cells"]["size"]), minlength=a.n_buckets)
+        by_bucket = np.bincount(
+            unpacked(m["cells"]["bucket"]),
+            weights=unpacked(m["cells"]["size"]),
+            minlength=a.n_buckets,
+        )
         assert by_bucket.tolist() == sizes.sum(axis=1).tolist()
         layers = Counter[int]()
         for layer, _, _, _, _, count in m["flow"]["links"]:
@@ -369,8 +465,15 @@ def conserved(found: dict[str, Any], plan: ov.LoadingPlan) -> None:
         assert dict(layers) == dict.fromkeys(range(len(m["flow"]["layers"]) - 1), len(a.sample))
 
 
-@given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(1, 9), st.integers(1, 5), st.integers(1, 12))
-def test_loads_on_the_page_sum_to_those_of_the_plan(tokens: list[int], dp: int, n_sources: int, most: int) -> None:
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=60),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(1, 12),
+)
+def test_loads_on_the_page_sum_to_those_of_the_plan(
+    tokens: list[int], dp: int, n_sources: int, most: int
+) -> None:
     sources = {f"s{k}": tokens[k::n_sources] for k in range(n_sources) if tokens[k::n_sources]}
     graph = planned(sources, dp, len(tokens), microbatches=5)
     assert graph.bound is not None
@@ -387,9 +490,13 @@ def test_a_step_of_a_quarter_million_samples_makes_a_page_below_three_megabytes(
     columns = {f"source-{i:03d}": {"tokens": tokens[of == i]} for i in range(n_sources)}
     batch = ov.Batch(samples=n, context=8193, microbatches=8)
     place = ov.ClientPlaceTree(dp=dp, tp=2)
-    graph = ov.DGraph.from_buffer(ov.Buffer.from_columns(columns, batch=batch), place, meta="tokens").mix(dict.fromkeys(columns, 1.0))
+    graph = ov.DGraph.from_buffer(
+        ov.Buffer.from_columns(columns, batch=batch), place, meta="tokens"
+    ).mix(dict.fromkeys(columns, 1.0))
     plan = llm_balance(graph.buffer, place)
-    step = Step(plan=plan, place=place, edges=[], loader=Binding(index=plan.source, names=tuple(columns)))
+    step = Step(
+        plan=plan, place=place, edges=[], loader=Binding(index=plan.source, names=tuple(columns))
+    )
     found = facts(step)
     assert len(page(step)) < 3_000_000
     conserved(found, plan)
@@ -397,7 +504,9 @@ def test_a_step_of_a_quarter_million_samples_makes_a_page_below_three_megabytes(
     assert module["cells"]["alone"] is not None
     assert found["kept"]["samples"] > 10_000
     shown = unpacked(module["kept"]["cost"])
-    assert shown.min() >= np.sort(plan.main.cost)[-len(shown)] * 0.999  # those that are listed are the dearest
+    assert (
+        shown.min() >= np.sort(plan.main.cost)[-len(shown)] * 0.999
+    )  # those that are listed are the dearest
 
 
 def test_ranks_are_written_as_people_write_them() -> None:
@@ -428,7 +537,10 @@ def contrast(a: str, b: str) -> float:
 @pytest.mark.parametrize("theme", [0, 1])
 def test_text_is_readable_and_marks_are_seen_in_light_and_dark(theme: int) -> None:
     block = re.findall(r":root[^{]*\{([^}]*)\}", (ASSETS / "graph.css").read_text())[theme]
-    colours = {name: c if len(c) == 7 else "#" + "".join(2 * x for x in c[1:]) for name, c in re.findall(r"--(\w+):\s*(#\w+)", block)}
+    colours = {
+        name: c if len(c) == 7 else "#" + "".join(2 * x for x in c[1:])
+        for name, c in re.findall(r"--(\w+):\s*(#\w+)", block)
+    }
     for text in ("ink", "muted", "faint"):
         assert contrast(colours[text], colours["surface"]) >= 4.5, text
         assert contrast(colours[text], colours["page"]) >= 4.5, text

@@ -24,11 +24,19 @@ def rows(n: int, first: int) -> Rows:
 
 
 def job(**changes: Any) -> ov.Job:
-    sources = [ov.Source(name, rows(60, first), transforms=[ov.Tokens("tokens")], epochs=1) for name, first in (("a", 100), ("b", 1000))]
+    sources = [
+        ov.Source(name, rows(60, first), transforms=[ov.Tokens("tokens")], epochs=1)
+        for name, first in (("a", 100), ("b", 1000))
+    ]
     settings: dict[str, Any] = {
-        "name": "hooked", "sources": sources, "batch": ov.Batch(samples=8, microbatches=2, context=64), "place": ov.ClientPlaceTree(dp=2),
-        "seed": 3, "slice_rows": 8, "strategy": "vanilla",
-    }  # fmt: skip
+        "name": "hooked",
+        "sources": sources,
+        "batch": ov.Batch(samples=8, microbatches=2, context=64),
+        "place": ov.ClientPlaceTree(dp=2),
+        "seed": 3,
+        "slice_rows": 8,
+        "strategy": "vanilla",
+    }
     return ov.Job(**{**settings, **changes})
 
 
@@ -47,7 +55,9 @@ def tokens_of(steps: list[list[ov.Step]]) -> list[list[int]]:
 # the planner
 
 
-def by_row(columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int) -> dict[str, Any]:
+def by_row(
+    columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int
+) -> dict[str, Any]:
     """Odd rows to one rank, even ones to the other, every other pair of them to the second microbatch."""
     return {"bucket": columns["row"] % place.dp, "microbatch": columns["row"] // 2 % 2}
 
@@ -55,15 +65,33 @@ def by_row(columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, 
 def test_a_raw_function_places_every_sample() -> None:
     for group in run(job(strategy=ov.plan_raw(by_row))):
         for rank, step in enumerate(group):
-            assert [p.sample.row % 2 for mb in step for p in mb.samples] == [rank] * sum(len(mb.samples) for mb in step)
-            assert [p.sample.row // 2 % 2 for m, mb in enumerate(step) for p in mb.samples if p.sample.row // 2 % 2 != m] == []
+            assert [p.sample.row % 2 for mb in step for p in mb.samples] == [rank] * sum(
+                len(mb.samples) for mb in step
+            )
+            assert [
+                p.sample.row // 2 % 2
+                for m, mb in enumerate(step)
+                for p in mb.samples
+                if p.sample.row // 2 % 2 != m
+            ] == []
 
 
 def test_a_raw_function_sees_raw_arrays_in_the_order_of_the_draw() -> None:
     seen: list[Any] = []
 
-    def watch(columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int) -> dict[str, Any]:
-        seen.append((step, sorted(columns), batch, place, columns["tokens"].flags.writeable, columns["source"].tolist()))
+    def watch(
+        columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int
+    ) -> dict[str, Any]:
+        seen.append(
+            (
+                step,
+                sorted(columns),
+                batch,
+                place,
+                columns["tokens"].flags.writeable,
+                columns["source"].tolist(),
+            )
+        )
         return by_row(columns, place, batch, step)
 
     made = job(strategy=ov.plan_raw(watch), until=2)
@@ -73,23 +101,40 @@ def test_a_raw_function_sees_raw_arrays_in_the_order_of_the_draw() -> None:
     assert seen[0][2:] == (made.batch, made.place, False, [0, 1] * 4)
 
 
-def in_four(columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int) -> dict[str, Any]:
+def in_four(
+    columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int
+) -> dict[str, Any]:
     bins = best_fit(columns["tokens"], 4, batch.context)
     return {"bucket": bins % 2, "microbatch": bins // 2}
 
 
-@pytest.mark.parametrize("changes", [{"look_ahead": 3}, {"overflow": "defer", "batch": ov.Batch(samples=8, microbatches=2, context=6)}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"look_ahead": 3},
+        {"overflow": "defer", "batch": ov.Batch(samples=8, microbatches=2, context=6)},
+    ],
+)
 def test_a_raw_function_gets_what_a_step_takes_of_what_it_could(changes: dict[str, Any]) -> None:
     groups = run(job(strategy=ov.plan_raw(in_four), **changes))
     taken = [[p.sample for step in group for mb in step for p in mb.samples] for group in groups]
-    assert sorted(i for ids in taken for i in ids) == [ov.SampleId(name, 0, 0, row) for name in ("a", "b") for row in range(60)]
+    assert sorted(i for ids in taken for i in ids) == [
+        ov.SampleId(name, 0, 0, row) for name in ("a", "b") for row in range(60)
+    ]
     assert (min(map(len, taken[:3])) < 8) == ("overflow" in changes)
 
 
 def test_a_raw_function_may_say_slots_and_costs() -> None:
-    def reversed_slots(columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int) -> dict[str, Any]:
+    def reversed_slots(
+        columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int
+    ) -> dict[str, Any]:
         n = len(columns["row"])
-        return {"bucket": np.zeros(n, int), "microbatch": np.zeros(n, int), "slot": np.arange(n)[::-1], "cost": np.full(n, 2.5)}
+        return {
+            "bucket": np.zeros(n, int),
+            "microbatch": np.zeros(n, int),
+            "slot": np.arange(n)[::-1],
+            "cost": np.full(n, 2.5),
+        }
 
     made = job(strategy=ov.plan_raw(reversed_slots), place=ov.ClientPlaceTree(), until=1)
     with ov.launch(made) as session:
@@ -108,7 +153,10 @@ def test_a_raw_function_may_say_slots_and_costs() -> None:
         (lambda p: {"bucket": p["bucket"]}, "returned keys bucket"),
         (lambda p: p | {"rank": p["bucket"]}, "known: bucket, microbatch, slot, cost"),
         (lambda p: p | {"bucket": p["bucket"][:3]}, "wanted 8 whole numbers for bucket"),
-        (lambda p: p | {"bucket": p["bucket"] * 0.5}, "wanted 8 whole numbers for bucket, found float64"),
+        (
+            lambda p: p | {"bucket": p["bucket"] * 0.5},
+            "wanted 8 whole numbers for bucket, found float64",
+        ),
         (lambda p: p | {"bucket": p["bucket"] + 1}, r"bucket is outside 0\.\.1"),
         (lambda p: p | {"microbatch": p["microbatch"] - 1}, "microbatch is outside"),
         (lambda p: p | {"slot": p["bucket"] * 0}, "share a slot"),
@@ -116,12 +164,18 @@ def test_a_raw_function_may_say_slots_and_costs() -> None:
         (lambda p: 1 / 0, "division by zero"),
     ],
 )
-def test_a_raw_plan_that_breaks_a_rule_ends_the_job_at_its_step(change: Callable[[Any], Any], said: str) -> None:
-    def from_step_2(columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int) -> Any:
+def test_a_raw_plan_that_breaks_a_rule_ends_the_job_at_its_step(
+    change: Callable[[Any], Any], said: str
+) -> None:
+    def from_step_2(
+        columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int
+    ) -> Any:
         placed = by_row(columns, place, batch, step)
         return placed if step < 2 else change(placed)
 
-    with ov.launch(job(strategy=ov.plan_raw(from_step_2), place=ov.ClientPlaceTree(dp=2))) as session:
+    with ov.launch(
+        job(strategy=ov.plan_raw(from_step_2), place=ov.ClientPlaceTree(dp=2))
+    ) as session:
         client = session.client(0)
         assert [next(client).step for _ in range(2)] == [0, 1]
         with pytest.raises((ov.PlanError, ZeroDivisionError), match=said):
@@ -134,7 +188,9 @@ def test_a_plan_for_another_place_is_refused() -> None:
 
     with ov.launch(job(strategy=elsewhere)) as session:
         client = session.client(0)
-        with pytest.raises(ov.PlanError, match="the plan is for pp1xdp2xcp1xtp2, the job has pp1xdp2xcp1xtp1"):
+        with pytest.raises(
+            ov.PlanError, match="the plan is for pp1xdp2xcp1xtp2, the job has pp1xdp2xcp1xtp1"
+        ):
             next(client)
 
 
@@ -154,12 +210,16 @@ def next_step_in(seen: ov.Buffer) -> ov.Buffer | None:
 
 
 def test_the_summary_buffer_holds_what_comes_next_in_stream_order() -> None:
-    made = job(batch=ov.Batch(samples=6, context=64), until=4)  # 3 of each: the ends of steps are no ends of windows
+    made = job(
+        batch=ov.Batch(samples=6, context=64), until=4
+    )  # 3 of each: the ends of steps are no ends of windows
     with ov.launch(made, prefetch=1, read_ahead=2) as session:
         assert len(session.summary_buffer()) == 0
         client = session.client(0)
         next(client)
-        seen = until(lambda: next_step_in(session.summary_buffer()))  # loaders read two steps ahead, when they get to it
+        seen = until(
+            lambda: next_step_in(session.summary_buffer())
+        )  # loaders read two steps ahead, when they get to it
         later = [next(client) for _ in range(3)]
         plans = [session.plan(step.step) for step in later]
     assert not seen.drawn
@@ -167,11 +227,23 @@ def test_the_summary_buffer_holds_what_comes_next_in_stream_order() -> None:
     assert seen.weights == {"a": 1.0, "b": 1.0}
     for i, name in enumerate(made.names):
         ready = [seen[j] for j in np.flatnonzero(seen.source == i)]
-        drawn = [p.sample_id(j) for p in plans if p.step >= seen.step for j in range(len(p)) if p.sample_id(j).source == name]
+        drawn = [
+            p.sample_id(j)
+            for p in plans
+            if p.step >= seen.step
+            for j in range(len(p))
+            if p.sample_id(j).source == name
+        ]
         both = min(len(ready), len(drawn))
         assert ready[:both] == drawn[:both]
         assert both > 0
-    plan = ov.DGraph.from_buffer(seen, made.place).mix(dict(seen.weights)).distribute("DP").balance("greedy").plan()
+    plan = (
+        ov.DGraph.from_buffer(seen, made.place)
+        .mix(dict(seen.weights))
+        .distribute("DP")
+        .balance("greedy")
+        .plan()
+    )
     assert len(plan) == 6, "a what-if of the next step"
 
 
@@ -179,7 +251,12 @@ def test_the_summary_buffer_holds_what_look_ahead_passed_over_before_the_rest() 
     with ov.launch(job()) as session:
         client = session.client(0)
         plans = [session.plan(step.step) for step in client]
-    stream = {name: [p.sample_id(i) for p in plans for i in range(len(p)) if p.sample_id(i).source == name] for name in ("a", "b")}
+    stream = {
+        name: [
+            p.sample_id(i) for p in plans for i in range(len(p)) if p.sample_id(i).source == name
+        ]
+        for name in ("a", "b")
+    }
     with ov.launch(job(strategy="llm_balance", look_ahead=3), prefetch=1) as session:
         next(session.client(0))
         seen = session.summary_buffer()
@@ -190,7 +267,9 @@ def test_the_summary_buffer_holds_what_look_ahead_passed_over_before_the_rest() 
     for name, order in stream.items():
         ready = [i for i in ids if i.source == name]
         known = len(ready) + sum(i.source == name for i in taken)
-        assert ready == [i for i in order[:known] if i not in taken], "all that is not taken, without holes, in stream order"
+        assert ready == [i for i in order[:known] if i not in taken], (
+            "all that is not taken, without holes, in stream order"
+        )
 
 
 # loaders
@@ -201,13 +280,19 @@ def add_one(samples: ov.Popped) -> ov.Ragged:
 
 
 def only_b(samples: ov.Popped) -> ov.Ragged:
-    return ov.Ragged(samples.tokens.values * 10, samples.tokens.offsets) if samples.source == "b" else samples.tokens
+    return (
+        ov.Ragged(samples.tokens.values * 10, samples.tokens.offsets)
+        if samples.source == "b"
+        else samples.tokens
+    )
 
 
 def test_a_loader_hook_changes_tokens_and_nothing_else() -> None:
     plain, hooked = run(job()), run(job(hooks=[ov.loader_do_plan(add_one)]))
     assert tokens_of(hooked) == [[t + 1 for t in step] for step in tokens_of(plain)]
-    assert [[s.plan_digest for s in group] for group in plain] == [[s.plan_digest for s in group] for group in hooked]
+    assert [[s.plan_digest for s in group] for group in plain] == [
+        [s.plan_digest for s in group] for group in hooked
+    ]
 
 
 def test_loader_hooks_run_in_order_and_know_their_source() -> None:
@@ -226,7 +311,9 @@ def masked(samples: ov.Popped) -> ov.Ragged:
 
 
 def test_the_number_of_loaders_does_not_show_in_a_loader_hook() -> None:
-    made = job(hooks=[ov.loader_do_plan(masked)], shuffle_chunks=3, slice_rows=1)  # chunks of 16 rows: each loader has some
+    made = job(
+        hooks=[ov.loader_do_plan(masked)], shuffle_chunks=3, slice_rows=1
+    )  # chunks of 16 rows: each loader has some
     one = tokens_of(run(made))
     assert tokens_of(run(made, loaders={"a": 3, "b": 2})) == one
     assert tokens_of(run(replace(made, hooks=()))) != one
@@ -236,7 +323,9 @@ def test_the_number_of_loaders_does_not_show_in_a_loader_hook() -> None:
 def test_hooks_give_the_same_in_whatever_order_work_ends(seed: int) -> None:
     made = job(hooks=[ov.loader_do_plan(masked), ov.constructor_do_plan(with_lengths)], until=6)
     simulated = ov.simulate(made, seed=seed)
-    assert tokens_of([list(group) for group in zip(*simulated.steps.values(), strict=True)]) == tokens_of(run(made))
+    assert tokens_of(
+        [list(group) for group in zip(*simulated.steps.values(), strict=True)]
+    ) == tokens_of(run(made))
 
 
 def test_a_loader_hook_sees_ids_and_read_only_tokens() -> None:
@@ -244,7 +333,9 @@ def test_a_loader_hook_sees_ids_and_read_only_tokens() -> None:
 
     def watch(samples: ov.Popped) -> ov.Ragged:
         held = [samples.tokens[i].tolist() for i in range(len(samples))]
-        seen.append(([samples[i] for i in range(len(samples))], held, samples.tokens.values.flags.writeable))
+        seen.append(
+            ([samples[i] for i in range(len(samples))], held, samples.tokens.values.flags.writeable)
+        )
         return samples.tokens
 
     with ov.launch(job(hooks=[ov.loader_do_plan(watch)], until=1)) as session:
@@ -252,14 +343,23 @@ def test_a_loader_hook_sees_ids_and_read_only_tokens() -> None:
         plan = session.plan(0)
     ids = [plan.sample_id(i) for i in range(8)]
     assert [s[0] for s in seen] == [[i for i in ids if i.source == name] for name in ("a", "b")]
-    assert all(tokens == [tokens[0]] * (1 + i.row % 5) and tokens[0] % 100 == i.row for s in seen for i, tokens in zip(*s[:2], strict=True))
+    assert all(
+        tokens == [tokens[0]] * (1 + i.row % 5) and tokens[0] % 100 == i.row
+        for s in seen
+        for i, tokens in zip(*s[:2], strict=True)
+    )
     assert not any(s[2] for s in seen)
 
 
 def test_chance_is_spread_and_differs_by_purpose_and_sample() -> None:
     ids = {n: np.zeros(400, np.int64) for n in ("epoch", "file", "part")}
     samples = ov.Popped(
-        step=0, source="a", row=np.arange(400), tokens=ov.Ragged(np.zeros(4000, int), np.arange(0, 4001, 10)), seed=1, **ids
+        step=0,
+        source="a",
+        row=np.arange(400),
+        tokens=ov.Ragged(np.zeros(4000, int), np.arange(0, 4001, 10)),
+        seed=1,
+        **ids,
     )
     found = samples.chance()
     assert found.shape == (4000,)
@@ -276,15 +376,23 @@ def test_chance_is_spread_and_differs_by_purpose_and_sample() -> None:
     [
         (lambda s: s.tokens.values, "wanted a Ragged of token ids, found ndarray"),
         (lambda s: ov.Ragged(s.tokens.values / 2, s.tokens.offsets), "found Ragged of float64"),
-        (lambda s: ov.Ragged(np.stack([s.tokens.values] * 2, 1), s.tokens.offsets), r"found Ragged of \w+ \(\d+, 2\)"),
-        (lambda s: s.tokens.slice(0, len(s) - 1), "wanted 4 rows of the lengths it was given, found 3 rows"),
+        (
+            lambda s: ov.Ragged(np.stack([s.tokens.values] * 2, 1), s.tokens.offsets),
+            r"found Ragged of \w+ \(\d+, 2\)",
+        ),
+        (
+            lambda s: s.tokens.slice(0, len(s) - 1),
+            "wanted 4 rows of the lengths it was given, found 3 rows",
+        ),
         (lambda s: ov.Ragged(s.tokens.values, s.tokens.offsets + 1), "wanted 4 rows"),
         (lambda s: ov.Ragged(s.tokens.values.astype(int) - 2000, s.tokens.offsets), "below 0"),
         (lambda s: ov.Ragged(s.tokens.values.astype(int) + 2**31, s.tokens.offsets), "above"),
         (lambda s: s.pixels, r"loader_do_plan\(<lambda>\) raised AttributeError"),
     ],
 )
-def test_a_loader_hook_that_breaks_a_rule_ends_the_job_at_its_step(fn: Callable[[Any], Any], said: str) -> None:
+def test_a_loader_hook_that_breaks_a_rule_ends_the_job_at_its_step(
+    fn: Callable[[Any], Any], said: str
+) -> None:
     def from_step_2(samples: ov.Popped) -> Any:
         return samples.tokens if samples.step < 2 else fn(samples)
 
@@ -323,7 +431,9 @@ def test_a_constructor_hook_adds_keys_to_the_default() -> None:
 
 
 def test_the_default_of_a_constructor_hook_is_what_the_one_before_it_gave() -> None:
-    [[step, _], *_] = run(job(hooks=[ov.constructor_do_plan(with_lengths), ov.constructor_do_plan(doubled)]))
+    [[step, _], *_] = run(
+        job(hooks=[ov.constructor_do_plan(with_lengths), ov.constructor_do_plan(doubled)])
+    )
     assert all(mb["lengths"].tolist() == (2 * np.diff(mb["cu_seqlens"])).tolist() for mb in step)
 
 
@@ -338,17 +448,29 @@ def from_documents(assembly: ov.Assembly) -> list[dict[str, np.ndarray]]:
         labels = np.append(tokens[1:], 0)
         labels[ends[1:] - 1] = -100
         assert [assembly.plan.sample_id(i) for i in rows] == assembly.ids(m)
-        made.append({
-            "tokens": tokens, "labels": labels, "loss_mask": (labels != -100).astype(np.float32),
-            "position_ids": np.concatenate([np.arange(n) for n in documents.lengths]), "cu_seqlens": ends, "cu_seqlens_padded": ends,
-            "max_seqlen": np.int32(documents.lengths.max()), "source_ids": assembly.plan.source[rows],
-        })  # fmt: skip
+        made.append(
+            {
+                "tokens": tokens,
+                "labels": labels,
+                "loss_mask": (labels != -100).astype(np.float32),
+                "position_ids": np.concatenate([np.arange(n) for n in documents.lengths]),
+                "cu_seqlens": ends,
+                "cu_seqlens_padded": ends,
+                "max_seqlen": np.int32(documents.lengths.max()),
+                "source_ids": assembly.plan.source[rows],
+            }
+        )
     return made
 
 
 def test_a_constructor_hook_can_build_everything_itself() -> None:
     def arrays(steps: list[list[ov.Step]]) -> list[dict[str, list[Any]]]:
-        return [{k: v.tolist() for k, v in sorted(mb.items())} for group in steps for step in group for mb in step]
+        return [
+            {k: v.tolist() for k, v in sorted(mb.items())}
+            for group in steps
+            for step in group
+            for mb in step
+        ]
 
     assert arrays(run(job(hooks=[ov.constructor_do_plan(from_documents)]))) == arrays(run(job()))
 
@@ -359,8 +481,15 @@ def test_both_kinds_together_on_the_padded_layout() -> None:
         hooks=[ov.constructor_do_plan(with_lengths), ov.loader_do_plan(add_one)],
     )
     hooked, plain = run(made), run(replace(made, hooks=()))
-    for a, b in zip((mb for g in hooked for s in g for mb in s), (mb for g in plain for s in g for mb in s), strict=True):
-        assert a["tokens"][a["attention_mask"]].tolist() == (b["tokens"] + (len(b.samples) > 0))[b["attention_mask"]].tolist()
+    for a, b in zip(
+        (mb for g in hooked for s in g for mb in s),
+        (mb for g in plain for s in g for mb in s),
+        strict=True,
+    ):
+        assert (
+            a["tokens"][a["attention_mask"]].tolist()
+            == (b["tokens"] + (len(b.samples) > 0))[b["attention_mask"]].tolist()
+        )
         assert "lengths" in a
 
 
@@ -386,16 +515,27 @@ def without(key: str) -> Callable[[ov.Assembly], Any]:
         (changed("cu_seqlens", lambda t: t * np.int32(99)), "cu_seqlens does not cut"),
         (changed("source_ids", lambda t: np.append(t, t[:1])), "one for each of source_ids"),
         (changed("cu_seqlens_padded", lambda t: t // np.int32(2)), "cu_seqlens_padded ends at"),
-        (changed("cu_seqlens", lambda t: np.append(t[:1], np.full(len(t) - 1, t[-1]))), "longer than with its padding"),
-        (changed("max_seqlen", lambda t: t[None]), r"wanted one number for 'max_seqlen', found shape \(1,\)"),
-        (changed("note", lambda t: "hello"), "wanted a numpy array of numbers for 'note', found str"),
+        (
+            changed("cu_seqlens", lambda t: np.append(t[:1], np.full(len(t) - 1, t[-1]))),
+            "longer than with its padding",
+        ),
+        (
+            changed("max_seqlen", lambda t: t[None]),
+            r"wanted one number for 'max_seqlen', found shape \(1,\)",
+        ),
+        (
+            changed("note", lambda t: "hello"),
+            "wanted a numpy array of numbers for 'note', found str",
+        ),
         (changed("note", lambda t: np.array([{}])), "found object"),
         (changed("tokens", lambda t: t.sort()), "raised ValueError: .*read-only"),
         (lambda a: a.pixels, r"constructor_do_plan\(<lambda>\) raised AttributeError"),
         *((without(key), f"{key} missing") for key in CONTRACT),
     ],
 )
-def test_a_constructor_hook_that_breaks_a_rule_ends_the_job_at_its_step(fn: Callable[[Any], Any], said: str) -> None:
+def test_a_constructor_hook_that_breaks_a_rule_ends_the_job_at_its_step(
+    fn: Callable[[Any], Any], said: str
+) -> None:
     def from_step_2(assembly: ov.Assembly) -> Any:
         return assembly.default() if assembly.step < 2 else fn(assembly)
 
@@ -430,7 +570,10 @@ def test_a_state_remembers_the_hooks() -> None:
 
 
 def test_what_is_no_hook_is_refused() -> None:
-    with pytest.raises(ov.JobError, match=r"hooks\[0\]: wanted ov.loader_do_plan\(fn\) or ov.constructor_do_plan\(fn\), found add_one"):
+    with pytest.raises(
+        ov.JobError,
+        match=r"hooks\[0\]: wanted ov.loader_do_plan\(fn\) or ov.constructor_do_plan\(fn\), found add_one",
+    ):
         job(hooks=[add_one])
     with pytest.raises(ov.JobError, match=r"found plan_raw\(by_row\) \(it goes in as strategy=\)"):
         job(hooks=[ov.plan_raw(by_row)])

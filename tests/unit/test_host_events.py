@@ -21,7 +21,9 @@ def test_what_nobody_waits_for_is_told_with_what_comes_after_it() -> None:
     assert asked.result(0) == ["ahead", "wanted"]
 
 
-def test_what_waits_is_told_when_a_draw_begins_to_wait_for_it_also_if_nobody_has_asked_yet() -> None:
+def test_what_waits_is_told_when_a_draw_begins_to_wait_for_it_also_if_nobody_has_asked_yet() -> (
+    None
+):
     events = Events()
     events.put("first")
     assert events.ask().result(0) == ["first"]

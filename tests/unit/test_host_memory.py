@@ -38,8 +38,15 @@ DTYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8", "?"]
 
 
 @examples(60)
-@given(st.sampled_from(DTYPES), st.lists(st.integers(0, 100), max_size=40), st.integers(0, 20), st.integers(0, 40))
-def test_a_view_is_what_arrow_makes_of_it(dtype: str, numbers: list[int], first: int, n: int) -> None:
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 100), max_size=40),
+    st.integers(0, 20),
+    st.integers(0, 40),
+)
+def test_a_view_is_what_arrow_makes_of_it(
+    dtype: str, numbers: list[int], first: int, n: int
+) -> None:
     values = np.array(numbers, dtype)
     array = pa.array(values)
     assert arrow_of(values).equals(array)
@@ -71,15 +78,29 @@ if __name__ == "__main__":
 
 
 def test_to_read_parquet_does_not_load_pandas(tmp_path: Path, tokenizer: str) -> None:
-    write_rows(tmp_path / "ids", "parquet", [{"ids": list(range(1 + i % 7))} for i in range(100)], row_group_size=20)
-    write_rows(tmp_path / "text", "parquet", [{"text": "one two three " * (1 + i % 5)} for i in range(100)])
+    write_rows(
+        tmp_path / "ids",
+        "parquet",
+        [{"ids": list(range(1 + i % 7))} for i in range(100)],
+        row_group_size=20,
+    )
+    write_rows(
+        tmp_path / "text", "parquet", [{"text": "one two three " * (1 + i % 5)} for i in range(100)]
+    )
     (tmp_path / "lib" / "pandas").mkdir(parents=True)
-    (tmp_path / "lib" / "pandas" / "__init__.py").write_text("__version__ = '99.0'\n")  # so that there is one
+    (tmp_path / "lib" / "pandas" / "__init__.py").write_text(
+        "__version__ = '99.0'\n"
+    )  # so that there is one
     program = tmp_path / "read.py"
     program.write_text(READ)
     environ = {**os.environ, "PYTHONPATH": f"{SRC}{os.pathsep}{tmp_path / 'lib'}"}
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), tokenizer], env=environ, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(program), str(tmp_path), tokenizer],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.stdout == "False\n", done.stderr
 
@@ -89,7 +110,9 @@ class Pool:
         return [pa.default_memory_pool().backend_name, os.environ.get("ARROW_DEFAULT_MEMORY_POOL")]
 
 
-def test_hosts_have_arrow_take_memory_from_the_c_library_and_their_environment_does_not_show_it() -> None:
+def test_hosts_have_arrow_take_memory_from_the_c_library_and_their_environment_does_not_show_it() -> (
+    None
+):
     with ProcessControl() as control:
         found = control.get(control.call(control.spawn(Pool, name="pool"), "backend"), 30.0)
     assert found == ["system", None]
@@ -115,22 +138,31 @@ class Arenas:
             done.set()
             over.wait()
 
-        for name in [f"service {k}" for k in range(LATER)] + [f"worker {k}" for k in range(workers)]:
+        for name in [f"service {k}" for k in range(LATER)] + [
+            f"worker {k}" for k in range(workers)
+        ]:
             done = threading.Event()
             threading.Thread(target=allocate, args=(name, done), daemon=True).start()
             done.wait()
         over.set()
-        by_arena = [sorted(n for n, a in where.items() if a == arena) for arena in set(where.values())]
+        by_arena = [
+            sorted(n for n, a in where.items() if a == arena) for arena in set(where.values())
+        ]
         return [names for names in by_arena if len(names) > 1 and names[-1].startswith("worker")]
 
 
-@pytest.mark.skipif(not GNU or cores() < 2, reason="needs the GNU C library, and cores for threads to run at the same time")
+@pytest.mark.skipif(
+    not GNU or cores() < 2,
+    reason="needs the GNU C library, and cores for threads to run at the same time",
+)
 def test_no_worker_of_a_host_process_shares_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     """The C library gives arenas to threads in the order they come: with one for each worker, service threads had taken them."""
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     with ProcessControl() as control:
-        assert control.get(control.call(control.spawn(Arenas, name="arenas"), "shared", 4), 30.0) == []
+        assert (
+            control.get(control.call(control.spawn(Arenas, name="arenas"), "shared", 4), 30.0) == []
+        )
 
 
 class Noted(Machine):
@@ -178,22 +210,34 @@ def test_a_host_has_an_arena_for_each_thread_but_no_more_than_the_c_library_woul
 
 
 @pytest.mark.parametrize(
-    ("workers", "n_cores", "limit"), [(1, 1, 8), (1, 2, 11), (2, 2, 12), (4, 16, 28), (16, 16, 40)], ids=lambda value: str(value)
+    ("workers", "n_cores", "limit"),
+    [(1, 1, 8), (1, 2, 11), (2, 2, 12), (4, 16, 28), (16, 16, 40)],
+    ids=lambda value: str(value),
 )
 def test_arenas_of_hosts_of_some_machines(workers: int, n_cores: int, limit: int) -> None:
     assert arena_limit(workers, n_cores, links=1, running=3) == limit
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("MALLOC_ARENA_MAX", "64"), ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=3")]
+    ("name", "value"),
+    [
+        ("MALLOC_ARENA_MAX", "64"),
+        ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=3"),
+    ],
 )
-def test_arenas_that_the_user_has_chosen_stay(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arenas_that_the_user_has_chosen_stay(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     assert limit_arenas(4) == 0
-    assert not chosen_by_user({"MALLOC_ARENA_MAX": "", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"})
+    assert not chosen_by_user(
+        {"MALLOC_ARENA_MAX": "", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    )
 
 
-def test_a_trainer_keeps_its_arenas_where_everything_runs_in_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_keeps_its_arenas_where_everything_runs_in_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def called(*_: Any) -> int:
         raise AssertionError("the arenas of a trainer's process are not for hosts to limit")
 
@@ -201,6 +245,12 @@ def test_a_trainer_keeps_its_arenas_where_everything_runs_in_its_process(tmp_pat
     monkeypatch.setattr(malloc, "limit_arenas", called)
     write_rows(tmp_path / "ids", "parquet", [{"ids": [1, 2]} for _ in range(20)])
     source = ov.Source("ids", str(tmp_path / "ids"), transforms=[ov.Tokens("ids")])
-    job = ov.Job(name="embedded", sources=[source], batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(dp=1), until=2)
+    job = ov.Job(
+        name="embedded",
+        sources=[source],
+        batch=ov.Batch(samples=4, context=8),
+        place=ov.ClientPlaceTree(dp=1),
+        until=2,
+    )
     with ov.launch(job) as session:
         assert sum(1 for _ in session.client(0)) == 2

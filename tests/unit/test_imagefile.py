@@ -15,7 +15,9 @@ from tests.pictures import ANIMATED, BAD, FILES, chunk, jpeg, moving, png_of, tu
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_header_says_the_size_that_pillow_finds_after_turning_the_image_upright(name: str) -> None:
+def test_a_header_says_the_size_that_pillow_finds_after_turning_the_image_upright(
+    name: str,
+) -> None:
     found = header(FILES[name])
     image = Image.open(io.BytesIO(FILES[name]))
     assert found.stored == image.size
@@ -25,18 +27,26 @@ def test_a_header_says_the_size_that_pillow_finds_after_turning_the_image_uprigh
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_header_is_the_same_from_bytes_an_array_and_a_view_inside_another_array(name: str) -> None:
+def test_a_header_is_the_same_from_bytes_an_array_and_a_view_inside_another_array(
+    name: str,
+) -> None:
     data = FILES[name]
     inside = np.frombuffer(b"xyz" + data + b"xyz", np.uint8)[3:-3]
-    assert header(data) == header(np.frombuffer(data, np.uint8)) == header(inside) == header(memoryview(data))
+    assert (
+        header(data)
+        == header(np.frombuffer(data, np.uint8))
+        == header(inside)
+        == header(memoryview(data))
+    )
 
 
 def test_modes_bits_and_scans_are_told() -> None:
     kinds = {name: header(FILES[name]) for name in FILES}
     assert {kinds[n].mode for n in ("jpeg", "png", "webp", "png 16 bit 2")} == {"RGB"}
-    assert [kinds[n].mode for n in ("jpeg cmyk", "jpeg grey", "png palette", "png la", "png rgba", "webp rgba", "gif")] == [
-        "CMYK", "L", "P", "LA", "RGBA", "RGBA", "P",
-    ]  # fmt: skip
+    assert [
+        kinds[n].mode
+        for n in ("jpeg cmyk", "jpeg grey", "png palette", "png la", "png rgba", "webp rgba", "gif")
+    ] == ["CMYK", "L", "P", "LA", "RGBA", "RGBA", "P"]
     assert [kinds[n].bits for n in ("png one bit", "png", "png 16 bit 0")] == [1, 8, 16]
     assert (kinds["jpeg"].scans, kinds["png interlaced"].scans) == (1, 7)
     assert 1 < kinds["jpeg progressive"].scans < 20
@@ -45,7 +55,9 @@ def test_modes_bits_and_scans_are_told() -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_the_orientation_of_exif_is_read_from_every_format_that_has_it(kind: str, orientation: int) -> None:
+def test_the_orientation_of_exif_is_read_from_every_format_that_has_it(
+    kind: str, orientation: int
+) -> None:
     found = header(turned(orientation, kind))
     assert found.orientation == orientation
     assert (found.width, found.height) == ((60, 40) if orientation < 5 else (40, 60))

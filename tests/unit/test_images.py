@@ -18,7 +18,14 @@ from overlord.cli.inspect import inspect_job
 from overlord.errors import JobError, TransformError
 from overlord.sample import Ragged
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
-from overlord.transforms.image_items import PREFIX_BYTES, READY, fill, item_grid, item_shape, read_prefix
+from overlord.transforms.image_items import (
+    PREFIX_BYTES,
+    READY,
+    fill,
+    item_grid,
+    item_shape,
+    read_prefix,
+)
 from overlord.transforms.images import Images
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.transform_process import TransformWorker
@@ -30,7 +37,9 @@ SPEC = Images(placeholder=P, patch=7, merge=2, min_pixels=14 * 14, max_pixels=14
 A, B, C = jpeg(28, 42), png(14, 14), jpeg(56, 28)  # 6, 1 and 8 tokens
 
 
-def pipeline(*transforms: Any, context: int = 1000, on_long: str = "truncate", seed: int = 0) -> Pipeline:
+def pipeline(
+    *transforms: Any, context: int = 1000, on_long: str = "truncate", seed: int = 0
+) -> Pipeline:
     return Pipeline("web", transforms, seed=seed, context=context, on_long=on_long)
 
 
@@ -53,7 +62,10 @@ def items(block: Block) -> list[list[bytes]]:
     """Files of the images of every sample."""
     assert block.items is not None
     flat, first = block.items.bytes, block.items.first
-    return [[flat[k][PREFIX_BYTES:].tobytes() for k in range(first[i], first[i + 1])] for i in range(len(block))]
+    return [
+        [flat[k][PREFIX_BYTES:].tobytes() for k in range(first[i], first[i + 1])]
+        for i in range(len(block))
+    ]
 
 
 def pixels(block: Block) -> list[bytes]:
@@ -79,12 +91,18 @@ def test_an_image_is_a_run_of_placeholders_three_numbers_and_an_item() -> None:
     assert block.meta["bytes"].tolist() == [8 * 4 + len(A) + 96, 10 * 4 + len(B) + len(C) + 192]  # type: ignore[union-attr]
 
 
-def test_a_source_in_which_no_row_has_an_image_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_source_in_which_no_row_has_an_image_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     some, none = pipeline(Tokens(), SPEC), pipeline(Tokens(), SPEC)
     run(stages=some, tokens=[[1]], images=[[A]])
     for stages in (some, none):
         for _ in range(3):
-            run(stages=stages, tokens=[[1]] * 600, images=pa.array([[]] * 600, pa.list_(pa.binary())))
+            run(
+                stages=stages,
+                tokens=[[1]] * 600,
+                images=pa.array([[]] * 600, pa.list_(pa.binary())),
+            )
     (told,) = [r.getMessage() for r in caplog.records]
     assert told.startswith("source 'web': none of its first 1200 rows has an image in 'images'")
 
@@ -103,8 +121,13 @@ def test_placeholders_stand_where_they_are_asked_for() -> None:
 
 def test_markers_and_images_must_agree_in_number() -> None:
     spec = replace(SPEC, at="marker", marker=5)
-    block = run(Tokens(), spec, tokens=[[5], [1, 5], [5, 5, 1], [1, 2]], images=[[B, B], [B], [B], []])
-    assert dict(block.bad) == {0: "2 images and 1 markers (token 5)", 2: "1 images and 2 markers (token 5)"}
+    block = run(
+        Tokens(), spec, tokens=[[5], [1, 5], [5, 5, 1], [1, 2]], images=[[B, B], [B], [B], []]
+    )
+    assert dict(block.bad) == {
+        0: "2 images and 1 markers (token 5)",
+        2: "1 images and 2 markers (token 5)",
+    }
     assert block.index.tolist() == [1, 3]
     assert items(block) == [[B], []]
 
@@ -124,7 +147,9 @@ COLUMNS: dict[str, pa.Array] = {
     "fixed lists": pa.array([[A], None, [B]], pa.list_(pa.binary(), 1)),
     "structs": pa.array([{"bytes": A, "path": "a"}, None, {"bytes": B, "path": None}], STRUCT),
     "structs without a path": pa.array([{"bytes": A}, {"bytes": None}, {"bytes": B}]),
-    "lists of structs": pa.array([[{"bytes": A, "path": None}], [], [{"bytes": B, "path": "b"}]], pa.list_(STRUCT)),
+    "lists of structs": pa.array(
+        [[{"bytes": A, "path": None}], [], [{"bytes": B, "path": "b"}]], pa.list_(STRUCT)
+    ),
     "a slice": pa.array([[C], [A], None, [B]]).slice(1),
     "a slice of structs": pa.array([{"bytes": C}, {"bytes": A}, None, {"bytes": B}]).slice(1),
 }
@@ -151,27 +176,39 @@ def test_a_column_that_holds_nothing_has_no_images() -> None:
 
 
 def test_several_columns_give_their_images_in_order() -> None:
-    block = run(Tokens(), replace(SPEC, column=("front", "back")), tokens=[[1], [2], [3]], back=[B, B, None], front=[[A, C], None, [C]])
+    block = run(
+        Tokens(),
+        replace(SPEC, column=("front", "back")),
+        tokens=[[1], [2], [3]],
+        back=[B, B, None],
+        front=[[A, C], None, [C]],
+    )
     assert items(block) == [[A, C, B], [B], [C]]
 
 
 def test_a_path_alone_is_refused_with_the_reason() -> None:
     rows = pa.array([{"bytes": None, "path": "img/1.jpg"}, {"bytes": B, "path": None}], STRUCT)
     block = run(Tokens(), SPEC, tokens=[[1], [2]], images=rows)
-    assert block.bad == [(0, "images holds only the path 'img/1.jpg' of an image; its bytes must be in the column")]
+    assert block.bad == [
+        (0, "images holds only the path 'img/1.jpg' of an image; its bytes must be in the column")
+    ]
     assert items(block) == [[B]]
 
 
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        (["a.jpg"], "column 'images' holds text, and images are wanted as bytes"), ([[["x"]]], "binary, struct<bytes, path>, or lists"),
-        ([1], "column 'images' has the type int64"), ([{"path": "x"}], "a struct of images wants a field 'bytes'"),
+        (["a.jpg"], "column 'images' holds text, and images are wanted as bytes"),
+        ([[["x"]]], "binary, struct<bytes, path>, or lists"),
+        ([1], "column 'images' has the type int64"),
+        ([{"path": "x"}], "a struct of images wants a field 'bytes'"),
     ],
-)  # fmt: skip
+)
 def test_a_column_that_can_hold_no_image_says_what_is_wanted(column: Any, reason: str) -> None:
     p = pipeline(Tokens(), SPEC)
-    staged = p.slice_stage(pa.table({"tokens": [[1]], "images": column}), RowIds(0, 0, np.arange(1)))
+    staged = p.slice_stage(
+        pa.table({"tokens": [[1]], "images": column}), RowIds(0, 0, np.arange(1))
+    )
     assert reason in staged.bad[0][1]
 
 
@@ -189,7 +226,14 @@ def test_a_bad_image_takes_its_row_out_and_no_other(name: str) -> None:
 
 def test_bad_rows_of_every_stage_leave_the_images_with_their_own_rows() -> None:
     tokens = pa.array([[1], None, [3], [4], [], [6]], pa.list_(pa.int32()))
-    block = run(Tokens(), Meta("m", "m"), SPEC, tokens=tokens, m=[1, 2, None, 4, 5, 6], images=[[A], [B], [C], [b"?"], [C], []])
+    block = run(
+        Tokens(),
+        Meta("m", "m"),
+        SPEC,
+        tokens=tokens,
+        m=[1, 2, None, 4, 5, 6],
+        images=[[A], [B], [C], [b"?"], [C], []],
+    )
     assert block.index.tolist() == [0, 4, 5]
     assert items(block) == [[A], [C], []]
     assert lists(block.tokens) == [[P] * 6 + [1], [P] * 8, [6]]
@@ -205,8 +249,12 @@ def test_a_batch_of_nothing_but_bad_rows_is_empty(at: str) -> None:
 
 def test_limits_of_the_spec_are_kept() -> None:
     rows = {"tokens": [[1], [2]], "images": [[B, B, B], [moving("GIF")]]}
-    assert run(Tokens(), replace(SPEC, max_images=2), **rows).bad == [(0, "3 images are more than max_images=2")]
-    assert run(Tokens(), replace(SPEC, animated="quarantine"), **rows).bad == [(1, "image 0: an animated GIF")]
+    assert run(Tokens(), replace(SPEC, max_images=2), **rows).bad == [
+        (0, "3 images are more than max_images=2")
+    ]
+    assert run(Tokens(), replace(SPEC, animated="quarantine"), **rows).bad == [
+        (1, "image 0: an animated GIF")
+    ]
     assert run(Tokens(), SPEC, **rows).bad == []
     assert "max_pixels_in=100" in run(Tokens(), replace(SPEC, max_pixels_in=100), **rows).bad[0][1]
 
@@ -215,15 +263,26 @@ def test_limits_of_the_spec_are_kept() -> None:
 
 
 def test_a_cut_document_loses_images_that_no_token_is_left_of() -> None:
-    block = run(Tokens(), replace(SPEC, at="end"), context=6, tokens=[[1, 2, 3, 4], [1] * 6], images=[[B, C, A], [A]])
+    block = run(
+        Tokens(),
+        replace(SPEC, at="end"),
+        context=6,
+        tokens=[[1, 2, 3, 4], [1] * 6],
+        images=[[B, C, A], [A]],
+    )
     assert lists(block.tokens) == [[1, 2, 3, 4, P, P], [1] * 6]
     assert items(block) == [[B, C], []]
     assert numbers(block, "offset") == [[4, 5], []]
-    assert numbers(block, "tokens") == [[1, 8], []]  # what the image has; the planner sends what there is room for
+    assert numbers(block, "tokens") == [
+        [1, 8],
+        [],
+    ]  # what the image has; the planner sends what there is room for
 
 
 def test_a_split_document_keeps_its_images_with_the_first_piece() -> None:
-    block = run(Tokens(), SPEC, context=8, on_long="split", tokens=[list(range(10)), [1]], images=[[A], [C]])
+    block = run(
+        Tokens(), SPEC, context=8, on_long="split", tokens=[list(range(10)), [1]], images=[[A], [C]]
+    )
     assert lists(block.tokens) == [[P] * 6 + [0, 1], list(range(2, 10)), [P] * 8, [1]]
     assert block.part.tolist() == [0, 1, 0, 1]
     assert items(block) == [[A], [], [C], []]
@@ -232,7 +291,12 @@ def test_a_split_document_keeps_its_images_with_the_first_piece() -> None:
 
 def test_an_image_behind_the_first_piece_of_a_split_document_takes_it_out() -> None:
     block = run(Tokens(), SPEC, context=8, on_long="split", tokens=[[1], [2]], images=[[A, C], [B]])
-    assert block.bad == [(0, "an image ends at token 14, behind the first piece of 8; on_long='split' keeps images in the first piece")]
+    assert block.bad == [
+        (
+            0,
+            "an image ends at token 14, behind the first piece of 8; on_long='split' keeps images in the first piece",
+        )
+    ]
     assert items(block) == [[B]]
 
 
@@ -240,14 +304,25 @@ def test_an_image_behind_the_first_piece_of_a_split_document_takes_it_out() -> N
 def test_inspect_tells_of_images_that_end_behind_the_first_piece(on_long: str, bad: int) -> None:
     rows = [{"tokens": [1], "images": [A, C]}, {"tokens": list(range(20)), "images": [B]}]
     source = ov.Source.from_dataset("web", rows, transforms=[Tokens(), SPEC], epochs=1)
-    made = ov.Job(name="x", sources=[source], batch=ov.Batch(samples=1, context=8), strategy="vlm_hybrid", on_long=on_long)
+    made = ov.Job(
+        name="x",
+        sources=[source],
+        batch=ov.Batch(samples=1, context=8),
+        strategy="vlm_hybrid",
+        on_long=on_long,
+    )
     [found] = inspect_job(made)
     assert found.bad == ({"an image ends behind the first piece of 8": 1} if bad else {})
-    assert (found.longer, found.lost) == (2, {"split": 0, "truncate": 7 + 13, "drop": 15 + 21}[on_long])
+    assert (found.longer, found.lost) == (
+        2,
+        {"split": 0, "truncate": 7 + 13, "drop": 15 + 21}[on_long],
+    )
 
 
 def test_a_long_document_is_quarantined_by_its_tokens_and_those_of_its_images() -> None:
-    block = run(Tokens(), SPEC, context=8, on_long="quarantine", tokens=[[1], [1, 2, 3]], images=[[A], [A]])
+    block = run(
+        Tokens(), SPEC, context=8, on_long="quarantine", tokens=[[1], [1, 2, 3]], images=[[A], [A]]
+    )
     assert block.bad == [(1, "9 tokens are more than the context of 8")]
     assert items(block) == [[A]]
 
@@ -256,15 +331,27 @@ def test_a_long_document_is_quarantined_by_its_tokens_and_those_of_its_images() 
 
 
 @pytest.mark.parametrize(
-    ("kind", "wide"), [(pa.uint8(), np.uint16), (pa.uint16(), np.uint16), (pa.int32(), np.uint32), (pa.int64(), np.uint32)]
+    ("kind", "wide"),
+    [
+        (pa.uint8(), np.uint16),
+        (pa.uint16(), np.uint16),
+        (pa.int32(), np.uint32),
+        (pa.int64(), np.uint32),
+    ],
 )
-def test_ids_are_as_wide_as_the_placeholder_with_images_or_without(kind: pa.DataType, wide: Any) -> None:
+def test_ids_are_as_wide_as_the_placeholder_with_images_or_without(
+    kind: pa.DataType, wide: Any
+) -> None:
     tokens = pa.array([[1, 2]], pa.list_(kind))
-    assert {run(Tokens(), SPEC, tokens=tokens, images=[i]).tokens.values.dtype for i in ([A], [])} == {np.dtype(wide)}
+    assert {
+        run(Tokens(), SPEC, tokens=tokens, images=[i]).tokens.values.dtype for i in ([A], [])
+    } == {np.dtype(wide)}
 
 
 def test_a_row_of_images_alone_is_a_sample() -> None:
-    assert lists(run(Tokens(), SPEC, tokens=pa.array([[]], pa.list_(pa.int32())), images=[[B]]).tokens) == [[P]]
+    assert lists(
+        run(Tokens(), SPEC, tokens=pa.array([[]], pa.list_(pa.int32())), images=[[B]]).tokens
+    ) == [[P]]
 
 
 # Chance
@@ -272,7 +359,10 @@ def test_a_row_of_images_alone_is_a_sample() -> None:
 
 def boxes(block: Block) -> list[tuple[Any, bool]]:
     assert block.items is not None
-    return [(p.box, p.flip) for p in (read_prefix(block.items.bytes[k]) for k in range(len(block.items.bytes)))]
+    return [
+        (p.box, p.flip)
+        for p in (read_prefix(block.items.bytes[k]) for k in range(len(block.items.bytes)))
+    ]
 
 
 def test_random_crops_and_flips_follow_from_the_seed_and_the_name_of_the_sample_alone() -> None:
@@ -285,7 +375,10 @@ def test_random_crops_and_flips_follow_from_the_seed_and_the_name_of_the_sample_
     assert boxes(run(Tokens(), Meta("m", len_of), spec, **rows)) == boxes(block)
     p = pipeline(Tokens(), spec)
     staged = p.slice_stage(pa.table(rows), RowIds(0, 0, np.arange(3)))
-    assert boxes(p.row_stage(staged.table.take([2, 0]))) == [boxes(block)[3], *boxes(block)[:2]]  # whatever rows stand beside it
+    assert boxes(p.row_stage(staged.table.take([2, 0]))) == [
+        boxes(block)[3],
+        *boxes(block)[:2],
+    ]  # whatever rows stand beside it
     for other in (run(Tokens(), spec, seed=1, **rows), run(Tokens(), spec, epoch=1, **rows)):
         assert set(boxes(other)).isdisjoint(boxes(block))
     for (x, y, w, h), _ in boxes(block):
@@ -299,10 +392,17 @@ def len_of(columns: Any) -> Any:
 
 def test_a_fixed_size_takes_the_middle_of_the_same_shape() -> None:
     spec = replace(SPEC, size=(14, 28))
-    block = run(Tokens(), spec, tokens=[[1]] * 3, images=[[jpeg(100, 100)], [jpeg(20, 100)], [jpeg(50, 100)]])
+    block = run(
+        Tokens(),
+        spec,
+        tokens=[[1]] * 3,
+        images=[[jpeg(100, 100)], [jpeg(20, 100)], [jpeg(50, 100)]],
+    )
     assert [box for box, _ in boxes(block)] == [(0, 25, 100, 50), (30, 0, 40, 20), (0, 0, 100, 50)]
     assert numbers(block, "tokens") == [[2], [2], [2]]
-    by_chance = boxes(run(Tokens(), replace(spec, crop="random"), tokens=[[1]], images=[[jpeg(300, 100)]]))[0][0]
+    by_chance = boxes(
+        run(Tokens(), replace(spec, crop="random"), tokens=[[1]], images=[[jpeg(300, 100)]])
+    )[0][0]
     assert abs(by_chance[2] / by_chance[3] - 2) < 0.1
 
 
@@ -313,19 +413,28 @@ def test_a_fixed_size_takes_the_middle_of_the_same_shape() -> None:
 def test_pixels_are_bit_equal_wherever_they_are_made(dtype: str) -> None:
     broken = bytearray(png(40, 60))
     broken[len(broken) // 2] ^= 0xFF  # its header is sound
-    images = [[FILES[n]] for n in ("jpeg", "jpeg cmyk", "png 16 bit 2", "webp", "jpeg turned 6", "gif animated")]
+    images = [
+        [FILES[n]]
+        for n in ("jpeg", "jpeg cmyk", "png 16 bit 2", "webp", "jpeg turned 6", "gif animated")
+    ]
     rows = {"tokens": [[1]] * len(images), "images": images}
     spec = replace(SPEC, dtype=dtype, crop="random", flip=True)
-    late, early = (run(Tokens(), replace(spec, place=place), **rows) for place in ("constructor", "loader"))
+    late, early = (
+        run(Tokens(), replace(spec, place=place), **rows) for place in ("constructor", "loader")
+    )
     assert pixels(late) == pixels(early)
     assert lists(late.tokens) == lists(early.tokens)
     assert [c.tolist() for c in (late.meta["bytes"], late.meta["tokens"])] == [
         c.tolist() for c in (early.meta["bytes"], early.meta["tokens"])
     ]  # type: ignore[union-attr]
-    forms = [{read_prefix(b.items.bytes[k]).form for k in range(len(images))} for b in (late, early)]  # type: ignore[union-attr]
+    forms = [
+        {read_prefix(b.items.bytes[k]).form for k in range(len(images))} for b in (late, early)
+    ]  # type: ignore[union-attr]
     assert forms == [{0}, {READY}]
     spoiled = run(Tokens(), replace(spec, place="loader"), tokens=[[1]], images=[[bytes(broken)]])
-    assert items(spoiled) == [[bytes(broken)]]  # it fails where it is used, as it would have done later
+    assert items(spoiled) == [
+        [bytes(broken)]
+    ]  # it fails where it is used, as it would have done later
     assert spoiled.bad == []
 
 
@@ -341,7 +450,9 @@ def test_left_to_itself_a_source_makes_pixels_where_they_are_smaller() -> None:
         assert block.items is not None
         sizes.append((block.image_bytes_in, block.image_bytes_out))
         forms.append(read_prefix(block.items.bytes[0]).form)
-    assert sizes == [(len(d), 56 * 56 * 3) for d in (large, small, small, small, large, large, large)]
+    assert sizes == [
+        (len(d), 56 * 56 * 3) for d in (large, small, small, small, large, large, large)
+    ]
     so_far = np.cumsum(np.array(sizes), axis=0)
     assert forms == (so_far[:, 1] <= so_far[:, 0]).astype(int).tolist()
     assert set(forms) == {0, READY}
@@ -356,15 +467,23 @@ def test_a_worker_process_gives_the_same_block() -> None:
     assert items(there) == items(here)
     assert there.bad == here.bad
     assert lists(there.tokens) == lists(here.tokens)
-    assert {n: numbers(there, n) for n in ("patches", "tokens", "offset")} == {n: numbers(here, n) for n in ("patches", "tokens", "offset")}
-    assert (there.image_bytes_in, there.image_bytes_out) == (here.image_bytes_in, here.image_bytes_out) != (0, 0)
+    assert {n: numbers(there, n) for n in ("patches", "tokens", "offset")} == {
+        n: numbers(here, n) for n in ("patches", "tokens", "offset")
+    }
+    assert (
+        (there.image_bytes_in, there.image_bytes_out)
+        == (here.image_bytes_in, here.image_bytes_out)
+        != (0, 0)
+    )
 
 
 # The spec
 
 
 def test_where_pixels_are_made_is_no_part_of_the_fingerprint_and_all_else_is() -> None:
-    assert len({replace(SPEC, place=p).fingerprint() for p in ("auto", "loader", "constructor")}) == 1
+    assert (
+        len({replace(SPEC, place=p).fingerprint() for p in ("auto", "loader", "constructor")}) == 1
+    )
     others = [
         replace(SPEC, column="x"),
         replace(SPEC, placeholder=1),
@@ -433,7 +552,10 @@ def test_a_spec_names_its_problems(given: dict[str, Any], problem: str) -> None:
 
 def test_a_spec_shows_what_differs_from_the_defaults() -> None:
     assert repr(Images(placeholder=7)) == "Images('images', placeholder=7)"
-    assert repr(Images(["a", "b"], placeholder=7, size=[28, 28])) == "Images(('a', 'b'), placeholder=7, size=(28, 28))"
+    assert (
+        repr(Images(["a", "b"], placeholder=7, size=[28, 28]))
+        == "Images(('a', 'b'), placeholder=7, size=(28, 28))"
+    )
 
 
 @pytest.mark.parametrize(
@@ -475,7 +597,9 @@ def keep_two(columns: Any) -> Any:
 
 
 def test_images_pass_functions_of_the_user_untouched() -> None:
-    block = run(Tokens(), Filter(keep_two), SPEC, tokens=[[1], [1, 2, 3], [2]], images=[[A], [B], [C]])
+    block = run(
+        Tokens(), Filter(keep_two), SPEC, tokens=[[1], [1, 2, 3], [2]], images=[[A], [B], [C]]
+    )
     assert items(block) == [[A], [C]]
 
 
@@ -492,16 +616,31 @@ def tar_of(path: Path, members: dict[str, bytes]) -> str:
 
 
 MEMBERS = {
-    "0001.txt": b"one", "0001.jpg": A, "0002.10.jpg": C, "0002.2.png": B, "0002.txt": b"two", "0003.txt": b"none",
-    "0004.img1.jpeg": A, "0004.img2.webp": saved(photo(20, 20), "WEBP"), "0004.seg.npy": b"x", "0004.txt": b"four",
-}  # fmt: skip
+    "0001.txt": b"one",
+    "0001.jpg": A,
+    "0002.10.jpg": C,
+    "0002.2.png": B,
+    "0002.txt": b"two",
+    "0003.txt": b"none",
+    "0004.img1.jpeg": A,
+    "0004.img2.webp": saved(photo(20, 20), "WEBP"),
+    "0004.seg.npy": b"x",
+    "0004.txt": b"four",
+}
 
 
-def test_all_images_of_a_tar_sample_are_one_column_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_all_images_of_a_tar_sample_are_one_column_in_the_order_of_their_names(
+    tmp_path: Path,
+) -> None:
     path = tar_of(tmp_path / "a.tar", MEMBERS)
     rows = read_all(path, columns=("txt", "images", "*.jpg")).rows
     assert [r["images"] for r in rows] == [[A], [B, C], [], [A, MEMBERS["0004.img2.webp"]]]
     assert [r["*.jpg"] for r in rows] == [[], [C], [], []]
     assert [r["txt"] for r in rows] == [b"one", b"two", b"none", b"four"]
     named = read_all(path, columns=("jpg", "2.png")).rows
-    assert [(r["jpg"], r["2.png"]) for r in named] == [(A, None), (None, B), (None, None), (None, None)]
+    assert [(r["jpg"], r["2.png"]) for r in named] == [
+        (A, None),
+        (None, B),
+        (None, None),
+        (None, None),
+    ]

@@ -19,7 +19,9 @@ BATCH = Batch(samples=8, context=16)
 
 
 def job(**fields: Any) -> Job:
-    return Job(**({"name": "demo", "sources": [Source("web", "web/*.parquet")], "batch": BATCH} | fields))
+    return Job(
+        **({"name": "demo", "sources": [Source("web", "web/*.parquet")], "batch": BATCH} | fields)
+    )
 
 
 def problems(make: Any) -> list[str]:
@@ -43,7 +45,9 @@ class Shards:
         return iter(())
 
 
-@pytest.mark.parametrize("path", ["a.parquet", Path("a"), ["a", Path("b")], ("a",), "s3://bucket/a", Rows(), Shards()])
+@pytest.mark.parametrize(
+    "path", ["a.parquet", Path("a"), ["a", Path("b")], ("a",), "s3://bucket/a", Rows(), Shards()]
+)
 def test_a_source_is_files_a_dataset_or_a_factory(path: Any):
     assert Source("web", path).name == "web"
 
@@ -85,14 +89,20 @@ def test_a_source_is_the_same_however_its_paths_were_given():
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused(fields: dict[str, Any], problem: str):
-    name, path, rest = fields.get("name", "web"), fields.get("uri", "a"), {k: v for k, v in fields.items() if k not in ("name", "uri")}
+    name, path, rest = (
+        fields.get("name", "web"),
+        fields.get("uri", "a"),
+        {k: v for k, v in fields.items() if k not in ("name", "uri")},
+    )
     (found,) = problems(lambda: Source(name, path, **rest))
     assert problem in found
     assert f"source {name!r}" in found
 
 
 def test_many_files_are_checked_in_no_time():
-    assert len(Source("web", [f"{i}.parquet" for i in range(200_000)]).uri) == 200_000  # once quadratic: hours
+    assert (
+        len(Source("web", [f"{i}.parquet" for i in range(200_000)]).uri) == 200_000
+    )  # once quadratic: hours
 
 
 @pytest.mark.parametrize(
@@ -103,13 +113,31 @@ def test_many_files_are_checked_in_no_time():
         ({"samples": 0}, "batch.samples: wanted a whole number of at least 1, found 0"),
         ({"tokens": 1.5}, "batch.tokens: wanted a whole number"),
         ({"samples": 1, "context": 0}, "batch.context: wanted a whole number of at least 1"),
-        ({"samples": 1, "microbatches": True}, "batch.microbatches: wanted a whole number of at least 1, found True"),
+        (
+            {"samples": 1, "microbatches": True},
+            "batch.microbatches: wanted a whole number of at least 1, found True",
+        ),
         ({"samples": 1, "pad_id": -1}, "batch.pad_id: wanted a whole number of at least 0"),
-        ({"samples": 1, "layout": "square"}, "batch.layout: wanted one of packed, padded, found 'square'"),
-        ({"samples": 1, "cp_split": "ring"}, "batch.cp_split: wanted one of zigzag, zigzag_whole, contiguous, none, found 'ring'"),
-        ({"samples": 1, "sequence_parallel": 2}, "batch.sequence_parallel: wanted true or false, found 2"),
-        ({"samples": 1, "labels": None}, "batch.labels: wanted one of shifted, unshifted, found None"),
-        ({"samples": 1, "context": 10, "pad_multiple": 4}, "batch.context: wanted a multiple of pad_multiple=4, found 10"),
+        (
+            {"samples": 1, "layout": "square"},
+            "batch.layout: wanted one of packed, padded, found 'square'",
+        ),
+        (
+            {"samples": 1, "cp_split": "ring"},
+            "batch.cp_split: wanted one of zigzag, zigzag_whole, contiguous, none, found 'ring'",
+        ),
+        (
+            {"samples": 1, "sequence_parallel": 2},
+            "batch.sequence_parallel: wanted true or false, found 2",
+        ),
+        (
+            {"samples": 1, "labels": None},
+            "batch.labels: wanted one of shifted, unshifted, found None",
+        ),
+        (
+            {"samples": 1, "context": 10, "pad_multiple": 4},
+            "batch.context: wanted a multiple of pad_multiple=4, found 10",
+        ),
     ],
 )
 def test_a_batch_that_cannot_be_made_is_refused(fields: dict[str, Any], problem: str):
@@ -139,16 +167,28 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"sources": []}, "sources: wanted at least one Source"),
         ({"sources": None}, "sources: wanted at least one Source"),
         ({"sources": ["web"]}, "sources[0]: wanted a Source, found 'web'"),
-        ({"sources": [Source("a", "x"), Source("b", "y"), Source("a", "z")]}, "sources: the name 'a' is used twice"),
-        ({"sources": [Source("a", "x", weight=0), Source("b", "y", weight=0.0)]}, "sources: all weights are zero"),
+        (
+            {"sources": [Source("a", "x"), Source("b", "y"), Source("a", "z")]},
+            "sources: the name 'a' is used twice",
+        ),
+        (
+            {"sources": [Source("a", "x", weight=0), Source("b", "y", weight=0.0)]},
+            "sources: all weights are zero",
+        ),
         ({"batch": None}, "batch: wanted a Batch"),
         ({"place": {"dp": 2}}, "place: wanted a ClientPlaceTree"),
         ({"mixture": {"wbe": 1}}, "mixture: unknown source 'wbe'; did you mean 'web'?"),
-        ({"mixture": {"web": float("nan")}}, "mixture: the weight of 'web' must be a finite number"),
+        (
+            {"mixture": {"web": float("nan")}},
+            "mixture: the weight of 'web' must be a finite number",
+        ),
         ({"mixture": {"web": 0}}, "mixture: all weights are zero"),
         ({"mixture": 0.7}, "mixture: wanted a mapping of weights or a schedule"),
         ({"strategy": 3}, "strategy: wanted a name or a function, found 3"),
-        ({"strategy": "llm_balanc"}, "strategy: unknown strategy 'llm_balanc'; did you mean 'llm_balance'?"),
+        (
+            {"strategy": "llm_balanc"},
+            "strategy: unknown strategy 'llm_balanc'; did you mean 'llm_balance'?",
+        ),
         ({"seed": -1}, "seed: wanted a whole number of at least 0"),
         ({"seed": 1.0}, "seed: wanted a whole number of at least 0"),
         ({"slice_rows": 0}, "slice_rows: wanted a whole number of at least 1"),
@@ -160,11 +200,20 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
         ({"draw": "random", "batch": Batch(tokens=8, context=8)}, 'draw: "random" draws samples'),
         ({"mix_every": "hour"}, "mix_every: wanted one of step, microbatch, epoch"),
         ({"sync": "iteration"}, "sync: wanted one of microbatch, step, found 'iteration'"),
-        ({"on_long": "dropp"}, "on_long: wanted one of split, truncate, quarantine, drop, found 'dropp'"),
+        (
+            {"on_long": "dropp"},
+            "on_long: wanted one of split, truncate, quarantine, drop, found 'dropp'",
+        ),
         ({"look_ahead": 0}, "look_ahead: wanted a whole number of at least 1"),
-        ({"look_ahead": 2, "batch": Batch(tokens=8, context=8)}, "look_ahead: 2 goes with a batch in samples only"),
+        (
+            {"look_ahead": 2, "batch": Batch(tokens=8, context=8)},
+            "look_ahead: 2 goes with a batch in samples only",
+        ),
         ({"overflow": "drop"}, "overflow: wanted one of grow, defer, found 'drop'"),
-        ({"overflow": "defer", "batch": Batch(tokens=8, context=8)}, 'overflow: "defer" goes with a batch in samples only'),
+        (
+            {"overflow": "defer", "batch": Batch(tokens=8, context=8)},
+            'overflow: "defer" goes with a batch in samples only',
+        ),
         ({"overflow": "defer", "look_ahead": 2}, 'overflow: "defer" goes with look_ahead=1'),
         ({"journal": ""}, "journal: wanted a directory or a store's URI, found ''"),
         ({"journal": "s3://key:secret@bucket/runs"}, "journal: s3://"),
@@ -178,24 +227,52 @@ def test_a_job_that_cannot_run_is_refused(fields: dict[str, Any], problem: str):
 def test_the_context_is_a_multiple_of_what_context_parallelism_cuts():
     found = problems(lambda: job(place=ClientPlaceTree(cp=3), batch=Batch(samples=1, context=16)))
     assert found == ["batch.context: wanted a multiple of 6 (pad_multiple, cp), found 16"]
-    found = problems(lambda: job(place=ClientPlaceTree(cp=2, tp=3), batch=Batch(samples=1, context=16, sequence_parallel=True)))
-    assert found == ["batch.context: wanted a multiple of 12 (pad_multiple, cp, tp for sequence_parallel), found 16"]
+    found = problems(
+        lambda: job(
+            place=ClientPlaceTree(cp=2, tp=3),
+            batch=Batch(samples=1, context=16, sequence_parallel=True),
+        )
+    )
+    assert found == [
+        "batch.context: wanted a multiple of 12 (pad_multiple, cp, tp for sequence_parallel), found 16"
+    ]
 
 
 @pytest.mark.parametrize(
     ("split", "cp", "multiple"),
-    [("zigzag", 4, 3 * 8), ("zigzag_whole", 4, 3 * 8), ("contiguous", 4, 3 * 4), ("none", 4, 3), ("zigzag", 1, 3), ("contiguous", 1, 3)],
+    [
+        ("zigzag", 4, 3 * 8),
+        ("zigzag_whole", 4, 3 * 8),
+        ("contiguous", 4, 3 * 4),
+        ("none", 4, 3),
+        ("zigzag", 1, 3),
+        ("contiguous", 1, 3),
+    ],
 )
 def test_documents_are_padded_to_what_the_cut_needs(split: str, cp: int, multiple: int):
     place = ClientPlaceTree(cp=cp, tp=5, pp=2)
-    assert job(place=place, batch=Batch(samples=1, context=120, pad_multiple=3, cp_split=split)).document_multiple == multiple
+    assert (
+        job(
+            place=place, batch=Batch(samples=1, context=120, pad_multiple=3, cp_split=split)
+        ).document_multiple
+        == multiple
+    )
     both = Batch(samples=1, context=120, pad_multiple=3, cp_split=split, sequence_parallel=True)
     assert job(place=place, batch=both).document_multiple == 5 * multiple
 
 
 def test_all_problems_of_a_job_come_together():
-    found = problems(lambda: job(name="", seed=-1, until="never", on_long="x", mixture={"a": 1, "web": -1}))
-    assert [p.split(":")[0] for p in found] == ["name", "mixture", "mixture", "seed", "on_long", "until"]
+    found = problems(
+        lambda: job(name="", seed=-1, until="never", on_long="x", mixture={"a": 1, "web": -1})
+    )
+    assert [p.split(":")[0] for p in found] == [
+        "name",
+        "mixture",
+        "mixture",
+        "seed",
+        "on_long",
+        "until",
+    ]
     text = str(JobError(found, "job 'demo'"))
     assert text.startswith("job 'demo': 6 problems\n")
     assert all(f"  - {p}" in text for p in found)
@@ -204,14 +281,23 @@ def test_all_problems_of_a_job_come_together():
 
 
 def test_all_problems_of_a_source_come_together():
-    assert len(problems(lambda: Source("a/b", [], weight=-1, epochs=0, shuffle=None, transforms=3))) == 6
+    assert (
+        len(problems(lambda: Source("a/b", [], weight=-1, epochs=0, shuffle=None, transforms=3)))
+        == 6
+    )
 
 
 def test_a_good_job_reads_well_and_keeps_lists_as_tuples():
-    made = job(sources=[Source("web", "a", transforms=[Tokens()]), Source("code", "b", weight=0)], place=ClientPlaceTree(dp=4))
+    made = job(
+        sources=[Source("web", "a", transforms=[Tokens()]), Source("code", "b", weight=0)],
+        place=ClientPlaceTree(dp=4),
+    )
     assert made.names == ("web", "code")
     assert made.sources[0].transforms == (Tokens(),)
-    assert repr(made) == "Job('demo', 2 sources, 8 samples a step, pp1xdp4xcp1xtp1, llm_balance, sync microbatch, seed 0)"
+    assert (
+        repr(made)
+        == "Job('demo', 2 sources, 8 samples a step, pp1xdp4xcp1xtp1, llm_balance, sync microbatch, seed 0)"
+    )
     assert pickle.loads(pickle.dumps(made)) == made
 
 

@@ -64,21 +64,40 @@ def problems(text: str, folder: Path) -> list[str]:
 
 
 def test_a_file_says_what_python_says(tmp_path: Path):
-    web = Source("web", str(tmp_path / "web/*.parquet"), weight=0.7, transforms=[Tokenize(tmp_path / "tokenizer.json")])
-    code = Source(
-        "code", ["/data/a.jsonl", "s3://bucket/code"], weight=0.3, epochs=None, transforms=[Filter(clean), Meta("stars", "stars"), Tokens()]
+    web = Source(
+        "web",
+        str(tmp_path / "web/*.parquet"),
+        weight=0.7,
+        transforms=[Tokenize(tmp_path / "tokenizer.json")],
     )
-    wanted = Job(name="demo", sources=[web, code], place=ClientPlaceTree(dp=4), batch=Batch(samples=256, microbatches=4, context=8192))
+    code = Source(
+        "code",
+        ["/data/a.jsonl", "s3://bucket/code"],
+        weight=0.3,
+        epochs=None,
+        transforms=[Filter(clean), Meta("stars", "stars"), Tokens()],
+    )
+    wanted = Job(
+        name="demo",
+        sources=[web, code],
+        place=ClientPlaceTree(dp=4),
+        batch=Batch(samples=256, microbatches=4, context=8192),
+    )
     assert read(EXAMPLE, tmp_path) == wanted
     assert Job.from_yaml(tmp_path / "job.yaml") == wanted
 
 
 def test_sources_may_be_a_mapping(tmp_path: Path):
-    job = read("{name: x, batch: {tokens: 9, context: 9}, sources: {b: {uri: /b}, a: {uri: /a, weight: 2}}}", tmp_path)
+    job = read(
+        "{name: x, batch: {tokens: 9, context: 9}, sources: {b: {uri: /b}, a: {uri: /a, weight: 2}}}",
+        tmp_path,
+    )
     assert job.sources == (Source("b", "/b"), Source("a", "/a", weight=2))
 
 
-def test_paths_are_relative_to_the_file_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_paths_are_relative_to_the_file_wherever_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "job.yaml").write_text(EXAMPLE)
     monkeypatch.chdir(tmp_path)
@@ -88,18 +107,31 @@ def test_paths_are_relative_to_the_file_wherever_one_stands(tmp_path: Path, monk
 
 
 def test_only_what_differs_from_the_defaults_is_written(tmp_path: Path):
-    job = Job(name="demo", sources=[Source("web", "/web/*.parquet", transforms=[Tokens()])], batch=Batch(samples=8, context=16))
+    job = Job(
+        name="demo",
+        sources=[Source("web", "/web/*.parquet", transforms=[Tokens()])],
+        batch=Batch(samples=8, context=16),
+    )
     assert write_job(job) == (
         "name: demo\nsources:\n- name: web\n  uri: /web/*.parquet\n  transforms:\n  - tokens: {}\nbatch:\n  samples: 8\n  context: 16\n"
     )
     assert job.to_yaml() == write_job(job)
 
 
-def test_relative_paths_are_written_so_that_they_mean_the_same_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_relative_paths_are_written_so_that_they_mean_the_same_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
-    job = Job(name="x", sources=[Source("a", ["b/*.arrow", "gs://c/d"])], batch=Batch(samples=1, context=1))
+    job = Job(
+        name="x",
+        sources=[Source("a", ["b/*.arrow", "gs://c/d"])],
+        batch=Batch(samples=1, context=1),
+    )
     (tmp_path / "elsewhere").mkdir()
-    assert read(write_job(job), tmp_path / "elsewhere").sources[0].uri == (str(tmp_path / "b/*.arrow"), "gs://c/d")
+    assert read(write_job(job), tmp_path / "elsewhere").sources[0].uri == (
+        str(tmp_path / "b/*.arrow"),
+        "gs://c/d",
+    )
 
 
 def test_every_problem_of_a_file_comes_at_once_under_its_key(tmp_path: Path):
@@ -121,45 +153,52 @@ seed: 1.5
 """,
         tmp_path,
     )
-    assert sorted(found) == sorted([
-        "name: wanted a name, found ''",
-        "sources[0].weigth: unknown; did you mean 'weight'?",
-        "sources[0].transforms[0].tokenise: unknown; did you mean 'tokenize'?",
-        "sources[0].transforms[1].tokenize.tokenizer: missing",
-        "sources[0].transforms[1].tokenize.text: wanted a name, found 5",
-        "sources[0].transforms[2].select.columns: wanted at least one",
-        "sources[1].uri: wanted a path or a list of paths, found 7",
-        "sources[1].weight: wanted a finite number of at least 0, found -1",
-        "sources[2].transforms: wanted a list, found 'tokens'",
-        "sources[2].weight: wanted a finite number of at least 0, found nan",
-        "sources[2].epochs: wanted a whole number of at least 1, or None for ever, found 0",
-        "sources[3]: wanted a mapping, found 12",
-        "sources: the name 'b' is used twice",
-        "batch.contxt: unknown; did you mean 'context'?",
-        "batch.samples: wanted a whole number of at least 1, found 0",
-        "batch.context: wanted a whole number of at least 1, found 0",
-        "place.dp: wanted a whole number of at least 1, found 0",
-        "place.order: wanted each of pp, dp, cp, tp once, found ['dp']",
-        "mixture: unknown source 'q'; known: a, b, c, sources[3]",
-        "on_long: wanted one of split, truncate, quarantine, drop, found 'cut'",
-        "speed: unknown; did you mean 'seed'?",
-        "seed: wanted a whole number of at least 0, found 1.5",
-    ])  # fmt: skip
+    assert sorted(found) == sorted(
+        [
+            "name: wanted a name, found ''",
+            "sources[0].weigth: unknown; did you mean 'weight'?",
+            "sources[0].transforms[0].tokenise: unknown; did you mean 'tokenize'?",
+            "sources[0].transforms[1].tokenize.tokenizer: missing",
+            "sources[0].transforms[1].tokenize.text: wanted a name, found 5",
+            "sources[0].transforms[2].select.columns: wanted at least one",
+            "sources[1].uri: wanted a path or a list of paths, found 7",
+            "sources[1].weight: wanted a finite number of at least 0, found -1",
+            "sources[2].transforms: wanted a list, found 'tokens'",
+            "sources[2].weight: wanted a finite number of at least 0, found nan",
+            "sources[2].epochs: wanted a whole number of at least 1, or None for ever, found 0",
+            "sources[3]: wanted a mapping, found 12",
+            "sources: the name 'b' is used twice",
+            "batch.contxt: unknown; did you mean 'context'?",
+            "batch.samples: wanted a whole number of at least 1, found 0",
+            "batch.context: wanted a whole number of at least 1, found 0",
+            "place.dp: wanted a whole number of at least 1, found 0",
+            "place.order: wanted each of pp, dp, cp, tp once, found ['dp']",
+            "mixture: unknown source 'q'; known: a, b, c, sources[3]",
+            "on_long: wanted one of split, truncate, quarantine, drop, found 'cut'",
+            "speed: unknown; did you mean 'seed'?",
+            "seed: wanted a whole number of at least 0, found 1.5",
+        ]
+    )
 
 
 def test_what_must_be_there_is_named(tmp_path: Path):
     assert problems("seed: 3", tmp_path) == ["name: missing", "sources: missing", "batch: missing"]
-    assert problems("{name: x, batch: {samples: 1, context: 1}, sources: {a: {weight: 1}}}", tmp_path) == ["sources.a.uri: missing"]
+    assert problems(
+        "{name: x, batch: {samples: 1, context: 1}, sources: {a: {weight: 1}}}", tmp_path
+    ) == ["sources.a.uri: missing"]
 
 
 def test_the_files_of_a_source_stand_under_uri(tmp_path: Path):
     head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {%s}}}"
     assert problems(head % "path: /x", tmp_path) == ["sources.a.path: unknown; did you mean 'uri'?"]
     assert problems(head % "path: 7, weigth: 1", tmp_path) == [
-        "sources.a.path: unknown; did you mean 'uri'?", "sources.a.uri: wanted a path or a list of paths, found 7",
+        "sources.a.path: unknown; did you mean 'uri'?",
+        "sources.a.uri: wanted a path or a list of paths, found 7",
         "sources.a.weigth: unknown; did you mean 'weight'?",
-    ]  # fmt: skip
-    assert problems(head % "path: /x, uri: /y", tmp_path) == ["sources.a.path: unknown; did you mean 'uri'?"]
+    ]
+    assert problems(head % "path: /x, uri: /y", tmp_path) == [
+        "sources.a.path: unknown; did you mean 'uri'?"
+    ]
 
 
 def test_a_file_may_say_where_transforms_run_and_that_pixels_are_made_late(tmp_path: Path):
@@ -167,17 +206,29 @@ def test_a_file_may_say_where_transforms_run_and_that_pixels_are_made_late(tmp_p
     job = read(head % "workers: processes, deferred: []", tmp_path)
     assert job.sources == (Source("a", "/x", workers="processes"),)
     assert read(write_job(job), tmp_path) == job
-    late = read(head % "transforms: [tokens], deferred: [{images: {placeholder: 7, size: [28, 56]}}]", tmp_path)
-    assert late.sources[0].transforms == (Tokens(), Images(placeholder=7, size=(28, 56), place="constructor"))
+    late = read(
+        head % "transforms: [tokens], deferred: [{images: {placeholder: 7, size: [28, 56]}}]",
+        tmp_path,
+    )
+    assert late.sources[0].transforms == (
+        Tokens(),
+        Images(placeholder=7, size=(28, 56), place="constructor"),
+    )
     assert read(write_job(late), tmp_path) == late
     (deferred,) = problems(head % "deferred: [tokens]", tmp_path)
-    assert deferred.startswith("sources.a.deferred[0]: wanted ov.Images(...), found Tokens('tokens')")
-    assert problems(head % "deferred: 3", tmp_path) == ["sources.a.deferred: wanted a list, found 3"]
+    assert deferred.startswith(
+        "sources.a.deferred[0]: wanted ov.Images(...), found Tokens('tokens')"
+    )
+    assert problems(head % "deferred: 3", tmp_path) == [
+        "sources.a.deferred: wanted a list, found 3"
+    ]
     assert problems(head % "transforms: [{images: {patch: 0}}]", tmp_path) == [
         "sources.a.transforms[0].images.placeholder: missing",
         "sources.a.transforms[0].images.patch: wanted a whole number from 1 to 512, found 0",
     ]
-    assert problems(head % "workers: 4", tmp_path) == ["sources.a.workers: wanted one of threads, processes, found 4"]
+    assert problems(head % "workers: 4", tmp_path) == [
+        "sources.a.workers: wanted one of threads, processes, found 4"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +265,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 
 def test_words_are_words_and_numbers_numbers(tmp_path: Path):
     job = read(
-        "{name: no, batch: {samples: 1, context: 1}, sources: [{name: 2024-01-01, uri: /x, weight: 1e-3}, {name: on, uri: /x}]}", tmp_path
+        "{name: no, batch: {samples: 1, context: 1}, sources: [{name: 2024-01-01, uri: /x, weight: 1e-3}, {name: on, uri: /x}]}",
+        tmp_path,
     )
     assert (job.name, job.names, job.sources[0].weight) == ("no", ("2024-01-01", "on"), 0.001)
 
@@ -231,7 +283,9 @@ def test_functions_come_from_the_registry_only(tmp_path: Path):
     assert problems(head % "{map: {fn: clean, rng: true}}", tmp_path) == [
         "sources.a.transforms[0].map.rng: a random Map works row by row; add rows=True"
     ]
-    assert read(head % "{meta: {name: m, fn: clean}}", tmp_path).sources[0].transforms == (Meta("m", clean),)
+    assert read(head % "{meta: {name: m, fn: clean}}", tmp_path).sources[0].transforms == (
+        Meta("m", clean),
+    )
 
 
 def test_a_registered_name_keeps_its_function():
@@ -251,7 +305,9 @@ def test_what_is_code_cannot_be_written():
         Source("a", "/x", transforms=[Map(lambda c: c), Filter(clean)]),
         Source("b", [1, 2][:0] or "/y", transforms=[Meta("m", len)]),
     ]
-    job = Job(name="x", sources=sources, batch=Batch(samples=1, context=1), strategy=two, mixture=two)
+    job = Job(
+        name="x", sources=sources, batch=Batch(samples=1, context=1), strategy=two, mixture=two
+    )
     with pytest.raises(JobError) as caught:
         write_job(job)
     assert [p.split(":")[0] for p in caught.value.problems] == [
@@ -264,14 +320,38 @@ def test_what_is_code_cannot_be_written():
 
 # Laws
 
-names = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="/\x85"), min_size=1, max_size=8) | st.sampled_from(
-    ["no", "1e-3", "~", "0x1", "007", "<<", "=", "null", "-", "1:30", "!a", "&a", "a: b", "#", ".nan"]
+names = st.text(
+    st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="/\x85"),
+    min_size=1,
+    max_size=8,
+) | st.sampled_from(
+    [
+        "no",
+        "1e-3",
+        "~",
+        "0x1",
+        "007",
+        "<<",
+        "=",
+        "null",
+        "-",
+        "1:30",
+        "!a",
+        "&a",
+        "a: b",
+        "#",
+        ".nan",
+    ]
 )
-some_paths = st.builds(lambda n: "/data/" + n, names.filter(lambda n: n not in (".", ".."))) | st.just("s3://bucket/x*.parquet")
+some_paths = st.builds(
+    lambda n: "/data/" + n, names.filter(lambda n: n not in (".", ".."))
+) | st.just("s3://bucket/x*.parquet")
 weights = st.floats(1e-300, 1e300) | st.integers(1, 2**70)
 tokens = st.none() | names | st.integers(0, 2**31 - 1)
 transforms = st.one_of(
-    st.builds(Tokenize, some_paths, names, add_special_tokens=st.booleans(), bos=tokens, eos=tokens),
+    st.builds(
+        Tokenize, some_paths, names, add_special_tokens=st.booleans(), bos=tokens, eos=tokens
+    ),
     st.builds(Tokens, names),
     st.builds(Map, st.just(clean), rows=st.just(True), rng=st.booleans(), holds_lock=st.booleans()),
     st.builds(Filter, st.sampled_from([clean, random_row]), rows=st.booleans()),
@@ -279,10 +359,17 @@ transforms = st.one_of(
     st.builds(Meta, names.map(lambda n: "m" + n), names | st.just(clean)),
 )
 sources = st.builds(
-    Source, names, some_paths | st.lists(some_paths, min_size=1, max_size=3, unique=True),
-    transforms=st.lists(transforms, max_size=3), weight=weights, format=st.none() | names,
-    epochs=st.none() | st.integers(1, 9), shuffle=st.booleans(), max_bad=st.integers(1, 999), workers=st.sampled_from(WORKERS),
-)  # fmt: skip
+    Source,
+    names,
+    some_paths | st.lists(some_paths, min_size=1, max_size=3, unique=True),
+    transforms=st.lists(transforms, max_size=3),
+    weight=weights,
+    format=st.none() | names,
+    epochs=st.none() | st.integers(1, 9),
+    shuffle=st.booleans(),
+    max_bad=st.integers(1, 999),
+    workers=st.sampled_from(WORKERS),
+)
 shape = {
     "microbatches": st.integers(1, 9),
     "context": st.integers(1, 9999),
@@ -293,20 +380,39 @@ shape = {
     "sequence_parallel": st.booleans(),
 }
 batches = st.builds(Batch, samples=st.integers(1, 10**6), **shape)
-places = st.builds(ClientPlaceTree, dp=st.integers(1, 64), order=st.permutations(("pp", "dp", "cp", "tp")))
+places = st.builds(
+    ClientPlaceTree, dp=st.integers(1, 64), order=st.permutations(("pp", "dp", "cp", "tp"))
+)
 jobs = st.builds(
-    Job, name=names, sources=st.lists(sources, min_size=1, max_size=4, unique_by=lambda s: s.name), batch=batches, place=places,
-    strategy=st.sampled_from(sorted(STRATEGIES)), seed=st.integers(0, 2**70),
-    until=st.sampled_from(["all", "first"]) | st.integers(1, 99), draw=st.sampled_from(DRAWS),
-    mix_every=st.sampled_from(MIX_EVERY), sync=st.sampled_from(SYNCS), on_long=st.sampled_from(ON_LONG), slice_rows=st.integers(1, 999),
-)  # fmt: skip
-law = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+    Job,
+    name=names,
+    sources=st.lists(sources, min_size=1, max_size=4, unique_by=lambda s: s.name),
+    batch=batches,
+    place=places,
+    strategy=st.sampled_from(sorted(STRATEGIES)),
+    seed=st.integers(0, 2**70),
+    until=st.sampled_from(["all", "first"]) | st.integers(1, 99),
+    draw=st.sampled_from(DRAWS),
+    mix_every=st.sampled_from(MIX_EVERY),
+    sync=st.sampled_from(SYNCS),
+    on_long=st.sampled_from(ON_LONG),
+    slice_rows=st.integers(1, 999),
+)
+law = settings(
+    deadline=None,
+    max_examples=80,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 @law
 @given(jobs, st.data())
-def test_a_job_that_is_written_and_read_is_the_same_job(tmp_path: Path, job: Job, data: st.DataObject):
-    mixture = data.draw(st.none() | st.dictionaries(st.sampled_from(job.names), weights, min_size=1))
+def test_a_job_that_is_written_and_read_is_the_same_job(
+    tmp_path: Path, job: Job, data: st.DataObject
+):
+    mixture = data.draw(
+        st.none() | st.dictionaries(st.sampled_from(job.names), weights, min_size=1)
+    )
     job = replace(job, mixture=mixture)
     assert read(write_job(job), tmp_path) == job
 
@@ -332,7 +438,11 @@ def test_whatever_stands_in_a_file_is_a_job_or_a_job_error(tmp_path: Path, data:
     for _ in range(data.draw(st.integers(1, 3))):
         at: Any = plain
         while isinstance(at, (dict, list)) and at:
-            key = data.draw(st.sampled_from(sorted(at, key=str)) if isinstance(at, dict) else st.integers(0, len(at) - 1))
+            key = data.draw(
+                st.sampled_from(sorted(at, key=str))
+                if isinstance(at, dict)
+                else st.integers(0, len(at) - 1)
+            )
             if not isinstance(at[key], (dict, list)) or not at[key] or data.draw(st.booleans()):
                 at[key] = data.draw(anything)
                 break

@@ -20,10 +20,19 @@ from tests.journals import JOB, Memory, numbers, plan, written
 
 
 def test_a_record_holds_bytes_or_any_value_that_may_travel():
-    values = [b"", b"\xa5" * 2000, {"a": [1, (2.5, None)]}, SampleId("web", 0, 1, 2, 3), 2**70, "text"]
+    values = [
+        b"",
+        b"\xa5" * 2000,
+        {"a": [1, (2.5, None)]},
+        SampleId("web", 0, 1, 2, 3),
+        2**70,
+        "text",
+    ]
     place = written([[Record.of("event", k, value)] for k, value in enumerate(values)])
     assert [record.body for record in read_all(place)] == values
-    arrays = written([[Record.of("plan", 0, {"ids": np.arange(5), "none": np.zeros((0, 3), np.float32)})]])
+    arrays = written(
+        [[Record.of("plan", 0, {"ids": np.arange(5), "none": np.zeros((0, 3), np.float32)})]]
+    )
     (record,) = read_all(arrays)
     assert record.body["ids"].tolist() == [0, 1, 2, 3, 4]
     assert record.body["none"].shape == (0, 3)
@@ -45,7 +54,10 @@ def test_a_kind_is_a_short_plain_word_and_notes_are_the_logs_own(kind):
 def test_a_new_journal_refuses_a_place_that_has_one_and_says_what_is_there(tmp_path):
     with Log.create(tmp_path / "a" / "j", JOB) as log:
         log.append([plan(0), plan(7)])
-    with pytest.raises(JournalError, match=r"found 2 records, the last with number 7 of job 'demo'.*resume=\"auto\"") as caught:
+    with pytest.raises(
+        JournalError,
+        match=r"found 2 records, the last with number 7 of job 'demo'.*resume=\"auto\"",
+    ) as caught:
         Log.create(tmp_path / "a" / "j", JOB)
     assert caught.value.path == str(tmp_path / "a" / "j")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -53,7 +65,14 @@ def test_a_new_journal_refuses_a_place_that_has_one_and_says_what_is_there(tmp_p
 
 
 def test_a_journal_is_opened_again_and_again_and_by_any_name_of_its_place(tmp_path):
-    for k, name in enumerate([tmp_path / "j", str(tmp_path / "j"), f"file://{tmp_path}/j", f"file://localhost{tmp_path}/j"]):
+    for k, name in enumerate(
+        [
+            tmp_path / "j",
+            str(tmp_path / "j"),
+            f"file://{tmp_path}/j",
+            f"file://localhost{tmp_path}/j",
+        ]
+    ):
         log, before = Log.open(name, JOB)
         assert ([record.number for record in before], log.generation) == (list(range(k)), k + 1)
         with log:
@@ -77,7 +96,11 @@ def test_a_journal_of_another_job_is_refused_part_by_part(tmp_path):
     other = Header(job="demo", fingerprint={"draw": "random", "code": "x"})
     with pytest.raises(StateMismatch) as caught:
         Log.open(tmp_path, other)
-    assert caught.value.differences == {"draw": ("exact-1", "random"), "web": ("abc", "nothing"), "code": ("nothing", "x")}
+    assert caught.value.differences == {
+        "draw": ("exact-1", "random"),
+        "web": ("abc", "nothing"),
+        "code": ("nothing", "x"),
+    }
     log, _ = Log.open(tmp_path, other, allow=["draw", "web", "code"])
     log.close()
     with pytest.raises(StateMismatch, match="job: saved demo, found other"):
@@ -88,10 +111,13 @@ def test_a_journal_of_another_job_is_refused_part_by_part(tmp_path):
 @pytest.mark.parametrize(
     ("uri", "says"),
     [
-        ("hdfs://host/x", "found hdfs://"), ("ftp://x/y", "wanted a directory, or"), ("s3://k:secretsecret@b/x", "from the environment"),
-        ("s3://b/x?token=secretsecret", "from the environment"), ("file://otherhost/x", "a file of this machine"),
+        ("hdfs://host/x", "found hdfs://"),
+        ("ftp://x/y", "wanted a directory, or"),
+        ("s3://k:secretsecret@b/x", "from the environment"),
+        ("s3://b/x?token=secretsecret", "from the environment"),
+        ("file://otherhost/x", "a file of this machine"),
     ],
-)  # fmt: skip
+)
 def test_a_place_that_cannot_be_is_named_without_secrets(uri, says):
     with pytest.raises(JournalError, match=says) as caught:
         place_of(uri)
@@ -102,7 +128,10 @@ def test_a_second_writer_is_refused_with_who_holds_it_and_readers_are_not(tmp_pa
     with Log.create(tmp_path, JOB) as log:
         log.append([plan(0)])
         for attempt in (Log.open, Log.create):
-            with pytest.raises(JournalError, match=rf"process {os.getpid()} on \S+ writes to it; stop that one first"):
+            with pytest.raises(
+                JournalError,
+                match=rf"process {os.getpid()} on \S+ writes to it; stop that one first",
+            ):
                 attempt(tmp_path, JOB)
         assert numbers(tmp_path) == [0]
         log.append([plan(1)])
@@ -152,9 +181,17 @@ def test_a_segment_that_is_missing_renamed_or_of_another_journal_is_named(tmp_pa
         r"000000000003.ovj: byte 0: wanted 000000000002.ovj before it, found no such segment": {
             n: files[n] for n in names if n != names[2]
         },
-        r"000000000001.ovj: byte 0: wanted 000000000000.ovj as the first segment": {n: files[n] for n in names[1:]},
-        r"wanted segment 2, as its name says, found segment 1": {**files, names[2]: files[names[1]]},
-        r"wanted a segment of journal \w+ \(job 'demo'\), found one of": {**files, names[2]: other[names[2]]},
+        r"000000000001.ovj: byte 0: wanted 000000000000.ovj as the first segment": {
+            n: files[n] for n in names[1:]
+        },
+        r"wanted segment 2, as its name says, found segment 1": {
+            **files,
+            names[2]: files[names[1]],
+        },
+        r"wanted a segment of journal \w+ \(job 'demo'\), found one of": {
+            **files,
+            names[2]: other[names[2]],
+        },
         r"000000000001.ovj: byte \d+: wanted whole records up to byte \d+, as the next segment says": {
             **files,
             names[1]: files[names[1]][:-1],
@@ -189,14 +226,18 @@ def test_a_newer_format_is_told_from_damage():
 
     data[12:16] = struct.pack("<I", zlib.crc32(bytes(data[:12])))
     place.files[name] = bytes(data)
-    with pytest.raises(JournalError, match=r"wanted version 1, found version 9; it was written by another version"):
+    with pytest.raises(
+        JournalError, match=r"wanted version 1, found version 9; it was written by another version"
+    ):
         read_all(place)
 
 
 def test_a_writer_learns_that_its_files_were_taken_away(tmp_path):
     with Log.create(tmp_path, JOB) as log:
         (tmp_path / name_of(0)).unlink()
-        with pytest.raises(JournalError, match=r"found that it was removed; somebody else changes the journal"):
+        with pytest.raises(
+            JournalError, match=r"found that it was removed; somebody else changes the journal"
+        ):
             log.append([plan(0)])
 
 
@@ -215,7 +256,18 @@ def test_what_decides_touches_no_file_and_no_clock():
     """Records, segments and their chain are bytes in and values out."""
     from tests.unit.test_purity import imports_of
 
-    allowed = ("overlord.", "__future__", "collections", "dataclasses", "itertools", "json", "re", "struct", "typing", "zlib")
+    allowed = (
+        "overlord.",
+        "__future__",
+        "collections",
+        "dataclasses",
+        "itertools",
+        "json",
+        "re",
+        "struct",
+        "typing",
+        "zlib",
+    )
     for module in ("journal.record", "journal.segment", "journal.chain"):
         assert [name for name in imports_of(module) if not name.startswith(allowed)] == []
         assert "overlord.journal.storage" not in " ".join(imports_of(module))
@@ -235,7 +287,9 @@ def test_a_record_from_the_same_place_of_another_journal_is_none():
     for start, end in ((first.start, first.end), (last.start, last.end), (first.start, last.end)):
         place = Memory()
         place.files = {name: data[:start] + other[start:end] + data[end:]}
-        with pytest.raises(JournalError, match=rf"byte {start}: wanted a record's head with checksum"):
+        with pytest.raises(
+            JournalError, match=rf"byte {start}: wanted a record's head with checksum"
+        ):
             read_all(place)
 
 
@@ -252,7 +306,10 @@ def test_a_launch_goes_on_only_where_the_last_writer_was_its_own_and_else_shuts_
     mine.append([plan(1)])
     other, _ = Log.open(place, of("b"))
     files = dict(place.files)
-    with pytest.raises(JournalTaken, match=r'process \d+ on \S+ with generation 3 has taken over: .*stop this job.*resume="auto"'):
+    with pytest.raises(
+        JournalTaken,
+        match=r'process \d+ on \S+ with generation 3 has taken over: .*stop this job.*resume="auto"',
+    ):
         Log.open(place, of("a"), goes_on=True)
     assert place.files == files, "it has looked, and written nothing"
     other.append([plan(2)])
@@ -277,12 +334,17 @@ def test_one_who_takes_over_between_the_look_and_the_claim_is_found_by_the_next_
     assert numbers(place) == [0, 1]
 
 
-def test_a_launch_goes_on_where_nobody_has_written_yet_and_from_a_journal_that_names_no_launch_it_does_not(monkeypatch):
+def test_a_launch_goes_on_where_nobody_has_written_yet_and_from_a_journal_that_names_no_launch_it_does_not(
+    monkeypatch,
+):
     place = Memory()
     Log.open(place, of("a"), goes_on=True)[0].append([plan(0)])
     Log.open(place, of("a"), goes_on=True)[0].close()
     with monkeypatch.context() as patch:  # as it was written before headers had it
-        patch.setattr("overlord.journal.segment.asdict", lambda header: {k: v for k, v in asdict(header).items() if k != "launch"})
+        patch.setattr(
+            "overlord.journal.segment.asdict",
+            lambda header: {k: v for k, v in asdict(header).items() if k != "launch"},
+        )
         Log.open(place, JOB)[0].append([plan(1)])
     assert numbers(place) == [0, 1]
     with pytest.raises(JournalTaken, match="has taken over"):

@@ -31,7 +31,12 @@ def overlord(*args: str | Path) -> Result:
 def journal(tmp_path: Path) -> Path:
     with Log.create(tmp_path / "j", JOB, segment_bytes=1000) as log:
         for k in range(6):
-            log.append([Record.of("plan", k, {"step": k, "ids": np.arange(40)}), Record.of("event", k, b"twelve bytes")])
+            log.append(
+                [
+                    Record.of("plan", k, {"step": k, "ids": np.arange(40)}),
+                    Record.of("event", k, b"twelve bytes"),
+                ]
+            )
     return tmp_path / "j"
 
 
@@ -49,8 +54,9 @@ def test_show_as_json_is_one_document(journal):
     found = json.loads(overlord("journal", "show", journal, "--json", "--last", "2").stdout)
     assert (found["job"], found["records"], found["faults"], found["torn"]) == ("demo", 12, [], 0)
     assert [(r["kind"], r["number"], r["body"]) for r in found["list"]] == [
-        ("plan", 5, {"step": 5, "ids": "int64[40]"}), ("event", 5, "12 bytes"),
-    ]  # fmt: skip
+        ("plan", 5, {"step": 5, "ids": "int64[40]"}),
+        ("event", 5, "12 bytes"),
+    ]
 
 
 def test_verify_ends_with_one_and_a_sentence_for_every_fault(journal):
@@ -66,7 +72,9 @@ def test_verify_ends_with_one_and_a_sentence_for_every_fault(journal):
     assert "2 faults in the journal" in found.stderr
     said = [line for line in found.stderr.splitlines() if line.startswith("  - ")]
     assert [line.split(",")[0] for line in said] == [f"  - {name_of(0)}", f"  - {name_of(1)}"]
-    assert all("wanted" in line and "found" in line and "restore the segment" in line for line in said)
+    assert all(
+        "wanted" in line and "found" in line and "restore the segment" in line for line in said
+    )
     assert overlord("journal", "show", journal, "--last", "1").exit_code == 1
 
 
@@ -99,8 +107,16 @@ def test_where_there_is_no_journal_the_command_says_so(tmp_path):
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     rows = [{"tokens": [k % 90] * (1 + k % 9)} for k in range(60)]
-    sources = [ov.Source.from_dataset(name, rows, transforms=[ov.Tokens("tokens")]) for name in ("web", "code")]
-    made = ov.Job(name="told", sources=sources, batch=ov.Batch(samples=4, context=32), journal=str(tmp_path / "told"))
+    sources = [
+        ov.Source.from_dataset(name, rows, transforms=[ov.Tokens("tokens")])
+        for name in ("web", "code")
+    ]
+    made = ov.Job(
+        name="told",
+        sources=sources,
+        batch=ov.Batch(samples=4, context=32),
+        journal=str(tmp_path / "told"),
+    )
     with ov.launch(made) as session:
         client = session.client(0)
         for _, step in zip(range(3), client, strict=False):
@@ -131,7 +147,8 @@ def test_verify_goes_through_the_steps_of_a_job(written):
     found = overlord("journal", "verify", written)
     assert found.exit_code == 1
     assert re.search(
-        r"wanted a plan of step 99, found what cannot be one: ValueError: wanted the plan of step \d", " ".join(found.stderr.split())
+        r"wanted a plan of step 99, found what cannot be one: ValueError: wanted the plan of step \d",
+        " ".join(found.stderr.split()),
     )
 
 
@@ -143,4 +160,7 @@ def test_a_snapshot_that_is_not_what_the_plans_give_is_a_fault(written):
     log.append([Record.of(entry.kind, entry.number, entry.body)])
     log.close()
     told = overlord("journal", "verify", written)
-    assert (told.exit_code, "differs from what the plans before it give in columns" in " ".join(told.stderr.split())) == (1, True)
+    assert (
+        told.exit_code,
+        "differs from what the plans before it give in columns" in " ".join(told.stderr.split()),
+    ) == (1, True)

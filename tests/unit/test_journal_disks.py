@@ -30,7 +30,10 @@ def test_a_sync_that_fails_gives_the_segment_up_for_good(tmp_path, monkeypatch, 
             log.roll()
         size = (tmp_path / name_of(0)).stat().st_size
         monkeypatch.setattr(directory, "_sync_data", _failing(errno.EIO))
-        with pytest.raises(JournalError, match=r"make them durable: Input/output error \(EIO\); the disk fails.*not written again"):
+        with pytest.raises(
+            JournalError,
+            match=r"make them durable: Input/output error \(EIO\); the disk fails.*not written again",
+        ):
             log.append([plan(1)])
         monkeypatch.setattr(directory, "_sync_data", real)
         after = (tmp_path / name_of(0)).stat().st_size
@@ -53,7 +56,12 @@ def _failing(number: int):
 def tiny(path: Path, options: str = "size=64k") -> Iterator[Path]:
     """A file system of its own, where this process may mount one."""
     path.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if made.returncode:
         pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
     try:
@@ -79,14 +87,21 @@ def _fill(log: Log, done: list[int]) -> None:
         done.append(k)
 
 
-@pytest.mark.parametrize(("limit", "says"), [(tiny, r"No space left on device \(ENOSPC\); free some space"), (file_limit, r"\(EFBIG\)")])
-def test_on_a_full_disk_all_that_was_acknowledged_is_kept_and_the_log_goes_on_when_there_is_room(tmp_path, limit, says):
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [(tiny, r"No space left on device \(ENOSPC\); free some space"), (file_limit, r"\(EFBIG\)")],
+)
+def test_on_a_full_disk_all_that_was_acknowledged_is_kept_and_the_log_goes_on_when_there_is_room(
+    tmp_path, limit, says
+):
     with limit(tmp_path / "disk") as disk:
         disk.mkdir(exist_ok=True)
         (disk / "ballast").write_bytes(bytes(12_000))
         done: list[int] = []
         with Log.create(disk / "j", JOB) as log:
-            with pytest.raises(JournalError, match=rf"could not append 3\d\d\d bytes at byte \d+: .*{says}"):
+            with pytest.raises(
+                JournalError, match=rf"could not append 3\d\d\d bytes at byte \d+: .*{says}"
+            ):
                 _fill(log, done)
             assert len(done) > 5
             assert (numbers(disk / "j"), read(disk / "j").faults) == (done, [])
@@ -105,10 +120,15 @@ def test_a_directory_that_cannot_be_written_is_told_at_once(tmp_path):
     with tiny(tmp_path / "disk") as disk:
         with Log.create(disk / "j", JOB) as log:
             log.append([plan(0)])
-            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=False, capture_output=True)  # refused while a file is open
+            subprocess.run(
+                ["mount", "-o", "remount,ro", str(disk)], check=False, capture_output=True
+            )  # refused while a file is open
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         for path in ("new", "j"):
-            with pytest.raises(JournalError, match=r"Read-only file system \(EROFS\); let the job write there, or give it another"):
+            with pytest.raises(
+                JournalError,
+                match=r"Read-only file system \(EROFS\); let the job write there, or give it another",
+            ):
                 Log.open(disk / path, JOB)
         assert numbers(disk / "j") == [0]
         assert verify(disk / "j").faults == ()
@@ -138,7 +158,12 @@ def test_what_is_acknowledged_was_synced_and_what_is_gone_on_from_too(tmp_path, 
         return found
 
     with Log.create(tmp_path / "a" / "j", JOB) as log:
-        assert since() == [tmp_path.name, "a", name_of(0), "j"]  # each new directory in the one above
+        assert since() == [
+            tmp_path.name,
+            "a",
+            name_of(0),
+            "j",
+        ]  # each new directory in the one above
         log.append([plan(0), plan(1)])
         assert since() == [name_of(0)]
         log.roll()

@@ -40,7 +40,9 @@ def _no_memory(*args: Any) -> bytes:
     raise MemoryError("no room for 3 GiB")
 
 
-def test_a_file_that_its_server_has_lost_is_a_failure_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_its_server_has_lost_is_a_failure_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Log.create(tmp_path, JOB) as made:
         made.append([plan(0)])
         monkeypatch.setattr(directory.os, "fstat", _stale)
@@ -160,7 +162,9 @@ def test_a_removal_that_is_refused_is_told_once_and_tried_again_and_nothing_is_l
         assert (writer.unpruned, segments(tmp_path), numbers(tmp_path)) == ("", 2, [2, 3, 4, 5, 6])
 
 
-def test_what_could_not_be_removed_goes_when_the_next_writer_prunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_removed_goes_when_the_next_writer_prunes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with _three_segments(tmp_path) as made:
         monkeypatch.setattr(directory.Path, "unlink", _refused)
         Writer(made).put([plan(3)], before=2)
@@ -194,7 +198,9 @@ def test_who_waits_does_not_wait_for_a_removal_and_a_refused_one_does_not_end_th
     assert numbers(tmp_path) == [2, 3, 4]
 
 
-def test_a_note_of_what_goes_that_cannot_be_written_is_a_failure_and_what_was_durable_before_it_counts() -> None:
+def test_a_note_of_what_goes_that_cannot_be_written_is_a_failure_and_what_was_durable_before_it_counts() -> (
+    None
+):
     place = Memory()
     made = Log.create(place, JOB)
     for k in range(3):
@@ -229,7 +235,9 @@ class Unanswering(Memory):
         super().remove(names)
 
 
-def test_plans_do_not_wait_for_a_store_that_does_not_answer_when_something_is_to_be_removed() -> None:
+def test_plans_do_not_wait_for_a_store_that_does_not_answer_when_something_is_to_be_removed() -> (
+    None
+):
     place = Unanswering()
     with Log.create(place, JOB) as made:
         writer = Writer(made, lambda: None)

@@ -26,7 +26,13 @@ def source(name: str = "web", n: int = 40, **fields: Any) -> ov.Source:
 
 
 def job(*sources: ov.Source, **fields: Any) -> ov.Job:
-    fields = {"name": "asked", "sources": sources or (source(),), "batch": ov.Batch(samples=8, context=64), "slice_rows": 8, **fields}
+    fields = {
+        "name": "asked",
+        "sources": sources or (source(),),
+        "batch": ov.Batch(samples=8, context=64),
+        "slice_rows": 8,
+        **fields,
+    }
     return ov.Job(**fields)
 
 
@@ -38,7 +44,10 @@ def problems(call: Callable[[], Any]) -> list[str]:
 
 def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes]]]]:
     with ov.launch(made, check=True, stall_limit_s=20, **options) as session:
-        return [(step.plan_digest, [{k: v.tobytes() for k, v in mb.items()} for mb in step]) for step in session.client(0)]
+        return [
+            (step.plan_digest, [{k: v.tobytes() for k, v in mb.items()} for mb in step])
+            for step in session.client(0)
+        ]
 
 
 # Options
@@ -47,15 +56,36 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"partition": "atuo"}, "partition: wanted how loaders are given to sources, found 'atuo'; did you mean 'auto'?"),
-        ({"partition": 3}, "partition: wanted how loaders are given to sources, found 3; there are auto, off"),
+        (
+            {"partition": "atuo"},
+            "partition: wanted how loaders are given to sources, found 'atuo'; did you mean 'auto'?",
+        ),
+        (
+            {"partition": 3},
+            "partition: wanted how loaders are given to sources, found 3; there are auto, off",
+        ),
         ({"autoscale": 2}, "autoscale: wanted True, False, or limits by name, found 2"),
-        ({"autoscale": {"patient": 1}}, "autoscale: unknown limit 'patient'; did you mean 'patience'"),
-        ({"autoscale": {"low": 0.9}}, "autoscale: wanted 0 < low < target < high <= 1, found 0.9, 0.7, 0.85"),
-        ({"shadows": "heavy"}, "shadows: 'heavy' is for runtime='process'; what is in one process is lost together"),
-        ({"shadows": "hevy"}, "shadows: wanted whose loaders have a stand-by, found 'hevy'; did you mean 'heavy'"),
+        (
+            {"autoscale": {"patient": 1}},
+            "autoscale: unknown limit 'patient'; did you mean 'patience'",
+        ),
+        (
+            {"autoscale": {"low": 0.9}},
+            "autoscale: wanted 0 < low < target < high <= 1, found 0.9, 0.7, 0.85",
+        ),
+        (
+            {"shadows": "heavy"},
+            "shadows: 'heavy' is for runtime='process'; what is in one process is lost together",
+        ),
+        (
+            {"shadows": "hevy"},
+            "shadows: wanted whose loaders have a stand-by, found 'hevy'; did you mean 'heavy'",
+        ),
         ({"shadows": 3}, "found 3; there are none, heavy, all"),
-        ({"shadows": "all", "failover": False}, "shadows: 'all' takes the place of what is lost, and without failover nothing does"),
+        (
+            {"shadows": "all", "failover": False},
+            "shadows: 'all' takes the place of what is lost, and without failover nothing does",
+        ),
         ({"failover": "yes"}, "failover: wanted True or False, found 'yes'"),
         ({"lost_after_s": 0}, "lost_after_s: wanted a number of seconds above 0, found 0"),
         ({"max_restarts": -1}, "max_restarts: wanted a whole number of at least 0, found -1"),
@@ -66,36 +96,93 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ({"constructors": 1}, "constructors: wanted True or False, found 1"),
         ({"sources_per_host": 0}, "sources_per_host: wanted a whole number of at least 1, found 0"),
         ({"ring_bytes": 1.5}, "ring_bytes: wanted a whole number of at least 1, found 1.5"),
-        ({"runtime": "cloud"}, "runtime: wanted 'local' (in this process) or 'process' (in processes of this machine) or 'ray' (on a Ray"),
+        (
+            {"runtime": "cloud"},
+            "runtime: wanted 'local' (in this process) or 'process' (in processes of this machine) or 'ray' (on a Ray",
+        ),
         ({"address": "head:6379"}, "address: 'head:6379' is for runtime='ray'; leave it out"),
-        ({"runtime": "ray", "address": "head"}, "address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found 'head'"),
-        ({"runtime": "ray", "address": "auto"}, "address: wanted host:port of a Ray cluster's head"),
-        ({"runtime": "ray", "constructors": False}, "it is measured; on a cluster every client would take links from all nodes: leave it"),
-        ({"ports": "7000-7099"}, "ports: in one process nobody listens but session.serve, which has a port= of its own: leave it out"),
-        ({"runtime": "process", "ports": "7099-7000"}, "ports: wanted the first and the last, as in '7000-7099', found '7099-7000'"),
-        ({"runtime": "process", "ports": 7000}, "ports: wanted the first and the last, as in '7000-7099', found 7000"),
+        (
+            {"runtime": "ray", "address": "head"},
+            "address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found 'head'",
+        ),
+        (
+            {"runtime": "ray", "address": "auto"},
+            "address: wanted host:port of a Ray cluster's head",
+        ),
+        (
+            {"runtime": "ray", "constructors": False},
+            "it is measured; on a cluster every client would take links from all nodes: leave it",
+        ),
+        (
+            {"ports": "7000-7099"},
+            "ports: in one process nobody listens but session.serve, which has a port= of its own: leave it out",
+        ),
+        (
+            {"runtime": "process", "ports": "7099-7000"},
+            "ports: wanted the first and the last, as in '7000-7099', found '7099-7000'",
+        ),
+        (
+            {"runtime": "process", "ports": 7000},
+            "ports: wanted the first and the last, as in '7000-7099', found 7000",
+        ),
         ({"reserve": True}, "reserve: True is for runtime='ray' with the address of a cluster"),
-        ({"runtime": "ray", "rank_nodes": 5}, "rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found 5"),
-        ({"rank_nodes": ["a"]}, "rank_nodes: ['a'] was asked for, but runtime='local' has one machine: leave it out"),
-        ({"runtime": "process", "node_labels": {"a": "b"}}, "node_labels: {'a': 'b'} was asked for, but runtime='process' has one machine"),
+        (
+            {"runtime": "ray", "rank_nodes": 5},
+            "rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found 5",
+        ),
+        (
+            {"rank_nodes": ["a"]},
+            "rank_nodes: ['a'] was asked for, but runtime='local' has one machine: leave it out",
+        ),
+        (
+            {"runtime": "process", "node_labels": {"a": "b"}},
+            "node_labels: {'a': 'b'} was asked for, but runtime='process' has one machine",
+        ),
         (
             {"runtime": "ray", "node_labels": {"pool": 3}},
             "node_labels: wanted labels with their values, as in {'pool': 'cpu'}, found {'pool': 3}",
         ),
-        ({"runtime": "ray", "node_resources": {"disk": -1}}, "node_resources: wanted amounts of the cluster's own kinds, as in {'scratch'"),
-        ({"runtime": "ray", "node_resources": {"CPU": 2}}, "node_resources: 'CPU' is asked for by itself (hosts=, memory=) or not at all"),
+        (
+            {"runtime": "ray", "node_resources": {"disk": -1}},
+            "node_resources: wanted amounts of the cluster's own kinds, as in {'scratch'",
+        ),
+        (
+            {"runtime": "ray", "node_resources": {"CPU": 2}},
+            "node_resources: 'CPU' is asked for by itself (hosts=, memory=) or not at all",
+        ),
         ({"runtime": "ray", "reserve": "all"}, "reserve: wanted True or False, found 'all'"),
         ({"resume": "auto"}, "resume: 'auto' goes on from the job's journal, and it has none"),
-        ({"resume": "st.json"}, "read the file first: resume=json.loads(Path('st.json').read_text())"),
+        (
+            {"resume": "st.json"},
+            "read the file first: resume=json.loads(Path('st.json').read_text())",
+        ),
         ({"resume": Path("st.json")}, "resume: wanted a state, found 'st.json'"),
-        ({"resume": "Auto"}, "resume: wanted a state, or 'auto' (from the job's journal), found 'Auto'; did you mean 'auto'?"),
-        ({"resume": "last"}, "resume: wanted a state, or 'auto' (from the job's journal), found 'last'; known: auto"),
+        (
+            {"resume": "Auto"},
+            "resume: wanted a state, or 'auto' (from the job's journal), found 'Auto'; did you mean 'auto'?",
+        ),
+        (
+            {"resume": "last"},
+            "resume: wanted a state, or 'auto' (from the job's journal), found 'last'; known: auto",
+        ),
         ({"resume": [1]}, "resume: wanted a state as state_dict() gives it, found list"),
-        ({"allow": "seed"}, "allow: wanted a tuple of parts of the fingerprint, as in ('seed',), found 'seed'"),
+        (
+            {"allow": "seed"},
+            "allow: wanted a tuple of parts of the fingerprint, as in ('seed',), found 'seed'",
+        ),
         ({"allow": 3}, "allow: wanted a tuple"),
-        ({"loaders": 3}, "loaders: wanted a number for each source by name, as in {'web': 3}, found 3"),
-        ({"loaders": {"web": "3"}}, "loaders: wanted a whole number of at least 1 for 'web', found '3'"),
-        ({"loaders": {"web": True}}, "loaders: wanted a whole number of at least 1 for 'web', found True"),
+        (
+            {"loaders": 3},
+            "loaders: wanted a number for each source by name, as in {'web': 3}, found 3",
+        ),
+        (
+            {"loaders": {"web": "3"}},
+            "loaders: wanted a whole number of at least 1 for 'web', found '3'",
+        ),
+        (
+            {"loaders": {"web": True}},
+            "loaders: wanted a whole number of at least 1 for 'web', found True",
+        ),
         ({"loaders": {"wep": 3}}, "loaders: unknown source 'wep'; did you mean 'web'?"),
         ({"prefetch": True}, "prefetch: wanted a whole number of at least 1, found True"),
         ({"workers": "2"}, "workers: wanted a whole number of at least 1, found '2'"),
@@ -110,11 +197,22 @@ def test_what_launch_cannot_do_is_refused_in_words(options: dict[str, Any], says
 
 
 def test_all_options_that_cannot_be_are_told_at_once() -> None:
-    assert len(problems(lambda: ov.launch(job(), shadows="some", autoscale=1.5, loaders=3, prefetch=0))) == 4
+    assert (
+        len(
+            problems(lambda: ov.launch(job(), shadows="some", autoscale=1.5, loaders=3, prefetch=0))
+        )
+        == 4
+    )
 
 
 def test_options_may_say_what_is_done_anyway() -> None:
-    said = {"partition": "auto", "autoscale": False, "shadows": "none", "constructors": True, "sources_per_host": None}
+    said = {
+        "partition": "auto",
+        "autoscale": False,
+        "shadows": "none",
+        "constructors": True,
+        "sources_per_host": None,
+    }
     assert stream(job(), **said) == stream(job())
 
 
@@ -124,8 +222,12 @@ def test_what_comes_behind_resume_has_a_name() -> None:
     assert kinds["allow"] is inspect.Parameter.KEYWORD_ONLY
 
 
-@pytest.mark.parametrize("call", [lambda s: s.kill("planner"), lambda s: s.move("web", "loader-host/1")])
-def test_what_needs_other_processes_says_which_runtime_has_them(call: Callable[[ov.Session], Any]) -> None:
+@pytest.mark.parametrize(
+    "call", [lambda s: s.kill("planner"), lambda s: s.move("web", "loader-host/1")]
+)
+def test_what_needs_other_processes_says_which_runtime_has_them(
+    call: Callable[[ov.Session], Any],
+) -> None:
     with ov.launch(job()) as session:
         with pytest.raises(JobError, match=r"live in this process; .*runtime='process'"):
             call(session)
@@ -149,14 +251,23 @@ def refuse_odd(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-@pytest.mark.parametrize("transforms", [[ov.Tokens()], [ov.Map(mark, rows=True)], [ov.Map(refuse_odd, rows=True), ov.Tokens()]])
+@pytest.mark.parametrize(
+    "transforms",
+    [[ov.Tokens()], [ov.Map(mark, rows=True)], [ov.Map(refuse_odd, rows=True), ov.Tokens()]],
+)
 def test_worker_processes_give_the_stream_of_threads_byte_for_byte(transforms: list[Any]) -> None:
-    threads, processes = (job(source(transforms=transforms, workers=w), source("code", 25)) for w in ("threads", "processes"))
+    threads, processes = (
+        job(source(transforms=transforms, workers=w), source("code", 25))
+        for w in ("threads", "processes")
+    )
     assert stream(processes, loaders={"web": 2}) == stream(threads)
 
 
 def test_a_source_says_by_itself_that_its_transforms_run_in_another_process() -> None:
-    made = job(source(transforms=[ov.Map(pids, rows=True)], workers="processes"), source("code", transforms=[ov.Map(pids, rows=True)]))
+    made = job(
+        source(transforms=[ov.Map(pids, rows=True)], workers="processes"),
+        source("code", transforms=[ov.Map(pids, rows=True)]),
+    )
     ran: dict[str, set[int]] = {"web": set(), "code": set()}
     with ov.launch(made, stall_limit_s=20) as session:
         for step in session.client(0):
@@ -165,7 +276,12 @@ def test_a_source_says_by_itself_that_its_transforms_run_in_another_process() ->
                     ran[piece.sample.source].add(int(mb["tokens"][piece.offset]))
         actors = session.metrics()["actors"]
     [worker] = [a for a in actors if a["role"] == "worker"]
-    assert worker == {"name": "worker/web/0", "role": "worker", "pid": worker["pid"], "state": "running"}
+    assert worker == {
+        "name": "worker/web/0",
+        "role": "worker",
+        "pid": worker["pid"],
+        "state": "running",
+    }
     assert ran == {"web": {worker["pid"]}, "code": {os.getpid()}}
     assert worker["pid"] != os.getpid()
     assert left_after([worker["pid"]], WAIT_S) == [], "it is gone with the session"
@@ -192,9 +308,15 @@ def test_every_actor_is_listed_with_its_name_role_process_and_state() -> None:
         actors = session.metrics()["actors"]
     assert {tuple(sorted(a)) for a in actors} == {("name", "pid", "role", "state")}
     assert [(a["name"], a["role"]) for a in actors] == [
-        ("planner", "planner"), ("loader/web/0", "loader"), ("loader/web/1", "loader"), ("loader/code/2", "loader"),
-        ("constructor/0", "constructor"), ("constructor/1", "constructor"), ("client/1", "client"), ("worker/code/2", "worker"),
-    ]  # fmt: skip
+        ("planner", "planner"),
+        ("loader/web/0", "loader"),
+        ("loader/web/1", "loader"),
+        ("loader/code/2", "loader"),
+        ("constructor/0", "constructor"),
+        ("constructor/1", "constructor"),
+        ("client/1", "client"),
+        ("worker/code/2", "worker"),
+    ]
     assert {a["pid"] for a in actors if a["role"] != "worker"} == {os.getpid()}
     assert json.dumps(actors)
 
@@ -204,12 +326,24 @@ def test_every_actor_is_listed_with_its_name_role_process_and_state() -> None:
 
 def test_a_source_has_the_fields_and_defaults_of_the_interface() -> None:
     parameters = inspect.signature(ov.Source).parameters
-    defaults = {name: p.default for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    defaults = {
+        name: p.default
+        for name, p in parameters.items()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
     assert [n for n in parameters if n not in defaults] == ["name", "uri"]
     assert defaults == {
-        "format": None, "transforms": (), "deferred": (), "weight": 1.0, "shuffle": True, "epochs": None, "max_bad": 100,
-        "workers": "threads", "max_sample_bytes": 2**26, "on_lost": "fail",
-    }  # fmt: skip
+        "format": None,
+        "transforms": (),
+        "deferred": (),
+        "weight": 1.0,
+        "shuffle": True,
+        "epochs": None,
+        "max_bad": 100,
+        "workers": "threads",
+        "max_sample_bytes": 2**26,
+        "on_lost": "fail",
+    }
 
 
 def test_a_source_repeats_for_ever_unless_it_is_told_otherwise() -> None:
@@ -217,7 +351,9 @@ def test_a_source_repeats_for_ever_unless_it_is_told_otherwise() -> None:
     with ov.launch(job(endless), stall_limit_s=20) as session:
         client = session.client(0)
         steps = [next(client) for _ in range(10)]
-    assert {piece.sample.epoch for step in steps for mb in step for piece in mb.samples} == set(range(8))
+    assert {piece.sample.epoch for step in steps for mb in step for piece in mb.samples} == set(
+        range(8)
+    )
 
 
 @pytest.mark.parametrize("deferred", [[ov.Tokens()], "decode", None])
@@ -225,18 +361,25 @@ def test_nothing_but_images_can_be_deferred(deferred: Any) -> None:
     assert ov.Source("web", "x", deferred=[]).deferred == ()
     (found,) = problems(lambda: ov.Source("web", "x", deferred=deferred))
     assert found.startswith(
-        ("source 'web'.deferred[0]: wanted ov.Images(...), found Tokens", "source 'web'.deferred: wanted a list, found ")
+        (
+            "source 'web'.deferred[0]: wanted ov.Images(...), found Tokens",
+            "source 'web'.deferred: wanted a list, found ",
+        )
     )
 
 
 def test_workers_are_threads_or_processes() -> None:
-    assert problems(lambda: ov.Source("web", "x", workers=4)) == ["source 'web'.workers: wanted one of threads, processes, found 4"]
+    assert problems(lambda: ov.Source("web", "x", workers=4)) == [
+        "source 'web'.workers: wanted one of threads, processes, found 4"
+    ]
 
 
 DATA = [{"tokens": [1 + k] * (1 + k % 5)} for k in range(40)]
 
 
-@pytest.mark.parametrize("dataset", [DATA, tuple(DATA), Rows(DATA)], ids=["list", "tuple", "object"])
+@pytest.mark.parametrize(
+    "dataset", [DATA, tuple(DATA), Rows(DATA)], ids=["list", "tuple", "object"]
+)
 def test_a_source_from_a_dataset_gives_its_rows(dataset: Any) -> None:
     made = ov.Source.from_dataset("web", dataset, transforms=[ov.Tokens()], epochs=1, weight=2)
     assert (made.name, made.weight) == ("web", 2)
@@ -265,7 +408,9 @@ def whole() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("fn", [one, whole, lambda *shards: iter(DATA)])
 def test_a_source_from_a_factory_gives_its_rows_in_every_epoch(fn: Callable[..., Any]) -> None:
-    made = ov.Source.from_factory("web", fn, fingerprint="1", transforms=[ov.Tokens()], epochs=2, shuffle=False)
+    made = ov.Source.from_factory(
+        "web", fn, fingerprint="1", transforms=[ov.Tokens()], epochs=2, shuffle=False
+    )
     assert (made.uri.shards, made.uri.fingerprint) == (1, "1")
     assert stream(job(made)) == stream(job(source(epochs=2, shuffle=False)))
 
@@ -278,6 +423,25 @@ def test_a_factory_of_several_shards_needs_to_know_which() -> None:
 
 def test_a_job_names_its_fields_in_the_order_of_the_interface() -> None:
     assert list(inspect.signature(ov.Job).parameters) == [
-        "name", "sources", "place", "batch", "mixture", "strategy", "sync", "seed", "journal", "until", "draw", "mix_every",
-        "look_ahead", "max_age", "overflow", "shuffle_chunks", "slice_rows", "chunk_bytes", "feedback_lag", "on_long", "hooks",
-    ]  # fmt: skip
+        "name",
+        "sources",
+        "place",
+        "batch",
+        "mixture",
+        "strategy",
+        "sync",
+        "seed",
+        "journal",
+        "until",
+        "draw",
+        "mix_every",
+        "look_ahead",
+        "max_age",
+        "overflow",
+        "shuffle_chunks",
+        "slice_rows",
+        "chunk_bytes",
+        "feedback_lag",
+        "on_long",
+        "hooks",
+    ]

@@ -18,7 +18,10 @@ HERE = len(os.sched_getaffinity(0))
 
 def system(root: Path, groups: str, files: dict[str, str]) -> Path:
     """A made-up system: the groups of this process, and files below ``/sys/fs/cgroup``."""
-    for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}.items():
+    for name, text in {
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
@@ -32,8 +35,18 @@ def test_without_groups_it_is_the_machine(tmp_path: Path) -> None:
     ("groups", "files"),
     [
         ("0::/\n", {"memory.max": f"{300 * MB}\n", "cpu.max": "100000 100000\n"}),
-        ("0::/pod/box\n", {"pod/box/memory.max": f"{300 * MB}\n", "pod/box/cpu.max": "90000 100000\n"}),
-        ("0::/pod/box\n", {"pod/box/memory.max": "max\n", "pod/memory.max": f"{300 * MB}\n", "pod/cpu.max": "1 2\n"}),
+        (
+            "0::/pod/box\n",
+            {"pod/box/memory.max": f"{300 * MB}\n", "pod/box/cpu.max": "90000 100000\n"},
+        ),
+        (
+            "0::/pod/box\n",
+            {
+                "pod/box/memory.max": "max\n",
+                "pod/memory.max": f"{300 * MB}\n",
+                "pod/cpu.max": "1 2\n",
+            },
+        ),
         ("0::/host/only\n", {"memory.max": f"{300 * MB}\n", "cpu.max": "100000 100000\n"}),
         (
             "4:memory:/box\n3:cpu,cpuacct:/box\n1:name=systemd:/\n0::/\n",
@@ -51,9 +64,20 @@ def test_without_groups_it_is_the_machine(tmp_path: Path) -> None:
                 "cpu/cpu.cfs_period_us": "100000\n",
             },
         ),
-        ("4:memory:/\n0::/\n", {"memory/memory.limit_in_bytes": f"{300 * MB}\n", "unified/cpu.max": "100000 100000\n"}),
+        (
+            "4:memory:/\n0::/\n",
+            {"memory/memory.limit_in_bytes": f"{300 * MB}\n", "unified/cpu.max": "100000 100000\n"},
+        ),
     ],
-    ids=["v2", "v2 in a group", "v2 in a group above", "v2 seen from inside", "v1 in a group", "v1 seen from inside", "both"],
+    ids=[
+        "v2",
+        "v2 in a group",
+        "v2 in a group above",
+        "v2 seen from inside",
+        "v1 in a group",
+        "v1 seen from inside",
+        "both",
+    ],
 )
 def test_what_a_group_allows_counts(tmp_path: Path, groups: str, files: dict[str, str]) -> None:
     root = system(tmp_path, groups, files)
@@ -78,19 +102,25 @@ def test_what_a_group_allows_counts(tmp_path: Path, groups: str, files: dict[str
     ],
     ids=["v2", "v1", "empty", "nonsense", "not even groups"],
 )
-def test_no_bound_and_what_cannot_be_read_is_the_machine(tmp_path: Path, groups: str, files: dict[str, str]) -> None:
+def test_no_bound_and_what_cannot_be_read_is_the_machine(
+    tmp_path: Path, groups: str, files: dict[str, str]
+) -> None:
     root = system(tmp_path, groups, files)
     assert (cgroup.cores(root), cgroup.memory_bytes(root)) == (HERE, MACHINE)
 
 
-def test_a_part_of_a_core_counts_as_one_and_no_bound_gives_more_cores_than_there_are(tmp_path: Path) -> None:
+def test_a_part_of_a_core_counts_as_one_and_no_bound_gives_more_cores_than_there_are(
+    tmp_path: Path,
+) -> None:
     root = system(tmp_path, "0::/\n", {"cpu.max": "150000 100000\n"})
     assert cgroup.cores(root) == min(2, HERE)
     (root / "sys/fs/cgroup/cpu.max").write_text("9900000 100000\n")
     assert cgroup.cores(root) == HERE
 
 
-def test_partition_rings_and_numbers_of_threads_go_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_rings_and_numbers_of_threads_go_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = system(tmp_path, "0::/\n", {"memory.max": f"{400 * MB}\n", "cpu.max": "100000 100000\n"})
     monkeypatch.setattr(cgroup, "ROOT", root)
     assert options.n_cores() == 1

@@ -8,7 +8,16 @@ from overlord.errors import SourceError
 from overlord.loader.loader import Loader
 from overlord.loader.order import SourceOrder
 from overlord.messages.control import Cursor, Refill
-from overlord.messages.loader import Announce, Evaluate, Evaluated, Found, Pop, Read, ReadFailed, WindowRead
+from overlord.messages.loader import (
+    Announce,
+    Evaluate,
+    Evaluated,
+    Found,
+    Pop,
+    Read,
+    ReadFailed,
+    WindowRead,
+)
 
 PLAIN = SourceOrder(name="web", n_chunks=4, seed=0, shuffle=False, shuffle_chunks=1)
 
@@ -16,7 +25,17 @@ PLAIN = SourceOrder(name="web", n_chunks=4, seed=0, shuffle=False, shuffle_chunk
 def found(n: int) -> Found:
     ids = np.arange(n)
     none = np.zeros(0, np.int64)
-    return Found(ids.astype(np.uint64), ids, ids, ids, {"tokens": np.ones(n, np.int64)}, none.astype(np.uint64), none, none, ())
+    return Found(
+        ids.astype(np.uint64),
+        ids,
+        ids,
+        ids,
+        {"tokens": np.ones(n, np.int64)},
+        none.astype(np.uint64),
+        none,
+        none,
+        (),
+    )
 
 
 def evaluated(n: int, rows: int | None = None) -> Evaluated:
@@ -26,7 +45,9 @@ def evaluated(n: int, rows: int | None = None) -> Evaluated:
 def brief(commands: list) -> list:
     """Announcements without their arrays: what matters is what they say."""
     return [
-        c if not isinstance(c, Announce) else (c.epoch, c.group, c.window, len(c.found) if c.found else 0, c.closes, c.last)
+        c
+        if not isinstance(c, Announce)
+        else (c.epoch, c.group, c.window, len(c.found) if c.found else 0, c.closes, c.last)
         for c in commands
     ]
 
@@ -38,7 +59,9 @@ def test_start_up_reads_what_the_first_draw_needs_and_no_more() -> None:
     assert brief(loader.handle(evaluated(3))) == [(0, 0, 0, 3, False, False)]
 
 
-def test_of_documents_that_are_split_only_as_many_are_evaluated_as_give_the_samples_wanted() -> None:
+def test_of_documents_that_are_split_only_as_many_are_evaluated_as_give_the_samples_wanted() -> (
+    None
+):
     loader = Loader(0, PLAIN, epochs=1, budget_bytes=2_500)
     loader.handle(Refill(0, must=4, level=0))
     assert loader.handle(WindowRead(rows=100, over=())) == [Evaluate(0, 4, urgent=True)]
@@ -47,13 +70,17 @@ def test_of_documents_that_are_split_only_as_many_are_evaluated_as_give_the_samp
     assert loader.handle(Refill(0, must=120, level=0)) == [Evaluate(0, 3, urgent=True)]
     loader.handle(evaluated(150, rows=3))
     loader.handle(Pop(0, 150))
-    assert loader.handle(Refill(0, must=0, level=999)) == [Evaluate(0, 5)], "the budget of 250 samples"
+    assert loader.handle(Refill(0, must=0, level=999)) == [Evaluate(0, 5)], (
+        "the budget of 250 samples"
+    )
 
 
 def test_a_level_is_held_by_whole_blocks_and_refilled_after_a_pop() -> None:
     loader = Loader(0, PLAIN, epochs=1, block_rows=16)
     loader.handle(Refill(0, must=0, level=4))
-    assert loader.handle(WindowRead(rows=100, over=())) == [Evaluate(0, 8)]  # the first one is small: others wait for their first
+    assert loader.handle(WindowRead(rows=100, over=())) == [
+        Evaluate(0, 8)
+    ]  # the first one is small: others wait for their first
     assert brief(loader.handle(evaluated(8))) == [(0, 0, 0, 8, False, False)]
     assert loader.handle(Pop(0, 2)) == []
     assert loader.handle(Pop(1, 4)) == [Evaluate(0, 16)]
@@ -65,28 +92,43 @@ def test_a_window_ends_a_group_ends_and_the_next_is_read() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     loader.handle(Refill(0, must=3, level=0))
     loader.handle(WindowRead(rows=2, over=(0,)))
-    assert brief(loader.handle(evaluated(2))) == [(0, 0, 0, 2, True, True), Read(0, 0, 1, 0, (1,), urgent=True)]
+    assert brief(loader.handle(evaluated(2))) == [
+        (0, 0, 0, 2, True, True),
+        Read(0, 0, 1, 0, (1,), urgent=True),
+    ]
 
 
 def test_an_unfinished_chunk_goes_on_in_the_next_window() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     loader.handle(Refill(0, must=3, level=0))
     loader.handle(WindowRead(rows=2, over=()))
-    assert brief(loader.handle(evaluated(2))) == [(0, 0, 0, 2, True, False), Read(0, 0, 0, 1, (0,), urgent=True)]
+    assert brief(loader.handle(evaluated(2))) == [
+        (0, 0, 0, 2, True, False),
+        Read(0, 0, 0, 1, (0,), urgent=True),
+    ]
 
 
 def test_rows_that_give_no_sample_do_not_stop_the_reading() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     loader.handle(Refill(0, must=1, level=0))
     loader.handle(WindowRead(rows=2, over=(0,)))
-    assert brief(loader.handle(evaluated(0, rows=1))) == [(0, 0, 0, 0, False, False), Evaluate(0, 1, urgent=True)]
-    assert brief(loader.handle(evaluated(0, rows=1))) == [(0, 0, 0, 0, True, True), Read(0, 0, 1, 0, (1,), urgent=True)]
+    assert brief(loader.handle(evaluated(0, rows=1))) == [
+        (0, 0, 0, 0, False, False),
+        Evaluate(0, 1, urgent=True),
+    ]
+    assert brief(loader.handle(evaluated(0, rows=1))) == [
+        (0, 0, 0, 0, True, True),
+        Read(0, 0, 1, 0, (1,), urgent=True),
+    ]
 
 
 def test_a_loader_without_chunks_of_a_group_says_so_at_once() -> None:
     order = SourceOrder(name="web", n_chunks=2, seed=0, shuffle=False, shuffle_chunks=1)
     loader = Loader(0, order, epochs=1, loader=1, loaders=2)
-    assert brief(loader.handle(Refill(0, must=1, level=0))) == [(0, 0, 0, 0, True, True), Read(0, 0, 1, 0, (1,), urgent=True)]
+    assert brief(loader.handle(Refill(0, must=1, level=0))) == [
+        (0, 0, 0, 0, True, True),
+        Read(0, 0, 1, 0, (1,), urgent=True),
+    ]
 
 
 def test_the_last_epoch_is_the_end() -> None:
@@ -94,7 +136,10 @@ def test_the_last_epoch_is_the_end() -> None:
     loader = Loader(0, order, epochs=2)
     loader.handle(Refill(0, must=9, level=0))
     loader.handle(WindowRead(rows=1, over=(0,)))
-    assert brief(loader.handle(evaluated(1))) == [(0, 0, 0, 1, True, True), Read(0, 1, 0, 0, (0,), urgent=True)]
+    assert brief(loader.handle(evaluated(1))) == [
+        (0, 0, 0, 1, True, True),
+        Read(0, 1, 0, 0, (0,), urgent=True),
+    ]
     loader.handle(WindowRead(rows=1, over=(0,)))
     assert brief(loader.handle(evaluated(1))) == [(1, 0, 0, 1, True, True)]
     assert loader.doing == "done"
@@ -103,14 +148,18 @@ def test_the_last_epoch_is_the_end() -> None:
 def test_a_restored_loader_starts_in_the_middle_of_a_window() -> None:
     cursor = Cursor(epoch=1, group=2, window=5, file=0, row=7, part=0)
     loader = Loader(0, PLAIN, epochs=None, cursor=cursor)
-    assert loader.handle(Refill(0, must=1, level=0)) == [Read(0, 1, 2, 5, (2,), cursor, urgent=True)]
+    assert loader.handle(Refill(0, must=1, level=0)) == [
+        Read(0, 1, 2, 5, (2,), cursor, urgent=True)
+    ]
 
 
 def test_the_budget_bounds_what_is_read_ahead_but_never_the_draw() -> None:
     loader = Loader(0, PLAIN, epochs=1, budget_bytes=50, block_rows=8)
     loader.handle(Refill(0, must=0, level=100))
     loader.handle(WindowRead(rows=100, over=()))
-    assert brief(loader.handle(evaluated(8))) == [(0, 0, 0, 8, False, False)]  # 80 bytes held: no more by itself
+    assert brief(loader.handle(evaluated(8))) == [
+        (0, 0, 0, 8, False, False)
+    ]  # 80 bytes held: no more by itself
     assert loader.handle(Refill(0, must=20, level=100)) == [Evaluate(0, 12, urgent=True)]
 
 
@@ -136,8 +185,13 @@ def test_a_failure_is_announced_where_it_stands_in_the_stream() -> None:
 
 def test_a_cursor_is_forgotten_by_a_loader_that_owns_nothing_of_its_group() -> None:
     order = SourceOrder(name="web", n_chunks=2, seed=0, shuffle=False, shuffle_chunks=1)
-    loader = Loader(0, order, epochs=1, loader=1, loaders=2, cursor=Cursor(window=3, file=0, row=7, part=0))
-    assert brief(loader.handle(Refill(0, must=1, level=0))) == [(0, 0, 3, 0, True, True), Read(0, 0, 1, 0, (1,), urgent=True)]
+    loader = Loader(
+        0, order, epochs=1, loader=1, loaders=2, cursor=Cursor(window=3, file=0, row=7, part=0)
+    )
+    assert brief(loader.handle(Refill(0, must=1, level=0))) == [
+        (0, 0, 3, 0, True, True),
+        Read(0, 0, 1, 0, (1,), urgent=True),
+    ]
 
 
 def test_a_loader_does_not_run_past_the_horizon() -> None:

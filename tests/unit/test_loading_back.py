@@ -33,13 +33,24 @@ PLAIN = SourceOrder(name="web", n_chunks=4, seed=0, shuffle=False, shuffle_chunk
 
 def job_of(rows: list[dict[str, Any]], **fields: Any) -> ov.Job:
     transforms = fields.pop("transforms", [ov.Tokens("tokens")])
-    source = ov.Source.from_dataset("a", rows, transforms=transforms, shuffle=False, epochs=fields.pop("epochs", 1))
-    return ov.Job(name="back", sources=[source], batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(), slice_rows=10, **fields)
+    source = ov.Source.from_dataset(
+        "a", rows, transforms=transforms, shuffle=False, epochs=fields.pop("epochs", 1)
+    )
+    return ov.Job(
+        name="back",
+        sources=[source],
+        batch=ov.Batch(samples=4, context=8),
+        place=ov.ClientPlaceTree(),
+        slice_rows=10,
+        **fields,
+    )
 
 
 def drawing(rows: int = 30, **how: Any) -> Drawing:
     """Samples 0, 1, 2 ... of one token each, ten in a window."""
-    return Drawing(Blueprint(job_of([{"tokens": [k]} for k in range(rows)]), Options()), 0, 1, **how)
+    return Drawing(
+        Blueprint(job_of([{"tokens": [k]} for k in range(rows)]), Options()), 0, 1, **how
+    )
 
 
 def rows_of(run: Drawing) -> list[int]:
@@ -86,9 +97,18 @@ def found(rows: list[int], bad: list[int] = [], dropped: int = 0, long: list[int
     meta = {"tokens": np.ones(len(rows), np.int64)}
     zeros, none = np.zeros(len(rows), np.int64), np.zeros(len(bad), np.int64)
     return Found(
-        ids.astype(np.uint64), zeros, ids, zeros.astype(np.int32), meta, failed.astype(np.uint64), none, failed,
-        tuple(f"bad {r}" for r in bad), dropped, lost_by(long) if long else None,
-    )  # fmt: skip
+        ids.astype(np.uint64),
+        zeros,
+        ids,
+        zeros.astype(np.int32),
+        meta,
+        failed.astype(np.uint64),
+        none,
+        failed,
+        tuple(f"bad {r}" for r in bad),
+        dropped,
+        lost_by(long) if long else None,
+    )
 
 
 def lost_by(rows: list[int]) -> Long:
@@ -98,10 +118,17 @@ def lost_by(rows: list[int]) -> Long:
 
 def brief(news: list[Announce]) -> list[tuple[Any, ...]]:
     return [
-        (n.group, n.window, n.found.row.tolist() if n.found is not None else [], n.found.bad_row.tolist() if n.found is not None else [],
-         n.found.dropped if n.found is not None else 0, n.closes, n.last)
+        (
+            n.group,
+            n.window,
+            n.found.row.tolist() if n.found is not None else [],
+            n.found.bad_row.tolist() if n.found is not None else [],
+            n.found.dropped if n.found is not None else 0,
+            n.closes,
+            n.last,
+        )
         for n in news
-    ]  # fmt: skip
+    ]
 
 
 def again(kept: Memory, *cursor: int) -> Any:
@@ -109,18 +136,29 @@ def again(kept: Memory, *cursor: int) -> Any:
     return None if made is None else (made[0], brief(made[1]))
 
 
-def test_rows_that_filters_dropped_in_a_window_are_told_again_though_the_block_that_told_of_them_is_kept_no_longer() -> None:
+def test_rows_that_filters_dropped_in_a_window_are_told_again_though_the_block_that_told_of_them_is_kept_no_longer() -> (
+    None
+):
     kept = Memory(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0, 1], dropped=5)))
     kept.add(Announce(0, 0, 0, 0, found([2, 3], bad=[4])))
     kept.add(Announce(0, 0, 0, 0, found([5, 6]), True, False))
     kept.add(Announce(0, 0, 0, 1, found([9], dropped=2), True, True))
     kept.release(4)
-    assert len(kept._news) == 3, "the block with the last sample released stays: failures may stand behind it"
+    assert len(kept._news) == 3, (
+        "the block with the last sample released stays: failures may stand behind it"
+    )
     assert again(kept, 0, 0, 0, 0, 3, 0) == (
-        4, [(0, 0, [], [4], 5, False, False), (0, 0, [5, 6], [], 0, True, False), (0, 1, [9], [], 2, True, True)],
-    )  # fmt: skip
-    assert again(kept, 0, 0, 1, 0, 9, 0) == (7, [(0, 1, [], [], 2, True, True)]), "those of a window that is behind are counted"
+        4,
+        [
+            (0, 0, [], [4], 5, False, False),
+            (0, 0, [5, 6], [], 0, True, False),
+            (0, 1, [9], [], 2, True, True),
+        ],
+    )
+    assert again(kept, 0, 0, 1, 0, 9, 0) == (7, [(0, 1, [], [], 2, True, True)]), (
+        "those of a window that is behind are counted"
+    )
 
 
 def test_failures_before_the_cursor_are_left_out_and_those_behind_it_stay() -> None:
@@ -128,11 +166,15 @@ def test_failures_before_the_cursor_are_left_out_and_those_behind_it_stay() -> N
     kept.add(Announce(0, 0, 0, 0, found([0, 4], bad=[1, 2, 6])))
     assert again(kept, 0, 0, 0, 0, 0, 0) == (1, [(0, 0, [4], [1, 2, 6], 0, False, False)])
     assert again(kept, 0, 0, 0, 0, 4, 0) == (2, [(0, 0, [], [6], 0, False, False)])
-    assert again(kept, 0, 0, 0, 0, 2, 0) == (1, [(0, 0, [4], [2, 6], 0, False, False)]), "the cursor may be a row of another loader"
+    assert again(kept, 0, 0, 0, 0, 2, 0) == (1, [(0, 0, [4], [2, 6], 0, False, False)]), (
+        "the cursor may be a row of another loader"
+    )
 
 
 @pytest.mark.parametrize(("row", "rest"), [(0, [1, 4, 6]), (2, [4, 6]), (4, [6]), (6, [])])
-def test_documents_that_lost_tokens_are_told_again_from_behind_the_cursor_on(row: int, rest: list[int]) -> None:
+def test_documents_that_lost_tokens_are_told_again_from_behind_the_cursor_on(
+    row: int, rest: list[int]
+) -> None:
     """Row 4 is a sample that was cut: its loss was counted when it was drawn. Rows 1 and 6 were dropped."""
     kept = Memory(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0, 4], long=[1, 4, 6])))
@@ -147,7 +189,10 @@ def test_a_loader_that_was_done_with_a_group_before_the_cursor_says_so_at_the_cu
     kept = Memory(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0]), True, True))
     kept.add(Announce(0, 0, 1, 0, None, True, False))
-    assert again(kept, 0, 0, 3, 0, 77, 0) == (1, [(0, 3, [], [], 0, True, True), (1, 0, [], [], 0, True, False)])
+    assert again(kept, 0, 0, 3, 0, 77, 0) == (
+        1,
+        [(0, 3, [], [], 0, True, True), (1, 0, [], [], 0, True, False)],
+    )
 
 
 def test_memory_reaches_from_the_last_sample_released_on() -> None:
@@ -160,19 +205,25 @@ def test_memory_reaches_from_the_last_sample_released_on() -> None:
     assert again(kept, 0, 1, 0, 0, 5, 0) == (2, [(1, 0, [6], [], 0, False, False)])
 
 
-def test_announcements_without_a_sample_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_announcements_without_a_sample_are_not_kept_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replay_buffer, "MAX_EMPTY", 4)
     kept = Memory(PLAIN, Cursor())
     for window in range(50):
         kept.add(Announce(0, 0, 0, window, found([], dropped=1), True, window == 49))
     assert len(kept._news) == 4
     assert again(kept, 0, 0, 45, 0, 1, 0) is None
-    assert again(kept, 0, 0, 46, 0, 1, 0) == (0, [(0, w, [], [], 1, True, w == 49) for w in range(46, 50)])
+    assert again(kept, 0, 0, 46, 0, 1, 0) == (
+        0,
+        [(0, w, [], [], 1, True, w == 49) for w in range(46, 50)],
+    )
     for group in range(1, 6):
         kept.add(Announce(0, 0, group, 0, None, True, True))
     assert again(kept, 0, 1, 3, 0, 99, 0) == (
-        0, [(1, 3, [], [], 0, True, True), *((g, 0, [], [], 0, True, True) for g in range(2, 6))],
-    ), "others go on with a group that it was done with"  # fmt: skip
+        0,
+        [(1, 3, [], [], 0, True, True), *((g, 0, [], [], 0, True, True) for g in range(2, 6))],
+    ), "others go on with a group that it was done with"
 
 
 # going back
@@ -281,8 +332,19 @@ def fails_at(n: int) -> Callable[[int], Iterator[dict[str, Any]]]:
 
 
 def test_a_loader_that_failed_says_it_again() -> None:
-    source = ov.Source("a", ov.Factory(fails_at(25), shards=1, fingerprint="x"), transforms=[ov.Tokens()], shuffle=False)
-    job = ov.Job(name="b", sources=[source], batch=ov.Batch(samples=4, context=8), place=ov.ClientPlaceTree(), slice_rows=10)
+    source = ov.Source(
+        "a",
+        ov.Factory(fails_at(25), shards=1, fingerprint="x"),
+        transforms=[ov.Tokens()],
+        shuffle=False,
+    )
+    job = ov.Job(
+        name="b",
+        sources=[source],
+        batch=ov.Batch(samples=4, context=8),
+        place=ov.ClientPlaceTree(),
+        slice_rows=10,
+    )
     run = Drawing(Blueprint(job, Options()), 0, 1)
     run.go_on(9)
     run.refill(0, 50)
@@ -316,7 +378,13 @@ def test_a_shadow_reads_and_is_popped_as_the_other_is_and_says_nothing() -> None
     assert not run.hosts[1].said
     [row] = run.hosts[1].loading.figures()
     assert (row["shadow"], row["ready_bytes"], row["kept_bytes"]) == (True, two.shelf.nbytes, 9 * 4)
-    assert run.hosts[1].loading.held_bytes() == {"ready": 0, "windows": 0, "held": 0, "kept": 0, "shadows": two.nbytes}
+    assert run.hosts[1].loading.held_bytes() == {
+        "ready": 0,
+        "windows": 0,
+        "held": 0,
+        "kept": 0,
+        "shadows": two.nbytes,
+    }
     assert run.hosts[1].loading.busy() == []
 
 
@@ -367,7 +435,9 @@ def test_what_a_shadow_could_not_read_is_read_again_when_it_takes_over() -> None
     run.go_on(4)
     follower = run.hosts[1].loading.hosted[0]
     follower.loader.handle(ReadFailed(StorageError("a", "its mount was away")))
-    assert run.hosts[1].loading.caught_up([0]) is False, "one that can read nothing has not caught up"
+    assert run.hosts[1].loading.caught_up([0]) is False, (
+        "one that can read nothing has not caught up"
+    )
     run.home[0] = 1
     run.hosts[0].loading.close(0)
     run.hosts[0].executor.begun.clear()
@@ -386,7 +456,9 @@ def test_a_shadow_is_not_popped_behind_a_back_before_it_is_told_where_it_stands(
     run.hosts[1].part(0, {0: 4})
     assert shadow.loader.front == front
     [opening] = run.blueprint.openings(0, Cursor())
-    run.hosts[1].follow(Opening(**{**{f: getattr(opening, f) for f in Opening.__slots__}, "generation": STRIDE}))
+    run.hosts[1].follow(
+        Opening(**{**{f: getattr(opening, f) for f in Opening.__slots__}, "generation": STRIDE})
+    )
     assert shadow.loader.front == 0
     run.hosts[1].part(0, {0: 4})
     run.hosts[1].part(0, {0: 4})  # twice
@@ -394,16 +466,22 @@ def test_a_shadow_is_not_popped_behind_a_back_before_it_is_told_where_it_stands(
 
 
 def test_one_that_is_far_behind_the_place_it_goes_to_reads_up_to_it_without_being_told() -> None:
-    loader = Loader(0, SourceOrder(name="web", n_chunks=40, seed=0, shuffle=False, shuffle_chunks=1), epochs=1)
+    loader = Loader(
+        0, SourceOrder(name="web", n_chunks=40, seed=0, shuffle=False, shuffle_chunks=1), epochs=1
+    )
     loader.remember()
     assert loader.back(Cursor(0, 30, 0, 0, 5, 0), 1) == []
     commands: list[Any] = loader.handle(Refill(0, 1, 1))
     for group in range(30):
         assert [c.group for c in commands if isinstance(c, Read)] == [group]
         commands = loader.handle(WindowRead(rows=0, over=(group,)))
-        assert not any(isinstance(c, Announce) for c in commands), "what stands before is not wanted"
+        assert not any(isinstance(c, Announce) for c in commands), (
+            "what stands before is not wanted"
+        )
     commands = loader.handle(WindowRead(rows=0, over=(30,)))
-    assert [(c.group, c.generation, c.last) for c in commands if isinstance(c, Announce)] == [(30, 1, True)]
+    assert [(c.group, c.generation, c.last) for c in commands if isinstance(c, Announce)] == [
+        (30, 1, True)
+    ]
 
 
 # the host's process
@@ -415,7 +493,13 @@ class Constructor:
     def __init__(self) -> None:
         self.payload: list[Payload] = []
         self.came = threading.Condition()
-        self.server = Server(token="t", on_open=lambda *_: {}, on_message=self._message, on_close=lambda *_: None, tcp=False)
+        self.server = Server(
+            token="t",
+            on_open=lambda *_: {},
+            on_message=self._message,
+            on_close=lambda *_: None,
+            tcp=False,
+        )
 
     def _message(self, link: Any, value: Payload) -> None:
         with self.came:
@@ -425,9 +509,13 @@ class Constructor:
     def wait(self, n: int, since: int = 0) -> list[tuple[int, int, list[bytes]]]:
         """Payload of a generation and those after it; a thread that was slow may still send what nobody hears."""
         with self.came:
-            assert self.came.wait_for(lambda: sum(p.generation >= since for p in self.payload) >= n, 20.0), self.payload
+            assert self.came.wait_for(
+                lambda: sum(p.generation >= since for p in self.payload) >= n, 20.0
+            ), self.payload
             heard = [p for p in self.payload if p.generation >= since]
-            every = sorted(heard, key=lambda p: (p.generation, p.step))  # threads send them, in any order
+            every = sorted(
+                heard, key=lambda p: (p.generation, p.step)
+            )  # threads send them, in any order
             return [(p.step, p.generation, payload_rows([Content(p.tokens)])) for p in every]
 
 
@@ -438,9 +526,14 @@ class Told:
         self.blueprint = Blueprint(job_of([{"tokens": [k]} for k in range(30)]), Options())
         self.constructor = Constructor()
         self.host = LoaderHost(
-            3, Settings(name="back", token="t", check=True, **settings), {0: self.blueprint.kit(0)}, self.blueprint.openings(0, Cursor()),
-            {0: self.constructor.server.address}, (), 0,
-        )  # fmt: skip
+            3,
+            Settings(name="back", token="t", check=True, **settings),
+            {0: self.blueprint.kit(0)},
+            self.blueprint.openings(0, Cursor()),
+            {0: self.constructor.server.address},
+            (),
+            0,
+        )
 
     def __enter__(self) -> Told:
         return self
@@ -459,13 +552,22 @@ class Told:
         """What happens until so many samples are announced."""
 
         def enough(got: list[Any]) -> bool:
-            return sum(len(e.found) for e in got if isinstance(e, Announce) and e.found and e.generation == generation) >= n
+            return (
+                sum(
+                    len(e.found)
+                    for e in got
+                    if isinstance(e, Announce) and e.found and e.generation == generation
+                )
+                >= n
+            )
 
         self.host.do([Refill(0, n, n)])
         return self.events(enough)
 
     def part(self, step: int, n: int, generation: int = 0, acked: int = -1) -> None:
-        self.host.do([Part(step, np.array([0]), np.array([n]), (0,), generation=generation, acked=acked)])
+        self.host.do(
+            [Part(step, np.array([0]), np.array([n]), (0,), generation=generation, acked=acked)]
+        )
 
     def back(self, step: int, row: int, generation: int) -> Back:
         cursor = Cursor(0, 0, 0, 0, row, 0) if row >= 0 else Cursor()
@@ -489,20 +591,33 @@ def test_a_loader_host_goes_back_and_parts_of_before_or_said_twice_lead_to_nothi
         told.part(1, 3)
         told.part(1, 3, STRIDE)
         told.part(2, 1, STRIDE, acked=1)
-        assert told.constructor.wait(4)[2:] == [(1, STRIDE, tokens(2, 3, 4)), (2, STRIDE, tokens(5))]
+        assert told.constructor.wait(4)[2:] == [
+            (1, STRIDE, tokens(2, 3, 4)),
+            (2, STRIDE, tokens(5)),
+        ]
         figures = told.host.figures()
-        assert (figures["memory"]["kept"], figures["loaders"][0]["kept_bytes"]) == (4, 4), "step 1 is acknowledged, step 2 is not"
+        assert (figures["memory"]["kept"], figures["loaders"][0]["kept_bytes"]) == (4, 4), (
+            "step 1 is acknowledged, step 2 is not"
+        )
 
 
-def test_a_constructor_host_that_is_lost_ends_nothing_and_one_in_its_place_is_sent_what_comes_again() -> None:
+def test_a_constructor_host_that_is_lost_ends_nothing_and_one_in_its_place_is_sent_what_comes_again() -> (
+    None
+):
     with Told(failover=True) as told:
         told.announced(6)
         told.constructor.server.close()
-        [cut] = [e for e in told.events(lambda got: any(isinstance(e, tuple) for e in got)) if isinstance(e, tuple)]
+        [cut] = [
+            e
+            for e in told.events(lambda got: any(isinstance(e, tuple) for e in got))
+            if isinstance(e, tuple)
+        ]
         assert cut[:2] == ("cut", "constructor-host/0")
         told.part(0, 2)
         told.constructor = Constructor()
-        told.host.do([("constructor", 0, told.constructor.server.address, "t"), told.back(-1, -1, STRIDE)])
+        told.host.do(
+            [("constructor", 0, told.constructor.server.address, "t"), told.back(-1, -1, STRIDE)]
+        )
         happened = told.announced(6, STRIDE)
         assert not any(isinstance(e, Finish) for e in happened)
         told.part(0, 2, STRIDE)
@@ -516,7 +631,11 @@ def test_without_failover_a_constructor_host_that_is_lost_is_told_of_as_the_end(
         assert told.host._loading.hosted[0].loader.memory is None
         told.constructor.server.close()
         told.part(0, 2)
-        [finish] = [e for e in told.events(lambda got: any(isinstance(e, Finish) for e in got)) if isinstance(e, Finish)]
+        [finish] = [
+            e
+            for e in told.events(lambda got: any(isinstance(e, Finish) for e in got))
+            if isinstance(e, Finish)
+        ]
         assert (finish.step, type(finish.error).__name__) == (0, "ActorLost")
 
 
@@ -532,7 +651,9 @@ def test_a_loader_host_follows_and_is_quiet_until_it_is_made_the_primary() -> No
         assert told.constructor.wait(1) == [(0, STRIDE, tokens(0, 1))]
 
 
-def test_a_host_whose_pump_opens_a_source_for_long_is_heard_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_pump_opens_a_source_for_long_is_heard_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     opens, may = threading.Event(), threading.Event()
 
     def slow(*args: Any) -> Any:

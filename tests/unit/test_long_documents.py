@@ -19,7 +19,10 @@ from tests.reference import reference_stream
 from tests.worlds import Rows
 
 CONTEXT = 8
-LENGTHS = {"web": [3, 20, 8, 9, 1, 40, 7, 2, 16, 5, 30, 4], "code": [4, 6, 2, 11, 8, 3]}  # tokens of each document
+LENGTHS = {
+    "web": [3, 20, 8, 9, 1, 40, 7, 2, 16, 5, 30, 4],
+    "code": [4, 6, 2, 11, 8, 3],
+}  # tokens of each document
 MANY = {"web": [1 + 7 * k % 23 for k in range(90)], "code": [1 + 5 * k % 11 for k in range(60)]}
 
 
@@ -28,8 +31,17 @@ def job(lengths: dict[str, list[int]] | None = None, **fields: Any) -> ov.Job:
         name: Rows([{"n": k, "tokens": [1000 * i + k + 1] * n} for k, n in enumerate(found)])
         for i, (name, found) in enumerate((lengths or LENGTHS).items())
     }
-    sources = [ov.Source(name, rows, transforms=[ov.Tokens("tokens")], epochs=1) for name, rows in made.items()]
-    given: dict[str, Any] = {"batch": ov.Batch(samples=4, context=CONTEXT), "slice_rows": 5, "shuffle_chunks": 2, "seed": 3, **fields}
+    sources = [
+        ov.Source(name, rows, transforms=[ov.Tokens("tokens")], epochs=1)
+        for name, rows in made.items()
+    ]
+    given: dict[str, Any] = {
+        "batch": ov.Batch(samples=4, context=CONTEXT),
+        "slice_rows": 5,
+        "shuffle_chunks": 2,
+        "seed": 3,
+        **fields,
+    }
     return ov.Job(name="long", sources=sources, **given)
 
 
@@ -49,29 +61,44 @@ def test_by_default_every_token_of_a_long_document_is_delivered(tmp_path: Path) 
     assert made.on_long == "split"
     tokens, metrics = delivered(made)
     assert tokens == {name: sum(found) for name, found in LENGTHS.items()}
-    assert all((m["cut"], m["cut_tokens"], m["dropped"], m["dropped_tokens"]) == (0, 0, 0, 0) for m in metrics.values())
+    assert all(
+        (m["cut"], m["cut_tokens"], m["dropped"], m["dropped_tokens"]) == (0, 0, 0, 0)
+        for m in metrics.values()
+    )
     path = tmp_path / "job.yaml"
-    path.write_text("name: x\nsources: {a: {uri: a.jsonl, transforms: [tokens]}}\nbatch: {samples: 2, context: 8}\n")
+    path.write_text(
+        "name: x\nsources: {a: {uri: a.jsonl, transforms: [tokens]}}\nbatch: {samples: 2, context: 8}\n"
+    )
     assert ov.Job.from_yaml(path).on_long == "split"
 
 
 @pytest.mark.parametrize("where", ["this process", "a worker process"])
 @pytest.mark.parametrize("on_long", ["truncate", "drop", "quarantine"])
-def test_every_token_that_is_not_delivered_is_counted_for_its_source(on_long: str, where: str) -> None:
+def test_every_token_that_is_not_delivered_is_counted_for_its_source(
+    on_long: str, where: str
+) -> None:
     made = job(on_long=on_long)
     if where == "a worker process":
-        made = replace(made, sources=[replace(s, transforms=[ov.Map(same, holds_lock=True)]) for s in made.sources])
+        made = replace(
+            made,
+            sources=[replace(s, transforms=[ov.Map(same, holds_lock=True)]) for s in made.sources],
+        )
     tokens, metrics = delivered(made)
     for name in made.names:
         long = [n for n in LENGTHS[name] if n > CONTEXT]
-        cut, dropped = ((len(long), sum(long) - CONTEXT * len(long)) if on_long == "truncate" else (0, 0)), (0, 0)
+        cut, dropped = (
+            ((len(long), sum(long) - CONTEXT * len(long)) if on_long == "truncate" else (0, 0)),
+            (0, 0),
+        )
         if on_long == "drop":
             dropped = len(long), sum(long)
         m = metrics[name]
         assert ((m["cut"], m["cut_tokens"]), (m["dropped"], m["dropped_tokens"])) == (cut, dropped)
         refused = sum(long) if on_long == "quarantine" else 0
         assert tokens[name] + m["cut_tokens"] + m["dropped_tokens"] + refused == sum(LENGTHS[name])
-        assert m["quarantined"] == (len(long) if on_long == "quarantine" else 0), "a dropped document is no failure"
+        assert m["quarantined"] == (len(long) if on_long == "quarantine" else 0), (
+            "a dropped document is no failure"
+        )
 
 
 def same(columns: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +107,9 @@ def same(columns: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("look_ahead", [1, 3])
 @pytest.mark.parametrize("on_long", ["truncate", "drop"])
-def test_losses_in_a_state_depend_on_the_stream_alone_and_go_on_after_a_resume(on_long: str, look_ahead: int) -> None:
+def test_losses_in_a_state_depend_on_the_stream_alone_and_go_on_after_a_resume(
+    on_long: str, look_ahead: int
+) -> None:
     made = job(MANY, on_long=on_long, look_ahead=look_ahead)
     ways = [
         ov.simulate(made, seed=s, loaders=dict.fromkeys(made.names, n), prefetch=p, save=True)
@@ -90,8 +119,12 @@ def test_losses_in_a_state_depend_on_the_stream_alone_and_go_on_after_a_resume(o
     assert counts[0][-1]["lost_tokens"].keys() == {"web", "code"}
     assert counts[1] == counts[2] == counts[0]
     for step in (0, 4, 11):
-        again = ov.simulate(made, seed=9, resume=json.loads(json.dumps(ways[0].states[step])), save=True)
-        assert {k: s["counts"] for k, s in again.states.items()} == {k: s["counts"] for k, s in ways[0].states.items() if k > step}
+        again = ov.simulate(
+            made, seed=9, resume=json.loads(json.dumps(ways[0].states[step])), save=True
+        )
+        assert {k: s["counts"] for k, s in again.states.items()} == {
+            k: s["counts"] for k, s in ways[0].states.items() if k > step
+        }
 
 
 @pytest.mark.parametrize("on_long", ["truncate", "drop"])
@@ -118,7 +151,9 @@ def test_a_source_whose_last_documents_are_dropped_ends_and_the_others_go_on() -
     assert (metrics["web"]["dropped"], metrics["web"]["dropped_tokens"]) == (2, 50)
 
 
-def test_a_job_that_loses_many_tokens_warns_once_of_each_source(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_loses_many_tokens_warns_once_of_each_source(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, "overlord"):
         delivered(job(on_long="truncate"))
     said = sorted(r.getMessage() for r in caplog.records if "on_long" in r.getMessage())
@@ -128,7 +163,9 @@ def test_a_job_that_loses_many_tokens_warns_once_of_each_source(caplog: pytest.L
 
 
 @pytest.mark.parametrize("on_long", ["split", "quarantine"])
-def test_a_job_that_drops_nothing_does_not_warn(on_long: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_drops_nothing_does_not_warn(
+    on_long: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "overlord"):
         delivered(job(on_long=on_long))
     assert not [r for r in caplog.records if "on_long" in r.getMessage()]
@@ -136,17 +173,26 @@ def test_a_job_that_drops_nothing_does_not_warn(on_long: str, caplog: pytest.Log
 
 def test_a_source_is_found_when_its_losses_pass_a_hundredth_and_once() -> None:
     watch = Losses()
-    assert watch.found({"tokens": np.array([1, 2])}) == [], "a state of before there were such counts"
-    assert watch.found({"tokens": np.array([990, 100]), "lost_tokens": np.array([10, 0])}) == [], "one of a hundred"
-    assert watch.found({"tokens": np.array([1990, 100]), "lost_tokens": np.array([21, 50])}) == [0, 1]
+    assert watch.found({"tokens": np.array([1, 2])}) == [], (
+        "a state of before there were such counts"
+    )
+    assert watch.found({"tokens": np.array([990, 100]), "lost_tokens": np.array([10, 0])}) == [], (
+        "one of a hundred"
+    )
+    assert watch.found({"tokens": np.array([1990, 100]), "lost_tokens": np.array([21, 50])}) == [
+        0,
+        1,
+    ]
     assert watch.found({"tokens": np.array([2000, 100]), "lost_tokens": np.array([900, 90])}) == []
 
 
 @pytest.mark.parametrize(
     ("on_long", "wanted"),
     [("truncate", (2, 5, 70, 0)), ("drop", (7, 0, 0, 70)), ("split", (2, 0, 0, 0))],
-)  # fmt: skip
-def test_filtered_rows_and_dropped_documents_are_dropped_rows(on_long: str, wanted: tuple[int, ...]) -> None:
+)
+def test_filtered_rows_and_dropped_documents_are_dropped_rows(
+    on_long: str, wanted: tuple[int, ...]
+) -> None:
     long, lost = (0, 0) if on_long == "split" else (5, 70)
     assert tuple(losses(2, long, lost, on_long).values()) == wanted
 

@@ -16,7 +16,9 @@ ROWS = [{"tokens": [i, i + 1, i + 2], "loss_mask": [0, 1, 1], "n": i} for i in r
 
 def first_step(uri: Any, *transforms: Any) -> ov.Step:
     source = ov.Source("web", uri, transforms=transforms, epochs=1)
-    with ov.launch(ov.Job(name="t", sources=[source], batch=ov.Batch(samples=4, context=8))) as session:
+    with ov.launch(
+        ov.Job(name="t", sources=[source], batch=ov.Batch(samples=4, context=8))
+    ) as session:
         return next(session.client(0))
 
 
@@ -31,7 +33,9 @@ def source_of(kind: str, folder: Path, rows: list[dict[str, Any]]) -> Any:
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "jsonl.gz", "dataset", "factory"])
 @pytest.mark.parametrize("name", ["loss_mask", "labels"])
 def test_a_mask_beside_the_ids_is_refused_by_name(tmp_path: Path, kind: str, name: str) -> None:
-    uri = source_of(kind, tmp_path, [{"tokens": row["tokens"], name: row["loss_mask"]} for row in ROWS])
+    uri = source_of(
+        kind, tmp_path, [{"tokens": row["tokens"], name: row["loss_mask"]} for row in ROWS]
+    )
     problem = f"expected token ids alone, got the column '{name}' beside them, which is not supported yet; add Select"
     for transforms in ([ov.Tokens("tokens")], [], [ov.Tokens("tokens"), ov.Filter(len_is_three)]):
         with pytest.raises(SourceError, match=problem):
@@ -67,7 +71,9 @@ def test_a_function_that_returns_a_mask_is_refused_by_name(tmp_path: Path) -> No
     problem = "expected columns that a job can use, got 'loss_mask', which is not supported yet; return 'tokens' without 'loss_mask'"
     with pytest.raises(TransformError, match=problem):
         first_step(uri, ov.Map(masked, rows=True))
-    with pytest.raises(TransformError, match="got 'loss_mask', which is not supported yet; leave it out"):
+    with pytest.raises(
+        TransformError, match="got 'loss_mask', which is not supported yet; leave it out"
+    ):
         first_step(uri, ov.Select("tokens", "loss_mask"))
     twice = ov.Map(masked, rows=True)
     with pytest.raises(TransformError, match=problem):

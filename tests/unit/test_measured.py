@@ -20,18 +20,29 @@ from measured.rows import ROWS, shown
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 LAST_DAY = "2026-11-17"
-LINE = re.compile(r"^\| (?P<claim>[^|]+) \| (?P<number>[\d.]+) (?P<unit>x|ms|MB) \| \[[\d-]+\]\((?P<link>[^)]+)\) \|$")
-SCALING = Cell(program="scaling.py", machine="16 cores", where={"loader": "torch", "hosts or workers": "16"}, column="Mtok/s")
+LINE = re.compile(
+    r"^\| (?P<claim>[^|]+) \| (?P<number>[\d.]+) (?P<unit>x|ms|MB) \| \[[\d-]+\]\((?P<link>[^)]+)\) \|$"
+)
+SCALING = Cell(
+    program="scaling.py",
+    machine="16 cores",
+    where={"loader": "torch", "hosts or workers": "16"},
+    column="Mtok/s",
+)
 
 
 def measured_section() -> str:
-    return (ROOT / "README.md").read_text(encoding="utf-8").split("## Measured\n")[1].split("\n## ")[0]
+    return (
+        (ROOT / "README.md").read_text(encoding="utf-8").split("## Measured\n")[1].split("\n## ")[0]
+    )
 
 
 def lines() -> list[re.Match[str]]:
     rows = [line for line in measured_section().splitlines() if line.startswith("|")][2:]
     found = [LINE.match(row) for row in rows]
-    assert None not in found, f"expected a claim, one number and a link in every row, got {rows[found.index(None)]!r}"
+    assert None not in found, (
+        f"expected a claim, one number and a link in every row, got {rows[found.index(None)]!r}"
+    )
     return [line for line in found if line is not None]
 
 
@@ -56,7 +67,9 @@ def cell_on(path: Path, cell: Cell) -> float:
             head = cells
         elif cell.heading in section and {*cell.where, cell.column} <= set(head):
             row = dict(zip(head, cells, strict=False))
-            found += [row[cell.column]] * all(row[column] == wanted for column, wanted in cell.where.items())
+            found += [row[cell.column]] * all(
+                row[column] == wanted for column, wanted in cell.where.items()
+            )
     assert len(found) == 1, (path.name, cell)
     return float(re.findall(r"[\d,.]*\d", found[0])[cell.at].replace(",", ""))
 
@@ -99,7 +112,9 @@ def test_the_readme_has_the_table_of_the_pages() -> None:
 def test_a_newer_page_makes_the_table_stale(copied: Path) -> None:
     before = readme.table(pages(copied))
     text = (copied / "2026-11-16-scaling-slices.md").read_text(encoding="utf-8")
-    text = text.replace("run: 2026-11-16.2", "run: 2026-11-16.3").replace("| 3.42 | 7.56 |", "| 4.00 | 7.56 |")
+    text = text.replace("run: 2026-11-16.2", "run: 2026-11-16.3").replace(
+        "| 3.42 | 7.56 |", "| 4.00 | 7.56 |"
+    )
     (copied / "2026-11-16-scaling-again.md").write_text(text, encoding="utf-8")
     assert "2026-11-16-scaling-again.md" not in before
     assert "2026-11-16-scaling-again.md" in readme.table(pages(copied))
@@ -107,8 +122,13 @@ def test_a_newer_page_makes_the_table_stale(copied: Path) -> None:
 
 def test_a_number_that_contradicts_its_claim_is_refused(copied: Path) -> None:
     path = copied / "2026-11-16-memory.md"
-    path.write_text(path.read_text(encoding="utf-8").replace("| 590 | 8.5 |", "| 400 | 8.5 |"), encoding="utf-8")
-    with pytest.raises(NotThere, match=r"expected more than 1, got 0\.79 on 2026-11-16-memory\.md; write the claim anew"):
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("| 590 | 8.5 |", "| 400 | 8.5 |"), encoding="utf-8"
+    )
+    with pytest.raises(
+        NotThere,
+        match=r"expected more than 1, got 0\.79 on 2026-11-16-memory\.md; write the claim anew",
+    ):
         readme.table(pages(copied))
 
 
@@ -145,16 +165,21 @@ def test_every_result_page_names_its_program_its_machine_and_its_run() -> None:
     for page in known:
         assert (ROOT / "benchmarks" / page.program).is_file()
         assert page.path.name.startswith(page.order[0])
-        assert set(page.machines) <= {"2 cores", "16 cores", "H200"} or all(re.fullmatch(r"\d+ cores", m) for m in page.machines)
+        assert set(page.machines) <= {"2 cores", "16 cores", "H200"} or all(
+            re.fullmatch(r"\d+ cores", m) for m in page.machines
+        )
     runs = [(page.program, page.order) for page in known]
     assert len(set(runs)) == len(runs), "two pages of one program and day need an order"
 
 
-def test_a_saved_page_is_tagged_and_overwrites_no_other(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_page_is_tagged_and_overwrites_no_other(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, text = tagged("2026-11-16-scaling", "# Scaling\n\nbody\n", "16 cores", copied)
     assert (name, text) == (
-        "2026-11-16-scaling-16-cores", "# Scaling\n\n<!-- made by: scaling.py; on: 16 cores; run: 2026-11-16.3 -->\n\nbody\n"
-    )  # fmt: skip
+        "2026-11-16-scaling-16-cores",
+        "# Scaling\n\n<!-- made by: scaling.py; on: 16 cores; run: 2026-11-16.3 -->\n\nbody\n",
+    )
     (copied / f"{name}.md").write_text(text, encoding="utf-8")
     again, _ = tagged("2026-11-16-scaling", "# Scaling\n\nbody\n", "16 cores", copied)
     assert again == "2026-11-16-scaling-16-cores-run4"
@@ -164,7 +189,11 @@ def test_a_saved_page_is_tagged_and_overwrites_no_other(copied: Path, monkeypatc
 
 
 def test_a_page_is_named_after_its_program() -> None:
-    names = {"2026-11-16-autoscale-14": "autoscale.py", "2026-01-01-rank-memory": "rank_memory.py", "2026-01-01-gpu-plans": "gpu/plans.py"}
+    names = {
+        "2026-11-16-autoscale-14": "autoscale.py",
+        "2026-01-01-rank-memory": "rank_memory.py",
+        "2026-01-01-gpu-plans": "gpu/plans.py",
+    }
     assert {name: program_of(name) for name in names} == names
     with pytest.raises(NotThere, match="name the page after its program"):
         program_of("2026-01-01-nothing")

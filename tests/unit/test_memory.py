@@ -35,7 +35,9 @@ for what in sys.stdin:
 def bare(path: Path) -> Iterator[Any]:
     """A process, and how to have it do something."""
     program = [sys.executable, "-S", "-c", DOES, path]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+    with subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
 

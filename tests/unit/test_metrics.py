@@ -16,40 +16,68 @@ from tests.worlds import Rows
 
 @pytest.fixture
 def running(tmp_path: Path) -> ov.Session:
-    (tmp_path / "web.jsonl").write_text("".join(json.dumps({"tokens": [k] * 3}) + "\n" for k in range(40)))
+    (tmp_path / "web.jsonl").write_text(
+        "".join(json.dumps({"tokens": [k] * 3}) + "\n" for k in range(40))
+    )
     sources = [
         ov.Source("web", str(tmp_path / "web.jsonl"), transforms=[ov.Tokens("tokens")], epochs=1),
-        ov.Source("list", Rows([{"tokens": [k]} for k in range(40)]), transforms=[ov.Tokens("tokens")], epochs=1),
+        ov.Source(
+            "list",
+            Rows([{"tokens": [k]} for k in range(40)]),
+            transforms=[ov.Tokens("tokens")],
+            epochs=1,
+        ),
     ]
-    made = ov.Job(name="told", sources=sources, batch=ov.Batch(samples=4, context=16), place=ov.ClientPlaceTree(dp=1), seed=1)
+    made = ov.Job(
+        name="told",
+        sources=sources,
+        batch=ov.Batch(samples=4, context=16),
+        place=ov.ClientPlaceTree(dp=1),
+        seed=1,
+    )
     return ov.launch(made)
 
 
 def silent(loader: int, source: str) -> dict[str, Any]:
     """The row of a loader whose host does not answer."""
     host = SimpleNamespace(handle=SimpleNamespace(name="loader-host/0", pid=1), lost="")
-    asked = SimpleNamespace(_loaders={0: host}, _cutter=SimpleNamespace(host=lambda loader: 0), _source_of=lambda loader: source)
+    asked = SimpleNamespace(
+        _loaders={0: host},
+        _cutter=SimpleNamespace(host=lambda loader: 0),
+        _source_of=lambda loader: source,
+    )
     return Asked._untold(asked, loader)  # type: ignore[arg-type]
 
 
-def test_a_loader_whose_host_does_not_answer_has_every_figure_that_others_have(running: ov.Session) -> None:
+def test_a_loader_whose_host_does_not_answer_has_every_figure_that_others_have(
+    running: ov.Session,
+) -> None:
     with running:
         next(running.client(0))
         for row in running._figures()["loaders"]:
             assert set(silent(row["loader"], row["source"])) == set(row)
 
 
-def test_a_source_of_which_nobody_tells_has_every_figure_at_nothing(running: ov.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_of_which_nobody_tells_has_every_figure_at_nothing(
+    running: ov.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running:
         next(running.client(0))
         told, figures = running.metrics()["sources"], running._host.figures
-        assert {name: {"storage", "store"} & set(row) for name, row in told.items()} == {"web": {"storage"}, "list": set()}
+        assert {name: {"storage", "store"} & set(row) for name, row in told.items()} == {
+            "web": {"storage"},
+            "list": set(),
+        }
 
         def untold() -> dict[str, Any]:
             found = figures()
-            return found | {"loaders": [silent(row["loader"], row["source"]) for row in found["loaders"]]}
+            return found | {
+                "loaders": [silent(row["loader"], row["source"]) for row in found["loaders"]]
+            }
 
         monkeypatch.setattr(running._host, "figures", untold)
         found = running.metrics()["sources"]
-    assert {name: set(row) for name, row in found.items()} == {name: set(row) for name, row in told.items()}
+    assert {name: set(row) for name, row in found.items()} == {
+        name: set(row) for name, row in told.items()
+    }
     assert found["web"]["storage"] == {"retries": 0, "errors": {}, "waited_s": 0.0, "given_up": 0}

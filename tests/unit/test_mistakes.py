@@ -15,7 +15,11 @@ PLACE = ov.ClientPlaceTree(dp=2)
 
 def buffer(columns: Mapping[str, Any] | None = None, samples: int = 8) -> ov.Buffer:
     given = columns or {
-        "web": {"tokens": [100] * 20, "image_patches": [[4, 8]] * 10 + [[]] * 10, "hard": np.arange(20.0)[::-1]},
+        "web": {
+            "tokens": [100] * 20,
+            "image_patches": [[4, 8]] * 10 + [[]] * 10,
+            "hard": np.arange(20.0)[::-1],
+        },
         "code": {"tokens": [300] * 20, "hard": np.arange(20.0)},
     }
     return ov.Buffer.from_columns(given, batch=ov.Batch(samples=samples, context=1024))
@@ -54,70 +58,187 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: buffer({"web": {"tokens": [[1, 2], [3]]}}),
         "'tokens' of source 'web': wanted a whole number",
     ),
-    "lengths that are no whole numbers": (lambda: buffer({"web": {"tokens": [1.5, 2.5]}}), "wanted a whole number of at least 0"),
-    "negative lengths": (lambda: buffer({"web": {"tokens": [5, -1]}}), "wanted a whole number of at least 0"),
-    "a source without names of columns": (lambda: buffer({"web": [1, 2]}), "source 'web': wanted a mapping of metadata name to column"),
+    "lengths that are no whole numbers": (
+        lambda: buffer({"web": {"tokens": [1.5, 2.5]}}),
+        "wanted a whole number of at least 0",
+    ),
+    "negative lengths": (
+        lambda: buffer({"web": {"tokens": [5, -1]}}),
+        "wanted a whole number of at least 0",
+    ),
+    "a source without names of columns": (
+        lambda: buffer({"web": [1, 2]}),
+        "source 'web': wanted a mapping of metadata name to column",
+    ),
     "one number for all samples": (lambda: buffer({"web": {"tokens": 5}}), "found 5"),
     "text as metadata": (
         lambda: buffer({"web": {"tokens": [1], "kind": ["a"]}}),
         "'kind' of source 'web': wanted a number for each sample",
     ),
-    "numbers and lists in one column": (lambda: buffer({"web": {"tokens": [1, 2], "p": [3, [4, 5]]}}), "'p' of source 'web'"),
-    "lists and numbers in one column": (lambda: buffer({"web": {"tokens": [1, 2], "p": [[4, 5], 3]}}), "'p' of source 'web'"),
-    "no batch": (lambda: ov.Buffer.from_columns({"web": {"tokens": [1]}}, batch=8), "wanted a Batch, found 8"),  # type: ignore[arg-type]
-    "arguments swapped": (lambda: ov.DGraph.from_buffer(PLACE, buffer()), "wanted a Buffer as buffer, found ClientPlaceTree"),  # type: ignore[arg-type]
-    "a number of ranks for a place": (lambda: ov.DGraph.from_buffer(buffer(), 4), "wanted a ClientPlaceTree as place, found int"),  # type: ignore[arg-type]
-    "a list of columns": (lambda: drawn().select(["tokens"]), r"no metadata \['tokens'\]; known: hard, image_patches, tokens"),  # type: ignore[arg-type]
-    "a schedule of the step alone": (lambda: candidates().mix(lambda step: {"web": 1}), r"wanted a function of \(step, feedback\)"),  # type: ignore[arg-type, misc]
-    "another draw than the job's": (lambda: ov.DGraph.from_buffer(drawn().buffer, PLACE).mix(draw="random"), "has drawn this step already"),
-    "scores instead of a function": (lambda: looked_ahead(np.zeros(16)), "prefer: wanted a function, found ndarray"),
-    "a preference of one argument": (lambda: looked_ahead(lambda rows: rows), r"prefer: wanted a function of \(candidates, place\)"),
-    "a preference without return": (lambda: looked_ahead(lambda rows, place: None), "prefer: wanted 16 numbers"),
-    "a preference in words": (lambda: looked_ahead(lambda rows, place: ["low"] * 16), "prefer: wanted 16 numbers"),
+    "numbers and lists in one column": (
+        lambda: buffer({"web": {"tokens": [1, 2], "p": [3, [4, 5]]}}),
+        "'p' of source 'web'",
+    ),
+    "lists and numbers in one column": (
+        lambda: buffer({"web": {"tokens": [1, 2], "p": [[4, 5], 3]}}),
+        "'p' of source 'web'",
+    ),
+    "no batch": (
+        lambda: ov.Buffer.from_columns({"web": {"tokens": [1]}}, batch=8),
+        "wanted a Batch, found 8",
+    ),  # type: ignore[arg-type]
+    "arguments swapped": (
+        lambda: ov.DGraph.from_buffer(PLACE, buffer()),
+        "wanted a Buffer as buffer, found ClientPlaceTree",
+    ),  # type: ignore[arg-type]
+    "a number of ranks for a place": (
+        lambda: ov.DGraph.from_buffer(buffer(), 4),
+        "wanted a ClientPlaceTree as place, found int",
+    ),  # type: ignore[arg-type]
+    "a list of columns": (
+        lambda: drawn().select(["tokens"]),
+        r"no metadata \['tokens'\]; known: hard, image_patches, tokens",
+    ),  # type: ignore[arg-type]
+    "a schedule of the step alone": (
+        lambda: candidates().mix(lambda step: {"web": 1}),
+        r"wanted a function of \(step, feedback\)",
+    ),  # type: ignore[arg-type, misc]
+    "another draw than the job's": (
+        lambda: ov.DGraph.from_buffer(drawn().buffer, PLACE).mix(draw="random"),
+        "has drawn this step already",
+    ),
+    "scores instead of a function": (
+        lambda: looked_ahead(np.zeros(16)),
+        "prefer: wanted a function, found ndarray",
+    ),
+    "a preference of one argument": (
+        lambda: looked_ahead(lambda rows: rows),
+        r"prefer: wanted a function of \(candidates, place\)",
+    ),
+    "a preference without return": (
+        lambda: looked_ahead(lambda rows, place: None),
+        "prefer: wanted 16 numbers",
+    ),
+    "a preference in words": (
+        lambda: looked_ahead(lambda rows, place: ["low"] * 16),
+        "prefer: wanted 16 numbers",
+    ),
     "a preference by unknown metadata": (
         lambda: looked_ahead(lambda rows, place: rows.meta["easy"]),
         "step 0: no metadata 'easy'; known: ",
     ),
     "an axis in a list": (lambda: drawn().distribute(["DP"]), "unknown axis"),  # type: ignore[arg-type]
-    "groups in words": (lambda: drawn().distribute("DP", group_size="2").balance(), "group_size: .* found '2'"),  # type: ignore[arg-type]
-    "a cost by unknown metadata": (lambda: texts().cost(lambda c: c["length"]), "step 0: no metadata 'length'; known: tokens"),
-    "a cost in words": (lambda: texts().cost(lambda c: ["dear"] * 8), "wanted 8 numbers, found list"),  # type: ignore[arg-type, return-value]
+    "groups in words": (
+        lambda: drawn().distribute("DP", group_size="2").balance(),
+        "group_size: .* found '2'",
+    ),  # type: ignore[arg-type]
+    "a cost by unknown metadata": (
+        lambda: texts().cost(lambda c: c["length"]),
+        "step 0: no metadata 'length'; known: tokens",
+    ),
+    "a cost in words": (
+        lambda: texts().cost(lambda c: ["dear"] * 8),
+        "wanted 8 numbers, found list",
+    ),  # type: ignore[arg-type, return-value]
     "costs instead of a function": (lambda: texts().cost([1.0, 2.0]), r"unknown cost \[1.0, 2.0\]"),  # type: ignore[arg-type]
-    "a capacity in words": (lambda: texts().balance(capacity="1k"), "capacity: wanted a whole number of tokens"),  # type: ignore[arg-type]
-    "a capacity below 0": (lambda: texts().balance(capacity=-5), "capacity: wanted a whole number of tokens"),
-    "memory in words": (lambda: texts().cost("tokens", memory="tokens").balance(memory_capacity="5"), "wanted a number above 0"),  # type: ignore[arg-type]
+    "a capacity in words": (
+        lambda: texts().balance(capacity="1k"),
+        "capacity: wanted a whole number of tokens",
+    ),  # type: ignore[arg-type]
+    "a capacity below 0": (
+        lambda: texts().balance(capacity=-5),
+        "capacity: wanted a whole number of tokens",
+    ),
+    "memory in words": (
+        lambda: texts().cost("tokens", memory="tokens").balance(memory_capacity="5"),
+        "wanted a number above 0",
+    ),  # type: ignore[arg-type]
     "a method in a list": (lambda: texts().balance(["greedy"]), "unknown balance method"),  # type: ignore[arg-type]
-    "a plan for a graph": (lambda: texts().balance().plan(encoder=plan()), "module 'encoder': wanted a DGraph, found LoadingPlan"),  # type: ignore[arg-type]
+    "a plan for a graph": (
+        lambda: texts().balance().plan(encoder=plan()),
+        "module 'encoder': wanted a DGraph, found LoadingPlan",
+    ),  # type: ignore[arg-type]
     "following a plan": (lambda: images().follow(plan()), "wanted a DGraph, found LoadingPlan"),  # type: ignore[arg-type]
-    "following other samples": (lambda: images().follow(drawn(4).select("tokens").distribute("DP").balance()), "from other samples"),
-    "imbalance of no module": (lambda: plan().imbalance("encoder"), "no module 'encoder'; known: backbone; .*plan"),
+    "following other samples": (
+        lambda: images().follow(drawn(4).select("tokens").distribute("DP").balance()),
+        "from other samples",
+    ),
+    "imbalance of no module": (
+        lambda: plan().imbalance("encoder"),
+        "no module 'encoder'; known: backbone; .*plan",
+    ),
     "loads of no module": (lambda: plan().loads("encoder"), "no module 'encoder'"),
     "fetchers of no module": (lambda: plan().fetchers("encoder"), "no module 'encoder'"),
     "served by no module": (lambda: plan().served_by("encoder"), "no module 'encoder'"),
     "fetches of no module": (lambda: plan().fetches(0, "encoder"), "no module 'encoder'"),
-    "routes of no module": (lambda: plan().routes(), "no module 'encoder'; known: backbone; .*plan"),
-    "no bytes": (lambda: ov.LoadingPlan.from_bytes("OVPL"), "wanted the bytes of a plan, found str"),  # type: ignore[arg-type]
-    "a rank from the environment": (lambda: PLACE.coords("1"), "wanted a rank as a whole number, found '1'"),  # type: ignore[arg-type]
+    "routes of no module": (
+        lambda: plan().routes(),
+        "no module 'encoder'; known: backbone; .*plan",
+    ),
+    "no bytes": (
+        lambda: ov.LoadingPlan.from_bytes("OVPL"),
+        "wanted the bytes of a plan, found str",
+    ),  # type: ignore[arg-type]
+    "a rank from the environment": (
+        lambda: PLACE.coords("1"),
+        "wanted a rank as a whole number, found '1'",
+    ),  # type: ignore[arg-type]
     "a place from the environment": (lambda: PLACE.rank(dp="1"), "dp='1' is outside"),  # type: ignore[arg-type]
-    "replicas in words": (lambda: PLACE.add_replicas("2"), "wanted a whole number of at least 0, found '2'"),  # type: ignore[arg-type]
+    "replicas in words": (
+        lambda: PLACE.add_replicas("2"),
+        "wanted a whole number of at least 0, found '2'",
+    ),  # type: ignore[arg-type]
     "a broadcast by number": (lambda: PLACE.fetchers(3), "unknown broadcast axis 3"),  # type: ignore[arg-type]
-    "lengths in words": (lambda: ov.cost.fit([["a"]] * 4, [1.0] * 4), "wanted the lengths of a microbatch's documents"),
-    "seconds in words": (lambda: ov.cost.fit([[1], [2], [3], [5]], ["1 s"] * 4), "a time is no number"),  # type: ignore[list-item]
+    "lengths in words": (
+        lambda: ov.cost.fit([["a"]] * 4, [1.0] * 4),
+        "wanted the lengths of a microbatch's documents",
+    ),
+    "seconds in words": (
+        lambda: ov.cost.fit([[1], [2], [3], [5]], ["1 s"] * 4),
+        "a time is no number",
+    ),  # type: ignore[list-item]
     "measurements without the column": (
         lambda: ov.cost.fit([{"tokens": [1]}], [1.0], column="length"),
         "no column 'length'; known: tokens",
     ),
     "no measurements": (lambda: ov.cost.fit(None, [1.0]), "wanted a list of microbatches"),  # type: ignore[arg-type]
-    "a method named by number": (lambda: ov.register_balance(5, lambda *a: a[0]), "wanted a name and a function"),  # type: ignore[arg-type]
-    "a cost named by number": (lambda: ov.register_cost(5, lambda c: c), "wanted a name and a function"),  # type: ignore[arg-type, return-value]
-    "a method of costs alone": (lambda: ov.register_balance("alone", lambda costs, n: costs), "capacity_aware=False"),
-    "lengths instead of columns": (lambda: ov.cost.llama_12b([1, 2]), "wanted metadata columns by name, found list"),  # type: ignore[arg-type]
-    "a cost of no argument": (lambda: texts().cost(lambda: 1.0), r"cost: wanted a function of \(columns\)"),  # type: ignore[arg-type, misc]
-    "a name for weights": (lambda: candidates().mix("web"), "wanted weights, by source name or one for each source, found 'web'"),  # type: ignore[arg-type]
+    "a method named by number": (
+        lambda: ov.register_balance(5, lambda *a: a[0]),
+        "wanted a name and a function",
+    ),  # type: ignore[arg-type]
+    "a cost named by number": (
+        lambda: ov.register_cost(5, lambda c: c),
+        "wanted a name and a function",
+    ),  # type: ignore[arg-type, return-value]
+    "a method of costs alone": (
+        lambda: ov.register_balance("alone", lambda costs, n: costs),
+        "capacity_aware=False",
+    ),
+    "lengths instead of columns": (
+        lambda: ov.cost.llama_12b([1, 2]),
+        "wanted metadata columns by name, found list",
+    ),  # type: ignore[arg-type]
+    "a cost of no argument": (
+        lambda: texts().cost(lambda: 1.0),
+        r"cost: wanted a function of \(columns\)",
+    ),  # type: ignore[arg-type, misc]
+    "a name for weights": (
+        lambda: candidates().mix("web"),
+        "wanted weights, by source name or one for each source, found 'web'",
+    ),  # type: ignore[arg-type]
     "a fetcher outside the mesh": (lambda: plan().fetches(9), "rank 9 is outside 0..1"),
-    "a raw plan of columns alone": (lambda: ov.plan_raw(lambda columns: columns), r"wanted a function of \(columns, place, batch, step\)"),  # type: ignore[arg-type, misc]
-    "a hook of no argument": (lambda: ov.loader_do_plan(lambda: 0), r"wanted a function of \(samples\)"),  # type: ignore[arg-type, misc]
-    "a raw plan by unknown metadata": (lambda: raw(lambda columns, place, batch, step: columns["length"]), "step 0: no metadata 'length'"),
+    "a raw plan of columns alone": (
+        lambda: ov.plan_raw(lambda columns: columns),
+        r"wanted a function of \(columns, place, batch, step\)",
+    ),  # type: ignore[arg-type, misc]
+    "a hook of no argument": (
+        lambda: ov.loader_do_plan(lambda: 0),
+        r"wanted a function of \(samples\)",
+    ),  # type: ignore[arg-type, misc]
+    "a raw plan by unknown metadata": (
+        lambda: raw(lambda columns, place, batch, step: columns["length"]),
+        "step 0: no metadata 'length'",
+    ),
 }
 
 
@@ -129,22 +250,44 @@ def test_a_plausible_mistake_is_named(mistake: str) -> None:
 
 
 def job(**fields: Any) -> ov.Job:
-    rows = ov.Factory(lambda shard: ({"tokens": [7] * (1 + i % 30), "hard": i % 10} for i in range(200)))
+    rows = ov.Factory(
+        lambda shard: ({"tokens": [7] * (1 + i % 30), "hard": i % 10} for i in range(200))
+    )
     source = ov.Source("web", rows, transforms=[ov.Tokens(), ov.Meta("hard", "hard")])
     return ov.Job(
-        **({"name": "mistakes", "sources": [source], "place": PLACE, "batch": ov.Batch(samples=8, context=64), "until": 3} | fields)
+        **(
+            {
+                "name": "mistakes",
+                "sources": [source],
+                "place": PLACE,
+                "batch": ov.Batch(samples=8, context=64),
+                "until": 3,
+            }
+            | fields
+        )
     )
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"strategy": lambda buffer: None}, r"strategy: wanted a function of \(buffer, place\), found <lambda>\(buffer\)"),
-        ({"mixture": lambda step: {"web": 1}}, r"mixture: wanted a function of \(step, feedback\), found <lambda>\(step\)"),
-        ({"mixture": ov.schedule.linear}, r"mixture: wanted a function of \(step, feedback\), found linear\("),
+        (
+            {"strategy": lambda buffer: None},
+            r"strategy: wanted a function of \(buffer, place\), found <lambda>\(buffer\)",
+        ),
+        (
+            {"mixture": lambda step: {"web": 1}},
+            r"mixture: wanted a function of \(step, feedback\), found <lambda>\(step\)",
+        ),
+        (
+            {"mixture": ov.schedule.linear},
+            r"mixture: wanted a function of \(step, feedback\), found linear\(",
+        ),
     ],
 )
-def test_a_function_that_cannot_be_called_as_it_will_be_is_refused_before_the_job_runs(fields: dict[str, Any], words: str) -> None:
+def test_a_function_that_cannot_be_called_as_it_will_be_is_refused_before_the_job_runs(
+    fields: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ov.JobError, match=words):
         job(**fields)
 
@@ -164,7 +307,10 @@ class Prefers:
 
 @pytest.mark.parametrize("scores", [None, np.zeros(3), ["low"] * 16])
 def test_a_schedule_whose_preference_is_none_is_refused(scores: Any) -> None:
-    with ov.launch(job(mixture=Prefers(scores), look_ahead=2)) as session, pytest.raises(ov.PlanError, match="prefer: wanted 16 numbers"):
+    with (
+        ov.launch(job(mixture=Prefers(scores), look_ahead=2)) as session,
+        pytest.raises(ov.PlanError, match="prefer: wanted 16 numbers"),
+    ):
         next(session.client(0))
 
 
@@ -174,12 +320,17 @@ def test_a_schedule_whose_preference_is_none_is_refused(scores: Any) -> None:
         (lambda s: s.plan("0"), "session.plan: wanted the number of a step, found '0'"),
         (lambda s: s.graph("0"), "session.graph: wanted the number of a step, found '0'"),
         (lambda s: s.client("0"), "wanted a rank as a whole number, found '0'"),
-        (lambda s: s.explain(ov.SampleId("web", "0", "0", "3")), "wanted a step's number or a SampleId"),  # type: ignore[arg-type]
+        (
+            lambda s: s.explain(ov.SampleId("web", "0", "0", "3")),
+            "wanted a step's number or a SampleId",
+        ),  # type: ignore[arg-type]
         (lambda s: s.explain(ov.SampleId("web", -1, 0, 3)), "epochs are counted from 0"),
         (lambda s: s.explain(ov.SampleId("web", 0, -1, 3)), "has files 0 to 0"),
     ],
 )
-def test_a_session_names_what_it_cannot_answer(ask: Callable[[ov.Session], object], words: str) -> None:
+def test_a_session_names_what_it_cannot_answer(
+    ask: Callable[[ov.Session], object], words: str
+) -> None:
     with ov.launch(job()) as session:
         next(session.client(0))
         with pytest.raises(ov.OverlordError, match=words):
@@ -189,7 +340,16 @@ def test_a_session_names_what_it_cannot_answer(ask: Callable[[ov.Session], objec
 def test_a_curriculum_chooses_on_a_buffer_made_by_hand_too() -> None:
     easy = ov.schedule.curriculum("hard", low=3, high=19, steps=10, weights={"web": 1})
     taken = candidates().mix(easy, look_ahead=2).buffer
-    assert sorted(np.asarray(taken.meta["hard"]).tolist()) == [4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
+    assert sorted(np.asarray(taken.meta["hard"]).tolist()) == [
+        4.0,
+        5.0,
+        6.0,
+        7.0,
+        8.0,
+        9.0,
+        10.0,
+        11.0,
+    ]
 
 
 def test_what_a_graph_holds_cannot_be_written() -> None:
@@ -202,7 +362,13 @@ def test_what_a_graph_holds_cannot_be_written() -> None:
 
 
 def test_one_broadcast_may_be_named_without_a_list() -> None:
-    raw = ov.plan_raw(lambda columns, place, batch, step: {"bucket": columns["row"] % 2, "microbatch": columns["row"]}, broadcast="TP")
+    raw = ov.plan_raw(
+        lambda columns, place, batch, step: {
+            "bucket": columns["row"] % 2,
+            "microbatch": columns["row"],
+        },
+        broadcast="TP",
+    )
     assert raw(drawn().buffer, PLACE).main.broadcast == ("TP",)
 
 

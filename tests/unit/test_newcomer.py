@@ -29,7 +29,11 @@ TEXTS = [{"id": k, "text": "one two three " * (1 + k % 5)} for k in range(40)]
 
 def job_file(folder: Path, sources: dict[str, Any], **changes: Any) -> Path:
     path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump({"name": "first", "sources": sources, "batch": {"samples": 8, "context": 64}, **changes}))
+    path.write_text(
+        yaml.safe_dump(
+            {"name": "first", "sources": sources, "batch": {"samples": 8, "context": 64}, **changes}
+        )
+    )
     return path
 
 
@@ -41,23 +45,33 @@ def overlord(*args: str | Path) -> Result:
 def test_inspect_names_the_columns_that_lines_and_shards_have_when_the_wanted_one_is_misspelled(
     format: str, tokenizer: str, tmp_path: Path
 ) -> None:
-    source = {"uri": write_rows(tmp_path / "web", format, TEXTS), "transforms": [{"tokenize": {"tokenizer": tokenizer, "text": "txt"}}]}
+    source = {
+        "uri": write_rows(tmp_path / "web", format, TEXTS),
+        "transforms": [{"tokenize": {"tokenizer": tokenizer, "text": "txt"}}],
+    }
     result = overlord("inspect", job_file(tmp_path, {"web": source}))
     assert result.exit_code == 1
     found = "__key__, id, text" if format == "tar" else "id, text"
-    assert f"no sampled row became a sample; wanted the column 'txt', found {found}" in result.stderr
+    assert (
+        f"no sampled row became a sample; wanted the column 'txt', found {found}" in result.stderr
+    )
     assert "txt is null or missing" in result.stdout
 
 
 def test_inspect_lists_all_columns_of_a_source_that_is_well(tokenizer: str, tmp_path: Path) -> None:
-    source = {"uri": write_rows(tmp_path / "web", "jsonl", TEXTS), "transforms": [{"tokenize": {"tokenizer": tokenizer}}]}
+    source = {
+        "uri": write_rows(tmp_path / "web", "jsonl", TEXTS),
+        "transforms": [{"tokenize": {"tokenizer": tokenizer}}],
+    }
     result = overlord("inspect", job_file(tmp_path, {"web": source}))
     assert result.exit_code == 0, result.output
     assert "columns id: int64, text: string" in result.stdout
 
 
 @pytest.mark.parametrize("on_long", ON_LONG)
-def test_inspect_says_how_many_samples_the_context_is_too_short_for(on_long: str, tmp_path: Path) -> None:
+def test_inspect_says_how_many_samples_the_context_is_too_short_for(
+    on_long: str, tmp_path: Path
+) -> None:
     rows = [{"tokens": [1] * n} for n in (3, 5, 90, 70, 64)]
     source = {"uri": write_rows(tmp_path / "web", "parquet", rows), "transforms": ["tokens"]}
     shown = overlord("inspect", job_file(tmp_path, {"web": source}, on_long=on_long)).stdout
@@ -72,20 +86,30 @@ def test_inspect_says_how_many_samples_the_context_is_too_short_for(on_long: str
         assert "0 of 5" in shown
     else:
         assert "tokens 3 / 64 / 90" in shown
-        assert ("(on_long: truncate): 32 of 232 tokens cut (13.8%)" in shown) == (on_long == "truncate")
+        assert ("(on_long: truncate): 32 of 232 tokens cut (13.8%)" in shown) == (
+            on_long == "truncate"
+        )
         assert "0 of 5" in shown
 
 
 def test_inspect_says_so_where_every_document_would_be_dropped(tmp_path: Path) -> None:
-    source = {"uri": write_rows(tmp_path / "web", "parquet", [{"tokens": [1] * 90}] * 2), "transforms": ["tokens"]}
+    source = {
+        "uri": write_rows(tmp_path / "web", "parquet", [{"tokens": [1] * 90}] * 2),
+        "transforms": ["tokens"],
+    }
     result = overlord("inspect", job_file(tmp_path, {"web": source}, on_long="drop"))
     assert result.exit_code != 0
-    assert "no sampled row became a sample; all 2 documents are longer than the context of 64 (on_long: drop)" in result.output
+    assert (
+        "no sampled row became a sample; all 2 documents are longer than the context of 64 (on_long: drop)"
+        in result.output
+    )
 
 
 def test_a_file_that_is_not_there_brings_up_the_name_that_was_meant(tmp_path: Path) -> None:
     (tmp_path / "plain.jsonl").write_text("{}\n")
-    with pytest.raises(SourceError, match=r"no such file or directory; did you mean plain\.jsonl\?$"):
+    with pytest.raises(
+        SourceError, match=r"no such file or directory; did you mean plain\.jsonl\?$"
+    ):
         Files.resolve(f"{tmp_path}/plian.jsonl", source="web")
     with pytest.raises(SourceError, match=r"holds 1 entries, for example plain\.jsonl$"):
         Files.resolve(f"{tmp_path}/zzz", source="web")
@@ -93,7 +117,9 @@ def test_a_file_that_is_not_there_brings_up_the_name_that_was_meant(tmp_path: Pa
         Files.resolve(f"{tmp_path}/nowhere/a.jsonl", source="web")
 
 
-def test_only_a_relative_path_is_told_where_relative_paths_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_relative_path_is_told_where_relative_paths_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SourceError, match="relative paths start at the working directory"):
         Files.resolve("gone.jsonl", source="web")
@@ -105,14 +131,20 @@ def test_a_pipe_is_not_called_missing(tmp_path: Path) -> None:
         Files.resolve(f"{tmp_path}/pipe.jsonl", source="web")
 
 
-def test_a_tilde_is_the_home_directory_in_python_and_in_a_file(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_the_home_directory_in_python_and_in_a_file(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_rows(tmp_path / "data", "jsonl", TEXTS, files=1)
     (tmp_path / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
     _, files = Files.resolve("~/data/*.jsonl", source="web")
     assert [f.path for f in files] == [str(tmp_path / "data" / "part-00000.jsonl")]
     (tmp_path / "jobs").mkdir()
-    source = {"uri": "~/data/*.jsonl", "epochs": 1, "transforms": [{"tokenize": {"tokenizer": "~/tokenizer.json"}}]}
+    source = {
+        "uri": "~/data/*.jsonl",
+        "epochs": 1,
+        "transforms": [{"tokenize": {"tokenizer": "~/tokenizer.json"}}],
+    }
     result = overlord("run", job_file(tmp_path / "jobs", {"web": source}))
     assert result.exit_code == 0, result.output
     assert ov.Tokenize("~/tokenizer.json").tokenizer == str(tmp_path / "tokenizer.json")
@@ -121,7 +153,9 @@ def test_a_tilde_is_the_home_directory_in_python_and_in_a_file(tokenizer: str, t
 def test_one_problem_does_not_name_its_place_twice() -> None:
     with pytest.raises(JobError) as source:
         ov.Source("web", "x.jsonl", weight=-1)
-    assert str(source.value) == "source 'web'.weight: wanted a finite number of at least 0, found -1"
+    assert (
+        str(source.value) == "source 'web'.weight: wanted a finite number of at least 0, found -1"
+    )
     with pytest.raises(JobError) as batch:
         ov.Batch(samples=1)
     assert str(batch.value) == "batch.context: wanted a whole number of at least 1, found 0"
@@ -130,52 +164,89 @@ def test_one_problem_does_not_name_its_place_twice() -> None:
 def test_a_broken_file_is_told_by_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("name: [1\nseed: 2\n")
-    with pytest.raises(JobError, match=r"is no YAML: while parsing a flow sequence, expected .* \(line 2, column 5\)$"):
+    with pytest.raises(
+        JobError,
+        match=r"is no YAML: while parsing a flow sequence, expected .* \(line 2, column 5\)$",
+    ):
         ov.Job.from_yaml(path)
 
 
 @pytest.mark.parametrize(
-    ("kind", "field"), [("filter", "fn"), ("map", "fn"), ("tokenize", "tokenizer"), ("tokens", "column"), ("meta", "name")]
+    ("kind", "field"),
+    [
+        ("filter", "fn"),
+        ("map", "fn"),
+        ("tokenize", "tokenizer"),
+        ("tokens", "column"),
+        ("meta", "name"),
+    ],
 )
-def test_a_transform_without_the_name_of_its_field_is_shown_how_it_is_written(kind: str, field: str, tmp_path: Path) -> None:
+def test_a_transform_without_the_name_of_its_field_is_shown_how_it_is_written(
+    kind: str, field: str, tmp_path: Path
+) -> None:
     path = job_file(tmp_path, {"web": {"uri": "x.jsonl", "transforms": [{kind: "mine"}]}})
     with pytest.raises(JobError) as caught:
         ov.Job.from_yaml(path)
-    assert f"sources.web.transforms[0].{kind}: wanted its fields, as in {{{field}: ...}}, found 'mine'" in caught.value.problems
+    assert (
+        f"sources.web.transforms[0].{kind}: wanted its fields, as in {{{field}: ...}}, found 'mine'"
+        in caught.value.problems
+    )
 
 
 def test_a_job_of_one_source_that_never_ends_is_told_in_good_grammar(tmp_path: Path) -> None:
     source = {"uri": "x.jsonl"}
-    assert "since web repeats for ever;" in overlord("run", job_file(tmp_path, {"web": source})).stderr
+    assert (
+        "since web repeats for ever;" in overlord("run", job_file(tmp_path, {"web": source})).stderr
+    )
     many = {f"s{k}": source for k in range(9)}
-    assert "since s0, s1, s2, s3, s4 and others repeat for ever;" in overlord("run", job_file(tmp_path, many)).stderr
+    assert (
+        "since s0, s1, s2, s3, s4 and others repeat for ever;"
+        in overlord("run", job_file(tmp_path, many)).stderr
+    )
 
 
 def test_a_plan_of_many_sources_names_the_largest_and_counts_the_others(tmp_path: Path) -> None:
     sources = {
-        f"s{k:02d}": {"uri": write_rows(tmp_path / f"{k}", "jsonl", [{"tokens": [1, 2]}] * 40, files=1), "weight": 3 if k >= 16 else 1}
+        f"s{k:02d}": {
+            "uri": write_rows(tmp_path / f"{k}", "jsonl", [{"tokens": [1, 2]}] * 40, files=1),
+            "weight": 3 if k >= 16 else 1,
+        }
         for k in range(40)
     }
-    shown = overlord("plan", job_file(tmp_path, sources, batch={"samples": 88, "context": 64}), "--step", "0").stdout
+    shown = overlord(
+        "plan", job_file(tmp_path, sources, batch={"samples": 88, "context": 64}), "--step", "0"
+    ).stdout
     mix = shown[shown.index("mix") : shown.index("digest")]
     assert " ".join(mix.split()).endswith("s38 3, s39 3, and 16 others 16")
     assert "s00" not in mix
 
 
 def test_what_the_demonstration_says_to_type_next_can_be_typed() -> None:
-    done = subprocess.run([*shlex.split(program()), "--version"], capture_output=True, text=True, env=ENV)
+    done = subprocess.run(
+        [*shlex.split(program()), "--version"], capture_output=True, text=True, env=ENV
+    )
     assert done.stdout.startswith("overlord, version")
 
 
 def test_a_terminal_that_knows_no_bars_still_gets_its_table(tmp_path: Path) -> None:
     source = {"uri": write_rows(tmp_path / "web", "jsonl", [{"tokens": [1, 2]}] * 40, files=1)}
-    command = [sys.executable, "-m", "overlord.cli.main", "plan", str(job_file(tmp_path, {"web": source})), "--step", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "overlord.cli.main",
+        "plan",
+        str(job_file(tmp_path, {"web": source})),
+        "--step",
+        "0",
+    ]
     done = subprocess.run(command, env={**ENV, "PYTHONIOENCODING": "latin-1"}, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert b"1.000  ????????" in done.stdout
 
 
-def test_worker_processes_of_a_program_that_launches_at_import_say_what_is_missing(tokenizer: str, tmp_path: Path) -> None:
+def test_worker_processes_of_a_program_that_launches_at_import_say_what_is_missing(
+    tokenizer: str, tmp_path: Path
+) -> None:
     path = write_rows(tmp_path / "web", "jsonl", TEXTS, files=1)
     (tmp_path / "train.py").write_text(
         "import overlord as ov\n"
@@ -185,14 +256,18 @@ def test_worker_processes_of_a_program_that_launches_at_import_say_what_is_missi
         "with ov.launch(job) as session:\n"
         "    next(session.client(0))\n"
     )
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=ENV, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert 'launches under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
 
 
 def test_numbers_over_bars_are_drawn_over_the_line_of_the_bound() -> None:
     panel = Panel(label="a", note="b", color="red", stacks=np.array([[0.5, 0.5], [1.0, 0.2]]))
-    drawn = bars([panel], about="x", bar_name="rank", y_label="y", mean=1.0, bound=1.0, bound_label="bound")
+    drawn = bars(
+        [panel], about="x", bar_name="rank", y_label="y", mean=1.0, bound=1.0, bound_label="bound"
+    )
     assert drawn.index('class="bound"') < drawn.index('class="value"')
     assert drawn.count('class="value"') == 2
     assert drawn.count(">1.20<") == 1

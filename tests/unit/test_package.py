@@ -16,12 +16,21 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 TEXTS = sorted(
     path
     for path in [
-        *ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml",
-        *(p for folder in ("src", "docs", "examples", "benchmarks", "tests") for p in (ROOT / folder).rglob("*") if p.is_file()),
+        *ROOT.glob("*.md"),
+        ROOT / "Makefile",
+        ROOT / "pyproject.toml",
+        *(
+            p
+            for folder in ("src", "docs", "examples", "benchmarks", "tests")
+            for p in (ROOT / folder).rglob("*")
+            if p.is_file()
+        ),
     ]
     if path.suffix in (".md", ".py", ".toml", "") and path != Path(__file__)
-)  # fmt: skip
-OTHER_PACKAGE = re.compile(r"pip install [^\n`]*?(?<![-\w/.])['\"]?overlord(?!-data)\b|(?<![-\w])overlord\\?\[[a-z]")
+)
+OTHER_PACKAGE = re.compile(
+    r"pip install [^\n`]*?(?<![-\w/.])['\"]?overlord(?!-data)\b|(?<![-\w])overlord\\?\[[a-z]"
+)
 
 
 def names_the_other_package(text: str) -> list[str]:
@@ -29,19 +38,31 @@ def names_the_other_package(text: str) -> list[str]:
 
 
 def test_no_text_suggests_the_package_of_another_project() -> None:
-    found = {str(path.relative_to(ROOT)): names_the_other_package(path.read_text(encoding="utf-8")) for path in TEXTS}
+    found = {
+        str(path.relative_to(ROOT)): names_the_other_package(path.read_text(encoding="utf-8"))
+        for path in TEXTS
+    }
     assert len(found) > 500
     assert {name: texts for name, texts in found.items() if texts} == {}
 
 
 @pytest.mark.parametrize(
-    "text", ["pip install overlord", "pip install 'overlord[ray]'", "needs overlord[zstd]", r"match='overlord\[image\]'"]
+    "text",
+    [
+        "pip install overlord",
+        "pip install 'overlord[ray]'",
+        "needs overlord[zstd]",
+        r"match='overlord\[image\]'",
+    ],
 )
 def test_a_suggestion_of_the_other_package_is_found(text: str) -> None:
     assert names_the_other_package(text)
 
 
-@pytest.mark.parametrize("text", ["pip install overlord-data", "pip install 'overlord-data[ray]'", "pip install -e '.[text]'"])
+@pytest.mark.parametrize(
+    "text",
+    ["pip install overlord-data", "pip install 'overlord-data[ray]'", "pip install -e '.[text]'"],
+)
 def test_a_suggestion_of_this_distribution_is_left_alone(text: str) -> None:
     assert names_the_other_package(text) == []
 
@@ -49,7 +70,11 @@ def test_a_suggestion_of_this_distribution_is_left_alone(text: str) -> None:
 def test_code_suggests_installations_through_one_helper() -> None:
     """The text is written once, so that it cannot drift from the metadata."""
     written = re.compile(r"""["'{ ]pip install '""")
-    modules = [p for p in sorted((ROOT / "src").rglob("*.py")) if written.search(p.read_text(encoding="utf-8"))]
+    modules = [
+        p
+        for p in sorted((ROOT / "src").rglob("*.py"))
+        if written.search(p.read_text(encoding="utf-8"))
+    ]
     assert modules == [ROOT / "src" / "overlord" / "extras.py"]
 
 

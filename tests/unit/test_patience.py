@@ -42,7 +42,13 @@ class Time:
 
     @property
     def clock(self) -> Clock:
-        return Clock(lambda: self.now, self.sleep, lambda: self._chance, lambda thread: self.worked, lambda: self.worked)
+        return Clock(
+            lambda: self.now,
+            self.sleep,
+            lambda: self._chance,
+            lambda thread: self.worked,
+            lambda: self.worked,
+        )
 
 
 def trying(time: Time, fails: int, error: Exception, took_s: float = 0.0) -> tuple[Any, Tally]:
@@ -56,12 +62,16 @@ def trying(time: Time, fails: int, error: Exception, took_s: float = 0.0) -> tup
         return "bytes"
 
     try:
-        return persist(once, why, path="a.parquet", done="read", tally=tally, gave_up=gave_up), tally
+        return persist(
+            once, why, path="a.parquet", done="read", tally=tally, gave_up=gave_up
+        ), tally
     except Exception as found:
         return found, tally
 
 
-def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "60")
     time = Time()
     found, tally = trying(time, 10**6, OSError(errno.EIO, "no"))
@@ -73,11 +83,18 @@ def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(monkeypat
         str(found)
         == f"cannot be read: Input/output error after {len(time.pauses) + 1} tries in {time.now:.1f} s (seen: EIO x{len(time.pauses) + 1})"
     )
-    assert tally.trouble() == {"retries": len(time.pauses), "errors": {"EIO": len(time.pauses) + 1}, "waited_s": time.now, "given_up": 1}
+    assert tally.trouble() == {
+        "retries": len(time.pauses),
+        "errors": {"EIO": len(time.pauses) + 1},
+        "waited_s": time.now,
+        "given_up": 1,
+    }
 
 
 @given(st.floats(0, 1), st.integers(0, 30), st.floats(0, 5))
-def test_whatever_chance_says_the_answer_is_the_same_as_long_as_it_comes_in_time(chance: float, fails: int, took_s: float) -> None:
+def test_whatever_chance_says_the_answer_is_the_same_as_long_as_it_comes_in_time(
+    chance: float, fails: int, took_s: float
+) -> None:
     time = Time(chance)
     found, tally = trying(time, fails, OSError(errno.ESTALE, "no"), took_s)
     assert time.now <= 120 + took_s
@@ -89,7 +106,9 @@ def test_whatever_chance_says_the_answer_is_the_same_as_long_as_it_comes_in_time
     assert all(a <= 0.1 * 2**k and a <= LONGEST_PAUSE_S for k, a in enumerate(time.pauses))
 
 
-def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "overlord"):
         assert trying(Time(), 5, OSError(errno.ENOENT, "no"))[0] == "bytes"
         assert trying(Time(), 0, OSError(errno.ENOENT, "no"))[0] == "bytes"
@@ -100,7 +119,9 @@ def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(
     ]
 
 
-@pytest.mark.parametrize("error", [BadFile("no Parquet"), ValueError("no sense"), OSError("a decoder's"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error", [BadFile("no Parquet"), ValueError("no sense"), OSError("a decoder's"), KeyError("x")]
+)
 def test_what_is_wrong_with_the_data_is_not_tried_again(error: Exception) -> None:
     time = Time()
     found, tally = trying(time, 1, error)
@@ -110,9 +131,18 @@ def test_what_is_wrong_with_the_data_is_not_tried_again(error: Exception) -> Non
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(errno.ENOENT, "gone"), (errno.ENOTDIR, "gone"), (errno.EACCES, "denied"), (errno.EPERM, "denied"), (errno.EIO, "EIO"),
-     (errno.ESTALE, "ESTALE"), (errno.ENOTCONN, "ENOTCONN"), (errno.EMFILE, "EMFILE"), (errno.ENOMEM, "ENOMEM")],
-)  # fmt: skip
+    [
+        (errno.ENOENT, "gone"),
+        (errno.ENOTDIR, "gone"),
+        (errno.EACCES, "denied"),
+        (errno.EPERM, "denied"),
+        (errno.EIO, "EIO"),
+        (errno.ESTALE, "ESTALE"),
+        (errno.ENOTCONN, "ENOTCONN"),
+        (errno.EMFILE, "EMFILE"),
+        (errno.ENOMEM, "ENOMEM"),
+    ],
+)
 def test_what_the_system_says_may_pass_and_is_counted_by_its_kind(number: int, kind: str) -> None:
     found = why(OSError(number, "no"))
     assert found is not None
@@ -149,12 +179,17 @@ def test_a_file_is_the_same_as_long_as_size_and_time_are(tmp_path: Path) -> None
     os.utime(path, ns=(0, 1_234_567_891_234_567_891))
     file = indexed(path)
     check_same(file)
-    for ns in (1_234_567_891_234_567_000, 1_234_567_891_234_000_000, 1_234_567_891_000_000_000):  # as tools copy times
+    for ns in (
+        1_234_567_891_234_567_000,
+        1_234_567_891_234_000_000,
+        1_234_567_891_000_000_000,
+    ):  # as tools copy times
         os.utime(path, ns=(0, ns))
         check_same(file)
     os.utime(path, ns=(0, 1_234_567_891_234_567_892))
     with pytest.raises(
-        Unreachable, match=r"wanted 5 bytes of 2009-02-13 23:31:31\.234567891, found 5 bytes of 2009-02-13 23:31:31\.234567892"
+        Unreachable,
+        match=r"wanted 5 bytes of 2009-02-13 23:31:31\.234567891, found 5 bytes of 2009-02-13 23:31:31\.234567892",
     ):
         check_same(file)
     path.write_bytes(b"123456")
@@ -178,7 +213,12 @@ class Slow:
 
 def hanging(tmp_path: Path, time: Time, slow: Slow) -> SourceReader:
     options = ReadOptions(slice_rows=8, columns=("tokens",))
-    index = build_index("web", write_rows(tmp_path, "parquet", [{"tokens": [k]} for k in range(16)], files=1), None, options)
+    index = build_index(
+        "web",
+        write_rows(tmp_path, "parquet", [{"tokens": [k]} for k in range(16)], files=1),
+        None,
+        options,
+    )
     chunks = ChunkReader(index, options, HandleCache(), time.clock)
     real, chunks_format = chunks._format.read, chunks._format
 
@@ -196,18 +236,28 @@ def hanging(tmp_path: Path, time: Time, slow: Slow) -> SourceReader:
     return SourceReader(order, chunks, Pipeline("web", [], seed=0, context=8, on_long="truncate"))
 
 
-def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_ends(tmp_path: Path) -> None:
+def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_ends(
+    tmp_path: Path,
+) -> None:
     time, slow = Time(), Slow()
     reader, pump, told = hanging(tmp_path, time, slow), Pump("test"), list[Any]()
     executor = ThreadExecutor(1, pump)
     pump.start(lambda error: told.append(error))
     try:
-        executor.submit("read", lambda: reader.read(Read(0, 0, 0, 0, (0,))), lambda *outcome: told.append(outcome), waits=reader.waits)
+        executor.submit(
+            "read",
+            lambda: reader.read(Read(0, 0, 0, 0, (0,))),
+            lambda *outcome: told.append(outcome),
+            waits=reader.waits,
+        )
         assert slow.entered.wait(30)
         assert reader.doing == ""
         time.now = 12.0
         assert reader.doing == f"reading {reader.chunks.index.files[0].path} for 12 s"
-        time.worked, time.now = 150.0, 200.0  # it unpacks something large: that is no reason to give up
+        time.worked, time.now = (
+            150.0,
+            200.0,
+        )  # it unpacks something large: that is no reason to give up
         assert reader.overdue() is None
         time.now = 322.0
         until(lambda: told)
@@ -235,7 +285,12 @@ def test_a_thread_that_hangs_is_replaced(tmp_path: Path) -> None:
     executor = ThreadExecutor(1, pump, inline_s=0.0)
     pump.start(lambda error: told.append(error))
     try:
-        executor.submit("read", lambda: reader.read(Read(0, 0, 0, 0, (0,))), lambda *outcome: told.append(outcome), waits=reader.waits)
+        executor.submit(
+            "read",
+            lambda: reader.read(Read(0, 0, 0, 0, (0,))),
+            lambda *outcome: told.append(outcome),
+            waits=reader.waits,
+        )
         assert slow.entered.wait(30)
         executor.submit("other", lambda: "done", lambda *outcome: told.append(outcome))
         until(lambda: told)
@@ -246,7 +301,9 @@ def test_a_thread_that_hangs_is_replaced(tmp_path: Path) -> None:
         pump.stop()
 
 
-def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_thread(tmp_path: Path) -> None:
+def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_thread(
+    tmp_path: Path,
+) -> None:
     slow = Slow()
     slow.go.set()
     reader, pump, told = hanging(tmp_path, Time(), slow), Pump("test"), list[Any]()
@@ -260,7 +317,9 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
         return reader.read(Read(0, 0, 0, t, (0,)))
 
     def ask(t: int, n: int) -> Any:
-        ask = lambda: executor.submit("read", lambda: read(t), lambda *outcome: told.append(outcome), waits=reader.waits)  # noqa: E731
+        ask = lambda: executor.submit(
+            "read", lambda: read(t), lambda *outcome: told.append(outcome), waits=reader.waits
+        )  # noqa: E731
         pump.ask(ask, "the pump")
         until(lambda: len(told) == n)
         return told[-1]
@@ -273,14 +332,22 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
         back = lambda seconds: hidden.rename(file)  # noqa: E731 the file comes back while somebody waits for it
         reader.chunks.tally.clock = replace(reader.chunks.tally.clock, sleep=back)  # type: ignore[attr-defined]
         assert ask(0, 3)[0].rows == 8
-        assert where == ["overlord-worker-0", "overlord-pump-test", "overlord-pump-test", "overlord-worker-0"]
+        assert where == [
+            "overlord-worker-0",
+            "overlord-pump-test",
+            "overlord-pump-test",
+            "overlord-worker-0",
+        ]
         assert reader.chunks.tally.errors == {"gone": 2}  # type: ignore[attr-defined]
     finally:
         executor.close()
         pump.stop()
 
 
-@pytest.mark.parametrize(("kind", "disk"), [("ext4", True), ("overlay", True), ("nfs4", False), ("fuse.s3fs", False), ("lustre", False)])
+@pytest.mark.parametrize(
+    ("kind", "disk"),
+    [("ext4", True), ("overlay", True), ("nfs4", False), ("fuse.s3fs", False), ("lustre", False)],
+)
 def test_only_disks_of_this_machine_are_known_to_answer(kind: str, disk: bool) -> None:
     mounts = f"22 1 0:31 / / rw - tmpfs none rw\n36 22 0:45 / /data\\040two rw,noatime shared:1 - {kind} host:/x rw\nbroken line"
     assert kind_of(os.makedev(0, 45), mounts) == kind
@@ -289,4 +356,6 @@ def test_only_disks_of_this_machine_are_known_to_answer(kind: str, disk: bool) -
 
 
 def test_a_storage_error_is_a_source_error() -> None:
-    assert isinstance(pickle.loads(pickle.dumps(StorageError("web", "gone", "a", "b"))), SourceError)
+    assert isinstance(
+        pickle.loads(pickle.dumps(StorageError("web", "gone", "a", "b"))), SourceError
+    )

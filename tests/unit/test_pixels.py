@@ -11,7 +11,16 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 
 from overlord.transforms.image_header import BadImage, header
-from overlord.transforms.image_items import PREFIX_BYTES, READY, Prefix, fill, item_grid, item_shape, make_ready, read_prefix
+from overlord.transforms.image_items import (
+    PREFIX_BYTES,
+    READY,
+    Prefix,
+    fill,
+    item_grid,
+    item_shape,
+    make_ready,
+    read_prefix,
+)
 from overlord.transforms.images import MEAN, STD
 from tests.pictures import FILES, alpha, deep, jpeg, photo, png, saved, seen_through, turned
 
@@ -19,7 +28,16 @@ from tests.pictures import FILES, alpha, deep, jpeg, photo, png, saved, seen_thr
 def item_of(data: bytes, grid: tuple[int, int] = (2, 4), **options: Any) -> np.ndarray:
     found = header(data)
     size = (found.width, found.height)
-    given = {"patch": 7, "merge": 2, "dtype": "float32", "box": (0, 0, *size), "size": size, "mean": MEAN, "std": STD, **options}
+    given = {
+        "patch": 7,
+        "merge": 2,
+        "dtype": "float32",
+        "box": (0, 0, *size),
+        "size": size,
+        "mean": MEAN,
+        "std": STD,
+        **options,
+    }
     return np.frombuffer(Prefix(grid=(1, *grid), **given).pack() + data, np.uint8)
 
 
@@ -38,12 +56,16 @@ def as_image(pixels: np.ndarray, prefix: Prefix) -> np.ndarray:
         for square_x in range(gw // m):
             for y in range(square_y * m, square_y * m + m):
                 for x in range(square_x * m, square_x * m + m):
-                    image[y * p : y * p + p, x * p : x * p + p] = pixels[k].reshape(3, p, p).transpose(1, 2, 0)
+                    image[y * p : y * p + p, x * p : x * p + p] = (
+                        pixels[k].reshape(3, p, p).transpose(1, 2, 0)
+                    )
                     k += 1
     return image
 
 
-def plain(image: Image.Image, width: int, height: int, box: tuple[int, int, int, int] | None = None) -> np.ndarray:
+def plain(
+    image: Image.Image, width: int, height: int, box: tuple[int, int, int, int] | None = None
+) -> np.ndarray:
     """The whole work in six lines of Pillow and numpy."""
     image = ImageOps.exif_transpose(image).convert("RGB")
     if box is not None:
@@ -55,7 +77,8 @@ def plain(image: Image.Image, width: int, height: int, box: tuple[int, int, int,
 OPAQUE = [
     n
     for n in FILES
-    if n.startswith(("jpeg", "webp", "png", "gif")) and not any(w in n for w in ("rgba", "la", "see-", "16 bit 0", "16 bit 4", "16 bit 6"))
+    if n.startswith(("jpeg", "webp", "png", "gif"))
+    and not any(w in n for w in ("rgba", "la", "see-", "16 bit 0", "16 bit 4", "16 bit 6"))
 ]
 
 
@@ -134,7 +157,10 @@ def test_a_crop_is_cut_before_it_is_resized_and_a_flip_mirrors_the_result() -> N
     mirrored = item_of(data, box=(13, 5, 30, 22), flip=True)
     wanted = plain(Image.open(io.BytesIO(data)), 28, 14, (13, 5, 30, 22))
     assert np.abs(as_image(made(item), read_prefix(item)) - wanted).max() < 2e-6
-    assert np.array_equal(as_image(made(mirrored), read_prefix(item)), as_image(made(item), read_prefix(item))[:, ::-1])
+    assert np.array_equal(
+        as_image(made(mirrored), read_prefix(item)),
+        as_image(made(item), read_prefix(item))[:, ::-1],
+    )
 
 
 def test_types_hold_the_same_image() -> None:
@@ -152,8 +178,12 @@ def test_merged_patches_stand_together_row_by_row() -> None:
     rgb = np.stack([colours, colours + 100, colours + 200], axis=2)
     found = made(item_of(saved(rgb, "PNG"), grid=(4, 8), dtype="uint8"))
     assert found[:, 0].tolist()[:12] == [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13]
-    assert (found.reshape(32, 3, 49) == found[:, 0][:, None, None] + np.array([0, 100, 200])[:, None]).all()
-    assert made(item_of(saved(rgb, "PNG"), grid=(4, 8), dtype="uint8", merge=1))[:, 0].tolist() == list(range(32))
+    assert (
+        found.reshape(32, 3, 49) == found[:, 0][:, None, None] + np.array([0, 100, 200])[:, None]
+    ).all()
+    assert made(item_of(saved(rgb, "PNG"), grid=(4, 8), dtype="uint8", merge=1))[
+        :, 0
+    ].tolist() == list(range(32))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
@@ -209,7 +239,9 @@ def test_a_file_that_turns_out_broken_is_a_bad_image_and_stays_an_item() -> None
 
 
 def test_bytes_of_another_image_than_was_planned_are_refused() -> None:
-    item = np.concatenate([item_of(png(40, 60))[:PREFIX_BYTES], np.frombuffer(png(41, 60), np.uint8)])
+    item = np.concatenate(
+        [item_of(png(40, 60))[:PREFIX_BYTES], np.frombuffer(png(41, 60), np.uint8)]
+    )
     with pytest.raises(BadImage, match="has 60 x 41 pixels, and 60 x 40 were planned"):
         made(item)
 
@@ -222,7 +254,10 @@ def test_bytes_of_another_image_than_was_planned_are_refused() -> None:
         (lambda item: item[:4] + b"\2" + item[5:], "of version 2"),
         (lambda item: item[:5] + b"\7" + item[6:], "unknown form"),
         (lambda item: item[:12] + b"\0" * 12 + item[24:], "impossible grid"),
-        (lambda item: item[:16] + (2**10).to_bytes(4, "little") * 2 + item[24:], r"impossible grid \(1, 1024, 1024\)"),
+        (
+            lambda item: item[:16] + (2**10).to_bytes(4, "little") * 2 + item[24:],
+            r"impossible grid \(1, 1024, 1024\)",
+        ),
         (lambda item: item[:24] + b"\xff" * 16 + item[40:], "not inside its image"),
         (lambda item: item[:40] + b"\xff" * 8 + item[48:], "no number to count with"),
         (lambda item: item[:64] + b"\0" * 24 + item[88:], "no number to count with"),
@@ -235,15 +270,23 @@ def test_a_prefix_that_makes_no_sense_is_refused(change: Any, reason: str) -> No
         fill(item, np.zeros((8, 147), np.float32))
 
 
-def test_what_a_program_set_for_its_own_images_changes_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_program_set_for_its_own_images_changes_nothing_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Packages that people import tell Pillow to take files that are cut short; hosts of the process runtime do not import them."""
     whole = png(40, 60)
-    broken = whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 0xFF]) + whole[len(whole) // 2 + 1 :]
+    broken = (
+        whole[: len(whole) // 2]
+        + bytes([whole[len(whole) // 2] ^ 0xFF])
+        + whole[len(whole) // 2 + 1 :]
+    )
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     for _ in range(2):
         with pytest.raises(BadImage, match="the PNG cannot be decoded"):
             made(item_of(broken))
-        assert Image.open(io.BytesIO(broken)).convert("RGB").size == (60, 40), "and for the program it is as it wanted"
+        assert Image.open(io.BytesIO(broken)).convert("RGB").size == (60, 40), (
+            "and for the program it is as it wanted"
+        )
     assert made(item_of(whole)).any()
 
 
@@ -263,7 +306,9 @@ def test_a_missing_package_is_named_with_what_to_install(monkeypatch: pytest.Mon
 
     monkeypatch.delitem(sys.modules, "overlord.transforms.image_decode", raising=False)
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    with pytest.raises(TransformError, match=r"simplejpeg is not installed; pip install 'overlord-data\[image\]'"):
+    with pytest.raises(
+        TransformError, match=r"simplejpeg is not installed; pip install 'overlord-data\[image\]'"
+    ):
         made(item_of(FILES["jpeg"]))
 
 

@@ -65,7 +65,9 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
 ) -> None:
     _, made = crowded(TRAINER)
     assert made.review() == []
-    assert made.figures() == {"sidecar": 0.5, "exceeded": []}, "figures of nodes have not settled yet"
+    assert made.figures() == {"sidecar": 0.5, "exceeded": []}, (
+        "figures of nodes have not settled yet"
+    )
     now[0] += node_placement.SETTLED_S + 1
     for _ in range(2):
         assert made.review() == [], "there is nowhere to go"
@@ -73,7 +75,10 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
     [row] = made.figures()["exceeded"]
     assert row == {"node": "gpu-0", "hosts": 4, "allowed": 2, "for_s": 6.0}
     [said] = [r.getMessage() for r in caplog.records]
-    assert said == "node gpu-0 runs 4 hosts of this job, and sidecar=0.5 allows 2: no other node had room. They move when one has"
+    assert (
+        said
+        == "node gpu-0 runs 4 hosts of this job, and sidecar=0.5 allows 2: no other node had room. They move when one has"
+    )
     [(what, words)] = placement_facts(made.figures())
     assert what == "sidecar=0.5 exceeded"
     assert words.startswith("node gpu-0 runs 4 hosts of this job where 2 are allowed, for 6 s")
@@ -81,10 +86,15 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
     made.forget("loader-host/2")
     assert made.review() == []
     assert made.figures()["exceeded"] == []
-    assert caplog.records[-1].getMessage() == "node gpu-0 runs no more hosts than sidecar allows, again after 6 s"
+    assert (
+        caplog.records[-1].getMessage()
+        == "node gpu-0 runs no more hosts than sidecar allows, again after 6 s"
+    )
 
 
-def test_hosts_are_proposed_when_a_node_with_room_joins_and_their_successors_go_there_with_the_same_memory(now: list[float]) -> None:
+def test_hosts_are_proposed_when_a_node_with_room_joins_and_their_successors_go_there_with_the_same_memory(
+    now: list[float],
+) -> None:
     control, made = crowded(TRAINER)
     control.there.append(Node(id="c", name="cpu-0", idle_cores=4))
     now[0] += node_placement.SETTLED_S + 1
@@ -97,13 +107,20 @@ def test_hosts_are_proposed_when_a_node_with_room_joins_and_their_successors_go_
     assert made.review() == ["loader-host/2", "loader-host/1"], "unless nothing came of it"
 
 
-def test_a_planner_is_placed_where_no_ranks_are_and_nothing_is_asked_where_there_is_no_cluster() -> None:
+def test_a_planner_is_placed_where_no_ranks_are_and_nothing_is_asked_where_there_is_no_cluster() -> (
+    None
+):
     control: Any = Nodes(TRAINER, Node(id="c", name="cpu-0", idle_cores=4))
     assert Placement(control, lambda: LAYOUT).planner() == {"node": "c"}
     assert Placement(control, Layout).planner() == {}, "where nobody named nodes of ranks"
     alone: Any = object()
     made = Placement(alone, lambda: LAYOUT)
-    assert (made.place("loader-host/0", 1), made.planner(), made.figures(), made.review()) == ({}, {}, {}, [])
+    assert (made.place("loader-host/0", 1), made.planner(), made.figures(), made.review()) == (
+        {},
+        {},
+        {},
+        [],
+    )
     assert watch(made, Machine(), alone, lambda hosts, accept: None)() is None, "nor reviewed"
 
 
@@ -123,7 +140,9 @@ def joined(now: list[float]) -> tuple[Any, Placement]:
     return control, made
 
 
-def test_a_move_is_told_when_it_is_accepted_and_proposed_until_then(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_move_is_told_when_it_is_accepted_and_proposed_until_then(
+    now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     control, made = joined(now)
     machine, asked = Beats(), list[tuple[list[int], Callable[[], None]]]()
     watch(made, machine, control, lambda hosts, accept: asked.append((hosts, accept)))
@@ -135,13 +154,18 @@ def test_a_move_is_told_when_it_is_accepted_and_proposed_until_then(now: list[fl
     accept = asked[-1][1]
     accept()
     told = [r.getMessage() for r in caplog.records if "moves to" in r.getMessage()]
-    assert told[0] == "loader-host/2 moves to node cpu-0, which has room: node gpu-0 runs more hosts than it may"
+    assert (
+        told[0]
+        == "loader-host/2 moves to node cpu-0, which has room: node gpu-0 runs more hosts than it may"
+    )
     assert len(told) == 2
     machine.beat()
     assert len(asked) == 2, "not again while it is under way"
 
 
-def test_a_move_that_fails_is_told_and_reviews_go_on(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_move_that_fails_is_told_and_reviews_go_on(
+    now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     control, made = joined(now)
     machine, asked = Beats(), list[list[int]]()
 
@@ -154,7 +178,9 @@ def test_a_move_that_fails_is_told_and_reviews_go_on(now: list[float], caplog: p
         machine.beat()
     assert asked == [[2, 1], [2, 1]]
     faults = [r for r in caplog.records if r.exc_info is not None]
-    assert [str(r.exc_info[1]) for r in faults if r.exc_info] == ["the planner is somewhere else"] * 2
+    assert [str(r.exc_info[1]) for r in faults if r.exc_info] == [
+        "the planner is somewhere else"
+    ] * 2
 
 
 class Refusing(Nodes):
@@ -169,13 +195,22 @@ class Refusing(Nodes):
 
 
 def test_a_host_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path) -> None:
-    source = ov.Source("s", write_rows(tmp_path / "s", "parquet", [{"tokens": [1]}]), transforms=[ov.Tokens()])
-    job = ov.Job(name="ghost", sources=[source], batch=ov.Batch(samples=1, context=8), place=ov.ClientPlaceTree(dp=1))
+    source = ov.Source(
+        "s", write_rows(tmp_path / "s", "parquet", [{"tokens": [1]}]), transforms=[ov.Tokens()]
+    )
+    job = ov.Job(
+        name="ghost",
+        sources=[source],
+        batch=ov.Batch(samples=1, context=8),
+        place=ov.ClientPlaceTree(dp=1),
+    )
     control: Any = Refusing(TRAINER)
     blueprint = Blueprint(job, Options())
     with closing(blueprint):
         hosting = hosting_of(blueprint)
-        recipes = Recipes(control, lambda: blueprint, settings_of(blueprint, hosting, "t", 0), hosting, [0])
+        recipes = Recipes(
+            control, lambda: blueprint, settings_of(blueprint, hosting, "t", 0), hosting, [0]
+        )
         for start in (lambda: recipes.constructor(0), lambda: recipes.loader_host(0, [0], (), {})):
             with pytest.raises(ActorLost, match="the cluster refused it"):
                 start()
@@ -186,10 +221,16 @@ def test_a_host_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path)
         control.refuses = True
         with pytest.raises(ActorLost):
             recipes.loader_host(10000, [0], (), {})
-        assert recipes.placement.memory_of("loader-host/10000") == memory, "a host that is started again keeps its place for the next try"
+        assert recipes.placement.memory_of("loader-host/10000") == memory, (
+            "a host that is started again keeps its place for the next try"
+        )
 
 
-@pytest.mark.parametrize(("engine", "journal"), [(ProcessHost, None), (PlannedEngine, "journal")], ids=["planner here", "planner apart"])
+@pytest.mark.parametrize(
+    ("engine", "journal"),
+    [(ProcessHost, None), (PlannedEngine, "journal")],
+    ids=["planner here", "planner apart"],
+)
 def test_a_host_whose_source_could_not_join_leaves_no_place_behind(
     tmp_path: Path, engine: Any, journal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,12 +239,25 @@ def test_a_host_whose_source_could_not_join_leaves_no_place_behind(
 
     forgotten = list[str]()
     first, late = (
-        ov.Source(name, write_rows(tmp_path / name, "parquet", [{"tokens": [1, 2]}] * 40), transforms=[ov.Tokens()]) for name in "ab"
+        ov.Source(
+            name,
+            write_rows(tmp_path / name, "parquet", [{"tokens": [1, 2]}] * 40),
+            transforms=[ov.Tokens()],
+        )
+        for name in "ab"
     )
     where = None if journal is None else str(tmp_path / journal)
-    job = ov.Job(name="late", sources=[first], batch=ov.Batch(samples=2, context=8), place=ov.ClientPlaceTree(dp=1), journal=where)
+    job = ov.Job(
+        name="late",
+        sources=[first],
+        batch=ov.Batch(samples=2, context=8),
+        place=ov.ClientPlaceTree(dp=1),
+        journal=where,
+    )
     monkeypatch.setattr(Placement, "forget", lambda self, name: forgotten.append(name))
-    with ov.launch(job, runtime="process", hosts=1, constructor_hosts=1, stall_limit_s=WAIT_S) as session:
+    with ov.launch(
+        job, runtime="process", hosts=1, constructor_hosts=1, stall_limit_s=WAIT_S
+    ) as session:
         with monkeypatch.context() as patch:
             patch.setattr(engine, "add_source", refuses)
             with pytest.raises(JobError, match="the planner refuses it"):

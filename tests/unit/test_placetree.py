@@ -25,17 +25,25 @@ def test_ranks_run_fastest_over_tensor_parallelism() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_rank_undoes_coords(order: tuple[str, ...]) -> None:
     tree = ClientPlaceTree(pp=2, dp=3, cp=2, tp=2, order=order)
-    assert [tree.rank(**tree.coords(r)) for r in range(tree.world_size)] == list(range(tree.world_size))
+    assert [tree.rank(**tree.coords(r)) for r in range(tree.world_size)] == list(
+        range(tree.world_size)
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("axis", "within"), [("DP", "dp"), ("CP", "dp cp"), ("PP", "pp"), ("TP", "tp")])
-def test_a_bucket_is_the_ranks_that_stand_alike_on_its_axes(order: tuple[str, ...], axis: str, within: str) -> None:
+@pytest.mark.parametrize(
+    ("axis", "within"), [("DP", "dp"), ("CP", "dp cp"), ("PP", "pp"), ("TP", "tp")]
+)
+def test_a_bucket_is_the_ranks_that_stand_alike_on_its_axes(
+    order: tuple[str, ...], axis: str, within: str
+) -> None:
     tree = ClientPlaceTree(pp=2, dp=3, cp=2, tp=2, order=order)
     buckets = tree.buckets(axis)
     assert len(buckets) == tree.n_buckets(axis)
     assert sorted(r for bucket in buckets for r in bucket) == list(range(tree.world_size))
-    places = [{tuple(tree.coords(r)[a] for a in within.split()) for r in bucket} for bucket in buckets]
+    places = [
+        {tuple(tree.coords(r)[a] for a in within.split()) for r in bucket} for bucket in buckets
+    ]
     assert all(len(p) == 1 for p in places)
     assert [next(iter(p)) for p in places] == sorted(next(iter(p)) for p in places)
 
@@ -104,13 +112,22 @@ def test_a_tree_comes_from_a_real_device_mesh() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    init_process_group("fake", store=FakeStore(), rank=0, world_size=16)  # one process that believes to be of sixteen
+    init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=16
+    )  # one process that believes to be of sixteen
     try:
-        made = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+        made = init_device_mesh(
+            "cpu", (2, 2, 2, 2), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp")
+        )
         assert isinstance(made.mesh, torch.Tensor)
         assert ClientPlaceTree.from_device_mesh(made) == ClientPlaceTree(pp=2, dp=4, tp=2)
-        with pytest.raises(JobError, match="unknown mesh dimension 'ep'; known: pp, dp, cp, tp, dp_replicate, dp_shard, ddp, fsdp, batch"):
-            ClientPlaceTree.from_device_mesh(init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "ep")))
+        with pytest.raises(
+            JobError,
+            match="unknown mesh dimension 'ep'; known: pp, dp, cp, tp, dp_replicate, dp_shard, ddp, fsdp, batch",
+        ):
+            ClientPlaceTree.from_device_mesh(
+                init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "ep"))
+            )
         with pytest.raises(JobError, match="no names for its dimensions"):
             ClientPlaceTree.from_device_mesh(init_device_mesh("cpu", (16,)))
     finally:
@@ -119,7 +136,9 @@ def test_a_tree_comes_from_a_real_device_mesh() -> None:
 
 def test_a_meshs_own_numbering_decides_the_order() -> None:
     ranks = np.arange(8).reshape(2, 4)
-    assert ClientPlaceTree.from_device_mesh(mesh(("dp", "tp"), ranks)) == ClientPlaceTree(dp=2, tp=4)
+    assert ClientPlaceTree.from_device_mesh(mesh(("dp", "tp"), ranks)) == ClientPlaceTree(
+        dp=2, tp=4
+    )
     swapped = ClientPlaceTree.from_device_mesh(mesh(("dp", "tp"), ranks.reshape(4, 2).T))
     assert (swapped.dp, swapped.tp, swapped.rank(dp=1), swapped.rank(tp=1)) == (2, 4, 1, 2)
     with pytest.raises(JobError, match="the whole job, ranks 0 to 7, found ranks 8-15"):
@@ -128,8 +147,12 @@ def test_a_meshs_own_numbering_decides_the_order() -> None:
         ClientPlaceTree.from_device_mesh(mesh(("dp", "tp"), np.arange(8)))
     with pytest.raises(JobError, match="in no order of pp, dp, cp, tp"):
         ClientPlaceTree.from_device_mesh(mesh(("dp", "tp"), np.array([[0, 1, 2, 4], [3, 5, 6, 7]])))
-    with pytest.raises(JobError, match="in no order of pp, dp, cp, tp"):  # tp between the two halves of dp
-        ClientPlaceTree.from_device_mesh(mesh(("dp_replicate", "tp", "dp_shard"), np.arange(8).reshape(2, 2, 2)))
+    with pytest.raises(
+        JobError, match="in no order of pp, dp, cp, tp"
+    ):  # tp between the two halves of dp
+        ClientPlaceTree.from_device_mesh(
+            mesh(("dp_replicate", "tp", "dp_shard"), np.arange(8).reshape(2, 2, 2))
+        )
 
 
 def test_without_ranks_the_shape_decides() -> None:
@@ -141,7 +164,9 @@ def test_without_ranks_the_shape_decides() -> None:
 
 def test_a_tree_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     read = ClientPlaceTree.from_env
-    assert read({"WORLD_SIZE": "16", "OVERLORD_TP": "2", "OVERLORD_PP": "4"}) == ClientPlaceTree(pp=4, dp=2, tp=2)
+    assert read({"WORLD_SIZE": "16", "OVERLORD_TP": "2", "OVERLORD_PP": "4"}) == ClientPlaceTree(
+        pp=4, dp=2, tp=2
+    )
     assert read({"WORLD_SIZE": "8"}) == ClientPlaceTree(dp=8)
     assert read({"OVERLORD_DP": "2", "OVERLORD_CP": "2"}) == ClientPlaceTree(dp=2, cp=2)
     assert read({}) == ClientPlaceTree()
@@ -155,7 +180,10 @@ def test_a_caller_says_the_world_size_that_the_environment_has_not() -> None:
     read = ClientPlaceTree.from_env
     assert read({"OVERLORD_TP": "2"}, world_size=8) == ClientPlaceTree(dp=4, tp=2)
     assert read({"WORLD_SIZE": "8"}, world_size=8) == ClientPlaceTree(dp=8)
-    with pytest.raises(JobError, match="world_size: expected WORLD_SIZE=4 of the environment, got 8; leave world_size out"):
+    with pytest.raises(
+        JobError,
+        match="world_size: expected WORLD_SIZE=4 of the environment, got 8; leave world_size out",
+    ):
         read({"WORLD_SIZE": "4"}, world_size=8)
     with pytest.raises(JobError, match="wanted a whole number of at least 1, found '0'"):
         read({}, world_size=0)
@@ -164,8 +192,14 @@ def test_a_caller_says_the_world_size_that_the_environment_has_not() -> None:
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"WORLD_SIZE": "10", "OVERLORD_TP": "4"}, "WORLD_SIZE=10 is not a multiple of OVERLORD_TP=4"),
-        ({"WORLD_SIZE": "16", "OVERLORD_TP": "4", "OVERLORD_DP": "2"}, "WORLD_SIZE=16 is not OVERLORD_DP=2 x OVERLORD_TP=4"),
+        (
+            {"WORLD_SIZE": "10", "OVERLORD_TP": "4"},
+            "WORLD_SIZE=10 is not a multiple of OVERLORD_TP=4",
+        ),
+        (
+            {"WORLD_SIZE": "16", "OVERLORD_TP": "4", "OVERLORD_DP": "2"},
+            "WORLD_SIZE=16 is not OVERLORD_DP=2 x OVERLORD_TP=4",
+        ),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE: wanted a whole number of at least 1, found 'many'"),
         ({"OVERLORD_CP": "0"}, "OVERLORD_CP: wanted a whole number"),
         ({"OVERLORD_CP": "-2", "OVERLORD_PP": "1.5"}, "2 problems"),

@@ -39,15 +39,25 @@ def mixtures(events: Any) -> list[tuple[int, float]]:
     return [(e.at, e.weights["a"]) for e in events if isinstance(e, SetMixture)]
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99)), max_size=6), st.integers(0, 10), st.integers(0, 10))
-def test_a_folded_log_means_the_same_for_all_steps_to_come(said: list[tuple[int, int]], step: int, lag: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99)), max_size=6),
+    st.integers(0, 10),
+    st.integers(0, 10),
+)
+def test_a_folded_log_means_the_same_for_all_steps_to_come(
+    said: list[tuple[int, int]], step: int, lag: int
+) -> None:
     """Whichever was last said of the latest step that has come is in force, folded or not."""
     mix_step = max(0, step - lag)
     log = tuple(SetMixture(at, {"a": float(w)}) for at, w in said)
     folded = still_in_force(log, step, mix_step)
 
     def in_force(events: Any, at: int) -> Any:
-        return max(((e.at, i, e.weights) for i, e in enumerate(events) if e.at <= at), default=(None, None, None), key=lambda x: x[:2])[2]
+        return max(
+            ((e.at, i, e.weights) for i, e in enumerate(events) if e.at <= at),
+            default=(None, None, None),
+            key=lambda x: x[:2],
+        )[2]
 
     assert in_force(folded, mix_step) == in_force(log, mix_step)
     for later in range(step, 12):
@@ -67,13 +77,23 @@ def test_a_skip_is_kept_until_its_last_step_has_passed() -> None:
 
 def job(mixture: Any = None, n: int = 12, **changes: Any) -> ov.Job:
     sources = [
-        ov.Source(name, Rows([{"tokens": [k + 1] * 2} for k in range(n + 4 * i)]), transforms=[ov.Tokens("tokens")], epochs=None)
+        ov.Source(
+            name,
+            Rows([{"tokens": [k + 1] * 2} for k in range(n + 4 * i)]),
+            transforms=[ov.Tokens("tokens")],
+            epochs=None,
+        )
         for i, name in enumerate("ab")
     ]
     settings = {
-        "name": "planner", "sources": sources, "batch": ov.Batch(samples=5, context=32), "mixture": mixture, "until": 24, "slice_rows": 4,
+        "name": "planner",
+        "sources": sources,
+        "batch": ov.Batch(samples=5, context=32),
+        "mixture": mixture,
+        "until": 24,
+        "slice_rows": 4,
         "shuffle_chunks": 2,
-    }  # fmt: skip
+    }
     return ov.Job(**{**settings, **changes})
 
 
@@ -92,13 +112,20 @@ def state_after(made: ov.Job, step: ov.Step) -> dict[str, Any]:
 EVENTS: list[tuple[Any, ...]] = [
     (),
     (SetMixture(3, {"a": 1.0}),),
-    (SetMixture(9, {"a": 1.0, "b": 7.0}), SetMixture(2, {"b": 1.0}), Skip((4, 15)), SetMixture(6, {"a": 2.0, "b": 1.0})),
+    (
+        SetMixture(9, {"a": 1.0, "b": 7.0}),
+        SetMixture(2, {"b": 1.0}),
+        Skip((4, 15)),
+        SetMixture(6, {"a": 2.0, "b": 1.0}),
+    ),
 ]
 
 
 @pytest.mark.parametrize("mix_every", ["step", "epoch"])
 @pytest.mark.parametrize("events", EVENTS)
-def test_restored_at_any_step_the_weights_in_force_are_the_same(mix_every: str, events: tuple[Any, ...]) -> None:
+def test_restored_at_any_step_the_weights_in_force_are_the_same(
+    mix_every: str, events: tuple[Any, ...]
+) -> None:
     made = job(rising, mix_every=mix_every)
     whole = ov.simulate(made, seed=1, events=events, check=True)
     assert whole.error is None
@@ -137,11 +164,23 @@ class Shards:
 
 
 @pytest.mark.parametrize("bad", [1, 4])
-def test_a_broken_source_ends_the_job_at_the_same_step_whatever_the_timing_and_the_loaders(bad: int) -> None:
+def test_a_broken_source_ends_the_job_at_the_same_step_whatever_the_timing_and_the_loaders(
+    bad: int,
+) -> None:
     made = ov.Job(
-        name="broken", batch=ov.Batch(samples=3, context=16), slice_rows=2, shuffle_chunks=3,
-        sources=[ov.Source("a", ov.Factory(Shards(bad), shards=6, fingerprint="x"), transforms=[ov.Tokens("tokens")], epochs=1)],
-    )  # fmt: skip
+        name="broken",
+        batch=ov.Batch(samples=3, context=16),
+        slice_rows=2,
+        shuffle_chunks=3,
+        sources=[
+            ov.Source(
+                "a",
+                ov.Factory(Shards(bad), shards=6, fingerprint="x"),
+                transforms=[ov.Tokens("tokens")],
+                epochs=1,
+            )
+        ],
+    )
     seen = set()
     for seed, loaders, ahead in itertools.product(range(6), (1, 2, 3), (1, 8)):
         run = ov.simulate(made, seed=seed, loaders={"a": loaders}, read_ahead=ahead, check=True)
@@ -154,8 +193,17 @@ def test_a_broken_source_ends_the_job_at_the_same_step_whatever_the_timing_and_t
 def found(keys: list[int], dropped: int = 0, bad: tuple[int, ...] = ()) -> Found:
     k, b = np.array(keys, np.int64), np.array(bad, np.int64)
     return Found(
-        k.astype(np.uint64), k, k, k * 0, {"tokens": k * 0 + 1}, b.astype(np.uint64), b, b, ("bad",) * len(b), dropped,
-    )  # fmt: skip
+        k.astype(np.uint64),
+        k,
+        k,
+        k * 0,
+        {"tokens": k * 0 + 1},
+        b.astype(np.uint64),
+        b,
+        b,
+        ("bad",) * len(b),
+        dropped,
+    )
 
 
 def test_news_of_a_failure_that_come_early_break_the_stream_no_sooner() -> None:
@@ -163,7 +211,11 @@ def test_news_of_a_failure_that_come_early_break_the_stream_no_sooner() -> None:
     gone = SourceError("a", "gone")
     of_loader = {
         0: [Announce(0, 0, 0, 0, found([1, 3]), True), Announce(0, 0, 0, 1, found([10, 12]), True)],
-        1: [Announce(1, 0, 0, 0, found([2, 4]), True), Announce(1, 0, 0, 1, found([11])), Announce(1, 0, 0, 1, None, error=gone)],
+        1: [
+            Announce(1, 0, 0, 0, found([2, 4]), True),
+            Announce(1, 0, 0, 1, found([11])),
+            Announce(1, 0, 0, 1, None, error=gone),
+        ],
     }
     seen = set()
     for turns in set(itertools.permutations([0, 0, 1, 1, 1])):
@@ -187,8 +239,12 @@ def test_samples_behind_the_row_that_stops_the_job_are_never_ready() -> None:
 
 
 def test_a_stream_restored_behind_its_last_epoch_has_ended() -> None:
-    assert SourceStream("a", loaders=1, n_groups=4, epochs=2, max_bad=9, cursor=Cursor(epoch=2)).ended
-    assert not SourceStream("a", loaders=1, n_groups=4, epochs=None, max_bad=9, cursor=Cursor(epoch=2)).ended
+    assert SourceStream(
+        "a", loaders=1, n_groups=4, epochs=2, max_bad=9, cursor=Cursor(epoch=2)
+    ).ended
+    assert not SourceStream(
+        "a", loaders=1, n_groups=4, epochs=None, max_bad=9, cursor=Cursor(epoch=2)
+    ).ended
 
 
 # Counts
@@ -197,9 +253,13 @@ def test_a_stream_restored_behind_its_last_epoch_has_ended() -> None:
 def test_counts_in_the_state_depend_on_the_stream_alone() -> None:
     rows = Rows([{"n": k, "tokens": [k + 1]} for k in range(200)])
     made = ov.Job(
-        name="counts", batch=ov.Batch(samples=6, context=16), slice_rows=5, shuffle_chunks=2, chunk_bytes=100,
+        name="counts",
+        batch=ov.Batch(samples=6, context=16),
+        slice_rows=5,
+        shuffle_chunks=2,
+        chunk_bytes=100,
         sources=[ov.Source("a", rows, transforms=[ov.Filter(even), ov.Tokens("tokens")], epochs=1)],
-    )  # fmt: skip
+    )
     ways = [
         ov.simulate(made, seed=s, loaders={"a": n}, prefetch=p, read_ahead=r)
         for s, n, p, r in ((1, 1, 1, 1), (2, 1, 6, 9), (3, 3, 2, 4), (4, 2, 5, 1))
@@ -213,10 +273,19 @@ def test_counts_in_the_state_depend_on_the_stream_alone() -> None:
 
 
 @pytest.mark.parametrize("slice_rows", [1, 5])
-def test_at_the_end_every_drop_is_counted_also_those_of_windows_that_lost_every_row(slice_rows: int) -> None:
+def test_at_the_end_every_drop_is_counted_also_those_of_windows_that_lost_every_row(
+    slice_rows: int,
+) -> None:
     rows = Rows([{"n": k, "tokens": [k + 1]} for k in range(100)])
     source = ov.Source("a", rows, transforms=[ov.Filter(even), ov.Tokens("tokens")], epochs=1)
-    with ov.launch(ov.Job(name="counts", batch=ov.Batch(samples=6, context=16), slice_rows=slice_rows, sources=[source])) as session:
+    with ov.launch(
+        ov.Job(
+            name="counts",
+            batch=ov.Batch(samples=6, context=16),
+            slice_rows=slice_rows,
+            sources=[source],
+        )
+    ) as session:
         assert sum(len(mb.samples) for step in session.client(0) for mb in step) == 50
         assert session.metrics()["sources"]["a"]["dropped"] == 50
 
@@ -234,7 +303,9 @@ def test_chunk_orders_are_kept_for_two_epochs_and_no_more() -> None:
 
 EXTREME = st.one_of(
     st.floats(0, allow_nan=False, allow_infinity=False),
-    st.sampled_from([5e-324, 1e-300, 1e300, 1.7976931348623157e308, 2.2250738585072014e-308, 1.0, 0.0]),
+    st.sampled_from(
+        [5e-324, 1e-300, 1e300, 1.7976931348623157e308, 2.2250738585072014e-308, 1.0, 0.0]
+    ),
 )
 
 
@@ -246,7 +317,10 @@ def test_whole_weights_sum_to_the_unit_whatever_the_weights(weights: list[float]
     assert all(w == 0 for w, real in zip(whole, weights, strict=True) if real == 0)
 
 
-@given(st.lists(EXTREME, min_size=1, max_size=5).filter(any), st.lists(st.integers(1, 2**45), min_size=1, max_size=4))
+@given(
+    st.lists(EXTREME, min_size=1, max_size=5).filter(any),
+    st.lists(st.integers(1, 2**45), min_size=1, max_size=4),
+)
 def test_a_batch_of_any_size_is_drawn_exactly(weights: list[float], sizes: list[int]) -> None:
     whole, owed, total = whole_weights(weights), [0] * len(weights), [0] * len(weights)
     for n in sizes:
@@ -267,7 +341,13 @@ def test_random_draws_of_a_big_batch_follow_the_weights() -> None:
 @pytest.mark.parametrize("weights", [(1e-300, 1e300), (5e-324, 1.0), (1e300, 1e300)])
 def test_a_job_of_extreme_weights_gives_every_sample_once(weights: tuple[float, float]) -> None:
     sources = [
-        ov.Source(name, Rows([{"tokens": [k]} for k in range(20)]), transforms=[ov.Tokens("tokens")], weight=w, epochs=1)
+        ov.Source(
+            name,
+            Rows([{"tokens": [k]} for k in range(20)]),
+            transforms=[ov.Tokens("tokens")],
+            weight=w,
+            epochs=1,
+        )
         for name, w in zip("ab", weights, strict=True)
     ]
     for batch in (ov.Batch(samples=7, context=16), ov.Batch(tokens=7, context=16)):
@@ -278,13 +358,28 @@ def test_a_job_of_extreme_weights_gives_every_sample_once(weights: tuple[float, 
 
 
 @given(
-    st.lists(st.one_of(EXTREME, st.integers(0, 5), st.just(math.nan), st.just(-1.0), st.just(True), st.just("x")), min_size=1, max_size=5)
+    st.lists(
+        st.one_of(
+            EXTREME,
+            st.integers(0, 5),
+            st.just(math.nan),
+            st.just(-1.0),
+            st.just(True),
+            st.just("x"),
+        ),
+        min_size=1,
+        max_size=5,
+    )
 )
 @examples(200)
 def test_weights_are_right_or_refused_whichever_way_they_are_said(weights: list[Any]) -> None:
     names = [f"s{i}" for i in range(len(weights))]
     outcomes = []
-    for said in (weights, dict(zip(names, weights, strict=True)), {**dict(zip(names, weights, strict=True)), "zz": 1.0}):
+    for said in (
+        weights,
+        dict(zip(names, weights, strict=True)),
+        {**dict(zip(names, weights, strict=True)), "zz": 1.0},
+    ):
         try:
             outcomes.append(by_source(said, names))
         except JobError:
@@ -345,33 +440,67 @@ def failing_end(**changes: Any) -> ov.Job:
     short = [{"tokens": [1]}] * 9 + [{"tokens": []}] * 4
     sources = [
         ov.Source("short", Rows(short), transforms=[ov.Tokens("tokens")], epochs=1, shuffle=False),
-        ov.Source("long", Rows([{"tokens": [2]}] * 50), transforms=[ov.Tokens("tokens")], epochs=None),
+        ov.Source(
+            "long", Rows([{"tokens": [2]}] * 50), transforms=[ov.Tokens("tokens")], epochs=None
+        ),
     ]
-    return ov.Job(name="ends", sources=sources, batch=ov.Batch(samples=6, context=8), until=8, slice_rows=4, **changes)
+    return ov.Job(
+        name="ends",
+        sources=sources,
+        batch=ov.Batch(samples=6, context=8),
+        until=8,
+        slice_rows=4,
+        **changes,
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"look_ahead": 3}, {"overflow": "defer"}])
-def test_failures_at_the_end_of_a_source_are_listed_when_it_leaves_and_counted_in_the_state(changes: dict[str, Any]) -> None:
+def test_failures_at_the_end_of_a_source_are_listed_when_it_leaves_and_counted_in_the_state(
+    changes: dict[str, Any],
+) -> None:
     made = failing_end(**changes)
     whole = ov.simulate(made, seed=1, save=True, check=True)
     assert [(q.source, q.row) for q in whole.quarantine] == [(0, 9), (0, 10), (0, 11), (0, 12)]
     left = [state["active"]["short"] for state in whole.states.values()]
-    assert [state["counts"]["quarantined"].get("short", 0) for state in whole.states.values()] == [0 if active else 4 for active in left]
+    assert [state["counts"]["quarantined"].get("short", 0) for state in whole.states.values()] == [
+        0 if active else 4 for active in left
+    ]
     assert set(left) == {True, False}
     for k, state in whole.states.items():
         again = ov.simulate(made, seed=k, resume=json.loads(json.dumps(state)), check=True)
-        assert len(again.quarantine) + state["counts"]["quarantined"].get("short", 0) == 4, f"restored after step {k}"
+        assert len(again.quarantine) + state["counts"]["quarantined"].get("short", 0) == 4, (
+            f"restored after step {k}"
+        )
 
 
 @pytest.mark.parametrize("changes", [{}, {"look_ahead": 2}])
-def test_of_two_sources_that_break_in_one_step_the_first_is_named_whoever_was_read_first(changes: dict[str, Any]) -> None:
+def test_of_two_sources_that_break_in_one_step_the_first_is_named_whoever_was_read_first(
+    changes: dict[str, Any],
+) -> None:
     rows = [{"tokens": [1]}] * 12 + [{"tokens": []}] * 5
     sources = [
-        ov.Source(name, Rows(rows), transforms=[ov.Tokens("tokens")], epochs=1, shuffle=False, max_bad=3, weight=w)
+        ov.Source(
+            name,
+            Rows(rows),
+            transforms=[ov.Tokens("tokens")],
+            epochs=1,
+            shuffle=False,
+            max_bad=3,
+            weight=w,
+        )
         for name, w in (("a", 1.0), ("b", 1.0), ("c", 0.01))
     ]
-    made = ov.Job(name="broken", sources=sources, batch=ov.Batch(samples=4, context=8), slice_rows=3, **changes)
-    runs = [ov.simulate(made, seed=seed, delays=Delays(sigma=3.0), prefetch=2, check=True) for seed in range(25)]
+    made = ov.Job(
+        name="broken",
+        sources=sources,
+        batch=ov.Batch(samples=4, context=8),
+        slice_rows=3,
+        **changes,
+    )
+    runs = [
+        ov.simulate(made, seed=seed, delays=Delays(sigma=3.0), prefetch=2, check=True)
+        for seed in range(25)
+    ]
     assert len({(str(r.error), tuple(r.quarantine), len(r.steps[0])) for r in runs}) == 1
     assert "source 'a'" in str(runs[0].error)
 
@@ -381,7 +510,9 @@ def test_of_two_sources_that_break_in_one_step_the_first_is_named_whoever_was_re
 
 def test_a_state_with_samples_passed_over_is_refused_by_a_batch_in_tokens() -> None:
     def last_first(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
-        graph = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=lambda candidates, place: -1.0 * candidates.row)
+        graph = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix(
+            prefer=lambda candidates, place: -1.0 * candidates.row
+        )
         return graph.distribute("DP").balance("greedy").plan()
 
     state = ov.simulate(job(strategy=last_first, look_ahead=3), seed=1, steps=2).end_state
@@ -393,7 +524,9 @@ def test_a_state_with_samples_passed_over_is_refused_by_a_batch_in_tokens() -> N
 
 @pytest.mark.parametrize("changes", [{"look_ahead": 2}, {"overflow": "defer"}])
 @pytest.mark.parametrize("field", ["step", "tokens", "names"])
-def test_a_choice_that_tells_something_else_than_was_drawn_is_refused(changes: dict[str, Any], field: str) -> None:
+def test_a_choice_that_tells_something_else_than_was_drawn_is_refused(
+    changes: dict[str, Any], field: str
+) -> None:
     def doctored(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
         plan = llm_balance(buffer, place)
         wrong = {"step": plan.step + 1, "tokens": plan.tokens + 1, "names": plan.names[::-1]}

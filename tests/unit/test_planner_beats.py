@@ -10,7 +10,10 @@ import pytest
 
 from overlord.cluster.launcher import TICKS, Parts
 
-SILENT, STUCK = "it answered nothing for 2 s", "it plans, and does not come to an end for 2 s: step 6, in mine"
+SILENT, STUCK = (
+    "it answered nothing for 2 s",
+    "it plans, and does not come to an end for 2 s: step 6, in mine",
+)
 
 
 class Control:

@@ -13,7 +13,14 @@ import pytest
 from overlord.ray import folder, private_folder
 from overlord.ray.auth import check_folder
 from overlord.ray.folder import MAX_ROOT, Folder
-from overlord.ray.private_folder import NotPrivate, check_private, exposed, make_private, rename_private, trusted_owners
+from overlord.ray.private_folder import (
+    NotPrivate,
+    check_private,
+    exposed,
+    make_private,
+    rename_private,
+    trusted_owners,
+)
 
 
 @pytest.fixture
@@ -32,7 +39,9 @@ def test_a_folder_is_private_whatever_the_umask_is(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert os.lstat(made.path).st_mode & 0o7777 == 0o700
-    assert made.for_ray.parent == made.path, "Ray opens its own folder to all, and not the one above"
+    assert made.for_ray.parent == made.path, (
+        "Ray opens its own folder to all, and not the one above"
+    )
     made.remove()
     assert list(tmp_path.iterdir()) == []
 
@@ -47,22 +56,34 @@ def test_the_longest_root_leaves_room_for_the_longest_path_of_a_socket(tmp_path:
 def test_a_folder_that_others_can_enter_is_refused_by_name(tmp_path: Path, mode: int) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(mode)
-    with pytest.raises(NotPrivate, match=rf"^{tmp_path}/open: expected a folder of account \d+ with mode 0700, got .* mode 0{mode:o}; set"):
+    with pytest.raises(
+        NotPrivate,
+        match=rf"^{tmp_path}/open: expected a folder of account \d+ with mode 0700, got .* mode 0{mode:o}; set",
+    ):
         check_private(tmp_path / "open")
 
 
-def test_a_symlink_or_a_folder_of_another_account_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_symlink_or_a_folder_of_another_account_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = make_private(tmp_path, "mine-")
     (tmp_path / "link").symlink_to(made)
-    with pytest.raises(NotPrivate, match=rf"^{tmp_path}/link: .* got a symlink of account {os.geteuid()} "):
+    with pytest.raises(
+        NotPrivate, match=rf"^{tmp_path}/link: .* got a symlink of account {os.geteuid()} "
+    ):
         check_private(tmp_path / "link")
     owner = os.geteuid()
     monkeypatch.setattr(private_folder.os, "geteuid", lambda: owner + 1)
-    with pytest.raises(NotPrivate, match=rf"expected a folder of account {owner + 1} with mode 0700, got a folder of account {owner} "):
+    with pytest.raises(
+        NotPrivate,
+        match=rf"expected a folder of account {owner + 1} with mode 0700, got a folder of account {owner} ",
+    ):
         check_private(made)
 
 
-def test_a_name_that_somebody_took_first_is_refused_and_nothing_of_theirs_is_touched(tmp_path: Path) -> None:
+def test_a_name_that_somebody_took_first_is_refused_and_nothing_of_theirs_is_touched(
+    tmp_path: Path,
+) -> None:
     for planted in ("folder", "link"):
         made = make_private(tmp_path, "ov-new-")
         target = tmp_path / planted
@@ -70,7 +91,10 @@ def test_a_name_that_somebody_took_first_is_refused_and_nothing_of_theirs_is_tou
             (target / "inside").mkdir(parents=True)
         else:
             target.symlink_to(tmp_path / "folder")
-        with pytest.raises(NotPrivate, match=rf"^{target}: expected a free name, got a (folder|symlink) of account \d+"):
+        with pytest.raises(
+            NotPrivate,
+            match=rf"^{target}: expected a free name, got a (folder|symlink) of account \d+",
+        ):
             rename_private(made, target)
         assert (tmp_path / "folder" / "inside").is_dir()
         made.rmdir()
@@ -80,7 +104,9 @@ def test_a_path_is_exposed_where_others_can_rename_one_of_its_folders(shared: Pa
     (shared / "open" / "mine").mkdir(parents=True)
     assert exposed(shared / "open" / "mine") == ""
     (shared / "open").chmod(0o1777)
-    assert exposed(shared / "open" / "mine") == "", "the sticky bit keeps entries with their owners, as in /tmp"
+    assert exposed(shared / "open" / "mine") == "", (
+        "the sticky bit keeps entries with their owners, as in /tmp"
+    )
     (shared / "open").chmod(0o777)
     assert exposed(shared / "open" / "mine") == f"{shared}/open has mode 0777"
     (shared / "link").symlink_to(shared / "open" / "mine")
@@ -118,11 +144,16 @@ def test_a_folder_of_temporary_files_that_others_can_change_is_passed_over(
     assert folder._root() == Path("/tmp")
     assert f"{shared} is not used for the files of Ray, /tmp is" in caplog.text
     monkeypatch.setattr(folder, "exposed", lambda path: f"{path} has mode 0777")
-    with pytest.raises(NotPrivate, match=r"^/tmp: expected a folder where other accounts cannot rename .*; set TMPDIR to"):
+    with pytest.raises(
+        NotPrivate,
+        match=r"^/tmp: expected a folder where other accounts cannot rename .*; set TMPDIR to",
+    ):
         folder._root()
 
 
-def test_a_cluster_whose_sockets_others_can_replace_is_warned_of_once(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cluster_whose_sockets_others_can_replace_is_warned_of_once(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (shared / "ray" / "sockets").mkdir(parents=True)
     check_folder(str(shared / "ray" / "sockets" / "raylet"))
     check_folder("")
@@ -131,4 +162,7 @@ def test_a_cluster_whose_sockets_others_can_replace_is_warned_of_once(shared: Pa
     for _ in range(2):
         check_folder(str(shared / "ray" / "sockets" / "raylet"))
     [said] = [record.getMessage() for record in caplog.records]
-    assert f"since {shared}/ray has mode 0777: start Ray with --temp-dir=DIR/ray, where DIR has mode 0700" in said
+    assert (
+        f"since {shared}/ray has mode 0777: start Ray with --temp-dir=DIR/ray, where DIR has mode 0700"
+        in said
+    )

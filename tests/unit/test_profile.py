@@ -16,7 +16,14 @@ from tests.laws import examples
 
 
 def profile(name: str = "web", **fields: Any) -> SourceProfile:
-    usual = {"fingerprint": "f0", "samples": 100, "read_s": 1e-5, "transform_s": 3e-4, "tokens": 310.0, "transfer_s": 1e-6}
+    usual = {
+        "fingerprint": "f0",
+        "samples": 100,
+        "read_s": 1e-5,
+        "transform_s": 3e-4,
+        "tokens": 310.0,
+        "transfer_s": 1e-6,
+    }
     return SourceProfile(name=name, **{**usual, "buffer_bytes": 900, "file_bytes": 100, **fields})
 
 
@@ -42,10 +49,16 @@ def test_a_profile_comes_back_from_json_as_it_was(job: JobProfile) -> None:
 
 @given(jobs(), st.data())
 @examples(80)
-def test_a_profile_in_which_anything_was_changed_is_refused(job: JobProfile, data: st.DataObject) -> None:
+def test_a_profile_in_which_anything_was_changed_is_refused(
+    job: JobProfile, data: st.DataObject
+) -> None:
     text = json.dumps(job.to_plain())
     at = data.draw(st.integers(0, len(text) - 1))
-    other = text[:at] + data.draw(st.sampled_from('0159"{}[],:ax')) + text[at + data.draw(st.integers(0, 3)) :]
+    other = (
+        text[:at]
+        + data.draw(st.sampled_from('0159"{}[],:ax'))
+        + text[at + data.draw(st.integers(0, 3)) :]
+    )
     try:
         changed = json.loads(other)
     except ValueError:
@@ -56,7 +69,12 @@ def test_a_profile_in_which_anything_was_changed_is_refused(job: JobProfile, dat
         JobProfile.from_plain(changed)
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=4), lambda v: st.lists(v) | st.dictionaries(st.text(), v)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=4),
+        lambda v: st.lists(v) | st.dictionaries(st.text(), v),
+    )
+)
 @examples(60)
 def test_what_is_no_profile_at_all_is_refused_in_words(value: Any) -> None:
     with pytest.raises(BadProfile, match="wanted"):
@@ -66,13 +84,19 @@ def test_what_is_no_profile_at_all_is_refused_in_words(value: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"read_s": -1.0}, "profile of source 'web': read_s: wanted a number of at least 0, found -1.0"),
-        ({"tokens": math.nan}, "tokens: wanted a number"), ({"transform_s": math.inf}, "transform_s: wanted a number"),
-        ({"samples": 1.5}, "samples: wanted a whole number"), ({"samples": True}, "samples: wanted a whole number"),
-        ({"file_bytes": 2**70}, "file_bytes: wanted a whole number"), ({"fingerprint": None}, "fingerprint: wanted text, found None"),
+        (
+            {"read_s": -1.0},
+            "profile of source 'web': read_s: wanted a number of at least 0, found -1.0",
+        ),
+        ({"tokens": math.nan}, "tokens: wanted a number"),
+        ({"transform_s": math.inf}, "transform_s: wanted a number"),
+        ({"samples": 1.5}, "samples: wanted a whole number"),
+        ({"samples": True}, "samples: wanted a whole number"),
+        ({"file_bytes": 2**70}, "file_bytes: wanted a whole number"),
+        ({"fingerprint": None}, "fingerprint: wanted text, found None"),
         ({"transfer_s": "1"}, "transfer_s: wanted a number of at least 0, found '1'"),
     ],
-)  # fmt: skip
+)
 def test_an_impossible_profile_cannot_be_made(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(BadProfile, match=says):
         profile(**fields)
@@ -99,8 +123,13 @@ def test_cost_by_token_follows_from_cost_by_sample() -> None:
 
 @given(profiles(), profiles(), st.floats(0.01, 1))
 @examples(60)
-def test_a_refresh_lies_between_what_was_and_what_is(old: SourceProfile, new: SourceProfile, weight: float) -> None:
-    old, new = replace(old, samples=1 + old.samples), replace(new, samples=1 + new.samples, fingerprint=old.fingerprint)
+def test_a_refresh_lies_between_what_was_and_what_is(
+    old: SourceProfile, new: SourceProfile, weight: float
+) -> None:
+    old, new = (
+        replace(old, samples=1 + old.samples),
+        replace(new, samples=1 + new.samples, fingerprint=old.fingerprint),
+    )
     both = old.merged(new, weight)
     for n in ("read_s", "transform_s", "tokens"):
         low, high = sorted((getattr(old, n), getattr(new, n)))
@@ -112,7 +141,9 @@ def test_a_refresh_lies_between_what_was_and_what_is(old: SourceProfile, new: So
 
 
 def test_what_was_not_measured_keeps_what_was_known() -> None:
-    assert profile().merged(profile(transfer_s=0.0, file_bytes=0, buffer_bytes=1900)) == profile(samples=200, buffer_bytes=1200)
+    assert profile().merged(profile(transfer_s=0.0, file_bytes=0, buffer_bytes=1900)) == profile(
+        samples=200, buffer_bytes=1200
+    )
     assert profile(samples=0).merged(profile()) == profile()
     assert profile().merged(profile(samples=0, read_s=9.0)) == profile()
 
@@ -122,11 +153,17 @@ def test_of_other_files_or_another_machine_nothing_is_averaged() -> None:
     assert profile().merged(new) == new
     here = JobProfile.of([profile(), profile("code")], "here")
     there = here.merge(JobProfile.of([profile(read_s=7.0)], "there"))
-    assert (there.machine, there.sources["web"].read_s, there.sources["code"]) == ("there", 7.0, profile("code"))
+    assert (there.machine, there.sources["web"].read_s, there.sources["code"]) == (
+        "there",
+        7.0,
+        profile("code"),
+    )
 
 
 def test_only_profiles_of_the_sources_as_they_are_count() -> None:
-    job = JobProfile.of([profile("a"), profile("b", fingerprint="old"), profile("c", samples=0), profile("d")])
+    job = JobProfile.of(
+        [profile("a"), profile("b", fingerprint="old"), profile("c", samples=0), profile("d")]
+    )
     assert list(job.known({"a": "f0", "b": "f0", "c": "f0"}).sources) == ["a"]
 
 

@@ -55,7 +55,14 @@ def third(row: dict[str, Any]) -> bool:
 
 
 def rows(n: int = 300) -> list[dict[str, Any]]:
-    return [{"n": k, "tokens": [k % 50] * (1 + k % 7), "text": " ".join(WORDS[(k + j) % 5] for j in range(20))} for k in range(n)]
+    return [
+        {
+            "n": k,
+            "tokens": [k % 50] * (1 + k % 7),
+            "text": " ".join(WORDS[(k + j) % 5] for j in range(20)),
+        }
+        for k in range(n)
+    ]
 
 
 @pytest.fixture
@@ -71,7 +78,12 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def source(corpus: Path, name: str = "web", *transforms: Any, **fields: Any) -> ov.Source:
-    return ov.Source(name, str(corpus / "web" / "*.parquet"), transforms=transforms or (ov.Tokens("tokens"),), **fields)
+    return ov.Source(
+        name,
+        str(corpus / "web" / "*.parquet"),
+        transforms=transforms or (ov.Tokens("tokens"),),
+        **fields,
+    )
 
 
 def text(corpus: Path) -> ov.Tokenize:
@@ -94,7 +106,10 @@ def blueprint(made: ov.Job, **options: Any) -> Iterator[Blueprint]:
 
 def measured(made: ov.Job, **bounds: Any) -> list[SourceProfile]:
     with blueprint(made) as ready:
-        return [measure(ready.kit(i), Bounds(**{"seconds": 60.0, **bounds})) for i in range(len(made.sources))]
+        return [
+            measure(ready.kit(i), Bounds(**{"seconds": 60.0, **bounds}))
+            for i in range(len(made.sources))
+        ]
 
 
 # measuring
@@ -122,16 +137,25 @@ def test_rows_and_seconds_are_bounds(corpus: Path) -> None:
 
 
 def test_rows_that_a_filter_drops_are_paid_by_those_that_stay(corpus: Path) -> None:
-    made = job(source(corpus), source(corpus, "some", ov.Filter(third, rows=True), ov.Tokens("tokens")))
+    made = job(
+        source(corpus), source(corpus, "some", ov.Filter(third, rows=True), ov.Tokens("tokens"))
+    )
     every, some = zip(*(measured(made, rows=300) for _ in range(3)), strict=True)
     assert ({p.samples for p in every}, {p.samples for p in some}) == ({300}, {100})
     assert min(p.read_s for p in some) > 1.5 * min(p.read_s for p in every)
 
 
 @pytest.mark.parametrize("workers", ["threads", "processes"])
-def test_what_a_core_is_busy_with_is_told_from_what_is_waited_wherever_transforms_run(corpus: Path, workers: str) -> None:
+def test_what_a_core_is_busy_with_is_told_from_what_is_waited_wherever_transforms_run(
+    corpus: Path, workers: str
+) -> None:
     kinds = {"busy": ov.Map(busy, rows=True), "waits": ov.Map(lasting, rows=True)}
-    works, waits = measured(job(*(source(corpus, n, m, ov.Tokens("tokens"), workers=workers) for n, m in kinds.items())), rows=64)
+    works, waits = measured(
+        job(
+            *(source(corpus, n, m, ov.Tokens("tokens"), workers=workers) for n, m in kinds.items())
+        ),
+        rows=64,
+    )
     assert works.samples == waits.samples == 64
     assert works.core_s > 1e-5
     assert waits.transform_s >= LASTS_S
@@ -142,7 +166,11 @@ def test_what_a_core_is_busy_with_is_told_from_what_is_waited_wherever_transform
 def test_file_state_is_what_open_chunks_hold(corpus: Path) -> None:
     wide = [{"tokens": [1, 2], "blob": f"{k:06d}" * 2000} for k in range(200)]
     write_rows(corpus / "wide", "parquet", wide, files=1, row_group_size=50, compression="none")
-    big = ov.Source("big", str(corpus / "wide" / "*.parquet"), transforms=[ov.Filter(has_blob), ov.Tokens("tokens")])
+    big = ov.Source(
+        "big",
+        str(corpus / "wide" / "*.parquet"),
+        transforms=[ov.Filter(has_blob), ov.Tokens("tokens")],
+    )
     small, large = measured(job(source(corpus), big), rows=32)
     held = 200 * 12_000  # four row groups are open, each decoded in one go and handed out in slices
     assert 0.8 * held < large.file_bytes < 3 * held
@@ -154,7 +182,11 @@ def has_blob(columns: dict[str, Any]) -> list[bool]:
 
 
 def test_a_fingerprint_is_of_files_transforms_and_slices(corpus: Path) -> None:
-    same, again, tokenized = source(corpus, "a"), source(corpus, "b"), source(corpus, "c", text(corpus))
+    same, again, tokenized = (
+        source(corpus, "a"),
+        source(corpus, "b"),
+        source(corpus, "c", text(corpus)),
+    )
     with blueprint(job(same, again, tokenized)) as one, blueprint(job(same, slice_rows=9)) as other:
         marks = [fingerprint_of(one.kit(i)) for i in range(3)] + [fingerprint_of(other.kit(0))]
     assert marks[0] == marks[1]
@@ -167,7 +199,9 @@ def test_a_fingerprint_is_of_files_transforms_and_slices(corpus: Path) -> None:
 def kept(ready: Blueprint, *costs: float) -> JobProfile:
     marks = profile_store.fingerprints(ready)
     return JobProfile.of(
-        SourceProfile(name=n, fingerprint=marks[n], samples=100, read_s=0.0, transform_s=c, tokens=4.0)
+        SourceProfile(
+            name=n, fingerprint=marks[n], samples=100, read_s=0.0, transform_s=c, tokens=4.0
+        )
         for n, c in zip(ready.job.names, costs, strict=True)
     )
 
@@ -175,15 +209,27 @@ def kept(ready: Blueprint, *costs: float) -> JobProfile:
 def test_a_profile_is_kept_in_the_journal_or_by_names_in_the_cache(corpus: Path) -> None:
     made = job(source(corpus))
     assert Path(profile_store.path_of(made, corpus / "c")).parent == corpus / "c" / "profiles"
-    assert profile_store.path_of(made, corpus / "c") != profile_store.path_of(job(source(corpus, "other")), corpus / "c")
-    assert profile_store.path_of(job(source(corpus), journal=corpus / "j"), None) == corpus / "j" / "profile.json"
-    assert profile_store.path_of(job(source(corpus), journal=f"file://{corpus}/j"), None) == corpus / "j" / "profile.json"
+    assert profile_store.path_of(made, corpus / "c") != profile_store.path_of(
+        job(source(corpus, "other")), corpus / "c"
+    )
+    assert (
+        profile_store.path_of(job(source(corpus), journal=corpus / "j"), None)
+        == corpus / "j" / "profile.json"
+    )
+    assert (
+        profile_store.path_of(job(source(corpus), journal=f"file://{corpus}/j"), None)
+        == corpus / "j" / "profile.json"
+    )
     stored = job(source(corpus), journal="s3://bucket/j/?region=eu")
     assert profile_store.path_of(stored, corpus / "c") == "s3://bucket/j/profile.json?region=eu"
 
 
-@pytest.mark.parametrize("broken", [b"", b"{", b"[1]", b'{"version": 1}', b"\xff\xfe", b"[" * 100_000, b"0" * 400])
-def test_a_broken_profile_is_ignored_with_a_warning(corpus: Path, caplog: pytest.LogCaptureFixture, broken: bytes) -> None:
+@pytest.mark.parametrize(
+    "broken", [b"", b"{", b"[1]", b'{"version": 1}', b"\xff\xfe", b"[" * 100_000, b"0" * 400]
+)
+def test_a_broken_profile_is_ignored_with_a_warning(
+    corpus: Path, caplog: pytest.LogCaptureFixture, broken: bytes
+) -> None:
     path = corpus / "profile.json"
     path.write_bytes(broken)
     with caplog.at_level(logging.WARNING, "overlord"):
@@ -199,14 +245,20 @@ def test_what_is_kept_counts_while_the_source_is_the_same(corpus: Path) -> None:
         assert profile_store.save(path, kept(ready, 0.5, 0.25))
         assert profile_store.known(ready) == kept(ready, 0.5, 0.25)
         assert [load.cost for load in loads_of(profiled(ready, "process"))] == [0.25, 0.125]
-    with blueprint(job(source(corpus, "web", text(corpus)), source(corpus, "code")), cache_dir=corpus / "c") as changed:
+    with blueprint(
+        job(source(corpus, "web", text(corpus)), source(corpus, "code")), cache_dir=corpus / "c"
+    ) as changed:
         assert list(profile_store.known(changed).sources) == ["code"]
         assert loads_of(profiled(changed, "process"))[1].cost == 0.125
-    with blueprint(job(source(corpus), source(corpus, "code")), cache_dir=corpus / "c", partition="off") as off:
+    with blueprint(
+        job(source(corpus), source(corpus, "code")), cache_dir=corpus / "c", partition="off"
+    ) as off:
         assert profiled(off, "process").profile is None
 
 
-def test_a_profile_that_cannot_be_kept_costs_a_warning(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_profile_that_cannot_be_kept_costs_a_warning(
+    corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (corpus / "file").write_text("")
     assert not profile_store.save(corpus / "file" / "profile.json", JobProfile())
     assert "is not kept" in caplog.text
@@ -223,12 +275,16 @@ def watched(columns: dict[str, Any]) -> list[bool]:
     return [True] * len(columns["text"])
 
 
-def test_launch_looks_at_sources_that_may_be_heavy_and_runs_no_code_of_the_users(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_looks_at_sources_that_may_be_heavy_and_runs_no_code_of_the_users(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profile_store, "ALL_S", 20.0)  # a machine that is busy with other things
     monkeypatch.setattr(profile_store, "QUICK", Bounds(rows=64, seconds=20.0, memory=False))
     seen = ov.Source.from_dataset("held", Rows(rows(20)), transforms=[text(corpus)])
     code = source(corpus, "code", ov.Filter(watched), text(corpus))
-    with blueprint(job(source(corpus, "text", text(corpus)), source(corpus, "ids"), code, seen)) as ready:
+    with blueprint(
+        job(source(corpus, "text", text(corpus)), source(corpus, "ids"), code, seen)
+    ) as ready:
         found = profile_store.quick(ready, loads_of(ready), JobProfile())
         assert list(found.sources) == ["text"]
         assert CALLS == [], "code of the user's does not run at launch"
@@ -239,7 +295,9 @@ def test_launch_looks_at_sources_that_may_be_heavy_and_runs_no_code_of_the_users
         assert again == kept(ready, 1.0, 1.0, 1.0, 1.0), "what is known is not looked at again"
 
 
-def test_a_job_of_small_steps_is_not_looked_at(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_small_steps_is_not_looked_at(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(partition, "quick", None)  # would fail
     with blueprint(job(source(corpus, "text", text(corpus))), cache_dir=corpus / "c") as ready:
         assert profiled(ready, "process").profile == JobProfile()
@@ -260,8 +318,12 @@ def test_a_measured_source_gets_loaders_by_what_it_costs(corpus: Path) -> None:
         assert hosting_of(named).loaders[1] == 2
 
 
-@pytest.mark.parametrize(("autoscale", "loaders"), [(False, 1), (True, 1), ({"cores": 5}, 5), ({"cores": 99}, 8)])
-def test_a_scaled_source_is_cut_for_the_hosts_there_may_be_in_the_end(corpus: Path, autoscale: Any, loaders: int) -> None:
+@pytest.mark.parametrize(
+    ("autoscale", "loaders"), [(False, 1), (True, 1), ({"cores": 5}, 5), ({"cores": 99}, 8)]
+)
+def test_a_scaled_source_is_cut_for_the_hosts_there_may_be_in_the_end(
+    corpus: Path, autoscale: Any, loaders: int
+) -> None:
     made = job(source(corpus, "slow", ov.Map(busy, rows=True), ov.Tokens("tokens")))
     with blueprint(made, hosts=1, autoscale=autoscale) as ready:
         assert len(ready.indexes[0].chunks) >= made.shuffle_chunks == 8
@@ -269,12 +331,18 @@ def test_a_scaled_source_is_cut_for_the_hosts_there_may_be_in_the_end(corpus: Pa
 
 
 def test_guesses_are_corrected_by_what_was_measured_of_their_kind(corpus: Path) -> None:
-    made = job(source(corpus, "a", text(corpus)), source(corpus, "b", text(corpus)), source(corpus, "ids"))
+    made = job(
+        source(corpus, "a", text(corpus)), source(corpus, "b", text(corpus)), source(corpus, "ids")
+    )
     with blueprint(made) as ready:
         guessed = loads_of(ready)
-        ready.profile = JobProfile.of([kept(ready, 30 * guessed[0].cost, 0.0, 0.0).sources["a"]])  # ten times the guess: a third is drawn
+        ready.profile = JobProfile.of(
+            [kept(ready, 30 * guessed[0].cost, 0.0, 0.0).sources["a"]]
+        )  # ten times the guess: a third is drawn
         found = loads_of(ready)
-    assert [f.cost / g.cost for f, g in zip(found, guessed, strict=True)] == pytest.approx([10.0, 10.0, 1.0])
+    assert [f.cost / g.cost for f, g in zip(found, guessed, strict=True)] == pytest.approx(
+        [10.0, 10.0, 1.0]
+    )
 
 
 def test_batches_in_tokens_draw_long_samples_less_often(corpus: Path) -> None:
@@ -283,7 +351,8 @@ def test_batches_in_tokens_draw_long_samples_less_often(corpus: Path) -> None:
         marks = profile_store.fingerprints(ready)
         fields = {"samples": 9, "read_s": 0.0, "transform_s": 1.0}
         ready.profile = JobProfile.of(
-            SourceProfile(name=n, fingerprint=marks[n], tokens=t, **fields) for n, t in (("web", 30.0), ("code", 10.0))
+            SourceProfile(name=n, fingerprint=marks[n], tokens=t, **fields)
+            for n, t in (("web", 30.0), ("code", 10.0))
         )
         assert [load.cost for load in loads_of(ready)] == pytest.approx([0.25, 0.75])
         assert partition.sample_tokens(ready) == pytest.approx(15.0)
@@ -307,27 +376,52 @@ def test_in_one_process_only_sources_that_are_worth_it_are_split(corpus: Path) -
             assert sum("web" in name for name in names) == 1
 
 
-def test_time_that_was_waited_and_rows_that_nobody_drew_are_no_cost_of_a_source(corpus: Path) -> None:
+def test_time_that_was_waited_and_rows_that_nobody_drew_are_no_cost_of_a_source(
+    corpus: Path,
+) -> None:
     stats = ReaderStats(
-        read_s=20.0, staged_s=30.0, transform_s=9.0, read_busy_s=0.2, staged_busy_s=0.3, transform_busy_s=0.25, rows=1000, evaluated=100,
+        read_s=20.0,
+        staged_s=30.0,
+        transform_s=9.0,
+        read_busy_s=0.2,
+        staged_busy_s=0.3,
+        transform_busy_s=0.25,
+        rows=1000,
+        evaluated=100,
         samples=100,
-    )  # fmt: skip
-    assert ReaderStats(rows=1000, evaluated=10, samples=400).asked_for == 0.01, "a row that was split into 40 samples was read once"
+    )
+    assert ReaderStats(rows=1000, evaluated=10, samples=400).asked_for == 0.01, (
+        "a row that was split into 40 samples was read once"
+    )
     with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
         row = {"source": "web", "loader": 0, "samples": stats.samples, "tokens": 500}
         row |= {"of_samples_s": stats.of_samples, "core_s": stats.work[0]}
         found = profile_store.Refresher(ready, lambda: {"loaders": [row]}).refresh()
         ready.profile = found
-        assert loads_of(ready)[0].cost == pytest.approx(0.3 / 100), "a tenth of what was read, and what was transformed, of a core"
+        assert loads_of(ready)[0].cost == pytest.approx(0.3 / 100), (
+            "a tenth of what was read, and what was transformed, of a core"
+        )
     web = found.sources["web"]
-    assert (web.sample_s, web.cost_s, web.waited_s) == pytest.approx((14.0 / 100, 0.3 / 100, 13.7 / 100))
-    assert (web.read_s, web.transform_s) == pytest.approx((2.0 / 100, 12.0 / 100)), "slices are transformed as they are read"
+    assert (web.sample_s, web.cost_s, web.waited_s) == pytest.approx(
+        (14.0 / 100, 0.3 / 100, 13.7 / 100)
+    )
+    assert (web.read_s, web.transform_s) == pytest.approx((2.0 / 100, 12.0 / 100)), (
+        "slices are transformed as they are read"
+    )
 
 
-def test_a_source_that_is_seldom_drawn_from_counts_when_enough_of_it_has_come_together(corpus: Path) -> None:
+def test_a_source_that_is_seldom_drawn_from_counts_when_enough_of_it_has_come_together(
+    corpus: Path,
+) -> None:
     counted = {"samples": 0.0}
     with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
-        row = {"source": "web", "loader": 0, "tokens": 4.0, "of_samples_s": (0.0, 1.0), "core_s": 1.0}
+        row = {
+            "source": "web",
+            "loader": 0,
+            "tokens": 4.0,
+            "of_samples_s": (0.0, 1.0),
+            "core_s": 1.0,
+        }
         refresher = profile_store.Refresher(ready, lambda: {"loaders": [row | counted]})
         for samples, known in ((40.0, 0), (60.0, 0), (100.0, 100), (130.0, 100), (170.0, 170)):
             counted["samples"] = samples
@@ -360,10 +454,16 @@ def test_what_loaders_measure_refreshes_what_is_kept(corpus: Path, workers: str)
 
 
 def loaders_of(session: ov.Session, name: str) -> int:
-    return sum(a["name"].startswith(f"loader/{name}/") for a in session.metrics()["actors"] if a["role"] == "loader")
+    return sum(
+        a["name"].startswith(f"loader/{name}/")
+        for a in session.metrics()["actors"]
+        if a["role"] == "loader"
+    )
 
 
-def test_a_source_that_joins_is_looked_at_and_measured_as_the_others_are(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_joins_is_looked_at_and_measured_as_the_others_are(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(partition, "WORTH_S", 0.0)  # what is read here is next to nothing
     monkeypatch.setattr(partition, "n_cores", lambda: 4)  # one core does not look
     monkeypatch.setattr(profile_store, "ALL_S", 30.0)
@@ -380,10 +480,14 @@ def test_a_source_that_joins_is_looked_at_and_measured_as_the_others_are(corpus:
         assert found.samples > looked.samples, "and then by its loaders"
     again = job(source(corpus), late, until=60)
     with blueprint(again, cache_dir=corpus / "c") as ready:
-        assert profile_store.known(ready).sources["late"] == found, "the job that lists it begins with that"
+        assert profile_store.known(ready).sources["late"] == found, (
+            "the job that lists it begins with that"
+        )
 
 
-def test_a_source_that_joins_gets_loaders_by_what_is_known_of_it_unless_it_is_said(corpus: Path) -> None:
+def test_a_source_that_joins_gets_loaders_by_what_is_known_of_it_unless_it_is_said(
+    corpus: Path,
+) -> None:
     made, both = job(source(corpus)), job(source(corpus), source(corpus, "late"))
     with blueprint(both, cache_dir=corpus / "c", workers=4) as ready:
         profile_store.save(profile_store.path_of(both, corpus / "c"), kept(ready, 1e-6, 0.1))
@@ -394,10 +498,14 @@ def test_a_source_that_joins_gets_loaders_by_what_is_known_of_it_unless_it_is_sa
             assert len(list(session.client(0))) == 6
 
 
-def test_without_partition_a_source_that_joins_has_one_loader_or_where_it_is_scaled_one_for_each_thread(corpus: Path) -> None:
+def test_without_partition_a_source_that_joins_has_one_loader_or_where_it_is_scaled_one_for_each_thread(
+    corpus: Path,
+) -> None:
     heavy = source(corpus, "late", ov.Map(busy, rows=True), ov.Tokens("tokens"))
     for scaled, loaders in ((False, 1), (True, 3)):
-        with ov.launch(job(source(corpus)), partition="off", autoscale=scaled, workers=3) as session:
+        with ov.launch(
+            job(source(corpus)), partition="off", autoscale=scaled, workers=3
+        ) as session:
             session.add_source(heavy)
             assert loaders_of(session, "late") == loaders
 
@@ -426,9 +534,21 @@ def job_yaml(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return corpus / "job.yaml"
 
 
-def test_profile_prints_a_table_distributions_and_the_share_of_file_state(job_yaml: Path, tmp_path: Path) -> None:
+def test_profile_prints_a_table_distributions_and_the_share_of_file_state(
+    job_yaml: Path, tmp_path: Path
+) -> None:
     result = overlord(
-        "profile", job_yaml, "--rows", "100", "--seconds", "60", "--svg", tmp_path / "p.svg", "--html", tmp_path / "p.html", "--save"
+        "profile",
+        job_yaml,
+        "--rows",
+        "100",
+        "--seconds",
+        "60",
+        "--svg",
+        tmp_path / "p.svg",
+        "--html",
+        tmp_path / "p.html",
+        "--save",
     )
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
@@ -442,9 +562,14 @@ def test_profile_prints_a_table_distributions_and_the_share_of_file_state(job_ya
     assert "what its sources cost" in (tmp_path / "p.html").read_text()
 
 
-def test_a_journal_in_which_only_a_profile_is_begins_without_a_word(job_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_journal_in_which_only_a_profile_is_begins_without_a_word(
+    job_yaml: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert overlord("profile", job_yaml, "--rows", "20", "--seconds", "60", "--save").exit_code == 0
-    with caplog.at_level(logging.WARNING, "overlord"), ov.launch(ov.Job.from_yaml(job_yaml)) as session:
+    with (
+        caplog.at_level(logging.WARNING, "overlord"),
+        ov.launch(ov.Job.from_yaml(job_yaml)) as session,
+    ):
         assert len(list(session.client(0))) == 6
     assert caplog.text == ""
 
@@ -452,7 +577,13 @@ def test_a_journal_in_which_only_a_profile_is_begins_without_a_word(job_yaml: Pa
 def test_profile_tells_which_sources_cannot_be_measured(job_yaml: Path, corpus: Path) -> None:
     bad = yaml.safe_load(job_yaml.read_text())
     write_rows(corpus / "odd", "jsonl", [{"tokens": "no"}] * 3)
-    bad["sources"].append({"name": "odd", "uri": str(corpus / "odd" / "*.jsonl"), "transforms": [{"tokens": {"column": "tokens"}}]})
+    bad["sources"].append(
+        {
+            "name": "odd",
+            "uri": str(corpus / "odd" / "*.jsonl"),
+            "transforms": [{"tokens": {"column": "tokens"}}],
+        }
+    )
     job_yaml.write_text(yaml.safe_dump(bad))
     result = overlord("profile", job_yaml, "--rows", "50", "--seconds", "60")
     assert result.exit_code == 1
@@ -474,7 +605,10 @@ def test_partition_prints_the_configuration_with_reasons(job_yaml: Path) -> None
 def test_partition_levels_as_many_sources_together_as_is_said(corpus: Path) -> None:
     with blueprint(job(*(source(corpus, f"s{k}") for k in range(6)))) as ready:
         ready.profile = kept(ready, *[1e-3] * 6)
-        sizes = [[len(c.sources) for c in partition_of(ready, cores=8, **said).clusters] for said in ({}, {"cluster": 2})]
+        sizes = [
+            [len(c.sources) for c in partition_of(ready, cores=8, **said).clusters]
+            for said in ({}, {"cluster": 2})
+        ]
     assert sizes == [[4, 2], [2, 2, 2]]
 
 
@@ -488,7 +622,9 @@ def test_partition_says_by_how_much_a_demand_is_not_met(job_yaml: Path) -> None:
     assert "more than there are" in memory.stderr
 
 
-@pytest.mark.parametrize(("size", "nbytes"), [("256GB", 2**38), ("1.5 GiB", 3 * 2**29), ("512m", 2**29), ("77", 77)])
+@pytest.mark.parametrize(
+    ("size", "nbytes"), [("256GB", 2**38), ("1.5 GiB", 3 * 2**29), ("512m", 2**29), ("77", 77)]
+)
 def test_sizes_are_written_as_people_do(size: str, nbytes: int) -> None:
     from overlord.cli.profile import Bytes
 
@@ -498,12 +634,18 @@ def test_sizes_are_written_as_people_do(size: str, nbytes: int) -> None:
 def test_a_size_that_is_none_is_refused(job_yaml: Path) -> None:
     result = overlord("partition", job_yaml, "--memory", "much")
     assert result.exit_code == 2
-    assert "wanted bytes, as in '64GB', '512MB' or a whole number above 0, found 'much'" in result.stderr
+    assert (
+        "wanted bytes, as in '64GB', '512MB' or a whole number above 0, found 'much'"
+        in result.stderr
+    )
 
 
 def test_a_partition_is_explained_in_words(corpus: Path) -> None:
     with blueprint(job(source(corpus), source(corpus, "code")), hosts=8) as ready:
         ready.profile = kept(ready, 1e-3, 7e-3)
         made = partition_of(ready)
-    assert made.shares[1].reason == "88% of the work is worth 7.0 cores; 7 loaders, its share of the cores"
+    assert (
+        made.shares[1].reason
+        == "88% of the work is worth 7.0 cores; 7 loaders, its share of the cores"
+    )
     assert json.dumps([s.reason for s in made.shares])

@@ -15,7 +15,19 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
-NOUNS = ("calls", "errors", "hashing", "hooks", "job", "messages", "placetree", "plan", "planbytes", "plansummary", "sample")
+NOUNS = (
+    "calls",
+    "errors",
+    "hashing",
+    "hooks",
+    "job",
+    "messages",
+    "placetree",
+    "plan",
+    "planbytes",
+    "plansummary",
+    "sample",
+)
 CORES = (
     "loader.order",
     "loader.loader",
@@ -33,37 +45,85 @@ PURE = sorted(
     [
         *NOUNS,
         *CORES,
-        *(f"{part}.{p.stem}" for part in ("planner", "recovery", "scaling") for p in (PACKAGE / part).glob("*.py") if p.stem != "__init__"),
+        *(
+            f"{part}.{p.stem}"
+            for part in ("planner", "recovery", "scaling")
+            for p in (PACKAGE / part).glob("*.py")
+            if p.stem != "__init__"
+        ),
     ]
 )
 
 # Not `threading`: numpy may bring it in. That our own files do not is what the look into their text is for.
-IMPURE = ("pyarrow", "torch", "ray", "PIL", "tokenizers", "msgspec", "yaml", "asyncio", "socket", "multiprocessing", "subprocess")
+IMPURE = (
+    "pyarrow",
+    "torch",
+    "ray",
+    "PIL",
+    "tokenizers",
+    "msgspec",
+    "yaml",
+    "asyncio",
+    "socket",
+    "multiprocessing",
+    "subprocess",
+)
 STANDARD = {  # what a decision may need of the standard library: no clock, no disk, no chance, no threads
-    "__future__", "bisect", "collections", "dataclasses", "difflib", "fractions", "functools", "hashlib", "heapq", "itertools", "json",
-    "math", "operator", "struct", "types", "typing",
-}  # fmt: skip
+    "__future__",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "difflib",
+    "fractions",
+    "functools",
+    "hashlib",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "operator",
+    "struct",
+    "types",
+    "typing",
+}
 # A job is told paths and hands YAML over to jobfile.py, a source its rows to sources/python_objects.py and its URIs to uris.py, which
 # looks for secrets in them; none opens anything.
 # A graph hands itself over to be drawn, when asked.
 EXCEPTIONS = {
     "calls": {"inspect"},  # for the signature of a user's function, no more
-    "job": {"os.PathLike", "pathlib.Path", "overlord.jobfile.yaml_file", "overlord.sources.python_objects", "overlord.uris"},
+    "job": {
+        "os.PathLike",
+        "pathlib.Path",
+        "overlord.jobfile.yaml_file",
+        "overlord.sources.python_objects",
+        "overlord.uris",
+    },
     "placetree": {"os.environ"},  # what ``from_env`` reads when it is given nothing
     "planner.dgraph": {"overlord.planning.graph.mermaid", "overlord.planning.graph.page"},
 }
 
 
 def test_one_file_imports_ray() -> None:
-    modules = [".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in PACKAGE.rglob("*.py")]
-    assert [m for m in modules if any(name.split(".")[0] == "ray" for name in imports_of(m))] == ["runtime.ray_cluster"]
+    modules = [
+        ".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in PACKAGE.rglob("*.py")
+    ]
+    assert [m for m in modules if any(name.split(".")[0] == "ray" for name in imports_of(m))] == [
+        "runtime.ray_cluster"
+    ]
 
 
 def loaded_after(code: str, names: tuple[str, ...]) -> list[str]:
     """Which of the modules a fresh interpreter holds after running the code."""
     tail = f"\nimport json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]))"
     env = {**os.environ, "PYTHONPATH": str(SRC)}
-    done = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, env=env, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code + tail],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout)
     return found
@@ -72,7 +132,11 @@ def loaded_after(code: str, names: tuple[str, ...]) -> list[str]:
 def imports_of(module: str) -> list[str]:
     """Full names that a file imports anywhere, those for type checkers only left out."""
     tree = ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text())
-    for_checkers = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    for_checkers = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
+    ]
     skipped = {id(n) for top in for_checkers for n in ast.walk(top)}
     found: list[str] = []
     for node in ast.walk(tree):
@@ -95,7 +159,9 @@ def is_allowed(module: str, name: str) -> bool:
 
 
 def test_pure_modules_bring_in_no_file_format_no_framework_and_no_thread():
-    code = "import importlib\n" + "\n".join(f"importlib.import_module('overlord.{m}')" for m in PURE)
+    code = "import importlib\n" + "\n".join(
+        f"importlib.import_module('overlord.{m}')" for m in PURE
+    )
     assert loaded_after(code, IMPURE) == []
 
 
@@ -122,7 +188,10 @@ def test_importing_the_package_costs_a_trainer_nothing_it_does_not_use():
 
 
 def test_every_public_name_can_be_had():
-    names = loaded_after("import overlord\n[getattr(overlord, n) for n in overlord.__all__]", ("overlord", "torch", "ray"))
+    names = loaded_after(
+        "import overlord\n[getattr(overlord, n) for n in overlord.__all__]",
+        ("overlord", "torch", "ray"),
+    )
     assert names == ["overlord"]
 
 
@@ -132,23 +201,33 @@ DANGEROUS = {
     "unsafe YAML": r"yaml\.(load|load_all|unsafe_load|full_load)\(|yaml\.(Unsafe|Full)?Loader\b",
     "torch files": r"torch\.load\(",
     "a shell": r"os\.(system|popen)\(|shell\s*=\s*True",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", DANGEROUS)
 def test_data_is_only_data(what: str):
     """Nothing read from a file or a pipe is executed: the words that would do it do not occur."""
     pattern = re.compile(DANGEROUS[what])
-    lines = [(path, i, line) for path in sorted(PACKAGE.rglob("*.py")) for i, line in enumerate(path.read_text().splitlines(), 1)]
-    assert [f"{p.relative_to(SRC)}:{i}: {line.strip()}" for p, i, line in lines if pattern.search(line)] == []
+    lines = [
+        (path, i, line)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for i, line in enumerate(path.read_text().splitlines(), 1)
+    ]
+    assert [
+        f"{p.relative_to(SRC)}:{i}: {line.strip()}" for p, i, line in lines if pattern.search(line)
+    ] == []
 
 
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("unpickling", "x = pickle.load(file)"), ("unpickling", "np.load(path, allow_pickle=True)"), ("running text", "y = eval(text)"),
-        ("unsafe YAML", "yaml.load(text, Loader=yaml.Loader)"), ("torch files", "torch.load(path)"), ("a shell", "os.system(command)"),
+        ("unpickling", "x = pickle.load(file)"),
+        ("unpickling", "np.load(path, allow_pickle=True)"),
+        ("running text", "y = eval(text)"),
+        ("unsafe YAML", "yaml.load(text, Loader=yaml.Loader)"),
+        ("torch files", "torch.load(path)"),
+        ("a shell", "os.system(command)"),
     ],
-)  # fmt: skip
+)
 def test_the_search_for_dangerous_words_finds_them(what: str, line: str):
     assert re.search(DANGEROUS[what], line)

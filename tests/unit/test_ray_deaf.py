@@ -50,7 +50,9 @@ def hears(end: socket.socket) -> list[bytes]:
     return heard
 
 
-def test_who_waits_goes_on_and_no_other_is_disturbed(lines: tuple[Line, Line], caplog: pytest.LogCaptureFixture) -> None:
+def test_who_waits_goes_on_and_no_other_is_disturbed(
+    lines: tuple[Line, Line], caplog: pytest.LogCaptureFixture
+) -> None:
     deaf, other = lines
     deaf.near.sendall(b"I leave")
     with not_waited_for(deaf.path, 0.05):

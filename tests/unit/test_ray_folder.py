@@ -25,7 +25,9 @@ input()
 def owner(root: Path) -> subprocess.Popen[str]:
     environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", OWNER, str(root)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+    )
 
 
 def test_a_folder_is_its_owners_until_that_is_killed(tmp_path: Path) -> None:
@@ -35,7 +37,9 @@ def test_a_folder_is_its_owners_until_that_is_killed(tmp_path: Path) -> None:
             path = Path(process.stdout.readline().strip())
             assert path.name.startswith("ov-ray-999999999-"), "for readers"
             mine = Folder(tmp_path)
-            assert path.is_dir(), "its owner lives, though no process of this machine has its number"
+            assert path.is_dir(), (
+                "its owner lives, though no process of this machine has its number"
+            )
             mine.remove()
             assert not mine.path.exists()
         finally:
@@ -45,14 +49,20 @@ def test_a_folder_is_its_owners_until_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_nobody_holds_goes_though_somebody_has_the_number(tmp_path: Path) -> None:
-    for name in (unheld := f"ov-ray-{os.getpid()}-unheld", f"ov-ray-{os.getpid()}-old", "ov-ray-999999999-old"):
+    for name in (
+        unheld := f"ov-ray-{os.getpid()}-unheld",
+        f"ov-ray-{os.getpid()}-old",
+        "ov-ray-999999999-old",
+    ):
         (tmp_path / name / "session").mkdir(parents=True)
     (tmp_path / unheld / LOCK).touch()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "ov-ray-1-link").symlink_to(tmp_path / "elsewhere")
     remove_left(tmp_path)
     left = sorted(p.name for p in tmp_path.iterdir())
-    assert left == ["elsewhere", "ov-ray-1-link", f"ov-ray-{os.getpid()}-old"], "one without a lock may be of an older version that runs"
+    assert left == ["elsewhere", "ov-ray-1-link", f"ov-ray-{os.getpid()}-old"], (
+        "one without a lock may be of an older version that runs"
+    )
 
 
 def test_one_that_is_being_made_is_not_taken_for_one_that_was_left(tmp_path: Path) -> None:
@@ -80,7 +90,9 @@ def test_what_a_program_does_when_it_is_asked_to_end_is_its_own_affair() -> None
         kept = Terminated()
         signal.signal(signal.SIGTERM, leaves)
         kept.keep()
-        assert signal.getsignal(signal.SIGTERM) is leaves, "where there is none, Ray's ends what it has started"
+        assert signal.getsignal(signal.SIGTERM) is leaves, (
+            "where there is none, Ray's ends what it has started"
+        )
         kept.restore()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         signal.signal(signal.SIGTERM, saves)

@@ -52,7 +52,10 @@ def test_one_that_comes_back_was_waited_for() -> None:
 def test_one_that_stays_away_is_given_up_in_words_and_not_waited_for_again() -> None:
     answers = Answers(False)
     head = Head("10.0.0.1:6379", answers, patience_s=20.0)
-    with pytest.raises(OverlordError, match=r"the head of the Ray cluster at 10\.0\.0\.1:6379 has answered nothing for 20 s.*its journal"):
+    with pytest.raises(
+        OverlordError,
+        match=r"the head of the Ray cluster at 10\.0\.0\.1:6379 has answered nothing for 20 s.*its journal",
+    ):
         head.wait()
     before = answers.asked
     with pytest.raises(OverlordError, match="head of the Ray cluster"):

@@ -14,7 +14,10 @@ from overlord.ray.auth import Unwelcome, check_joined, check_token, is_refused, 
 from overlord.ray.worker import Home, _take_over
 from overlord.transport.address import reachable
 
-SHUT, OPEN = {False: False, True: True}, {False: True, True: True}  # who shows a token is let in: False, one who shows none
+SHUT, OPEN = (
+    {False: False, True: True},
+    {False: True, True: True},
+)  # who shows a token is let in: False, one who shows none
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,9 @@ SHUT, OPEN = {False: False, True: True}, {False: True, True: True}  # who shows 
         (f"{socket.gethostname()}:6379", "127.0.0.1:6379", True),
     ],
 )
-def test_names_and_addresses_of_one_machine_lead_to_one_head(one: str, other: str, same: bool) -> None:
+def test_names_and_addresses_of_one_machine_lead_to_one_head(
+    one: str, other: str, same: bool
+) -> None:
     assert same_head(one, other) is same
     assert same_head(other, one) is same
 
@@ -50,13 +55,28 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
     [
         (None, True, SHUT, ""),
         ("token", True, SHUT, ""),
-        (None, False, SHUT, r"no token was found: wanted .* RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/\.ray/auth_token.*AUTH_MODE=disabled"),
-        (None, True, OPEN, r"it asks for no token, so whoever reaches its ports runs code .*RAY_AUTH_MODE=disabled in the environment"),
-        (None, True, {False: False, True: False}, "its token is another one than that in RAY_AUTH_TOKEN"),
+        (
+            None,
+            False,
+            SHUT,
+            r"no token was found: wanted .* RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/\.ray/auth_token.*AUTH_MODE=disabled",
+        ),
+        (
+            None,
+            True,
+            OPEN,
+            r"it asks for no token, so whoever reaches its ports runs code .*RAY_AUTH_MODE=disabled in the environment",
+        ),
+        (
+            None,
+            True,
+            {False: False, True: False},
+            "its token is another one than that in RAY_AUTH_TOKEN",
+        ),
         ("disabled", False, SHUT, "it wants a token, but RAY_AUTH_MODE=disabled here"),
         ("of", True, SHUT, "RAY_AUTH_MODE: wanted token or disabled, found 'of'"),
     ],
-)  # fmt: skip
+)
 def test_a_cluster_is_used_with_its_token_or_not_at_all(
     mode: str | None,
     has_token: bool,
@@ -84,7 +104,9 @@ def test_without_a_token_only_where_that_is_said_by_name_and_with_one_warning(
     with caplog.at_level(logging.WARNING, "overlord"):
         check_token(lambda: False, OPEN.__getitem__)
     [said] = caplog.messages
-    assert said.startswith("the cluster is used without token authentication: whoever reaches its ports can run code in it")
+    assert said.startswith(
+        "the cluster is used without token authentication: whoever reaches its ports can run code in it"
+    )
 
 
 def test_a_process_listens_where_the_environment_says_then_where_its_node_is_then_where_the_default_route_leads(

@@ -9,7 +9,9 @@ from overlord.errors import ActorLost
 from overlord.ray.worker_logs import BYTES, LINES, Words
 
 
-def test_the_last_lines_are_those_of_this_actor_without_what_ray_writes_for_itself(tmp_path: Path) -> None:
+def test_the_last_lines_are_those_of_this_actor_without_what_ray_writes_for_itself(
+    tmp_path: Path,
+) -> None:
     err, out = tmp_path / "worker.err", tmp_path / "worker.out"
     err.write_text("of an actor before\n")
     out.touch()
@@ -41,7 +43,13 @@ def test_of_one_who_does_not_say_where_its_output_is_nothing_is_known() -> None:
 def test_a_part_that_is_given_up_names_one_place_for_what_it_said() -> None:
     here = str(worn_out(ActorLost("loader-host/0", "exit code 9"), 3))
     assert "; what it said last is in the output of the job: mend what ends it" in here
-    there = str(worn_out(ActorLost("loader-host/0", f"it died; {Words('n', {'/logs/worker.err': 0}).where}"), 3))
+    there = str(
+        worn_out(
+            ActorLost("loader-host/0", f"it died; {Words('n', {'/logs/worker.err': 0}).where}"), 3
+        )
+    )
     assert there.count("what it said last is in") == 1
-    assert "what it said last is in /logs/worker.err on node n; it was started again 3 times" in there
+    assert (
+        "what it said last is in /logs/worker.err on node n; it was started again 3 times" in there
+    )
     assert there.endswith("; mend what ends it; or raise max_restarts, if that passes by itself")

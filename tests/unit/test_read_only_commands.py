@@ -42,7 +42,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def constants(blueprint: Blueprint, path: Path, *, again: bool, progress: object) -> Measured:
         return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
 
-    monkeypatch.setattr("overlord.dryrun.estimate.measured", constants)  # dummy jobs have a test of their own
+    monkeypatch.setattr(
+        "overlord.dryrun.estimate.measured", constants
+    )  # dummy jobs have a test of their own
     monkeypatch.setenv("OVERLORD_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -62,7 +64,12 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int, int, int]] | None:
     found = {}
     for path in [folder, *sorted(folder.rglob("*"))]:
         stat = path.stat()
-        found[str(path)] = (path.read_bytes() if path.is_file() else b"", stat.st_ino, stat.st_mode, stat.st_mtime_ns)
+        found[str(path)] = (
+            path.read_bytes() if path.is_file() else b"",
+            stat.st_ino,
+            stat.st_mode,
+            stat.st_mtime_ns,
+        )
     return found
 
 
@@ -92,7 +99,12 @@ def running(job: Path, steps: int) -> Iterator[Session]:
         for _ in range(steps):
             for client in clients:
                 next(client)
-        until(lambda: session.metrics()["journal"]["planned"] == steps + 1 and session.metrics()["journal"]["acked"] == steps - 1)
+        until(
+            lambda: (
+                session.metrics()["journal"]["planned"] == steps + 1
+                and session.metrics()["journal"]["acked"] == steps - 1
+            )
+        )
         yield session
 
 
@@ -100,8 +112,14 @@ def test_every_command_is_known_to_look_or_to_write() -> None:
     assert {command[0] for command in LOOKS.values()} | WRITES | ELSEWHERE == set(cli.commands)
 
 
-@pytest.mark.parametrize("command", [c for name, c in LOOKS.items() if not name.startswith("journal")], ids=lambda c: " ".join(c[:2]))
-def test_a_command_that_looks_leaves_no_journal_so_that_the_job_can_run(tmp_path: Path, command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [c for name, c in LOOKS.items() if not name.startswith("journal")],
+    ids=lambda c: " ".join(c[:2]),
+)
+def test_a_command_that_looks_leaves_no_journal_so_that_the_job_can_run(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
     job, journal = journaled(tmp_path)
     looked = overlord(*words(command, job, journal))
     assert looked.exit_code == 0, looked.output
@@ -163,13 +181,17 @@ def test_plan_and_explain_know_what_was_changed_while_the_job_ran(tmp_path: Path
         shown = overlord("plan", job, "--step", str(at + 1))
         assert plan.digest() in shown.stdout
         assert "expected digest" not in shown.stderr
-        assert f"set_mixture from step {at}" in overlord("explain", job, "--step", str(at + 1)).stdout
+        assert (
+            f"set_mixture from step {at}" in overlord("explain", job, "--step", str(at + 1)).stdout
+        )
         assert "The step was skipped" in overlord("explain", job, "--sample", sample).stdout
         future = overlord("plan", job, "--step", str(session.metrics()["journal"]["planned"] + 1))
         assert "has no plan in journal" in future.stderr
 
 
-def test_a_step_that_the_journal_no_longer_keeps_follows_from_the_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_the_journal_no_longer_keeps_follows_from_the_job_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from overlord.journal import job_journal
     from overlord.journal.checkpoint import Interval
 
@@ -183,14 +205,19 @@ def test_a_step_that_the_journal_no_longer_keeps_follows_from_the_job_file(tmp_p
     before = contents(journal)
     shown = overlord("plan", job, "--step", "0")
     assert step.plan_digest in shown.stdout
-    assert re.search(r"expected step 0, got steps from \d+ on; the answer follows from the job file alone", shown.stderr)
+    assert re.search(
+        r"expected step 0, got steps from \d+ on; the answer follows from the job file alone",
+        shown.stderr,
+    )
     explained = overlord("explain", job, "--sample", sample)
     assert "In step 0" in explained.stdout
     assert "the answer follows from the job file alone" in explained.stderr
     assert contents(journal) == before
 
 
-def test_a_job_file_that_has_changed_since_is_planned_by_itself_and_that_is_told(tmp_path: Path) -> None:
+def test_a_job_file_that_has_changed_since_is_planned_by_itself_and_that_is_told(
+    tmp_path: Path,
+) -> None:
     job, journal = journaled(tmp_path)
     overlord("run", job, "--steps", "4")
     changed = yaml.safe_load(job.read_text())
@@ -203,14 +230,18 @@ def test_a_job_file_that_has_changed_since_is_planned_by_itself_and_that_is_told
     assert contents(journal) == before
 
 
-def test_a_plan_keeps_no_profile_and_a_profile_is_kept_only_when_asked_for(tmp_path: Path, cache: Path) -> None:
+def test_a_plan_keeps_no_profile_and_a_profile_is_kept_only_when_asked_for(
+    tmp_path: Path, cache: Path
+) -> None:
     job = job_file(tmp_path)
     overlord("plan", job, "--step", "1")
     overlord("profile", job, "--rows", "8", "--seconds", "0.05")
     assert not (cache / "profiles").exists()
 
 
-@pytest.mark.parametrize(("setting", "words_of_it"), [({"place": {"dp": 3}}, "dp=3"), ({"sync": "step"}, "sync='step'")])
+@pytest.mark.parametrize(
+    ("setting", "words_of_it"), [({"place": {"dp": 3}}, "dp=3"), ({"sync": "step"}, "sync='step'")]
+)
 def test_a_plan_that_differs_from_the_journal_names_the_setting_that_moved_it(
     tmp_path: Path, setting: dict[str, object], words_of_it: str
 ) -> None:
@@ -218,7 +249,9 @@ def test_a_plan_that_differs_from_the_journal_names_the_setting_that_moved_it(
     assert overlord("run", job, "--steps", "4").exit_code == 0
     assert "expected digest" not in overlord("plan", job, "--step", "2").stderr
     job.write_text(yaml.safe_dump({**yaml.safe_load(job.read_text()), **setting}))
-    said = [" ".join(overlord("plan", job, "--step", str(step)).stderr.split()) for step in range(4)]
+    said = [
+        " ".join(overlord("plan", job, "--step", str(step)).stderr.split()) for step in range(4)
+    ]
     other = [words for words in said if "expected digest" in words]
     assert other
     assert all(words_of_it in words.split("the job file has")[1] for words in other)

@@ -28,26 +28,52 @@ class Nowhere:
 
 
 def test_a_window_does_not_hold_the_row_group_it_was_cut_from(tmp_path: Path) -> None:
-    glob = write_rows(tmp_path, "parquet", [{"tokens": list(range(500))} for _ in range(1000)], files=1)
-    reader = local_runtime(readers(glob, ov.Tokens("tokens"), slice_rows=10), Nowhere()).loading.hosted[0].reader
+    glob = write_rows(
+        tmp_path, "parquet", [{"tokens": list(range(500))} for _ in range(1000)], files=1
+    )
+    reader = (
+        local_runtime(readers(glob, ov.Tokens("tokens"), slice_rows=10), Nowhere())
+        .loading.hosted[0]
+        .reader
+    )
     reader.read(Read(0, 0, 0, 0, (0,)))
     assert reader._window is not None
-    assert sum(t.get_total_buffer_size() for t in reader._window.tables) < 100_000  # the row group has four megabytes
+    assert (
+        sum(t.get_total_buffer_size() for t in reader._window.tables) < 100_000
+    )  # the row group has four megabytes
 
 
-def test_slices_that_disagree_on_a_type_spoil_only_their_own_rows(tmp_path: Path, tokenizer: str) -> None:
+def test_slices_that_disagree_on_a_type_spoil_only_their_own_rows(
+    tmp_path: Path, tokenizer: str
+) -> None:
     """Each file is one slice; in the second every text is a number, which is no text, and the others do not suffer."""
     for name, texts in (("a", ["one", "two"]), ("b", [1, 2]), ("c", ["three"])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": t}) + "\n" for t in texts)
+        )
     job = ov.Job(
-        name="t", sources=[ov.Source("s", str(tmp_path / "*.jsonl"), transforms=[ov.Tokenize(tokenizer, text="text")], epochs=1)],
-        batch=ov.Batch(samples=3, context=64), seed=1,
-    )  # fmt: skip
+        name="t",
+        sources=[
+            ov.Source(
+                "s",
+                str(tmp_path / "*.jsonl"),
+                transforms=[ov.Tokenize(tokenizer, text="text")],
+                epochs=1,
+            )
+        ],
+        batch=ov.Batch(samples=3, context=64),
+        seed=1,
+    )
     for loaders in (1, 2, 3):
         run = ov.simulate(job, loaders={"s": loaders})
         assert run.error is None
-        assert sorted((i.file, i.row) for s in run.steps[0] for mb in s for i, _, _ in mb.samples) == [(0, 0), (0, 16), (2, 0)]
-        assert [(q.file, q.row) for q in sorted(run.quarantine, key=lambda q: (q.file, q.row))] == [(1, 0), (1, 12)]
+        assert sorted(
+            (i.file, i.row) for s in run.steps[0] for mb in s for i, _, _ in mb.samples
+        ) == [(0, 0), (0, 16), (2, 0)]
+        assert [(q.file, q.row) for q in sorted(run.quarantine, key=lambda q: (q.file, q.row))] == [
+            (1, 0),
+            (1, 12),
+        ]
 
 
 def test_rows_are_evaluated_only_as_far_as_asked(tmp_path: Path) -> None:

@@ -53,13 +53,32 @@ def parse(page: str) -> Balanced:
 
 def a_report(word: str = "web") -> Report:
     drawn = svg.bars(
-        [svg.Panel(label=word, note=word, color=svg.series_color(0), stacks=np.array([[1.0, 2.0], [3.0, 0.0]]))],
-        about=word, bar_name="rank", y_label="cost", mean=3.0, bound=1.0, bound_label=word,
-    )  # fmt: skip
+        [
+            svg.Panel(
+                label=word,
+                note=word,
+                color=svg.series_color(0),
+                stacks=np.array([[1.0, 2.0], [3.0, 0.0]]),
+            )
+        ],
+        about=word,
+        bar_name="rank",
+        y_label="cost",
+        mean=3.0,
+        bound=1.0,
+        bound_label=word,
+    )
     return Report(
-        title=word, lead=word, command=f"overlord demo --out {word}", tiles=[(word, word)], attached=[(word, word)],
-        parts=[Picture(title=word, shows=word, svg=drawn), Sheet(title=word, shows=word, head=(word, "n"), rows=[(word, "7")])],
-    )  # fmt: skip
+        title=word,
+        lead=word,
+        command=f"overlord demo --out {word}",
+        tiles=[(word, word)],
+        attached=[(word, word)],
+        parts=[
+            Picture(title=word, shows=word, svg=drawn),
+            Sheet(title=word, shows=word, head=(word, "n"), rows=[(word, "7")]),
+        ],
+    )
 
 
 def test_a_report_parses_and_refers_to_nothing_outside() -> None:
@@ -88,30 +107,50 @@ def test_bars_are_as_high_as_the_loads_they_show() -> None:
     drawn = ET.fromstring(
         svg.bars(
             [svg.Panel(label="p", note="", color="red", stacks=stacks)],
-            about="", bar_name="rank", y_label="", mean=2.0, bound=1.0, bound_label="bound",
+            about="",
+            bar_name="rank",
+            y_label="",
+            mean=2.0,
+            bound=1.0,
+            bound_label="bound",
         )
-    )  # fmt: skip
-    heights = [float(r.attrib["height"]) + 2 for r in drawn.iter("rect")]  # a gap of two pixels is left between pieces
+    )
+    heights = [
+        float(r.attrib["height"]) + 2 for r in drawn.iter("rect")
+    ]  # a gap of two pixels is left between pieces
     loads = stacks[stacks > 0]
     assert heights == pytest.approx((loads / loads[0] * heights[0]).tolist(), abs=0.2)
-    assert [t.text for t in drawn.iter("text") if t.get("class") == "value"] == ["2.00", "1.00", "0.38"]
+    assert [t.text for t in drawn.iter("text") if t.get("class") == "value"] == [
+        "2.00",
+        "1.00",
+        "0.38",
+    ]
 
 
 @given(st.lists(st.integers(1, 8192), min_size=1, max_size=200))
 def test_a_histogram_shows_every_sample_once_and_none_behind_the_limit(lengths: list[int]) -> None:
     row = svg.Ridge(label="web", note="", color="red", values=np.array(lengths))
-    drawn = ET.fromstring(svg.ridges([row], about="", x_label="", limit=8192, limit_label="context"))
+    drawn = ET.fromstring(
+        svg.ridges([row], about="", x_label="", limit=8192, limit_label="context")
+    )
     shown = [int(re.search(r"(\d+) of", title.text or "")[1]) for title in drawn.iter("title")]  # type: ignore[index]
     assert sum(shown) == len(lengths)
-    limit = next(float(line.attrib["x1"]) for line in drawn.iter("line") if line.get("class") == "bound")
+    limit = next(
+        float(line.attrib["x1"]) for line in drawn.iter("line") if line.get("class") == "bound"
+    )
     assert all(float(r.attrib["x"]) + float(r.attrib["width"]) <= limit for r in drawn.iter("rect"))
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=8))
 def test_names_at_the_ends_of_lines_never_lie_over_each_other(ends: list[float]) -> None:
     x = np.arange(3)
-    series = [svg.Line(label=f"s{i}", color=svg.series_color(i), y=np.array([0.0, 1.0, end])) for i, end in enumerate(ends)]
-    drawn = ET.fromstring(svg.lines(x, series, about="", x_label="", y_label="", y_from=0, y_to=100, show=str))
+    series = [
+        svg.Line(label=f"s{i}", color=svg.series_color(i), y=np.array([0.0, 1.0, end]))
+        for i, end in enumerate(ends)
+    ]
+    drawn = ET.fromstring(
+        svg.lines(x, series, about="", x_label="", y_label="", y_from=0, y_to=100, show=str)
+    )
     at = sorted(float(t.attrib["y"]) for t in drawn.iter("text") if t.get("class") == "name")
     assert len(at) == len(ends)
     assert all(b - a >= svg.LABEL_GAP - 0.2 for a, b in pairwise(at))
@@ -134,4 +173,10 @@ def test_a_bar_in_the_terminal_keeps_its_width_and_its_share(value: float, width
 
 
 def test_sizes_read_as_people_write_them() -> None:
-    assert [size(n) for n in (0, 1023, 1536, 300 * 2**20, 5 * 2**30)] == ["0 B", "1,023 B", "1.5 kB", "300 MB", "5.0 GB"]
+    assert [size(n) for n in (0, 1023, 1536, 300 * 2**20, 5 * 2**30)] == [
+        "0 B",
+        "1,023 B",
+        "1.5 kB",
+        "300 MB",
+        "5.0 GB",
+    ]

@@ -25,7 +25,10 @@ from tests.journaled import recovered
 from tests.processes import until
 
 pytestmark = pytest.mark.timeout(200)
-ROWS = {name: [{"tokens": [1 + k % 90] * (1 + (k * n) % 17)} for k in range(200)] for n, name in ((3, "a"), (5, "b"), (7, "c"))}
+ROWS = {
+    name: [{"tokens": [1 + k % 90] * (1 + (k * n) % 17)} for k in range(200)]
+    for n, name in ((3, "a"), (5, "b"), (7, "c"))
+}
 
 
 class Rows:
@@ -44,7 +47,12 @@ def source(name: str) -> ov.Source:
 
 
 def job(journal: Path | str | None, *names: str, **changes: Any) -> ov.Job:
-    given = {"batch": ov.Batch(samples=8, context=64), "sources": [source(n) for n in names or ("a", "b")], "name": "resumed", "seed": 5}
+    given = {
+        "batch": ov.Batch(samples=8, context=64),
+        "sources": [source(n) for n in names or ("a", "b")],
+        "name": "resumed",
+        "seed": 5,
+    }
     return ov.Job(journal=None if journal is None else str(journal), **{**given, **changes})
 
 
@@ -68,11 +76,16 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 # who is let in
 
 
-def test_a_fresh_launch_on_a_journal_that_is_not_empty_is_refused_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_fresh_launch_on_a_journal_that_is_not_empty_is_refused_and_says_how_to_go_on(
+    tmp_path: Path,
+) -> None:
     with ov.launch(job(tmp_path)) as session:
         assert session.resumed is None
         take(session, 2)
-    with pytest.raises(ov.JournalError, match=r'wanted an empty journal, found \d+ records.*go on from it with resume="auto"'):
+    with pytest.raises(
+        ov.JournalError,
+        match=r'wanted an empty journal, found \d+ records.*go on from it with resume="auto"',
+    ):
         ov.launch(job(tmp_path))
     with ov.launch(job(tmp_path), resume="auto") as session:
         assert session.resumed is not None
@@ -90,7 +103,10 @@ def test_two_jobs_cannot_write_to_one_journal(tmp_path: Path) -> None:
     with ov.launch(job(tmp_path)) as session:
         take(session, 1)
         for resume in (None, "auto"):
-            with pytest.raises(ov.JournalError, match=rf"process {os.getpid()} on .* writes to it; stop that one first"):
+            with pytest.raises(
+                ov.JournalError,
+                match=rf"process {os.getpid()} on .* writes to it; stop that one first",
+            ):
                 ov.launch(job(tmp_path), resume=resume)
         assert len(take(session, 3)) == 3
 
@@ -110,7 +126,8 @@ def test_the_journal_of_another_job_is_refused_by_the_parts_that_differ(tmp_path
     assert caught.value.differences == {"seed": ("5", "6")}
     for resume in ("auto", state):  # of the batch a digest is kept: what is in it is said
         with pytest.raises(
-            ov.StateMismatch, match=r"batch: saved .*, a digest of samples, .*found .*, which is samples=4, tokens=None"
+            ov.StateMismatch,
+            match=r"batch: saved .*, a digest of samples, .*found .*, which is samples=4, tokens=None",
         ) as caught:
             ov.launch(job(tmp_path, batch=ov.Batch(samples=4, context=64)), resume=resume)
         assert list(caught.value.differences) == ["batch"]
@@ -149,7 +166,10 @@ def test_it_goes_on_behind_the_last_step_that_all_ranks_took_and_says_so(
             first = [next(client) for client in clients]
         next(clients[0])
         assert [step.step for step in first] == [2, 2]
-    with caplog.at_level(logging.INFO, "overlord"), ov.launch(job(tmp_path, **wide), resume="auto") as session:
+    with (
+        caplog.at_level(logging.INFO, "overlord"),
+        ov.launch(job(tmp_path, **wide), resume="auto") as session,
+    ):
         assert session.resumed.step == 3
         clients = [session.client(rank) for rank in range(2)]
         assert [next(client).step for client in clients] == [3, 3]
@@ -171,7 +191,9 @@ def test_trainers_that_bring_their_own_state_win_and_the_journal_begins_anew_the
         assert take(session, 2) == undisturbed[5:7]
 
 
-def test_a_session_that_is_moved_to_an_older_state_is_gone_on_from_there(tmp_path: Path, undisturbed: list[tuple[int, str]]) -> None:
+def test_a_session_that_is_moved_to_an_older_state_is_gone_on_from_there(
+    tmp_path: Path, undisturbed: list[tuple[int, str]]
+) -> None:
     with ov.launch(job(tmp_path)) as session:
         take(session, 2)
         state = session.state_dict()
@@ -214,11 +236,15 @@ def test_a_source_that_joined_is_listed_last_and_goes_on(tmp_path: Path) -> None
         return got
 
     assert run(tmp_path, True) == run(None, False)
-    with pytest.raises(ov.StateMismatch, match=r"list what was added in mid-run \(c\) last in Job.sources"):
+    with pytest.raises(
+        ov.StateMismatch, match=r"list what was added in mid-run \(c\) last in Job.sources"
+    ):
         ov.launch(job(tmp_path), resume="auto")
 
 
-def test_another_mesh_gets_the_same_samples_and_goes_on_from_the_same_journal(tmp_path: Path) -> None:
+def test_another_mesh_gets_the_same_samples_and_goes_on_from_the_same_journal(
+    tmp_path: Path,
+) -> None:
     def samples(step: ov.Step) -> list[Any]:
         return sorted(tuple(step._told.sample_id(i)) for i in range(len(step._told)))
 
@@ -226,7 +252,9 @@ def test_another_mesh_gets_the_same_samples_and_goes_on_from_the_same_journal(tm
         wanted = [samples(step) for _, step in zip(range(9), session.client(0), strict=False)]
     got = []
     for k, dp in enumerate((1, 2, 2, 1)):
-        with ov.launch(job(tmp_path, place=ov.ClientPlaceTree(dp=dp)), resume="auto" if k else None) as session:
+        with ov.launch(
+            job(tmp_path, place=ov.ClientPlaceTree(dp=dp)), resume="auto" if k else None
+        ) as session:
             clients = [session.client(rank) for rank in range(dp)]
             for _ in range(2):
                 got += [samples(step) for step in [next(client) for client in clients][:1]]
@@ -237,9 +265,19 @@ def test_a_strategy_that_is_no_function_of_its_input_is_found_out(tmp_path: Path
     shift = [0]
 
     def moody(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
-        return ov.DGraph.from_buffer(buffer, place).mix().distribute("DP").balance("greedy" if shift[0] else "none").plan()
+        return (
+            ov.DGraph.from_buffer(buffer, place)
+            .mix()
+            .distribute("DP")
+            .balance("greedy" if shift[0] else "none")
+            .plan()
+        )
 
-    wide = {"place": ov.ClientPlaceTree(dp=2), "strategy": moody, "batch": ov.Batch(samples=8, context=64, microbatches=2)}
+    wide = {
+        "place": ov.ClientPlaceTree(dp=2),
+        "strategy": moody,
+        "batch": ov.Batch(samples=8, context=64, microbatches=2),
+    }
     with ov.launch(job(tmp_path, **wide)) as session:
         clients = [session.client(rank) for rank in range(2)]
         [next(client) for client in clients]
@@ -327,7 +365,10 @@ def test_a_full_disk_ends_the_job_before_the_step_and_with_room_it_goes_on(
 
     wide = {"place": ov.ClientPlaceTree(dp=2)}
     with ov.launch(job(None, **wide)) as session:
-        whole = [(step.step, step.plan_digest) for _, step in zip(range(20), session.client(0), strict=False)]
+        whole = [
+            (step.step, step.plan_digest)
+            for _, step in zip(range(20), session.client(0), strict=False)
+        ]
     with ov.launch(job(tmp_path, **wide), prefetch=2) as session:
         clients = [session.client(rank) for rank in range(2)]
         for client in clients:
@@ -335,7 +376,9 @@ def test_a_full_disk_ends_the_job_before_the_step_and_with_room_it_goes_on(
             threads[-1].start()
         for thread in threads:
             thread.join(30)
-        assert [str(error) for error in ends if "free some space" in str(error)] == [str(ends[0])] * 2
+        assert [str(error) for error in ends if "free some space" in str(error)] == [
+            str(ends[0])
+        ] * 2
         with pytest.raises(ov.JournalError, match="ENOSPC"):
             session.set_mixture({"a": 1.0, "b": 2.0})
         assert "ENOSPC" in session.metrics()["journal"]["failed"]
@@ -350,7 +393,9 @@ def test_a_full_disk_ends_the_job_before_the_step_and_with_room_it_goes_on(
         assert (step.step, step.plan_digest) == whole[found.acked + 1]
 
 
-def test_an_event_that_could_not_be_written_did_not_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_that_could_not_be_written_did_not_happen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ov.launch(job(tmp_path)) as session:
         take(session, 2)
         monkeypatch.setattr(directory, "_sync_data", _failing)
@@ -367,14 +412,18 @@ def _failing(fd: int) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_disk_that_takes_its_time_holds_up_steps_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_its_time_holds_up_steps_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, real = threading.Event(), directory._sync_data
 
     def slow(fd: int) -> None:
         assert gate.wait(30)
         real(fd)
 
-    with ov.launch(job(tmp_path), prefetch=2, stall_warn_s=0.05, on_stall=lambda words, s: stalls.append(words)) as session:
+    with ov.launch(
+        job(tmp_path), prefetch=2, stall_warn_s=0.05, on_stall=lambda words, s: stalls.append(words)
+    ) as session:
         stalls: list[str] = []
         got = take(session, 1)
         monkeypatch.setattr(directory, "_sync_data", slow)
@@ -389,7 +438,9 @@ def test_a_disk_that_takes_its_time_holds_up_steps_and_nothing_else(tmp_path: Pa
         assert [step for step, _ in got + done[0]] == list(range(7))
 
 
-def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     under_way, gate, real = threading.Event(), threading.Event(), directory._sync_data
 
     def slow(fd: int) -> None:
@@ -417,7 +468,10 @@ def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(tmp_pa
 
 
 def test_a_directory_that_lets_nothing_be_removed_is_told_of_and_the_job_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[tuple[int, str]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: list[tuple[int, str]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(job_journal, "SEGMENT_BYTES", 400)
     monkeypatch.setattr(job_journal, "Interval", lambda: Interval(ratio=4, most_plans=3))
@@ -440,7 +494,9 @@ def _not_allowed(self: Path, missing_ok: bool = False) -> None:
 # what is written
 
 
-def test_old_segments_go_and_snapshots_are_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_segments_go_and_snapshots_are_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(job_journal, "SEGMENT_BYTES", 2000)
     monkeypatch.setattr(job_journal, "Interval", lambda: Interval(ratio=4, most_plans=1000))
     with ov.launch(job(tmp_path)) as session:
@@ -466,7 +522,9 @@ def test_a_plan_says_how_many_samples_each_source_gave(tmp_path: Path) -> None:
         step = next(client)
         stage = session._host.plans[0]
         before = session._start_state
-        wanted = [sum(1 for i in range(len(stage.plan)) if stage.plan.source[i] == k) for k in range(2)]
+        wanted = [
+            sum(1 for i in range(len(stage.plan)) if stage.plan.source[i] == k) for k in range(2)
+        ]
         assert samples_of(changes(before, stage.after)).tolist() == wanted
         assert step.step == 0
 
@@ -479,8 +537,13 @@ def test_a_state_of_300_sources_is_small_as_json_and_smaller_in_the_journal(tmp_
             super().__init__("abc"[int(name[-1]) % 3])
             self.fingerprint = name
 
-    sources = [ov.Source.from_dataset(n, Named(n), transforms=[ov.Tokens("tokens")], weight=1 + i % 7) for i, n in enumerate(names)]
-    with ov.launch(job(tmp_path, sources=sources, batch=ov.Batch(samples=600, context=512))) as session:
+    sources = [
+        ov.Source.from_dataset(n, Named(n), transforms=[ov.Tokens("tokens")], weight=1 + i % 7)
+        for i, n in enumerate(names)
+    ]
+    with ov.launch(
+        job(tmp_path, sources=sources, batch=ov.Batch(samples=600, context=512))
+    ) as session:
         take(session, 20)
         state = session.state_dict()
         wanted = session._blueprint.fingerprint
@@ -490,5 +553,7 @@ def test_a_state_of_300_sources_is_small_as_json_and_smaller_in_the_journal(tmp_
     assert found.fingerprint == wanted
     entry = snapshot(found.front(), found.acked)
     assert len(Record.of(entry.kind, entry.number, entry.body).data) < 20_000
-    with ov.launch(job(None, sources=sources, batch=ov.Batch(samples=600, context=512)), resume=state) as session:
+    with ov.launch(
+        job(None, sources=sources, batch=ov.Batch(samples=600, context=512)), resume=state
+    ) as session:
         assert take(session, 1)[0][0] == 20

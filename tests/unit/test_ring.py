@@ -78,7 +78,9 @@ def test_sizes_that_vary_a_little_share_their_slots(ring: Ring) -> None:
     assert ring.slots_made <= 2
 
 
-def test_a_free_slot_that_messages_have_outgrown_gives_its_place_and_one_in_use_does_not(ring: Ring) -> None:
+def test_a_free_slot_that_messages_have_outgrown_gives_its_place_and_one_in_use_does_not(
+    ring: Ring,
+) -> None:
     ring(MB)
     kept = ring(MB + 40)
     assert ring.n_slots == 1
@@ -114,7 +116,9 @@ def test_live_arrays_never_overlap_and_the_budget_is_kept(calls: list[tuple[int,
             assert (held[:: max(1, len(held) // 7)] == mark_of % 256).all()
     live.clear()
     del held
-    assert ring.take(7_000_000) is not None  # free slots that are too small make room for a large one
+    assert (
+        ring.take(7_000_000) is not None
+    )  # free slots that are too small make room for a large one
     ring.close()
 
 
@@ -132,7 +136,11 @@ def sleeps(waiter: threading.Thread, ring: Ring) -> None:
     while looks < 10:
         assert time.monotonic() < end, "it does not sleep"
         with open(f"/proc/self/task/{waiter.native_id}/stat") as stat:
-            looks = looks + 1 if ring._waiting and stat.read().rsplit(")", 1)[1].split()[0] == "S" else 0
+            looks = (
+                looks + 1
+                if ring._waiting and stat.read().rsplit(")", 1)[1].split()[0] == "S"
+                else 0
+            )
         time.sleep(0.01)
 
 
@@ -211,7 +219,9 @@ def passed(ring: Ring, holder: Holder, slots: PeerSlots, array: np.ndarray) -> n
     return slots.root(slot.id, cell)[offset : offset + array.nbytes]
 
 
-def test_a_slot_that_a_peer_views_is_not_filled_until_its_last_view_dies(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+def test_a_slot_that_a_peer_views_is_not_filled_until_its_last_view_dies(
+    shared: tuple[Ring, Holder, PeerSlots],
+) -> None:
     ring, holder, slots = shared
     array = ring(MB)
     where = address(array)
@@ -225,7 +235,9 @@ def test_a_slot_that_a_peer_views_is_not_filled_until_its_last_view_dies(shared:
     del theirs
     assert address(ring(MB)) != where
     del twice
-    assert where in [address(a) for a in (ring(MB), ring(MB))] or where in [address(a) for a in [ring(MB), ring(MB)]]
+    assert where in [address(a) for a in (ring(MB), ring(MB))] or where in [
+        address(a) for a in [ring(MB), ring(MB)]
+    ]
     assert slots.held == 0
     assert ring.slots_made == 2
 
@@ -244,7 +256,9 @@ def test_the_bell_of_a_peer_wakes_who_waits(shared: tuple[Ring, Holder, PeerSlot
     assert len(got) == 1
 
 
-def test_who_waits_is_told_which_peer_holds_the_slots(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+def test_who_waits_is_told_which_peer_holds_the_slots(
+    shared: tuple[Ring, Holder, PeerSlots],
+) -> None:
     ring, holder, slots = shared
     theirs = [passed(ring, holder, slots, ring(MB)) for _ in range(3)]
     with pytest.raises(DataStall, match="peer holds 3"):
@@ -252,7 +266,9 @@ def test_who_waits_is_told_which_peer_holds_the_slots(shared: tuple[Ring, Holder
     del theirs
 
 
-def test_what_a_lost_peer_may_still_read_is_not_filled_again(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+def test_what_a_lost_peer_may_still_read_is_not_filled_again(
+    shared: tuple[Ring, Holder, PeerSlots],
+) -> None:
     ring, holder, slots = shared
     arrays = [ring(MB) for _ in range(3)]
     for k, array in enumerate(arrays):
@@ -267,7 +283,9 @@ def test_what_a_lost_peer_may_still_read_is_not_filled_again(shared: tuple[Ring,
     assert ring.n_slots <= 3
 
 
-def test_a_peer_that_scribbles_in_its_cells_frees_nothing_but_its_own(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+def test_a_peer_that_scribbles_in_its_cells_frees_nothing_but_its_own(
+    shared: tuple[Ring, Holder, PeerSlots],
+) -> None:
     ring, holder, _ = shared
     other = Holder("other")
     ring.attach(other)
@@ -282,7 +300,9 @@ def test_a_peer_that_scribbles_in_its_cells_frees_nothing_but_its_own(shared: tu
     ring.detach(other)
 
 
-def test_a_peer_that_holds_too_many_messages_is_not_given_more(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+def test_a_peer_that_holds_too_many_messages_is_not_given_more(
+    shared: tuple[Ring, Holder, PeerSlots],
+) -> None:
     ring, holder, _ = shared
     array = ring(MB)
     found = ring.locate(array)
@@ -291,7 +311,9 @@ def test_a_peer_that_holds_too_many_messages_is_not_given_more(shared: tuple[Rin
     assert ring.hold(holder, found[0]) == -1
 
 
-def test_a_slot_the_ring_drops_is_named_so_that_the_peer_unmaps_it(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+def test_a_slot_the_ring_drops_is_named_so_that_the_peer_unmaps_it(
+    shared: tuple[Ring, Holder, PeerSlots],
+) -> None:
     ring, holder, slots = shared
     ring.max_bytes = 3 * MB
     passed(ring, holder, slots, ring(2 * MB))
@@ -312,7 +334,9 @@ def test_nobody_can_shrink_grow_or_newly_write_a_slot() -> None:
     with pytest.raises(PermissionError):
         mmap.mmap(slot.fd, MB, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     with pytest.raises(PermissionError):
-        fcntl.fcntl(slot.fd, 1033, 8)  # no further seals either: not against the owner's own writing
+        fcntl.fcntl(
+            slot.fd, 1033, 8
+        )  # no further seals either: not against the owner's own writing
 
 
 def test_a_peer_maps_a_slot_read_only() -> None:
@@ -336,7 +360,10 @@ def test_a_limit_of_the_size_of_files_is_told_with_whom_it_stops_and_how_to_rais
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5120, before[1]))
     try:
-        with pytest.raises(OverlordError, match=r"loader-host/7: wanted 1048576 bytes of shared memory, .* is 5120 bytes: .*ulimit -f"):
+        with pytest.raises(
+            OverlordError,
+            match=r"loader-host/7: wanted 1048576 bytes of shared memory, .* is 5120 bytes: .*ulimit -f",
+        ):
             Ring(name="loader-host/7")(MB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -353,7 +380,10 @@ HOSTILE: dict[str, tuple[Callable[[Any], int], str]] = {
     "a plain file": (plain_file, "sealed|seal"),
     "a device": (lambda _: os.open("/dev/zero", os.O_RDWR), "another kind of file"),
     "a pipe": (lambda _: os.pipe()[0], "another kind of file"),
-    "shorter than said": (lambda _: sealed_memfd("x", MB // 2, others_write=False)[0], "wanted 1048576 bytes"),
+    "shorter than said": (
+        lambda _: sealed_memfd("x", MB // 2, others_write=False)[0],
+        "wanted 1048576 bytes",
+    ),
 }
 
 

@@ -69,7 +69,9 @@ def test_news_of_what_was_answered_are_not_taken_for_those_of_an_equal_one() -> 
     assert late == [A]
 
 
-def test_what_was_given_up_is_settled_by_what_the_planner_has_taken_in_the_order_of_saying() -> None:
+def test_what_was_given_up_is_settled_by_what_the_planner_has_taken_in_the_order_of_saying() -> (
+    None
+):
     sayings, late = Sayings(), list[SetMixture]()
     given_up(sayings, A, late)
     given_up(sayings, B, late)

@@ -7,25 +7,57 @@ from typing import Any
 
 import pytest
 
-from overlord.scaling.scaler import CannotKeepUp, Decision, Limits, Observed, ReadAhead, Scale, Scaler, SourceSeen, in_force
+from overlord.scaling.scaler import (
+    CannotKeepUp,
+    Decision,
+    Limits,
+    Observed,
+    ReadAhead,
+    Scale,
+    Scaler,
+    SourceSeen,
+    in_force,
+)
 
 LIMITS = Limits(cores=4, patience=2, idle_patience=3, cool_down_s=2.0)
 
 
-def seen(name: str = "photos", share: float = 0.5, lanes: float = 0.5, **changes: Any) -> SourceSeen:
+def seen(
+    name: str = "photos", share: float = 0.5, lanes: float = 0.5, **changes: Any
+) -> SourceSeen:
     """A source that kept ``lanes`` cores busy for a second, with ten steps of 100 samples."""
     n = 1000 * share
-    settings = {"ahead": share, "drawn": n, "read": n, "busy_s": lanes, "took_s": lanes, "hosts": (0,), "most": 8}
+    settings = {
+        "ahead": share,
+        "drawn": n,
+        "read": n,
+        "busy_s": lanes,
+        "took_s": lanes,
+        "hosts": (0,),
+        "most": 8,
+    }
     return SourceSeen(name=name, share=share, **{**settings, **changes})
 
 
 def look(*sources: SourceSeen, **changes: Any) -> Observed:
     hosts = len({h for s in sources for h in s.hosts})
-    return Observed(**{"seconds": 1.0, "planned": 10, "taken": 10, "waited_s": 0.0, "hosts": hosts, "sources": sources, **changes})
+    return Observed(
+        **{
+            "seconds": 1.0,
+            "planned": 10,
+            "taken": 10,
+            "waited_s": 0.0,
+            "hosts": hosts,
+            "sources": sources,
+            **changes,
+        }
+    )
 
 
 def told(scaler: Scaler, observed: Observed, looks: int, first: int = 1) -> list[Decision]:
-    return [decision for k in range(looks) for decision in scaler.handle(observed, float(first + k))]
+    return [
+        decision for k in range(looks) for decision in scaler.handle(observed, float(first + k))
+    ]
 
 
 def test_a_source_that_fills_its_host_gets_more_once_that_was_seen_twice() -> None:
@@ -33,9 +65,11 @@ def test_a_source_that_fills_its_host_gets_more_once_that_was_seen_twice() -> No
     assert told(scaler, full, 1) == []
     [scale] = told(scaler, full, 1, first=2)
     assert scale == Scale(
-        source="photos", hosts=2, had=1,
+        source="photos",
+        hosts=2,
+        had=1,
         reason="625 samples a second of 2 ms take 1.2 hosts, its hosts have room for 1, trainers wait 20% of their time",
-    )  # fmt: skip
+    )
     assert str(scale).startswith("photos: 1 -> 2 loader hosts: 625 samples")
 
 
@@ -54,7 +88,10 @@ def test_a_source_whose_hosts_idle_gives_them_back_but_not_at_once() -> None:
 
 
 def test_a_mixture_that_goes_up_and_down_is_not_followed_down_before_it_stays_there() -> None:
-    high, low = look(seen(share=0.8, lanes=1.6, hosts=(0, 1))), look(seen(share=0.1, lanes=0.2, hosts=(0, 1)))
+    high, low = (
+        look(seen(share=0.8, lanes=1.6, hosts=(0, 1))),
+        look(seen(share=0.1, lanes=0.2, hosts=(0, 1))),
+    )
     scaler, now = Scaler(LIMITS), 0
     for _ in range(4):
         assert told(scaler, high, 4, first=now + 1) == []
@@ -81,15 +118,23 @@ def test_a_source_that_gets_no_more_is_named_once_with_what_it_would_take() -> N
     [named] = told(scaler, short, 6)
     assert isinstance(named, CannotKeepUp)
     assert (named.hosts, named.wanted) == (1, 3)
-    assert "it has 1 loader: more chunks open together (shuffle_chunks) or loaders= allow more" in str(named)
+    assert (
+        "it has 1 loader: more chunks open together (shuffle_chunks) or loaders= allow more"
+        in str(named)
+    )
     assert in_force([named]) == [named]
     assert in_force([named, Scale(source="photos", hosts=2, had=1, reason="")]) == []
 
 
-def test_who_holds_hosts_that_it_does_not_need_gives_them_up_sooner_when_another_needs_them() -> None:
+def test_who_holds_hosts_that_it_does_not_need_gives_them_up_sooner_when_another_needs_them() -> (
+    None
+):
     full = look(seen(lanes=1.0, hosts=(0,)), seen("text", lanes=0.1, hosts=(1, 2, 3)), waited_s=0.3)
     found = told(Scaler(replace(LIMITS, idle_patience=50)), full, 2)
-    assert [(type(d).__name__, d.source) for d in found] == [("CannotKeepUp", "photos"), ("Scale", "text")]
+    assert [(type(d).__name__, d.source) for d in found] == [
+        ("CannotKeepUp", "photos"),
+        ("Scale", "text"),
+    ]
     assert "all 4 loader hosts that cores and memory allow are in use" in str(found[0])
 
 
@@ -110,7 +155,9 @@ def test_a_source_that_waits_for_its_storage_gets_no_hosts_and_is_named() -> Non
 def test_a_source_whose_reads_are_slow_now_and_then_is_read_further_ahead() -> None:
     scaler = Scaler(LIMITS, read_ahead=2)
     [ahead] = told(scaler, look(seen(read_s=0.01, slow_read_s=0.5)), 4)
-    assert ahead == ReadAhead(source="photos", steps=7, reason="its slow reads take 0.5 s, usual ones 0.01 s")
+    assert ahead == ReadAhead(
+        source="photos", steps=7, reason="its slow reads take 0.5 s, usual ones 0.01 s"
+    )
     [less] = told(scaler, look(seen(read_s=0.01, slow_read_s=0.011)), 4)
     assert isinstance(less, ReadAhead)
     assert less.steps == 2
@@ -128,14 +175,19 @@ def test_where_nothing_is_moved_a_source_is_named_with_the_loaders_that_it_would
         "and autoscale=True give it more"
     )
     assert told(Scaler(LIMITS, fixed=True), look(mine), 9) == [], "nobody waits for it"
-    assert told(Scaler(LIMITS, fixed=True), look(seen(lanes=0.1, hosts=(3, 4, 5), most=3)), 20) == [], "none is taken away"
+    assert (
+        told(Scaler(LIMITS, fixed=True), look(seen(lanes=0.1, hosts=(3, 4, 5), most=3)), 20) == []
+    ), "none is taken away"
 
 
 def test_where_all_cores_are_taken_it_is_said_that_loaders_alone_are_not_enough() -> None:
     both = seen(lanes=1.0, hosts=(0,), most=1), seen("scenes", lanes=1.0, hosts=(1,), most=1)
     found = told(Scaler(replace(LIMITS, cores=2), fixed=True), look(*both, waited_s=0.2), 2)
     assert {d.source for d in found} == {"photos", "scenes"}
-    assert all(d.reason.endswith("; all sources together take 2.5 cores of 2, so that alone is not enough") for d in found)
+    assert all(
+        d.reason.endswith("; all sources together take 2.5 cores of 2, so that alone is not enough")
+        for d in found
+    )
 
 
 def test_where_nothing_is_moved_slow_reads_are_read_ahead_too() -> None:
@@ -148,7 +200,10 @@ def test_nothing_is_decided_while_nobody_takes_a_step() -> None:
 
 
 def test_limits_that_cannot_be_are_told_together() -> None:
-    with pytest.raises(ValueError, match="cores: wanted at least 1, found 0; interval_s: wanted a number above 0, found 0"):
+    with pytest.raises(
+        ValueError,
+        match="cores: wanted at least 1, found 0; interval_s: wanted a number above 0, found 0",
+    ):
         Limits(cores=0, interval_s=0)
 
 
@@ -175,7 +230,9 @@ def test_a_source_whose_hosts_are_full_gets_more_before_trainers_wait() -> None:
 def test_what_is_reckoned_leads_to_nothing_while_nobody_waits_and_hosts_idle() -> None:
     """Half of what was drawn had been read before: by its cost it would need more than its host, and it does not."""
     assert told(Scaler(LIMITS), look(seen(drawn=1000.0, read=400.0, lanes=0.45)), 6) == []
-    [scale] = told(Scaler(LIMITS), look(seen(drawn=1000.0, read=400.0, lanes=0.45), waited_s=0.05), 2)
+    [scale] = told(
+        Scaler(LIMITS), look(seen(drawn=1000.0, read=400.0, lanes=0.45), waited_s=0.05), 2
+    )
     assert isinstance(scale, Scale), "but where they wait"
 
 
@@ -192,14 +249,21 @@ def test_hosts_must_idle_so_many_looks_in_a_row_before_they_are_given_back() -> 
 
 
 def test_a_source_on_three_hosts_is_busy_when_half_of_all_three_is() -> None:
-    assert told(Scaler(LIMITS), look(seen(hosts=(0, 1, 2), drawn=1000.0, read=100.0, lanes=0.6)), 6) == []
+    assert (
+        told(Scaler(LIMITS), look(seen(hosts=(0, 1, 2), drawn=1000.0, read=100.0, lanes=0.6)), 6)
+        == []
+    )
 
 
-def test_the_heaviest_of_a_crowded_host_goes_elsewhere_and_the_others_wait_for_the_room_it_leaves() -> None:
+def test_the_heaviest_of_a_crowded_host_goes_elsewhere_and_the_others_wait_for_the_room_it_leaves() -> (
+    None
+):
     crowd = look(seen("a", lanes=0.5), seen("z", lanes=0.7), waited_s=0.2)
     assert [(type(d), d.source) for d in told(Scaler(LIMITS), crowd, 2)] == [(Scale, "z")]
     found = told(Scaler(replace(LIMITS, cores=1)), crowd, 2)
-    assert [(type(d), d.source) for d in found] == [(CannotKeepUp, "z")], "nor are they named for it"
+    assert [(type(d), d.source) for d in found] == [(CannotKeepUp, "z")], (
+        "nor are they named for it"
+    )
 
 
 def test_one_change_at_a_time_and_what_is_missed_before_what_idles() -> None:
@@ -209,7 +273,11 @@ def test_one_change_at_a_time_and_what_is_missed_before_what_idles() -> None:
 
 
 def test_who_idles_most_gives_back_first() -> None:
-    [scale] = told(Scaler(LIMITS), look(seen("a", lanes=0.5, hosts=(0, 1)), seen("b", lanes=0.1, hosts=(2, 3, 4))), 3)
+    [scale] = told(
+        Scaler(LIMITS),
+        look(seen("a", lanes=0.5, hosts=(0, 1)), seen("b", lanes=0.1, hosts=(2, 3, 4))),
+        3,
+    )
     assert scale.source == "b"
 
 
@@ -224,7 +292,11 @@ def test_after_a_change_looks_are_counted_anew() -> None:
 
 
 def test_before_it_is_known_what_a_host_holds_there_is_no_room_for_one() -> None:
-    found = told(Scaler(replace(LIMITS, memory_bytes=2**40)), look(seen(lanes=1.0), waited_s=0.2, host_bytes=0), 3)
+    found = told(
+        Scaler(replace(LIMITS, memory_bytes=2**40)),
+        look(seen(lanes=1.0), waited_s=0.2, host_bytes=0),
+        3,
+    )
     assert {type(d) for d in found} == {CannotKeepUp}
 
 
@@ -245,24 +317,42 @@ def test_a_source_is_named_again_when_it_is_another_matter_or_was_well_meanwhile
         ({"lanes": 0.6, "took_s": 1.1, "most": 1}, 0.2, 6),
         ({"lanes": 0.1, "took_s": 1.0, "most": 1}, 0.05, 6),
     ],
-    ids=["it has enough loaders", "it was seen twice only", "it is its core that it waits for", "trainers hardly wait"],
+    ids=[
+        "it has enough loaders",
+        "it was seen twice only",
+        "it is its core that it waits for",
+        "trainers hardly wait",
+    ],
 )
-def test_a_source_is_not_said_to_wait_for_storage_when(changes: dict[str, Any], waited_s: float, looks: int) -> None:
-    assert told(Scaler(LIMITS), look(seen(waited_for=True, **changes), waited_s=waited_s), looks) == []
+def test_a_source_is_not_said_to_wait_for_storage_when(
+    changes: dict[str, Any], waited_s: float, looks: int
+) -> None:
+    assert (
+        told(Scaler(LIMITS), look(seen(waited_for=True, **changes), waited_s=waited_s), looks) == []
+    )
 
 
 def test_a_source_whose_hosts_are_full_is_short_of_hosts_whatever_its_storage_does() -> None:
-    found = told(Scaler(LIMITS), look(seen(lanes=1.0, took_s=5.0, waited_for=True, most=1), waited_s=0.5), 6)
+    found = told(
+        Scaler(LIMITS), look(seen(lanes=1.0, took_s=5.0, waited_for=True, most=1), waited_s=0.5), 6
+    )
     assert {getattr(d, "what", "") for d in found} == {"loader hosts"}
 
 
-def test_read_ahead_is_by_the_steps_that_trainers_do_take_within_a_bound_and_does_not_follow_every_change() -> None:
+def test_read_ahead_is_by_the_steps_that_trainers_do_take_within_a_bound_and_does_not_follow_every_change() -> (
+    None
+):
     scaler = Scaler(LIMITS, read_ahead=2)
     [ahead] = told(scaler, look(seen(lanes=0.1, read_s=0.01, slow_read_s=0.5), waited_s=0.5), 1)
     assert isinstance(ahead, ReadAhead)
     assert ahead.steps == 7, "ten steps a second, though they would take twenty"
-    assert told(scaler, look(seen(lanes=0.1, read_s=0.01, slow_read_s=0.6), waited_s=0.5), 1, first=2) == []
-    [most] = told(Scaler(LIMITS, read_ahead=2), look(seen(lanes=0.1, read_s=0.01, slow_read_s=100.0)), 1)
+    assert (
+        told(scaler, look(seen(lanes=0.1, read_s=0.01, slow_read_s=0.6), waited_s=0.5), 1, first=2)
+        == []
+    )
+    [most] = told(
+        Scaler(LIMITS, read_ahead=2), look(seen(lanes=0.1, read_s=0.01, slow_read_s=100.0)), 1
+    )
     assert isinstance(most, ReadAhead)
     assert most.steps == 32
     named = CannotKeepUp(source="photos", hosts=1, wanted=3, reason="")
@@ -270,7 +360,9 @@ def test_read_ahead_is_by_the_steps_that_trainers_do_take_within_a_bound_and_doe
 
 
 def test_thresholds_stand_in_order() -> None:
-    with pytest.raises(ValueError, match=r"wanted 0 < low < target < high <= 1, found 0\.8, 0\.7, 0\.85"):
+    with pytest.raises(
+        ValueError, match=r"wanted 0 < low < target < high <= 1, found 0\.8, 0\.7, 0\.85"
+    ):
         Limits(cores=1, low=0.8)
 
 
@@ -286,7 +378,9 @@ def test_shares_are_shown_as_a_moving_average() -> None:
 THREADED = replace(LIMITS, cores=3, lanes=3.0)
 
 
-def test_pieces_of_work_that_take_turns_on_one_core_get_another_process_though_their_host_has_threads_left() -> None:
+def test_pieces_of_work_that_take_turns_on_one_core_get_another_process_though_their_host_has_threads_left() -> (
+    None
+):
     """Three pieces in progress kept one core busy between them: by Karp and Flatt all of it is serial."""
     scaler = Scaler(THREADED)
     [scale] = told(scaler, look(seen(lanes=1.0, took_s=3.0, most=3), waited_s=0.5), 2)
@@ -294,10 +388,14 @@ def test_pieces_of_work_that_take_turns_on_one_core_get_another_process_though_t
     assert scaler.figures()["photos"]["locked"] == 1.0
 
 
-def test_code_that_is_not_known_to_release_the_lock_gets_processes_before_anything_was_measured() -> None:
+def test_code_that_is_not_known_to_release_the_lock_gets_processes_before_anything_was_measured() -> (
+    None
+):
     [scale] = told(Scaler(THREADED), look(seen(lanes=0.95, free_s=0.0, most=3)), 2)
     assert (scale.source, scale.hosts) == ("photos", 2)
-    assert told(Scaler(THREADED), look(seen(lanes=0.95, most=3)), 6) == [], "threads do the same for code that releases it"
+    assert told(Scaler(THREADED), look(seen(lanes=0.95, most=3)), 6) == [], (
+        "threads do the same for code that releases it"
+    )
 
 
 def test_threads_that_were_seen_side_by_side_count_as_cores_whatever_was_assumed() -> None:
@@ -332,8 +430,10 @@ def test_where_nothing_is_moved_processes_are_the_remedy_for_code_that_holds_the
     mine = seen(lanes=1.0, took_s=3.0, hosts=(3, 4, 5), most=3, free_s=0.0, processes=1)
     [named] = told(Scaler(LIMITS, fixed=True), look(mine, waited_s=0.2), 9)
     assert isinstance(named, CannotKeepUp)
-    assert named.reason.endswith("its code holds the interpreter lock: workers='processes', or runtime='process' with autoscale=True, "
-                                 "give it more")  # fmt: skip
+    assert named.reason.endswith(
+        "its code holds the interpreter lock: workers='processes', or runtime='process' with autoscale=True, "
+        "give it more"
+    )
 
 
 # hosts that are there
@@ -342,20 +442,29 @@ def test_where_nothing_is_moved_processes_are_the_remedy_for_code_that_holds_the
 def test_where_no_host_can_be_added_a_source_is_read_on_those_that_have_room() -> None:
     """Three hosts of one thread on three cores: two of them idle with what they read."""
     mine = seen(lanes=1.0, most=3, able=(1, 2), hosts=(0,))
-    beside = seen("text", lanes=0.1, hosts=(1,), most=1), seen("code", lanes=0.6, hosts=(2,), most=1)
+    beside = (
+        seen("text", lanes=0.1, hosts=(1,), most=1),
+        seen("code", lanes=0.6, hosts=(2,), most=1),
+    )
     [scale] = told(Scaler(replace(LIMITS, cores=3)), look(mine, *beside, waited_s=0.2), 2)
-    assert (scale.source, scale.hosts, scale.on) == ("photos", 2, (1,)), "the one with the most room"
+    assert (scale.source, scale.hosts, scale.on) == ("photos", 2, (1,)), (
+        "the one with the most room"
+    )
     [scale] = told(Scaler(replace(LIMITS, cores=4)), look(mine, *beside, waited_s=0.2), 2)
     assert (scale.hosts, scale.on) == (2, ()), "a new one where there is a core for it"
 
 
 def test_hosts_without_room_are_no_remedy() -> None:
     mine = seen(lanes=1.0, most=3, able=(1, 2), hosts=(0,))
-    beside = seen("text", lanes=0.9, hosts=(1,), most=1), seen("code", lanes=0.9, hosts=(2,), most=1)
+    beside = (
+        seen("text", lanes=0.9, hosts=(1,), most=1),
+        seen("code", lanes=0.9, hosts=(2,), most=1),
+    )
     found = told(Scaler(replace(LIMITS, cores=3)), look(mine, *beside, waited_s=0.2), 3)
     assert {type(d) for d in found} == {CannotKeepUp}
     lock = seen("text", lanes=0.9, free_s=0.0, hosts=(1,), most=1)
     other = seen(lanes=1.0, most=2, able=(1,), hosts=(0,), free_s=0.0)
-    assert {type(d) for d in told(Scaler(replace(THREADED, cores=2)), look(other, lock, waited_s=0.2), 3)} == {CannotKeepUp}, (
-        "a lock is one"
-    )
+    assert {
+        type(d)
+        for d in told(Scaler(replace(THREADED, cores=2)), look(other, lock, waited_s=0.2), 3)
+    } == {CannotKeepUp}, "a lock is one"

@@ -27,25 +27,69 @@ EACH: dict[str, Callable[..., Any]] = {
     "constant": lambda **k: S.constant(**({"weights": B} | k)),
     "staged": lambda **k: S.staged(**({"stages": {0: A, 10: B, 30: S.linear(A, B, 5)}} | k)),
     "linear": lambda **k: S.linear(**({"start": A, "end": B, "steps": 10, "begin": 5} | k)),
-    "cosine": lambda **k: S.cosine(**({"start": S.temperature(2, {"web": 9, "code": 1}), "end": B, "steps": 10} | k)),
-    "temperature": lambda **k: S.temperature(**({"tau": 2, "sizes": {"web": 100, "code": 4}, "end_tau": 3.5, "steps": 9} | k)),
-    "curriculum": lambda **k: S.curriculum(**({"column": "hard", "low": 0, "high": 1, "steps": 10, "weights": S.linear(A, B, 9)} | k)),
-    "length_warmup": lambda **k: S.length_warmup(**({"start": 16, "end": 64, "steps": 10, "weights": B} | k)),
-    "odm": lambda **k: S.odm(**({"weights": B, "warmup": 4, "floor": {"code": 0.1}, "decay": 0.9, "rate": 0.5} | k)),
+    "cosine": lambda **k: S.cosine(
+        **({"start": S.temperature(2, {"web": 9, "code": 1}), "end": B, "steps": 10} | k)
+    ),
+    "temperature": lambda **k: S.temperature(
+        **({"tau": 2, "sizes": {"web": 100, "code": 4}, "end_tau": 3.5, "steps": 9} | k)
+    ),
+    "curriculum": lambda **k: S.curriculum(
+        **({"column": "hard", "low": 0, "high": 1, "steps": 10, "weights": S.linear(A, B, 9)} | k)
+    ),
+    "length_warmup": lambda **k: S.length_warmup(
+        **({"start": 16, "end": 64, "steps": 10, "weights": B} | k)
+    ),
+    "odm": lambda **k: S.odm(
+        **({"weights": B, "warmup": 4, "floor": {"code": 0.1}, "decay": 0.9, "rate": 0.5} | k)
+    ),
 }
 OTHER: dict[str, dict[str, list[Any]]] = {
     "constant": {"weights": [{"web": 1, "code": 2}, {"web": 1}]},
-    "staged": {"stages": [{0: A}, {0: A, 11: B, 30: S.linear(A, B, 5)}, {0: A, 10: B, 30: S.linear(A, B, 6)}]},
-    "linear": {"start": [B], "end": [A], "steps": [11], "begin": [0]},
-    "cosine": {"start": [A, S.temperature(3, {"web": 9, "code": 1})], "end": [A], "steps": [11], "begin": [1]},
-    "temperature": {"tau": [1], "sizes": [{"web": 100, "code": 5}, None], "end_tau": [4], "steps": [8], "begin": [1]},
-    "curriculum": {"column": ["easy"], "low": [-1], "high": [2], "steps": [9], "weights": [A, None]},
-    "length_warmup": {"start": [8], "end": [65], "steps": [9], "weights": [A, None], "column": ["chars"]},
-    "odm": {
-        "weights": [{"web": 2, "code": 3.0}, None], "warmup": [5], "floor": [0.1, {"code": 0.2}, {"web": 0.1}], "scale": [1],
-        "decay": [1], "rate": [None, 1], "metric": ["excess"],
+    "staged": {
+        "stages": [
+            {0: A},
+            {0: A, 11: B, 30: S.linear(A, B, 5)},
+            {0: A, 10: B, 30: S.linear(A, B, 6)},
+        ]
     },
-}  # fmt: skip
+    "linear": {"start": [B], "end": [A], "steps": [11], "begin": [0]},
+    "cosine": {
+        "start": [A, S.temperature(3, {"web": 9, "code": 1})],
+        "end": [A],
+        "steps": [11],
+        "begin": [1],
+    },
+    "temperature": {
+        "tau": [1],
+        "sizes": [{"web": 100, "code": 5}, None],
+        "end_tau": [4],
+        "steps": [8],
+        "begin": [1],
+    },
+    "curriculum": {
+        "column": ["easy"],
+        "low": [-1],
+        "high": [2],
+        "steps": [9],
+        "weights": [A, None],
+    },
+    "length_warmup": {
+        "start": [8],
+        "end": [65],
+        "steps": [9],
+        "weights": [A, None],
+        "column": ["chars"],
+    },
+    "odm": {
+        "weights": [{"web": 2, "code": 3.0}, None],
+        "warmup": [5],
+        "floor": [0.1, {"code": 0.2}, {"web": 0.1}],
+        "scale": [1],
+        "decay": [1],
+        "rate": [None, 1],
+        "metric": ["excess"],
+    },
+}
 
 
 def sources(*names: str) -> list[Source]:
@@ -53,7 +97,9 @@ def sources(*names: str) -> list[Source]:
 
 
 def job(**given: Any) -> Job:
-    return Job(**({"name": "x", "sources": sources(), "batch": Batch(samples=8, context=16)} | given))
+    return Job(
+        **({"name": "x", "sources": sources(), "batch": Batch(samples=8, context=16)} | given)
+    )
 
 
 def refused(call: Callable[[], Any]) -> list[str]:
@@ -92,26 +138,37 @@ def test_a_cosine_is_slow_at_its_ends():
 def test_temperature_lifts_small_sources():
     sizes = {"web": 10_000, "code": 100, "none": 0}
     assert S.temperature(1, sizes)(0, {}) == sizes
-    assert S.temperature(2, sizes)(0, {}) == pytest.approx({"web": 1, "code": 0.1, "none": 0}, rel=1e-14)
+    assert S.temperature(2, sizes)(0, {}) == pytest.approx(
+        {"web": 1, "code": 0.1, "none": 0}, rel=1e-14
+    )
     assert S.temperature(math.inf, sizes)(0, {}) == {"web": 1, "code": 1, "none": 0}
-    assert S.temperature(0.5, sizes)(0, {}) == pytest.approx({"web": 1, "code": 1e-4, "none": 0}, rel=1e-14)
+    assert S.temperature(0.5, sizes)(0, {}) == pytest.approx(
+        {"web": 1, "code": 1e-4, "none": 0}, rel=1e-14
+    )
 
 
 def test_temperature_may_rise_or_fall():
     schedule = S.temperature(1, {"web": 100, "code": 1}, end_tau=2, steps=10, begin=5)
     ratio = [by_source(schedule(step, {}), ["web", "code"]) for step in (0, 5, 10, 15, 99)]
-    assert [web / code for web, code in ratio] == pytest.approx([100, 100, 100 ** (1 / 1.5), 10, 10])
+    assert [web / code for web, code in ratio] == pytest.approx(
+        [100, 100, 100 ** (1 / 1.5), 10, 10]
+    )
 
 
 def test_a_schedule_may_stand_where_weights_do():
-    schedule = S.staged({0: S.linear(A, {"code": 1}, 4), 8: S.temperature(1, {"web": 2, "code": 2})})
+    schedule = S.staged(
+        {0: S.linear(A, {"code": 1}, 4), 8: S.temperature(1, {"web": 2, "code": 2})}
+    )
     assert schedule(2, {}) == {"web": 0.5, "code": 0.5}
     assert schedule(8, {}) == {"web": 2, "code": 2}
 
 
 def test_a_stage_that_learns_has_learned_when_its_time_comes():
     schedule = S.staged({0: A, 50: S.odm(["web", "code"], warmup=0)})
-    said = [schedule(step, {"loss/web": 1.0, "loss/code": 4.0} if step < 50 else {}) for step in range(51)]
+    said = [
+        schedule(step, {"loss/web": 1.0, "loss/code": 4.0} if step < 50 else {})
+        for step in range(51)
+    ]
     assert said[49] == A
     assert said[50]["code"] > 0.6
 
@@ -120,10 +177,15 @@ def test_a_function_may_stand_where_weights_do():
     def mine(step: int, feedback: Any) -> dict[str, float]:
         return {"web": 1.0, "code": float(step)}
 
-    assert S.linear(mine, {"code": 1}, 4)(2, {}) == {"web": pytest.approx(1 / 6), "code": pytest.approx(5 / 6)}
+    assert S.linear(mine, {"code": 1}, 4)(2, {}) == {
+        "web": pytest.approx(1 / 6),
+        "code": pytest.approx(5 / 6),
+    }
     with pytest.raises(JobError, match=r"linear\.start: wanted weights by source name at step 1"):
         S.linear(lambda step, feedback: [1, 2], A, 4)(1, {})
-    with pytest.raises(JobError, match=r"linear\.end: at step 1, the weight of 'web' must be a finite number"):
+    with pytest.raises(
+        JobError, match=r"linear\.end: at step 1, the weight of 'web' must be a finite number"
+    ):
         S.linear(A, lambda step, feedback: {"web": -1}, 4)(1, {})
 
 
@@ -132,7 +194,12 @@ def test_a_curriculum_prefers_what_is_easy_enough_in_stream_order():
     held = candidates(tokens=[1, 1, 1, 1], hard=[0.9, 0.1, 0.5, math.nan])
     assert schedule.prefer(0, held).tolist() == pytest.approx([0.7, 0, 0.3, math.inf])
     assert schedule.prefer(5, held).tolist() == pytest.approx([0.4, 0, 0, math.inf])
-    assert schedule.prefer(10, held).tolist() == [0, 0, 0, 0]  # past the ramp the plain stream, whatever is in it
+    assert schedule.prefer(10, held).tolist() == [
+        0,
+        0,
+        0,
+        0,
+    ]  # past the ramp the plain stream, whatever is in it
     assert schedule.prefer(0, held).dtype == np.float64
     assert schedule(3, {}) == A
 
@@ -140,7 +207,11 @@ def test_a_curriculum_prefers_what_is_easy_enough_in_stream_order():
 def test_length_warmup_prefers_short_samples():
     schedule = S.length_warmup(start=10, end=30, steps=4, weights=A)
     held = candidates(tokens=[5, 40, 20])
-    assert [schedule.prefer(step, held).tolist() for step in (0, 2, 4)] == [[0, 30, 10], [0, 20, 0], [0, 0, 0]]
+    assert [schedule.prefer(step, held).tolist() for step in (0, 2, 4)] == [
+        [0, 30, 10],
+        [0, 20, 0],
+        [0, 0, 0],
+    ]
 
 
 def test_a_curriculum_needs_one_number_a_sample():
@@ -156,7 +227,9 @@ def test_a_curriculum_needs_one_number_a_sample():
 
 def test_odm_keeps_the_given_weights_while_it_warms_up():
     schedule = S.odm(B, warmup=3)
-    assert [schedule(step, {"loss/web": 9.0, "loss/code": 0.0}) for step in range(3)] == [{"web": 0.25, "code": 0.75}] * 3
+    assert [schedule(step, {"loss/web": 9.0, "loss/code": 0.0}) for step in range(3)] == [
+        {"web": 0.25, "code": 0.75}
+    ] * 3
     assert schedule(3, {}) == {"web": 0.25, "code": 0.75}  # nothing new was reported
 
 
@@ -194,11 +267,18 @@ def test_odm_ignores_and_counts_what_is_no_loss(bad: Any):
 def test_odm_does_not_move_without_reports():
     schedule = S.odm(["web", "code"], warmup=0)
     schedule(0, {"loss/web": 5.0, "loss/code": 1.0})
-    assert schedule(1, {}) == schedule(2, {"lr": 0.1, "loss": 3.0, "loss/other": 1.0}) == schedule(3, {"loss/web": math.nan})
+    assert (
+        schedule(1, {})
+        == schedule(2, {"lr": 0.1, "loss": 3.0, "loss/other": 1.0})
+        == schedule(3, {"loss/web": math.nan})
+    )
 
 
 def test_odm_forgets_old_losses_when_told_to():
-    forgetful, exact = S.odm(["web", "code"], warmup=0, decay=0.9, rate=1.0), S.odm(["web", "code"], warmup=0, rate=1.0)
+    forgetful, exact = (
+        S.odm(["web", "code"], warmup=0, decay=0.9, rate=1.0),
+        S.odm(["web", "code"], warmup=0, rate=1.0),
+    )
     for step in range(200):
         hard, easy = ("web", "code") if step < 120 else ("code", "web")
         said = [s(step, {f"loss/{hard}": 3.0, f"loss/{easy}": 1.0}) for s in (forgetful, exact)]
@@ -244,7 +324,13 @@ def test_what_only_the_job_knows_is_filled_in():
     assert bind(S.length_warmup(1, 2, 3), weights, rows)(0, {}) == weights
     assert bind(S.odm(), weights, rows)(0, {}) == {"web": 0.75, "code": 0.25}
     assert bind(S.temperature(), weights, rows)(0, {}) == {"web": 900, "code": 100}
-    inside = S.curriculum(column="hard", low=0, high=1, steps=9, weights=S.staged({0: S.linear(A, S.temperature(), 1)}))
+    inside = S.curriculum(
+        column="hard",
+        low=0,
+        high=1,
+        steps=9,
+        weights=S.staged({0: S.linear(A, S.temperature(), 1)}),
+    )
     assert bind(inside, weights, rows)(1, {}) == {"web": 900, "code": 100}
     whole = S.linear(A, B, 9)
     assert bind(whole, weights, rows) is whole
@@ -253,12 +339,19 @@ def test_what_only_the_job_knows_is_filled_in():
 
 
 def test_rows_that_only_reading_tells_must_be_given():
-    (found,) = refused(lambda: bind(S.temperature(2), {"web": 1.0, "code": 1.0}, {"web": 9, "code": None}))
-    assert found == "sizes: how many rows code has is known only by reading it; give sizes={name: rows}"
+    (found,) = refused(
+        lambda: bind(S.temperature(2), {"web": 1.0, "code": 1.0}, {"web": 9, "code": None})
+    )
+    assert (
+        found
+        == "sizes: how many rows code has is known only by reading it; give sizes={name: rows}"
+    )
 
 
 @pytest.mark.parametrize(
-    "schedule", [S.curriculum("hard", 0, 1, 9), S.length_warmup(1, 2, 3), S.odm(), S.temperature()], ids=lambda s: s.kind
+    "schedule",
+    [S.curriculum("hard", 0, 1, 9), S.length_warmup(1, 2, 3), S.odm(), S.temperature()],
+    ids=lambda s: s.kind,
 )
 def test_outside_a_job_what_is_missing_is_said(schedule: Any):
     assert "give" in refused(lambda: schedule(0, {}))[0]
@@ -281,7 +374,10 @@ class Rows:
 
 def running(mixture: Any, **given: Any) -> Job:
     transforms = [ov.Meta("hard", "hard"), ov.Tokens()]
-    made = [Source(name, Rows(n), transforms=transforms, weight=w, epochs=None) for name, n, w in (("web", 300, 1), ("code", 100, 3))]
+    made = [
+        Source(name, Rows(n), transforms=transforms, weight=w, epochs=None)
+        for name, n, w in (("web", 300, 1), ("code", 100, 3))
+    ]
     return job(sources=made, mixture=mixture, until=6, **given)
 
 
@@ -295,7 +391,10 @@ def test_a_running_job_knows_sizes_and_weights():
     assert drawn(running(S.temperature(1))) == {"web": 36, "code": 12}
     assert drawn(running(S.temperature(math.inf))) == {"web": 24, "code": 24}
     assert drawn(running(S.curriculum("hard", 0, 9, 3), look_ahead=2)) == {"web": 12, "code": 36}
-    assert drawn(running(S.staged({0: {"web": 1}, 3: S.odm(warmup=0)}))) == {"web": 24 + 6, "code": 18}
+    assert drawn(running(S.staged({0: {"web": 1}, 3: S.odm(warmup=0)}))) == {
+        "web": 24 + 6,
+        "code": 18,
+    }
 
 
 def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
@@ -312,71 +411,115 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
 @pytest.mark.parametrize(
     ("call", "problems"),
     [
-        (lambda: S.constant({"web": -1, 3: 1, "code": math.nan}), [
-            "weights: wanted the name of a source, found 3",
-            "weights: the weight of 'web' must be a finite number of at least 0, found -1",
-            "weights: the weight of 'code' must be a finite number of at least 0, found nan",
-        ]),
-        (lambda: S.constant({}), ["weights: all weights are zero, so no sample would ever be drawn"]),
-        (lambda: S.constant([1, 2]), ["weights: wanted a mapping of source name to number, found [1, 2]"]),
+        (
+            lambda: S.constant({"web": -1, 3: 1, "code": math.nan}),
+            [
+                "weights: wanted the name of a source, found 3",
+                "weights: the weight of 'web' must be a finite number of at least 0, found -1",
+                "weights: the weight of 'code' must be a finite number of at least 0, found nan",
+            ],
+        ),
+        (
+            lambda: S.constant({}),
+            ["weights: all weights are zero, so no sample would ever be drawn"],
+        ),
+        (
+            lambda: S.constant([1, 2]),
+            ["weights: wanted a mapping of source name to number, found [1, 2]"],
+        ),
         (lambda: S.staged({}), ["stages: wanted a mapping of first step to weights, found {}"]),
-        (lambda: S.staged({5: A, 9: 1}), [
-            "stages: the first stage begins at step 5; say what steps before it draw, from 0 on",
-            "stages[9]: wanted weights by source name or a schedule, found 1",
-        ]),
-        (lambda: S.staged({-1: A, "x": A}), [
-            "stages: wanted the first step of a stage, a whole number of at least 0, found -1",
-            "stages: wanted the first step of a stage, a whole number of at least 0, found 'x'",
-        ]),
-        (lambda: S.linear({"web": 0}, None, 0, begin=-1), [
-            "start: all weights are zero, so no sample would ever be drawn",
-            "end: wanted weights by source name or a schedule, found None",
-            "steps: wanted a whole number of at least 1, found 0",
-            "begin: wanted a whole number of at least 0, found -1",
-        ]),
+        (
+            lambda: S.staged({5: A, 9: 1}),
+            [
+                "stages: the first stage begins at step 5; say what steps before it draw, from 0 on",
+                "stages[9]: wanted weights by source name or a schedule, found 1",
+            ],
+        ),
+        (
+            lambda: S.staged({-1: A, "x": A}),
+            [
+                "stages: wanted the first step of a stage, a whole number of at least 0, found -1",
+                "stages: wanted the first step of a stage, a whole number of at least 0, found 'x'",
+            ],
+        ),
+        (
+            lambda: S.linear({"web": 0}, None, 0, begin=-1),
+            [
+                "start: all weights are zero, so no sample would ever be drawn",
+                "end: wanted weights by source name or a schedule, found None",
+                "steps: wanted a whole number of at least 1, found 0",
+                "begin: wanted a whole number of at least 0, found -1",
+            ],
+        ),
         (lambda: S.cosine(A, B, 1.5), ["steps: wanted a whole number of at least 1, found 1.5"]),
-        (lambda: S.cosine(A, S.length_warmup(1, 2, 3, A), 5), [
-            "end: length_warmup(start=1, end=2, steps=3, weights={'web': 1.0}) chooses samples, so it stands outermost; "
-            "give it this schedule as its weights"
-        ]),
-        (lambda: S.temperature(0, {"web": -1, "code": "x"}), [
-            "tau: wanted a number above 0 (infinity: all sources alike), found 0",
-            "sizes: the size of 'web' must be a finite number of at least 0, found -1",
-            "sizes: the size of 'code' must be a finite number of at least 0, found 'x'",
-        ]),
-        (lambda: S.temperature(2, {"web": 0}, end_tau=3), [
-            "end_tau, steps: a ramp of the temperature needs both",
-            "sizes: all are zero, so no sample would ever be drawn",
-        ]),
-        (lambda: S.temperature(math.inf, end_tau=3, steps=0), [
-            "tau: wanted a finite number above 0, found inf",
-            "steps: wanted a whole number of at least 1, found 0",
-        ]),
-        (lambda: S.curriculum("", 2, 1, 0, weights={}), [
-            "column: wanted a name, found ''",
-            "low, high: the ramp goes up, found 2 above 1; reverse the column in ov.Meta",
-            "steps: wanted a whole number of at least 1, found 0",
-            "weights: all weights are zero, so no sample would ever be drawn",
-        ]),
-        (lambda: S.length_warmup(9, 3, 1), ["start, end: lengths go up from start, found 9 above 3"]),
-        (lambda: S.odm(["a", "b", "c"], warmup=-1, floor=0.4, scale=0, decay=2, rate=-1, metric=""), [
-            "warmup: wanted a whole number of at least 0, found -1",
-            "scale: wanted a finite number of at least 1e-6, found 0",
-            "rate: wanted a finite number above 0, found -1",
-            "decay: wanted a number above 0 and at most 1, found 2",
-            "metric: wanted a name, found ''",
-            "floor: 0.4 for each of 3 sources is more than there is",
-        ]),
-        (lambda: S.odm({"a": 1}, floor={"b": 0.7, "a": 0.7}), [
-            "floor: 'b' is not among the weights",
-            "floor: the floors sum to 1.4, more than 1",
-        ]),
-        (lambda: S.odm(S.linear(A, B, 9)), [
-            "weights: wanted the weights to begin with, by source name, found linear(start={'web': 1.0}, "
-            "end={'code': 3.0, 'web': 1.0}, steps=9)"
-        ]),
+        (
+            lambda: S.cosine(A, S.length_warmup(1, 2, 3, A), 5),
+            [
+                "end: length_warmup(start=1, end=2, steps=3, weights={'web': 1.0}) chooses samples, so it stands outermost; "
+                "give it this schedule as its weights"
+            ],
+        ),
+        (
+            lambda: S.temperature(0, {"web": -1, "code": "x"}),
+            [
+                "tau: wanted a number above 0 (infinity: all sources alike), found 0",
+                "sizes: the size of 'web' must be a finite number of at least 0, found -1",
+                "sizes: the size of 'code' must be a finite number of at least 0, found 'x'",
+            ],
+        ),
+        (
+            lambda: S.temperature(2, {"web": 0}, end_tau=3),
+            [
+                "end_tau, steps: a ramp of the temperature needs both",
+                "sizes: all are zero, so no sample would ever be drawn",
+            ],
+        ),
+        (
+            lambda: S.temperature(math.inf, end_tau=3, steps=0),
+            [
+                "tau: wanted a finite number above 0, found inf",
+                "steps: wanted a whole number of at least 1, found 0",
+            ],
+        ),
+        (
+            lambda: S.curriculum("", 2, 1, 0, weights={}),
+            [
+                "column: wanted a name, found ''",
+                "low, high: the ramp goes up, found 2 above 1; reverse the column in ov.Meta",
+                "steps: wanted a whole number of at least 1, found 0",
+                "weights: all weights are zero, so no sample would ever be drawn",
+            ],
+        ),
+        (
+            lambda: S.length_warmup(9, 3, 1),
+            ["start, end: lengths go up from start, found 9 above 3"],
+        ),
+        (
+            lambda: S.odm(
+                ["a", "b", "c"], warmup=-1, floor=0.4, scale=0, decay=2, rate=-1, metric=""
+            ),
+            [
+                "warmup: wanted a whole number of at least 0, found -1",
+                "scale: wanted a finite number of at least 1e-6, found 0",
+                "rate: wanted a finite number above 0, found -1",
+                "decay: wanted a number above 0 and at most 1, found 2",
+                "metric: wanted a name, found ''",
+                "floor: 0.4 for each of 3 sources is more than there is",
+            ],
+        ),
+        (
+            lambda: S.odm({"a": 1}, floor={"b": 0.7, "a": 0.7}),
+            ["floor: 'b' is not among the weights", "floor: the floors sum to 1.4, more than 1"],
+        ),
+        (
+            lambda: S.odm(S.linear(A, B, 9)),
+            [
+                "weights: wanted the weights to begin with, by source name, found linear(start={'web': 1.0}, "
+                "end={'code': 3.0, 'web': 1.0}, steps=9)"
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_all_problems_of_a_schedule_come_at_once(call: Callable[[], Any], problems: list[str]):
     assert refused(call) == problems
 
@@ -386,13 +529,20 @@ def test_a_job_names_what_is_no_source_of_it():
         "mixture: unknown source 'cod'; did you mean 'code'?",
         "mixture: unknown source 'math'; known: code, web",
     ]
-    assert refused(lambda: job(mixture=S.temperature(2, {"wbe": 1}))) == ["mixture: unknown source 'wbe'; did you mean 'web'?"]
-    assert refused(lambda: job(mixture=S.odm(["web", "x"]))) == ["mixture: unknown source 'x'; known: code, web"]
+    assert refused(lambda: job(mixture=S.temperature(2, {"wbe": 1}))) == [
+        "mixture: unknown source 'wbe'; did you mean 'web'?"
+    ]
+    assert refused(lambda: job(mixture=S.odm(["web", "x"]))) == [
+        "mixture: unknown source 'x'; known: code, web"
+    ]
 
 
 def test_choosing_needs_something_to_choose_from():
     (found,) = refused(lambda: job(mixture=EACH["curriculum"]()))
-    assert found == "mixture: curriculum chooses among candidates, and look_ahead=1 leaves no choice; set look_ahead, for example to 4"
+    assert (
+        found
+        == "mixture: curriculum chooses among candidates, and look_ahead=1 leaves no choice; set look_ahead, for example to 4"
+    )
 
     class Mine:
         def __call__(self, step: int, feedback: Any) -> dict[str, float]:
@@ -406,7 +556,10 @@ def test_choosing_needs_something_to_choose_from():
 
 def test_looking_ahead_goes_with_samples_only():
     found = refused(lambda: job(look_ahead=4, batch=Batch(tokens=64, context=16)))
-    assert "look_ahead: 4 goes with a batch in samples only; give batch.samples, or set look_ahead=1" in found
+    assert (
+        "look_ahead: 4 goes with a batch in samples only; give batch.samples, or set look_ahead=1"
+        in found
+    )
 
 
 def test_a_class_is_no_schedule():
@@ -483,9 +636,14 @@ def test_schedules_cannot_be_changed():
 
 def test_what_stands_inside_keeps_its_state():
     def nested() -> Any:
-        return S.staged({0: A, 5: S.cosine(S.odm(B, warmup=0), S.odm(["web", "code"], warmup=2), 90)})
+        return S.staged(
+            {0: A, 5: S.cosine(S.odm(B, warmup=0), S.odm(["web", "code"], warmup=2), 90)}
+        )
 
-    schedule, feedback = nested(), [{"loss/web": 1.0 + step % 3, "loss/code": 2.0} for step in range(60)]
+    schedule, feedback = (
+        nested(),
+        [{"loss/web": 1.0 + step % 3, "loss/code": 2.0} for step in range(60)],
+    )
     said = []
     for step, reports in enumerate(feedback):
         if step == 30:
@@ -572,7 +730,11 @@ def test_a_schedule_in_a_file_is_the_same_schedule(kind: str, name: str, tmp_pat
 
 def test_a_registered_schedule_in_a_file_is_the_same_schedule(registry: None, tmp_path: Path):
     mine = register_schedule("sawtooth", sawtooth)
-    for schedule in (mine(period=3), mine(period=4, inside=S.linear(A, B, 9)), S.linear(A, mine(period=2), 9)):
+    for schedule in (
+        mine(period=3),
+        mine(period=4, inside=S.linear(A, B, 9)),
+        S.linear(A, mine(period=2), 9),
+    ):
         made = job(mixture=schedule)
         assert written_and_read(made, tmp_path) == made
 
@@ -584,10 +746,14 @@ def read(mixture: str, folder: Path) -> Job:
 
 
 def test_a_file_says_what_python_says(tmp_path: Path):
-    said = read("mixture: {schedule: cosine, start: {web: 0.9, code: 0.1}, end: {web: 1, code: 1}, steps: 1000}", tmp_path).mixture
+    said = read(
+        "mixture: {schedule: cosine, start: {web: 0.9, code: 0.1}, end: {web: 1, code: 1}, steps: 1000}",
+        tmp_path,
+    ).mixture
     assert said == S.cosine({"web": 0.9, "code": 0.1}, {"web": 1, "code": 1}, 1000)
     said = read(
-        "mixture:\n  schedule: staged\n  stages:\n    0: {web: 1}\n    500: {schedule: odm, weights: [web, code]}", tmp_path
+        "mixture:\n  schedule: staged\n  stages:\n    0: {web: 1}\n    500: {schedule: odm, weights: [web, code]}",
+        tmp_path,
     ).mixture
     assert said == S.staged({0: {"web": 1}, 500: S.odm(["web", "code"])})
 
@@ -603,33 +769,59 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
     ("mixture", "problems"),
     [
         ("{schedule: cosin, start: 3}", ["mixture.schedule: unknown; did you mean 'cosine'?"]),
-        ("{schedule: [1]}", ["mixture.schedule: unknown; known: " + ", ".join(sorted(library.BUILT_IN))]),
-        ("{schedule: linear, start: {web: -1}, ends: {web: 1}, steps: 0}", [
-            "mixture.ends: unknown; did you mean 'end'?",
-            "mixture.end: missing",
-            "mixture.start: the weight of 'web' must be a finite number of at least 0, found -1",
-            "mixture.steps: wanted a whole number of at least 1, found 0",
-        ]),
-        ("{schedule: staged, stages: {0: {schedule: linear, steps: x}, 9: {schedule: nothing}, -1: {web: 1}}}", [
-            "mixture.stages[0].start: missing",
-            "mixture.stages[0].end: missing",
-            "mixture.stages[0].steps: wanted a whole number of at least 1, found 'x'",
-            "mixture.stages[9].schedule: unknown; known: " + ", ".join(sorted(library.BUILT_IN)),
-            "mixture.stages: wanted the first step of a stage, a whole number of at least 0, found -1",
-        ]),
-        ("{schedule: temperature, tau: 2, sizes: {web: 1, cdoe: 2}}", ["mixture: unknown source 'cdoe'; did you mean 'code'?"]),
-        ("{schedule: length_warmup, start: 1, end: 9, steps: 5}", [
-            "mixture: length_warmup chooses among candidates, and look_ahead=1 leaves no choice; set look_ahead, for example to 4"
-        ]),
+        (
+            "{schedule: [1]}",
+            ["mixture.schedule: unknown; known: " + ", ".join(sorted(library.BUILT_IN))],
+        ),
+        (
+            "{schedule: linear, start: {web: -1}, ends: {web: 1}, steps: 0}",
+            [
+                "mixture.ends: unknown; did you mean 'end'?",
+                "mixture.end: missing",
+                "mixture.start: the weight of 'web' must be a finite number of at least 0, found -1",
+                "mixture.steps: wanted a whole number of at least 1, found 0",
+            ],
+        ),
+        (
+            "{schedule: staged, stages: {0: {schedule: linear, steps: x}, 9: {schedule: nothing}, -1: {web: 1}}}",
+            [
+                "mixture.stages[0].start: missing",
+                "mixture.stages[0].end: missing",
+                "mixture.stages[0].steps: wanted a whole number of at least 1, found 'x'",
+                "mixture.stages[9].schedule: unknown; known: "
+                + ", ".join(sorted(library.BUILT_IN)),
+                "mixture.stages: wanted the first step of a stage, a whole number of at least 0, found -1",
+            ],
+        ),
+        (
+            "{schedule: temperature, tau: 2, sizes: {web: 1, cdoe: 2}}",
+            ["mixture: unknown source 'cdoe'; did you mean 'code'?"],
+        ),
+        (
+            "{schedule: length_warmup, start: 1, end: 9, steps: 5}",
+            [
+                "mixture: length_warmup chooses among candidates, and look_ahead=1 leaves no choice; set look_ahead, for example to 4"
+            ],
+        ),
     ],
-)  # fmt: skip
-def test_all_problems_of_a_schedule_in_a_file_come_at_once(mixture: str, problems: list[str], tmp_path: Path):
+)
+def test_all_problems_of_a_schedule_in_a_file_come_at_once(
+    mixture: str, problems: list[str], tmp_path: Path
+):
     assert refused(lambda: read(f"mixture: {mixture}", tmp_path)) == problems
 
 
 def test_problems_of_the_schedule_come_with_those_of_the_job(tmp_path: Path):
-    found = refused(lambda: read("mixture: {schedule: linear, start: {web: 1}, end: {web: 1}, steps: -1}\nseed: -1", tmp_path))
-    assert found == ["mixture.steps: wanted a whole number of at least 1, found -1", "seed: wanted a whole number of at least 0, found -1"]
+    found = refused(
+        lambda: read(
+            "mixture: {schedule: linear, start: {web: 1}, end: {web: 1}, steps: -1}\nseed: -1",
+            tmp_path,
+        )
+    )
+    assert found == [
+        "mixture.steps: wanted a whole number of at least 1, found -1",
+        "seed: wanted a whole number of at least 0, found -1",
+    ]
 
 
 def test_what_a_registered_factory_refuses_is_said_under_its_key(registry: None, tmp_path: Path):

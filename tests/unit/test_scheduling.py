@@ -39,19 +39,25 @@ def slice_ns() -> int:
 
 
 def test_a_thread_goes_to_the_background_with_those_it_starts() -> None:
-    went, own, inherited, nice = in_thread(in_background, policy, lambda: in_thread(policy, slice_ns), lambda: os.nice(0))
+    went, own, inherited, nice = in_thread(
+        in_background, policy, lambda: in_thread(policy, slice_ns), lambda: os.nice(0)
+    )
     if not went:
         pytest.skip("this system does not have it")
     assert own == os.SCHED_BATCH
     assert inherited[0] == os.SCHED_BATCH
-    assert inherited[1] in (0, round(SLICE_S * 1e9)) or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12)
+    assert inherited[1] in (0, round(SLICE_S * 1e9)) or tuple(
+        map(int, os.uname().release.split(".")[:2])
+    ) < (6, 12)
     assert nice == os.nice(0)
     assert policy() == os.SCHED_OTHER  # others of this process are where they were
 
 
 def test_a_policy_that_somebody_chose_is_left_alone() -> None:
     idle = os.sched_param(0)
-    assert in_thread(lambda: os.sched_setscheduler(0, os.SCHED_IDLE, idle), in_background, policy)[1:] == [False, os.SCHED_IDLE]
+    assert in_thread(lambda: os.sched_setscheduler(0, os.SCHED_IDLE, idle), in_background, policy)[
+        1:
+    ] == [False, os.SCHED_IDLE]
 
 
 def policies_of(pid: int) -> set[int]:
@@ -67,10 +73,20 @@ def test_loader_hosts_are_in_the_background_and_nobody_else(tmp_path: Path) -> N
         pytest.skip("this system does not have it")
     write_rows(tmp_path, "parquet", [{"ids": list(range(1 + i % 7))} for i in range(100)])
     source = ov.Source("ids", str(tmp_path / "*.parquet"), transforms=[ov.Tokens("ids")])
-    job = ov.Job(name="aside", sources=[source], batch=ov.Batch(samples=8, context=64), place=ov.ClientPlaceTree(dp=1), until=4)
+    job = ov.Job(
+        name="aside",
+        sources=[source],
+        batch=ov.Batch(samples=8, context=64),
+        place=ov.ClientPlaceTree(dp=1),
+        until=4,
+    )
     with ov.launch(job, runtime="process") as session:
         assert sum(1 for _ in session.client(0)) == 4
-        hosts = {part["name"]: part["pid"] for part in session.metrics()["actors"] if part["role"] == "host"}
+        hosts = {
+            part["name"]: part["pid"]
+            for part in session.metrics()["actors"]
+            if part["role"] == "host"
+        }
         found = {name: policies_of(pid) for name, pid in hosts.items()}
     assert {name.split("/")[0] for name in found} == {"loader-host", "constructor-host"}
     for name, policies in found.items():

@@ -48,11 +48,18 @@ def rows(n: int, first: int = 0) -> Rows:
 
 
 def job(n: int = 400, dp: int = 2, samples: int = 8, **changes: Any) -> ov.Job:
-    sources = [ov.Source(name, rows(n, first), transforms=[ov.Tokens("tokens")], epochs=1) for name, first in (("a", 0), ("b", 1000))]
+    sources = [
+        ov.Source(name, rows(n, first), transforms=[ov.Tokens("tokens")], epochs=1)
+        for name, first in (("a", 0), ("b", 1000))
+    ]
     settings = {
-        "name": "story", "sources": sources, "batch": ov.Batch(samples=samples, context=64), "place": ov.ClientPlaceTree(dp=dp), "seed": 3,
+        "name": "story",
+        "sources": sources,
+        "batch": ov.Batch(samples=samples, context=64),
+        "place": ov.ClientPlaceTree(dp=dp),
+        "seed": 3,
         "slice_rows": 16,
-    }  # fmt: skip
+    }
     return ov.Job(**{**settings, **changes})
 
 
@@ -313,7 +320,9 @@ def test_a_stall_says_which_rank_holds_the_steps() -> None:
     with launch(job()) as session:
         fast, _ = session.client(0), session.client(1)
         take(fast, 3)
-        until(lambda: session._taken.get(0, -1) >= 0)  # of one that is connected it is heard a moment later
+        until(
+            lambda: session._taken.get(0, -1) >= 0
+        )  # of one that is connected it is heard a moment later
         with impatient(fast), pytest.raises(DataStall, match="rank 1"):
             next(fast)
 
@@ -437,7 +446,10 @@ def test_a_rank_that_loads_another_state_is_refused() -> None:
         clients[0].load_state_dict(early)
         with pytest.raises(StateMismatch, match="load the same state on every rank") as refused:
             clients[1].load_state_dict(late)
-        assert "rank 1 loads a state of this job that is not the one to which another rank has moved the session" in str(refused.value)
+        assert (
+            "rank 1 loads a state of this job that is not the one to which another rank has moved the session"
+            in str(refused.value)
+        )
         assert "another job" not in str(refused.value)
 
 
@@ -451,7 +463,9 @@ def test_steps_that_a_rank_still_takes_of_the_old_generation_do_not_count_in_the
         old = next(clients[1])  # prefetched before the rewind
         assert old.step == 0
         take(clients[0], 1)
-        assert session.metrics()["planned_steps"] == 2, "rank 1 took nothing of the new generation: the window has not moved"
+        assert session.metrics()["planned_steps"] == 2, (
+            "rank 1 took nothing of the new generation: the window has not moved"
+        )
 
 
 def test_a_state_is_not_loaded_into_a_closed_session() -> None:
@@ -479,10 +493,18 @@ def test_a_state_from_the_end_of_the_data_gives_the_end() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"fingerprint": None}, {"step": "x"}, {"cursors": 5}, {"cursors": {"a": [1, 2]}}, {"owed": {"a": None}}, {"events": [{}]},
-        {"events": [{"event": "set_mixture", "at": 1}]}, {"events": [{"event": "party"}]}, {"mix": []}, {"counts": {"samples": 3}},
+        {"fingerprint": None},
+        {"step": "x"},
+        {"cursors": 5},
+        {"cursors": {"a": [1, 2]}},
+        {"owed": {"a": None}},
+        {"events": [{}]},
+        {"events": [{"event": "set_mixture", "at": 1}]},
+        {"events": [{"event": "party"}]},
+        {"mix": []},
+        {"counts": {"samples": 3}},
     ],
-)  # fmt: skip
+)
 def test_a_damaged_state_is_refused_by_name(damage: dict[str, Any]) -> None:
     with launch(job(dp=1)) as session:
         state = session.client(0).state_dict()
@@ -500,7 +522,13 @@ def test_a_source_more_or_less_is_refused_and_can_be_allowed() -> None:
         client = session.client(0)
         take(client, 2)
         state = client.state_dict()
-    more = replace(made, sources=(*made.sources, ov.Source("c", rows(40, 5000), transforms=[ov.Tokens("tokens")], epochs=1)))
+    more = replace(
+        made,
+        sources=(
+            *made.sources,
+            ov.Source("c", rows(40, 5000), transforms=[ov.Tokens("tokens")], epochs=1),
+        ),
+    )
     less = replace(made, sources=made.sources[:1])
     for other in (more, less):
         with pytest.raises(StateMismatch) as caught:
@@ -513,15 +541,23 @@ def test_a_source_more_or_less_is_refused_and_can_be_allowed() -> None:
             assert all((1000 <= t < 5000) <= (other is more) for t in seen)
 
 
-def test_a_state_that_points_behind_the_files_left_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+def test_a_state_that_points_behind_the_files_left_goes_on_with_the_next_epoch(
+    tmp_path: Path,
+) -> None:
     def with_files(n: int) -> ov.Job:
         for k in range(n):
-            (tmp_path / f"{k}.jsonl").write_text("".join(json.dumps({"tokens": [k, i]}) + "\n" for i in range(4)))
+            (tmp_path / f"{k}.jsonl").write_text(
+                "".join(json.dumps({"tokens": [k, i]}) + "\n" for i in range(4))
+            )
         for path in list(tmp_path.iterdir()):
             if int(path.stem) >= n:
                 path.unlink()
-        source = ov.Source("a", str(tmp_path / "*.jsonl"), transforms=[ov.Tokens("tokens")], epochs=2)
-        return ov.Job(name="shrink", sources=[source], batch=ov.Batch(samples=4, context=16), shuffle_chunks=1)
+        source = ov.Source(
+            "a", str(tmp_path / "*.jsonl"), transforms=[ov.Tokens("tokens")], epochs=2
+        )
+        return ov.Job(
+            name="shrink", sources=[source], batch=ov.Batch(samples=4, context=16), shuffle_chunks=1
+        )
 
     with launch(with_files(6)) as session:
         client = session.client(0)
@@ -547,7 +583,9 @@ class Placing:
         return llm_balance(buffer, place)
 
 
-def test_a_schedule_or_strategy_that_is_an_object_has_the_same_fingerprint_in_every_process() -> None:
+def test_a_schedule_or_strategy_that_is_an_object_has_the_same_fingerprint_in_every_process() -> (
+    None
+):
     keep = Curriculum(), Placing()  # alive, so that the second ones have other addresses
     with launch(job(dp=1, mixture=keep[0], strategy=keep[1])) as session:
         client = session.client(0)
@@ -595,7 +633,9 @@ def test_an_event_before_the_first_step_is_in_the_state_too() -> None:
         client = session.client(0)
         assert session.set_mixture({"b": 2.0}) == 0
         state = client.state_dict()
-        assert state["events"] == [{"event": "set_mixture", "at": 0, "weights": {"a": 0.0, "b": 2.0}}]
+        assert state["events"] == [
+            {"event": "set_mixture", "at": 0, "weights": {"a": 0.0, "b": 2.0}}
+        ]
         wanted = take(client, 3)
         client.load_state_dict(state)
         assert take(client, 3) == wanted
@@ -663,7 +703,13 @@ def test_every_step_may_be_skipped() -> None:
 
 
 def test_a_mixture_of_exhausted_sources_alone_is_the_end() -> None:
-    made = replace(job(dp=1), sources=(ov.Source("a", rows(8), transforms=[ov.Tokens("tokens")], epochs=1), job().sources[1]))
+    made = replace(
+        job(dp=1),
+        sources=(
+            ov.Source("a", rows(8), transforms=[ov.Tokens("tokens")], epochs=1),
+            job().sources[1],
+        ),
+    )
     with launch(made) as session:
         client = session.client(0)
         take(client, 4)  # 8 samples of a are gone
@@ -743,7 +789,9 @@ def test_what_a_schedule_raises_arrives_as_it_is() -> None:
         assert isinstance(error, KeyError)
         assert error.args == ("phase three",)
         [note] = error.__notes__
-        assert note.startswith(f"raised by the strategy or the schedule while step 3 was planned (at {__file__}:")
+        assert note.startswith(
+            f"raised by the strategy or the schedule while step 3 was planned (at {__file__}:"
+        )
 
 
 def other_place(buffer: ov.Buffer, dp: int) -> ov.LoadingPlan:
@@ -759,7 +807,9 @@ STRATEGIES: dict[str, Callable[[ov.Buffer, ov.ClientPlaceTree], Any]] = {
     "too few buckets": lambda b, p: other_place(b, 1),
     "too many buckets": lambda b, p: other_place(b, 5),
     "another step": lambda b, p: replace(llm_balance(b, p), step=b.step + 1),
-    "other tokens": lambda b, p: replace(llm_balance(b, p), tokens=np.asarray(b.meta["tokens"]) + 1),
+    "other tokens": lambda b, p: replace(
+        llm_balance(b, p), tokens=np.asarray(b.meta["tokens"]) + 1
+    ),
     "another epoch": lambda b, p: replace(llm_balance(b, p), epoch=b.epoch + 1),
     "another file": lambda b, p: replace(llm_balance(b, p), file=b.file + 1),
     "another part": lambda b, p: replace(llm_balance(b, p), part=b.part + 1),
@@ -794,7 +844,9 @@ def test_a_step_that_cannot_be_built_ends_the_job_on_every_rank() -> None:
 
 @pytest.mark.parametrize("exception", [SystemExit, KeyboardInterrupt, GeneratorExit])
 @pytest.mark.parametrize("where", ["strategy", "schedule", "rows"])
-def test_exceptions_that_end_programs_end_the_job_and_hang_nobody(exception: type[BaseException], where: str) -> None:
+def test_exceptions_that_end_programs_end_the_job_and_hang_nobody(
+    exception: type[BaseException], where: str
+) -> None:
     def bad(*_: Any) -> Any:
         raise exception("enough")
 
@@ -804,7 +856,12 @@ def test_exceptions_that_end_programs_end_the_job_and_hang_nobody(exception: typ
     elif where == "schedule":
         made = replace(made, mixture=bad)
     else:
-        made = replace(made, sources=[ov.Source("a", rows(8), transforms=[ov.Map(bad), ov.Tokens("tokens")], epochs=1)])
+        made = replace(
+            made,
+            sources=[
+                ov.Source("a", rows(8), transforms=[ov.Map(bad), ov.Tokens("tokens")], epochs=1)
+            ],
+        )
     with launch(made) as session, pytest.raises(OverlordError, match=exception.__name__):
         next(session.client(0))
 
@@ -819,25 +876,40 @@ def test_a_closed_session_holds_no_payload() -> None:
     assert session._host.slabs.nbytes == 0
 
 
-def test_plans_kept_for_people_are_bounded_by_their_samples_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_kept_for_people_are_bounded_by_their_samples_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("overlord.cluster.plan_history.KEPT_SAMPLES", 40)
     with launch(job(dp=1)) as session:
         take(session.client(0), 12)
         assert len(session.plan(11)) == 8
         with pytest.raises(PlanError, match="no longer held"):
             session.plan(5)
-        assert session._pump.ask(lambda: sum(len(s.plan) for s in session._host.plans), "the pump") <= 40
+        assert (
+            session._pump.ask(lambda: sum(len(s.plan) for s in session._host.plans), "the pump")
+            <= 40
+        )
 
 
 # Errors
 
 ERRORS: list[OverlordError] = [
-    OverlordError("a text"), JobError(["a", "b"], "job 'x'"), SourceError("web", "gone", "a.parquet", "mend it"), StorageError("a", "b"),
-    TransformError("web", "Map", "no", "mend it"), PlanError("bad", 3, "mend it"), StateMismatch({"seed": ("1", "2")}, "mend it"),
-    DataStall("rain", 3.5, 7, 2), ActorLost("the pump", "it was stopped"), JournalError("a/b", "torn", "mend it"),
-    JournalTaken("a/b", "taken", "stop"), NotPrivate("a/b is open to others"),
-    FrameError("cut off", "value[3]", "mend it"), LinkRefused("overlord://a:1/b", "wrong token"), Later("overlord://a:1/b", "too many"),
-]  # fmt: skip
+    OverlordError("a text"),
+    JobError(["a", "b"], "job 'x'"),
+    SourceError("web", "gone", "a.parquet", "mend it"),
+    StorageError("a", "b"),
+    TransformError("web", "Map", "no", "mend it"),
+    PlanError("bad", 3, "mend it"),
+    StateMismatch({"seed": ("1", "2")}, "mend it"),
+    DataStall("rain", 3.5, 7, 2),
+    ActorLost("the pump", "it was stopped"),
+    JournalError("a/b", "torn", "mend it"),
+    JournalTaken("a/b", "taken", "stop"),
+    NotPrivate("a/b is open to others"),
+    FrameError("cut off", "value[3]", "mend it"),
+    LinkRefused("overlord://a:1/b", "wrong token"),
+    Later("overlord://a:1/b", "too many"),
+]
 
 
 def every_error(cls: type[OverlordError] = OverlordError) -> Iterator[type[OverlordError]]:
@@ -857,9 +929,19 @@ def test_every_error_survives_pickling_with_its_facts() -> None:
 
 def test_what_was_found_can_be_asked_for_after_the_session_has_ended(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{bad\n" * 20 + '{"tokens": [1, 2]}\n' * 5)
-    source = ov.Source("s", str(tmp_path / "*.jsonl"), transforms=[ov.Tokens("tokens")], max_bad=10, shuffle=False, epochs=1)
+    source = ov.Source(
+        "s",
+        str(tmp_path / "*.jsonl"),
+        transforms=[ov.Tokens("tokens")],
+        max_bad=10,
+        shuffle=False,
+        epochs=1,
+    )
     job = ov.Job(name="t", sources=[source], batch=ov.Batch(samples=2, context=8))
-    with pytest.raises(ov.SourceError, match=r"a\.jsonl: 10 rows in a row could not be used"), ov.launch(job) as session:
+    with (
+        pytest.raises(ov.SourceError, match=r"a\.jsonl: 10 rows in a row could not be used"),
+        ov.launch(job) as session,
+    ):
         next(session.client(0))
     assert len(session.quarantine()) == 10
     assert session.metrics()["sources"]["s"]["quarantined"] == 10
@@ -969,14 +1051,24 @@ def test_a_strategy_that_runs_out_of_something_is_not_the_end_of_the_data(where:
         return next(iter(()))
 
     made = job(dp=1, **({"strategy": bad} if where == "strategy" else {"mixture": bad}))
-    with launch(made) as session, pytest.raises(PlanError, match="step 0: the strategy or the schedule raised StopIteration"):
+    with (
+        launch(made) as session,
+        pytest.raises(PlanError, match="step 0: the strategy or the schedule raised StopIteration"),
+    ):
         next(session.client(0))
 
 
-def test_a_close_that_is_interrupted_does_the_rest_and_the_next_one_what_it_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_that_is_interrupted_does_the_rest_and_the_next_one_what_it_could_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     session = launch(job())
     next(session.client(0))
-    stop, close, closed, interrupts = session._pump.stop, session._host.close, list[str](), [KeyboardInterrupt()]
+    stop, close, closed, interrupts = (
+        session._pump.stop,
+        session._host.close,
+        list[str](),
+        [KeyboardInterrupt()],
+    )
 
     def interrupted() -> None:
         if interrupts:
@@ -997,15 +1089,23 @@ def test_a_close_that_is_interrupted_does_the_rest_and_the_next_one_what_it_coul
     assert closed == ["host"], "once"
 
 
-@pytest.mark.parametrize(("runtime", "end"), [("local", 5), ("local", 10), ("local", 11), ("process", 5)])
-def test_a_state_at_or_past_the_end_of_a_shortened_job_has_no_further_step(runtime: str, end: int) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "end"), [("local", 5), ("local", 10), ("local", 11), ("process", 5)]
+)
+def test_a_state_at_or_past_the_end_of_a_shortened_job_has_no_further_step(
+    runtime: str, end: int
+) -> None:
     made = job(dp=1)
     with launch(made) as session:
         client = session.client(0)
         take(client, 10)
         state = client.state_dict()
-    with launch(replace(made, until=end), runtime=runtime, resume=state, allow=("until",)) as session:
+    with launch(
+        replace(made, until=end), runtime=runtime, resume=state, allow=("until",)
+    ) as session:
         client = session.client(0)
-        assert [step.step for step, _ in zip(client, range(5), strict=False)] == list(range(10, end))
+        assert [step.step for step, _ in zip(client, range(5), strict=False)] == list(
+            range(10, end)
+        )
         assert client.state_dict()["step"] == max(10, end)
         assert next(client, None) is None, "it stays over"

@@ -23,7 +23,10 @@ def made(hosts: list[int], n_hosts: int = 3, size: float = 1.0) -> Shadows:
 
 def test_a_stand_by_is_on_another_host_the_one_that_holds_least() -> None:
     shadows = Shadows({0: 10.0, 2: 1.0}, lambda loader: SOURCE[loader])
-    assert shadows.fill([0, 0, 1, 2].__getitem__, {0: 5.0, 1: 9.0, 2: 2.0}, anywhere, NODES) == [0, 2]
+    assert shadows.fill([0, 0, 1, 2].__getitem__, {0: 5.0, 1: 9.0, 2: 2.0}, anywhere, NODES) == [
+        0,
+        2,
+    ]
     assert shadows.where == {0: 2, 2: 0}, "the largest first; the others see what it holds"
 
 
@@ -34,7 +37,9 @@ def test_loaders_of_a_source_on_one_host_are_followed_on_one_host() -> None:
 
 def test_where_a_source_cannot_be_opened_nobody_follows_it() -> None:
     shadows = Shadows({0: 1.0, 3: 1.0}, lambda loader: SOURCE[loader])
-    assert shadows.fill([0, 0, 1, 2].__getitem__, {0: 0.0, 1: 0.0, 2: 0.0}, lambda host, source: source == 0, NODES) == [0]
+    assert shadows.fill(
+        [0, 0, 1, 2].__getitem__, {0: 0.0, 1: 0.0, 2: 0.0}, lambda host, source: source == 0, NODES
+    ) == [0]
     assert not shadows.covers([3], {0, 1, 2})
 
 
@@ -65,7 +70,10 @@ def test_a_stand_by_that_is_lost_too_takes_over_nothing() -> None:
 
 
 def test_a_stand_by_is_on_another_node_where_there_is_one_whatever_it_holds() -> None:
-    shadows, nodes = Shadows({0: 1.0, 3: 1.0}, lambda loader: SOURCE[loader]), {0: "a", 1: "a", 2: "b"}
+    shadows, nodes = (
+        Shadows({0: 1.0, 3: 1.0}, lambda loader: SOURCE[loader]),
+        {0: "a", 1: "a", 2: "b"},
+    )
     shadows.fill([0, 0, 1, 2].__getitem__, {0: 5.0, 1: 0.0, 2: 100.0}, anywhere, nodes)
     assert shadows.where == {0: 2, 3: 1}
     alone = Shadows({0: 1.0}, lambda loader: SOURCE[loader])
@@ -73,8 +81,14 @@ def test_a_stand_by_is_on_another_node_where_there_is_one_whatever_it_holds() ->
     assert alone.where == {0: 1}, "one on the same node is better than none"
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 100)), min_size=1, max_size=20), st.integers(1, 4), st.sets(st.integers(0, 3)))
-def test_nobody_follows_itself_and_all_that_can_be_followed_are(loaders: list[tuple[int, float]], n_hosts: int, lost: set[int]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(0, 100)), min_size=1, max_size=20),
+    st.integers(1, 4),
+    st.sets(st.integers(0, 3)),
+)
+def test_nobody_follows_itself_and_all_that_can_be_followed_are(
+    loaders: list[tuple[int, float]], n_hosts: int, lost: set[int]
+) -> None:
     hosts = [h % n_hosts for h, _ in loaders]
     shadows = Shadows({k: size for k, (_, size) in enumerate(loaders)}, lambda loader: loader // 3)
     living = [h for h in range(n_hosts) if h not in lost]
@@ -86,7 +100,9 @@ def test_nobody_follows_itself_and_all_that_can_be_followed_are(loaders: list[tu
 
 
 @given(st.integers(2, 6), st.integers(1, 4), st.lists(st.integers(0, 5), max_size=20))
-def test_however_often_hosts_are_lost_each_holds_as_much_as_before(n_hosts: int, each: int, deaths: list[int]) -> None:
+def test_however_often_hosts_are_lost_each_holds_as_much_as_before(
+    n_hosts: int, each: int, deaths: list[int]
+) -> None:
     """One that comes back follows what it had, and those it followed: nothing piles up on a host."""
     hosts = [k % n_hosts for k in range(n_hosts * each)]
     shadows = Shadows(dict.fromkeys(range(len(hosts)), 1.0), lambda loader: loader)
@@ -98,7 +114,9 @@ def test_however_often_hosts_are_lost_each_holds_as_much_as_before(n_hosts: int,
     before = [held(h) for h in range(n_hosts)]
     for lost in (h for h in deaths if h < n_hosts):
         living = set(range(n_hosts)) - {lost}
-        for loader, heir in shadows.promote([k for k, h in enumerate(hosts) if h == lost], living).items():
+        for loader, heir in shadows.promote(
+            [k for k, h in enumerate(hosts) if h == lost], living
+        ).items():
             hosts[loader] = heir
         shadows.forget(living)
         shadows.fill(hosts.__getitem__, {lost: 0.0}, anywhere, NODES)

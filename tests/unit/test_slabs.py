@@ -143,18 +143,28 @@ def test_a_trainer_that_keeps_everything_does_not_make_the_search_long() -> None
     assert len(pool._slabs) <= 64
 
 
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable", "ignore:__array__ implementation")
+@pytest.mark.filterwarnings(
+    "ignore:The given NumPy array is not writable", "ignore:__array__ implementation"
+)
 def test_arrays_a_trainer_keeps_are_never_overwritten() -> None:
     """A whole run with prefetch; the trainer keeps some arrays for ever, some as tensors, and lets most go."""
     torch = pytest.importorskip("torch")
     rows = Rows([{"tokens": [k % 30000] * (1 + k % 40)} for k in range(3000)])
     job = ov.Job(
-        name="kept", sources=[ov.Source("a", rows, transforms=[ov.Tokens("tokens")], epochs=1)],
-        batch=ov.Batch(samples=24, context=256, microbatches=2), place=ov.ClientPlaceTree(dp=2),
-    )  # fmt: skip
+        name="kept",
+        sources=[ov.Source("a", rows, transforms=[ov.Tokens("tokens")], epochs=1)],
+        batch=ov.Batch(samples=24, context=256, microbatches=2),
+        place=ov.ClientPlaceTree(dp=2),
+    )
     kept: list[tuple[Any, np.ndarray]] = []
     rng = random.Random(5)
-    ways = (lambda a: a, lambda a: a[1:], lambda a: torch.from_numpy(a)[1:], lambda a: torch.from_numpy(a), memoryview)
+    ways = (
+        lambda a: a,
+        lambda a: a[1:],
+        lambda a: torch.from_numpy(a)[1:],
+        lambda a: torch.from_numpy(a),
+        memoryview,
+    )
     with ov.launch(job, prefetch=3) as session:
         clients = [session.client(0), session.client(1)]
         for step in clients[0]:

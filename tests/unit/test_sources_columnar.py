@@ -34,7 +34,9 @@ def test_a_column_that_one_file_lacks_is_named_with_the_columns_it_has(tmp_path)
         folder = tmp_path / format
         write_rows(folder, format, ROWS, files=2)
         write_rows(folder / "late", format, [{"id": 1, "body": "x"}], files=1)
-        with pytest.raises(SourceError, match=r"wanted the column 'text', found id, body") as caught:
+        with pytest.raises(
+            SourceError, match=r"wanted the column 'text', found id, body"
+        ) as caught:
             read_all(str(folder), columns=("id", "text"))
         assert "late/part-00000" in caught.value.path
 
@@ -58,12 +60,18 @@ def test_of_several_files_each_has_a_line_and_what_to_do_one_behind_them(tmp_pat
         (lambda d: b"", "found 0 bytes"),
         (lambda d: b"not a parquet file at all", "PAR1 at the end"),
         (
-            lambda d: d[: -8 - int.from_bytes(d[-8:-4], "little")] + b"\xff" * int.from_bytes(d[-8:-4], "little") + d[-8:],
+            lambda d: (
+                d[: -8 - int.from_bytes(d[-8:-4], "little")]
+                + b"\xff" * int.from_bytes(d[-8:-4], "little")
+                + d[-8:]
+            ),
             "footer cannot be read",
         ),
     ],
 )
-def test_a_parquet_file_without_a_footer_is_an_error_and_all_bad_files_are_in_it(tmp_path, damage, says):
+def test_a_parquet_file_without_a_footer_is_an_error_and_all_bad_files_are_in_it(
+    tmp_path, damage, says
+):
     write_rows(tmp_path, "parquet", ROWS, files=4)
     for k in (1, 3):
         path = tmp_path / f"part-{k:05d}.parquet"
@@ -100,7 +108,13 @@ def test_a_corrupt_page_loses_its_rows_by_number_and_no_others(tmp_path):
 def test_page_checksums_are_checked_where_the_file_has_them(tmp_path):
     path = tmp_path / "a.parquet"
     values = np.arange(5000, dtype=np.int64)
-    pq.write_table(pa.table({"a": values}), path, compression="none", use_dictionary=False, write_page_checksum=True)
+    pq.write_table(
+        pa.table({"a": values}),
+        path,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
     data = bytearray(path.read_bytes())
     data[20_000] ^= 1  # plain integers: nothing but the checksum could notice
     path.write_bytes(data)
@@ -131,7 +145,9 @@ def test_text_that_is_no_utf8_is_a_bad_row(tmp_path, format):
     if format == "parquet":
         pq.write_table(table, path)
     else:
-        with (pa.ipc.new_file if format == "arrow" else pa.ipc.new_stream)(str(path), table.schema) as out:
+        with (pa.ipc.new_file if format == "arrow" else pa.ipc.new_stream)(
+            str(path), table.schema
+        ) as out:
             out.write_table(table)
     everything = read_all(str(path))
     assert [r["t"] for r in everything.rows] == ["good", "é", None]
@@ -162,7 +178,14 @@ def test_memory_follows_the_slice_and_not_the_row_group(tmp_path):
     blobs = [rng.bytes(20_000) for _ in range(2000)]
     path = tmp_path / "a.parquet"
     # write_batch_size: else the writer looks at the size of a page only every 1024 rows, and a page is what must be held
-    pq.write_table(pa.table({"a": blobs}), path, row_group_size=2000, compression="none", use_dictionary=False, write_batch_size=16)
+    pq.write_table(
+        pa.table({"a": blobs}),
+        path,
+        row_group_size=2000,
+        compression="none",
+        use_dictionary=False,
+        write_batch_size=16,
+    )
     options = ReadOptions(slice_rows=32)
     reader = ChunkReader(build_index("src", str(path), None, options), options, HandleCache())
     del blobs
@@ -238,8 +261,15 @@ def test_a_column_name_that_is_no_utf8_is_an_error(tmp_path, format):
 @pytest.mark.parametrize("format", ["arrow", "arrow-stream"])
 def test_an_arrow_file_cut_short_under_its_reader_is_an_error_and_no_bad_row(tmp_path, format):
     rows = [{"text": f"{k:04d}" * 200} for k in range(400)]
-    index = build_index("web", write_rows(tmp_path, format, rows, files=1, batch_rows=100), None, ReadOptions(slice_rows=10))
-    slices = FORMATS["arrow"].read(index.access, index.files[0], index.chunks, 0, ReadOptions(slice_rows=10))
+    index = build_index(
+        "web",
+        write_rows(tmp_path, format, rows, files=1, batch_rows=100),
+        None,
+        ReadOptions(slice_rows=10),
+    )
+    slices = FORMATS["arrow"].read(
+        index.access, index.files[0], index.chunks, 0, ReadOptions(slice_rows=10)
+    )
     assert next(slices).table.num_rows == 10
     os.truncate(index.files[0].path, 5000)
     with pytest.raises(Unreachable, match=r"a read ended \d+ bytes before the end of the file"):

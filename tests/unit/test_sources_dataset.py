@@ -58,7 +58,11 @@ def test_a_factory_has_a_chunk_per_shard_and_an_empty_shard_is_one_bad_row():
     everything = read_all(Factory(rows_of, shards=3), slice_rows=2)
     assert everything.ids == [(0, 0), (1, 0), (1, 1), (1, 2), *((2, i) for i in range(6))]
     assert [r["x"] for r in everything.rows] == [100, 102, 200, 202, 203, 204, 205]
-    assert [reason for _, reason in everything.reasons] == ["the shard has no rows", "wanted a dict, found str", "wanted a dict, found str"]
+    assert [reason for _, reason in everything.reasons] == [
+        "the shard has no rows",
+        "wanted a dict, found str",
+        "wanted a dict, found str",
+    ]
 
 
 def test_a_factory_that_raises_is_an_error_with_its_place():

@@ -10,7 +10,10 @@ SUFFIXES = (".jsonl", ".parquet", ".json")
 
 
 def names(path, root):
-    return [os.path.relpath(f.path, root) for f in Files.resolve(path, source="web", suffixes=SUFFIXES)[1]]
+    return [
+        os.path.relpath(f.path, root)
+        for f in Files.resolve(path, source="web", suffixes=SUFFIXES)[1]
+    ]
 
 
 @pytest.fixture
@@ -37,7 +40,12 @@ def test_a_glob_lists_sorted_and_leaves_hidden_names_out(tree):
     assert names(f"{tree}/[ab].jsonl", tree) == ["a.jsonl", "b.jsonl"]
     assert names(f"{tree}/[!a].jsonl", tree) == ["b.jsonl"]
     assert names(f"{tree}/?.jsonl", tree) == ["a.jsonl", "b.jsonl"]
-    assert names(f"{tree}/**/?.jsonl", tree) == ["_tmp/e.jsonl", "a.jsonl", "b.jsonl", "sub/d.jsonl"]
+    assert names(f"{tree}/**/?.jsonl", tree) == [
+        "_tmp/e.jsonl",
+        "a.jsonl",
+        "b.jsonl",
+        "sub/d.jsonl",
+    ]
     assert names(f"{tree}/*/d.jsonl", tree) == ["sub/d.jsonl"]
 
 
@@ -61,7 +69,9 @@ def test_a_name_that_holds_wildcards_is_found_as_it_is(tmp_path):
     assert names(f"{tmp_path}/a[1].jsonl", tmp_path) == ["a[1].jsonl"]
 
 
-@pytest.mark.parametrize("twice", [["a.jsonl", "*.jsonl"], ["a.jsonl", "./a.jsonl"], ["a.jsonl", "link.jsonl"]])
+@pytest.mark.parametrize(
+    "twice", [["a.jsonl", "*.jsonl"], ["a.jsonl", "./a.jsonl"], ["a.jsonl", "link.jsonl"]]
+)
 def test_the_same_file_twice_is_refused_by_name(tree, twice):
     os.symlink(tree / "a.jsonl", tree / "link.jsonl")
     with pytest.raises(SourceError, match=r"twice.*a\.jsonl"):
@@ -70,7 +80,9 @@ def test_the_same_file_twice_is_refused_by_name(tree, twice):
 
 def test_a_directory_that_contains_itself_is_refused(tree):
     os.symlink(tree, tree / "sub" / "loop")
-    with pytest.raises(SourceError, match=r"loop is a link back to a directory that it lies in: .* twice"):
+    with pytest.raises(
+        SourceError, match=r"loop is a link back to a directory that it lies in: .* twice"
+    ):
         names(tree, tree)
 
 
@@ -84,7 +96,10 @@ def test_links_that_lead_back_are_followed_once_and_hidden_ones_not_at_all(tree)
 
 
 @pytest.mark.parametrize("what", ["", "/*.jsonl", "/z.jsonl"])
-@pytest.mark.parametrize(("make", "found"), [(lambda p: p.symlink_to("nowhere"), "a link that leads nowhere"), (os.mkfifo, "a pipe")])
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [(lambda p: p.symlink_to("nowhere"), "a link that leads nowhere"), (os.mkfifo, "a pipe")],
+)
 def test_what_is_meant_to_be_data_and_cannot_be_read_is_not_passed_over(tree, what, make, found):
     make(tree / "z.jsonl")
     with pytest.raises(SourceError, match=rf"z\.jsonl: wanted a file.*, found {found}"):
@@ -129,5 +144,8 @@ def test_an_unknown_store_is_an_error_that_lists_the_known_ones():
 
 def test_a_name_that_is_no_text_is_told_with_its_source(tree):
     Path(os.fsdecode(os.fsencode(tree) + b"/\xff.txt")).write_text("x")
-    with pytest.raises(SourceError, match=r"source 'web', .*: wanted names of files that are UTF-8, found .*xff\.txt.*; rename that file"):
+    with pytest.raises(
+        SourceError,
+        match=r"source 'web', .*: wanted names of files that are UTF-8, found .*xff\.txt.*; rename that file",
+    ):
         names(f"{tree}/*.jsonl", tree)

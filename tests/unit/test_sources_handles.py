@@ -46,12 +46,21 @@ def test_a_slice_past_the_end_is_empty_and_last(tmp_path, format):
 def test_a_store_is_read_by_the_same_code_as_a_disk(tmp_path, format):
     here = reader(tmp_path, format)
     folder, fs = tmp_path / "data", pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
-    files = tuple(replace(f, path=f"data/{p.name}") for f, p in zip(here.index.files, sorted(folder.iterdir()), strict=True))
-    there = ChunkReader(replace(here.index, files=files, access=Files(fs, local=False)), OPTIONS, HandleCache())
+    files = tuple(
+        replace(f, path=f"data/{p.name}")
+        for f, p in zip(here.index.files, sorted(folder.iterdir()), strict=True)
+    )
+    there = ChunkReader(
+        replace(here.index, files=files, access=Files(fs, local=False)), OPTIONS, HandleCache()
+    )
     for chunk in range(3):
         for t in range(4):
             a, b = here.slice(chunk, t), there.slice(chunk, t)
-            assert (a.row.tolist(), a.table.to_pylist(), a.last) == (b.row.tolist(), b.table.to_pylist(), b.last)
+            assert (a.row.tolist(), a.table.to_pylist(), a.last) == (
+                b.row.tolist(),
+                b.table.to_pylist(),
+                b.last,
+            )
 
 
 def test_in_order_each_chunk_is_opened_once(tmp_path):
@@ -60,14 +69,24 @@ def test_in_order_each_chunk_is_opened_once(tmp_path):
         for chunk in range(3):
             chunks.slice(chunk, t)
     seen = cache.metrics()
-    assert (seen["opens"], seen["reopens"], seen["reads"], seen["open"], seen["bytes"]) == (3, 0, 9, 0, 0)
+    assert (seen["opens"], seen["reopens"], seen["reads"], seen["open"], seen["bytes"]) == (
+        3,
+        0,
+        9,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize("bounds", [{"max_open": 1}, {"max_bytes": 1}])
-def test_handles_beyond_the_bounds_are_closed_and_reopened_and_nothing_else_changes(tmp_path, bounds):
+def test_handles_beyond_the_bounds_are_closed_and_reopened_and_nothing_else_changes(
+    tmp_path, bounds
+):
     chunks = reader(tmp_path, cache=(cache := HandleCache(**bounds)))
     got = {(chunk, t): texts(chunks.slice(chunk, t)) for t in range(3) for chunk in range(3)}
-    assert [x for chunk in range(3) for t in range(3) for x in got[chunk, t]] == [r["text"] for r in ROWS]
+    assert [x for chunk in range(3) for t in range(3) for x in got[chunk, t]] == [
+        r["text"] for r in ROWS
+    ]
     seen = cache.metrics()
     assert seen["evictions"] > 0
     assert seen["reopens"] > 0
@@ -125,7 +144,9 @@ def test_a_file_that_changed_or_went_is_named(tmp_path, format, monkeypatch):
     with paths[0].open("ab") as out:
         out.write(b"more")
     paths[1].unlink()
-    with pytest.raises(StorageError, match=r"the file changed .* wanted \d+ bytes of .*, found \d+ bytes of ") as caught:
+    with pytest.raises(
+        StorageError, match=r"the file changed .* wanted \d+ bytes of .*, found \d+ bytes of "
+    ) as caught:
         chunks.slice(0, 0)
     assert caught.value.path == str(paths[0])
     with pytest.raises(StorageError, match="gone since") as caught:

@@ -18,7 +18,11 @@ ROWS = [{"id": i, "text": f"row {i}"} for i in range(40)]
 def opened(monkeypatch):
     """Paths whose footers were read: what a warm cache saves."""
     seen, real = [], parquet._footer_bytes
-    monkeypatch.setattr(parquet, "_footer_bytes", lambda files, file: seen.append(os.path.basename(file.path)) or real(files, file))
+    monkeypatch.setattr(
+        parquet,
+        "_footer_bytes",
+        lambda files, file: seen.append(os.path.basename(file.path)) or real(files, file),
+    )
     return seen
 
 
@@ -32,7 +36,11 @@ def test_a_second_index_opens_no_file_and_is_the_same(tmp_path, opened):
     for name in ("file", "start", "stop", "unit", "rows", "nbytes"):
         a, b = getattr(first.chunks, name), getattr(second.chunks, name)
         assert (a.tolist(), a.dtype) == (b.tolist(), b.dtype)
-    assert (first.fingerprint, first.schema, first.files) == (second.fingerprint, second.schema, second.files)
+    assert (first.fingerprint, first.schema, first.files) == (
+        second.fingerprint,
+        second.schema,
+        second.files,
+    )
 
 
 def test_a_changed_file_is_looked_at_again_and_the_others_are_not(tmp_path, opened):
@@ -51,7 +59,9 @@ def test_other_columns_make_another_entry(tmp_path):
     glob = write_rows(tmp_path / "data", "parquet", ROWS)
     build_index("web", glob, options=ReadOptions(columns=("id",)), cache_dir=tmp_path / "cache")
     with pytest.raises(SourceError, match="'nope'"):
-        build_index("web", glob, options=ReadOptions(columns=("nope",)), cache_dir=tmp_path / "cache")
+        build_index(
+            "web", glob, options=ReadOptions(columns=("nope",)), cache_dir=tmp_path / "cache"
+        )
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", b"\x83\xa7version\x01"])
@@ -73,7 +83,9 @@ def test_a_cache_that_cannot_be_written_fails_no_job(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "tar", "arrow"])
-def test_a_copy_elsewhere_has_the_same_fingerprint_and_a_renamed_or_cut_one_has_not(tmp_path, format):
+def test_a_copy_elsewhere_has_the_same_fingerprint_and_a_renamed_or_cut_one_has_not(
+    tmp_path, format
+):
     glob = write_rows(tmp_path / "here", format, ROWS, files=3)
     shutil.copytree(tmp_path / "here", tmp_path / "far/away")
     for path in (tmp_path / "far/away").iterdir():
@@ -92,7 +104,12 @@ def test_all_sources_are_indexed_in_order_with_progress(tmp_path):
         for k, f in enumerate(["parquet", "jsonl", "arrow", "tar"])
     ]
     seen = []
-    indexes = build_indexes(specs, cache_dir=tmp_path / "cache", workers=3, progress=lambda done, total: seen.append((done, total)))
+    indexes = build_indexes(
+        specs,
+        cache_dir=tmp_path / "cache",
+        workers=3,
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert [i.source for i in indexes] == ["s0", "s1", "s2", "s3"]
     assert [i.format for i in indexes] == ["parquet", "jsonl", "arrow", "tar"]
     assert seen[-1] == (4, 4)
@@ -103,7 +120,13 @@ def test_problems_of_several_sources_come_in_one_error(tmp_path):
     good = write_rows(tmp_path / "good", "parquet", ROWS)
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
     with pytest.raises(SourceError) as caught:
-        build_indexes([SourceSpec("a", "/nowhere/*.parquet"), SourceSpec("b", good), SourceSpec("c", str(tmp_path / "cut.parquet"))])
+        build_indexes(
+            [
+                SourceSpec("a", "/nowhere/*.parquet"),
+                SourceSpec("b", good),
+                SourceSpec("c", str(tmp_path / "cut.parquet")),
+            ]
+        )
     text = str(caught.value)
     assert "'a'" in text
     assert "matches no file" in text
@@ -115,7 +138,11 @@ def test_problems_of_several_sources_come_in_one_error(tmp_path):
 @pytest.mark.parametrize(
     ("names", "format", "says"),
     [
-        (["a.csv"], None, r"not known by its name; give format=; known formats: parquet \(\.parquet"),
+        (
+            ["a.csv"],
+            None,
+            r"not known by its name; give format=; known formats: parquet \(\.parquet",
+        ),
         (["a.parquet", "b.jsonl"], None, "wanted files of one format, found jsonl"),
         (["a.jsonl"], "avro", "unknown format 'avro'; known formats: arrow, dataset"),
     ],

@@ -68,7 +68,9 @@ def test_only_needed_columns_are_kept_and_missing_ones_are_null(tmp_path):
 
 def test_a_column_of_mixed_types_keeps_every_value_as_it_is_written(tmp_path):
     values = [5, "x", 2.5, None, ["z"], [1, "a"], True, {"a": 1}, {"b": 2**63}]
-    everything = read_all(put(tmp_path, b"".join(json.dumps({"a": v}).encode() + b"\n" for v in values)))
+    everything = read_all(
+        put(tmp_path, b"".join(json.dumps({"a": v}).encode() + b"\n" for v in values))
+    )
     assert repr([r["a"] for r in everything.rows]) == repr(values)
     assert everything.reasons == []
 
@@ -76,7 +78,9 @@ def test_a_column_of_mixed_types_keeps_every_value_as_it_is_written(tmp_path):
 def test_numbers_beyond_64_bits_and_values_nested_too_deeply_are_bad_rows(tmp_path):
     deep = json.loads("[" * 102 + "]" * 102)
     values = [[1, 2], [3], ["x"], [4], [2**70], deep, deep[0]]
-    everything = read_all(put(tmp_path, b"".join(json.dumps({"a": v}).encode() + b"\n" for v in values)))
+    everything = read_all(
+        put(tmp_path, b"".join(json.dumps({"a": v}).encode() + b"\n" for v in values))
+    )
     assert [r["a"] for r in everything.rows] == [[1, 2], [3], ["x"], [4], deep[0]]
     assert [reason for _, reason in everything.reasons] == [
         "column 'a': [1180591620717411303424]: expected a whole number of 64 bits",
@@ -109,7 +113,10 @@ def test_a_source_of_empty_files_is_an_error(tmp_path):
         read_all(f"{tmp_path}/*.jsonl")
 
 
-@pytest.mark.parametrize(("name", "packer"), [("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.ZstdCompressor().compress)])
+@pytest.mark.parametrize(
+    ("name", "packer"),
+    [("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.ZstdCompressor().compress)],
+)
 def test_members_one_after_another_are_one_text(tmp_path, name, packer):
     path = tmp_path / name
     path.write_bytes(packer(b'{"a":1}\n{"a"') + packer(b":2}\n") + packer(b'{"a":3}'))
@@ -121,7 +128,9 @@ def test_a_cut_compressed_file_keeps_its_rows_and_names_the_cut(tmp_path, kind):
     import random
 
     rng = random.Random(0)
-    text = b"".join(b'{"a":"%d"}\n' % rng.getrandbits(400) for _ in range(5000))  # several zstd blocks
+    text = b"".join(
+        b'{"a":"%d"}\n' % rng.getrandbits(400) for _ in range(5000)
+    )  # several zstd blocks
     path = tmp_path / f"a.{kind}"
     path.write_bytes(pack(text, kind)[:-20])
     everything = read_all(str(path))

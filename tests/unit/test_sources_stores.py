@@ -51,7 +51,9 @@ WITH_SECRETS = [
 
 @pytest.mark.parametrize("uri", WITH_SECRETS)
 @pytest.mark.parametrize("listed", [False, True])
-def test_a_uri_that_carries_a_secret_is_refused_when_the_source_is_made_and_the_secret_is_not_repeated(uri, listed):
+def test_a_uri_that_carries_a_secret_is_refused_when_the_source_is_made_and_the_secret_is_not_repeated(
+    uri, listed
+):
     with pytest.raises(JobError, match="from the environment") as caught:
         ov.Source("web", [uri, "s3://bucket/other.parquet"] if listed else uri)
     assert not any(kept in (str(caught.value) + repr(caught.value)) for kept in (SECRET, TOKEN))
@@ -62,7 +64,9 @@ def test_a_uri_that_carries_a_secret_is_refused_when_the_source_is_made_and_the_
 
 @pytest.mark.parametrize("uri", WITH_SECRETS)
 def test_a_job_file_with_a_secret_is_refused_and_the_secret_is_not_repeated(tmp_path, uri):
-    (tmp_path / "job.yaml").write_text(f"name: x\nbatch: {{samples: 4, context: 8}}\nsources:\n  web: {{uri: '{uri}'}}\n")
+    (tmp_path / "job.yaml").write_text(
+        f"name: x\nbatch: {{samples: 4, context: 8}}\nsources:\n  web: {{uri: '{uri}'}}\n"
+    )
     with pytest.raises(JobError, match="from the environment") as caught:
         ov.Job.from_yaml(tmp_path / "job.yaml")
     assert not any(kept in (str(caught.value) + repr(caught.value)) for kept in (SECRET, TOKEN))
@@ -71,25 +75,46 @@ def test_a_job_file_with_a_secret_is_refused_and_the_secret_is_not_repeated(tmp_
 @pytest.mark.parametrize(
     "uri",
     [
-        "s3://bucket/web/*.parquet", "s3://bucket/web/*.parquet?region=eu-west-1&anonymous=true", "gs://bucket/x.jsonl.zst",
-        "abfss://container@account.dfs.core.windows.net/x.tar", "hdfs://user@namenode:8020/x?replication=1", "file:///x/y.parquet",
-        "corpus/what?.parquet", "/a/b@c:d/x.jsonl", "s3://bucket/a@b:c/x.parquet",
-        "S3://bucket/x.parquet?region=us_gov-1&anonymous=TRUE", "s3/x.parquet", "https/x", "x s3://y",
+        "s3://bucket/web/*.parquet",
+        "s3://bucket/web/*.parquet?region=eu-west-1&anonymous=true",
+        "gs://bucket/x.jsonl.zst",
+        "abfss://container@account.dfs.core.windows.net/x.tar",
+        "hdfs://user@namenode:8020/x?replication=1",
+        "file:///x/y.parquet",
+        "corpus/what?.parquet",
+        "/a/b@c:d/x.jsonl",
+        "s3://bucket/a@b:c/x.parquet",
+        "S3://bucket/x.parquet?region=us_gov-1&anonymous=TRUE",
+        "s3/x.parquet",
+        "https/x",
+        "x s3://y",
     ],
-)  # fmt: skip
+)
 def test_a_uri_without_secrets_is_none_of_our_business(uri):
     assert uri_problems(uri) == []
 
 
 @pytest.mark.parametrize("uri", WITH_SECRETS)
-def test_a_journal_with_a_secret_is_refused_and_the_secret_is_not_repeated(tmp_path, monkeypatch, uri):
+def test_a_journal_with_a_secret_is_refused_and_the_secret_is_not_repeated(
+    tmp_path, monkeypatch, uri
+):
     monkeypatch.chdir(tmp_path)  # where a journal of that name would be made
     with pytest.raises(JobError, match="from the environment") as caught:
-        ov.Job(name="x", sources=[ov.Source("web", "x.jsonl")], batch=ov.Batch(samples=4, context=8), journal=uri)
+        ov.Job(
+            name="x",
+            sources=[ov.Source("web", "x.jsonl")],
+            batch=ov.Batch(samples=4, context=8),
+            journal=uri,
+        )
     with pytest.raises(JournalError, match="from the environment") as refused:
         place_of(uri)
-    assert not any(kept in (repr(caught.value) + str(caught.value) + str(refused.value) + repr(refused.value)) for kept in (SECRET, TOKEN))
-    (tmp_path / "job.yaml").write_text(f"name: x\nbatch: {{samples: 4, context: 8}}\nsources:\n  web: {{uri: x.jsonl}}\njournal: '{uri}'\n")
+    assert not any(
+        kept in (repr(caught.value) + str(caught.value) + str(refused.value) + repr(refused.value))
+        for kept in (SECRET, TOKEN)
+    )
+    (tmp_path / "job.yaml").write_text(
+        f"name: x\nbatch: {{samples: 4, context: 8}}\nsources:\n  web: {{uri: x.jsonl}}\njournal: '{uri}'\n"
+    )
     with pytest.raises(JobError, match="from the environment") as read:
         ov.Job.from_yaml(tmp_path / "job.yaml")
     assert not any(kept in (str(read.value) + repr(read.value)) for kept in (SECRET, TOKEN))
@@ -125,7 +150,9 @@ def test_inspect_does_not_repeat_a_uri_that_carries_a_secret():
     assert SECRET not in said.output
 
 
-@pytest.mark.parametrize("given", ["127.0.0.1:9000", "minio", "http://", "http://127.0.0.1:9000/ ", f"{TOKEN}@host:9000"])
+@pytest.mark.parametrize(
+    "given", ["127.0.0.1:9000", "minio", "http://", "http://127.0.0.1:9000/ ", f"{TOKEN}@host:9000"]
+)
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 def test_an_endpoint_that_is_no_address_is_told_and_not_repeated(monkeypatch, name, given):
     monkeypatch.setenv(name, given)
@@ -142,11 +169,17 @@ def test_a_scheme_that_is_not_known_is_named_without_what_stands_behind_it():
         Files.resolve(uri, source="web")
     with pytest.raises(JournalError, match="found https://") as refused:
         place_of(uri)
-    assert not any(kept in (str(caught.value) + repr(caught.value) + str(refused.value) + repr(refused.value)) for kept in (SECRET, TOKEN))
+    assert not any(
+        kept in (str(caught.value) + repr(caught.value) + str(refused.value) + repr(refused.value))
+        for kept in (SECRET, TOKEN)
+    )
 
 
 def test_an_unknown_option_lists_the_known_ones():
-    with pytest.raises(JobError, match=r"unknown option 'endpoint_override'.*known options: region, anonymous.*AWS_ENDPOINT_URL"):
+    with pytest.raises(
+        JobError,
+        match=r"unknown option 'endpoint_override'.*known options: region, anonymous.*AWS_ENDPOINT_URL",
+    ):
         ov.Source("web", "s3://bucket/x.parquet?endpoint_override=127.0.0.1:9000")
 
 
@@ -173,7 +206,15 @@ def test_texts_lose_what_looks_like_a_secret_and_keep_the_rest(text):
     assert found.endswith("after")
 
 
-@pytest.mark.parametrize("name", ["AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "AZURE_STORAGE_SAS_KEY",
+    ],
+)
 def test_texts_lose_what_the_environment_keeps_secret_wherever_it_stands(monkeypatch, name):
     monkeypatch.setenv(name, SECRET)
     assert scrub(f"it ends with({SECRET})here") == "it ends with(***)here"
@@ -224,7 +265,11 @@ def test_ten_megabytes_in_short_reads_are_a_dozen_requests(step, most):
 def test_columns_in_turn_do_not_drive_each_other_out():
     size, asked = 40 * 2**20, []
     starts = [k * 2**20 for k in range(0, 40, 2)]
-    file = RangeFile(lambda a, b: (asked.append((a, b)), memoryview(bytes(b - a)))[1], size, [(a, a + 2**20) for a in starts])
+    file = RangeFile(
+        lambda a, b: (asked.append((a, b)), memoryview(bytes(b - a)))[1],
+        size,
+        [(a, a + 2**20) for a in starts],
+    )
     for at in range(0, 2**20, 2**16):
         for start in starts:
             file.seek(start + at)
@@ -235,7 +280,12 @@ def test_columns_in_turn_do_not_drive_each_other_out():
 def test_a_bucket_pickles_without_client_or_credentials(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     remote, path = Remote.of("S3://bucket/a/*.parquet?region=eu-west-1&anonymous=1")
-    assert (remote.root, remote.region, remote.anonymous, path) == ("s3://bucket", "eu-west-1", True, "s3://bucket/a/*.parquet")
+    assert (remote.root, remote.region, remote.anonymous, path) == (
+        "s3://bucket",
+        "eu-west-1",
+        True,
+        "s3://bucket/a/*.parquet",
+    )
     data = pickle.dumps(remote)
     assert pickle.loads(data) == remote
     assert SECRET.encode() not in data
@@ -245,7 +295,9 @@ def test_a_bucket_pickles_without_client_or_credentials(monkeypatch):
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     object_store._connect.cache_clear()
-    with pytest.raises(SourceError, match=r"needs the package obstore; pip install 'overlord-data\[store\]'"):
+    with pytest.raises(
+        SourceError, match=r"needs the package obstore; pip install 'overlord-data\[store\]'"
+    ):
         Files.resolve("s3://bucket/*.parquet", source="web")
 
 
@@ -259,7 +311,12 @@ def test_a_profile_without_the_package_that_reads_profiles_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "uri", ["gs://bucket/a/x.parquet", "abfss://container@account.dfs.core.windows.net/a/x.parquet", "s3a://bucket/a/x.parquet"]
+    "uri",
+    [
+        "gs://bucket/a/x.parquet",
+        "abfss://container@account.dfs.core.windows.net/a/x.parquet",
+        "s3a://bucket/a/x.parquet",
+    ],
 )
 def test_clients_of_every_store_are_made_the_same_way(uri):
     pytest.importorskip("obstore")
@@ -301,9 +358,21 @@ LIBRARY = "Generic S3 error: Error performing GET http://h/b/k in 4ms - Server r
         (LIBRARY.format(412, "PreconditionFailed"), "changed", False),
         (LIBRARY.format(416, "InvalidRange"), "changed", False),
         (LIBRARY.format(301, "PermanentRedirect"), "setup", False),
-        ("HTTP error: builder error\n\nDebug source:\n kind: Builder, source: BadScheme", "setup", False),
-        ("HTTP error: request or response body error\n\nDebug source:\n kind: Timeout", "timeout", True),
-        ("HTTP error: request or response body error\n\nDebug source:\n kind: Interrupted, error: IncompleteBody", "short body", True),
+        (
+            "HTTP error: builder error\n\nDebug source:\n kind: Builder, source: BadScheme",
+            "setup",
+            False,
+        ),
+        (
+            "HTTP error: request or response body error\n\nDebug source:\n kind: Timeout",
+            "timeout",
+            True,
+        ),
+        (
+            "HTTP error: request or response body error\n\nDebug source:\n kind: Interrupted, error: IncompleteBody",
+            "short body",
+            True,
+        ),
         ("HTTP error: error sending request\n\nDebug source:\n kind: Connect", "connection", True),
     ],
 )
@@ -315,14 +384,29 @@ def test_faults_are_told_apart_by_what_the_library_says(text, kind, passes):
 
 def test_a_fault_that_is_not_known_is_told_without_its_secrets(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    found = why(Exception(f"odd: signed with {SECRET}, X-Amz-Signature=0123456789\n\nDebug source: {SECRET}"))
-    assert (found.kind, found.text, found.tries) == ("Exception", "odd: signed with ***, X-Amz-Signature=***", 3)
+    found = why(
+        Exception(
+            f"odd: signed with {SECRET}, X-Amz-Signature=0123456789\n\nDebug source: {SECRET}"
+        )
+    )
+    assert (found.kind, found.text, found.tries) == (
+        "Exception",
+        "odd: signed with ***, X-Amz-Signature=***",
+        3,
+    )
 
 
 def test_giving_up_says_what_was_tried_how_often_how_long_and_what_to_do():
-    seen = [Failure("503", "503 Slow Down"), Failure("timeout", "no byte came"), Failure("503", "503 Slow Down")]
+    seen = [
+        Failure("503", "503 Slow Down"),
+        Failure("timeout", "no byte came"),
+        Failure("503", "503 Slow Down"),
+    ]
     text = str(gave_up("s3://b/x", "read (bytes 0 to 9)", seen, 12.34))
-    assert text == "could not be read (bytes 0 to 9) after 3 tries in 12.3 s: 503 Slow Down (seen: 503 x2, timeout x1)"
+    assert (
+        text
+        == "could not be read (bytes 0 to 9) after 3 tries in 12.3 s: 503 Slow Down (seen: 503 x2, timeout x1)"
+    )
     assert isinstance(gave_up("s3://b/x", "read", seen, 1.0), Unreachable)
 
 

@@ -16,7 +16,15 @@ def put(tmp_path, members, **kw):
 
 def test_members_with_one_key_are_a_sample_with_a_column_per_extension(tmp_path):
     path = put(
-        tmp_path, [("x/a.jpg", b"1"), ("x/a.seg.png", b"2"), ("x/b.jpg", b"3"), ("y/b.jpg", b"4"), ("README", b"-"), (".hidden.jpg", b"-")]
+        tmp_path,
+        [
+            ("x/a.jpg", b"1"),
+            ("x/a.seg.png", b"2"),
+            ("x/b.jpg", b"3"),
+            ("y/b.jpg", b"4"),
+            ("README", b"-"),
+            (".hidden.jpg", b"-"),
+        ],
     )
     everything = read_all(path)
     assert everything.rows == [
@@ -24,7 +32,11 @@ def test_members_with_one_key_are_a_sample_with_a_column_per_extension(tmp_path)
         {"__key__": "x/b", "jpg": b"3", "seg.png": None},
         {"__key__": "y/b", "jpg": b"4", "seg.png": None},
     ]
-    assert read_all(path, columns=("seg.png",)).rows == [{"seg.png": b"2"}, {"seg.png": None}, {"seg.png": None}]
+    assert read_all(path, columns=("seg.png",)).rows == [
+        {"seg.png": b"2"},
+        {"seg.png": None},
+        {"seg.png": None},
+    ]
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -35,18 +47,24 @@ def test_rows_are_named_by_offsets_as_tarfile_sees_them(tmp_path, kind):
         names += ["n" * 300 + ".txt", "é" * 120 + ".txt"]
     path = put(tmp_path, [(n, n.encode() * 40) for n in names], tar_format=kind)
     everything = read_all(path, slice_rows=3)
-    assert [(r["__key__"] + ".txt", r["txt"]) for r in everything.rows] == [(n, n.encode() * 40) for n in names]
+    assert [(r["__key__"] + ".txt", r["txt"]) for r in everything.rows] == [
+        (n, n.encode() * 40) for n in names
+    ]
     with tarfile.open(path) as tar:
         assert [row for _, row in everything.ids] == [m.offset for m in tar]
 
 
 @pytest.mark.parametrize("extension", ["pkl", "pickle", "pyd", "pt", "emb.PTH"])
 def test_a_pickle_makes_its_sample_unreadable_by_name(tmp_path, extension):
-    path = put(tmp_path, [("a.txt", b"1"), ("b.txt", b"2"), (f"b.{extension}", b"3"), ("c.txt", b"4")])
+    path = put(
+        tmp_path, [("a.txt", b"1"), ("b.txt", b"2"), (f"b.{extension}", b"3"), ("c.txt", b"4")]
+    )
     for columns in (None, ("txt",)):
         everything = read_all(path, columns=columns)
         assert [r["txt"] for r in everything.rows] == [b"1", b"4"]
-        assert everything.reasons == [(1024, f"member 'b.{extension}' is a pickle, which could run code")]
+        assert everything.reasons == [
+            (1024, f"member 'b.{extension}' is a pickle, which could run code")
+        ]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +93,9 @@ def test_links_and_devices_are_refused_by_name(tmp_path, kind, says):
 
 
 def test_a_name_that_leads_outside_and_one_that_is_there_twice_are_refused(tmp_path):
-    everything = read_all(put(tmp_path, [("../a.txt", b"1"), ("b.txt", b"2"), ("b.txt", b"3"), ("c.txt", b"4")]))
+    everything = read_all(
+        put(tmp_path, [("../a.txt", b"1"), ("b.txt", b"2"), ("b.txt", b"3"), ("c.txt", b"4")])
+    )
     assert [r["__key__"] for r in everything.rows] == ["c"]
     assert [reason for _, reason in everything.reasons] == [
         "member '../a.txt' has a name that leads outside",
@@ -95,13 +115,18 @@ def test_directories_are_passed_over(tmp_path):
 
 
 def test_a_sample_over_the_limit_is_not_read(tmp_path):
-    everything = read_all(put(tmp_path, [("a.txt", b"1" * 700), ("a.cls", b"1" * 700), ("b.txt", b"1")]), max_sample_bytes=1000)
+    everything = read_all(
+        put(tmp_path, [("a.txt", b"1" * 700), ("a.cls", b"1" * 700), ("b.txt", b"1")]),
+        max_sample_bytes=1000,
+    )
     assert [r["__key__"] for r in everything.rows] == ["b"]
     assert "more than 1000 bytes" in everything.reasons[0][1]
 
 
 def test_every_cut_keeps_whole_samples_and_names_the_place(tmp_path):
-    path = put(tmp_path, [(f"{k}.{e}", f"{k}{e}".encode() * 100) for k in range(4) for e in ("a", "b")])
+    path = put(
+        tmp_path, [(f"{k}.{e}", f"{k}{e}".encode() * 100) for k in range(4) for e in ("a", "b")]
+    )
     data, truth = Path(path).read_bytes(), read_all(path).rows
     end = len(data.rstrip(b"\0"))
     for cut in [*range(0, end, 97), 512, 1024, 1536, end - 1]:

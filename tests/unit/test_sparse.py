@@ -42,11 +42,25 @@ KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
     (pa.list_(pa.list_(pa.bool_())), st.lists(st.lists(st.booleans(), max_size=3), max_size=3)),
     (
         pa.list_(pa.struct([("bytes", pa.binary()), ("n", pa.int16())])),
-        st.lists(st.fixed_dictionaries({"bytes": st.binary(max_size=4), "n": st.none() | st.integers(0, 9)}), max_size=3),
+        st.lists(
+            st.fixed_dictionaries(
+                {"bytes": st.binary(max_size=4), "n": st.none() | st.integers(0, 9)}
+            ),
+            max_size=3,
+        ),
     ),
-    (pa.struct([("a", pa.list_(pa.int8())), ("b", pa.bool_())]), st.fixed_dictionaries({"a": st.lists(st.just(7)), "b": st.booleans()})),
-    (pa.list_(pa.int8(), 2), st.lists(st.integers(0, 9), min_size=2, max_size=2)),  # from here on read whole
-    (pa.map_(pa.string(), pa.int8()), st.lists(st.tuples(st.text(max_size=3), st.integers(0, 9)), max_size=2)),
+    (
+        pa.struct([("a", pa.list_(pa.int8())), ("b", pa.bool_())]),
+        st.fixed_dictionaries({"a": st.lists(st.just(7)), "b": st.booleans()}),
+    ),
+    (
+        pa.list_(pa.int8(), 2),
+        st.lists(st.integers(0, 9), min_size=2, max_size=2),
+    ),  # from here on read whole
+    (
+        pa.map_(pa.string(), pa.int8()),
+        st.lists(st.tuples(st.text(max_size=3), st.integers(0, 9)), max_size=2),
+    ),
     (pa.string_view(), st.text(max_size=20)),
     (pa.dictionary(pa.int8(), pa.string()), st.sampled_from(["x", "y", "long enough"])),
 ]
@@ -54,12 +68,20 @@ KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
 
 @st.composite
 def tables(draw: st.DrawFn) -> pa.Table:
-    n, kinds = draw(st.integers(1, 40)), draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
-    columns = [pa.array(draw(st.lists(st.none() | values, min_size=n, max_size=n)), type=kind) for kind, values in kinds]
+    n, kinds = (
+        draw(st.integers(1, 40)),
+        draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4)),
+    )
+    columns = [
+        pa.array(draw(st.lists(st.none() | values, min_size=n, max_size=n)), type=kind)
+        for kind, values in kinds
+    ]
     return pa.table(columns, names=[f"c{k}" for k in range(len(columns))])
 
 
-def write(path: Path, table: pa.Table, *, file: bool = True, rows: int = 10**9, packed: str | None = None) -> Path:
+def write(
+    path: Path, table: pa.Table, *, file: bool = True, rows: int = 10**9, packed: str | None = None
+) -> Path:
     make = pa.ipc.new_file if file else pa.ipc.new_stream
     with make(str(path), table.schema, options=pa.ipc.IpcWriteOptions(compression=packed)) as out:
         out.write_table(table, max_chunksize=rows)
@@ -68,14 +90,30 @@ def write(path: Path, table: pa.Table, *, file: bool = True, rows: int = 10**9, 
 
 @LAW
 @given(
-    table=tables(), small=st.sampled_from([0, 64, 10**9]), file=st.booleans(), step=st.integers(1, 50), rows=st.integers(1, 50),
-    packed=st.sampled_from([None, None, "lz4", "zstd"]), wanted=st.data(),
-)  # fmt: skip
-def test_all_rows_come_as_they_were_written_whether_batches_are_read_whole_or_in_part(table, small, file, step, rows, packed, wanted):
-    columns = wanted.draw(st.none() | st.permutations(table.column_names).map(lambda names: tuple(names[: max(1, len(names) // 2)])))
+    table=tables(),
+    small=st.sampled_from([0, 64, 10**9]),
+    file=st.booleans(),
+    step=st.integers(1, 50),
+    rows=st.integers(1, 50),
+    packed=st.sampled_from([None, None, "lz4", "zstd"]),
+    wanted=st.data(),
+)
+def test_all_rows_come_as_they_were_written_whether_batches_are_read_whole_or_in_part(
+    table, small, file, step, rows, packed, wanted
+):
+    columns = wanted.draw(
+        st.none()
+        | st.permutations(table.column_names).map(
+            lambda names: tuple(names[: max(1, len(names) // 2)])
+        )
+    )
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrow_partial_read, "SMALL", small)
-        found = read_all(str(write(Path(folder) / "a.arrow", table, file=file, rows=rows, packed=packed)), slice_rows=step, columns=columns)
+        found = read_all(
+            str(write(Path(folder) / "a.arrow", table, file=file, rows=rows, packed=packed)),
+            slice_rows=step,
+            columns=columns,
+        )
     assert found.reasons == []
     assert found.rows == table.select(list(columns or table.column_names)).to_pylist()
 
@@ -84,7 +122,9 @@ def test_all_rows_come_as_they_were_written_whether_batches_are_read_whole_or_in
 @pytest.mark.parametrize("file", [True, False])
 def test_batches_without_rows_and_wide_schemas_are_passed_over(tmp_path, monkeypatch, small, file):
     monkeypatch.setattr(arrow_partial_read, "SMALL", small)
-    table = pa.table({f"column {k} with a name": ["x", "y"] for k in range(100)})  # metadata of more than one read
+    table = pa.table(
+        {f"column {k} with a name": ["x", "y"] for k in range(100)}
+    )  # metadata of more than one read
     make = pa.ipc.new_file if file else pa.ipc.new_stream
     with make(str(tmp_path / "a.arrow"), table.schema) as out:
         for k in (0, 2, 0, 0, 2, 0):
@@ -100,7 +140,9 @@ def opened(path: Path, **options: Any) -> ChunkReader:
 @pytest.mark.parametrize("kind", ["text", "lists"])
 def test_memory_follows_the_slice_and_not_the_batch(tmp_path, kind):
     value = "word " * 4000 if kind == "text" else list(range(5000))
-    path = write(tmp_path / "a.arrow", pa.table({"a": [value] * 500, "b": ["unwanted" * 2000] * 500}))  # 18 MB
+    path = write(
+        tmp_path / "a.arrow", pa.table({"a": [value] * 500, "b": ["unwanted" * 2000] * 500})
+    )  # 18 MB
     reader, t, last = opened(path, slice_rows=32, columns=("a",)), 0, False
     tracemalloc.start()
     before = peak = pa.total_allocated_bytes()
@@ -119,7 +161,9 @@ def test_memory_follows_the_slice_and_not_the_batch(tmp_path, kind):
 def test_no_file_is_mapped(tmp_path, file, packed):
     table = pa.table({"a": ["word " * 100] * 3000, "d": pa.array(["x"] * 3000).dictionary_encode()})
     for columns in (["a"], ["a", "d"]):
-        path = write(tmp_path / f"{len(columns)}.arrow", table.select(columns), file=file, packed=packed)
+        path = write(
+            tmp_path / f"{len(columns)}.arrow", table.select(columns), file=file, packed=packed
+        )
         reader = opened(path, slice_rows=100)
         held = reader.slice(0, 0)
         assert str(path) not in Path("/proc/self/maps").read_text()
@@ -128,9 +172,13 @@ def test_no_file_is_mapped(tmp_path, file, packed):
 
 
 @pytest.mark.parametrize("file", [True, False])
-def test_what_is_broken_is_the_same_whether_batches_are_read_whole_or_in_part(tmp_path, monkeypatch, file):
+def test_what_is_broken_is_the_same_whether_batches_are_read_whole_or_in_part(
+    tmp_path, monkeypatch, file
+):
     """Offsets, one by one, of text and of text in lists: in the middle a few rows, at the end all that follows."""
-    table = pa.table({"t": [f"text {k}" for k in range(40)], "l": [[f"{k}", "more"] for k in range(40)]})
+    table = pa.table(
+        {"t": [f"text {k}" for k in range(40)], "l": [[f"{k}", "more"] for k in range(40)]}
+    )
     good = write(tmp_path / "a.arrow", table, file=file, rows=20).read_bytes()
     lists = table["l"].chunk(0)
     lost = dict[tuple[str, int, int], int]()
@@ -152,12 +200,21 @@ def test_what_is_broken_is_the_same_whether_batches_are_read_whole_or_in_part(tm
 
 
 MIXED = pa.table(
-    {"t": [f"text {k}" for k in range(40)], "l": [[str(k)] * (k % 3) for k in range(40)], "s": [[{"n": k}] for k in range(40)]}
+    {
+        "t": [f"text {k}" for k in range(40)],
+        "l": [[str(k)] * (k % 3) for k in range(40)],
+        "s": [[{"n": k}] for k in range(40)],
+    }
 )
 
 
 @LAW
-@given(file=st.booleans(), flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=4))
+@given(
+    file=st.booleans(),
+    flips=st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=4
+    ),
+)
 def test_flipped_bits_never_end_the_process_and_cost_the_same_rows_either_way(file, flips):
     seen = []
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -179,7 +236,9 @@ def test_flipped_bits_never_end_the_process_and_cost_the_same_rows_either_way(fi
 def test_an_end_mark_in_the_middle_of_a_file_is_no_end(tmp_path):
     path = write(tmp_path / "a.arrow", pa.table({"n": range(30)}), rows=10)
     data = path.read_bytes()
-    starts = [m.start() for m in re.finditer(rb"\xff\xff\xff\xff", data)]  # the schema, three batches, the end mark
+    starts = [
+        m.start() for m in re.finditer(rb"\xff\xff\xff\xff", data)
+    ]  # the schema, three batches, the end mark
     path.write_bytes(data[: starts[3] + 4] + bytes(4) + data[starts[3] + 8 :])
     found = read_all(str(path))
     assert [row["n"] for row in found.rows] == list(range(20))
@@ -210,16 +269,25 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("format", ["arrow", "arrow-stream"])
-def test_a_file_cut_short_while_it_is_read_is_an_error_that_names_it_and_not_the_end_of_the_process(tmp_path, format):
+def test_a_file_cut_short_while_it_is_read_is_an_error_that_names_it_and_not_the_end_of_the_process(
+    tmp_path, format
+):
     rows = [{"text": f"{k:04d}" * 100, "more": "x" * 400} for k in range(4000)]
     write_rows(tmp_path, format, rows, files=1, batch_rows=1000)
     first = tmp_path / "part-00000.arrow"
     paths = [tmp_path / f"{k}.arrow" for k in range(12)]
     for path in paths:
         path.write_bytes(first.read_bytes())
-    env = os.environ | {"OVERLORD_STORE_DEADLINE_S": "0.05", "OVERLORD_CACHE": str(tmp_path / "cache")}
+    env = os.environ | {
+        "OVERLORD_STORE_DEADLINE_S": "0.05",
+        "OVERLORD_CACHE": str(tmp_path / "cache"),
+    }
     with subprocess.Popen(
-        [sys.executable, "-c", READS, *map(str, paths)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        [sys.executable, "-c", READS, *map(str, paths)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None

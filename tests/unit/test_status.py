@@ -21,9 +21,13 @@ from overlord.serving.session_server import Served
 from tests.unit.test_cli import job_file
 
 DECIDED = (
-    Scale(source="photos", hosts=3, had=1, reason="the mixture will give it 10.0% in place of 0.4%"),
+    Scale(
+        source="photos", hosts=3, had=1, reason="the mixture will give it 10.0% in place of 0.4%"
+    ),
     ReadAhead(source="web", steps=7, reason="its slow reads take 0.5 s, usual ones 0.01 s"),
-    CannotKeepUp(source="scenes", hosts=1, wanted=4, reason="62 samples a second of 95 ms", what="loaders"),
+    CannotKeepUp(
+        source="scenes", hosts=1, wanted=4, reason="62 samples a second of 95 ms", what="loaders"
+    ),
 )
 
 
@@ -53,37 +57,81 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
     assert engine._decided.maxlen == KEPT_DECISIONS
     scaling = tuple(f"{what}: {words}" for what, words in scaling_facts(told))
     job = Status(
-        name="demo", state="running", address="tcp://here", steps=90, taken=85, clients=2, scaling=scaling,
-        placement=("sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed",),
+        name="demo",
+        state="running",
+        address="tcp://here",
+        steps=90,
+        taken=85,
+        clients=2,
+        scaling=scaling,
+        placement=(
+            "sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed",
+        ),
         parts=(
             {"name": "planner", "node": "gpu-0", "asked": {}, "pid": 7, "state": "running"},
-            {"name": "loader-host/0", "node": "gpu-1", "asked": {"cores": 1, "memory": 2.0**27, "scratch": 2}, "pid": 8, "state": "new"},
-            {"name": "loader-host/1", "node": "gpu-1", "asked": {"cores": 0.0, "memory": 0.0}, "pid": 9, "state": "running"},
+            {
+                "name": "loader-host/0",
+                "node": "gpu-1",
+                "asked": {"cores": 1, "memory": 2.0**27, "scratch": 2},
+                "pid": 8,
+                "state": "new",
+            },
+            {
+                "name": "loader-host/1",
+                "node": "gpu-1",
+                "asked": {"cores": 0.0, "memory": 0.0},
+                "pid": 9,
+                "state": "running",
+            },
         ),
-    )  # fmt: skip
+    )
     monkeypatch.setattr(detached_jobs, "jobs", lambda address: [job])
     result = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["status", "--address", "here:6379"])
     assert result.exit_code == 0, result.output
     lines = [line.strip() for line in result.output.splitlines()]
-    assert "scaling: behind step 85: photos: 1 -> 3 loader hosts: the mixture will give it 10.0% in place of 0.4%" in lines
-    assert "scaling: behind step 85: web: 7 steps are read ahead: its slow reads take 0.5 s, usual ones 0.01 s" in lines
-    assert ["loader-host/0", "gpu-1", "1", "128", "2", "8", "new"] in [line.split() for line in lines], "cores, memory, scratch"
+    assert (
+        "scaling: behind step 85: photos: 1 -> 3 loader hosts: the mixture will give it 10.0% in place of 0.4%"
+        in lines
+    )
+    assert (
+        "scaling: behind step 85: web: 7 steps are read ahead: its slow reads take 0.5 s, usual ones 0.01 s"
+        in lines
+    )
+    assert ["loader-host/0", "gpu-1", "1", "128", "2", "8", "new"] in [
+        line.split() for line in lines
+    ], "cores, memory, scratch"
     why = "since no node had any to spare that they may use (on nodes with ranks sidecar= says how many)"
     assert f"without cores of their own, {why}: loader-host/1" in lines
     assert "sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed" in lines
-    assert "cannot keep up: scenes has 1 loaders of the 4 that it would take: 62 samples a second of 95 ms" in lines
+    assert (
+        "cannot keep up: scenes has 1 loaders of the 4 that it would take: 62 samples a second of 95 ms"
+        in lines
+    )
 
 
-def test_a_token_is_shown_to_who_asks_for_it_by_the_name_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Status(name="demo", state="running", address="tcp://here", steps=9, taken=8, clients=2, parts=())
+def test_a_token_is_shown_to_who_asks_for_it_by_the_name_of_its_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Status(
+        name="demo", state="running", address="tcp://here", steps=9, taken=8, clients=2, parts=()
+    )
     monkeypatch.setattr(detached_jobs, "jobs", lambda address: [job])
-    monkeypatch.setattr(detached_jobs, "served", lambda name, address: Served("overlord://10.0.0.1:7/k", f"secret of {name} at {address}"))
+    monkeypatch.setattr(
+        detached_jobs,
+        "served",
+        lambda name, address: Served("overlord://10.0.0.1:7/k", f"secret of {name} at {address}"),
+    )
     result = CliRunner().invoke(cli, ["status", "--address", "here:6379", "--token", "demo"])
-    assert result.output == "OVERLORD_ADDRESS=overlord://10.0.0.1:7/k\nOVERLORD_TOKEN=secret of demo at here:6379\n"
+    assert (
+        result.output
+        == "OVERLORD_ADDRESS=overlord://10.0.0.1:7/k\nOVERLORD_TOKEN=secret of demo at here:6379\n"
+    )
     assert "secret" not in CliRunner().invoke(cli, ["status", "--address", "here:6379"]).output
 
 
-def test_for_how_long_a_job_may_begin_is_an_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_for_how_long_a_job_may_begin_is_an_option(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[float] = []
 
     def submit(job: Any, *, start_s: float, **more: Any) -> Served:
@@ -96,10 +144,14 @@ def test_for_how_long_a_job_may_begin_is_an_option(monkeypatch: pytest.MonkeyPat
         result = CliRunner().invoke(cli, [*command, *more])
         assert result.exit_code == 0, result.output
     assert asked == [180.0, 900.0]
-    assert "--start-s is for --detach" in CliRunner().invoke(cli, [*command, "--start-s", "9"]).output
+    assert (
+        "--start-s is for --detach" in CliRunner().invoke(cli, [*command, "--start-s", "9"]).output
+    )
 
 
 @pytest.mark.parametrize("start_s", [0, -1.0, float("nan"), float("inf"), "90", True])
 def test_a_time_to_begin_that_is_none_is_refused_by_name(start_s: Any) -> None:
-    with pytest.raises(JobError, match=r"submit: start_s: wanted a number of seconds above 0, found"):
+    with pytest.raises(
+        JobError, match=r"submit: start_s: wanted a number of seconds above 0, found"
+    ):
         detached_jobs.submit(None, address="here:6379", start_s=start_s)  # type: ignore[arg-type]

@@ -26,10 +26,19 @@ from overlord.sample import Buffer, Ragged
 LENGTHS = [3, 9, 4, 12, 1, 7, 5, 6]
 
 
-def staged(place: ov.ClientPlaceTree, batch: ov.Batch, axis: str = "DP", broadcast: Sequence[str] = ()) -> tuple[StagedStep, Told]:
+def staged(
+    place: ov.ClientPlaceTree, batch: ov.Batch, axis: str = "DP", broadcast: Sequence[str] = ()
+) -> tuple[StagedStep, Told]:
     """A step of eight documents, document k of tokens 100k and on."""
     buffer = Buffer.from_columns({"web": {"tokens": np.array(LENGTHS)}}, batch=batch)
-    plan = ov.DGraph.from_buffer(buffer, place).mix({"web": 1.0}).distribute(axis).balance("greedy").broadcast_at(*broadcast).plan()
+    plan = (
+        ov.DGraph.from_buffer(buffer, place)
+        .mix({"web": 1.0})
+        .distribute(axis)
+        .balance("greedy")
+        .broadcast_at(*broadcast)
+        .plan()
+    )
     tokens = Ragged.from_rows([100 * k + np.arange(n) for k, n in enumerate(LENGTHS)])
     after = StreamState(step=1, cursors=np.zeros((1, 6), np.int64), owed=(0,), active=(True,))
     stage = Stage(plan, np.array([8]), plan.row.astype(np.int64), plan.digest(), after)
@@ -48,11 +57,22 @@ class Slab:
 
 
 def built(
-    place: ov.ClientPlaceTree, ranks: Sequence[int], slab: Any = fresh, batch: Mapping[str, Any] | None = None, compact: bool = False,
+    place: ov.ClientPlaceTree,
+    ranks: Sequence[int],
+    slab: Any = fresh,
+    batch: Mapping[str, Any] | None = None,
+    compact: bool = False,
     **how: Any,
-) -> Bucket:  # fmt: skip
+) -> Bucket:
     made = ov.Batch(**{"samples": 8, "context": 96, **(batch or {})})
-    [bucket] = build_groups(*staged(place, made, **how), {0: ranks}, made, made.document_multiple(place), slab, compact=compact)
+    [bucket] = build_groups(
+        *staged(place, made, **how),
+        {0: ranks},
+        made,
+        made.document_multiple(place),
+        slab,
+        compact=compact,
+    )
     return bucket
 
 
@@ -67,12 +87,15 @@ def test_a_rank_that_is_served_holds_nothing_and_says_who_fetches() -> None:
     assert step.served_by == 2
     assert [dict(mb) for mb in step] == [{}]
     with pytest.raises(
-        KeyError, match=r"'tokens' is not here: rank 2 fetches this microbatch .* \(broadcast_at TP\); join with overlord\.torch"
+        KeyError,
+        match=r"'tokens' is not here: rank 2 fetches this microbatch .* \(broadcast_at TP\); join with overlord\.torch",
     ):
         step[0]["tokens"]
     assert "tokens" not in step[0]
     assert repr(step[0]) == "Microbatch(8 samples: served by rank 2)"
-    assert [(p.offset, p.length) for p in step[0].samples] == [(-1, n) for n in LENGTHS], "which samples they are is known"
+    assert [(p.offset, p.length) for p in step[0].samples] == [(-1, n) for n in LENGTHS], (
+        "which samples they are is known"
+    )
     assert step_of(place, 2, broadcast=("TP",)).served_by == 2
 
 
@@ -85,11 +108,16 @@ def test_offsets_tell_of_the_whole_microbatch() -> None:
 
 def test_a_stage_says_which_stage_has_the_key_that_it_lacks() -> None:
     place = ov.ClientPlaceTree(pp=3)
-    with pytest.raises(KeyError, match=r"'labels' is not in this microbatch; it has tokens, .* \(labels is for the last pipeline stage\)"):
+    with pytest.raises(
+        KeyError,
+        match=r"'labels' is not in this microbatch; it has tokens, .* \(labels is for the last pipeline stage\)",
+    ):
         step_of(place, 0)[0]["labels"]
     with pytest.raises(KeyError, match=r"'tokens' .* \(tokens is for the first pipeline stage\)"):
         step_of(place, 1)[0]["tokens"]
-    with pytest.raises(KeyError, match=r"it has tokens, position_ids, labels, [a-z_, ]*max_seqlen\W*$"):
+    with pytest.raises(
+        KeyError, match=r"it has tokens, position_ids, labels, [a-z_, ]*max_seqlen\W*$"
+    ):
         step_of(ov.ClientPlaceTree(dp=1), 0)[0]["seven"]
 
 
@@ -106,7 +134,13 @@ def test_slices_of_all_cp_ranks_are_built_once_for_all_stages_into_one_piece_of_
     bucket = built(ov.ClientPlaceTree(pp=2, cp=4, tp=2), range(16), slab)
     total = sum(-(-n // 8) * 8 for n in LENGTHS)
     assert slab.nbytes == 28 * total
-    bases = {id(a.base) for r in range(16) for mb in bucket.for_rank(r).microbatches for a in mb.values() if a.dtype == np.int64}
+    bases = {
+        id(a.base)
+        for r in range(16)
+        for mb in bucket.for_rank(r).microbatches
+        for a in mb.values()
+        if a.dtype == np.int64
+    }
     assert len(bases) == 1
 
 
@@ -122,31 +156,56 @@ def test_what_nobody_asked_for_is_not_built() -> None:
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("broadcast", [(), ("TP",), ("TP", "CP", "PP")], ids=lambda dims: "-".join(dims) or "none")
-def test_a_plan_says_who_fetches_and_how_many_bytes(layout: str, broadcast: tuple[str, ...]) -> None:
-    place, batch = ov.ClientPlaceTree(pp=3, cp=2, tp=2), ov.Batch(samples=8, context=96, microbatches=9, layout=layout)  # some are empty
-    bucket = built(place, range(12), batch={"microbatches": 9, "layout": layout}, broadcast=broadcast)
-    found = {r: sum(a.nbytes for mb in bucket.for_rank(r).microbatches for a in mb.values()) for r in range(12)}
+@pytest.mark.parametrize(
+    "broadcast", [(), ("TP",), ("TP", "CP", "PP")], ids=lambda dims: "-".join(dims) or "none"
+)
+def test_a_plan_says_who_fetches_and_how_many_bytes(
+    layout: str, broadcast: tuple[str, ...]
+) -> None:
+    place, batch = (
+        ov.ClientPlaceTree(pp=3, cp=2, tp=2),
+        ov.Batch(samples=8, context=96, microbatches=9, layout=layout),
+    )  # some are empty
+    bucket = built(
+        place, range(12), batch={"microbatches": 9, "layout": layout}, broadcast=broadcast
+    )
+    found = {
+        r: sum(a.nbytes for mb in bucket.for_rank(r).microbatches for a in mb.values())
+        for r in range(12)
+    }
     plan = staged(place, batch, broadcast=broadcast)[0].plan
     said = plan.delivery(batch)
     assert said["bytes_by_client"] == {rank: n for rank, n in found.items() if n}
-    assert (said["fetchers"], said["served"], said["bytes"]) == (plan.fetchers(), 12 - said["clients"], sum(found.values()))
+    assert (said["fetchers"], said["served"], said["bytes"]) == (
+        plan.fetchers(),
+        12 - said["clients"],
+        sum(found.values()),
+    )
     assert plan.delivery(batch, broadcast=False)["clients"] == 12
 
 
 @pytest.mark.parametrize("axis", ["DP", "CP", "TP"])
 @pytest.mark.parametrize("split", ["zigzag", "contiguous", "none"])
 @pytest.mark.parametrize("compact", [False, True], ids=["wide", "compact"])
-def test_each_rank_is_handed_its_own_part_of_its_own_bucket(axis: str, split: str, compact: bool) -> None:
-    place, batch = ov.ClientPlaceTree(pp=2, cp=2, tp=2), ov.Batch(samples=8, context=96, cp_split=split)
+def test_each_rank_is_handed_its_own_part_of_its_own_bucket(
+    axis: str, split: str, compact: bool
+) -> None:
+    place, batch = (
+        ov.ClientPlaceTree(pp=2, cp=2, tp=2),
+        ov.Batch(samples=8, context=96, cp_split=split),
+    )
     step, _ = staged(place, batch, axis)
     whole = build_buckets(step, range(place.n_buckets(axis)), batch, batch.document_multiple(place))
     bucket = built(place, range(8), batch={"cp_split": split}, axis=axis, compact=compact)
     for rank, b in enumerate(place.bucket_of(axis).tolist()):
         view = view_of(place, axis, (), rank, split)
-        for mb, all_of_it in zip(bucket.for_rank(rank).microbatches, whole[b].microbatches, strict=True):
+        for mb, all_of_it in zip(
+            bucket.for_rank(rank).microbatches, whole[b].microbatches, strict=True
+        ):
             wanted = narrow(all_of_it, view)
-            assert {key: array.tolist() for key, array in mb.items()} == {key: array.tolist() for key, array in wanted.items()}
+            assert {key: array.tolist() for key, array in mb.items()} == {
+                key: array.tolist() for key, array in wanted.items()
+            }
 
 
 def test_who_takes_compact_microbatches_in_turn_needs_memory_for_one() -> None:
@@ -180,5 +239,11 @@ def test_a_compact_step_and_its_microbatches_can_be_copied() -> None:
     place = ov.ClientPlaceTree()
     bucket = replace(built(place, [0], batch={"microbatches": 2}, compact=True), slab=SlabPool())
     step = Step(staged(place, ov.Batch(samples=8, context=96))[1], bucket, 0)
-    for copied in (pickle.loads(pickle.dumps(step)), [pickle.loads(pickle.dumps(mb)) for mb in step], copy.deepcopy(list(step))):
-        assert [{k: a.tolist() for k, a in mb.items()} for mb in copied] == [{k: a.tolist() for k, a in mb.items()} for mb in step]
+    for copied in (
+        pickle.loads(pickle.dumps(step)),
+        [pickle.loads(pickle.dumps(mb)) for mb in step],
+        copy.deepcopy(list(step)),
+    ):
+        assert [{k: a.tolist() for k, a in mb.items()} for mb in copied] == [
+            {k: a.tolist() for k, a in mb.items()} for mb in step
+        ]

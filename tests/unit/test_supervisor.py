@@ -20,7 +20,7 @@ from overlord.cluster.supervisor import (
     Supervisor,
     Tick,
     Up,
-)  # fmt: skip
+)
 from overlord.errors import ActorLost
 
 C, L, M = "constructor-host/0", "loader-host/0", "loader-host/1"
@@ -50,7 +50,10 @@ def test_a_part_that_dies_is_started_again_and_planning_goes_back() -> None:
 
 def test_several_that_die_at_once_lead_to_one_way_back_when_the_last_is_there() -> None:
     made = there()
-    assert told(made, (1.0, Died(L, 0, NINE)), (1.0, Died(M, 0, "exit code 3"))) == [Start(L, 1), Start(M, 1)]
+    assert told(made, (1.0, Died(L, 0, NINE)), (1.0, Died(M, 0, "exit code 3"))) == [
+        Start(L, 1),
+        Start(M, 1),
+    ]
     assert told(made, (1.2, Up(M, 1))) == []
     assert told(made, (1.4, Up(L, 1))) == [GoBack(f"{M}: exit code 3; {L}: {NINE}")]
 
@@ -61,26 +64,39 @@ def test_a_death_while_another_is_being_started_is_waited_for_as_well() -> None:
     assert told(made, *story) == [Start(L, 1), Start(M, 1)]
     assert told(made, (1.3, Died(L, 1, NINE))) == [Start(L, 2)], "one that was there again already"
     assert told(made, (1.4, Up(M, 1)), (1.5, Up(L, 2))) == [GoBack(f"{L}: {NINE}; {M}: {NINE}")]
-    assert [(loss.part, loss.since) for loss in made.back()] == [(L, 1.0), (M, 1.1)], "missed since it was first"
+    assert [(loss.part, loss.since) for loss in made.back()] == [(L, 1.0), (M, 1.1)], (
+        "missed since it was first"
+    )
 
 
 def test_loader_hosts_are_started_when_those_are_there_that_they_connect_to() -> None:
     made = there()
-    assert told(made, (1.0, Died(L, 0, NINE)), (1.1, Died(C, 0, NINE)), (1.2, Died(M, 0, NINE))) == [Start(L, 1), Start(C, 1)]
+    assert told(
+        made, (1.0, Died(L, 0, NINE)), (1.1, Died(C, 0, NINE)), (1.2, Died(M, 0, NINE))
+    ) == [Start(L, 1), Start(C, 1)]
     assert told(made, (1.3, Up(C, 1))) == [Start(M, 1)]
-    assert told(made, (1.4, Up(M, 1)), (1.5, Up(L, 1)))[-1:] == [GoBack(f"{C}: {NINE}; {M}: {NINE}; {L}: {NINE}")]
+    assert told(made, (1.4, Up(M, 1)), (1.5, Up(L, 1)))[-1:] == [
+        GoBack(f"{C}: {NINE}; {M}: {NINE}; {L}: {NINE}")
+    ]
 
 
 def test_a_part_that_dies_while_it_is_being_started_is_started_once_more() -> None:
     made = there()
-    assert told(made, (1.0, Died(L, 0, NINE)), (1.1, Died(L, 1, "no such file"))) == [Start(L, 1), Start(L, 2)]
-    assert told(made, (1.2, Died(L, 1, "no such file"))) == [], "its death is told twice: by its control plane, and by who waited for it"
+    assert told(made, (1.0, Died(L, 0, NINE)), (1.1, Died(L, 1, "no such file"))) == [
+        Start(L, 1),
+        Start(L, 2),
+    ]
+    assert told(made, (1.2, Died(L, 1, "no such file"))) == [], (
+        "its death is told twice: by its control plane, and by who waited for it"
+    )
     assert told(made, (1.3, Up(L, 2))) == [GoBack(f"{L}: no such file")]
 
 
 def test_what_could_not_be_started_because_of_another_has_no_fault_of_its_own() -> None:
     made = there(max_restarts=1)
-    assert told(made, (1.0, Died(L, 0, NINE)), (1.1, Died(C, 0, NINE)), (1.2, Died(L, 1, "no answer"))) == [Start(L, 1), Start(C, 1)]
+    assert told(
+        made, (1.0, Died(L, 0, NINE)), (1.1, Died(C, 0, NINE)), (1.2, Died(L, 1, "no answer"))
+    ) == [Start(L, 1), Start(C, 1)]
     assert told(made, (1.3, Up(C, 1))) == [Start(L, 2)]
     assert told(made, (1.4, Died(L, 2, "no answer"))) == [GiveUp(made.given_up)]  # type: ignore[arg-type]
 
@@ -101,11 +117,17 @@ def test_a_part_that_dies_again_and_again_ends_the_job_with_what_it_died_of() ->
 def test_a_step_that_all_have_taken_meanwhile_begins_the_count_anew() -> None:
     made = there(max_restarts=1)
     for k in range(5):
-        assert told(made, (1.0 + k, Died(L, k, NINE)), (1.1 + k, Up(L, k + 1)))[0] == Start(L, k + 1)
+        assert told(made, (1.0 + k, Died(L, k, NINE)), (1.1 + k, Up(L, k + 1)))[0] == Start(
+            L, k + 1
+        )
         assert told(made, (1.2 + k, Progress(k))) == []
         made.back()
-    assert told(made, (9.0, Died(L, 5, NINE)), (9.1, Up(L, 6)), (9.2, Progress(4)))[0] == Start(L, 6)
-    assert isinstance(told(made, (9.3, Died(L, 6, NINE)))[0], GiveUp), "a step that was told before is no progress"
+    assert told(made, (9.0, Died(L, 5, NINE)), (9.1, Up(L, 6)), (9.2, Progress(4)))[0] == Start(
+        L, 6
+    )
+    assert isinstance(told(made, (9.3, Died(L, 6, NINE)))[0], GiveUp), (
+        "a step that was told before is no progress"
+    )
 
 
 def test_without_restarts_the_first_death_ends_the_job() -> None:
@@ -115,29 +137,52 @@ def test_without_restarts_the_first_death_ends_the_job() -> None:
 def test_a_part_that_answers_nothing_is_killed_and_then_started() -> None:
     made = there()
     for k in range(4):
-        assert told(made, (2.0 * k, Tick()), (2.0 * k, Beat(C)), (2.0 * k, Beat(L)), (2.0 * k, Beat(M))) == []
+        assert (
+            told(
+                made, (2.0 * k, Tick()), (2.0 * k, Beat(C)), (2.0 * k, Beat(L)), (2.0 * k, Beat(M))
+            )
+            == []
+        )
     quiet = [(2.0 * k, event) for k in range(4, 8) for event in (Beat(C), Beat(M), Tick())]
     assert told(made, *quiet) == []
-    assert told(made, (16.0, Beat(C)), (16.0, Beat(M)), (16.0, Tick())) == [Kill(L, 0, "it answered nothing for 10.0 s")]
+    assert told(made, (16.0, Beat(C)), (16.0, Beat(M)), (16.0, Tick())) == [
+        Kill(L, 0, "it answered nothing for 10.0 s")
+    ]
     assert told(made, (16.0, Tick()), (18.0, Tick())) == [], "once"
     assert told(made, (18.1, Died(L, 0, NINE))) == [Start(L, 1)]
     assert told(made, (18.5, Up(L, 1))) == [GoBack(f"{L}: it answered nothing for 10.0 s")]
-    assert made.back() == [Loss(part=L, reason="it answered nothing for 10.0 s", since=6.0)], "missed since it was last heard"
+    assert made.back() == [Loss(part=L, reason="it answered nothing for 10.0 s", since=6.0)], (
+        "missed since it was last heard"
+    )
 
 
 def test_whoever_watches_may_have_slept_itself() -> None:
     """A machine that was suspended: much time and one tick have passed, and answers wait to be read."""
     made = there()
     assert told(made, (0.0, Tick()), (3600.0, Tick()), (3600.1, Tick())) == []
-    assert told(made, (3600.2, Beat(C)), (3600.2, Beat(L)), (3600.2, Beat(M)), (3602.0, Tick()), (3604.0, Tick())) == []
+    assert (
+        told(
+            made,
+            (3600.2, Beat(C)),
+            (3600.2, Beat(L)),
+            (3600.2, Beat(M)),
+            (3602.0, Tick()),
+            (3604.0, Tick()),
+        )
+        == []
+    )
 
 
 def test_a_part_that_comes_back_from_the_dead_is_killed() -> None:
     made = there()
     told(made, (1.0, Died(L, 0, NINE)))
-    assert told(made, (1.1, Beat(L, 0))) == [Kill(L, 0, "it was given up, and another is started in its place")]
+    assert told(made, (1.1, Beat(L, 0))) == [
+        Kill(L, 0, "it was given up, and another is started in its place")
+    ]
     assert told(made, (1.2, Up(L, 1)))[0] == GoBack(f"{L}: {NINE}")
-    assert told(made, (1.3, Beat(L, 0))) == [Kill(L, 0, "it was given up, and another is started in its place")]
+    assert told(made, (1.3, Beat(L, 0))) == [
+        Kill(L, 0, "it was given up, and another is started in its place")
+    ]
     assert told(made, (1.4, Up(L, 0))) == [Kill(L, 0, "another was started in its place")]
     assert told(made, (1.5, Died(L, 0, NINE))) == [], "that is not the one that is there now"
     assert made.lost() == {}
@@ -155,12 +200,16 @@ def test_a_part_that_others_cannot_reach_is_of_no_use_though_it_lives() -> None:
 def test_a_job_that_ends_misses_nobody() -> None:
     made = there()
     told(made, (1.0, Died(M, 0, NINE)))
-    assert told(made, (1.1, Closing()), (1.2, Died(L, 0, NINE)), (1.3, Up(M, 1)), (99.0, Tick())) == []
+    assert (
+        told(made, (1.1, Closing()), (1.2, Died(L, 0, NINE)), (1.3, Up(M, 1)), (99.0, Tick())) == []
+    )
 
 
 def test_a_part_that_joins_later_is_missed_like_any_other() -> None:
     made = there(C)
-    assert told(made, (1.0, Up("loader-host/7")), (2.0, Died("loader-host/7", 0, NINE))) == [Start("loader-host/7", 1)]
+    assert told(made, (1.0, Up("loader-host/7")), (2.0, Died("loader-host/7", 0, NINE))) == [
+        Start("loader-host/7", 1)
+    ]
     assert told(made, (3.0, Died("loader-host/9", 0, NINE))) == [], "nobody knows it"
 
 

@@ -29,7 +29,12 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def job(**changes: Any) -> ov.Job:
     source = ov.Source.from_dataset("rows", ROWS, transforms=[ov.Tokens("tokens")], epochs=1)
-    given = {"sources": [source], "batch": ov.Batch(samples=24, microbatches=3, context=256), "place": PLACE, "seed": 4}
+    given = {
+        "sources": [source],
+        "batch": ov.Batch(samples=24, microbatches=3, context=256),
+        "place": PLACE,
+        "seed": 4,
+    }
     return ov.Job(name="sync", **{**given, **changes})
 
 
@@ -38,7 +43,12 @@ def steps(session: ov.Session, n: int) -> list[tuple[list[ov.SampleId], str]]:
     clients, found = [session.client(rank) for rank in range(PLACE.world_size)], []
     for _ in range(n):
         taken = [next(client) for client in clients]
-        found.append((sorted(s.sample for step in taken for mb in step for s in mb.samples), taken[0].plan_digest))
+        found.append(
+            (
+                sorted(s.sample for step in taken for mb in step for s in mb.samples),
+                taken[0].plan_digest,
+            )
+        )
     return found
 
 
@@ -50,7 +60,12 @@ def test_ranks_wait_at_every_microbatch_unless_the_job_says_otherwise() -> None:
 
 
 def test_a_file_may_say_when_ranks_wait(tmp_path: Path) -> None:
-    made = ov.Job(name="sync", sources=[ov.Source("a", str(tmp_path / "*.parquet"))], batch=ov.Batch(samples=8, context=64), sync="step")
+    made = ov.Job(
+        name="sync",
+        sources=[ov.Source("a", str(tmp_path / "*.parquet"))],
+        batch=ov.Batch(samples=8, context=64),
+        sync="step",
+    )
     (tmp_path / "job.yaml").write_text(made.to_yaml())
     assert "sync: step" in made.to_yaml()
     assert ov.Job.from_yaml(tmp_path / "job.yaml") == made
@@ -71,19 +86,26 @@ def test_a_strategy_is_told_when_ranks_wait_and_balances_for_that() -> None:
             next(session.client(0))
             assert session.graph(0).buffer.sync == sync
             objective = {"microbatch": "microbatch", "step": "iteration"}[sync]
-            assert any(f"balance(greedy, both, {objective})" in what for what in session.plan(0).extra["trail"])
+            assert any(
+                f"balance(greedy, both, {objective})" in what
+                for what in session.plan(0).extra["trail"]
+            )
     assert set(seen) == set(SYNCS)
 
 
 @pytest.mark.parametrize("strategy", ["llm_balance", "backbone_balance", "vanilla"])
 def test_a_state_resumes_under_another_sync_with_the_samples_of_every_step(strategy: str) -> None:
-    fingerprints = [Blueprint(job(sync=sync, strategy=strategy), Options()).fingerprint for sync in SYNCS]
+    fingerprints = [
+        Blueprint(job(sync=sync, strategy=strategy), Options()).fingerprint for sync in SYNCS
+    ]
     assert fingerprints[0] == fingerprints[1]
     whole = {}
     for sync in SYNCS:
         with ov.launch(job(sync=sync, strategy=strategy)) as session:
             whole[sync] = steps(session, 8)
-    assert [samples for samples, _ in whole["step"]] == [samples for samples, _ in whole["microbatch"]]
+    assert [samples for samples, _ in whole["step"]] == [
+        samples for samples, _ in whole["microbatch"]
+    ]
     assert (whole["step"] == whole["microbatch"]) == (strategy == "vanilla")
     with ov.launch(job(strategy=strategy)) as session:
         first = steps(session, 3)
@@ -97,7 +119,9 @@ def test_a_journal_goes_on_under_another_sync_with_the_same_samples(tmp_path: Pa
         wanted = [samples for samples, _ in steps(session, 8)]
     got = []
     for k, sync in enumerate(("microbatch", "step", "step", "microbatch")):
-        with ov.launch(job(sync=sync, journal=str(tmp_path)), resume="auto" if k else None) as session:
+        with ov.launch(
+            job(sync=sync, journal=str(tmp_path)), resume="auto" if k else None
+        ) as session:
             got += [samples for samples, _ in steps(session, 2)]
     assert got == wanted
 
@@ -110,7 +134,9 @@ def test_a_journal_that_does_not_say_when_ranks_waited_goes_on_with_the_same_sam
         wanted = [samples for samples, _ in steps(session, 6)]
     with monkeypatch.context() as before:
         before.setattr(job_journal, "slots_of", lambda job: repr(job.place))
-        with ov.launch(job(sync="step", journal=str(tmp_path))) as session:  # as llm_balance placed then
+        with ov.launch(
+            job(sync="step", journal=str(tmp_path))
+        ) as session:  # as llm_balance placed then
             got = [samples for samples, _ in steps(session, 3)]
     with ov.launch(job(journal=str(tmp_path)), resume="auto") as session:
         got += [samples for samples, _ in steps(session, 3)]
@@ -124,9 +150,12 @@ def test_ranks_that_join_with_another_sync_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sync", "key", "when"), [("microbatch", "microbatch", "after every microbatch"), ("step", "bucket", "once a step")]
+    ("sync", "key", "when"),
+    [("microbatch", "microbatch", "after every microbatch"), ("step", "bucket", "once a step")],
 )
-def test_explain_and_plan_say_when_ranks_wait_and_what_the_step_takes(sync: str, key: str, when: str) -> None:
+def test_explain_and_plan_say_when_ranks_wait_and_what_the_step_takes(
+    sync: str, key: str, when: str
+) -> None:
     made = job(sync=sync)
     with ov.launch(made) as session:
         next(session.client(0))
@@ -143,8 +172,16 @@ def test_images_are_placed_once_a_step_whenever_ranks_wait() -> None:
     columns = {"pairs": {"tokens": [40, 50, 60] * 8, "image_patches": [[9, 16], [25], [4]] * 8}}
     loads = []
     for sync in SYNCS:
-        buffer = ov.Buffer.from_columns(columns, batch=ov.Batch(samples=24, microbatches=4, context=512), sync=sync)
-        graph = ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=4)).mix([1]).select("image_patches").distribute("WORLD").cost("vit_1b")
+        buffer = ov.Buffer.from_columns(
+            columns, batch=ov.Batch(samples=24, microbatches=4, context=512), sync=sync
+        )
+        graph = (
+            ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=4))
+            .mix([1])
+            .select("image_patches")
+            .distribute("WORLD")
+            .cost("vit_1b")
+        )
         loads.append(graph.balance("greedy").placement)
     assert loads[0] is not None
     assert loads[1] is not None

@@ -43,7 +43,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def pipeline(*transforms: Any, context: int = 1000, on_long: str = "truncate", seed: int = 0, source: str = "web") -> Pipeline:
+def pipeline(
+    *transforms: Any,
+    context: int = 1000,
+    on_long: str = "truncate",
+    seed: int = 0,
+    source: str = "web",
+) -> Pipeline:
     return Pipeline(source, transforms, seed=seed, context=context, on_long=on_long)
 
 
@@ -69,7 +75,10 @@ def run(p: Pipeline, table: pa.Table) -> Block:
         (lambda: Tokenize("t.json", text=""), "text: wanted a name"),
         (lambda: Tokenize("t.json", bos=-1), "bos: wanted a token or an id"),
         (lambda: Tokenize("t.json", eos=True), "eos: wanted a token or an id"),
-        (lambda: Tokenize("t.json", add_special_tokens=1), "add_special_tokens: wanted True or False"),
+        (
+            lambda: Tokenize("t.json", add_special_tokens=1),
+            "add_special_tokens: wanted True or False",
+        ),
         (lambda: Tokens(7), "column: wanted a name"),
         (lambda: Map("clean"), "fn: wanted a function"),
         (lambda: Map(len, rng=True), "rng: a random Map works row by row"),
@@ -111,17 +120,21 @@ def test_specs_read_well_and_pickle():
         Meta("n", "m"),
     ]
     assert [repr(s) for s in specs] == [
-        "Tokenize('t.json', text='text', eos='</s>')", "Tokens('ids')", "Map(upper, holds_lock=True)", "Filter(keep_long)",
-        "Select('a', 'b')", "Meta('n', 'm')",
-    ]  # fmt: skip
+        "Tokenize('t.json', text='text', eos='</s>')",
+        "Tokens('ids')",
+        "Map(upper, holds_lock=True)",
+        "Filter(keep_long)",
+        "Select('a', 'b')",
+        "Meta('n', 'm')",
+    ]
     assert pickle.loads(pickle.dumps(specs)) == specs
 
 
 def test_importing_specs_and_job_files_loads_neither_pyarrow_nor_tokenizers():
-    code = (
-        "import sys, overlord.jobfile.yaml_file, overlord.transforms.base; print([m for m in ('pyarrow', 'tokenizers', 'torch') if m in sys.modules])"
+    code = "import sys, overlord.jobfile.yaml_file, overlord.transforms.base; print([m for m in ('pyarrow', 'tokenizers', 'torch') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -134,9 +147,18 @@ def scaled(by: float) -> Any:
 
 def test_a_function_has_the_fingerprint_of_its_code_and_of_what_it_captured():
     assert Map(upper).fingerprint() == Map(upper).fingerprint() != Map(keep_long).fingerprint()
-    assert Map(upper).fingerprint() != Filter(upper).fingerprint() != Filter(upper, rows=True).fingerprint()
-    assert Map(scaled(2)).fingerprint() == Map(scaled(2)).fingerprint() != Map(scaled(3)).fingerprint()
-    assert Filter(partial(keep_long, least=4)).fingerprint() != Filter(partial(keep_long, least=5)).fingerprint()
+    assert (
+        Map(upper).fingerprint()
+        != Filter(upper).fingerprint()
+        != Filter(upper, rows=True).fingerprint()
+    )
+    assert (
+        Map(scaled(2)).fingerprint() == Map(scaled(2)).fingerprint() != Map(scaled(3)).fingerprint()
+    )
+    assert (
+        Filter(partial(keep_long, least=4)).fingerprint()
+        != Filter(partial(keep_long, least=5)).fingerprint()
+    )
 
 
 def test_a_function_without_source_has_the_fingerprint_of_its_byte_code():
@@ -150,19 +172,31 @@ def test_a_function_without_source_has_the_fingerprint_of_its_byte_code():
 
 
 def test_the_fingerprint_of_a_function_is_the_same_in_another_process():
-    code = (
-        "from tests.unit.test_transforms import *; print(Map(scaled(2)).fingerprint(), Filter(partial(keep_long, least=4)).fingerprint())"
-    )
+    code = "from tests.unit.test_transforms import *; print(Map(scaled(2)).fingerprint(), Filter(partial(keep_long, least=4)).fingerprint())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=Path(__file__).parents[2],
     )
-    assert done.stdout.split() == [Map(scaled(2)).fingerprint(), Filter(partial(keep_long, least=4)).fingerprint()]
+    assert done.stdout.split() == [
+        Map(scaled(2)).fingerprint(),
+        Filter(partial(keep_long, least=4)).fingerprint(),
+    ]
 
 
-def test_a_tokenizer_has_the_fingerprint_of_its_content_wherever_it_lies(tokenizer: str, tmp_path: Path):
+def test_a_tokenizer_has_the_fingerprint_of_its_content_wherever_it_lies(
+    tokenizer: str, tmp_path: Path
+):
     copy = tmp_path / "copy.json"
     copy.write_bytes(Path(tokenizer).read_bytes())
-    assert Tokenize(copy).fingerprint() == Tokenize(tokenizer).fingerprint() != Tokenize(tokenizer, eos=1).fingerprint()
+    assert (
+        Tokenize(copy).fingerprint()
+        == Tokenize(tokenizer).fingerprint()
+        != Tokenize(tokenizer, eos=1).fingerprint()
+    )
     copy.write_bytes(Path(tokenizer).read_bytes().replace(b"w299", b"w29x"))
     os.utime(copy, ns=(1, 1))
     assert Tokenize(copy).fingerprint() != Tokenize(tokenizer).fingerprint()
@@ -171,13 +205,18 @@ def test_a_tokenizer_has_the_fingerprint_of_its_content_wherever_it_lies(tokeniz
 # Tokenize
 
 
-def test_a_process_that_finds_another_tokenizer_than_the_job_was_launched_with_says_so(tokenizer: str, tmp_path: Path):
+def test_a_process_that_finds_another_tokenizer_than_the_job_was_launched_with_says_so(
+    tokenizer: str, tmp_path: Path
+):
     path = tmp_path / "tokenizer.json"
     path.write_text(Path(tokenizer).read_text())
     sent = pickle.dumps(pipeline(Tokenize(str(path), text="text")))
     assert pickle.loads(sent).transforms == (Tokenize(str(path), text="text"),)
     path.write_text(Path(tokenizer).read_text().replace('"w299"', '"w300"'))
-    with pytest.raises(TransformError, match=r"source 'web', Tokenize: the tokenizer file .* has changed since .*; put back the one it"):
+    with pytest.raises(
+        TransformError,
+        match=r"source 'web', Tokenize: the tokenizer file .* has changed since .*; put back the one it",
+    ):
         pickle.loads(sent)
 
 
@@ -190,14 +229,16 @@ def test_text_becomes_ids_in_the_smallest_type_whatever_padding_the_file_asks_fo
 
 
 def test_bos_and_eos_are_tokens_or_ids(tokenizer: str):
-    assert rows_of(run(pipeline(Tokenize(tokenizer, bos="<s>", eos=70_000)), pa.table({"text": ["w0", ""]}))) == [
-        [0, 2, 70_000],
-        [0, 70_000],
-    ]
+    assert rows_of(
+        run(pipeline(Tokenize(tokenizer, bos="<s>", eos=70_000)), pa.table({"text": ["w0", ""]}))
+    ) == [[0, 2, 70_000], [0, 70_000]]
 
 
 def test_the_tokenizer_is_loaded_once_per_process(tokenizer: str):
-    assert build_encoder(Tokenize(tokenizer)).tokenizer is build_encoder(Tokenize(tokenizer, text="body", eos=1)).tokenizer
+    assert (
+        build_encoder(Tokenize(tokenizer)).tokenizer
+        is build_encoder(Tokenize(tokenizer, text="body", eos=1)).tokenizer
+    )
 
 
 def test_encoding_runs_on_the_calling_thread_unless_the_user_wants_otherwise(tokenizer: str):
@@ -205,14 +246,24 @@ def test_encoding_runs_on_the_calling_thread_unless_the_user_wants_otherwise(tok
     code += "print(os.environ['TOKENIZERS_PARALLELISM'])"
     for given, wanted in (({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")):
         env = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"} | given
-        done = subprocess.run([sys.executable, "-c", code, tokenizer], capture_output=True, text=True, timeout=60, check=True, env=env)
+        done = subprocess.run(
+            [sys.executable, "-c", code, tokenizer],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env=env,
+        )
         assert done.stdout.strip() == wanted
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [(None, "cannot read"), (b"{}", "is no tokenizer.json"), (b"\xff", "is no tokenizer.json")]
+    ("content", "problem"),
+    [(None, "cannot read"), (b"{}", "is no tokenizer.json"), (b"\xff", "is no tokenizer.json")],
 )
-def test_a_tokenizer_that_cannot_be_loaded_is_named_when_the_pipeline_is_built(content: bytes | None, problem: str, tmp_path: Path):
+def test_a_tokenizer_that_cannot_be_loaded_is_named_when_the_pipeline_is_built(
+    content: bytes | None, problem: str, tmp_path: Path
+):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_bytes(content)
@@ -237,7 +288,11 @@ def test_a_token_that_the_vocabulary_lacks_is_refused_when_the_pipeline_is_built
 
 
 def test_rows_that_are_no_text_go_to_quarantine_and_harm_no_others(tokenizer: str):
-    broken = pa.Array.from_buffers(pa.string(), 3, [None, pa.py_buffer(np.array([0, 2, 4, 6], np.int32)), pa.py_buffer(b"w0\xff\xfew1")])
+    broken = pa.Array.from_buffers(
+        pa.string(),
+        3,
+        [None, pa.py_buffer(np.array([0, 2, 4, 6], np.int32)), pa.py_buffer(b"w0\xff\xfew1")],
+    )
     block = run(pipeline(Tokenize(tokenizer)), pa.table({"text": broken}))
     assert rows_of(block) == [[2], [3]]
     assert block.index.tolist() == [0, 2]
@@ -248,7 +303,14 @@ def test_rows_that_are_no_text_go_to_quarantine_and_harm_no_others(tokenizer: st
 
 
 @pytest.mark.parametrize(
-    "kind", [pa.large_string(), pa.binary(), pa.large_binary(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
+    "kind",
+    [
+        pa.large_string(),
+        pa.binary(),
+        pa.large_binary(),
+        pa.string_view(),
+        pa.dictionary(pa.int8(), pa.string()),
+    ],
 )
 def test_text_may_come_in_any_of_arrows_types(kind: pa.DataType, tokenizer: str):
     text = pa.array(["w0 w1", None, "w2"]).cast(kind)
@@ -259,10 +321,15 @@ def test_text_may_come_in_any_of_arrows_types(kind: pa.DataType, tokenizer: str)
 def test_a_text_that_the_tokenizer_refuses_is_quarantined_alone(tmp_path: Path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(models.WordLevel({"a": 0}, unk_token="<none>"))  # no such token: an unknown word cannot be encoded
+    made = Tokenizer(
+        models.WordLevel({"a": 0}, unk_token="<none>")
+    )  # no such token: an unknown word cannot be encoded
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "t.json"))
-    block = run(pipeline(Tokenize(tmp_path / "t.json"), Meta("n", "n")), pa.table({"text": ["a", "b", "a a"], "n": [7, 8, 9]}))
+    block = run(
+        pipeline(Tokenize(tmp_path / "t.json"), Meta("n", "n")),
+        pa.table({"text": ["a", "b", "a a"], "n": [7, 8, 9]}),
+    )
     assert rows_of(block) == [[0], [0, 0]]
     assert [i for i, _ in block.bad] == [1]
     assert block.meta["n"].tolist() == [7, 9]
@@ -272,7 +339,18 @@ def test_a_text_that_the_tokenizer_refuses_is_quarantined_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "inner", [pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64(), pa.float64()]
+    "inner",
+    [
+        pa.int8(),
+        pa.uint8(),
+        pa.int16(),
+        pa.uint16(),
+        pa.int32(),
+        pa.uint32(),
+        pa.int64(),
+        pa.uint64(),
+        pa.float64(),
+    ],
 )
 @pytest.mark.parametrize("outer", [pa.list_, pa.large_list, lambda t: pa.list_(t, 2)])
 def test_ids_may_come_in_any_list_of_numbers(inner: pa.DataType, outer: Any):
@@ -293,7 +371,10 @@ def test_ids_are_not_copied():
 
 @pytest.mark.parametrize("row", [[-1], [2**31], [5, None], [None]])
 def test_ids_out_of_range_quarantine_their_row_only(row: list[Any]):
-    block = run(pipeline(Tokens()), pa.table({"tokens": pa.array([[1], row, [], [2**31 - 1]], pa.list_(pa.int64()))}))
+    block = run(
+        pipeline(Tokens()),
+        pa.table({"tokens": pa.array([[1], row, [], [2**31 - 1]], pa.list_(pa.int64()))}),
+    )
     assert rows_of(block) == [[1], [2**31 - 1]]
     assert [i for i, _ in block.bad] == [1, 2]
 
@@ -317,17 +398,35 @@ def test_a_column_called_tokens_needs_no_transform():
     [
         ("truncate", [[1, 2, 3], [5], [6, 7, 8]], [0, 1, 2], [0, 0, 0], [], [(0, 1)]),
         ("split", [[1, 2, 3], [4], [5], [6, 7, 8]], [0, 0, 1, 2], [0, 1, 0, 0], [], []),
-        ("quarantine", [[5], [6, 7, 8]], [1, 2], [0, 0], [(0, "4 tokens are more than the context of 3")], []),
+        (
+            "quarantine",
+            [[5], [6, 7, 8]],
+            [1, 2],
+            [0, 0],
+            [(0, "4 tokens are more than the context of 3")],
+            [],
+        ),
         ("drop", [[5], [6, 7, 8]], [1, 2], [0, 0], [], [(0, 4)]),
     ],
 )
-def test_a_sample_longer_than_the_context(on_long: str, rows: Any, index: Any, part: Any, bad: Any, long: Any):
+def test_a_sample_longer_than_the_context(
+    on_long: str, rows: Any, index: Any, part: Any, bad: Any, long: Any
+):
     table = pa.table({"tokens": [[1, 2, 3, 4], [5], [6, 7, 8]], "n": [10, 20, 30]})
     block = run(pipeline(Tokens(), Meta("n", "n"), context=3, on_long=on_long), table)
-    assert (rows_of(block), block.index.tolist(), block.part.tolist(), block.bad) == (rows, index, part, bad)
-    assert list(zip(block.long.tolist(), block.lost.tolist(), strict=True)) == long, "rows that lost tokens, and how many"
+    assert (rows_of(block), block.index.tolist(), block.part.tolist(), block.bad) == (
+        rows,
+        index,
+        part,
+        bad,
+    )
+    assert list(zip(block.long.tolist(), block.lost.tolist(), strict=True)) == long, (
+        "rows that lost tokens, and how many"
+    )
     assert block.meta["n"].tolist() == [(i + 1) * 10 for i in index]
-    assert len(block.tokens.values) == sum(map(len, rows)), "nothing that was cut off stays in memory"
+    assert len(block.tokens.values) == sum(map(len, rows)), (
+        "nothing that was cut off stays in memory"
+    )
 
 
 # Map, Filter, Select, Meta
@@ -341,7 +440,16 @@ def test_functions_get_numbers_as_arrays_and_the_rest_as_lists():
         columns["n"][:] = 0  # its own copy
         return [True, False]
 
-    table = pa.table({"n": [1, 2], "x": [0.5, 1.5], "b": [True, False], "s": ["a", None], "l": [[1], [2, 3]], "h": [1, None]})
+    table = pa.table(
+        {
+            "n": [1, 2],
+            "x": [0.5, 1.5],
+            "b": [True, False],
+            "s": ["a", None],
+            "l": [[1], [2, 3]],
+            "h": [1, None],
+        }
+    )
     staged = pipeline(Filter(look), Tokens("l"), Meta("n", "n")).slice_stage(table, ids(2))
     assert {name: type(values) for name, values in seen.items()} == {
         "n": np.ndarray,
@@ -352,7 +460,11 @@ def test_functions_get_numbers_as_arrays_and_the_rest_as_lists():
         "h": list,
     }
     assert (seen["s"], seen["l"], seen["h"]) == (["a", None], [[1], [2, 3]], [1, None])
-    assert (staged.index.tolist(), staged.dropped, staged.table.to_pylist()) == ([0], 1, [{"l": [1], "n": 1}])
+    assert (staged.index.tolist(), staged.dropped, staged.table.to_pylist()) == (
+        [0],
+        1,
+        [{"l": [1], "n": 1}],
+    )
 
 
 def test_a_function_that_fails_on_some_rows_loses_those_rows_only():
@@ -370,19 +482,22 @@ def test_a_row_function_that_fails_or_answers_wrongly_loses_that_row_only():
         pa.table({"n": range(5), "l": [[1]] * 5}), ids(5)
     )
     assert (staged.index.tolist(), staged.dropped) == ([0, 3], 1)
-    assert [(i, reason.split(": ", 1)[1].partition(f" (at {__file__}:")[0]) for i, reason in staged.bad] == [
-        (1, "TypeError: wanted True or False, found None"),
-        (4, "KeyError: 4"),
-    ]
+    assert [
+        (i, reason.split(": ", 1)[1].partition(f" (at {__file__}:")[0]) for i, reason in staged.bad
+    ] == [(1, "TypeError: wanted True or False, found None"), (4, "KeyError: 4")]
 
 
 def test_a_value_of_the_wrong_type_in_a_maps_answer_loses_that_row_only():
     table = pa.table({"l": [[1], [2], [3]]})
     answers: list[Any] = [[1], "two", [3]]
-    staged = pipeline(Map(lambda row: {"tokens": answers[row["l"][0] - 1]}, rows=True)).slice_stage(table, ids(3))
+    staged = pipeline(Map(lambda row: {"tokens": answers[row["l"][0] - 1]}, rows=True)).slice_stage(
+        table, ids(3)
+    )
     assert staged.table.to_pylist() == [{"tokens": [1]}, {"tokens": [3]}]
     assert [i for i, _ in staged.bad] == [1]
-    assert staged.bad[0][1].startswith("column 'tokens' has the type string; lists of token ids (list<int>) wanted")
+    assert staged.bad[0][1].startswith(
+        "column 'tokens' has the type string; lists of token ids (list<int>) wanted"
+    )
 
 
 def test_a_maps_answer_is_never_converted_to_the_type_of_other_rows():
@@ -407,8 +522,11 @@ def test_functions_over_columns_get_whole_numbers_and_fractions_as_one_array_onl
         table, _ = table_of({"n": values, "tokens": [[1], [2]]}, 2)
         pipeline(Filter(look)).slice_stage(table, ids(2))
     assert [(type(s), getattr(s, "dtype", None)) for s in seen] == [
-        (np.ndarray, np.float64), (np.ndarray, np.int64), (list, None), (list, None),
-    ]  # fmt: skip
+        (np.ndarray, np.float64),
+        (np.ndarray, np.int64),
+        (list, None),
+        (list, None),
+    ]
     assert seen[2] == [2**53 + 1, 2.5]
 
 
@@ -417,7 +535,11 @@ def test_metadata_that_float64_would_round_is_quarantined_in_any_company():
     for values in ([large, 0.5], [large, 1], [0.5, large, 1]):
         n = len(values)
         table, _ = table_of({"n": values, "tokens": [[1]] * n}, n)
-        steps = (Meta("n", "n"), Meta("n", lambda row: row["n"], rows=True), Meta("n", lambda columns: list(columns["n"])))
+        steps = (
+            Meta("n", "n"),
+            Meta("n", lambda row: row["n"], rows=True),
+            Meta("n", lambda columns: list(columns["n"])),
+        )
         for step in steps:
             p = pipeline(step)
             staged = p.slice_stage(table, ids(n))
@@ -437,7 +559,10 @@ def test_images_of_several_shapes_in_one_column_are_read_row_by_row():
     ("transform", "problem"),
     [
         (Map(lambda columns: None), "wanted a dict of columns, found NoneType"),
-        (Map(lambda columns: {"tokens": [[1]]}), "wanted 2 rows in every column, found 'tokens': 1; drop rows with Filter"),
+        (
+            Map(lambda columns: {"tokens": [[1]]}),
+            "wanted 2 rows in every column, found 'tokens': 1; drop rows with Filter",
+        ),
         (Filter(lambda columns: [1, 0]), "wanted 2 booleans"),
         (Filter(lambda columns: True), "wanted 2 booleans"),
         (Meta("m", lambda columns: ["a", "b"]), "wanted 2 numbers"),
@@ -461,25 +586,40 @@ def test_what_is_no_rows_fault_is_not_hidden(error: type[BaseException], rows: b
 
 def test_a_maps_answer_replaces_the_columns_but_metadata_stays(tokenizer: str):
     p = pipeline(
-        Meta("chars", lambda columns: [len(t) for t in columns["text"]]), Meta("n", "n"), Map(upper), Filter(keep_long), Tokenize(tokenizer)
+        Meta("chars", lambda columns: [len(t) for t in columns["text"]]),
+        Meta("n", "n"),
+        Map(upper),
+        Filter(keep_long),
+        Tokenize(tokenizer),
     )
     seen = p.slice_stage(pa.table({"text": ["w0 w1", "w2", "w3 w3"], "n": [1.5, 2.5, 3.5]}), ids(3))
     assert seen.index.tolist() == [0, 2]
     block = p.row_stage(seen.table)
     assert block.meta["chars"].tolist() == [5, 5]
     assert block.meta["n"].tolist() == [1.5, 3.5]
-    assert [block.meta[m].dtype for m in ("chars", "n", "tokens", "bytes")] == [np.int64, np.float64, np.int64, np.int64]
+    assert [block.meta[m].dtype for m in ("chars", "n", "tokens", "bytes")] == [
+        np.int64,
+        np.float64,
+        np.int64,
+        np.int64,
+    ]
 
 
 def test_metadata_that_no_plan_can_count_with_quarantines_its_row():
     table = pa.table({"tokens": [[1], [2], [3], [4]], "q": [0.5, None, float("nan"), float("inf")]})
     block = run(pipeline(Meta("q", "q")), table)
     assert block.meta["q"].tolist() == [0.5]
-    assert block.bad == [(1, "q is null or missing"), (2, "q is not finite"), (3, "q is not finite")]
+    assert block.bad == [
+        (1, "q is null or missing"),
+        (2, "q is not finite"),
+        (3, "q is not finite"),
+    ]
 
 
 def test_what_functions_see_can_be_narrowed_and_ids_stay():
-    p = pipeline(Tokens("ids"), Select("n"), Filter(lambda columns: [set(columns) == {"n", "tokens"}] * 2))
+    p = pipeline(
+        Tokens("ids"), Select("n"), Filter(lambda columns: [set(columns) == {"n", "tokens"}] * 2)
+    )
     staged = p.slice_stage(pa.table({"ids": [[1], [2]], "n": [1, 2], "x": ["a", "b"]}), ids(2))
     assert staged.table.to_pylist() == [{"tokens": [1]}, {"tokens": [2]}]
 
@@ -512,7 +652,16 @@ def dice(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
 
 
 def test_a_random_map_depends_on_who_the_row_is_and_on_nothing_else():
-    def rolled(first: int, n: int, *, position: int = 0, epoch: int = 0, file: int = 0, seed: int = 0, source: str = "web") -> list[Any]:
+    def rolled(
+        first: int,
+        n: int,
+        *,
+        position: int = 0,
+        epoch: int = 0,
+        file: int = 0,
+        seed: int = 0,
+        source: str = "web",
+    ) -> list[Any]:
         before = [Filter(lambda columns: columns["n"] >= 0)] * position
         p = pipeline(*before, Map(dice, rows=True, rng=True), seed=seed, source=source)
         table = pa.table({"n": range(n)})
@@ -521,7 +670,10 @@ def test_a_random_map_depends_on_who_the_row_is_and_on_nothing_else():
     usual = rolled(0, 6)
     assert usual[2:5] == rolled(2, 3), "the rows beside it do not matter"
     assert len({str(r) for r in usual}) == 6
-    others = [rolled(0, 6, **changed) for changed in ({"epoch": 1}, {"file": 1}, {"seed": 1}, {"source": "code"}, {"position": 1})]
+    others = [
+        rolled(0, 6, **changed)
+        for changed in ({"epoch": 1}, {"file": 1}, {"seed": 1}, {"source": "code"}, {"position": 1})
+    ]
     assert all(a != b for other in others for a, b in zip(usual, other, strict=True))
 
 
@@ -554,7 +706,9 @@ def test_only_the_columns_that_are_needed_are_read(transforms: Any, columns: Any
         ([Tokens(), Meta("q", "a"), Meta("q", "b")], "the name 'q' is used twice"),
     ],
 )
-def test_transforms_that_cannot_follow_each_other_are_refused_when_the_pipeline_is_built(transforms: Any, problem: str):
+def test_transforms_that_cannot_follow_each_other_are_refused_when_the_pipeline_is_built(
+    transforms: Any, problem: str
+):
     with pytest.raises(TransformError, match=problem):
         pipeline(*transforms)
 
@@ -565,10 +719,16 @@ def test_transforms_that_cannot_follow_each_other_are_refused_when_the_pipeline_
         (Tokens("ids"), {"a": [1], "b": [2]}, ["no column 'ids'", "a, b"]),
         (Tokens("ids"), {"ids": ["x"]}, ["'ids' has the type string", "list<int>"]),
         (Tokens("ids"), {"ids": [["x"]]}, ["list<item: string>"]),
-        (Meta("q", "q"), {"tokens": [[1]], "q": ["x"]}, ["'q' has the type string", "numbers wanted"]),
+        (
+            Meta("q", "q"),
+            {"tokens": [[1]], "q": ["x"]},
+            ["'q' has the type string", "numbers wanted"],
+        ),
     ],
 )
-def test_a_column_that_never_fits_is_named_with_what_was_found_and_wanted(transform: Any, table: Any, said: list[str]):
+def test_a_column_that_never_fits_is_named_with_what_was_found_and_wanted(
+    transform: Any, table: Any, said: list[str]
+):
     p = pipeline(transform)
     with pytest.raises(TransformError) as caught:
         p.row_stage(pa.table(table))
@@ -580,7 +740,9 @@ def test_a_column_that_never_fits_is_named_with_what_was_found_and_wanted(transf
 
 
 def test_text_where_a_number_stands_is_named(tokenizer: str):
-    with pytest.raises(TransformError, match=r"column 'text' has the type int64; text \(string\) wanted"):
+    with pytest.raises(
+        TransformError, match=r"column 'text' has the type int64; text \(string\) wanted"
+    ):
         pipeline(Tokenize(tokenizer)).row_stage(pa.table({"text": [1]}))
 
 
@@ -602,14 +764,24 @@ def wrong(columns: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("on_long", ["split", "truncate", "drop"])
 def test_a_worker_gives_what_the_pipeline_gives(tokenizer: str, on_long: str):
-    p = pipeline(Map(upper, holds_lock=True), Meta("n", keep_long), Tokenize(tokenizer), context=2, on_long=on_long)
+    p = pipeline(
+        Map(upper, holds_lock=True),
+        Meta("n", keep_long),
+        Tokenize(tokenizer),
+        context=2,
+        on_long=on_long,
+    )
     assert p.holds_lock
     table = pa.table({"text": ["w0 w1 w2", None, "", "x y"]})
     with TransformWorker(p) as worker:
         for t in (table, table.slice(1, 2), table.slice(0, 0)):
             here, there = p.slice_stage(t, ids(t.num_rows)), worker.slice_stage(t, ids(t.num_rows))
             assert here.table.equals(there.table)
-            assert (here.index.tolist(), here.bad, here.dropped) == (there.index.tolist(), there.bad, there.dropped)
+            assert (here.index.tolist(), here.bad, here.dropped) == (
+                there.index.tolist(),
+                there.bad,
+                there.dropped,
+            )
             one, two = p.row_stage(here.table), worker.row_stage(there.table)
             assert (rows_of(one), one.part.tolist(), one.index.tolist(), one.bad) == (
                 rows_of(two),
@@ -619,7 +791,9 @@ def test_a_worker_gives_what_the_pipeline_gives(tokenizer: str, on_long: str):
             )
             assert (one.long.tolist(), one.lost.tolist()) == (two.long.tolist(), two.lost.tolist())
             assert one.tokens.values.dtype == two.tokens.values.dtype
-            assert {k: (v.dtype, v.tolist()) for k, v in one.meta.items()} == {k: (v.dtype, v.tolist()) for k, v in two.meta.items()}
+            assert {k: (v.dtype, v.tolist()) for k, v in one.meta.items()} == {
+                k: (v.dtype, v.tolist()) for k, v in two.meta.items()
+            }
 
 
 def test_an_error_in_the_worker_is_the_same_error_here(tokenizer: str):
@@ -627,24 +801,37 @@ def test_an_error_in_the_worker_is_the_same_error_here(tokenizer: str):
         with pytest.raises(TransformError, match="drop rows with Filter") as caught:
             worker.slice_stage(pa.table({"text": ["a"]}), ids(1))
         assert caught.value.source == "web"
-        assert worker.slice_stage(pa.table({"text": ["a"]}).slice(0, 0), ids(0)).index.tolist() == [], "and the worker goes on"
+        assert (
+            worker.slice_stage(pa.table({"text": ["a"]}).slice(0, 0), ids(0)).index.tolist() == []
+        ), "and the worker goes on"
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
 def test_a_worker_that_dies_is_named(how: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("overlord.transforms.transform_process.CLOSE_S", WAIT_S)  # how it ended is the fork server's to say
-    with TransformWorker(pipeline(Map(leave if how == "left" else upper), Tokenize(tokenizer)), "transforms of 'web' (1)") as worker:
+    monkeypatch.setattr(
+        "overlord.transforms.transform_process.CLOSE_S", WAIT_S
+    )  # how it ended is the fork server's to say
+    with TransformWorker(
+        pipeline(Map(leave if how == "left" else upper), Tokenize(tokenizer)),
+        "transforms of 'web' (1)",
+    ) as worker:
         if how == "killed":
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(ActorLost, match=r"transforms of 'web' \(1\) is lost: .*(signal 9|exit code 3)"):
+        with pytest.raises(
+            ActorLost, match=r"transforms of 'web' \(1\) is lost: .*(signal 9|exit code 3)"
+        ):
             worker.slice_stage(pa.table({"text": ["a"]}), ids(1))
         with pytest.raises(ActorLost, match="lost earlier"):
             worker.row_stage(pa.table({"text": ["a"]}))
 
 
 def test_how_a_process_ended_is_said_as_far_as_it_is_known():
-    assert [how_it_ended(code) for code in (-9, 3, None)] == ["killed by signal 9", "exit code 3", "it is not known how"]
+    assert [how_it_ended(code) for code in (-9, 3, None)] == [
+        "killed by signal 9",
+        "exit code 3",
+        "it is not known how",
+    ]
 
 
 def test_a_worker_that_does_not_answer_is_given_up_at_its_deadline(tokenizer: str):
@@ -677,6 +864,12 @@ def test_a_worker_ends_when_its_parent_is_killed(tokenizer: str):
         f"w = TransformWorker(pipeline(Map(upper), Tokenize({tokenizer!r})))\n"
         "print(w.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60, check=False, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
     # The pipe that printed the number is also the child's: it is about to be gone when reading it to its end is done.
     assert left_after([int(done.stdout)], WAIT_S) == []

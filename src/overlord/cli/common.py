@@ -24,32 +24,57 @@ NOT_HERE = {
     "on_stall": "is a function, which cannot be named here",
     "progress": "is a function, which cannot be named here",
 }
-FAILED, UNUSABLE, STOPPED, TERMINATED = 1, 2, 130, 143  # exit codes: found failures; the job cannot run; Ctrl-C; SIGTERM
+FAILED, UNUSABLE, STOPPED, TERMINATED = (
+    1,
+    2,
+    130,
+    143,
+)  # exit codes: found failures; the job cannot run; Ctrl-C; SIGTERM
 
-job_file = click.argument("job_yaml", metavar="JOB.YAML", type=click.Path(dir_okay=False, path_type=Path))
+job_file = click.argument(
+    "job_yaml", metavar="JOB.YAML", type=click.Path(dir_okay=False, path_type=Path)
+)
 imports = click.option(
-    "--import", "modules", metavar="MODULE", multiple=True,
+    "--import",
+    "modules",
+    metavar="MODULE",
+    multiple=True,
     help="Import a module first: one that registers the functions which the job file names. It is looked for in the working directory, "
     "after all other places; without --import nothing there is imported. May be given several times.",
-)  # fmt: skip
+)
 where = click.option(
-    "--runtime", metavar="NAME", default="local", show_default=True, help="Where loaders and constructors live: local, process, ray."
+    "--runtime",
+    metavar="NAME",
+    default="local",
+    show_default=True,
+    help="Where loaders and constructors live: local, process, ray.",
 )
 resuming = click.option(
-    "--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON|auto",
+    "--resume",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="STATE.JSON|auto",
     help="Go on from a saved state; auto: behind the last step that all ranks took, as the job's journal says.",
-)  # fmt: skip
+)
 saving = click.option(
-    "--save", type=click.Path(dir_okay=False, path_type=Path), metavar="STATE.JSON",
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="STATE.JSON",
     help="Write the state at the end, also after Ctrl-C or SIGTERM.",
-)  # fmt: skip
+)
 allowing = click.option(
-    "--allow", metavar="PART", multiple=True, help="A part in which a resumed state may differ from the job, as the error names it."
+    "--allow",
+    metavar="PART",
+    multiple=True,
+    help="A part in which a resumed state may differ from the job, as the error names it.",
 )
 launching = click.option(
-    "--option", "-o", "options", metavar="NAME=VALUE", multiple=True,
+    "--option",
+    "-o",
+    "options",
+    metavar="NAME=VALUE",
+    multiple=True,
     help="An option of launch, as in -o prefetch=8 or -o 'loaders={web: 3}'; docs/jobs.md lists them. May be given several times.",
-)  # fmt: skip
+)
 debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
@@ -59,7 +84,9 @@ def read_job(path: Path, modules: tuple[str, ...]) -> Job:
     from overlord.job.job import Job
 
     if modules and (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # after all others: no file there takes the place of a library; worker processes look there, too
+        sys.path.append(
+            here
+        )  # after all others: no file there takes the place of a library; worker processes look there, too
     for name in modules:
         try:
             import_module(name)
@@ -83,7 +110,9 @@ def read_options(words: tuple[str, ...]) -> dict[str, Any]:
         try:
             found[name] = yaml.safe_load(value)
         except yaml.YAMLError as fault:
-            raise JobError([f"{name}: {value!r} cannot be read as YAML: {fault}"], "--option") from fault
+            raise JobError(
+                [f"{name}: {value!r} cannot be read as YAML: {fault}"], "--option"
+            ) from fault
     return found
 
 
@@ -109,7 +138,9 @@ def guarded(act: Callable[[], None], debug: bool) -> None:
         raise
     except Exception as fault:
         said = "\n".join([told(fault), *getattr(fault, "__notes__", ())])
-        words = f"{said}\nThis is not an error that Overlord knows; --debug shows where it comes from."
+        words = (
+            f"{said}\nThis is not an error that Overlord knows; --debug shows where it comes from."
+        )
         fail(fault, debug, FAILED, words)
 
 
@@ -121,7 +152,10 @@ def fail(fault: Exception, debug: bool, code: int, words: str) -> NoReturn:
 
 
 def error(words: str, more: str = "") -> None:
-    click.echo(click.style("error: ", fg="red", bold=True) + words + (f"\n{more}" if more else ""), err=True)
+    click.echo(
+        click.style("error: ", fg="red", bold=True) + words + (f"\n{more}" if more else ""),
+        err=True,
+    )
 
 
 def note(words: str) -> None:

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 START_S = 180.0  # for a session to be there: files are indexed, hosts open their sources; start_s= says otherwise
 ASK_S = 20.0
 STOP_S = 30.0
-SUBMITTED, STARTING, RUNNING = "submitted", "starting", "running"  # the first: nobody has said yet what is to be started
+SUBMITTED, STARTING, RUNNING = (
+    "submitted",
+    "starting",
+    "running",
+)  # the first: nobody has said yet what is to be started
 OVER = ("ended", "failed", "stopped")
 
 
@@ -45,7 +49,9 @@ class Status:
     steps: int  # planned
     taken: int  # the last step that all ranks took; -1 before the first
     clients: int
-    parts: tuple[dict[str, Any], ...]  # name, node, what was asked of Ray (cores, memory, kinds of the cluster's own), pid, state
+    parts: tuple[
+        dict[str, Any], ...
+    ]  # name, node, what was asked of Ray (cores, memory, kinds of the cluster's own), pid, state
     scaling: tuple[str, ...] = ()  # what was decided lately, and who cannot keep up
     placement: tuple[str, ...] = ()  # nodes with ranks that run more hosts than sidecar allows
 
@@ -60,8 +66,15 @@ class Keeper:
         self._last: dict[str, int] = {}  # how far it came, once it is over
 
     def begin(
-        self, name: str, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None, refused: bool
-    ) -> tuple[str, str]:  # fmt: skip
+        self,
+        name: str,
+        path: tuple[str, ...],
+        code: bytes,
+        host: str,
+        port: int,
+        token: str | None,
+        refused: bool,
+    ) -> tuple[str, str]:
         """Launch and serve: where trainers connect, and what they show. Who submitted may be gone before that is there: what became of it
         is kept. ``refused``: it was said there, by name, that this cluster asks for no token; else it was seen that it does."""
         self._state, self._name = STARTING, name
@@ -76,17 +89,25 @@ class Keeper:
                 self._session.close()
             raise
         self._state = RUNNING
-        threading.Thread(target=self._attend, args=(session,), name="overlord-attend", daemon=True).start()
+        threading.Thread(
+            target=self._attend, args=(session,), name="overlord-attend", daemon=True
+        ).start()
         return self.served()
 
-    def _launch(self, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None) -> tuple[Session, Served]:
+    def _launch(
+        self, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None
+    ) -> tuple[Session, Served]:
         sys.path.extend(p for p in path if p not in sys.path)
         import overlord as ov
 
         job, options = cluster.opened(code)
-        here = {"address": cluster.head_now()}  # who submitted may call the head by a name that is not known on this node
+        here = {
+            "address": cluster.head_now()
+        }  # who submitted may call the head by a name that is not known on this node
         self._session = session = ov.launch(job, runtime="ray", **options | here)
-        return session, session.serve(host=host or os.environ.get(INTERFACE) or cluster.here(), port=port, token=token)
+        return session, session.serve(
+            host=host or os.environ.get(INTERFACE) or cluster.here(), port=port, token=token
+        )
 
     def resumed(self) -> str:
         """Where it goes on, and why there; empty for a new job."""
@@ -96,7 +117,9 @@ class Keeper:
     def served(self) -> tuple[str, str]:
         """Once more: for who did not hear it."""
         if self._served is None or self._state != RUNNING:
-            raise OverlordError(f"job {self._name!r} is {self._state}: trainers cannot connect to it")
+            raise OverlordError(
+                f"job {self._name!r} is {self._state}: trainers cannot connect to it"
+            )
         return self._served.address, self._served.token
 
     def _attend(self, session: Session) -> None:
@@ -132,19 +155,34 @@ class Keeper:
         figures = session.metrics()
         host: Any = session._host
         asked = (host._control if hasattr(host, "_control") else host._parts.control).asked()
-        here = {"planner": cluster.node_here()}  # where it has no process of its own; of a host that is lost nobody knows
+        here = {
+            "planner": cluster.node_here()
+        }  # where it has no process of its own; of a host that is lost nobody knows
         parts = tuple(
-            {"name": a["name"], "node": a.get("node") or here.get(a["role"], ""), "pid": a["pid"], "state": a["state"]}
+            {
+                "name": a["name"],
+                "node": a.get("node") or here.get(a["role"], ""),
+                "pid": a["pid"],
+                "state": a["state"],
+            }
             | {"asked": asked.get(a["name"], {})}
-            for a in figures["actors"] if a["role"] in ("host", "planner")
-        )  # fmt: skip
+            for a in figures["actors"]
+            if a["role"] in ("host", "planner")
+        )
         serving = session._serving
         seats = serving.seats if serving is not None else []
         return told | {
-            "steps": figures["planned_steps"], "taken": session.taken, "clients": sum(seat.there for seat in seats), "parts": parts,
-            "scaling": tuple(f"{what}: {words}" for what, words in scaling_facts(figures.get("scaling", {}))),
-            "placement": tuple(f"{what}: {words}" for what, words in placement_facts(figures.get("placement", {}))),
-        }  # fmt: skip
+            "steps": figures["planned_steps"],
+            "taken": session.taken,
+            "clients": sum(seat.there for seat in seats),
+            "parts": parts,
+            "scaling": tuple(
+                f"{what}: {words}" for what, words in scaling_facts(figures.get("scaling", {}))
+            ),
+            "placement": tuple(
+                f"{what}: {words}" for what, words in placement_facts(figures.get("placement", {}))
+            ),
+        }
 
     def stop(self) -> None:
         if self._session is not None:
@@ -153,21 +191,46 @@ class Keeper:
 
 
 def submit(
-    job: Job, *, address: str | None, host: str = "", port: int = 0, token: str | None = None, start_s: float = START_S, **options: Any
+    job: Job,
+    *,
+    address: str | None,
+    host: str = "",
+    port: int = 0,
+    token: str | None = None,
+    start_s: float = START_S,
+    **options: Any,
 ) -> Served:
     """Start a job that lives on when this process goes. ``host``: the interface to serve at; empty: that of the node it comes to.
     ``start_s``: for trainers to be able to connect; a job that takes longer is ended."""
-    if isinstance(start_s, bool) or not isinstance(start_s, (int, float)) or not 0 < start_s < math.inf:
-        raise JobError([f"start_s: wanted a number of seconds above 0, found {start_s!r}"], "submit")
+    if (
+        isinstance(start_s, bool)
+        or not isinstance(start_s, (int, float))
+        or not 0 < start_s < math.inf
+    ):
+        raise JobError(
+            [f"start_s: wanted a number of seconds above 0, found {start_s!r}"], "submit"
+        )
     with cluster.cluster(_wanted(address, "submit")):
         _make_way(job.name)
         code = cluster.pickled(job.name, (job, options))
         keeper = cluster.keep(Keeper, job.name)
         try:
-            given = (job.name, tuple(p for p in sys.path if p), code, host, port, token, is_refused())
+            given = (
+                job.name,
+                tuple(p for p in sys.path if p),
+                code,
+                host,
+                port,
+                token,
+                is_refused(),
+            )
             what = f"job {job.name!r} to begin (start_s says for how long)"
-            address_there, token_there = cluster.ask(keeper, "begin", *given, timeout_s=start_s, what=what)
-            resumed = cluster.ask(keeper, "resumed", timeout_s=ASK_S, what=f"job {job.name!r} to say where it goes on")
+            address_there, token_there = cluster.ask(
+                keeper, "begin", *given, timeout_s=start_s, what=what
+            )
+            resumed = cluster.ask(
+                keeper, "resumed", timeout_s=ASK_S, what=f"job {job.name!r} to say where it goes on"
+            )
             return Served(address_there, token_there, resumed)
         except BaseException:
             cluster.kill(keeper)
@@ -180,7 +243,12 @@ def _make_way(name: str) -> None:
         return
     before = _status(name, keeper, {})
     if before.state.partition(":")[0] not in OVER:
-        raise JobError([f"a job called {name!r} is {before.state} on this cluster; stop it first, or give this one another name"], "submit")
+        raise JobError(
+            [
+                f"a job called {name!r} is {before.state} on this cluster; stop it first, or give this one another name"
+            ],
+            "submit",
+        )
     cluster.kill(keeper)  # and not who has its name by now
     _until_gone(name, f"the job called {name!r} to go, which is over ({before.state})")
 
@@ -199,13 +267,22 @@ def jobs(address: str | None) -> list[Status]:
     with cluster.cluster(_wanted(address, "status")):
         names = {node.id: node.name or node.address for node in cluster.CLUSTER.nodes()}
         found = {name: cluster.kept_by(name) for name in cluster.kept()}
-        return [_status(name, keeper, names) for name, keeper in found.items() if keeper is not None]
+        return [
+            _status(name, keeper, names) for name, keeper in found.items() if keeper is not None
+        ]
 
 
 def served(name: str, address: str | None) -> Served:
     """Where trainers of a job connect, and what they show, as ``submit`` returned it: for when that was lost with who submitted."""
     with cluster.cluster(_wanted(address, "status")):
-        return Served(*cluster.ask(_keeper(name, "status"), "served", timeout_s=ASK_S, what=f"job {name!r} to say where it is served"))
+        return Served(
+            *cluster.ask(
+                _keeper(name, "status"),
+                "served",
+                timeout_s=ASK_S,
+                what=f"job {name!r} to say where it is served",
+            )
+        )
 
 
 def stop(name: str, address: str | None) -> str:
@@ -232,24 +309,35 @@ def _keeper(name: str, what: str) -> Any:
     keeper = cluster.kept_by(name) if name in known else None
     if keeper is None:
         known = [other for other in known if other != name]
-        raise JobError([f"no job called {name!r}{did_you_mean(name, known) if known else '; there is none at all'}"], what)
+        raise JobError(
+            [
+                f"no job called {name!r}{did_you_mean(name, known) if known else '; there is none at all'}"
+            ],
+            what,
+        )
     return keeper
 
 
 def _status(name: str, keeper: Any, nodes: Mapping[str, str]) -> Status:
     try:
         told = cluster.ask(keeper, "status", timeout_s=ASK_S, what=f"job {name!r} to say how it is")
-        parts = tuple(part | {"node": nodes.get(part["node"], part["node"])} for part in told["parts"])
+        parts = tuple(
+            part | {"node": nodes.get(part["node"], part["node"])} for part in told["parts"]
+        )
         return Status(**told | {"name": name, "parts": parts})
     except OverlordError as fault:
-        return Status(name=name, state=f"unknown: {fault}", address="", steps=0, taken=-1, clients=0, parts=())
+        return Status(
+            name=name, state=f"unknown: {fault}", address="", steps=0, taken=-1, clients=0, parts=()
+        )
 
 
 def _wanted(address: str | None, what: str) -> str:
     """A cluster of this machine alone would end with this process."""
     if address is None:
         said = "host:port of a Ray cluster's head (--address, or OVERLORD_CLUSTER)"
-        raise JobError([f"address: wanted {said}; jobs live by themselves only on a cluster that does"], what)
+        raise JobError(
+            [f"address: wanted {said}; jobs live by themselves only on a cluster that does"], what
+        )
     if problems := address_problems(address):
         raise JobError(problems, what)
     return address

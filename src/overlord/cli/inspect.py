@@ -30,9 +30,9 @@ FILES = 16  # of a source that are sampled, spread evenly over its listing
 UNCUT = 2**31 - 1  # a context that no sample passes
 
 
-
-
-def inspect_job(job: Job, *, full: bool = False, workers: int = 4, progress: Callable[[str], None] | None = None) -> list[SourceReport]:
+def inspect_job(
+    job: Job, *, full: bool = False, workers: int = 4, progress: Callable[[str], None] | None = None
+) -> list[SourceReport]:
     """All sources, several at a time, in the job's order. ``full`` reads every row instead of some."""
     pool = ThreadPoolExecutor(workers, "overlord-inspect")
     try:
@@ -52,9 +52,19 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
     out = SourceReport(name=source.name)
     cache = HandleCache(max_open=1)
     try:
-        pipeline = Pipeline(source.name, source.transforms, seed=job.seed, context=UNCUT, on_long="truncate")
-        options = ReadOptions(job.slice_rows, job.chunk_bytes, source.max_sample_bytes, pipeline.columns, pipeline.refused)
-        index = build_index(source.name, source.uri, source.format, options, cache_dir=default_cache_dir())
+        pipeline = Pipeline(
+            source.name, source.transforms, seed=job.seed, context=UNCUT, on_long="truncate"
+        )
+        options = ReadOptions(
+            job.slice_rows,
+            job.chunk_bytes,
+            source.max_sample_bytes,
+            pipeline.columns,
+            pipeline.refused,
+        )
+        index = build_index(
+            source.name, source.uri, source.format, options, cache_dir=default_cache_dir()
+        )
         _describe(out, index)
         reader = ChunkReader(index, options, cache)
         for file in _sampled_files(index, full):
@@ -63,10 +73,14 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
         if index.schema is None and options.columns is not None:
             out.schema = _all_columns(index, options, cache) or out.schema
         if not len(out.tokens) and not out.failures:
-            out.failures.append(f"source {source.name!r}: no sampled row became a sample{_lacking(pipeline, out) or _all_long(out, job)}")
+            out.failures.append(
+                f"source {source.name!r}: no sampled row became a sample{_lacking(pipeline, out) or _all_long(out, job)}"
+            )
     except OverlordError as fault:
         out.failures.append(str(fault))
-    except Exception as fault:  # a surprise of one source must not hide the others; it is told by name
+    except (
+        Exception
+    ) as fault:  # a surprise of one source must not hide the others; it is told by name
         out.failures.append(f"source {source.name!r}: {told(fault)}")
     finally:
         cache.close()
@@ -82,7 +96,10 @@ def _judge(out: SourceReport, job: Job) -> None:
     """Lengths are taken uncut, so that a person sees how much the context costs; here on_long has its say."""
     context = job.batch.context
     out.longer = int((out.tokens > context).sum())
-    out.all_tokens, out.lost = int(out.tokens.sum()), int(lost_tokens(out.tokens, context, job.on_long).sum())
+    out.all_tokens, out.lost = (
+        int(out.tokens.sum()),
+        int(lost_tokens(out.tokens, context, job.on_long).sum()),
+    )
     if out.longer and job.on_long == "quarantine":
         out.bad[f"more tokens than the context of {context}"] = out.longer
     if job.on_long in ("quarantine", "drop"):
@@ -106,7 +123,9 @@ def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
     if not missing or not out.schema:
         return ""
     remedy = tokenize_it(missing, out.schema)
-    return f"; wanted the column {', '.join(map(repr, missing))}, found {', '.join(out.schema)}" + (f"; {remedy}" if remedy else "")
+    return f"; wanted the column {', '.join(map(repr, missing))}, found {', '.join(out.schema)}" + (
+        f"; {remedy}" if remedy else ""
+    )
 
 
 def _all_long(out: SourceReport, job: Job) -> str:
@@ -124,7 +143,9 @@ def _sampled_files(index: Index, full: bool) -> list[int]:
     return np.unique(np.linspace(0, n - 1, FILES).astype(int)).tolist()
 
 
-def _sample_file(out: SourceReport, reader: ChunkReader, pipeline: Pipeline, file: int, full: bool) -> None:
+def _sample_file(
+    out: SourceReport, reader: ChunkReader, pipeline: Pipeline, file: int, full: bool
+) -> None:
     """The first slice of a file's first chunk; with ``full``, all slices of all chunks."""
     index, path = reader.index, reader.index.files[file].path
     chunks = np.flatnonzero(index.chunks.file == file).tolist()
@@ -143,10 +164,14 @@ def _sample_file(out: SourceReport, reader: ChunkReader, pipeline: Pipeline, fil
     for reason, n in reasons.items():
         out.bad[reason] = out.bad.get(reason, 0) + n
     if reasons and not readable:
-        out.failures.append(f"source {out.name!r}, {path}: no row can be read: {next(iter(reasons))}")
+        out.failures.append(
+            f"source {out.name!r}, {path}: no row can be read: {next(iter(reasons))}"
+        )
 
 
-def _sample_slice(out: SourceReport, raw: RawSlice, pipeline: Pipeline, file: int, reasons: dict[str, int]) -> None:
+def _sample_slice(
+    out: SourceReport, raw: RawSlice, pipeline: Pipeline, file: int, reasons: dict[str, int]
+) -> None:
     out.sampled_rows += len(raw.row)
     if not out.schema:
         out.schema = {f.name: type_name(f.type) for f in raw.table.schema}
@@ -166,5 +191,7 @@ def _image_ends(block: Any, pipeline: Pipeline) -> np.ndarray:
     ends = np.zeros(len(block), np.int64)
     if any(t.kind == "images" for t in pipeline.transforms):
         offset, out = block.meta["image_offset"], block.meta["image_tokens"]
-        np.maximum.at(ends, np.repeat(np.arange(len(block)), offset.lengths), offset.values + out.values)
+        np.maximum.at(
+            ends, np.repeat(np.arange(len(block)), offset.lengths), offset.values + out.values
+        )
     return ends

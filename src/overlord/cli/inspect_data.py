@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WIDE = 60  # characters of a value that are shown
-IDS = ("tokens", "input_ids", "token_ids", "ids")  # columns that hold token ids, by the names that people give them
+IDS = (
+    "tokens",
+    "input_ids",
+    "token_ids",
+    "ids",
+)  # columns that hold token ids, by the names that people give them
 JOB_FILES = (".yaml", ".yml", ".json")
 GLOB = re.compile(r"[*?\[]")
 
@@ -54,7 +59,10 @@ def is_data(what: str) -> bool:
 
 def inspect_data(uri: str) -> DataReport:
     """List files and columns, and read the first rows."""
-    name = re.sub(r"\W+", "-", Path(uri.partition("?")[0].rstrip("/")).name.split(".")[0]).strip("-") or "data"
+    name = (
+        re.sub(r"\W+", "-", Path(uri.partition("?")[0].rstrip("/")).name.split(".")[0]).strip("-")
+        or "data"
+    )
     options = ReadOptions()
     index = build_index(name, uri, None, options, cache_dir=default_cache_dir())
     cache = HandleCache(max_open=1)
@@ -63,31 +71,55 @@ def inspect_data(uri: str) -> DataReport:
     finally:
         cache.close()
     if not table.num_rows and index.schema is None:
-        raise SourceError(name, "expected rows, got none that can be read", scrub(uri), "check the format and the first lines of the file")
+        raise SourceError(
+            name,
+            "expected rows, got none that can be read",
+            scrub(uri),
+            "check the format and the first lines of the file",
+        )
     return DataReport(
-        uri=uri, name=name, format=index.format, files=len(index.files), chunks=len(index.chunks), rows=index.rows, nbytes=index.nbytes,
+        uri=uri,
+        name=name,
+        format=index.format,
+        files=len(index.files),
+        chunks=len(index.chunks),
+        rows=index.rows,
+        nbytes=index.nbytes,
         schema=dict(index.schema or {field.name: type_name(field.type) for field in table.schema}),
         first=table.slice(0, 1).to_pylist()[0] if table.num_rows else {},
-    )  # fmt: skip
+    )
 
 
 def job_text(report: DataReport) -> str:
     """A job file for the data: token ids as they are, or text that is tokenized."""
     ids = _ids_column(report.schema)
     text = next(iter(text_columns(report.schema)), None)
-    source: dict[str, Any] = {"uri": scrub(report.uri) if is_uri(report.uri) else os.path.abspath(report.uri)}
+    source: dict[str, Any] = {
+        "uri": scrub(report.uri) if is_uri(report.uri) else os.path.abspath(report.uri)
+    }
     if ids is not None:
         source["transforms"] = [{"tokens": {"column": ids}}]
     elif text is not None:
         source["transforms"] = [{"tokenize": {"tokenizer": "tokenizer.json", "text": text}}]
-    job = {"name": report.name, "sources": {report.name: source}, "batch": {"samples": 64, "context": 2048}}
+    job = {
+        "name": report.name,
+        "sources": {report.name: source},
+        "batch": {"samples": 64, "context": 2048},
+    }
     return yaml.safe_dump(job, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _ids_column(schema: Mapping[str, str]) -> str | None:
     """Return the column of token ids: lists of whole numbers by one of the usual names, or values of several types, checked when read."""
     kinds = {name: schema[name] for name in IDS if name in schema}
-    return next((name for name, kind in kinds.items() if kind == type_name(MIXED) or ("int" in kind and "list" in kind)), None)
+    return next(
+        (
+            name
+            for name, kind in kinds.items()
+            if kind == type_name(MIXED) or ("int" in kind and "list" in kind)
+        ),
+        None,
+    )
 
 
 def remarks(report: DataReport) -> list[str]:
@@ -97,8 +129,14 @@ def remarks(report: DataReport) -> list[str]:
     if not tokens and text_columns(report.schema):
         found.append("tokenizer.json stands for the tokenizer of your model")
     elif not tokens:
-        found.append("no column holds text or token ids: a Map must return 'tokens' (docs/sources.md)")
-    if images := [name for name, kind in report.schema.items() if "binary" in kind and name not in ("json", *TEXTS)]:
+        found.append(
+            "no column holds text or token ids: a Map must return 'tokens' (docs/sources.md)"
+        )
+    if images := [
+        name
+        for name, kind in report.schema.items()
+        if "binary" in kind and name not in ("json", *TEXTS)
+    ]:
         found.append(f"{', '.join(images)}: bytes; images are read by Images (docs/images.md)")
     return found
 
@@ -113,11 +151,34 @@ def data_view(report: DataReport) -> RenderableType:
     rows = "unknown until read" if report.rows is None else f"{report.rows:,}"
     head = grid(
         ("data", "format", "files", "chunks", "rows", "bytes"),
-        [(report.name, report.format, f"{report.files:,}", f"{report.chunks:,}", rows, size(report.nbytes))], 2,
-    )  # fmt: skip
-    columns = grid(("column", "type", "first row"), [(n, kind, _shown(report.first.get(n))) for n, kind in report.schema.items()], 3)
+        [
+            (
+                report.name,
+                report.format,
+                f"{report.files:,}",
+                f"{report.chunks:,}",
+                rows,
+                size(report.nbytes),
+            )
+        ],
+        2,
+    )
+    columns = grid(
+        ("column", "type", "first row"),
+        [(n, kind, _shown(report.first.get(n))) for n, kind in report.schema.items()],
+        3,
+    )
     said = [Text(f"  {remark}") for remark in remarks(report)]
-    return Group(head, Text(""), columns, Text(""), Text("a job file for it:", style="bold"), *said, Text(""), Text(job_text(report)))
+    return Group(
+        head,
+        Text(""),
+        columns,
+        Text(""),
+        Text("a job file for it:", style="bold"),
+        *said,
+        Text(""),
+        Text(job_text(report)),
+    )
 
 
 def _shown(value: Any) -> str:

@@ -55,13 +55,13 @@ class Past:
         if found.empty:
             return Standing()
         if step < self.oldest:
-            note = (
-                f"journal {self.shown}: expected step {step}, got steps from {self.oldest} on; the answer follows from the job file alone"
-            )
+            note = f"journal {self.shown}: expected step {step}, got steps from {self.oldest} on; the answer follows from the job file alone"
             return Standing(note=note)
         first = min(step, found.open_step)
         note = f"step {step} has no plan in journal {self.shown} yet; it is planned as the run will plan it if nothing changes"
-        return self._from(first, found.planned.get(step, ""), note if step >= found.open_step else "")
+        return self._from(
+            first, found.planned.get(step, ""), note if step >= found.open_step else ""
+        )
 
     def oldest_state(self) -> Standing:
         """Return the oldest state of the journal: from there on, every step can be looked through."""
@@ -70,6 +70,10 @@ class Past:
     def _from(self, first: int, digest: str, note: str) -> Standing:
         state = self.found.state(first - 1)
         return Standing(
-            state=exported(state, self.job.name, self.found.names, self.found.fingerprint), first=first, digest=digest,
-            place=self.found.place, skipped=tuple(e for e in self.found.events if isinstance(e, Skip)), note=note,
-        )  # fmt: skip
+            state=exported(state, self.job.name, self.found.names, self.found.fingerprint),
+            first=first,
+            digest=digest,
+            place=self.found.place,
+            skipped=tuple(e for e in self.found.events if isinstance(e, Skip)),
+            note=note,
+        )

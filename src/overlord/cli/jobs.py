@@ -7,7 +7,10 @@ import click
 from overlord.cli.common import debug, guarded, screen
 
 cluster_address = click.option(
-    "--address", metavar="HOST:PORT", envvar="OVERLORD_CLUSTER", help="With Ray: the head of a cluster; OVERLORD_CLUSTER says it too."
+    "--address",
+    metavar="HOST:PORT",
+    envvar="OVERLORD_CLUSTER",
+    help="With Ray: the head of a cluster; OVERLORD_CLUSTER says it too.",
 )
 
 
@@ -20,9 +23,11 @@ def without_cores(parts: list[str]) -> str:
 @click.command()
 @cluster_address
 @click.option(
-    "--token", "whose", metavar="NAME",
+    "--token",
+    "whose",
+    metavar="NAME",
     help="Print OVERLORD_ADDRESS and OVERLORD_TOKEN of this job instead, as `overlord serve --detach` did: nothing else shows a token.",
-)  # fmt: skip
+)
 @debug
 def status(address: str | None, whose: str | None, debug: bool) -> None:
     """List the jobs of a cluster, and where their parts are."""
@@ -38,19 +43,41 @@ def status(address: str | None, whose: str | None, debug: bool) -> None:
         found, console = jobs(address), screen()
         for job in found:
             console.print(
-                f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} taken by all; {job.clients} clients", markup=False
+                f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} taken by all; {job.clients} clients",
+                markup=False,
             )
             if not job.parts:
                 continue
             console.print(f"  trainers connect to {job.address}", markup=False, soft_wrap=True)
-            kinds = sorted({kind for part in job.parts for kind in part["asked"]} - {"cores", "memory"})
-            table = Table("part", "node", "cores", "memory MB", *kinds, "process", "state", box=None, pad_edge=False)
+            kinds = sorted(
+                {kind for part in job.parts for kind in part["asked"]} - {"cores", "memory"}
+            )
+            table = Table(
+                "part",
+                "node",
+                "cores",
+                "memory MB",
+                *kinds,
+                "process",
+                "state",
+                box=None,
+                pad_edge=False,
+            )
             for part in job.parts:
                 asked = {**part["asked"], "memory": part["asked"].get("memory", 0.0) // 2**20}
-                kept = [f"{asked[kind]:g}" if asked.get(kind) else "" for kind in ("cores", "memory", *kinds)]
-                table.add_row(f"  {part['name']}", part["node"], *kept, str(part["pid"]), part["state"])
+                kept = [
+                    f"{asked[kind]:g}" if asked.get(kind) else ""
+                    for kind in ("cores", "memory", *kinds)
+                ]
+                table.add_row(
+                    f"  {part['name']}", part["node"], *kept, str(part["pid"]), part["state"]
+                )
             console.print(table)
-            if crowded := [part["name"] for part in job.parts if part["name"] != "planner" and not part["asked"].get("cores")]:
+            if crowded := [
+                part["name"]
+                for part in job.parts
+                if part["name"] != "planner" and not part["asked"].get("cores")
+            ]:
                 console.print(f"  {without_cores(crowded)}", markup=False)
             for line in (*job.placement, *job.scaling):
                 console.print(f"  {line}", markup=False, soft_wrap=True)

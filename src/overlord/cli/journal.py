@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.errors import JournalError, OverlordError
-from overlord.journal.checkpoint import ACKED, BACK, EVENT, JOB, KINDS, PLAN, REPORT, REWIND, SNAPSHOT, Entry, samples_of
+from overlord.journal.checkpoint import (
+    ACKED,
+    BACK,
+    EVENT,
+    JOB,
+    KINDS,
+    PLAN,
+    REPORT,
+    REWIND,
+    SNAPSHOT,
+    Entry,
+    samples_of,
+)
 from overlord.journal.record import BYTES, Record
 from overlord.journal.segments import Part, Reading
 from overlord.journal.verify import Report
@@ -64,7 +76,11 @@ def journal_view(report: Report, reading: Reading, last: int | None, width: int)
         f"{report.generation}, by {report.writer or 'nobody'}"
     )
     left_out = [Text(f"left out: {cut}") for cut in report.cuts]
-    more = [Text(f"the last {len(shown)} are shown")] if last is not None and len(shown) < report.records else []
+    more = (
+        [Text(f"the last {len(shown)} are shown")]
+        if last is not None and len(shown) < report.records
+        else []
+    )
     return Group(Text(head), *left_out, table, *more)
 
 
@@ -106,11 +122,15 @@ def in_words(entry: Entry, names: tuple[str, ...]) -> str:
     if entry.kind == EVENT:
         return ", ".join(f"{key} {value}" for key, value in body.items())
     if entry.kind == REPORT:
-        return f"rank {body['rank']}: " + ", ".join(f"{name} {value:g}" for name, value in body["metrics"].items())
+        return f"rank {body['rank']}: " + ", ".join(
+            f"{name} {value:g}" for name, value in body["metrics"].items()
+        )
     if entry.kind == ACKED:
         return f"all took {_upto(step)}"
     if entry.kind == BACK:
-        return f"back {f'behind step {step}' if step >= 0 else 'to the beginning'}: {body['reason']}"
+        return (
+            f"back {f'behind step {step}' if step >= 0 else 'to the beginning'}: {body['reason']}"
+        )
     return f"{len(body['names'])} sources: {', '.join(body['names'])}; {body['place']}"
 
 
@@ -176,7 +196,11 @@ def outline(value: Any, deep: int = DEEP) -> Any:
     if isinstance(value, Mapping):
         return {str(key): outline(item, deep - 1) for key, item in value.items()}
     if is_dataclass(value):
-        return {type(value).__name__: {f.name: outline(getattr(value, f.name), deep - 1) for f in fields(value)}}
+        return {
+            type(value).__name__: {
+                f.name: outline(getattr(value, f.name), deep - 1) for f in fields(value)
+            }
+        }
     if isinstance(value, list | tuple):
         more = [f"and {len(value) - MANY} more"] if len(value) > MANY else []
         return [outline(item, deep - 1) for item in value[:MANY]] + more

@@ -12,15 +12,46 @@ from overlord.cli.common import FAILED, debug, error, guarded, imports, job_file
 
 @click.command()
 @job_file
-@click.option("--faults", metavar="HOW:WHOM@STEP,...", help="As kill:loader-host@10,stop:planner@20. Without it: one of each kind.")
-@click.option("--steps", type=click.IntRange(min=2), default=40, show_default=True, help="Steps of both runs.")
-@click.option("--step-s", type=click.FloatRange(min=0), default=0.1, show_default=True, help="Seconds that a trainer takes for a step.")
-@click.option("--prefetch", type=click.IntRange(min=1), default=4, show_default=True, help="Steps that are prepared ahead.")
-@click.option("--shadows", metavar="WHICH", default="none", show_default=True, help="Loaders with a standby: none, heavy, all.")
+@click.option(
+    "--faults",
+    metavar="HOW:WHOM@STEP,...",
+    help="As kill:loader-host@10,stop:planner@20. Without it: one of each kind.",
+)
+@click.option(
+    "--steps", type=click.IntRange(min=2), default=40, show_default=True, help="Steps of both runs."
+)
+@click.option(
+    "--step-s",
+    type=click.FloatRange(min=0),
+    default=0.1,
+    show_default=True,
+    help="Seconds that a trainer takes for a step.",
+)
+@click.option(
+    "--prefetch",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Steps that are prepared ahead.",
+)
+@click.option(
+    "--shadows",
+    metavar="WHICH",
+    default="none",
+    show_default=True,
+    help="Loaders with a standby: none, heavy, all.",
+)
 @imports
 @debug
 def drill(
-    job_yaml: Path, faults: str | None, steps: int, step_s: float, prefetch: int, shadows: str, modules: tuple[str, ...], debug: bool
+    job_yaml: Path,
+    faults: str | None,
+    steps: int,
+    step_s: float,
+    prefetch: int,
+    shadows: str,
+    modules: tuple[str, ...],
+    debug: bool,
 ) -> None:
     """Rehearse faults: run a job, kill its parts, compare every byte with an undisturbed run."""
 
@@ -33,11 +64,21 @@ def drill(
         job = read_job(job_yaml, modules)
         wanted = usual_faults(steps, planner=True) if faults is None else parse_faults(faults)
         refuse_too_late(wanted, steps)
-        plan = Drill(job=job, faults=wanted, steps=steps, step_s=step_s, options={"prefetch": prefetch, "shadows": shadows})
+        plan = Drill(
+            job=job,
+            faults=wanted,
+            steps=steps,
+            step_s=step_s,
+            options={"prefetch": prefetch, "shadows": shadows},
+        )
         with waiting(screen(stderr=True), "steps of both runs", 2 * steps) as advance:
-            report = rehearse(plan, lambda what, taken: advance(taken + (steps if what != "undisturbed" else 0)))
+            report = rehearse(
+                plan, lambda what, taken: advance(taken + (steps if what != "undisturbed" else 0))
+            )
         screen().print(drill_view(report))
-        if report.difference or report.hit.missed or report.hit.unmended:  # what was not rehearsed must not pass for it
+        if (
+            report.difference or report.hit.missed or report.hit.unmended
+        ):  # what was not rehearsed must not pass for it
             sys.exit(FAILED)
 
     guarded(act, debug)
@@ -85,7 +126,9 @@ def check(uri: str, debug: bool) -> None:
 
         reading = read(uri)
         report = report_of(uri, reading, decoding=True)
-        click.echo(f"job {report.job!r}: {report.records} records in {report.segments} segments, {report.nbytes} bytes")
+        click.echo(
+            f"job {report.job!r}: {report.records} records in {report.segments} segments, {report.nbytes} bytes"
+        )
         for cut in report.cuts:
             click.echo(f"no fault, a write that was cut: {cut}")
         _tell_faults(report.faults or fold_faults(reading))
@@ -97,5 +140,8 @@ def check(uri: str, debug: bool) -> None:
 def _tell_faults(faults: tuple[str, ...]) -> None:
     """A sentence each, and the exit code that says so."""
     if faults:
-        error(f"{len(faults)} fault{'s' * (len(faults) > 1)} in the journal", "\n".join(f"  - {fault}" for fault in faults))
+        error(
+            f"{len(faults)} fault{'s' * (len(faults) > 1)} in the journal",
+            "\n".join(f"  - {fault}" for fault in faults),
+        )
         sys.exit(FAILED)

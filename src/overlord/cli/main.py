@@ -56,15 +56,33 @@ cli.add_command(stop)
 
 @cli.command()
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("overlord-demo"), show_default=True, help="Where corpus and report go."
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("overlord-demo"),
+    show_default=True,
+    help="Where corpus and report go.",
 )
 @click.option("--steps", type=click.IntRange(min=1), default=40, show_default=True)
-@click.option("--ranks", type=click.IntRange(min=1, max=64), default=4, show_default=True, help="Data-parallel ranks.")
-@click.option("--rows", type=click.IntRange(min=8), default=10_000, show_default=True, help="Rows of a source, at most.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1, max=64),
+    default=4,
+    show_default=True,
+    help="Data-parallel ranks.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(min=8),
+    default=10_000,
+    show_default=True,
+    help="Rows of a source, at most.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=7, show_default=True)
 @where
 @debug
-def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, runtime: str, debug: bool) -> None:
+def demo(
+    out: Path, steps: int, ranks: int, rows: int, seed: int, runtime: str, debug: bool
+) -> None:
     """Make a corpus, run a job, write a report."""
 
     def act() -> None:
@@ -91,21 +109,41 @@ def demo(out: Path, steps: int, ranks: int, rows: int, seed: int, runtime: str, 
 
 @cli.command()
 @job_file
-@click.option("--steps", type=click.IntRange(min=1), help="Stop after this many steps; without it, at the end of the data.")
-@click.option("--rank", type=click.IntRange(min=0), help="Only this rank; without it, all ranks of the job's place.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    help="Stop after this many steps; without it, at the end of the data.",
+)
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    help="Only this rank; without it, all ranks of the job's place.",
+)
 @resuming
 @saving
 @allowing
-@click.option("--digest", is_flag=True, help="Print a fingerprint of every step's bytes, to compare two runs.")
+@click.option(
+    "--digest", is_flag=True, help="Print a fingerprint of every step's bytes, to compare two runs."
+)
 @where
 @cluster_address
 @launching
 @imports
 @debug
 def run(
-    job_yaml: Path, steps: int | None, rank: int | None, resume: Path | None, save: Path | None, allow: tuple[str, ...], digest: bool,
-    runtime: str, address: str | None, options: tuple[str, ...], modules: tuple[str, ...], debug: bool,
-) -> None:  # fmt: skip
+    job_yaml: Path,
+    steps: int | None,
+    rank: int | None,
+    resume: Path | None,
+    save: Path | None,
+    allow: tuple[str, ...],
+    digest: bool,
+    runtime: str,
+    address: str | None,
+    options: tuple[str, ...],
+    modules: tuple[str, ...],
+    debug: bool,
+) -> None:
     """Run a job and show what it delivers."""
 
     def act() -> None:
@@ -131,34 +169,71 @@ def run(
 
 @cli.command()
 @job_file
-@click.option("--host", default="127.0.0.1", show_default=True, help="The interface to serve at; by default only this machine reaches it.")
-@click.option("--port", type=click.IntRange(min=0, max=65535), default=0, show_default=True, help="0: any that is free.")
 @click.option(
-    "--token-file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="The interface to serve at; by default only this machine reaches it.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(min=0, max=65535),
+    default=0,
+    show_default=True,
+    help="0: any that is free.",
+)
+@click.option(
+    "--token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
     help="Holds the token that clients must know. Without it OVERLORD_TOKEN says it, or one is made up.",
-)  # fmt: skip
+)
 @where
 @cluster_address
 @launching
-@click.option("--detach", is_flag=True, help="On a Ray cluster: return at once; `overlord status` and `overlord stop` find the job.")
-@click.option("--start-s", type=float, metavar="SECONDS", help="With --detach: for the job to begin, 180 if not said; then it is ended.")
+@click.option(
+    "--detach",
+    is_flag=True,
+    help="On a Ray cluster: return at once; `overlord status` and `overlord stop` find the job.",
+)
+@click.option(
+    "--start-s",
+    type=float,
+    metavar="SECONDS",
+    help="With --detach: for the job to begin, 180 if not said; then it is ended.",
+)
 @resuming
 @saving
 @allowing
 @imports
 @debug
 def serve(
-    job_yaml: Path, host: str, port: int, token_file: Path | None, runtime: str, address: str | None, options: tuple[str, ...],
-    detach: bool, start_s: float | None, resume: Path | None, save: Path | None, allow: tuple[str, ...], modules: tuple[str, ...],
+    job_yaml: Path,
+    host: str,
+    port: int,
+    token_file: Path | None,
+    runtime: str,
+    address: str | None,
+    options: tuple[str, ...],
+    detach: bool,
+    start_s: float | None,
+    resume: Path | None,
+    save: Path | None,
+    allow: tuple[str, ...],
+    modules: tuple[str, ...],
     debug: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Run a job for trainers in other processes, which connect to it."""
     if detach and runtime != "ray":
         raise click.UsageError("--detach needs --runtime ray: nothing else outlives this program")
     if start_s is not None and not detach:
-        raise click.UsageError("--start-s is for --detach: this program waits for as long as it runs")
+        raise click.UsageError(
+            "--start-s is for --detach: this program waits for as long as it runs"
+        )
     if detach and save is not None:
-        raise click.UsageError("--save is not for --detach: a job that lives by itself has a journal (Job.journal), or its trainers save")
+        raise click.UsageError(
+            "--save is not for --detach: a job that lives by itself has a journal (Job.journal), or its trainers save"
+        )
 
     def act() -> None:
         from overlord.cli.run import resume_from
@@ -167,9 +242,18 @@ def serve(
         job = read_job(job_yaml, modules)
         state = None if resume is None else resume_from(resume)
         wanted = Serve(
-            job=job, host=host, port=port, token=read_token(token_file), resume=state, save=save, allow=allow, runtime=runtime,
-            cluster=address if runtime == "ray" else None, options=read_options(options), start_s=start_s,
-        )  # fmt: skip
+            job=job,
+            host=host,
+            port=port,
+            token=read_token(token_file),
+            resume=state,
+            save=save,
+            allow=allow,
+            runtime=runtime,
+            cluster=address if runtime == "ray" else None,
+            options=read_options(options),
+            start_s=start_s,
+        )
         if detach:
             submit_job(wanted, click.echo, screen(stderr=True))
             return
@@ -204,7 +288,10 @@ def inspect(what: str, full: bool, modules: tuple[str, ...], debug: bool) -> Non
         failures = [failure for report in reports for failure in report.failures]
         if failures:
             broken = sum(bool(report.failures) for report in reports)
-            error(f"{broken} of {len(reports)} sources cannot be used as they are", "\n".join(f"  - {failure}" for failure in failures))
+            error(
+                f"{broken} of {len(reports)} sources cannot be used as they are",
+                "\n".join(f"  - {failure}" for failure in failures),
+            )
             sys.exit(FAILED)
 
     guarded(act, debug)
@@ -212,17 +299,27 @@ def inspect(what: str, full: bool, modules: tuple[str, ...], debug: bool) -> Non
 
 @cli.command()
 @job_file
-@click.option("--step", type=click.IntRange(min=0), required=True, help="The step to show, counted from 0.")
+@click.option(
+    "--step", type=click.IntRange(min=0), required=True, help="The step to show, counted from 0."
+)
 @click.option("--place", metavar="dp=64", help="Plan for another place than the job's.")
 @click.option("--strategy", metavar="NAME", help="Plan with another strategy than the job's.")
 @click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="PLAN.HTML",
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="PLAN.HTML",
     help="Also write a page that shows where every sample went.",
-)  # fmt: skip
+)
 @imports
 @debug
 def plan(
-    job_yaml: Path, step: int, place: str | None, strategy: str | None, html: Path | None, modules: tuple[str, ...], debug: bool
+    job_yaml: Path,
+    step: int,
+    place: str | None,
+    strategy: str | None,
+    html: Path | None,
+    modules: tuple[str, ...],
+    debug: bool,
 ) -> None:
     """Show the plan of one step."""
 
@@ -234,9 +331,14 @@ def plan(
 
         job, console = read_job(job_yaml, modules), screen()
         changes: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
-        job = replace(job, **changes, place=job.place if place is None else parse_place(place, job.place))
+        job = replace(
+            job, **changes, place=job.place if place is None else parse_place(place, job.place)
+        )
         what_if, err = place is not None or strategy is not None, screen(stderr=True)
-        with waiting(err, "planned", step + 1) as advance, planned(job, step, advance, what_if=what_if, say=note) as session:
+        with (
+            waiting(err, "planned", step + 1) as advance,
+            planned(job, step, advance, what_if=what_if, say=note) as session,
+        ):
             graph = session.graph(step)
         if html is not None:
             graph.to_html(html)
@@ -251,13 +353,26 @@ def plan(
 @cli.command()
 @job_file
 @click.option("--step", type=click.IntRange(min=0), help="The step to explain, counted from 0.")
-@click.option("--sample", metavar="WEB/E0/F2/R17", help="The sample to look for: source, epoch, file, row.")
 @click.option(
-    "--within", type=click.IntRange(min=1), default=1000, show_default=True, help="How many steps to look through for the sample."
+    "--sample", metavar="WEB/E0/F2/R17", help="The sample to look for: source, epoch, file, row."
+)
+@click.option(
+    "--within",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="How many steps to look through for the sample.",
 )
 @imports
 @debug
-def explain(job_yaml: Path, step: int | None, sample: str | None, within: int, modules: tuple[str, ...], debug: bool) -> None:
+def explain(
+    job_yaml: Path,
+    step: int | None,
+    sample: str | None,
+    within: int,
+    modules: tuple[str, ...],
+    debug: bool,
+) -> None:
     """Say which rows are in a step, or where a sample goes, and why."""
     if (step is None) == (sample is None):
         raise click.UsageError("give either --step K or --sample ID")
@@ -271,7 +386,10 @@ def explain(job_yaml: Path, step: int | None, sample: str | None, within: int, m
         job, err = read_job(job_yaml, modules), screen(stderr=True)
         if wanted is None:
             assert step is not None
-            with waiting(err, "planned", step + 1) as advance, planned(job, step, advance, say=note) as session:
+            with (
+                waiting(err, "planned", step + 1) as advance,
+                planned(job, step, advance, say=note) as session,
+            ):
                 click.echo(str(session.explain(step)))
             return
         with waiting(err, "looked through", within) as advance:
@@ -288,7 +406,9 @@ def main() -> NoReturn:
     """The entry point. After Ctrl-C the process ends at once: a thread in the middle of a read must not hold it up."""
     code = 0
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # bars are no Latin-1; a mark in their place is better than no table
+        if isinstance(
+            stream, TextIOWrapper
+        ):  # bars are no Latin-1; a mark in their place is better than no table
             stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _terminate)
     try:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 Say = Callable[[str], None]
-QUIET: dict[str, Any] = {"prefetch": 1, "partition": "off", "watch_s": 0.0}  # nothing is measured, so nothing is kept
+QUIET: dict[str, Any] = {
+    "prefetch": 1,
+    "partition": "off",
+    "watch_s": 0.0,
+}  # nothing is measured, so nothing is kept
 MANY = 4  # differences that are named
 
 
@@ -37,14 +41,24 @@ def parse_place(text: str, base: ClientPlaceTree) -> ClientPlaceTree:
     for part in text.replace(" ", "").split(","):
         axis, _, degree = part.partition("=")
         if axis not in AXES or not degree.isdigit():
-            raise JobError([f"wanted axis=number with one of {', '.join(AXES)}, as in dp=64 or dp=8,tp=2, found {part!r}"], "--place")
+            raise JobError(
+                [
+                    f"wanted axis=number with one of {', '.join(AXES)}, as in dp=64 or dp=8,tp=2, found {part!r}"
+                ],
+                "--place",
+            )
         degrees[axis] = int(degree)
     return base.replace(**degrees)
 
 
 @contextmanager
 def planned(
-    job: Job, step: int, progress: Callable[[int], None] | None = None, *, what_if: bool = False, say: Say = silent
+    job: Job,
+    step: int,
+    progress: Callable[[int], None] | None = None,
+    *,
+    what_if: bool = False,
+    say: Say = silent,
 ) -> Iterator[Session]:
     """Yield a session that has planned a step as a run of the job plans it. ``progress`` receives the number of planned steps.
 
@@ -73,7 +87,12 @@ def plan_step(job: Job, step: int, progress: Callable[[int], None] | None = None
 
 
 def find_sample(
-    job: Job, sample: SampleId, within: int, progress: Callable[[int], None] | None = None, *, say: Say = silent
+    job: Job,
+    sample: SampleId,
+    within: int,
+    progress: Callable[[int], None] | None = None,
+    *,
+    say: Say = silent,
 ) -> SampleExplanation:
     """Where a run of the job puts a sample, looked for in the first steps. It ends as soon as the stream has passed the row.
 
@@ -83,23 +102,41 @@ def find_sample(
     answer = _found(job, sample, within, progress, past.oldest_state(), say)
     if answer.status != "gone":
         return answer
-    say(f"journal {past.shown}: expected the step of {sample}, got steps from {past.oldest} on; the answer follows from the job file alone")
+    say(
+        f"journal {past.shown}: expected the step of {sample}, got steps from {past.oldest} on; the answer follows from the job file alone"
+    )
     return _found(job, sample, within, progress, Standing(), say)
 
 
-def _found(job: Job, sample: SampleId, within: int, progress: Callable[[int], None] | None, begin: Standing, say: Say) -> SampleExplanation:
+def _found(
+    job: Job,
+    sample: SampleId,
+    within: int,
+    progress: Callable[[int], None] | None,
+    begin: Standing,
+    say: Say,
+) -> SampleExplanation:
     with _looking(job, begin, say) as (session, first):
-        explain_sample(sample, session._known())  # an id that no step can hold is refused before anything is read
+        explain_sample(
+            sample, session._known()
+        )  # an id that no step can hold is refused before anything is read
         found: list[Stage] = []
-        session._host.on_stage.append(lambda stage: found.append(stage) if find(sample, stage.plan) >= 0 else None)
+        session._host.on_stage.append(
+            lambda stage: found.append(stage) if find(sample, stage.plan) >= 0 else None
+        )
         session.skip(range(first, first + within))
         taking, over = _Taking(session), False
         while True:
-            known = session._pump.ask(session._known, "the planner")  # before looking at what was found: it was found before this
+            known = session._pump.ask(
+                session._known, "the planner"
+            )  # before looking at what was found: it was found before this
             if progress:
                 progress(min(within, known.state.step - first))
             # All steps were watched, so none counts as forgotten; of those that are not delivered, the job skips its own alone.
-            watched = [replace(s, skipped=skipped(begin.skipped, s.plan.step, s.plan.step + 1)) for s in found]
+            watched = [
+                replace(s, skipped=skipped(begin.skipped, s.plan.step, s.plan.step + 1))
+                for s in found
+            ]
             answer = explain_sample(sample, replace(known, stages=watched))
             if over or answer.status not in ("ahead", "undecided"):
                 return answer
@@ -107,7 +144,9 @@ def _found(job: Job, sample: SampleId, within: int, progress: Callable[[int], No
 
 
 @contextmanager
-def _looking(job: Job, begin: Standing, say: Say, allow: tuple[str, ...] = ()) -> Iterator[tuple[Session, int]]:
+def _looking(
+    job: Job, begin: Standing, say: Say, allow: tuple[str, ...] = ()
+) -> Iterator[tuple[Session, int]]:
     """Yield a session without a journal or a profile, and the step at which it begins."""
     import overlord as ov
 
@@ -115,8 +154,12 @@ def _looking(job: Job, begin: Standing, say: Say, allow: tuple[str, ...] = ()) -
     try:
         session = ov.launch(quiet, resume=begin.state, allow=allow, **QUIET)
     except StateMismatch as fault:
-        parts = ", ".join(sorted(fault.differences)[:MANY]) + (f" and {n} more" if (n := len(fault.differences) - MANY) > 0 else "")
-        say(f"journal: expected this job's, got one that differs in {parts}; the answer follows from the job file alone")
+        parts = ", ".join(sorted(fault.differences)[:MANY]) + (
+            f" and {n} more" if (n := len(fault.differences) - MANY) > 0 else ""
+        )
+        say(
+            f"journal: expected this job's, got one that differs in {parts}; the answer follows from the job file alone"
+        )
         session, first = ov.launch(quiet, **QUIET), 0
     else:
         if begin.note:
@@ -132,7 +175,11 @@ def _compare(session: Session, step: int, begin: Standing, say: Say) -> None:
     made = session.plan(step).digest()
     if begin.digest and begin.digest != made:
         slots = slots_of(session.job)
-        elsewhere = "" if begin.place == slots else f": the run had {begin.place}, and the job file has {slots}"
+        elsewhere = (
+            ""
+            if begin.place == slots
+            else f": the run had {begin.place}, and the job file has {slots}"
+        )
         say(f"step {step}: expected digest {begin.digest} as in the journal, got {made}{elsewhere}")
 
 

@@ -37,7 +37,9 @@ class Profiled:
     failures: tuple[str, ...]
 
 
-def profile_job(blueprint: Blueprint, bounds: Bounds, progress: Callable[[str], None] = lambda name: None) -> Profiled:
+def profile_job(
+    blueprint: Blueprint, bounds: Bounds, progress: Callable[[str], None] = lambda name: None
+) -> Profiled:
     """All sources, one after the other: memory can only be told apart while nothing else happens. One that fails hides no other."""
     from overlord.setup.measure import machine, measure
 
@@ -48,10 +50,14 @@ def profile_job(blueprint: Blueprint, bounds: Bounds, progress: Callable[[str], 
             if made.samples:
                 found.append(made)
             else:
-                failures.append(f"source {name!r}: no sample came within {bounds.rows} rows and {bounds.seconds:g} s")
+                failures.append(
+                    f"source {name!r}: no sample came within {bounds.rows} rows and {bounds.seconds:g} s"
+                )
         except OverlordError as fault:
             failures.append(str(fault))
-        except Exception as fault:  # a surprise of one source must not hide the others; it is told by name
+        except (
+            Exception
+        ) as fault:  # a surprise of one source must not hide the others; it is told by name
             failures.append(f"source {name!r}: {told(fault)}")
         progress(name)
     return Profiled(profile=JobProfile.of(found, machine()), failures=tuple(failures))
@@ -80,18 +86,44 @@ QUANTITIES: tuple[tuple[str, Callable[[SourceProfile], float], Callable[[float],
 def profile_view(profile: JobProfile) -> RenderableType:
     """A table of the dearest sources, the distributions over all, and what file state is of memory."""
     every = sorted(profile.sources.values(), key=lambda p: (-p.sample_s, p.name))
-    head = ("source", "samples", "read", "transform", "waited", "P by token", "T", "tokens", "buffers M_b", "file state M_d")
+    head = (
+        "source",
+        "samples",
+        "read",
+        "transform",
+        "waited",
+        "P by token",
+        "T",
+        "tokens",
+        "buffers M_b",
+        "file state M_d",
+    )
     rows = [
-        (p.name, f"{p.samples:,}", micro(p.read_s), micro(p.transform_s), micro(p.waited_s), micro(p.token_s), micro(p.transfer_s),
-         f"{p.tokens:,.0f}", size(p.buffer_bytes), size(p.file_bytes))
+        (
+            p.name,
+            f"{p.samples:,}",
+            micro(p.read_s),
+            micro(p.transform_s),
+            micro(p.waited_s),
+            micro(p.token_s),
+            micro(p.transfer_s),
+            f"{p.tokens:,.0f}",
+            size(p.buffer_bytes),
+            size(p.file_bytes),
+        )
         for p in every[:SHOWN]
-    ]  # fmt: skip
+    ]
     parts: list[RenderableType] = [grid(head, rows)]
     if len(every) > SHOWN:
         parts.append(Text(f"and {len(every) - SHOWN} that cost less", "dim"))
     if every:
         parts += [Text(""), _cdf_table(every), Text(""), Text(file_state(profile))]
-        parts.append(Text(f"measured on {profile.machine}; waited: what no core was busy with of read and transform", "dim"))
+        parts.append(
+            Text(
+                f"measured on {profile.machine}; waited: what no core was busy with of read and transform",
+                "dim",
+            )
+        )
     return Group(*parts)
 
 
@@ -122,12 +154,22 @@ def cdf_svg(profile: JobProfile) -> str:
     low = float(np.floor(min((float(x.min()) for *_, x in drawn), default=-1.0)))
     high = float(np.ceil(max((float(x.max()) for *_, x in drawn), default=1.0)))
     axis = np.linspace(low, max(high, low + 1), 200)
-    series = [Line(label=n, color=c, y=np.searchsorted(x, axis, side="right") / len(x)) for n, c, x in drawn]
+    series = [
+        Line(label=n, color=c, y=np.searchsorted(x, axis, side="right") / len(x))
+        for n, c, x in drawn
+    ]
     ticks = [(float(t), f"{10.0**t:g}x") for t in range(int(low), int(max(high, low + 1)) + 1)]
     return lines(
-        axis, series, about=f"Distribution over {len(every)} sources", x_label="cost of a source over the median source's",
-        y_label="share of sources", y_from=0.0, y_to=1.0, show=lambda v: f"{v:.0%}", x_ticks=ticks,
-    )  # fmt: skip
+        axis,
+        series,
+        about=f"Distribution over {len(every)} sources",
+        x_label="cost of a source over the median source's",
+        y_label="share of sources",
+        y_from=0.0,
+        y_to=1.0,
+        show=lambda v: f"{v:.0%}",
+        x_ticks=ticks,
+    )
 
 
 STYLE = """
@@ -141,7 +183,11 @@ body{font:15px system-ui,sans-serif;margin:2rem}
 
 def profile_svg(profile: JobProfile) -> str:
     """The plot alone, as a file of its own: it brings its colours along."""
-    return cdf_svg(profile).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace("\n", f"\n<style>{STYLE}</style>\n", 1)
+    return (
+        cdf_svg(profile)
+        .replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+        .replace("\n", f"\n<style>{STYLE}</style>\n", 1)
+    )
 
 
 def profile_page(profile: JobProfile, job: str) -> str:
@@ -169,9 +215,25 @@ def partition_view(made: Partition, tokens: float, measured: int) -> RenderableT
     order = sorted(made.shares, key=lambda s: (-s.work, s.source))
     head = ("source", "why", "cluster", "level", "work", "loaders", "hosts")
     rows = [
-        (s.source, s.reason, f"{s.cluster}", f"{s.level:,.1f}", f"{s.work:.1%}", f"{s.loaders}", f"{s.actors}") for s in order[:SHOWN]
-    ]  # fmt: skip
+        (
+            s.source,
+            s.reason,
+            f"{s.cluster}",
+            f"{s.level:,.1f}",
+            f"{s.work:.1%}",
+            f"{s.loaders}",
+            f"{s.actors}",
+        )
+        for s in order[:SHOWN]
+    ]
     parts: list[RenderableType] = [*(Text(f) for f in facts), Text(""), grid(head, rows, 2)]
     if len(order) > SHOWN:
-        parts.append(Text(f"and {len(order) - SHOWN} with less work, {sum(s.loaders for s in order[SHOWN:])} loaders in all", "dim"))
-    return Group(*parts, Text(""), *(Text(f"host {k:<3} {why}") for k, why in enumerate(h.reasons[:SHOWN])))
+        parts.append(
+            Text(
+                f"and {len(order) - SHOWN} with less work, {sum(s.loaders for s in order[SHOWN:])} loaders in all",
+                "dim",
+            )
+        )
+    return Group(
+        *parts, Text(""), *(Text(f"host {k:<3} {why}") for k, why in enumerate(h.reasons[:SHOWN]))
+    )

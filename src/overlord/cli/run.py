@@ -48,7 +48,9 @@ class Run:
 
 def never_ends(job: Job) -> bool:
     """True if the data of a job has no end: which sources may repeat for ever depends on ``until``."""
-    weights = job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
+    weights = (
+        job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
+    )
     drawn = [s.epochs is None for s in job.sources if weights.get(s.name, 0) > 0]
     return (job.until == "all" and any(drawn)) or (job.until == "first" and all(drawn))
 
@@ -57,15 +59,31 @@ def run_job(run: Run, console: Console, err: Console) -> Meter:
     """Progress goes to ``err``, results to ``console``."""
     if run.steps is None and never_ends(run.job):
         endless = [s.name for s in run.job.sources if s.epochs is None]
-        who = f"{endless[0]} repeats" if len(endless) == 1 else f"{', '.join(endless[:5])}{' and others' * (len(endless) > 5)} repeat"
-        raise JobError([f"the job never ends, since {who} for ever; say --steps N, give epochs, or set until"], "run")
+        who = (
+            f"{endless[0]} repeats"
+            if len(endless) == 1
+            else f"{', '.join(endless[:5])}{' and others' * (len(endless) > 5)} repeat"
+        )
+        raise JobError(
+            [f"the job never ends, since {who} for ever; say --steps N, give epochs, or set until"],
+            "run",
+        )
     if run.save is not None:
         of_this_machine(run.save)
-    if run.save is not None and not run.save.absolute().parent.is_dir():  # before the run, not after it
-        raise JobError([f"cannot be written: {run.save.absolute().parent} is no folder"], str(run.save))
+    if (
+        run.save is not None and not run.save.absolute().parent.is_dir()
+    ):  # before the run, not after it
+        raise JobError(
+            [f"cannot be written: {run.save.absolute().parent} is no folder"], str(run.save)
+        )
     meter, chain = Meter(), ""
-    options = {"watch_s": 0.0, **run.options}  # nobody computes here: whoever reads would be too slow
-    with ov.launch(run.job, runtime=run.runtime, resume=run.resume, allow=run.allow, **options) as session:
+    options = {
+        "watch_s": 0.0,
+        **run.options,
+    }  # nobody computes here: whoever reads would be too slow
+    with ov.launch(
+        run.job, runtime=run.runtime, resume=run.resume, allow=run.allow, **options
+    ) as session:
         say_resumed(session, err)
         ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
         try:
@@ -110,7 +128,12 @@ def say_resumed(session: Session, err: Console) -> None:
 
 def of_this_machine(path: Path) -> None:
     if is_uri(str(path)):  # which may hold a secret, and is not repeated
-        raise JobError(["wanted a file of this machine, found a URI; a journal may lie in a store: Job.journal"], "state")
+        raise JobError(
+            [
+                "wanted a file of this machine, found a URI; a journal may lie in a store: Job.journal"
+            ],
+            "state",
+        )
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -120,9 +143,17 @@ def read_state(path: Path) -> dict[str, Any]:
     except OSError as fault:
         raise JobError([f"cannot be read: {fault.strerror or fault}"], str(path)) from fault
     except ValueError as fault:
-        raise JobError([f"expected a state as JSON, got a file that is not JSON: {fault}"], str(path)) from fault
-    if (problem := no_state(state)) and not (isinstance(state, dict) and "stream" in state):  # one of a trainer's: told by ``launch``
-        raise StateMismatch({}, "give a file that `overlord run --save` wrote, or --resume auto", f"{path}: {problem}")
+        raise JobError(
+            [f"expected a state as JSON, got a file that is not JSON: {fault}"], str(path)
+        ) from fault
+    if (problem := no_state(state)) and not (
+        isinstance(state, dict) and "stream" in state
+    ):  # one of a trainer's: told by ``launch``
+        raise StateMismatch(
+            {},
+            "give a file that `overlord run --save` wrote, or --resume auto",
+            f"{path}: {problem}",
+        )
     found: dict[str, Any] = state
     return found
 

@@ -48,10 +48,16 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
     when all have left; raises what the job ended with."""
     if wanted.save is not None:
         of_this_machine(wanted.save)
-    if wanted.save is not None and not wanted.save.absolute().parent.is_dir():  # before the run, not after it
-        raise JobError([f"cannot be written: {wanted.save.absolute().parent} is no folder"], str(wanted.save))
+    if (
+        wanted.save is not None and not wanted.save.absolute().parent.is_dir()
+    ):  # before the run, not after it
+        raise JobError(
+            [f"cannot be written: {wanted.save.absolute().parent} is no folder"], str(wanted.save)
+        )
     settings = {"address": wanted.cluster, **wanted.options}
-    with ov.launch(wanted.job, runtime=wanted.runtime, resume=wanted.resume, allow=wanted.allow, **settings) as session:
+    with ov.launch(
+        wanted.job, runtime=wanted.runtime, resume=wanted.resume, allow=wanted.allow, **settings
+    ) as session:
         say_resumed(session, err)
         try:
             served = session.serve(host=wanted.host, port=wanted.port, token=wanted.token)
@@ -60,10 +66,17 @@ def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
             with _showing(err) as show:
                 attend(session, show)
             finish = session._host.planner.finished
-            err.print("all clients have left" if finish is None else f"the job has ended: {finish.step} steps in all", soft_wrap=True)
+            err.print(
+                "all clients have left"
+                if finish is None
+                else f"the job has ended: {finish.step} steps in all",
+                soft_wrap=True,
+            )
             with suppress(OverlordError):  # a planner that is gone says nothing any more
                 metrics = session.metrics()
-                for what, words in scaling_facts(metrics["scaling"]) + placement_facts(metrics["placement"]):
+                for what, words in scaling_facts(metrics["scaling"]) + placement_facts(
+                    metrics["placement"]
+                ):
                     err.print(f"{what}: {words}", soft_wrap=True, markup=False)
         finally:
             if wanted.save is not None:
@@ -75,11 +88,20 @@ def submit_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
     """The same on a cluster, which has the job from here on."""
     from overlord.cli.detached_jobs import START_S, submit
 
-    host = "" if is_loopback(wanted.host) else wanted.host  # it may come to any node, and trainers to others
+    host = (
+        "" if is_loopback(wanted.host) else wanted.host
+    )  # it may come to any node, and trainers to others
     served = submit(
-        wanted.job, address=wanted.cluster, host=host, port=wanted.port, token=wanted.token, resume=wanted.resume, allow=wanted.allow,
-        start_s=START_S if wanted.start_s is None else wanted.start_s, **wanted.options,
-    )  # fmt: skip
+        wanted.job,
+        address=wanted.cluster,
+        host=host,
+        port=wanted.port,
+        token=wanted.token,
+        resume=wanted.resume,
+        allow=wanted.allow,
+        start_s=START_S if wanted.start_s is None else wanted.start_s,
+        **wanted.options,
+    )
     if served.resumed:
         err.print(served.resumed, soft_wrap=True, markup=False)
     say(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
@@ -122,7 +144,11 @@ def in_a_line(session: Session, total: int) -> str:
     seats = serving.seats
     there = sum(seat.there for seat in seats)
     took = [seat.steps for seat in seats]
-    steps = f"{min(took)} to {max(took)}" if took and min(took) != max(took) else f"{max(took, default=0)}"
+    steps = (
+        f"{min(took)} to {max(took)}"
+        if took and min(took) != max(took)
+        else f"{max(took, default=0)}"
+    )
     left = f", {total - len(seats)} left" if len(seats) < total else ""
     slowest = min(seats, key=lambda seat: (seat._state.step, seat.rank), default=None)
     words = ""

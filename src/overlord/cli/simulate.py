@@ -25,40 +25,111 @@ ROLES = ("planner", "loaders", "constructors", "clients")
 class Sizes(click.ParamType):
     name = "N,N,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[int]:
         try:
             found = [int(part) for part in str(value).split(",")]
         except ValueError:
             found = []
         if not found or min(found) < 1:
-            self.fail(f"wanted whole numbers above 0 with commas between them, as in 512,4096, found {value!r}", param, ctx)
+            self.fail(
+                f"wanted whole numbers above 0 with commas between them, as in 512,4096, found {value!r}",
+                param,
+                ctx,
+            )
         return found
 
 
 @click.command()
 @job_file
-@click.option("--gpus", type=Sizes(), help="GPUs of the fleet; several with commas: a line each. Default 512,1024,2048,4096,8192,16384.")
+@click.option(
+    "--gpus",
+    type=Sizes(),
+    help="GPUs of the fleet; several with commas: a line each. Default 512,1024,2048,4096,8192,16384.",
+)
 @click.option("--nodes", type=Sizes(), help="The same in nodes.")
 @click.option("--gpus-per-node", type=COUNT, default=8, show_default=True)
 @click.option("--tp", type=COUNT, default=1, show_default=True)
 @click.option("--cp", type=COUNT, default=1, show_default=True)
 @click.option("--pp", type=COUNT, default=1, show_default=True)
-@click.option("--batch", type=COUNT, help="Samples of a step over all ranks. Default: as many for a data-parallel group as the job has.")
-@click.option("--workers", type=COUNT, default=4, show_default=True, help="Of the colocated loader it is compared with, in every rank.")
-@click.option("--hosts", type=COUNT, help="Loader hosts at least. Default: what reading takes at the trainers' pace.")
-@click.option("--sources-per-host", type=COUNT, default=25, show_default=True, help="1: a process for every source, as in the paper.")
-@click.option("--step-seconds", "pace_s", type=float, default=1.0, show_default=True, help="What trainers take for a step.")
-@click.option("--constructors/--no-constructors", "constructors", default=None, help="Only with them, or only without. Default: both.")
-@click.option("--broadcast/--no-broadcast", default=True, help="Whether ranks of a tensor-parallel group share what one of them fetches.")
-@click.option("--measure", "again", is_flag=True, help="Measure the constants again, though some are kept of an earlier run.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all figures there.")
+@click.option(
+    "--batch",
+    type=COUNT,
+    help="Samples of a step over all ranks. Default: as many for a data-parallel group as the job has.",
+)
+@click.option(
+    "--workers",
+    type=COUNT,
+    default=4,
+    show_default=True,
+    help="Of the colocated loader it is compared with, in every rank.",
+)
+@click.option(
+    "--hosts",
+    type=COUNT,
+    help="Loader hosts at least. Default: what reading takes at the trainers' pace.",
+)
+@click.option(
+    "--sources-per-host",
+    type=COUNT,
+    default=25,
+    show_default=True,
+    help="1: a process for every source, as in the paper.",
+)
+@click.option(
+    "--step-seconds",
+    "pace_s",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="What trainers take for a step.",
+)
+@click.option(
+    "--constructors/--no-constructors",
+    "constructors",
+    default=None,
+    help="Only with them, or only without. Default: both.",
+)
+@click.option(
+    "--broadcast/--no-broadcast",
+    default=True,
+    help="Whether ranks of a tensor-parallel group share what one of them fetches.",
+)
+@click.option(
+    "--measure",
+    "again",
+    is_flag=True,
+    help="Measure the constants again, though some are kept of an earlier run.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write all figures there.",
+)
 @imports
 @debug
 def simulate(
-    job_yaml: Path, gpus: list[int] | None, nodes: list[int] | None, gpus_per_node: int, tp: int, cp: int, pp: int, batch: int | None,
-    workers: int, hosts: int | None, sources_per_host: int, pace_s: float, constructors: bool | None, broadcast: bool, again: bool,
-    json_path: Path | None, modules: tuple[str, ...], debug: bool,
-) -> None:  # fmt: skip
+    job_yaml: Path,
+    gpus: list[int] | None,
+    nodes: list[int] | None,
+    gpus_per_node: int,
+    tp: int,
+    cp: int,
+    pp: int,
+    batch: int | None,
+    workers: int,
+    hosts: int | None,
+    sources_per_host: int,
+    pace_s: float,
+    constructors: bool | None,
+    broadcast: bool,
+    again: bool,
+    json_path: Path | None,
+    modules: tuple[str, ...],
+    debug: bool,
+) -> None:
     """Say what a job would take on hundreds of machines: memory, planning, connections, fetch latency.
 
     The planner is real and timed at that size; reading, sending and building take what dummy loading jobs took on this machine.
@@ -74,10 +145,19 @@ def simulate(
 
         job = read_job(job_yaml, modules)
         asked = Asked(
-            gpus=sizes, tp=tp, cp=cp, pp=pp, gpus_per_node=gpus_per_node, batch=batch, workers=workers, hosts=hosts,
-            sources_per_host=sources_per_host, pace_s=pace_s, constructors=(True, False) if constructors is None else (constructors,),
+            gpus=sizes,
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            gpus_per_node=gpus_per_node,
+            batch=batch,
+            workers=workers,
+            hosts=hosts,
+            sources_per_host=sources_per_host,
+            pace_s=pace_s,
+            constructors=(True, False) if constructors is None else (constructors,),
             broadcast=broadcast,
-        )  # fmt: skip
+        )
         with _Bars() as progress:
             found, kept, cells = simulated(job, asked, again=again, progress=progress)
         console = screen()
@@ -88,10 +168,14 @@ def simulate(
             console.print(words, markup=False)
         console.print(
             "Planning is measured (CPU seconds of the real planner at that place tree); all else is computed from the constants. "
-            "Memory is that of data loading: what trainers hold anyway counts for nobody.", markup=False,
-        )  # fmt: skip
+            "Memory is that of data loading: what trainers hold anyway counts for nobody.",
+            markup=False,
+        )
         if json_path is not None:
-            values = {"constants": found.plain()["constants"], "cells": [cell.plain() for cell in cells]}
+            values = {
+                "constants": found.plain()["constants"],
+                "cells": [cell.plain() for cell in cells],
+            }
             json_path.write_text(json.dumps(values, indent=1), encoding="utf-8")
 
     guarded(act, debug)
@@ -101,9 +185,20 @@ class _Bars:
     """A bar on stderr for whatever is under way; nothing where nobody watches."""
 
     def __enter__(self) -> Any:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         self._shown = Progress(*columns, console=screen(stderr=True), transient=True)
         self._tasks: dict[str, Any] = {}
         self._shown.__enter__()
@@ -118,7 +213,9 @@ class _Bars:
         self._shown.__exit__(*why)
 
 
-def _titled(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> RenderableType:
+def _titled(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int
+) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -129,18 +226,35 @@ def _titled(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], tex
 
 def constants_view(c: Constants, kept: Path) -> RenderableType:
     sizes = {
-        "a worker of a colocated loader": c.worker_bytes, "  for every source it opens": c.opened_bytes, "a loader host": c.host_bytes,
-        "  for every source it has": c.source_bytes, "a constructor host": c.constructor_bytes, "the planner's process": c.planner_bytes,
-        "a client": c.client_bytes, "an end of a connection": c.link_bytes,
-    }  # fmt: skip
+        "a worker of a colocated loader": c.worker_bytes,
+        "  for every source it opens": c.opened_bytes,
+        "a loader host": c.host_bytes,
+        "  for every source it has": c.source_bytes,
+        "a constructor host": c.constructor_bytes,
+        "the planner's process": c.planner_bytes,
+        "a client": c.client_bytes,
+        "an end of a connection": c.link_bytes,
+    }
     times = {
-        "a row, read and transformed": f"{1e6 * c.read_s:.1f} us", "a token, built": f"{1e9 * c.build_s:.1f} ns",
-        "a call and its answer": f"{1e6 * c.call_s:.0f} us", "a message on a link": f"{1e6 * c.link_s:.1f} us",
-        "to open a connection": f"{1e6 * c.connect_s:.0f} us", "bandwidth of a link": f"{c.bandwidth / 1e9:.2f} GB/s",
-        "tokens of a sample": f"{c.sample_tokens:.0f}", "bytes of a sample, held ready": f"{c.sample_bytes:.0f}",
-    }  # fmt: skip
-    rows = [(size, f"{n / MB:.2f} MB", value, what) for (size, n), (what, value) in zip(sizes.items(), times.items(), strict=True)]
-    return _titled(f"measured on this machine, kept as {kept.name} (--measure: again)", ("memory", "", "", "time and size"), rows, 1)
+        "a row, read and transformed": f"{1e6 * c.read_s:.1f} us",
+        "a token, built": f"{1e9 * c.build_s:.1f} ns",
+        "a call and its answer": f"{1e6 * c.call_s:.0f} us",
+        "a message on a link": f"{1e6 * c.link_s:.1f} us",
+        "to open a connection": f"{1e6 * c.connect_s:.0f} us",
+        "bandwidth of a link": f"{c.bandwidth / 1e9:.2f} GB/s",
+        "tokens of a sample": f"{c.sample_tokens:.0f}",
+        "bytes of a sample, held ready": f"{c.sample_bytes:.0f}",
+    }
+    rows = [
+        (size, f"{n / MB:.2f} MB", value, what)
+        for (size, n), (what, value) in zip(sizes.items(), times.items(), strict=True)
+    ]
+    return _titled(
+        f"measured on this machine, kept as {kept.name} (--measure: again)",
+        ("memory", "", "", "time and size"),
+        rows,
+        1,
+    )
 
 
 def memory_view(cells: Sequence[Cell]) -> RenderableType:
@@ -161,11 +275,19 @@ def memory_view(cells: Sequence[Cell]) -> RenderableType:
     rows = []
     for cell in cells:
         f, roles = cell.fleet, cell.overlord.by_role
-        rows.append([
-            f"{f.gpus}", _how(cell), f"{f.dp}", f"{f.batch}", f"{cell.overlord.per_node / MB:.0f}",
-            *(f"{roles[role] / f.nodes / MB:.1f}" for role in ROLES), f"{cell.colocated.per_node / MB:,.0f}", f"{cell.times_less:.1f}",
-            f"{cell.colocated_tp.total / cell.overlord.total:.1f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{f.gpus}",
+                _how(cell),
+                f"{f.dp}",
+                f"{f.batch}",
+                f"{cell.overlord.per_node / MB:.0f}",
+                *(f"{roles[role] / f.nodes / MB:.1f}" for role in ROLES),
+                f"{cell.colocated.per_node / MB:,.0f}",
+                f"{cell.times_less:.1f}",
+                f"{cell.colocated_tp.total / cell.overlord.total:.1f}",
+            ]
+        )
     f = cells[0].fleet
     mesh = f"cp {f.cp}, pp {f.pp}, tp {f.tp}"
     what = f"memory of data loading per node of {f.gpus_per_node} GPUs ({mesh}), beside a loader with {f.workers} workers in every rank"
@@ -191,13 +313,28 @@ def time_view(cells: Sequence[Cell], pace_s: float) -> RenderableType:
     for cell in cells:
         ran = cell.ran
         times = [1e3 * x for x in (ran.median("plan_s"), ran.median("cut_s"))]
-        fetch = [1e3 * x for x in (ran.median("latency_s"), ran.most("latency_s"), ran.most("waited_s"))]
-        rows.append([
-            f"{cell.fleet.gpus}", _how(cell), f"{ran.loader_hosts}", *(f"{ms:.1f}" for ms in times),
-            f"{ran.planner_s / pace_s:.0%}", f"{cell.links.total}",
-            f"{cell.links.most}", f"{cell.connecting_s:.2f}", *(f"{ms:.1f}" for ms in fetch),
-        ])  # fmt: skip
-    return _titled(f"planning, connections and fetch latency; trainers take {pace_s:g} s a step", heads, rows, 2)
+        fetch = [
+            1e3 * x for x in (ran.median("latency_s"), ran.most("latency_s"), ran.most("waited_s"))
+        ]
+        rows.append(
+            [
+                f"{cell.fleet.gpus}",
+                _how(cell),
+                f"{ran.loader_hosts}",
+                *(f"{ms:.1f}" for ms in times),
+                f"{ran.planner_s / pace_s:.0%}",
+                f"{cell.links.total}",
+                f"{cell.links.most}",
+                f"{cell.connecting_s:.2f}",
+                *(f"{ms:.1f}" for ms in fetch),
+            ]
+        )
+    return _titled(
+        f"planning, connections and fetch latency; trainers take {pace_s:g} s a step",
+        heads,
+        rows,
+        2,
+    )
 
 
 def waits_of(cells: Sequence[Cell]) -> list[str]:
@@ -205,8 +342,10 @@ def waits_of(cells: Sequence[Cell]) -> list[str]:
     told = [(cell, cell.ran.why(cell.pace_s)) for cell in cells]
     return [
         f"{cell.fleet.gpus} GPUs, {'with' if cell.fleet.constructors else 'without'} constructors: trainers wait up to "
-        f"{cell.ran.most('waited_s'):.2f} s a step for {why}" for cell, why in told if why
-    ]  # fmt: skip
+        f"{cell.ran.most('waited_s'):.2f} s a step for {why}"
+        for cell, why in told
+        if why
+    ]
 
 
 def _how(cell: Cell) -> str:

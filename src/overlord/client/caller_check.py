@@ -12,11 +12,16 @@ from typing import Any
 
 from overlord.errors import JobError
 
-SHARING = ("IterableDatasetShard", "DataLoaderDispatcher")  # Accelerate and transformers: one stream, dealt out to all processes
+SHARING = (
+    "IterableDatasetShard",
+    "DataLoaderDispatcher",
+)  # Accelerate and transformers: one stream, dealt out to all processes
 LIGHTNING = "_PrefetchDataFetcher"  # takes items ahead where the loader has no length
 ACCELERATE = "DataLoaderShard"  # takes one item ahead to detect the last one
 
-Ahead = Callable[[], int]  # items that the trainer holds ahead of the training step; asked when the first item is
+Ahead = Callable[
+    [], int
+]  # items that the trainer holds ahead of the training step; asked when the first item is
 
 
 def callers() -> Iterator[Any]:
@@ -36,9 +41,12 @@ def refuse_sharing(where: str) -> None:
         holder = caller if hasattr(caller, "num_processes") else getattr(caller, "state", None)
         if (processes := getattr(holder, "num_processes", 1)) > 1:
             raise JobError(
-                [f"expected every item to reach this rank, got {name}, which deals the items of one stream out to {processes} processes; "
-                 "each rank has a stream of its own: give the trainer overlord.torch.StatefulLoader(job), which it leaves as it is"], where,
-            )  # fmt: skip
+                [
+                    f"expected every item to reach this rank, got {name}, which deals the items of one stream out to {processes} processes; "
+                    "each rank has a stream of its own: give the trainer overlord.torch.StatefulLoader(job), which it leaves as it is"
+                ],
+                where,
+            )
 
 
 def nothing_ahead() -> int:
@@ -62,6 +70,9 @@ def refuse_ahead(where: str) -> None:
     for caller in callers():
         if type(caller).__name__ == LIGHTNING:
             raise JobError(
-                [f"expected an overlord.torch.StatefulLoader in this trainer, got a {where}: {LIGHTNING} takes steps before it "
-                 "trains on them, and a resume would skip them; give it StatefulLoader(job), or StatefulLoader(client)"], where,
-            )  # fmt: skip
+                [
+                    f"expected an overlord.torch.StatefulLoader in this trainer, got a {where}: {LIGHTNING} takes steps before it "
+                    "trains on them, and a resume would skip them; give it StatefulLoader(job), or StatefulLoader(client)"
+                ],
+                where,
+            )

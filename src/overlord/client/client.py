@@ -86,16 +86,35 @@ class Client:
     """Iterates the Steps of one rank. Made by ``session.client(rank)``."""
 
     def __init__(
-        self, rank: int, inbox: Box, *, begin: Callable[[], None], consumed: Callable[[Box, int], None], waiting_for: Callable[[], str],
+        self,
+        rank: int,
+        inbox: Box,
+        *,
+        begin: Callable[[], None],
+        consumed: Callable[[Box, int], None],
+        waiting_for: Callable[[], str],
         export: Callable[[Box, State], dict[str, Any]],
         rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Box, State]],
-        report: Callable[[Box, Any, Any, int], None], start: State, close: Callable[[], None],
-        stall_warn_s: float, stall_limit_s: float, on_stall: Callable[[str, float], None] | None = None, microbatches: int | None = None,
+        report: Callable[[Box, Any, Any, int], None],
+        start: State,
+        close: Callable[[], None],
+        stall_warn_s: float,
+        stall_limit_s: float,
+        on_stall: Callable[[str, float], None] | None = None,
+        microbatches: int | None = None,
         world_size: int | None = None,
-    ):  # fmt: skip
+    ):
         self.rank, self._inbox, self._state = rank, inbox, start
-        self._begin: Callable[[], None] | None = begin  # called before the first wait: demand starts the work
-        self._consumed, self._waiting_for, self._export, self._rewind, self._close = consumed, waiting_for, export, rewind, close
+        self._begin: Callable[[], None] | None = (
+            begin  # called before the first wait: demand starts the work
+        )
+        self._consumed, self._waiting_for, self._export, self._rewind, self._close = (
+            consumed,
+            waiting_for,
+            export,
+            rewind,
+            close,
+        )
         self._report = report
         self._warn_s, self._limit_s, self._on_stall = stall_warn_s, stall_limit_s, on_stall
         self._pid = os.getpid()
@@ -108,8 +127,13 @@ class Client:
         self.bytes_fetched = 0  # of arrays, as they travel
         self.microbatches_per_step = microbatches  # the job's Batch.microbatches, where it is known
         self.world_size = world_size  # ranks of the mesh; None where it is not known
-        self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (None, ())  # mesh and broadcasts, as the last step told them
-        self._back: tuple[Mark, State, Step] | None = None  # a step that was refused, between the place before it and the state after it
+        self._shared: tuple[ClientPlaceTree | None, tuple[str, ...]] = (
+            None,
+            (),
+        )  # mesh and broadcasts, as the last step told them
+        self._back: tuple[Mark, State, Step] | None = (
+            None  # a step that was refused, between the place before it and the state after it
+        )
 
     def __iter__(self) -> Client:
         refuse_ahead(type(self).__name__)
@@ -131,7 +155,9 @@ class Client:
                     raise
                 continue
             with self._gate:
-                if inbox is self._inbox:  # else the session was moved meanwhile, and this client with it: the step comes again there
+                if (
+                    inbox is self._inbox
+                ):  # else the session was moved meanwhile, and this client with it: the step comes again there
                     self._state, self._shared = told.after, (told.place, told.broadcast)
                     break
         self.steps += 1
@@ -140,7 +166,9 @@ class Client:
 
     def _taken_back(self) -> Step | None:
         """Return a step that was refused, to be taken again. The result is None without one, or after the session was moved."""
-        if self._back is None:  # without the gate: it is closed while the session moves, and ready steps are taken meanwhile
+        if (
+            self._back is None
+        ):  # without the gate: it is closed while the session moves, and ready steps are taken meanwhile
             return None
         with self._gate:
             back, self._back = self._back, None
@@ -187,7 +215,13 @@ class Client:
         if self._on_stall is not None:
             self._on_stall(words, seconds)
         else:
-            log.warning("rank %d has waited %.0f s for step %d: %s", self.rank, seconds, self._state.step, words)
+            log.warning(
+                "rank %d has waited %.0f s for step %d: %s",
+                self.rank,
+                seconds,
+                self._state.step,
+                words,
+            )
 
     def microbatches(self) -> Iterator[Microbatch]:
         """Yield all microbatches in a row, for trainers that take ``Batch.microbatches`` of them for each optimizer step.
@@ -221,7 +255,9 @@ class Client:
     def mark(self) -> Mark:
         """The place behind the last step yielded, for a ``state_dict`` later: for those who take steps ahead of the trainer."""
         state = self._state
-        if isinstance(state, Sealed):  # its bytes may lie beside the step's arrays, whose memory a mark must not keep
+        if isinstance(
+            state, Sealed
+        ):  # its bytes may lie beside the step's arrays, whose memory a mark must not keep
             state = Sealed(state.step, state.data.copy())
         return self._inbox, state
 
@@ -243,7 +279,9 @@ class Client:
 
     def __exit__(self, kind: object, *exc: object) -> None:
         value = exc[0] if exc else None
-        self._failed = kind is not None and not (isinstance(value, SystemExit) and not value.code)  # sys.exit(0) is no failure
+        self._failed = kind is not None and not (
+            isinstance(value, SystemExit) and not value.code
+        )  # sys.exit(0) is no failure
         self._fault = value if self._failed and isinstance(value, BaseException) else None
         self.close()
 
@@ -253,10 +291,18 @@ class Client:
         by = np.arange(self.rank + 1) if place is None else place.served_by(broadcast)
         fetchers = self.world_size if place is None else len(place.fetchers(broadcast))
         return {
-            "rank": self.rank, "fetches": int(by[self.rank]) == self.rank, "fetcher": int(by[self.rank]),
-            "group": np.flatnonzero(by == by[self.rank]).tolist(), "connections": 1, "fetching_ranks": fetchers, "steps": self.steps,
-            "bytes_fetched": self.bytes_fetched, "bytes_broadcast": 0, "held_bytes": 0, "waited_s": self.waited_s,
-        }  # fmt: skip
+            "rank": self.rank,
+            "fetches": int(by[self.rank]) == self.rank,
+            "fetcher": int(by[self.rank]),
+            "group": np.flatnonzero(by == by[self.rank]).tolist(),
+            "connections": 1,
+            "fetching_ranks": fetchers,
+            "steps": self.steps,
+            "bytes_fetched": self.bytes_fetched,
+            "bytes_broadcast": 0,
+            "held_bytes": 0,
+            "waited_s": self.waited_s,
+        }
 
     def __repr__(self) -> str:
         return f"Client(rank {self.rank}, next step {self._state.step}, {len(self._inbox)} steps ready, waited {self.waited_s:.2f} s)"

@@ -16,7 +16,15 @@ from overlord.client.client import Box, Client, State
 from overlord.client.control_client import FRONT_DOOR, Asking
 from overlord.client.remote_queue import HOSTS, RemoteInbox
 from overlord.client.world import process_groups
-from overlord.errors import ActorLost, DataStall, FrameError, JobError, LinkRefused, OverlordError, StateMismatch
+from overlord.errors import (
+    ActorLost,
+    DataStall,
+    FrameError,
+    JobError,
+    LinkRefused,
+    OverlordError,
+    StateMismatch,
+)
 from overlord.messages.control import Sealed
 from overlord.transport.connect import AGAIN_S
 
@@ -26,15 +34,23 @@ WHY_S = 1.0  # a client that has waited for minutes must not wait long for the r
 LEAVE_S = 2.0
 REWIND_S = 300.0  # all cores begin anew, and files are opened
 
-_TOGETHER: dict[str, WeakSet[RemoteInbox]] = {}  # links of this process to the constructors of a session, by its address
+_TOGETHER: dict[
+    str, WeakSet[RemoteInbox]
+] = {}  # links of this process to the constructors of a session, by its address
 _LOCK = threading.Lock()  # of these
 
 
 def connect(
-    address: str | None = None, rank: int | None = None, token: str | None = None, *, timeout_s: float = 30.0,
-    stall_warn_s: float | None = None, stall_limit_s: float | None = None, reconnect_s: float = 60.0,
+    address: str | None = None,
+    rank: int | None = None,
+    token: str | None = None,
+    *,
+    timeout_s: float = 30.0,
+    stall_warn_s: float | None = None,
+    stall_limit_s: float | None = None,
+    reconnect_s: float = 60.0,
     on_stall: Callable[[str, float], None] | None = None,
-) -> Client:  # fmt: skip
+) -> Client:
     """The client of one rank of a session that serves elsewhere. Defaults: ``OVERLORD_ADDRESS``, ``OVERLORD_TOKEN``,
     and the rank in the process group, or ``RANK``.
 
@@ -45,7 +61,9 @@ def connect(
     asking = Asking(address, token, rank, timeout_s=timeout_s)
     try:
         started = _started(asking, timeout_s)
-        return _Connected(asking, started, timeout_s, reconnect_s).client(stall_warn_s, stall_limit_s, on_stall)
+        return _Connected(asking, started, timeout_s, reconnect_s).client(
+            stall_warn_s, stall_limit_s, on_stall
+        )
     except BaseException:
         asking.close()
         raise
@@ -56,7 +74,9 @@ def _started(asking: Asking, timeout_s: float) -> Mapping[str, Any]:
     deadline, fault = time.monotonic() + timeout_s, None
     while True:
         try:
-            found: Mapping[str, Any] = asking.ask("start", timeout_s=max(0.01, deadline - time.monotonic()))
+            found: Mapping[str, Any] = asking.ask(
+                "start", timeout_s=max(0.01, deadline - time.monotonic())
+            )
             return found
         except DataStall as stall:
             if time.monotonic() >= deadline:
@@ -72,9 +92,13 @@ def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
     said = _rank() if rank is None else rank
     problems = []
     if not isinstance(address, str) or not address:
-        problems.append(f"address: wanted overlord://host:port/key, as the session printed it, or OVERLORD_ADDRESS, found {address!r}")
+        problems.append(
+            f"address: wanted overlord://host:port/key, as the session printed it, or OVERLORD_ADDRESS, found {address!r}"
+        )
     if not isinstance(token, str) or not token:
-        problems.append(f"token: wanted what the session printed, or OVERLORD_TOKEN, found {'nothing' if not token else type(token)}")
+        problems.append(
+            f"token: wanted what the session printed, or OVERLORD_TOKEN, found {'nothing' if not token else type(token)}"
+        )
     try:
         number = int(said) if isinstance(said, str) else said.__index__()
     except (TypeError, ValueError, AttributeError):
@@ -103,28 +127,58 @@ class Away(Box, Protocol):
 class _Connected:
     """A client's callbacks, carried out by requests."""
 
-    def __init__(self, asking: Asking, started: Mapping[str, Any], timeout_s: float, reconnect_s: float):
-        self._asking, self._started, self._timeout_s, self._reconnect_s = asking, started, timeout_s, reconnect_s
+    def __init__(
+        self, asking: Asking, started: Mapping[str, Any], timeout_s: float, reconnect_s: float
+    ):
+        self._asking, self._started, self._timeout_s, self._reconnect_s = (
+            asking,
+            started,
+            timeout_s,
+            reconnect_s,
+        )
         self._client: Client | None = None
 
-    def client(self, warn_s: float | None, limit_s: float | None, on_stall: Callable[[str, float], None] | None) -> Client:
+    def client(
+        self,
+        warn_s: float | None,
+        limit_s: float | None,
+        on_stall: Callable[[str, float], None] | None,
+    ) -> Client:
         s = self._started
         self._client = Client(
-            self._asking.rank, self._inbox(s), begin=lambda: None, consumed=_took, waiting_for=self._why, export=self._export,
-            rewind=self._rewind, report=self._report, start=s["state"], close=self._close,
-            stall_warn_s=s["stall_warn_s"] if warn_s is None else warn_s, stall_limit_s=s["stall_limit_s"] if limit_s is None else limit_s,
-            on_stall=on_stall, microbatches=s["microbatches"], world_size=s["world_size"],
-        )  # fmt: skip
+            self._asking.rank,
+            self._inbox(s),
+            begin=lambda: None,
+            consumed=_took,
+            waiting_for=self._why,
+            export=self._export,
+            rewind=self._rewind,
+            report=self._report,
+            start=s["state"],
+            close=self._close,
+            stall_warn_s=s["stall_warn_s"] if warn_s is None else warn_s,
+            stall_limit_s=s["stall_limit_s"] if limit_s is None else limit_s,
+            on_stall=on_stall,
+            microbatches=s["microbatches"],
+            world_size=s["world_size"],
+        )
         return self._client
 
     def _inbox(self, at: Mapping[str, Any]) -> Away:
         if not self._started["constructors"]:
-            from overlord.client.direct import DirectInbox  # it builds, which other clients need not know how to do
+            from overlord.client.direct import (
+                DirectInbox,
+            )  # it builds, which other clients need not know how to do
 
             return DirectInbox(
-                rank=self._asking.rank, address=at["constructor"], token=self._token(at), where=self._where_it_is, on_moved=self._moved,
-                generation=at["generation"], reconnect_s=self._reconnect_s,
-            )  # fmt: skip
+                rank=self._asking.rank,
+                address=at["constructor"],
+                token=self._token(at),
+                where=self._where_it_is,
+                on_moved=self._moved,
+                generation=at["generation"],
+                reconnect_s=self._reconnect_s,
+            )
         try:
             return self._remote(at, at["constructor"])
         except (ActorLost, DataStall, LinkRefused):
@@ -134,10 +188,17 @@ class _Connected:
 
     def _remote(self, at: Mapping[str, Any], address: str) -> RemoteInbox:
         box = RemoteInbox(
-            rank=self._asking.rank, address=address, token=self._token(at), where=self._where, next_step=at["state"].step,
-            generation=at["generation"], prefetch=self._started["prefetch"], reconnect_s=self._reconnect_s, on_moved=self._moved,
+            rank=self._asking.rank,
+            address=address,
+            token=self._token(at),
+            where=self._where,
+            next_step=at["state"].step,
+            generation=at["generation"],
+            prefetch=self._started["prefetch"],
+            reconnect_s=self._reconnect_s,
+            on_moved=self._moved,
             beside=self._beside,
-        )  # fmt: skip
+        )
         with _LOCK:
             _TOGETHER.setdefault(self._asking.address, WeakSet()).add(box)
         return box
@@ -145,7 +206,11 @@ class _Connected:
     def _beside(self, box: RemoteInbox) -> list[RemoteInbox]:
         """Those that the same thread takes from: one that another thread has may be about to load a state."""
         with _LOCK:
-            return [other for other in _TOGETHER.get(self._asking.address, ()) if other.taker == box.taker]
+            return [
+                other
+                for other in _TOGETHER.get(self._asking.address, ())
+                if other.taker == box.taker
+            ]
 
     def _token(self, at: Mapping[str, Any]) -> str:
         """For the constructor: the one we came with, which so never travels; or one of a socket of this machine."""
@@ -154,7 +219,9 @@ class _Connected:
     def _where(self, generation: int) -> tuple[str, str]:
         at = self._asking.ask("where", timeout_s=WHY_S, generation=generation)
         inbox = self._client._inbox if self._client is not None else None
-        if at["generation"] != generation and isinstance(inbox, RemoteInbox):  # the whole session was moved, and this client with it
+        if at["generation"] != generation and isinstance(
+            inbox, RemoteInbox
+        ):  # the whole session was moved, and this client with it
             inbox.move(at["generation"], at["state"])
         if not at["constructor"]:
             raise DataStall(f"{HOSTS}* of rank {self._asking.rank} to be started again", 0.0)
@@ -185,7 +252,9 @@ class _Connected:
 
     def _export(self, box: Box, state: State) -> dict[str, Any]:
         generation = cast(Away, box).generation
-        saved: dict[str, Any] = self._asking.ask("export", timeout_s=self._timeout_s, generation=generation, state=state)
+        saved: dict[str, Any] = self._asking.ask(
+            "export", timeout_s=self._timeout_s, generation=generation, state=state
+        )
         return saved
 
     def _rewind(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Box, State]:
@@ -193,15 +262,32 @@ class _Connected:
         old = cast(Away, self._client._inbox)
         took = (old.generation, old.taken)  # which may not have been heard of yet
         try:
-            at = self._asking.ask("rewind", timeout_s=max(self._timeout_s, REWIND_S), state=state, allow=tuple(allow), took=took)
+            at = self._asking.ask(
+                "rewind",
+                timeout_s=max(self._timeout_s, REWIND_S),
+                state=state,
+                allow=tuple(allow),
+                took=took,
+            )
         except FrameError as fault:  # no state holds what cannot travel
             remedy = "save and load what state_dict() gave, unchanged"
-            raise StateMismatch({"form": ("damaged", str(fault))}, remedy, "the state is damaged") from fault
+            raise StateMismatch(
+                {"form": ("damaged", str(fault))}, remedy, "the state is damaged"
+            ) from fault
         if at["generation"] == old.generation and not self._started["constructors"]:
-            return old, at["state"]  # nobody has taken a step, and those that were sent to this client are nowhere else
+            return old, at[
+                "state"
+            ]  # nobody has taken a step, and those that were sent to this client are nowhere else
         new = self._inbox(at)
-        old.end(OverlordError(f"rank {self._asking.rank}: the client has loaded a state since"), drop=True)
-        log.info("rank %d has loaded a state and goes on with step %d", self._asking.rank, at["state"].step)
+        old.end(
+            OverlordError(f"rank {self._asking.rank}: the client has loaded a state since"),
+            drop=True,
+        )
+        log.info(
+            "rank %d has loaded a state and goes on with step %d",
+            self._asking.rank,
+            at["state"].step,
+        )
         return new, at["state"]
 
     def _report(self, box: Box, step: Any, metrics: Any, next_step: int) -> None:
@@ -216,14 +302,27 @@ class _Connected:
                 self._asking.ask("refused", timeout_s=WHY_S)
             raise
         values = {name: report.metrics.get(name, math.nan) for name in metrics}
-        self._asking.ask("report", timeout_s=self._timeout_s, generation=generation, step=report.step, metrics=values, next_step=next_step)
+        self._asking.ask(
+            "report",
+            timeout_s=self._timeout_s,
+            generation=generation,
+            step=report.step,
+            metrics=values,
+            next_step=next_step,
+        )
 
     def _close(self) -> None:
         inbox = self._client._inbox if self._client is not None else None
-        took = (-1, -1) if inbox is None else (cast(Away, inbox).generation, cast(Away, inbox).taken)
+        took = (
+            (-1, -1) if inbox is None else (cast(Away, inbox).generation, cast(Away, inbox).taken)
+        )
         keeps = self._started["constructors"]  # steps for a rank that is not there
-        crashed = keeps and self._client is not None and self._client._failed  # it did not leave: its trainer may come again
-        with contextlib.suppress(OverlordError):  # nobody is there any more: then nobody waits for this rank either
+        crashed = (
+            keeps and self._client is not None and self._client._failed
+        )  # it did not leave: its trainer may come again
+        with contextlib.suppress(
+            OverlordError
+        ):  # nobody is there any more: then nobody waits for this rank either
             self._asking.ask("crashed" if crashed else "detach", timeout_s=LEAVE_S, took=took)
         self._asking.close()
 

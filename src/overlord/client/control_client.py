@@ -17,8 +17,15 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to reach it
 class Asking:
     """The control link of one rank. All requests may be said twice, so a link that was cut costs time and nothing else."""
 
-    def __init__(self, address: str, token: str, rank: int, *, timeout_s: float, role: str = "control"):
-        self.address, self.token, self.rank, self._role = address, token, rank, role  # "served": takes no steps, and only asks
+    def __init__(
+        self, address: str, token: str, rank: int, *, timeout_s: float, role: str = "control"
+    ):
+        self.address, self.token, self.rank, self._role = (
+            address,
+            token,
+            rank,
+            role,
+        )  # "served": takes no steps, and only asks
         self._reach_s = timeout_s  # to find the door; an answer may take longer
         self._lock = threading.Lock()
         self._said = 0
@@ -31,10 +38,14 @@ class Asking:
         """The answer, or the error that the other side raised."""
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
-            raise DataStall(f"another request to {FRONT_DOOR} at {self.address}", timeout_s, rank=self.rank)
+            raise DataStall(
+                f"another request to {FRONT_DOOR} at {self.address}", timeout_s, rank=self.rank
+            )
         try:
             self._said += 1
-            return _opened(self._answer({"ask": what, "id": self._said, **given}, deadline, timeout_s))
+            return _opened(
+                self._answer({"ask": what, "id": self._said, **given}, deadline, timeout_s)
+            )
         finally:
             self._lock.release()
 
@@ -42,13 +53,21 @@ class Asking:
         while True:
             link = self._linked(min(deadline, time.monotonic() + self._reach_s))
             try:
-                while self._heard(link, 0.0) is not TIMEOUT:  # an answer that was given up, or a last word
+                while (
+                    self._heard(link, 0.0) is not TIMEOUT
+                ):  # an answer that was given up, or a last word
                     pass
                 link.send(request, timeout_s=max(0.01, deadline - time.monotonic()))
-                while (reply := self._heard(link, max(0.0, deadline - time.monotonic()))) is not TIMEOUT:
+                while (
+                    reply := self._heard(link, max(0.0, deadline - time.monotonic()))
+                ) is not TIMEOUT:
                     if isinstance(reply, dict) and reply.get("id") == request["id"]:
                         return reply
-                raise DataStall(f"{FRONT_DOOR} at {self.address} to answer {request['ask']!r}", timeout_s, rank=self.rank)
+                raise DataStall(
+                    f"{FRONT_DOOR} at {self.address} to answer {request['ask']!r}",
+                    timeout_s,
+                    rank=self.rank,
+                )
             except ActorLost:
                 self._drop()
                 if time.monotonic() >= deadline:
@@ -78,7 +97,12 @@ class Asking:
                 words = f"{self.address} could not be reached for {time.monotonic() - start:.1f} s: {reason_of(fault)}"
                 raise ActorLost(FRONT_DOOR, words) from fault
             try:
-                link, welcome = dial(self.address, self.token, {"role": self._role, "rank": self.rank}, timeout_s=left)
+                link, welcome = dial(
+                    self.address,
+                    self.token,
+                    {"role": self._role, "rank": self.rank},
+                    timeout_s=left,
+                )
                 self._check(welcome)
                 self._link, self.welcome = link, welcome
             except (ActorLost, DataStall) as problem:
@@ -90,7 +114,8 @@ class Asking:
     def _check(self, welcome: dict[str, Any]) -> None:
         if self.welcome and welcome.get("session") != self.welcome.get("session"):
             self._over = LinkRefused(
-                self.address, "another session is served there than the one this client belongs to; connect anew, and load a saved state"
+                self.address,
+                "another session is served there than the one this client belongs to; connect anew, and load a saved state",
             )
             raise self._over
 

@@ -47,7 +47,9 @@ class Followed(Exception):
     """No error: the whole session was moved to a state, and its clients with it. It ends what is waited for."""
 
     def __init__(self, generation: int, state: Sealed, address: str, token: str):
-        super().__init__(f"the session was moved to step {state.step}")  # the token is for no one's eyes
+        super().__init__(
+            f"the session was moved to step {state.step}"
+        )  # the token is for no one's eyes
         self.generation, self.state, self.address, self.token = generation, state, address, token
 
 
@@ -55,9 +57,16 @@ class DirectInbox:
     """The ``Box`` of such a client. ``where(generation)`` gives the planner's address and token; None: whoever closed it says why."""
 
     def __init__(
-        self, *, rank: int, address: str, token: str, where: Where, generation: int, reconnect_s: float = 60.0,
+        self,
+        *,
+        rank: int,
+        address: str,
+        token: str,
+        where: Where,
+        generation: int,
+        reconnect_s: float = 60.0,
         on_moved: Callable[[Sealed], None] = lambda state: None,
-    ):  # fmt: skip
+    ):
         self.rank, self.generation, self.taken, self.waited_s = rank, generation, -1, 0.0
         self._where, self._on_moved, self._reconnect_s = where, on_moved, reconnect_s
         self._own: OwnConstructor | None = None
@@ -69,7 +78,15 @@ class DirectInbox:
         start, pause = time.monotonic(), FIRST_PAUSE_S
         while self._own is None:
             try:
-                self._own = OwnConstructor(self.rank, self._inbox, address, token, self._where, self.generation, self._reconnect_s)
+                self._own = OwnConstructor(
+                    self.rank,
+                    self._inbox,
+                    address,
+                    token,
+                    self._where,
+                    self.generation,
+                    self._reconnect_s,
+                )
             except LinkRefused as refused:
                 if refused.reason != CLOSES or time.monotonic() - start >= self._reconnect_s:
                     return self._inbox.end(OverlordError(refused.reason))
@@ -98,7 +115,9 @@ class DirectInbox:
     def _ask_whether_moved(self) -> None:
         """The planner's link is gone: if the whole session was moved, what waits here is of a time that is over."""
         if self._own is not None and self._own.trouble:
-            with contextlib.suppress(OverlordError):  # nobody to ask, or no steps to come: those that are here are handed out
+            with contextlib.suppress(
+                OverlordError
+            ):  # nobody to ask, or no steps to come: those that are here are handed out
                 self._where(self.generation)
 
     def _follow(self, moved: Followed) -> None:
@@ -134,7 +153,16 @@ class DirectInbox:
 class OwnConstructor(Carrier):
     """What a constructor host does, for one rank, in the rank's own process."""
 
-    def __init__(self, rank: int, inbox: Inbox, address: str, token: str, where: Where, generation: int, reconnect_s: float):
+    def __init__(
+        self,
+        rank: int,
+        inbox: Inbox,
+        address: str,
+        token: str,
+        where: Where,
+        generation: int,
+        reconnect_s: float,
+    ):
         super().__init__()
         self._rank, self._inbox, self._where, self._reconnect_s = rank, inbox, where, reconnect_s
         self._generation, self._closed, self.trouble = generation, False, ""
@@ -144,7 +172,13 @@ class OwnConstructor(Carrier):
         self._failed = 2**62  # the first step that could not be built
         self._pump = Pump(f"rank-{rank}")
         self._executor = ThreadExecutor(1, self._pump)
-        self._server = Server(token=token, on_message=self._message, on_open=self._opened, on_close=self._left, tcp=not HAS_SHARED_MEMORY)
+        self._server = Server(
+            token=token,
+            on_message=self._message,
+            on_open=self._opened,
+            on_close=self._left,
+            tcp=not HAS_SHARED_MEMORY,
+        )
         try:
             self._link, told = self._dial(address, token)
         except BaseException:
@@ -152,20 +186,31 @@ class OwnConstructor(Carrier):
             raise
         self._furnish(told)
         self._pump.start(inbox.end, self._after_turn)
-        threading.Thread(target=self._listen, name=f"overlord-planner-link-{rank}", daemon=True).start()
+        threading.Thread(
+            target=self._listen, name=f"overlord-planner-link-{rank}", daemon=True
+        ).start()
 
     def _dial(self, address: str, token: str) -> tuple[Link, dict[str, Any]]:
         hello = {
-            "role": "constructor", "rank": self._rank, "generation": self._generation, "address": self._server.address, "pid": os.getpid(),
-        }  # fmt: skip
+            "role": "constructor",
+            "rank": self._rank,
+            "generation": self._generation,
+            "address": self._server.address,
+            "pid": os.getpid(),
+        }
         return dial(address, token, hello, timeout_s=DIAL_S)
 
     def _furnish(self, told: Mapping[str, Any]) -> None:
         self._check = bool(told["check"])
         self._building = Building(
-            [Assembler(int(told["bucket"]), (self._rank,))], batch=Batch(**told["batch"]), multiple=int(told["multiple"]),
-            executor=self._executor, run=self.run, cannot=self._cannot, broadcast=bool(told["broadcast"]),
-        )  # fmt: skip
+            [Assembler(int(told["bucket"]), (self._rank,))],
+            batch=Batch(**told["batch"]),
+            multiple=int(told["multiple"]),
+            executor=self._executor,
+            run=self.run,
+            cannot=self._cannot,
+            broadcast=bool(told["broadcast"]),
+        )
         self._building.attach({self._rank: self._inbox})
         self._gathering = Gathering(self._building)
 
@@ -180,7 +225,9 @@ class OwnConstructor(Carrier):
 
     def _message(self, link: Link, value: Any) -> None:
         if not isinstance(value, Payload):
-            raise OverlordError(f"wanted payload of loader-host/{self._loaders[link]}, found {type(value).__name__}")
+            raise OverlordError(
+                f"wanted payload of loader-host/{self._loaders[link]}, found {type(value).__name__}"
+            )
         check_payload(value, self._loaders[link])
         self._pump.post(lambda: self._payload(value))
 
@@ -209,7 +256,9 @@ class OwnConstructor(Carrier):
             gone = time.monotonic() - start
             self.trouble = f"{PLANNER}, whose link broke {gone:.1f} s ago: {fault}"
             if gone >= self._reconnect_s:
-                return self._give_up(ActorLost(PLANNER, f"it could not be reached for {gone:.1f} s: {fault}"))
+                return self._give_up(
+                    ActorLost(PLANNER, f"it could not be reached for {gone:.1f} s: {fault}")
+                )
             try:
                 if (found := self._where(self._generation)) is None:
                     return False
@@ -228,7 +277,9 @@ class OwnConstructor(Carrier):
             except LinkRefused as refused:
                 if refused.reason != CLOSES:
                     return self._give_up(OverlordError(refused.reason))
-                fault = ActorLost(PLANNER, CLOSES)  # the session is being moved, and tells soon where
+                fault = ActorLost(
+                    PLANNER, CLOSES
+                )  # the session is being moved, and tells soon where
             except OverlordError as over:  # the session was moved, or is closed
                 return self._give_up(over)
             time.sleep(pause)
@@ -251,7 +302,11 @@ class OwnConstructor(Carrier):
         match value:
             case ("do", list(messages)):
                 for message in messages:
-                    self._queue.extend(self._gathering.plan(message) if isinstance(message, Placed) else self._gathering.finish(message))
+                    self._queue.extend(
+                        self._gathering.plan(message)
+                        if isinstance(message, Placed)
+                        else self._gathering.finish(message)
+                    )
                 self.run()
             case ("end", Exception() as error):
                 self._inbox.end(error)
@@ -260,7 +315,9 @@ class OwnConstructor(Carrier):
             case ("why", int(number), int()):
                 self._say((number, self._gathering.waiting() or self._building.waiting(self._rank)))
             case _:
-                raise OverlordError(f"rank {self._rank}: {PLANNER} said what is not known here: {value!r:.100}")
+                raise OverlordError(
+                    f"rank {self._rank}: {PLANNER} said what is not known here: {value!r:.100}"
+                )
 
     def _payload(self, payload: Payload) -> None:
         self._received += payload.tokens.nbytes
@@ -286,9 +343,13 @@ class OwnConstructor(Carrier):
 
     def _figures(self) -> dict[str, Any]:
         return {
-            "pid": os.getpid(), "constructors": [row | {"rank": self._rank} for row in self._building.figures()],
-            "memory": self._building.held_bytes(), "pss": pss_bytes(), "links": len(self._loaders) + 1, "received_bytes": self._received,
-        }  # fmt: skip
+            "pid": os.getpid(),
+            "constructors": [row | {"rank": self._rank} for row in self._building.figures()],
+            "memory": self._building.held_bytes(),
+            "pss": pss_bytes(),
+            "links": len(self._loaders) + 1,
+            "received_bytes": self._received,
+        }
 
     # the client's side
 

@@ -16,9 +16,22 @@ class InsideBox:
     engine, which look after each other."""
 
     def __init__(
-        self, rank: int, where: Callable[[], tuple[str, str]], *, next_step: int, generation: int, prefetch: int, beside: list[RemoteInbox]
+        self,
+        rank: int,
+        where: Callable[[], tuple[str, str]],
+        *,
+        next_step: int,
+        generation: int,
+        prefetch: int,
+        beside: list[RemoteInbox],
     ):
-        self._rank, self._where, self._next, self._generation, self._prefetch = rank, where, next_step, generation, prefetch
+        self._rank, self._where, self._next, self._generation, self._prefetch = (
+            rank,
+            where,
+            next_step,
+            generation,
+            prefetch,
+        )
         self._remote: RemoteInbox | None = None
         self._over: BaseException | None = None
         self._beside = beside
@@ -32,9 +45,15 @@ class InsideBox:
         """It asks for the address itself, and again: a constructor may just be replaced."""
         if self._remote is None:
             self._remote = RemoteInbox(
-                rank=self._rank, address="", token="", where=lambda generation: self._where(), next_step=self._next,
-                generation=self._generation, prefetch=self._prefetch, beside=lambda box: list(self._beside),
-            )  # fmt: skip
+                rank=self._rank,
+                address="",
+                token="",
+                where=lambda generation: self._where(),
+                next_step=self._next,
+                generation=self._generation,
+                prefetch=self._prefetch,
+                beside=lambda box: list(self._beside),
+            )
             self._beside.append(self._remote)
             if self._over is not None:  # meanwhile, by another thread
                 self._remote.end(self._over)

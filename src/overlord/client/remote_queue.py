@@ -52,19 +52,36 @@ class RemoteInbox:
     So whoever waits looks after those ``beside`` it, too, of this process and of one session."""
 
     def __init__(
-        self, *, rank: int, address: str, token: str, where: Callable[[int], tuple[str, str]], next_step: int, generation: int = 0,
-        prefetch: int = 4, reconnect_s: float = 60.0, on_moved: Callable[[Sealed], None] = lambda state: None,
+        self,
+        *,
+        rank: int,
+        address: str,
+        token: str,
+        where: Callable[[int], tuple[str, str]],
+        next_step: int,
+        generation: int = 0,
+        prefetch: int = 4,
+        reconnect_s: float = 60.0,
+        on_moved: Callable[[Sealed], None] = lambda state: None,
         beside: Callable[[RemoteInbox], Iterable[RemoteInbox]] = lambda box: (),
-        dial: Callable[..., tuple[Any, Any]] = dial, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
-    ):  # fmt: skip
+        dial: Callable[..., tuple[Any, Any]] = dial,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
         self._dial, self._now, self._sleep = dial, now, sleep  # of a virtual clock, in simulations
         self.rank, self.generation, self.address = rank, generation, address
         self._token, self._where, self._next, self._on_moved = token, where, next_step, on_moved
-        self._reconnect_s, self._max_held, self._beside = reconnect_s, prefetch + SPARE_SLOTS, beside
+        self._reconnect_s, self._max_held, self._beside = (
+            reconnect_s,
+            prefetch + SPARE_SLOTS,
+            beside,
+        )
         self._steps: deque[tuple[Told, Bucket]] = deque()
         self._slabs = SlabPool()  # for what the trainer widens
         self.taken = -1
-        self._before = next_step - 1  # taken by whoever was this rank before: a constructor that was started anew may not know
+        self._before = (
+            next_step - 1
+        )  # taken by whoever was this rank before: a constructor that was started anew may not know
         self._taking = generation  # of which the step is that was handed out last
         self._ended = False
         self._error: BaseException | None = None
@@ -74,13 +91,17 @@ class RemoteInbox:
         self._told_end = False  # by the constructor, who may take it back
         self._pause = FIRST_PAUSE_S
         self._tried_at: float | None = None  # since when the link is tried again
-        self._linked_at = self._retry_at = 0.0  # when a link was made last, and before when none is tried again
+        self._linked_at = self._retry_at = (
+            0.0  # when a link was made last, and before when none is tried again
+        )
         self._silent = False  # the session was asked, since the link broke, and is not there either
         self._waited_s = 0.0
         self._heard_at = now()  # when something came by the link
         self._changed = threading.Condition()  # for the reading thread, where there is one
         self.taker = (0, 0)  # the process and the thread that has asked last
-        self._mine = threading.Lock()  # held by whoever reads the link: two readers would swap steps
+        self._mine = (
+            threading.Lock()
+        )  # held by whoever reads the link: two readers would swap steps
         self._link: SocketLink | None = None
         if address:
             self._connect(DIAL_S)
@@ -143,7 +164,12 @@ class RemoteInbox:
     def _see_who_is_there(self) -> None:
         """Nothing has come for long. Perhaps the constructor was given up, being stopped or cut off, and another has its place: the link
         to it would hold for ever, and nothing come."""
-        if (link := self._link) is None or self._steps or self._ended or self._now() - self._heard_at < LOOK_S:
+        if (
+            (link := self._link) is None
+            or self._steps
+            or self._ended
+            or self._now() - self._heard_at < LOOK_S
+        ):
             return
         self._heard_at = self._now()
         try:
@@ -201,7 +227,11 @@ class RemoteInbox:
 
     def _drain(self) -> None:
         """Take in all that is there, without waiting."""
-        while not self._threaded and (link := self._link) is not None and self._read(link, 0.0) is not TIMEOUT:
+        while (
+            not self._threaded
+            and (link := self._link) is not None
+            and self._read(link, 0.0) is not TIMEOUT
+        ):
             pass
 
     def _wait(self, seconds: float) -> None:
@@ -243,9 +273,20 @@ class RemoteInbox:
                     n = int(value.bounds[-1]) if len(value.bounds) else 0
                     wide = Wide.of_part(value.wide, value.rows) if value.wide else None
                     built = tuple(dict(arrays) for arrays in value.microbatches)
-                    bucket = Bucket(np.arange(n), value.bounds, wide, built=built, form=value.form, slab=self._slabs)
+                    bucket = Bucket(
+                        np.arange(n),
+                        value.bounds,
+                        wide,
+                        built=built,
+                        form=value.form,
+                        slab=self._slabs,
+                    )
                     if value.encoder_rows is not None:
-                        bucket = replace(bucket, encoder=Wide.of_part(value.encoder, value.encoder_rows), per=value.per)
+                        bucket = replace(
+                            bucket,
+                            encoder=Wide.of_part(value.encoder, value.encoder_rows),
+                            per=value.per,
+                        )
                     self._steps.append((value.told, bucket))
             elif isinstance(value, Ended):
                 self._ended, self._error, self._told_end = True, value.error, True
@@ -269,7 +310,11 @@ class RemoteInbox:
             if _is_replaced(fault):
                 self._fault, self._retry_at = fault, self._now() + FIRST_PAUSE_S
             # Once for each fall: the steps that are here must not wait for who is not there.
-            self._silent = fault.name == FRONT_DOOR if isinstance(fault, ActorLost) else FRONT_DOOR in fault.waiting_for
+            self._silent = (
+                fault.name == FRONT_DOOR
+                if isinstance(fault, ActorLost)
+                else FRONT_DOOR in fault.waiting_for
+            )
         except OverlordError as fault:  # what it means is seen when the steps are handed out
             log.debug("rank %d: %s", self.rank, fault)
 
@@ -277,7 +322,11 @@ class RemoteInbox:
         """The whole session was moved, and this client with it."""
         self._steps.clear()
         self._told_end, self._retry_at = False, 0.0
-        self._ended, self._error, self.taken = False, None, -1  # what was taken before says nothing of the steps to come
+        self._ended, self._error, self.taken = (
+            False,
+            None,
+            -1,
+        )  # what was taken before says nothing of the steps to come
         if self._link is None and self._lost_at is None:  # it had ended
             self._lost_at = self._now()
         self.generation, self._next, self._before = generation, after.step, after.step - 1
@@ -295,17 +344,36 @@ class RemoteInbox:
         return f"the constructor of rank {self.rank}"
 
     def _connect(self, timeout_s: float) -> None:
-        hello = {"role": "client", "rank": self.rank, "next": self._wanted, "generation": self.generation}
+        hello = {
+            "role": "client",
+            "rank": self.rank,
+            "next": self._wanted,
+            "generation": self.generation,
+        }
         link, _ = self._dial(self.address, self._token, hello, timeout_s=timeout_s)
         link.max_held = self._max_held
         if self._told_lost and self._lost_at is not None:
-            log.log(self._told_lost, "rank %d: %s is linked again after %.1f s", self.rank, self._name, self._now() - self._lost_at)
+            log.log(
+                self._told_lost,
+                "rank %d: %s is linked again after %.1f s",
+                self.rank,
+                self._name,
+                self._now() - self._lost_at,
+            )
         self._told_lost = logging.NOTSET
-        self._link, self._lost_at, self._fault, self._linked_at, self._silent = link, None, None, self._now(), False
+        self._link, self._lost_at, self._fault, self._linked_at, self._silent = (
+            link,
+            None,
+            None,
+            self._now(),
+            False,
+        )
         self._pause_next()  # if this one breaks at once
         self._say_took(max(self.taken, self._before))  # while the link was gone, perhaps
         if not link.shares_memory:
-            threading.Thread(target=self._read_on, args=(link,), name=f"overlord-reader-{self.rank}", daemon=True).start()
+            threading.Thread(
+                target=self._read_on, args=(link,), name=f"overlord-reader-{self.rank}", daemon=True
+            ).start()
 
     def _broke(self, link: SocketLink, fault: BaseException) -> None:
         with self._changed:
@@ -324,16 +392,28 @@ class RemoteInbox:
 
     def _say_lost(self, fault: BaseException) -> None:
         """One that closes in order does so since the session is moved, resharded or closed: nothing to be alarmed at."""
-        level, words = logging.WARNING if isinstance(fault, Exception) else logging.DEBUG, str(fault)
+        level, words = (
+            logging.WARNING if isinstance(fault, Exception) else logging.DEBUG,
+            str(fault),
+        )
         if isinstance(fault, ActorLost) and fault.reason.endswith(CLOSES):
             level, words = logging.INFO, "it closed the link, as it does when the session is moved"
         self._told_lost = level
-        log.log(level, "rank %d: %s: %s; it is looked for again for %.0f s", self.rank, self._name, words, self._reconnect_s)
+        log.log(
+            level,
+            "rank %d: %s: %s; it is looked for again for %.0f s",
+            self.rank,
+            self._name,
+            words,
+            self._reconnect_s,
+        )
 
     def _try_again(self, seconds: float) -> None:
         """One attempt, when it is time for it."""
         assert self._lost_at is not None
-        if self._tried_at is None:  # a trainer may have been busy with the steps it had for longer than that
+        if (
+            self._tried_at is None
+        ):  # a trainer may have been busy with the steps it had for longer than that
             self._tried_at = self._now()
         gone = self._now() - self._tried_at
         if gone >= self._reconnect_s:
@@ -354,9 +434,13 @@ class RemoteInbox:
             if refused.reason != CLOSES:
                 self.end(OverlordError(refused.reason))
                 return
-            self._fault = ActorLost(self._name, CLOSES)  # the session is being moved, and tells soon where
+            self._fault = ActorLost(
+                self._name, CLOSES
+            )  # the session is being moved, and tells soon where
             self._pause_next(SHORT_PAUSE_S)
-        except OverlordError as over:  # the session was moved, or is closed: no step comes from there
+        except (
+            OverlordError
+        ) as over:  # the session was moved, or is closed: no step comes from there
             self.end(over)
 
     def _pause_next(self, longest: float = LONGEST_PAUSE_S) -> None:
@@ -369,9 +453,14 @@ class RemoteInbox:
 
     def _give_up(self, gone: float) -> NoReturn:
         fault, who = self._fault, shown(self.address) or "it"
-        either = f" ({FRONT_DOOR} could not be reached either)" if isinstance(fault, ActorLost) and fault.name == FRONT_DOOR else ""
+        either = (
+            f" ({FRONT_DOOR} could not be reached either)"
+            if isinstance(fault, ActorLost) and fault.name == FRONT_DOOR
+            else ""
+        )
         raise ActorLost(
-            self._name, f"{who} could not be reached for {gone:.1f} s while step {self._next} was wanted: {reason_of(fault)}{either}"
+            self._name,
+            f"{who} could not be reached for {gone:.1f} s while step {self._next} was wanted: {reason_of(fault)}{either}",
         ) from fault
 
     def _drop_link(self, reason: str) -> None:

@@ -33,7 +33,13 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     __slots__ = ("_arrays", "_rows", "_served_by", "_told")
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], told: Told, rows: np.ndarray, served_by: int | None = None):
+    def __init__(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        told: Told,
+        rows: np.ndarray,
+        served_by: int | None = None,
+    ):
         self._arrays, self._told, self._rows = arrays, told, rows
         self._served_by = served_by  # the rank that fetches this microbatch in its place; None: it was handed here
 
@@ -44,9 +50,15 @@ class Microbatch(Mapping[str, np.ndarray]):
             raise KeyError(self._why_not(key)) from None
 
     def _why_not(self, key: str) -> str:
-        if "cu_seqlens" in self._arrays or self._served_by is None:  # which every rank has that is handed a microbatch
+        if (
+            "cu_seqlens" in self._arrays or self._served_by is None
+        ):  # which every rank has that is handed a microbatch
             stage = {**dict.fromkeys(FIRST, "first"), **dict.fromkeys(LAST, "last")}.get(key)
-            why = f" ({key} is for the {stage} pipeline stage)" if stage and self._arrays and self._told.place is not None else ""
+            why = (
+                f" ({key} is for the {stage} pipeline stage)"
+                if stage and self._arrays and self._told.place is not None
+                else ""
+            )
             return f"{key!r} is not in this microbatch; it has {', '.join(self._arrays)}{why}"
         along = ", ".join(self._told.broadcast)
         return (
@@ -112,7 +124,9 @@ class Step:
     def served_by(self) -> int:
         """The rank that fetches these microbatches, for this one and those that the trainer broadcasts them to; itself where it is one."""
         place = self._told.place
-        return self.rank if place is None else int(_fetchers(place, self._told.broadcast)[self.rank])
+        return (
+            self.rank if place is None else int(_fetchers(place, self._told.broadcast)[self.rank])
+        )
 
     def __len__(self) -> int:
         return len(self._bucket)
@@ -132,7 +146,10 @@ class Step:
         if bucket.encoder is None or bucket.per != "microbatch":
             return bucket.microbatches
         both = zip(bucket.microbatches, self.encoder, strict=True)
-        return (arrays.also(more) if isinstance(arrays, Opened) else {**arrays, **more} for arrays, more in both)
+        return (
+            arrays.also(more) if isinstance(arrays, Opened) else {**arrays, **more}
+            for arrays, more in both
+        )
 
     @property
     def encoder(self) -> tuple[Microbatch, ...]:
@@ -140,7 +157,9 @@ class Step:
         if self._exchanges is None:
             wide = self._bucket.encoder
             cut = () if wide is None else wide.cut(0, wide.n)
-            self._exchanges = tuple(Microbatch(arrays, self._told, np.zeros(0, np.int64)) for arrays in cut)
+            self._exchanges = tuple(
+                Microbatch(arrays, self._told, np.zeros(0, np.int64)) for arrays in cut
+            )
         return self._exchanges
 
     def __getitem__(self, m: int) -> Microbatch:
@@ -157,9 +176,14 @@ def check_count(step: Any, expected: int | None) -> None:
     """Refuse a step whose number of microbatches is not that of the job, for trainers that count microbatches. None: not known."""
     if expected is None or len(step) == expected:
         return
-    grown = f"give Batch(microbatches={len(step)}) or more, fewer samples or tokens, or a larger context" if len(step) > expected else ""
+    grown = (
+        f"give Batch(microbatches={len(step)}) or more, fewer samples or tokens, or a larger context"
+        if len(step) > expected
+        else ""
+    )
     raise PlanError(
         f"expected the {expected} microbatches of Batch.microbatches, got {len(step)}; a trainer with a fixed accumulation count would mix "
         "this step with others",
-        step.step, f"{grown or 'use a strategy that fills Batch.microbatches'}, or iterate over whole steps",
-    )  # fmt: skip
+        step.step,
+        f"{grown or 'use a strategy that fills Batch.microbatches'}, or iterate over whole steps",
+    )

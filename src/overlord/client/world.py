@@ -36,8 +36,14 @@ def world_here(where: str) -> World | None:
     if len(given) == 2:
         return World(_whole("RANK", where), _whole("WORLD_SIZE", where), "WORLD_SIZE")
     if given and given not in ({"WORLD_SIZE": "1"}, {"RANK": "0"}):
-        (name, value), missing = next(iter(given.items())), "RANK" if "WORLD_SIZE" in given else "WORLD_SIZE"
-        raise JobError([f"{missing}: expected a whole number beside {name}={value}, got nothing; {JOINED}"], where)
+        (name, value), missing = (
+            next(iter(given.items())),
+            "RANK" if "WORLD_SIZE" in given else "WORLD_SIZE",
+        )
+        raise JobError(
+            [f"{missing}: expected a whole number beside {name}={value}, got nothing; {JOINED}"],
+            where,
+        )
     return None
 
 

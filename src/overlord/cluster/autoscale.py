@@ -23,7 +23,9 @@ class Scaling(Spreading, Watching):
     def _plan_scaling(self) -> None:
         self._gauges: dict[str, Any] = {}  # answers of this look, by host
         self._asked_hosts = self._looking = 0
-        self._free_seconds: list[float] = []  # by source: of a sample, known to release the interpreter lock
+        self._free_seconds: list[
+            float
+        ] = []  # by source: of a sample, known to release the interpreter lock
         self._full: set[int] = set()  # hosts that may read no other source, at the last look
         self._weights: dict[str, int] = {}  # bytes that loader hosts hold, where that is bounded
         self._stop_looking: Callable[[], None] = lambda: None
@@ -31,8 +33,15 @@ class Scaling(Spreading, Watching):
         if scales(self.blueprint):
             cores = max(self.hosting.n_hosts, options.hosts or n_cores())
             said = dict(options.autoscale) if isinstance(options.autoscale, Mapping) else {}
-            self._watch(Scaler(Limits(**{"cores": cores, "lanes": worth(threads), **said}), options.read_ahead or 1))
-        elif options.watch_s and options.constructors:  # clients that build for themselves are not asked
+            self._watch(
+                Scaler(
+                    Limits(**{"cores": cores, "lanes": worth(threads), **said}),
+                    options.read_ahead or 1,
+                )
+            )
+        elif (
+            options.watch_s and options.constructors
+        ):  # clients that build for themselves are not asked
             self._watch(onlooker(options, self.planner.spec.read_ahead))
         else:
             self._watch(None)
@@ -40,7 +49,9 @@ class Scaling(Spreading, Watching):
     def _start_scaling(self) -> None:
         """All parts are there."""
         if self._scaler is not None:
-            self._stop_looking = self._machine.every(self._scaler.limits.interval_s, self._look, "overlord scaling")
+            self._stop_looking = self._machine.every(
+                self._scaler.limits.interval_s, self._look, "overlord scaling"
+            )
 
     # looking
 
@@ -58,9 +69,17 @@ class Scaling(Spreading, Watching):
         self._gauges, self._asked_hosts = {}, len(remotes)
         for remote in remotes:
             name = remote.handle.name
-            remote.call(self._control, "gauge").add_done_callback(lambda f, name=name: self._told_gauge(name, f))  # type: ignore[misc]
-            if name.startswith("loader") and self._scaler is not None and self._scaler.limits.memory_bytes is not None:
-                remote.call(self._control, "weighs").add_done_callback(lambda f, name=name: self._told_weight(name, f))  # type: ignore[misc]
+            remote.call(self._control, "gauge").add_done_callback(
+                lambda f, name=name: self._told_gauge(name, f)
+            )  # type: ignore[misc]
+            if (
+                name.startswith("loader")
+                and self._scaler is not None
+                and self._scaler.limits.memory_bytes is not None
+            ):
+                remote.call(self._control, "weighs").add_done_callback(
+                    lambda f, name=name: self._told_weight(name, f)
+                )  # type: ignore[misc]
 
     def _told_weight(self, name: str, future: Future[Any]) -> None:
         if future.exception() is None:
@@ -76,25 +95,45 @@ class Scaling(Spreading, Watching):
         if len(self._gauges) < self._asked_hosts or self._closed:
             return
         self._looking = 0
-        if any(a is None for a in self._gauges.values()):  # some part is being lost: what is seen now is no measure
+        if any(
+            a is None for a in self._gauges.values()
+        ):  # some part is being lost: what is seen now is no measure
             self._before = None
         else:
             self._conclude(self._looked(), self._machine.now())
 
     def _looked(self) -> Observed | None:
         """All have answered."""
-        waits = [row[1] for name, rows in self._gauges.items() if name.startswith("constructor") for row in rows]
-        loaders = {int(name.rpartition("/")[2]): rows for name, rows in self._gauges.items() if name.startswith("loader")}
+        waits = [
+            row[1]
+            for name, rows in self._gauges.items()
+            if name.startswith("constructor")
+            for row in rows
+        ]
+        loaders = {
+            int(name.rpartition("/")[2]): rows
+            for name, rows in self._gauges.items()
+            if name.startswith("loader")
+        }
         hosts = [h for h in self._loaders if h in self._living()]
         weights = [self._weights.get(self._loaders[h].handle.name, 0) for h in hosts]
         self._full = self._full_hosts()
         return self._observed(
-            self._machine.now(), loaders, self.past.acked, math.fsum(waits) / len(waits) if waits else 0.0, hosts=len(hosts),
-            changing=self.changing, host_bytes=max(weights, default=0),
-        )  # fmt: skip
+            self._machine.now(),
+            loaders,
+            self.past.acked,
+            math.fsum(waits) / len(waits) if waits else 0.0,
+            hosts=len(hosts),
+            changing=self.changing,
+            host_bytes=max(weights, default=0),
+        )
 
     def _places(self, source: int) -> tuple[int, ...]:
-        return super()._places(source) if self._scaler is None or self._scaler.fixed else tuple(self.hosts_of(source))
+        return (
+            super()._places(source)
+            if self._scaler is None or self._scaler.fixed
+            else tuple(self.hosts_of(source))
+        )
 
     def _n_processes(self, source: int) -> int:
         return len(self.hosts_of(source))
@@ -127,4 +166,10 @@ class Scaling(Spreading, Watching):
         if self._scaler is None or self._scaler.fixed:
             return told
         most, weighs = self._scaler.limits.cores, max(self._weights.values(), default=0)
-        return {"hosts": len(self._living()), "host_bytes": weighs, "most_hosts": most, "changing": self.changing, **told}
+        return {
+            "hosts": len(self._living()),
+            "host_bytes": weighs,
+            "most_hosts": most,
+            "changing": self.changing,
+            **told,
+        }

@@ -15,9 +15,9 @@ from overlord.constructor.payload_gather import Gathering, check_payload
 from overlord.constructor.service import Building
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
-from overlord.messages.constructor import Build, Deliver, End, Release, Resume  # fmt: skip
-from overlord.messages.control import Attach, Back, Detach, Finish, Placed  # fmt: skip
-from overlord.messages.loader import Payload  # fmt: skip
+from overlord.messages.constructor import Build, Deliver, End, Release, Resume
+from overlord.messages.control import Attach, Back, Detach, Finish, Placed
+from overlord.messages.loader import Payload
 from overlord.process.memory import pss_bytes
 from overlord.serving.step_publisher import Delivery, Slabs
 from overlord.transport.connection import Link
@@ -30,28 +30,49 @@ class ConstructorHost(HostActor):
     """The constructors of some buckets, and the memory their clients read from."""
 
     def __init__(
-        self, number: int, settings: Settings, buckets: Mapping[int, Sequence[int]], batch: Batch, multiple: int, hooks: Sequence[Hook],
+        self,
+        number: int,
+        settings: Settings,
+        buckets: Mapping[int, Sequence[int]],
+        batch: Batch,
+        multiple: int,
+        hooks: Sequence[Hook],
         images: PixelForm | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(f"constructor-host/{number}", settings)
         self._ring = self._machine.ring(self.name, settings.ring_bytes)
         self._session = settings.generation
         # Building never waits for a slot: short work is done in the pump, and without the pump no slot is let go.
         self._building = Building(
-            [Assembler(b, ranks, settings.build_ahead) for b, ranks in buckets.items()], batch=batch, multiple=multiple,
-            executor=self._executor, run=self.run,
-            cannot=self._events.put, hooks=hooks, slabs=Slabs(self._ring), broadcast=settings.broadcast, images=images,
-            spoiled=self._events.put, compact=True,
-        )  # fmt: skip
+            [Assembler(b, ranks, settings.build_ahead) for b, ranks in buckets.items()],
+            batch=batch,
+            multiple=multiple,
+            executor=self._executor,
+            run=self.run,
+            cannot=self._events.put,
+            hooks=hooks,
+            slabs=Slabs(self._ring),
+            broadcast=settings.broadcast,
+            images=images,
+            spoiled=self._events.put,
+            compact=True,
+        )
         self._delivery = Delivery(took=self._heard)
-        self._news, self._news_lock = dict[int, int](), threading.Lock()  # what clients took and the pump has not seen yet
-        for rank in self._building.bucket_of:  # clients may come before the planner has told of them
+        self._news, self._news_lock = (
+            dict[int, int](),
+            threading.Lock(),
+        )  # what clients took and the pump has not seen yet
+        for (
+            rank
+        ) in self._building.bucket_of:  # clients may come before the planner has told of them
             self._delivery.box(rank, settings.generation)
         self._gathering = Gathering(self._building, failover=settings.failover)
         self._loaders: dict[Link, int] = {}
         self._incarnations: dict[int, int] = {}  # of loader hosts: the last that came
         self._taken: dict[int, int] = {}
-        self._floor = -1  # the last step behind which a planner began, or went back to: all ranks have taken it
+        self._floor = (
+            -1
+        )  # the last step behind which a planner began, or went back to: all ranks have taken it
         self._behind = -1  # the one of this planner, which may know of less than the one before it
         self._told = -1  # the last step all took, as the planner knows
         self._said: dict[int, int] = {}  # and the last that each took
@@ -59,7 +80,9 @@ class ConstructorHost(HostActor):
         self._start()
 
     def _serve(self, token: str, **where: Any) -> Server:
-        return self._machine.serve(token, self._ring, self._message, self._opened, self._closed, **where)
+        return self._machine.serve(
+            token, self._ring, self._message, self._opened, self._closed, **where
+        )
 
     def listen(self, host: str, token: str) -> str:
         """Take clients of other processes at this interface, who show another token than ours; where they find it."""
@@ -79,9 +102,13 @@ class ConstructorHost(HostActor):
     def _loader_came(self, link: Link, host: Any, incarnation: Any) -> dict[str, Any]:
         """One that comes again, or was started anew, takes the place of the link before it, whose end may not have been seen yet."""
         if type(host) is not int or host < 0 or type(incarnation) is not int or incarnation < 0:
-            raise OverlordError(f"wanted the number of a loader host, found {host!r:.60} and {incarnation!r:.60}")
+            raise OverlordError(
+                f"wanted the number of a loader host, found {host!r:.60} and {incarnation!r:.60}"
+            )
         if incarnation < self._incarnations.get(host, 0):
-            raise OverlordError(f"wanted the number of a loader host that is not linked yet, found {host}: a later one has its place")
+            raise OverlordError(
+                f"wanted the number of a loader host that is not linked yet, found {host}: a later one has its place"
+            )
         former = next((other for other, h in self._loaders.items() if h == host), None)
         self._loaders[link], self._incarnations[host] = host, incarnation
         if former is not None:
@@ -93,7 +120,9 @@ class ConstructorHost(HostActor):
     def _message(self, link: Link, value: Any) -> None:
         if (host := self._loaders.get(link)) is not None:
             if not isinstance(value, Payload):
-                raise OverlordError(f"wanted payload of loader-host/{host}, found {type(value).__name__}")
+                raise OverlordError(
+                    f"wanted payload of loader-host/{host}, found {type(value).__name__}"
+                )
             check_payload(value, host)
             self._pump.post(lambda: self.run(self._gathering.payload(value)))
         else:
@@ -125,7 +154,9 @@ class ConstructorHost(HostActor):
                     self._taken[rank] = self._floor
                     if self._floor > self._behind:
                         self._events.put(("taken", [rank], [self._floor]))
-                self._queue.extend(self._building.attach({rank: self._delivery.box(rank, self._session)}))
+                self._queue.extend(
+                    self._building.attach({rank: self._delivery.box(rank, self._session)})
+                )
                 self._queue.extend(self._building.consumed([rank], self._taken[rank]))
             case Detach(rank=rank):
                 self._taken.pop(rank, None)
@@ -166,7 +197,9 @@ class ConstructorHost(HostActor):
         slowest = min(self._taken.values(), default=-1)
         if slowest > self._told:
             self._told = slowest
-            news = {rank: step for rank, step in self._taken.items() if step > self._said.get(rank, -1)}
+            news = {
+                rank: step for rank, step in self._taken.items() if step > self._said.get(rank, -1)
+            }
             self._said |= news
             self._events.put(("taken", list(news), list(news.values())))
 
@@ -189,7 +222,11 @@ class ConstructorHost(HostActor):
         """What the rank's next step waits for here, in words; empty when it is for a plan."""
 
         def say() -> str:
-            return "" if self._gathering.wants_plans else self._gathering.waiting() or self._building.waiting(rank)
+            return (
+                ""
+                if self._gathering.wants_plans
+                else self._gathering.waiting() or self._building.waiting(rank)
+            )
 
         return self._pump.ask(say, "the constructor host's pump", 1.0)
 
@@ -202,16 +239,26 @@ class ConstructorHost(HostActor):
 
     def gauge(self) -> list[tuple[int, float]]:
         """For scaling: how long the trainer of every rank has waited, in all."""
-        return [(rank, float(row["waited_s"])) for rank, row in self._delivery.figures().items() if rank in self._taken]
+        return [
+            (rank, float(row["waited_s"]))
+            for rank, row in self._delivery.figures().items()
+            if rank in self._taken
+        ]
 
     def figures(self) -> dict[str, Any]:
         return self._pump.ask(
             lambda: {
-                "pid": os.getpid(), "node": self._machine.node(), "pss": pss_bytes(),
-                "constructors": self._building.figures(), "memory": self._building.held_bytes(),
-                "clients": self._delivery.figures(), "links": len([link for server in self._servers for link in server.links]),
-            }, "the constructor host's pump", 5.0,
-        )  # fmt: skip
+                "pid": os.getpid(),
+                "node": self._machine.node(),
+                "pss": pss_bytes(),
+                "constructors": self._building.figures(),
+                "memory": self._building.held_bytes(),
+                "clients": self._delivery.figures(),
+                "links": len([link for server in self._servers for link in server.links]),
+            },
+            "the constructor host's pump",
+            5.0,
+        )
 
     def close(self) -> None:
         self._building.stopped = True

@@ -23,7 +23,14 @@ from overlord.cluster.plan_history import KeptPlans
 from overlord.cluster.plan_router import Cuts, Cutter, Imaging
 from overlord.cluster.recovery import START_S
 from overlord.cluster.status import Remote
-from overlord.cluster.worker_factory import Recipes, Starter, constructors_of, n_constructors, read_ahead_of, settings_of
+from overlord.cluster.worker_factory import (
+    Recipes,
+    Starter,
+    constructors_of,
+    n_constructors,
+    read_ahead_of,
+    settings_of,
+)
 from overlord.concurrency.event_loop import Pump
 from overlord.concurrency.platform import Machine
 from overlord.errors import ActorLost, OverlordError
@@ -46,7 +53,7 @@ from overlord.messages.control import (
     Stage,
     StreamState,
 )
-from overlord.messages.loader import Announce  # fmt: skip
+from overlord.messages.loader import Announce
 from overlord.process.pickle_check import sendable
 from overlord.rpc.actors import Control, Handle
 from overlord.setup.partition import hosting_of, scales
@@ -73,9 +80,13 @@ class ProcessHost(Scaling):
         starter: Starter | None = None,
     ):
         super().__init__(check=blueprint.options.check)
-        self._machine = machine or Machine()  # time and threads come from it alone: simulations have another
+        self._machine = (
+            machine or Machine()
+        )  # time and threads come from it alone: simulations have another
         self.hosting = hosting_of(blueprint) if starter is None else starter.hosting
-        blueprint = self.blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting, scales(blueprint)))
+        blueprint = self.blueprint = blueprint.with_loaders(
+            self.hosting.loaders, read_ahead_of(self.hosting, scales(blueprint))
+        )
         self.planner = blueprint.planner(state)
         self.fails_over = blueprint.options.failover and blueprint.options.constructors
         self._control, self._pump, self._number = control, pump, generation
@@ -91,13 +102,18 @@ class ProcessHost(Scaling):
         self._ranks = list(blueprint.job.place.buckets("DP"))
         self._constructor_of = np.array(constructors_of(blueprint, self._n_constructors()))
         settings = settings_of(blueprint, self.hosting, self._token, generation, machine)
-        self._starter = starter or Recipes(control, lambda: self.blueprint, settings, self.hosting, self._constructor_of.tolist())
+        self._starter = starter or Recipes(
+            control, lambda: self.blueprint, settings, self.hosting, self._constructor_of.tolist()
+        )
         self._bucket_of = {rank: b for b, ranks in enumerate(self._ranks) for rank in ranks}
         hooks = blueprint.job.hooks
         self._cutter = Cutter(
-            self.hosting.host_of, self._constructor_of.tolist(), whole_plans=bool(of_kind(hooks, CONSTRUCTOR)),
-            loader_hooks=bool(of_kind(hooks, LOADER)), images=self._imaging(),
-        )  # fmt: skip
+            self.hosting.host_of,
+            self._constructor_of.tolist(),
+            whole_plans=bool(of_kind(hooks, CONSTRUCTOR)),
+            loader_hooks=bool(of_kind(hooks, LOADER)),
+            images=self._imaging(),
+        )
         self._served = np.zeros(len(self._ranks), np.int64)  # attached ranks of every bucket
         self._attached: set[int] = set()
         self._boxes: list[RemoteInbox] = []  # of clients in this process
@@ -113,8 +129,12 @@ class ProcessHost(Scaling):
             self._spawn()
             self._watch_all()
             self._start_scaling()
-            if isinstance(self._starter, Recipes):  # else they are reviewed where the hosts are started
-                self._stop_reviews = watch(self._starter.placement, self._machine, control, self._relocate_later)
+            if isinstance(
+                self._starter, Recipes
+            ):  # else they are reviewed where the hosts are started
+                self._stop_reviews = watch(
+                    self._starter.placement, self._machine, control, self._relocate_later
+                )
         except BaseException:
             self.close()
             raise
@@ -137,7 +157,11 @@ class ProcessHost(Scaling):
 
     def _imaging(self) -> Imaging | None:
         job = self.blueprint.job
-        return None if self.blueprint.images is None else Imaging(job.batch, job.document_multiple, self._ranks)
+        return (
+            None
+            if self.blueprint.images is None
+            else Imaging(job.batch, job.document_multiple, self._ranks)
+        )
 
     def _start_constructors(self) -> None:
         for c in range(int(self._constructor_of.max()) + 1):
@@ -147,29 +171,49 @@ class ProcessHost(Scaling):
         """Constructor hosts first, since loader hosts connect to them; each kind together."""
         sendable(self.blueprint.job.hooks, "hooks")
         self._start_constructors()
-        asked = {c: self._control.call(remote.handle, "address") for c, remote in self._constructors.items()}
+        asked = {
+            c: self._control.call(remote.handle, "address")
+            for c, remote in self._constructors.items()
+        }
         self._addresses = {c: self._control.get(future, START_S) for c, future in asked.items()}
-        openings, sources = self._openings(self.planner.state()), range(len(self.blueprint.job.sources))
+        openings, sources = (
+            self._openings(self.planner.state()),
+            range(len(self.blueprint.job.sources)),
+        )
         for h in range(self.hosting.n_hosts):
-            self._start_loader_host(h, sources, [o for o in openings if self.hosting.host_of[o.loader] == h])
-        ready = [(remote, self._control.call(remote.handle, "at")) for remote in self._loaders.values()]
-        for remote, future in ready:  # what is wrong with a source is said by launch, not by the first step
+            self._start_loader_host(
+                h, sources, [o for o in openings if self.hosting.host_of[o.loader] == h]
+            )
+        ready = [
+            (remote, self._control.call(remote.handle, "at")) for remote in self._loaders.values()
+        ]
+        for (
+            remote,
+            future,
+        ) in ready:  # what is wrong with a source is said by launch, not by the first step
             remote.node = self._control.get(future, START_S)
 
     def _openings(self, state: StreamState) -> list[Opening]:
         cursors = [Cursor(*c) for c in state.cursors.tolist()]
         return [o for i, cursor in enumerate(cursors) for o in self.blueprint.openings(i, cursor)]
 
-    def _start_loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], *, joined: bool = True) -> None:
+    def _start_loader_host(
+        self, h: int, sources: Collection[int], openings: Sequence[Opening], *, joined: bool = True
+    ) -> None:
         self._kits[h] = frozenset(sources)
         linked = dict(self._addresses)
-        self._loaders[h] = self._watched(self._starter.loader_host(h, sources, openings, linked), joined=joined)
+        self._loaders[h] = self._watched(
+            self._starter.loader_host(h, sources, openings, linked), joined=joined
+        )
         self._loaders[h].linked = linked
 
     def _watched(self, handle: Handle, *, joined: bool = True, incarnation: int = 0) -> Remote:
         remote = Remote(handle, joined=joined, incarnation=incarnation)
         self._starts.watch(handle)
-        self._control.on_death(remote.handle, lambda handle, reason: self._pump.post(lambda: self._lost(remote, reason)))
+        self._control.on_death(
+            remote.handle,
+            lambda handle, reason: self._pump.post(lambda: self._lost(remote, reason)),
+        )
         self._listen(remote, "events")
         return remote
 
@@ -244,7 +288,11 @@ class ProcessHost(Scaling):
             self._miss(remote, reason)
             return
         log.error("%s is lost: %s", remote.handle.name, reason)
-        self.run(self.planner.handle(Finish(self.planner.next_step, ActorLost(remote.handle.name, reason))))
+        self.run(
+            self.planner.handle(
+                Finish(self.planner.next_step, ActorLost(remote.handle.name, reason))
+            )
+        )
 
     def attach(self, mailboxes: Mapping[int, Any]) -> None:
         """Clients of these ranks exist; their steps reach them from their constructor host."""
@@ -269,7 +317,13 @@ class ProcessHost(Scaling):
         """Constructor hosts tell it themselves. What was said to one that died is heard here: who took a step may not look for the next
         before others have theirs."""
         if self.fails_over:
-            self.run([Consumed(rank, step) for rank in ranks if rank in self._attached and self.planner.took(rank) < step])
+            self.run(
+                [
+                    Consumed(rank, step)
+                    for rank in ranks
+                    if rank in self._attached and self.planner.took(rank) < step
+                ]
+            )
 
     def event(self, event: Any) -> None:
         if isinstance(event, Report):
@@ -299,8 +353,15 @@ class ProcessHost(Scaling):
     def listen(self, host: str, token: str) -> None:
         """Clients in other processes are expected at this interface, and show the token they were given."""
         self._listening = (host, token)  # first: those that are being started will be asked
-        there = {c: remote for c, remote in self._constructors.items() if not (remote.lost and self.fails_over)}
-        asked = {c: self._control.call(remote.handle, "listen", host, token) for c, remote in there.items()}
+        there = {
+            c: remote
+            for c, remote in self._constructors.items()
+            if not (remote.lost and self.fails_over)
+        }
+        asked = {
+            c: self._control.call(remote.handle, "listen", host, token)
+            for c, remote in there.items()
+        }
         self._outside = {c: self._control.get(future, START_S) for c, future in asked.items()}
 
     def outside(self, rank: int) -> tuple[str, str]:
@@ -318,7 +379,9 @@ class ProcessHost(Scaling):
         if remote.lost:
             return None
         try:
-            taken: int = self._control.get(self._control.call(remote.handle, "taken", rank), TAKEN_S)
+            taken: int = self._control.get(
+                self._control.call(remote.handle, "taken", rank), TAKEN_S
+            )
         except ActorLost:
             return None
         return taken
@@ -327,7 +390,12 @@ class ProcessHost(Scaling):
         """Where a client in this process gets its steps: from the constructor host, as any other."""
         prefetch = self.blueprint.options.prefetch
         return InsideBox(
-            rank, lambda: self.address_for(rank), next_step=next_step, generation=self._number, prefetch=prefetch, beside=self._boxes
+            rank,
+            lambda: self.address_for(rank),
+            next_step=next_step,
+            generation=self._number,
+            prefetch=prefetch,
+            beside=self._boxes,
         )
 
     # carrying out
@@ -367,7 +435,9 @@ class ProcessHost(Scaling):
                 self._finish(command)
             case Forget(loaders=loaders):
                 self._cutter.forget(loaders)
-                for remote in list(self._loaders.values()):  # a source may be joining, in another thread
+                for remote in list(
+                    self._loaders.values()
+                ):  # a source may be joining, in another thread
                     remote.out.append(command)
             case SourceLost():
                 self._lose(command)
@@ -384,11 +454,15 @@ class ProcessHost(Scaling):
         step, ends = stage.plan.step, self.planner.finished
         if (ends is not None and step >= ends.step) or (first := self._note_stage(stage)) is None:
             return
-        if first or not self.plans.of(step):  # one that was planned before by a planner that is gone is known here since now
+        if first or not self.plans.of(
+            step
+        ):  # one that was planned before by a planner that is gone is known here since now
             self.plans.keep(stage)
             for watcher in self.on_stage:
                 watcher(stage)
-        self._send_cuts(self._cutter.cut(stage, seal(stage.after), self._served > 0, self.past.acked))
+        self._send_cuts(
+            self._cutter.cut(stage, seal(stage.after), self._served > 0, self.past.acked)
+        )
         self._mended(step)
 
     def _send_cuts(self, cuts: Cuts) -> None:

@@ -35,7 +35,13 @@ from overlord.transport.codec import register
 
 log = logging.getLogger("overlord")
 
-WRITTEN = ("appends", "bytes", "plans", "snapshots", "seconds")  # that a journal counts, of the whole job
+WRITTEN = (
+    "appends",
+    "bytes",
+    "plans",
+    "snapshots",
+    "seconds",
+)  # that a journal counts, of the whole job
 
 for _cls in (Mixed, NewSource, Quarantined, SourceSpec):
     register(_cls)
@@ -68,15 +74,23 @@ class PlannerActor:
     def __init__(self, kit: PlannerKit):
         self._kit, self._events = kit, Events()
         self._pump = Pump("planner")
-        self._peers = Peers(end=lambda name, ticket, why: self._say("kill", ticket, name), cut=self._cut, machine=kit.machine)
+        self._peers = Peers(
+            end=lambda name, ticket, why: self._say("kill", ticket, name),
+            cut=self._cut,
+            machine=kit.machine,
+        )
         self._starter = Asking(self._peers, self._say, kit.hosting, kit.token)
         self._host: PlannerHost
         self._closed = self._opens_journal = self._beats_pump = False
         self._ran = threading.Event()
         self._ran.set()
-        self._told: Finish | str | None = "nothing yet"  # what a planner before this one said of the end counts no more
+        self._told: Finish | str | None = (
+            "nothing yet"  # what a planner before this one said of the end counts no more
+        )
         self._acked = -2
-        self._said: list[Any] = []  # events in the journal of planners before this one, that it went on from, and its own
+        self._said: list[
+            Any
+        ] = []  # events in the journal of planners before this one, that it went on from, and its own
         self._watched = kit.watched
         self._losses = Losses()
 
@@ -121,7 +135,9 @@ class PlannerActor:
     def begin(self) -> Future[int]:
         """Start the hosts, or take over those that live; answered with the step behind which planning begins."""
         begun = Future[int]()
-        threading.Thread(target=self._begin, args=(begun,), name="overlord-begin", daemon=True).start()
+        threading.Thread(
+            target=self._begin, args=(begun,), name="overlord-begin", daemon=True
+        ).start()
         return begun
 
     def _begin(self, begun: Future[int]) -> None:
@@ -143,14 +159,20 @@ class PlannerActor:
         if not self._kit.incarnation:
             return PlannerHost(self._kit, self._peers, self._pump, self._starter, say=self._say)
         if not self._kit.opened:  # what the journal says is of a session before this one, or nothing: ``open_journal`` is to come
-            host = PlannerHost(self._kit, self._peers, self._pump, self._starter, Recovered(), say=self._say)
+            host = PlannerHost(
+                self._kit, self._peers, self._pump, self._starter, Recovered(), say=self._say
+            )
             host.take_over()
             return host
-        journal, found = Journal.resumed(self._where_journal, self._kit.blueprint.job.name, launch=self._kit.launch)
+        journal, found = Journal.resumed(
+            self._where_journal, self._kit.blueprint.job.name, launch=self._kit.launch
+        )
         journal.start(self._pump.post)
         self._said = found.events
         try:
-            host = PlannerHost(self._kit, self._peers, self._pump, self._starter, found, say=self._say)
+            host = PlannerHost(
+                self._kit, self._peers, self._pump, self._starter, found, say=self._say
+            )
             host.journal = journal
             journal.begin(host.planner.state(), host.blueprint)
         except BaseException:
@@ -175,7 +197,9 @@ class PlannerActor:
     @property
     def _where_journal(self) -> str:
         where = self._kit.blueprint.job.journal
-        assert where is not None, "a planner has a process of its own where there is a journal to come back from"
+        assert where is not None, (
+            "a planner has a process of its own where there is a journal to come back from"
+        )
         return where
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> Future[None]:
@@ -186,7 +210,9 @@ class PlannerActor:
             host, self._opens_journal = self._host, True
             try:
                 if not isinstance(host.journal, Journal):
-                    host.journal, _ = Journal.resumed(self._where_journal, self._kit.blueprint.job.name, launch=launch)
+                    host.journal, _ = Journal.resumed(
+                        self._where_journal, self._kit.blueprint.job.name, launch=launch
+                    )
                     host.journal.start(self._pump.post)
                 if anew:
                     host.journal.rewound(host.planner.state(), host.blueprint, floor)
@@ -200,7 +226,12 @@ class PlannerActor:
     def _broke(self, error: BaseException) -> None:
         """Nothing this process holds can be trusted: another takes its place, or the job ends with this."""
         log.critical("the planner stops: %s: %s", type(error).__name__, error)
-        self._say("broke", error if isinstance(error, Exception) else OverlordError(f"{type(error).__name__}: {error}"))
+        self._say(
+            "broke",
+            error
+            if isinstance(error, Exception)
+            else OverlordError(f"{type(error).__name__}: {error}"),
+        )
 
     def _after_turn(self) -> float | None:
         host = self._host
@@ -210,14 +241,18 @@ class PlannerActor:
         if (acked := host.past.acked) != self._acked:
             self._acked = acked
             figures = host.journal.figures()
-            self._events.put(("progress", acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False)
+            self._events.put(
+                ("progress", acked, [figures.get(what, 0) for what in WRITTEN]), hurry=False
+            )
         for event in host.news():
             self._events.put(event)
         return self._events.answer()
 
     def _staged(self, stage: Stage) -> None:
         assert isinstance(stage.after, StreamState)
-        if self._losses.found(stage.after.counts) or self._watched:  # the launching process warns of losses
+        if (
+            self._losses.found(stage.after.counts) or self._watched
+        ):  # the launching process warns of losses
             self._events.put(("staged", stage.plan.step, stage.after, stage.skipped))
 
     def _taken(self, rank: int, step: int) -> None:
@@ -239,14 +274,20 @@ class PlannerActor:
                 answer.set_result(value)
 
         if self._pump.broken is not None:
-            answer.set_exception(ActorLost("planner", f"{type(self._pump.broken).__name__}: {self._pump.broken}"))
+            answer.set_exception(
+                ActorLost("planner", f"{type(self._pump.broken).__name__}: {self._pump.broken}")
+            )
         else:
             self._pump.post(run)
         return answer
 
     def attach(self, ranks: list[int]) -> Future[None]:
         """Those that the launching process knew of when this planner was started are attached already."""
-        return self._in_pump(lambda: self._host.attach(dict.fromkeys(r for r in ranks if r not in self._host.attached)))
+        return self._in_pump(
+            lambda: self._host.attach(
+                dict.fromkeys(r for r in ranks if r not in self._host.attached)
+            )
+        )
 
     def detach(self, rank: int) -> Future[None]:
         return self._in_pump(lambda: self._host.detach(rank))
@@ -268,7 +309,9 @@ class PlannerActor:
         """Whether it came in time for a plan; of one that the planner before this had, whether it did there."""
 
         def act() -> bool:
-            used = self._host.planner.in_time(report) or report in self._host.planner.state().reports
+            used = (
+                self._host.planner.in_time(report) or report in self._host.planner.state().reports
+            )
             self._host.event(report)
             return used
 
@@ -278,16 +321,22 @@ class PlannerActor:
         """The launching process has passed on all that it had been told when it was asked."""
         return self._in_pump(lambda: self._host.all_reported(mark))
 
-    def add_source(self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int) -> Future[None]:
+    def add_source(
+        self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int
+    ) -> Future[None]:
         """A source joins; its host was started where the job was launched, and is there."""
 
         def act() -> None:
             host, before = self._host, self._host.blueprint
             assert isinstance(before, PlannerBlueprint)
             loaders = (*host.hosting.loaders, new.source.loaders)
-            host.adopt_source(before.joined_by(new.source, fingerprint).with_loaders(loaders, SIDE_BY_SIDE), h)
+            host.adopt_source(
+                before.joined_by(new.source, fingerprint).with_loaders(loaders, SIDE_BY_SIDE), h
+            )
             try:
-                host.add_source(new, h, budget_bytes, lambda: host.journal.joined(new.event, host.blueprint))
+                host.add_source(
+                    new, h, budget_bytes, lambda: host.journal.joined(new.event, host.blueprint)
+                )
             except JournalError:
                 host.leave_source(h)
                 raise
@@ -323,12 +372,21 @@ class PlannerActor:
 
     def waiting_for(self, rank: int) -> str | Future[str]:
         if self._writes():
-            return "an event to be written to the journal"  # the pump waits for it, and cannot say so
+            return (
+                "an event to be written to the journal"  # the pump waits for it, and cannot say so
+            )
         return self._in_pump(lambda: self._host.waiting_for(rank))
 
     def figures(self) -> Future[dict[str, Any]]:
-        me = {"pid": os.getpid(), "node": self._kit.machine.node(), "pss": pss_bytes(), "state": "planning"}
-        return self._in_pump(lambda: {**self._host.figures(), "planner": me, "journal": self._host.journal.figures()})
+        me = {
+            "pid": os.getpid(),
+            "node": self._kit.machine.node(),
+            "pss": pss_bytes(),
+            "state": "planning",
+        }
+        return self._in_pump(
+            lambda: {**self._host.figures(), "planner": me, "journal": self._host.journal.figures()}
+        )
 
     def state(self) -> Future[StreamState]:
         return self._in_pump(lambda: self._host.planner.state())
@@ -341,7 +399,9 @@ class PlannerActor:
 
     def stages(self, step: int | None = None) -> Future[list[Stage]]:
         """The plans that are kept; ``step``: that one alone, if it is."""
-        return self._in_pump(lambda: list(self._host.plans) if step is None else self._host.plans.of(step))
+        return self._in_pump(
+            lambda: list(self._host.plans) if step is None else self._host.plans.of(step)
+        )
 
     def steps(self) -> Future[list[int]]:
         return self._in_pump(lambda: self._host.plans.steps())
@@ -359,8 +419,12 @@ class PlannerActor:
         p = self._host.planner
         totals = p.totals
         return Counted(
-            next_step=p.next_step, mixed=tuple(totals.mixed), weights=tuple(map(float, p.weights)), feedback=p.feedback, **totals.counts()
-        )  # fmt: skip
+            next_step=p.next_step,
+            mixed=tuple(totals.mixed),
+            weights=tuple(map(float, p.weights)),
+            feedback=p.feedback,
+            **totals.counts(),
+        )
 
     # the end
 

@@ -27,7 +27,10 @@ class PlannerBlueprint(Blueprint):
 
     def __init__(self, of: Blueprint):
         self.__dict__.update(of.__dict__)
-        self.specs, self.form = tuple(of._source_spec(i) for i in range(len(of.job.sources))), of.images
+        self.specs, self.form = (
+            tuple(of._source_spec(i) for i in range(len(of.job.sources))),
+            of.images,
+        )
         self.loads = tuple(loads_of(of))
         self.options = replace(of.options, progress=None, on_stall=None)
         self.job, self.given = _light(of.job), _light(of.given)
@@ -44,11 +47,23 @@ class PlannerBlueprint(Blueprint):
     def joined_by(self, source: SourceSpec, fingerprint: dict[str, str]) -> PlannerBlueprint:
         """One source more, of which only what a planner must know has come."""
         more = copy.copy(self)
-        more.specs, more.added, more.fingerprint = (*self.specs, source), (*self.added, source.name), fingerprint
-        stand_in = _with(self.job.sources[0], name=source.name, weight=source.weight, epochs=source.epochs, max_bad=source.max_bad)
+        more.specs, more.added, more.fingerprint = (
+            (*self.specs, source),
+            (*self.added, source.name),
+            fingerprint,
+        )
+        stand_in = _with(
+            self.job.sources[0],
+            name=source.name,
+            weight=source.weight,
+            epochs=source.epochs,
+            max_bad=source.max_bad,
+        )
         more.job = _with(self.job, sources=(*self.job.sources, stand_in))
         more.given = _with(self.given, sources=more.job.sources)
-        more.options = replace(self.options, loaders={**(self.options.loaders or {}), source.name: source.loaders})
+        more.options = replace(
+            self.options, loaders={**(self.options.loaders or {}), source.name: source.loaders}
+        )
         return more
 
     def first(self, n: int, fingerprint: Mapping[str, str]) -> PlannerBlueprint:
@@ -57,9 +72,14 @@ class PlannerBlueprint(Blueprint):
             return self
         less = copy.copy(self)
         less.fingerprint = dict(fingerprint)
-        less.specs, less.added = self.specs[:n], tuple(name for name in self.added if name in {s.name for s in self.specs[:n]})
+        less.specs, less.added = (
+            self.specs[:n],
+            tuple(name for name in self.added if name in {s.name for s in self.specs[:n]}),
+        )
         less.loads = self.loads[:n]
-        less.job, less.given = (_with(job, sources=job.sources[:n]) for job in (self.job, self.given))
+        less.job, less.given = (
+            _with(job, sources=job.sources[:n]) for job in (self.job, self.given)
+        )
         return less
 
     def close(self) -> None:
@@ -67,7 +87,9 @@ class PlannerBlueprint(Blueprint):
 
 
 def _light(job: Job) -> Job:
-    return _with(job, sources=tuple(_with(s, uri="", transforms=(), deferred=()) for s in job.sources))
+    return _with(
+        job, sources=tuple(_with(s, uri="", transforms=(), deferred=()) for s in job.sources)
+    )
 
 
 def _with(record: Any, **fields: Any) -> Any:
@@ -91,9 +113,13 @@ class PlannerKit:
     reason: str = ""  # of what the one before it died
     constructor_of: tuple[int, ...] = ()  # constructor host of every data-parallel group
     living: tuple[str, ...] = ()
-    kits: tuple[tuple[int, tuple[int, ...]], ...] = ()  # sources that loader hosts of joined sources can open
+    kits: tuple[
+        tuple[int, tuple[int, ...]], ...
+    ] = ()  # sources that loader hosts of joined sources can open
     attached: tuple[int, ...] = ()
-    reports: tuple[Report, ...] = ()  # that the one before it had accepted: the last may have died with it
+    reports: tuple[
+        Report, ...
+    ] = ()  # that the one before it had accepted: the last may have died with it
     machine: Machine = field(default_factory=Machine, repr=False)  # where it comes to
     launch: str = ""  # as its journal knows it; known when the journal is opened
     opened: bool = True  # the journal says where this session begins; else what it says is of the session before it
@@ -101,7 +127,10 @@ class PlannerKit:
 
     def hosting_of(self, n: int) -> Hosting:
         """Of so many sources: the last may have joined when a planner was lost, and then the launching process was not told."""
-        hosting, host_of = self.hosting, {sources: h for h, sources in sorted(self.kits, reverse=True)}  # scaled ones have higher numbers
+        hosting, host_of = (
+            self.hosting,
+            {sources: h for h, sources in sorted(self.kits, reverse=True)},
+        )  # scaled ones have higher numbers
         for i in range(len(hosting.loaders), n):
             loaders = self.blueprint.specs[i].loaders
             hosting = replace(

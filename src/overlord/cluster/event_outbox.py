@@ -66,14 +66,20 @@ class Sayings:
             if event in self._to_hear:
                 self._to_hear.remove(event)
                 return
-            late = self._take(next((s for s in self._open if not s.taken and s.event == event), None))
+            late = self._take(
+                next((s for s in self._open if not s.taken and s.event == event), None)
+            )
         late()
 
     def found(self, events: Sequence[Any]) -> None:
         """A planner found these in the journal of the one before it, which may have died before it could say so."""
         for saying in list(self._open):
             with self._lock:
-                new = not saying.taken and saying in self._open and events.count(saying.event) > self._taken.count(saying.event)
+                new = (
+                    not saying.taken
+                    and saying in self._open
+                    and events.count(saying.event) > self._taken.count(saying.event)
+                )
                 late = self._take(saying if new else None)
             late()
 

@@ -38,7 +38,9 @@ START_S = 120.0  # for hosts to be there: they open their sources first, and a s
 BOOT_S = 30.0  # for the planner's process alone
 ASK_S = 25.0  # for the planner to answer, though it may have to be started again meanwhile; who asks the pump waits for 30
 CUT_S = 1.0  # between the end of a host's link and the news that it died
-TICKS = 4  # within which a planner must answer: one that sleeps with the whole machine is not missed
+TICKS = (
+    4  # within which a planner must answer: one that sleeps with the whole machine is not missed
+)
 LEAVE_S = 1.0
 AT_S = 0.5  # for a planner that is stuck to say where
 LOST = "the planner was lost: "
@@ -48,19 +50,36 @@ class Parts:
     """All processes of a job by name. ``told`` gets what the planner says unasked; it is called in a thread of this class."""
 
     def __init__(
-        self, blueprint: Blueprint, generation: int, told: Callable[[tuple[Any, ...]], None], control: Control, machine: Machine
-    ):  # fmt: skip
+        self,
+        blueprint: Blueprint,
+        generation: int,
+        told: Callable[[tuple[Any, ...]], None],
+        control: Control,
+        machine: Machine,
+    ):
         self.hosting = hosting_of(blueprint)
-        self.blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting, scales(blueprint)))
+        self.blueprint = blueprint.with_loaders(
+            self.hosting.loaders, read_ahead_of(self.hosting, scales(blueprint))
+        )
         self.token = secrets.token_urlsafe(24)
         self.control, self._machine = control, machine
         self.constructor_of = np.array(constructors_of(blueprint))
         settings = settings_of(blueprint, self.hosting, self.token, generation, machine)
-        self.recipes = Recipes(self.control, lambda: self.blueprint, settings, self.hosting, self.constructor_of.tolist())
+        self.recipes = Recipes(
+            self.control,
+            lambda: self.blueprint,
+            settings,
+            self.hosting,
+            self.constructor_of.tolist(),
+        )
         self.hosts: dict[str, Handle] = {}
         self.attached: set[int] = set()
-        self._takes_part: frozenset[int] = frozenset()  # as the present planner was told when it was started
-        self.kits = {h: tuple(range(len(blueprint.job.sources))) for h in range(self.hosting.n_hosts)}
+        self._takes_part: frozenset[int] = (
+            frozenset()
+        )  # as the present planner was told when it was started
+        self.kits = {
+            h: tuple(range(len(blueprint.job.sources))) for h in range(self.hosting.n_hosts)
+        }
         self.next_host = self.hosting.n_hosts  # a number is used once
         self.acked = self._progress = -1  # the last step that all ranks took; as planners said
         self.planner: Handle | None = None  # the present one; it may be being started
@@ -71,19 +90,32 @@ class Parts:
         self._incarnation = self._restarts = 0
         self._reason = ""
         self._ended_for: tuple[Handle | None, str] = (None, "")
-        self._initial: StreamState | None = None  # for a planner that died before anything was written
+        self._initial: StreamState | None = (
+            None  # for a planner that died before anything was written
+        )
         self._launch = ""  # as the journal knows it
-        self._opened = False  # the journal says where this session begins, and all planners that come know it
+        self._opened = (
+            False  # the journal says where this session begins, and all planners that come know it
+        )
         self._tickets: dict[str, int] = {}  # of hosts, as the present planner knows them
         self._lock = threading.Condition()  # for who is there
-        self._spawning = threading.RLock()  # a host that is being started for a planner is known before the next planner is
-        self.preparing: set[str] = set()  # hosts of sources that may join, while they start: no planner has anything to do with them yet
+        self._spawning = (
+            threading.RLock()
+        )  # a host that is being started for a planner is known before the next planner is
+        self.preparing: set[str] = (
+            set()
+        )  # hosts of sources that may join, while they start: no planner has anything to do with them yet
         self._ready = self._closed = False
         self.absent = ""  # why the planner cannot be asked, in words
         self._written: dict[Handle, list[float]] = {}  # what each planner counted of its journal
-        self._missed: dict[str, tuple[str, float]] = {}  # hosts that died, of what and when, until a planner says that they are back
+        self._missed: dict[
+            str, tuple[str, float]
+        ] = {}  # hosts that died, of what and when, until a planner says that they are back
         self._over: Exception | None = None
-        self._work, self._news = Hands(1, "parts"), Hands(1, "planner-news")  # what is told may wait for locks; what is asked for must not
+        self._work, self._news = (
+            Hands(1, "parts"),
+            Hands(1, "planner-news"),
+        )  # what is told may wait for locks; what is asked for must not
         self._stop, self._ending = threading.Event(), Ending()
         self._stop_reviews: Callable[[], None] = lambda: None
         self._starts = Starts(self.control, blueprint.options.lost_after_s)
@@ -96,21 +128,41 @@ class Parts:
         self._start_planner()
         self._is_ready()
         threading.Thread(target=self._beats, name="overlord-planner-beats", daemon=True).start()
-        self._stop_reviews = watch(self.recipes.placement, self._machine, self.control, self._relocate)
+        self._stop_reviews = watch(
+            self.recipes.placement, self._machine, self.control, self._relocate
+        )
 
     def _start_planner(self) -> int:
         """Behind which step it begins."""
         with self._spawning, self._lock:
-            there = [name for name, handle in self.hosts.items() if handle.alive and name not in self.preparing]
+            there = [
+                name
+                for name, handle in self.hosts.items()
+                if handle.alive and name not in self.preparing
+            ]
             living = tuple(there) if self._incarnation else ()
             kit = PlannerKit.of(
-                self.blueprint, state=self._initial, hosting=self.hosting, token=self.token, session=self._session,
-                incarnation=self._incarnation, reason=self._reason, constructor_of=tuple(self.constructor_of.tolist()), living=living,
-                kits=tuple(self.kits.items()), attached=tuple(sorted(self.attached)), opened=self._opened, watched=self.watched,
-                reports=tuple(self.reports.values()), machine=self._machine, launch=self._launch,
-            )  # fmt: skip
+                self.blueprint,
+                state=self._initial,
+                hosting=self.hosting,
+                token=self.token,
+                session=self._session,
+                incarnation=self._incarnation,
+                reason=self._reason,
+                constructor_of=tuple(self.constructor_of.tolist()),
+                living=living,
+                kits=tuple(self.kits.items()),
+                attached=tuple(sorted(self.attached)),
+                opened=self._opened,
+                watched=self.watched,
+                reports=tuple(self.reports.values()),
+                machine=self._machine,
+                launch=self._launch,
+            )
             self._tickets, self._takes_part = {}, frozenset(kit.attached)
-            planner = self.planner = self.control.spawn(PlannerActor, kit, name=PLANNER, **self.recipes.placement.planner())
+            planner = self.planner = self.control.spawn(
+                PlannerActor, kit, name=PLANNER, **self.recipes.placement.planner()
+            )
         self.control.on_death(planner, self._planner_died)
         self._starts.watch(planner)
         self._where: tuple[str, str] = self.control.get(self.control.call(planner, "where"), BOOT_S)
@@ -150,8 +202,13 @@ class Parts:
             if self._closed or planner is not self.planner or not self._ready:
                 return  # one that is being started is missed by who starts it
             reason = self._why(planner, reason)
-            self._ready, self.absent = False, f"the planner, which is being started again ({reason})"
-        threading.Thread(target=self._start_again, args=(reason,), name="overlord-planner-again", daemon=True).start()
+            self._ready, self.absent = (
+                False,
+                f"the planner, which is being started again ({reason})",
+            )
+        threading.Thread(
+            target=self._start_again, args=(reason,), name="overlord-planner-again", daemon=True
+        ).start()
 
     def _why(self, planner: Handle | None, reason: str) -> str:
         """What it died of: one that was killed here has done something else before."""
@@ -159,7 +216,10 @@ class Parts:
         return why if of is planner else self._starts.why(PLANNER, reason)
 
     def _start_again(self, reason: str) -> None:
-        since, unopened = time.monotonic(), None  # why the journal could not be opened: that is what the job ends with then
+        since, unopened = (
+            time.monotonic(),
+            None,
+        )  # why the journal could not be opened: that is what the job ends with then
         while not self._closed:
             with self._lock:
                 self._restarts += 1
@@ -167,7 +227,9 @@ class Parts:
                 if not self.blueprint.options.failover:
                     return self._give_up(ActorLost(PLANNER, reason))
                 if self._restarts > (most := self.blueprint.options.max_restarts):
-                    return self._give_up(unopened or worn_out(ActorLost(PLANNER, reason), most, self._did()))
+                    return self._give_up(
+                        unopened or worn_out(ActorLost(PLANNER, reason), most, self._did())
+                    )
             log.warning("the planner is lost: %s; it is started again", reason)
             try:
                 self._reason = f"{LOST}{reason}"
@@ -175,7 +237,10 @@ class Parts:
                 self._is_ready()
                 return self._was_mended(reason, since, behind)
             except Exception as fault:
-                reason, unopened = f"{type(fault).__name__}: {fault}", fault if isinstance(fault, JournalError) else None
+                reason, unopened = (
+                    f"{type(fault).__name__}: {fault}",
+                    fault if isinstance(fault, JournalError) else None,
+                )
                 if isinstance(fault, ActorLost) and fault.name == PLANNER:
                     reason = self._why(self.planner, fault.reason)
                 self._end_planner()
@@ -187,12 +252,29 @@ class Parts:
     def _was_mended(self, reason: str, since: float, behind: int) -> None:
         """The planner is back, and with it the hosts that were lost together with it: it knows of none of them that it was missed."""
         now = time.monotonic()
-        there = [name for name in list(self._missed) if name in self.hosts and self.hosts[name].alive]
-        found = {name: self._missed.pop(name, None) for name in there}  # a planner may have said so of some already
-        lost = {PLANNER: (reason, since)} | {name: missed for name, missed in found.items() if missed is not None}
+        there = [
+            name for name in list(self._missed) if name in self.hosts and self.hosts[name].alive
+        ]
+        found = {
+            name: self._missed.pop(name, None) for name in there
+        }  # a planner may have said so of some already
+        lost = {PLANNER: (reason, since)} | {
+            name: missed for name, missed in found.items() if missed is not None
+        }
         for part, (why, when) in lost.items():
-            row = {"part": part, "reason": why, "seconds": now - when, "step": behind, "stand_bys": False}
-            log.warning("%s is back after %.2f s%s", part, now - when, "" if part == PLANNER else f", with the planner; it was lost: {why}")
+            row = {
+                "part": part,
+                "reason": why,
+                "seconds": now - when,
+                "step": behind,
+                "stand_bys": False,
+            }
+            log.warning(
+                "%s is back after %.2f s%s",
+                part,
+                now - when,
+                "" if part == PLANNER else f", with the planner; it was lost: {why}",
+            )
             self._news.do(lambda row=row: self._told(("recovered", row)))  # type: ignore[misc]
 
     def _miss(self, name: str, why: str, silent_s: float = 0.0) -> None:
@@ -204,12 +286,18 @@ class Parts:
         """By a planner that is being started."""
         with self._lock:
             if not self._ready:
-                few = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+                few = ", ".join(names[:8]) + (
+                    f" and {len(names) - 8} more" if len(names) > 8 else ""
+                )
                 whom = f", and waits for {few} to answer" if names else ""
                 self.absent = f"the planner, which is being started again ({self._reason.removeprefix(LOST)}){whom}"
 
     def _did(self) -> str:
-        return f"all ranks took the steps up to {self.acked}" if self.acked >= 0 else "no step was taken by all ranks"
+        return (
+            f"all ranks took the steps up to {self.acked}"
+            if self.acked >= 0
+            else "no step was taken by all ranks"
+        )
 
     def _end_planner(self) -> None:
         if self.planner is not None:
@@ -233,10 +321,15 @@ class Parts:
             self._end_stopped()
             planner = self._beating
             moves = planner is not of or _moves(beat)
-            still, answers = (0, False) if moves else (still + 1, answers or beat.done())  # the last answer may be on its way
+            still, answers = (
+                (0, False) if moves else (still + 1, answers or beat.done())
+            )  # the last answer may be on its way
             if still >= TICKS and planner is not None:
                 for_s = f"for {lost_after_s:g} s"
-                self._end_for(planner, self._stuck(planner, for_s) if answers else f"it answered nothing {for_s}")
+                self._end_for(
+                    planner,
+                    self._stuck(planner, for_s) if answers else f"it answered nothing {for_s}",
+                )
             if (planner is not of or beat.done()) and planner is not None:
                 beat = self.control.call(planner, "beat")
             of = planner
@@ -262,7 +355,13 @@ class Parts:
 
     # asking
 
-    def ask(self, method: str, *args: Any, timeout_s: float = ASK_S, done: Callable[[], bool] = lambda: False) -> Any:
+    def ask(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float = ASK_S,
+        done: Callable[[], bool] = lambda: False,
+    ) -> Any:
         """An answer of the planner; if it is lost meanwhile, of the one that comes in its place. ``done``: asked after a loss, whether what
         was said had been taken by then."""
         deadline, lost = self._machine.now() + timeout_s, False
@@ -271,7 +370,10 @@ class Parts:
             if lost and done():
                 return None
             try:
-                return self.control.get(self.control.call(planner, method, *args), max(0.0, deadline - self._machine.now()))
+                return self.control.get(
+                    self.control.call(planner, method, *args),
+                    max(0.0, deadline - self._machine.now()),
+                )
             except ActorLost as fault:
                 if fault.name != PLANNER:
                     raise
@@ -308,7 +410,10 @@ class Parts:
 
     def _wait_for_planner(self, deadline: float, timeout_s: float) -> Handle:
         with self._lock:
-            self._lock.wait_for(lambda: self._ready or self._over or self._closed, max(0.0, deadline - self._machine.now()))
+            self._lock.wait_for(
+                lambda: self._ready or self._over or self._closed,
+                max(0.0, deadline - self._machine.now()),
+            )
             if self._closed:
                 raise OverlordError("the session is closed")
             if self._over is not None:
@@ -324,8 +429,13 @@ class Parts:
 
     def written_before(self) -> dict[str, float]:
         """What the planners that are gone had counted of their journal, up to the last step that all ranks took."""
-        before = [counts for planner, counts in list(self._written.items()) if planner is not self.planner]
-        return {what: sum(column) for what, column in zip(WRITTEN, zip(*before, strict=True), strict=False)}
+        before = [
+            counts for planner, counts in list(self._written.items()) if planner is not self.planner
+        ]
+        return {
+            what: sum(column)
+            for what, column in zip(WRITTEN, zip(*before, strict=True), strict=False)
+        }
 
     # what the planner says
 
@@ -351,12 +461,33 @@ class Parts:
         match event:
             case ("constructor", int(ticket), int(c)):
                 self._start(planner, ticket, lambda: self.recipes.constructor(c))
-            case ("loader-host", int(ticket), int(h), list(sources), list(openings), dict(constructors), instead_of):
-                self.kits.setdefault(h, tuple(sources))  # one that is new: a planner that comes later takes it over
-                self._start(planner, ticket, lambda: self.recipes.loader_host(h, sources, openings, constructors, instead_of))
-            case ("hosting", list(host_of)):  # here, and not where others hear: hosts that are not named any more may end next
+            case (
+                "loader-host",
+                int(ticket),
+                int(h),
+                list(sources),
+                list(openings),
+                dict(constructors),
+                instead_of,
+            ):
+                self.kits.setdefault(
+                    h, tuple(sources)
+                )  # one that is new: a planner that comes later takes it over
+                self._start(
+                    planner,
+                    ticket,
+                    lambda: self.recipes.loader_host(
+                        h, sources, openings, constructors, instead_of
+                    ),
+                )
+            case (
+                "hosting",
+                list(host_of),
+            ):  # here, and not where others hear: hosts that are not named any more may end next
                 with self._lock:  # of sources that join, ``joined`` tells
-                    self.hosting = replace(self.hosting, host_of=tuple(host_of[: sum(self.hosting.loaders)]))
+                    self.hosting = replace(
+                        self.hosting, host_of=tuple(host_of[: sum(self.hosting.loaders)])
+                    )
             case ("ended", int(h)):
                 self._end_host(h)
             case ("meet", int(ticket), str(name)):
@@ -400,7 +531,9 @@ class Parts:
                 if host is not self.hosts.get(host.name):
                     self._starts.watch(host)
             except Exception as fault:
-                self.control.tell(planner, "died", ticket, f"it could not be started: {fault}", fault)
+                self.control.tell(
+                    planner, "died", ticket, f"it could not be started: {fault}", fault
+                )
                 return
             with self._lock:
                 self.hosts[host.name] = host
@@ -416,7 +549,12 @@ class Parts:
         """A source takes part from here on, in a host of its own."""
         with self._lock:
             had = self.hosting
-            self.hosting = replace(had, loaders=(*had.loaders, loaders), host_of=(*had.host_of, *[h] * loaders), n_hosts=had.n_hosts + 1)
+            self.hosting = replace(
+                had,
+                loaders=(*had.loaders, loaders),
+                host_of=(*had.host_of, *[h] * loaders),
+                n_hosts=had.n_hosts + 1,
+            )
 
     def send(self, planner: Handle, ticket: int, host: Handle) -> None:
         """A host goes to the planner, and its death is told there."""
@@ -426,7 +564,13 @@ class Parts:
         def died(host: Handle, reason: str) -> None:
             self._miss(host.name, reason)
             if planner is self.planner and not self._closed:
-                self.control.tell(planner, "died", ticket, self._starts.why(host.name, reason), fault_of(self.control, host))
+                self.control.tell(
+                    planner,
+                    "died",
+                    ticket,
+                    self._starts.why(host.name, reason),
+                    fault_of(self.control, host),
+                )
 
         self.control.on_death(host, died)
 
@@ -447,7 +591,9 @@ class Parts:
         if self._tickets.get(name) != ticket:
             self.control.tell(planner, "died", ticket, "another has its name by now")
         elif host is None or not host.alive:
-            self.control.tell(planner, "died", ticket, self._missed.get(name, ("it was gone already", 0.0))[0])
+            self.control.tell(
+                planner, "died", ticket, self._missed.get(name, ("it was gone already", 0.0))[0]
+            )
         else:
             self.end(host)
 
@@ -477,7 +623,14 @@ class Parts:
             self._lock.notify_all()
         self._stop.set()
         self._stop_reviews()
-        self._ending.go(lambda: [self._let_planner_leave, lambda: self.control.shutdown(LEAVE_S), self._work.close, self._news.close])
+        self._ending.go(
+            lambda: [
+                self._let_planner_leave,
+                lambda: self.control.shutdown(LEAVE_S),
+                self._work.close,
+                self._news.close,
+            ]
+        )
 
     def _let_planner_leave(self) -> None:
         if self._ready and self.planner is not None:

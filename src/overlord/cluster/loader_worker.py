@@ -17,8 +17,8 @@ from overlord.constructor.compact import narrowest
 from overlord.errors import ActorLost, DataStall, LinkRefused, PlanError
 from overlord.job.hooks import Hook, popped_by
 from overlord.loader.service import Loading
-from overlord.messages.control import Back, Finish, Forget, Opening, Part, Refill  # fmt: skip
-from overlord.messages.loader import Announce, Evaluate, Payload, Read  # fmt: skip
+from overlord.messages.control import Back, Finish, Forget, Opening, Part, Refill
+from overlord.messages.loader import Announce, Evaluate, Payload, Read
 from overlord.process.memory import pss_bytes
 from overlord.sample import Content, Ragged, Scattered
 from overlord.setup.prepared_job import SourceKit, open_loader
@@ -41,20 +41,35 @@ class LoaderHost(HostActor):
     BACKGROUND = True
 
     def __init__(
-        self, number: int, settings: Settings, kits: Mapping[int, SourceKit], openings: Sequence[Opening], constructors: Mapping[int, str],
-        hooks: Sequence[Hook], seed: int,
-    ):  # fmt: skip
+        self,
+        number: int,
+        settings: Settings,
+        kits: Mapping[int, SourceKit],
+        openings: Sequence[Opening],
+        constructors: Mapping[int, str],
+        hooks: Sequence[Hook],
+        seed: int,
+    ):
         super().__init__(f"loader-host/{number}", settings, links=len(constructors))
         self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
         self._born = settings.born or int(self._machine.now() * 1000)
         self._narrow = settings.narrow
         self._handles = HandleCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._one_worker = settings.one_worker
-        self._workers: dict[int, TransformWorker] = {}  # by source where its loaders share one, else by loader, as a number below 0
+        self._workers: dict[
+            int, TransformWorker
+        ] = {}  # by source where its loaders share one, else by loader, as a number below 0
         self._worker_of: dict[int, int] = {}  # which of them every loader has, if any
-        self._opens, self._beats = False, deque[Future[bool]]()  # a source is being opened; who wants to know whether the pump runs
-        self._awaited: list[tuple[list[int], Future[bool]]] = []  # shadows that are to take over once they hold enough
-        self._failover = settings.failover and bool(constructors)  # a client that builds for itself has nobody to go back with
+        self._opens, self._beats = (
+            False,
+            deque[Future[bool]](),
+        )  # a source is being opened; who wants to know whether the pump runs
+        self._awaited: list[
+            tuple[list[int], Future[bool]]
+        ] = []  # shadows that are to take over once they hold enough
+        self._failover = settings.failover and bool(
+            constructors
+        )  # a client that builds for itself has nobody to go back with
         self._loading = Loading(self._executor, self.run, keeps=self._failover)
         self._done = -1  # the last step whose part was carried out, since the last Back
         self._ring = self._machine.ring(self.name, settings.ring_bytes)
@@ -74,9 +89,13 @@ class LoaderHost(HostActor):
 
     def _connect(self, constructor: int, address: str, token: str) -> None:
         hello = {"role": "loader", "host": self._number, "incarnation": self._born}
-        link, _ = self._machine.dial(address, token, hello, timeout_s=REACH_S if self._failover else DIAL_S, ring=self._ring)
+        link, _ = self._machine.dial(
+            address, token, hello, timeout_s=REACH_S if self._failover else DIAL_S, ring=self._ring
+        )
         self._links[constructor] = link
-        self._machine.thread(lambda: self._listen(constructor, link), f"overlord-link-{constructor}")
+        self._machine.thread(
+            lambda: self._listen(constructor, link), f"overlord-link-{constructor}"
+        )
 
     def _reach(self, rank: int, address: str, token: str) -> None:
         """A constructor host that was started anew; without constructors a client is one. No step is planned before all are linked, so
@@ -87,7 +106,11 @@ class LoaderHost(HostActor):
             self._connect(rank, address, token)
             if self._kind == "client":
                 self._clients.add(rank)
-        except (ActorLost, DataStall, LinkRefused) as fault:  # if it is gone the planner hears of it; if not, the first step for it says so
+        except (
+            ActorLost,
+            DataStall,
+            LinkRefused,
+        ) as fault:  # if it is gone the planner hears of it; if not, the first step for it says so
             log.warning("%s: %s/%d: %s", self.name, self._kind, rank, fault)
             if self._failover:
                 self._events.put(("cut", f"{self._kind}/{rank}", str(fault), address))
@@ -111,7 +134,9 @@ class LoaderHost(HostActor):
         """What was sent may not have come: the planner is told, which may know more, and goes back or links us again."""
         if self._links.get(constructor) is link:
             self._leave(constructor)
-            self._events.put(("cut", f"{self._kind}/{constructor}", reason, self._where.get(constructor, "")))
+            self._events.put(
+                ("cut", f"{self._kind}/{constructor}", reason, self._where.get(constructor, ""))
+            )
 
     def _open(self, opening: Opening) -> None:
         key = opening.source if self._one_worker else -1 - opening.loader
@@ -122,7 +147,9 @@ class LoaderHost(HostActor):
         self._opens = True
         self._answer_beats()
         try:
-            loader, reader, worker = open_loader(self._kits[opening.source], opening, self._handles, shared)
+            loader, reader, worker = open_loader(
+                self._kits[opening.source], opening, self._handles, shared
+            )
         finally:
             self._opens = False
         if worker is not None:
@@ -147,7 +174,11 @@ class LoaderHost(HostActor):
     def _drop(self, number: int) -> None:
         self._loading.close(number)
         key = self._worker_of.pop(number, None)
-        if key is not None and key not in self._worker_of.values() and (worker := self._workers.pop(key, None)) is not None:
+        if (
+            key is not None
+            and key not in self._worker_of.values()
+            and (worker := self._workers.pop(key, None)) is not None
+        ):
             worker.close()
 
     def _take(self, message: Any) -> None:
@@ -188,7 +219,10 @@ class LoaderHost(HostActor):
                 hosted = self._loading.hosted.get(loader)
                 if hosted is not None and hosted.shadow:
                     return  # it remembers: when it takes the other's place it says it
-                self._events.put(command, hurry=found is None or hosted is None or hosted.loader.was_short(len(found)))
+                self._events.put(
+                    command,
+                    hurry=found is None or hosted is None or hosted.loader.was_short(len(found)),
+                )
             case _:
                 raise TypeError(f"a loader host does not carry out {type(command).__name__}")
 
@@ -213,7 +247,13 @@ class LoaderHost(HostActor):
         self._queue.extend(commands)
         if part.to:
             size = max(1, sum(p.nbytes for p in pieces))
-            self._executor.submit("send", lambda: self._send(part, pieces), self._sent(part.step), size=size, urgent=True)
+            self._executor.submit(
+                "send",
+                lambda: self._send(part, pieces),
+                self._sent(part.step),
+                size=size,
+                urgent=True,
+            )
 
     def caught_up(self, loaders: list[int]) -> Future[bool]:
         """Answered when these loaders hold as much as they were told to: then one of them that follows can take over. False: one of them
@@ -234,8 +274,14 @@ class LoaderHost(HostActor):
 
     def _after_turn(self) -> float | None:
         if self._awaited:
-            over = [(waits, found) for waits in self._awaited if (found := self._loading.caught_up(waits[0])) is not None]
-            self._awaited = [waits for waits in self._awaited if not any(waits is one for one, _ in over)]
+            over = [
+                (waits, found)
+                for waits in self._awaited
+                if (found := self._loading.caught_up(waits[0])) is not None
+            ]
+            self._awaited = [
+                waits for waits in self._awaited if not any(waits is one for one, _ in over)
+            ]
             for (_, answer), found in over:
                 answer.set_result(found)
         return super()._after_turn()
@@ -247,11 +293,15 @@ class LoaderHost(HostActor):
         takes: Sequence[np.ndarray | None] = part.take or [None] * len(part.to)
         images = self._images(part, popped)
         if part.plan is not None and part.doc is not None:
-            number, tokens = popped_by(self._hooks, part.plan, part.doc, Ragged.concat(pieces), self._seed)
+            number, tokens = popped_by(
+                self._hooks, part.plan, part.doc, Ragged.concat(pieces), self._seed
+            )
             takes, pieces = [number[rows] for rows in part.take], [tokens]
         for i, (c, take) in enumerate(zip(part.to, takes, strict=True)):
             if i == 0 or not np.array_equal(take, takes[i - 1]):  # type: ignore[arg-type]
-                tokens = self._in_ring(pieces if take is None else [Ragged.concat(pieces).take(take)])
+                tokens = self._in_ring(
+                    pieces if take is None else [Ragged.concat(pieces).take(take)]
+                )
             # else: without constructors the ranks of a group get the same, which lies in shared memory once
             items = None if (wanted := images[i]) is None else self._in_ring(wanted)
             n += self._hand(c, Payload(part.step, self._number, tokens, part.generation, items))
@@ -262,8 +312,14 @@ class LoaderHost(HostActor):
         found = Scattered.of(popped)
         if not part.items:
             return [None if part.take or found is None else found.parts or None] * len(part.to)
-        if found is None or any((number >= found.counts[document]).any() for document, number in part.items):
-            raise PlanError("more images are planned than documents have", part.step, "this is a fault of the package: report it")
+        if found is None or any(
+            (number >= found.counts[document]).any() for document, number in part.items
+        ):
+            raise PlanError(
+                "more images are planned than documents have",
+                part.step,
+                "this is a fault of the package: report it",
+            )
         rows = [(found.first[document] + number).tolist() for document, number in part.items]
         return [[_row(found[i]) for i in wanted] or None for wanted in rows]
 
@@ -292,14 +348,20 @@ class LoaderHost(HostActor):
         spans = [p.values[p.offsets.item(0) : p.offsets.item(-1)] for p in pieces]
         if sum(map(len, spans)) < JOIN_BELOW * len(spans):
             spans = [np.concatenate(spans)]
-        dtype = narrowest(spans) if self._narrow else np.result_type(*(span.dtype for span in spans))
+        dtype = (
+            narrowest(spans) if self._narrow else np.result_type(*(span.dtype for span in spans))
+        )
         total = sum(map(len, spans))
         room = self._ring.take(max(1, total * dtype.itemsize))
-        values = np.empty(total, dtype) if room is None else room[: total * dtype.itemsize].view(dtype)
+        values = (
+            np.empty(total, dtype) if room is None else room[: total * dtype.itemsize].view(dtype)
+        )
         np.concatenate(spans, out=values, casting="unsafe")  # that they fit was seen
         ends = np.concatenate([p.offsets for p in pieces])
         # between pieces there is none
-        lengths = np.delete(ends[1:] - ends[:-1], np.cumsum([len(p) + 1 for p in pieces[:-1]], dtype=np.int64) - 1)
+        lengths = np.delete(
+            ends[1:] - ends[:-1], np.cumsum([len(p) + 1 for p in pieces[:-1]], dtype=np.int64) - 1
+        )
         return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
 
     def _sent(self, step: int) -> Any:
@@ -314,12 +376,20 @@ class LoaderHost(HostActor):
         """What it does and holds, as plain values."""
         return self._pump.ask(
             lambda: {
-                "pid": os.getpid(), "node": self._machine.node(), "loaders": self._loading.figures(), "busy": self._loading.busy(),
-                "memory": self._loading.held_bytes() | {"sending": self._ring.nbytes},  # of shared memory, in use and free
-                "files": self._handles.metrics(), "pss": pss_bytes(),
-                "links": len(self._links), "sent_bytes": self._sent_bytes,
-            }, "the loader host's pump", 5.0,
-        )  # fmt: skip
+                "pid": os.getpid(),
+                "node": self._machine.node(),
+                "loaders": self._loading.figures(),
+                "busy": self._loading.busy(),
+                "memory": self._loading.held_bytes()
+                | {"sending": self._ring.nbytes},  # of shared memory, in use and free
+                "files": self._handles.metrics(),
+                "pss": pss_bytes(),
+                "links": len(self._links),
+                "sent_bytes": self._sent_bytes,
+            },
+            "the loader host's pump",
+            5.0,
+        )
 
     def close(self) -> None:
         super().close()

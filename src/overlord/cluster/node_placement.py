@@ -46,11 +46,17 @@ class Placement:
         self._control, self._layout = control, layout
         self._placed: dict[str, Spot] = {}  # hosts by name
         self._memory: dict[str, int] = {}  # bytes that each of them needs
-        self._nodes: dict[str, Node] = {}  # as they would be without this job, when their figures had last settled
+        self._nodes: dict[
+            str, Node
+        ] = {}  # as they would be without this job, when their figures had last settled
         self._last_start = -math.inf
-        self._wanted: dict[str, tuple[str, str]] = {}  # hosts that are to move by the last review: the node, and the node they leave
+        self._wanted: dict[
+            str, tuple[str, str]
+        ] = {}  # hosts that are to move by the last review: the node, and the node they leave
         self._moved: dict[str, float] = {}  # hosts whose move was accepted, and when
-        self._crowded: dict[str, tuple[float, Surplus]] = {}  # nodes with ranks whose share is exceeded, since when
+        self._crowded: dict[
+            str, tuple[float, Surplus]
+        ] = {}  # nodes with ranks whose share is exceeded, since when
         self._lock = Lock()  # hosts are started by several threads
 
     def place(self, name: str, memory: int) -> dict[str, Any]:
@@ -59,18 +65,28 @@ class Placement:
             return {}
         layout = self._layout()
         with self._lock:
-            if time.monotonic() - self._last_start > SETTLED_S:  # all that was asked for is in the figures of now
+            if (
+                time.monotonic() - self._last_start > SETTLED_S
+            ):  # all that was asked for is in the figures of now
                 self._nodes = {}
             before = self._placed.get(name)
             if before is None or (spot := again(before, nodes)) is None:
                 spot = choose(name, self._without_job(nodes, name), layout, self._placed, memory)
-            self._placed[name], self._memory[name], self._last_start = spot, memory, time.monotonic()
+            self._placed[name], self._memory[name], self._last_start = (
+                spot,
+                memory,
+                time.monotonic(),
+            )
         asked = {"cpus": spot.cores, "memory": float(spot.memory), **spot.resources}
         return {"node": spot.node or labels_wanted(nodes, layout) or None, "resources": asked}
 
     def planner(self) -> dict[str, Any]:
         """Return the node of the planner, which asks for nothing: one without ranks where there is one, else any."""
-        found = without_ranks(nodes, layout) if (nodes := self._living_nodes()) and (layout := self._layout()).rank_nodes else None
+        found = (
+            without_ranks(nodes, layout)
+            if (nodes := self._living_nodes()) and (layout := self._layout()).rank_nodes
+            else None
+        )
         return {} if found is None else {"node": found.id}
 
     def forget(self, name: str) -> None:
@@ -112,7 +128,12 @@ class Placement:
                 if host in self._wanted:
                     to, at = self._wanted.pop(host)
                     self._moved[host] = time.monotonic()
-                    log.warning("%s moves to node %s, which has room: node %s runs more hosts than it may", host, to, at)
+                    log.warning(
+                        "%s moves to node %s, which has room: node %s runs more hosts than it may",
+                        host,
+                        to,
+                        at,
+                    )
 
     def figures(self) -> dict[str, Any]:
         """Return the nodes with ranks that run more hosts of this job than ``sidecar`` allows; empty without a cluster."""
@@ -121,7 +142,12 @@ class Placement:
             if not self._placed:
                 return {}
             rows = [
-                {"node": s.node.name or s.node.address, "hosts": s.hosts, "allowed": s.allowed, "for_s": now - since}
+                {
+                    "node": s.node.name or s.node.address,
+                    "hosts": s.hosts,
+                    "allowed": s.allowed,
+                    "for_s": now - since,
+                }
                 for since, s in self._crowded.values()
             ]
         return {"sidecar": share, "exceeded": rows}
@@ -142,16 +168,24 @@ class Placement:
         for node, s in crowded.items():
             if node not in self._crowded:
                 words = "node %s runs %d hosts of this job, and sidecar=%g allows %d: no other node had room. They move when one has"
-                log.warning(words, s.node.name or s.node.address, s.hosts, self._layout().share, s.allowed)
+                log.warning(
+                    words, s.node.name or s.node.address, s.hosts, self._layout().share, s.allowed
+                )
         for node, (since, s) in self._crowded.items():
             if node not in crowded:
                 log.warning(
-                    "node %s runs no more hosts than sidecar allows, again after %.0f s", s.node.name or s.node.address, now - since
+                    "node %s runs no more hosts than sidecar allows, again after %.0f s",
+                    s.node.name or s.node.address,
+                    now - since,
                 )
-        self._crowded = {node: (self._crowded.get(node, (now, s))[0], s) for node, s in crowded.items()}
+        self._crowded = {
+            node: (self._crowded.get(node, (now, s))[0], s) for node, s in crowded.items()
+        }
 
 
-def watch(placement: Placement, machine: Machine, control: Control, move: Move) -> Callable[[], None]:
+def watch(
+    placement: Placement, machine: Machine, control: Control, move: Move
+) -> Callable[[], None]:
     """Review the placement every ``REVIEW_S`` in a thread of its own, since a cluster may be slow to answer. Returns what ends it."""
     if not getattr(control, "nodes", list)():
         return lambda: None
@@ -159,8 +193,14 @@ def watch(placement: Placement, machine: Machine, control: Control, move: Move) 
     def look() -> None:
         try:
             if found := placement.review():
-                move([int(name.rpartition("/")[2]) for name in found], lambda: placement.accept(found))
+                move(
+                    [int(name.rpartition("/")[2]) for name in found],
+                    lambda: placement.accept(found),
+                )
         except Exception:  # its figures are for people, and what it proposes can wait
-            log.exception("the nodes of the job's hosts could not be reviewed; the next review is in %g s", REVIEW_S)
+            log.exception(
+                "the nodes of the job's hosts could not be reviewed; the next review is in %g s",
+                REVIEW_S,
+            )
 
     return machine.every(REVIEW_S, look, "overlord places")

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     pass
 
 
-
 class Past:
     """States behind steps from the last one that all ranks took on, digests of the plans behind it, and what was said since.
 
@@ -25,7 +24,9 @@ class Past:
         self._states: dict[int, StreamState] = {start.step - 1: start}
         self._digests: dict[int, str] = dict(planned or {})
         self._log = Log(lag)
-        self._next = start.step  # to be planned; steps behind it may be taken already, where they are planned again
+        self._next = (
+            start.step
+        )  # to be planned; steps behind it may be taken already, where they are planned again
         self.acked = start.step - 1  # every rank took the steps up to here
 
     def staged(self, stage: Stage) -> bool:
@@ -54,7 +55,9 @@ class Past:
             return False
         self.acked = behind
         self._states = {s: state for s, state in self._states.items() if s >= behind}
-        self._digests = {s: digest for s, digest in self._digests.items() if s > min(behind, self._next - 1)}
+        self._digests = {
+            s: digest for s, digest in self._digests.items() if s > min(behind, self._next - 1)
+        }
         return True
 
     def go_back(self, names: Sequence[str]) -> StreamState:
@@ -66,7 +69,9 @@ class Past:
 KEPT_PLANS = 256
 
 
-KEPT_SAMPLES = 2**21  # of the plans kept for people: about 100 bytes each, and a step may have 262,144
+KEPT_SAMPLES = (
+    2**21
+)  # of the plans kept for people: about 100 bytes each, and a step may have 262,144
 
 
 class KeptPlans(deque[Stage]):

@@ -29,9 +29,14 @@ class Cutter:
     """Knows which host has which loader and which bucket, and who holds what look-ahead passed over."""
 
     def __init__(
-        self, host_of: Sequence[int], constructor_of: Sequence[int], *, whole_plans: bool = False, loader_hooks: bool = False,
+        self,
+        host_of: Sequence[int],
+        constructor_of: Sequence[int],
+        *,
+        whole_plans: bool = False,
+        loader_hooks: bool = False,
         images: Imaging | None = None,
-    ):  # fmt: skip
+    ):
         self._host_of = np.asarray(host_of, np.int64)  # of every loader
         self._constructor_of = np.asarray(constructor_of, np.int64)  # of every data-parallel group
         self._whole, self._hooks, self._images = whole_plans, loader_hooks, images
@@ -44,7 +49,9 @@ class Cutter:
         self._host_of = np.concatenate([self._host_of, np.fromiter(hosts, np.int64)])
 
     def move(self, loader: int, host: int) -> None:
-        assert loader not in self._held_by, "held payload does not move with a loader: forget it first"
+        assert loader not in self._held_by, (
+            "held payload does not move with a loader: forget it first"
+        )
         self._host_of[loader] = host
 
     def go_back(self, generation: int) -> None:
@@ -80,8 +87,14 @@ class Cutter:
         goes_to = np.where(served & (not stage.skipped), self._constructor_of, -1)
         bucket = np.empty(len(stage.plan), np.int64)
         bucket[main.sample] = main.bucket
-        sends: dict[int, dict[int, np.ndarray]] = {}  # loader host -> constructor host -> rows of the plan, in the order they are sent
-        pictures = None if self._images is None or stage.skipped else _Pictures(stage, host, number, self._images)
+        sends: dict[
+            int, dict[int, np.ndarray]
+        ] = {}  # loader host -> constructor host -> rows of the plan, in the order they are sent
+        pictures = (
+            None
+            if self._images is None or stage.skipped
+            else _Pictures(stage, host, number, self._images)
+        )
         placed: dict[int, Placed] = {}
         of, scratch = _Shares(stage.plan, bucket, goes_to), np.full(len(stage.plan), -1, np.int64)
         # Whoever serves anyone hears of the step: buckets without a document in it get empty microbatches.
@@ -101,7 +114,15 @@ class Cutter:
             placed[c] = Placed(cut, tuple(origins), self.generation)
         return Cuts(self._parts(stage, host, number, sends, pictures, acked), placed)
 
-    def _stage_for(self, stage: Stage, rows: np.ndarray, doc: np.ndarray, items: np.ndarray, after: Sealed, where: np.ndarray) -> Stage:
+    def _stage_for(
+        self,
+        stage: Stage,
+        rows: np.ndarray,
+        doc: np.ndarray,
+        items: np.ndarray,
+        after: Sealed,
+        where: np.ndarray,
+    ) -> Stage:
         nothing = np.zeros(0, np.int64)
         if self._whole:  # a hook of the user sees the whole plan, whoever runs it
             wide = np.full(len(stage.plan), -1, np.int64)
@@ -109,16 +130,29 @@ class Cutter:
             return replace(stage, pops=nothing, doc=wide, after=after, kept=None, loader=None)
         plan = stage.plan if len(rows) == len(stage.plan) else _cut(stage.plan, rows, items, where)
         return replace(
-            stage, plan=replace(plan, modules={"backbone": plan.main}), pops=nothing, doc=doc, after=after, kept=None, loader=None
+            stage,
+            plan=replace(plan, modules={"backbone": plan.main}),
+            pops=nothing,
+            doc=doc,
+            after=after,
+            kept=None,
+            loader=None,
         )
 
     def _parts(
-        self, stage: Stage, host: np.ndarray, number: np.ndarray, sends: dict[int, dict[int, np.ndarray]], pictures: _Pictures | None,
+        self,
+        stage: Stage,
+        host: np.ndarray,
+        number: np.ndarray,
+        sends: dict[int, dict[int, np.ndarray]],
+        pictures: _Pictures | None,
         acked: int,
-    ) -> dict[int, Part]:  # fmt: skip
+    ) -> dict[int, Part]:
         popped = np.flatnonzero(stage.pops)
         for h, items in pictures.sends.items() if pictures is not None else ():
-            sends[h] = {c: sends.get(h, {}).get(c, NONE) for c in sorted({*sends.get(h, {}), *items})}
+            sends[h] = {
+                c: sends.get(h, {}).get(c, NONE) for c in sorted({*sends.get(h, {}), *items})
+            }
         hosts = {*np.unique(self._host_of[popped]).tolist(), *sends}
         if stage.kept is not None:  # who holds payload must hear what stays
             hosts |= set(np.unique(host).tolist())
@@ -127,9 +161,24 @@ class Cutter:
         for h in sorted(hosts):
             mine = popped[self._host_of[popped] == h]
             to = sends.get(h, {})
-            kept = None if stage.kept is None or kept_by is None else number[stage.kept[kept_by == h]]
-            all_of_it = stage.kept is None and not self._hooks and len(to) == 1 and len(next(iter(to.values()))) == int((host == h).sum())
-            part = Part(stage.plan.step, mine, stage.pops[mine], tuple(to), kept=kept, generation=self.generation, acked=acked)
+            kept = (
+                None if stage.kept is None or kept_by is None else number[stage.kept[kept_by == h]]
+            )
+            all_of_it = (
+                stage.kept is None
+                and not self._hooks
+                and len(to) == 1
+                and len(next(iter(to.values()))) == int((host == h).sum())
+            )
+            part = Part(
+                stage.plan.step,
+                mine,
+                stage.pops[mine],
+                tuple(to),
+                kept=kept,
+                generation=self.generation,
+                acked=acked,
+            )
             if pictures is not None:
                 all_of_it = all_of_it and pictures.sends_all(h)
                 part = part if all_of_it else replace(part, items=pictures.for_hosts(h, tuple(to)))
@@ -139,7 +188,9 @@ class Cutter:
                 part = replace(part, take=tuple(number[stage.doc[rows]] for rows in to.values()))
             parts[h] = part
         for h, followed in self._followed(popped).items():
-            part = parts.get(h) or Part(stage.plan.step, NONE, NONE, (), generation=self.generation, acked=acked)
+            part = parts.get(h) or Part(
+                stage.plan.step, NONE, NONE, (), generation=self.generation, acked=acked
+            )
             loaders = np.sort(np.concatenate([part.loaders, followed]))
             parts[h] = replace(part, loaders=loaders, pops=stage.pops[loaders])
         return parts
@@ -151,13 +202,26 @@ class Cutter:
                 hosts.setdefault(h, []).append(loader)
         return hosts
 
-    def _hooked(self, part: Part, stage: Stage, host: np.ndarray, number: np.ndarray, h: int, to: dict[int, np.ndarray]) -> Part:
+    def _hooked(
+        self,
+        part: Part,
+        stage: Stage,
+        host: np.ndarray,
+        number: np.ndarray,
+        h: int,
+        to: dict[int, np.ndarray],
+    ) -> Part:
         """A loader hook is shown all that a step takes from a source, in the order of the draw."""
         rows = np.flatnonzero(host[stage.doc] == h)
         where = np.full(len(stage.plan), -1, np.int64)
         where[rows] = np.arange(len(rows))
         plan = replace(cut_plan(stage.plan, rows, np.zeros(0, bool)), modules={})
-        return replace(part, plan=plan, doc=number[stage.doc[rows]], take=tuple(where[sent] for sent in to.values()))
+        return replace(
+            part,
+            plan=plan,
+            doc=number[stage.doc[rows]],
+            take=tuple(where[sent] for sent in to.values()),
+        )
 
 
 class Imaging(NamedTuple):
@@ -175,7 +239,9 @@ class _Pictures:
         self._made, self._job = Encodings(stage.plan, job.batch, job.multiple), job
         self._doc = stage.doc[self._made.sample]
         self._host, self._number = host[self._doc], number[self._doc]
-        self.sends: dict[int, dict[int, np.ndarray]] = {}  # loader host -> constructor host -> document of the host and number inside it
+        self.sends: dict[
+            int, dict[int, np.ndarray]
+        ] = {}  # loader host -> constructor host -> document of the host and number inside it
 
     def send(self, c: int, buckets: np.ndarray) -> Encoding:
         """What the ranks of these buckets, which live at constructor host c, encode."""
@@ -220,13 +286,19 @@ def spread(cuts: Cuts, ranks: Sequence[Sequence[int]], served: Collection[int] =
     fetch = [[rank for rank in group if rank not in served] for group in ranks]
 
     def to_ranks(part: Part) -> Part:
-        take = tuple(rows for b, rows in zip(part.to, part.take, strict=True) for _ in fetch[b]) if part.take else ()
+        take = (
+            tuple(rows for b, rows in zip(part.to, part.take, strict=True) for _ in fetch[b])
+            if part.take
+            else ()
+        )
         return replace(part, to=tuple(rank for b in part.to for rank in fetch[b]), take=take)
 
     def heard(p: Placed) -> Placed:
         return replace(p, stage=replace(p.stage, doc=np.full_like(p.stage.doc, -1)), origins=())
 
-    placed = {rank: heard(p) if rank in served else p for b, p in cuts.placed.items() for rank in ranks[b]}
+    placed = {
+        rank: heard(p) if rank in served else p for b, p in cuts.placed.items() for rank in ranks[b]
+    }
     return Cuts({h: to_ranks(part) for h, part in cuts.parts.items()}, placed)
 
 
@@ -242,11 +314,16 @@ def _cut(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray, where: np.ndarr
     """The same with the numbers of the items. ``where``: as long as the plan, to be written to, what is in it does not matter."""
     columns, substep = _columns(plan, rows)
     where[rows] = np.arange(len(rows))
-    return replace(plan, substep=substep, modules={"backbone": _items(plan.main, items, where)}, **columns)
+    return replace(
+        plan, substep=substep, modules={"backbone": _items(plan.main, items, where)}, **columns
+    )
 
 
 def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.ndarray | None]:
-    columns = {name: getattr(plan, name)[rows] for name in ("source", "epoch", "file", "row", "part", "tokens")}
+    columns = {
+        name: getattr(plan, name)[rows]
+        for name in ("source", "epoch", "file", "row", "part", "tokens")
+    }
     return columns, None if plan.substep is None else plan.substep[rows]
 
 
@@ -263,8 +340,12 @@ class _Shares:
     def __call__(self, c: int) -> tuple[np.ndarray, np.ndarray]:
         if self._sorted:
             return self._rows(c), self._items(c)
-        buckets = _buckets_of(self._plan, self._goes_to == c)  # along other axes a bucket may have ranks of several groups
-        return np.flatnonzero(buckets[self._bucket]), np.flatnonzero(buckets[self._plan.main.bucket])
+        buckets = _buckets_of(
+            self._plan, self._goes_to == c
+        )  # along other axes a bucket may have ranks of several groups
+        return np.flatnonzero(buckets[self._bucket]), np.flatnonzero(
+            buckets[self._plan.main.bucket]
+        )
 
 
 class _Sorted:
@@ -281,7 +362,9 @@ class _Sorted:
 
 def _items(main: Assignment, items: np.ndarray, where: np.ndarray) -> Assignment:
     names = ("bucket", "microbatch", "slot", "size", "cost", "memory", "out", "offset")
-    columns: dict[str, Any] = {name: None if (column := getattr(main, name)) is None else column[items] for name in names}
+    columns: dict[str, Any] = {
+        name: None if (column := getattr(main, name)) is None else column[items] for name in names
+    }
     return replace(main, sample=where[main.sample[items]], **columns)
 
 

@@ -23,7 +23,9 @@ from overlord.scaling.shards import kept, spread
 
 log = logging.getLogger("overlord")
 
-PER_PLANNER = 1_000_000  # such numbers that one planner may use up: a job that runs for months scales often
+PER_PLANNER = (
+    1_000_000  # such numbers that one planner may use up: a job that runs for months scales often
+)
 FOLLOW_S = 5.0  # for a host to hold what it is to take over; then it takes over as it is
 KEPT_CHANGES = 100
 
@@ -37,7 +39,9 @@ class Change:
     starting: int  # of them, not there yet
     source: int | None = None
     instead: dict[int, int] = field(default_factory=dict)  # hosts that are replaced -> the new ones
-    moves: dict[int, int] = field(default_factory=dict)  # loader -> the host that follows it, and will have it
+    moves: dict[int, int] = field(
+        default_factory=dict
+    )  # loader -> the host that follows it, and will have it
 
 
 class Spreading(Joining):
@@ -46,7 +50,9 @@ class Spreading(Joining):
     def _plan_spreading(self, first: int = SCALED) -> None:
         self._change: Change | None = None
         self._next_scaled = first
-        self._leaving: dict[int, int] = {}  # hosts that have no loader any more -> the step behind which nobody needs them
+        self._leaving: dict[
+            int, int
+        ] = {}  # hosts that have no loader any more -> the step behind which nobody needs them
 
     @property
     def changing(self) -> bool:
@@ -66,22 +72,43 @@ class Spreading(Joining):
         Return False where another change is under way, or where it is read so already."""
         name, most = self.blueprint.job.names[source], self.hosting.loaders[source]
         if not 1 <= n <= most:
-            raise JobError([f"wanted 1 to {most} hosts for {name!r}, which has {most} loader{'s' * (most > 1)}, found {n}"], "scale")
+            raise JobError(
+                [
+                    f"wanted 1 to {most} hosts for {name!r}, which has {most} loader{'s' * (most > 1)}, found {n}"
+                ],
+                "scale",
+            )
         if n > 1 and of_kind(self.blueprint.job.hooks, LOADER):
-            raise JobError([f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"], "scale")
+            raise JobError(
+                [
+                    f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"
+                ],
+                "scale",
+            )
         now = self.hosts_of(source)
-        if self._change is not None or n == len(now) or not self._living().issuperset(now) or self.planner.finished is not None:
+        if (
+            self._change is not None
+            or n == len(now)
+            or not self._living().issuperset(now)
+            or self.planner.finished is not None
+        ):
             return False
         if n < len(now):
-            self._hand_over(Change(name, kept(now, n, self._others(source), lambda h: h < SCALED), 0, source))
+            self._hand_over(
+                Change(name, kept(now, n, self._others(source), lambda h: h < SCALED), 0, source)
+            )
             return True
-        hosts = list(dict.fromkeys([*now, *(h for h in on if h in self._living()), *self._idle_for(source)]))[:n]
+        hosts = list(
+            dict.fromkeys([*now, *(h for h in on if h in self._living()), *self._idle_for(source)])
+        )[:n]
         new = [self._next_scaled + k for k in range(n - len(hosts))]
         self._next_scaled += len(new)
         change = self._change = Change(name, hosts + new, len(new), source)
         for h in new:
             self._kits[h] = frozenset([source])
-            self._machine.thread(lambda h=h: self._start_scaled(change, h), f"overlord start loader-host/{h}")  # type: ignore[misc]
+            self._machine.thread(
+                lambda h=h: self._start_scaled(change, h), f"overlord start loader-host/{h}"
+            )  # type: ignore[misc]
         if not new:
             self._hand_over(change)
         return True
@@ -100,16 +127,25 @@ class Spreading(Joining):
         change = self._change = Change(what, list(instead.values()), len(old), instead=instead)
         for was, h in instead.items():
             self._kits[h] = self._kits[was]
-            self._machine.thread(lambda h=h, was=was: self._start_scaled(change, h, was), f"overlord start loader-host/{h}")  # type: ignore[misc]
+            self._machine.thread(
+                lambda h=h, was=was: self._start_scaled(change, h, was),
+                f"overlord start loader-host/{h}",
+            )  # type: ignore[misc]
         return True
 
     def _others(self, source: int) -> Counter[int]:
         """Loaders of other sources, by host."""
-        return Counter(self._cutter.host(k) for k in range(sum(self.hosting.loaders)) if k not in self._numbers(source))
+        return Counter(
+            self._cutter.host(k)
+            for k in range(sum(self.hosting.loaders))
+            if k not in self._numbers(source)
+        )
 
     def _idle_for(self, source: int) -> list[int]:
         """Hosts that have nothing to do and can open it."""
-        return sorted(h for h in self._living() - self._busy_hosts() if source in self._kits.get(h, ()))
+        return sorted(
+            h for h in self._living() - self._busy_hosts() if source in self._kits.get(h, ())
+        )
 
     # new hosts
 
@@ -118,7 +154,9 @@ class Spreading(Joining):
         remote: Remote | None = None
         try:
             linked = dict(self._addresses)
-            remote = self._watched(self._starter.loader_host(h, self._kits[h], (), linked, instead_of), joined=False)
+            remote = self._watched(
+                self._starter.loader_host(h, self._kits[h], (), linked, instead_of), joined=False
+            )
             remote.linked = linked
             remote.node = self._answer(remote, "at")
         except Exception as fault:
@@ -133,8 +171,12 @@ class Spreading(Joining):
             return
         if remote is not None:
             remote.lost = remote.lost or reason
-            self._machine.thread(lambda: self._end_remote(h, remote), f"overlord end {remote.handle.name}")
-        log.warning("loader-host/%d could not be started: %s; %s is read as before", h, reason, change.what)
+            self._machine.thread(
+                lambda: self._end_remote(h, remote), f"overlord end {remote.handle.name}"
+            )
+        log.warning(
+            "loader-host/%d could not be started: %s; %s is read as before", h, reason, change.what
+        )
         self._kits.pop(h, None)
         change.hosts.remove(h)
         self._one_less(change)
@@ -168,8 +210,12 @@ class Spreading(Joining):
             to: Sequence[int] = [new if (new := change.instead[h]) in hosts else h for h in where]
         else:
             to = spread(where, hosts, self._others(change.source))
-        change.moves = {loader: h for loader, was, h in zip(loaders, where, to, strict=True) if h != was}
-        follow = {loader: h for loader, h in change.moves.items() if loader not in self._shadows.where}
+        change.moves = {
+            loader: h for loader, was, h in zip(loaders, where, to, strict=True) if h != was
+        }
+        follow = {
+            loader: h for loader, h in change.moves.items() if loader not in self._shadows.where
+        }
         if not follow or not self.fails_over or self.planner.holds_over:
             self._switch(change)
             return
@@ -187,9 +233,15 @@ class Spreading(Joining):
     def _await(self, change: Change, follow: Mapping[int, int]) -> None:
         """Beside the pump: until who follows holds enough, or long enough."""
         deadline = self._machine.now() + FOLLOW_S
-        loaders = {h: [k for k, to in follow.items() if to == h] for h in sorted(set(follow.values()))}
+        loaders = {
+            h: [k for k, to in follow.items() if to == h] for h in sorted(set(follow.values()))
+        }
         remotes = {h: self._loaders.get(h) for h in loaders}
-        asked = {h: r.call(self._control, "caught_up", loaders[h]) for h, r in remotes.items() if r is not None}
+        asked = {
+            h: r.call(self._control, "caught_up", loaders[h])
+            for h, r in remotes.items()
+            if r is not None
+        }
         blind = set[int]()
         for h, future in asked.items():
             try:
@@ -205,14 +257,24 @@ class Spreading(Joining):
             return  # planning went back meanwhile, and took them along
         if blind:
             hosts = ", ".join(f"loader-host/{h}" for h in sorted(blind))
-            log.warning("%s cannot read %s, though others can; what was to go there stays where it is", hosts, change.what)
+            log.warning(
+                "%s cannot read %s, though others can; what was to go there stays where it is",
+                hosts,
+                change.what,
+            )
         living = self._living() - blind
         self._cutter.follow(self._shadows.where)
-        moves = {loader: h for loader, h in change.moves.items() if h in living and self._cutter.host(loader) in living}
+        moves = {
+            loader: h
+            for loader, h in change.moves.items()
+            if h in living and self._cutter.host(loader) in living
+        }
         for loader, h in change.moves.items():
             if loader not in moves and h in self._living():
                 self._loaders[h].out.append(("drop", loader))
-        self._moves |= moves  # until the planner's word goes its way, which may wait for the journal
+        self._moves |= (
+            moves  # until the planner's word goes its way, which may wait for the journal
+        )
         self._over([self._cutter.host(loader) for loader in moves])
         for source in sorted({self._source(loader) for loader in moves}):
             self.run(self.planner.handle(Reopen(source)))
@@ -247,7 +309,9 @@ class Spreading(Joining):
     def _leave_idle(self, hosts: Iterable[int]) -> None:
         """Those of them that are left without a loader are ended, once all ranks have the steps that they sent payload for."""
         busy = self._busy_hosts()
-        self._leaving |= {h: self.planner.next_step - 1 for h in hosts if h not in busy and h in self._loaders}
+        self._leaving |= {
+            h: self.planner.next_step - 1 for h in hosts if h not in busy and h in self._loaders
+        }
 
     def _busy_hosts(self) -> set[int]:
         """Those that have a loader, or are about to."""
@@ -275,7 +339,9 @@ class Spreading(Joining):
             self._shadows.forget(self._living())
             self._follow_from_here(self._fill_shadows())
             self.run()
-        self._machine.thread(lambda: self._end_remote(h, remote), f"overlord end {remote.handle.name}")
+        self._machine.thread(
+            lambda: self._end_remote(h, remote), f"overlord end {remote.handle.name}"
+        )
 
     def _end_remote(self, h: int, remote: Remote) -> None:
         """Beside the pump."""

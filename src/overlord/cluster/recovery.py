@@ -36,11 +36,21 @@ from overlord.cluster.supervisor import (
     Tick,
     Up,
     worn_out,
-)  # fmt: skip
+)
 from overlord.cluster.worker_factory import Starter
 from overlord.concurrency.event_loop import Pump
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError
-from overlord.messages.control import STRIDE, Attach, Back, Finish, Opening, Report, SetMixture, Stage, StreamState
+from overlord.messages.control import (
+    STRIDE,
+    Attach,
+    Back,
+    Finish,
+    Opening,
+    Report,
+    SetMixture,
+    Stage,
+    StreamState,
+)
 from overlord.planning.events import said_of_all
 from overlord.planning.planner import Planner
 from overlord.rpc.actors import Handle
@@ -72,11 +82,17 @@ class Recovering(Shadowing):
         self._plan_shadows(blueprint)
         self._first = blueprint  # whose schedule the planner has
         self.past = Past(self.planner.state(), blueprint.job.feedback_lag)
-        self._supervisor = Supervisor(lost_after_s=options.lost_after_s, max_restarts=options.max_restarts)
+        self._supervisor = Supervisor(
+            lost_after_s=options.lost_after_s, max_restarts=options.max_restarts
+        )
         self._fresh: dict[str, Remote] = {}  # started again, and not told anything yet
-        self._listening: tuple[str, str] | None = None  # where clients of other processes are taken, and the token they show
+        self._listening: tuple[str, str] | None = (
+            None  # where clients of other processes are taken, and the token they show
+        )
         self._lost_at: dict[str, float] = {}
-        self._losses: dict[str, tuple[int, Loss]] = {}  # behind which step planning went back for it
+        self._losses: dict[
+            str, tuple[int, Loss]
+        ] = {}  # behind which step planning went back for it
         self._base = 0  # generation of the last time
         self.recoveries: list[dict[str, Any]] = []
         self._ticking = False
@@ -114,11 +130,16 @@ class Recovering(Shadowing):
         for handle in self._starts.look():
             log.warning("%s is killed: it was stopped while it was being started", handle.name)
             self._machine.thread(lambda h=handle: self._kill(h), f"overlord kill {handle.name}")  # type: ignore[misc]
-        for remote in [*self._processes(), *self._fresh.values()]:  # those that are there again and wait for others, too
+        for remote in [
+            *self._processes(),
+            *self._fresh.values(),
+        ]:  # those that are there again and wait for others, too
             if remote.lost or not remote.joined:
                 continue
             if remote.beat is not None and remote.beat.done() and remote.beat.exception() is None:
-                self._heed(self._supervisor.handle(Beat(remote.handle.name, remote.incarnation), now))
+                self._heed(
+                    self._supervisor.handle(Beat(remote.handle.name, remote.incarnation), now)
+                )
             if remote.beat is None or remote.beat.done():
                 remote.beat = remote.call(self._control, "beat")
         self._heed(self._supervisor.handle(Tick(), now))
@@ -135,7 +156,11 @@ class Recovering(Shadowing):
                 self._heed(self._supervisor.handle(Needed(f"loader-host/{h}"), now))
         spare = any(r is remote and self._covered(h) for h, r in gone.items())
         commands = self._supervisor.handle(Died(name, remote.incarnation, reason, spare), now)
-        again = "; it is started again, trainers go on with the steps they have" if self._supervisor.given_up is None else ""
+        again = (
+            "; it is started again, trainers go on with the steps they have"
+            if self._supervisor.given_up is None
+            else ""
+        )
         log.warning("%s is lost: %s%s", name, reason, again)
         self._heed(commands)
 
@@ -145,7 +170,9 @@ class Recovering(Shadowing):
         c = int(name.rpartition("/")[2])
         if self._addresses.get(c) != address:
             return  # another is in its place already
-        remote = self._fresh.get(name, self._constructors[c])  # started again, it may wait for others
+        remote = self._fresh.get(
+            name, self._constructors[c]
+        )  # started again, it may wait for others
 
         def heard(future: Future[Any]) -> None:
             if future.exception() is None:
@@ -153,7 +180,11 @@ class Recovering(Shadowing):
 
         def cut() -> None:
             if not self._closed and self._addresses.get(c) == address:
-                self._heed(self._supervisor.handle(CutOff(name, f"others cannot reach it: {reason}"), self._machine.now()))
+                self._heed(
+                    self._supervisor.handle(
+                        CutOff(name, f"others cannot reach it: {reason}"), self._machine.now()
+                    )
+                )
 
         remote.call(self._control, "beat").add_done_callback(heard)
 
@@ -166,7 +197,10 @@ class Recovering(Shadowing):
         for command in commands:
             match command:
                 case Start(name=name, incarnation=incarnation):
-                    self._machine.thread(lambda n=name, i=incarnation: self._start_again(n, i), f"overlord start {name}")  # type: ignore[misc]
+                    self._machine.thread(
+                        lambda n=name, i=incarnation: self._start_again(n, i),
+                        f"overlord start {name}",
+                    )  # type: ignore[misc]
                 case Kill(name=name, incarnation=incarnation, reason=reason):
                     self._end(name, incarnation, reason)
                 case GoBack(reason=reason):
@@ -174,7 +208,9 @@ class Recovering(Shadowing):
                 case Join(name=name):
                     self._join(name)
                 case GiveUp(error=error):
-                    error = self._supervisor.given_up = worn_out(error, self.blueprint.options.max_restarts, self._does(error.name))
+                    error = self._supervisor.given_up = worn_out(
+                        error, self.blueprint.options.max_restarts, self._does(error.name)
+                    )
                     log.error("%s", error)
                     self.run(self.planner.handle(Finish(self.planner.next_step, error)))
 
@@ -182,9 +218,20 @@ class Recovering(Shadowing):
         """What a part is there for, in words."""
         kind, _, number = name.partition("/")
         if kind != "loader-host":
-            return f"all ranks took the steps up to {self.past.acked}" if self.past.acked >= 0 else "no step was taken by all ranks"
-        sources = list(dict.fromkeys(self._source_of(loader) for loader in self._loaders_on(int(number))))
-        return f"it reads {', '.join(sources[:5])}" + (f" and {len(sources) - 5} more" if len(sources) > 5 else "") if sources else ""
+            return (
+                f"all ranks took the steps up to {self.past.acked}"
+                if self.past.acked >= 0
+                else "no step was taken by all ranks"
+            )
+        sources = list(
+            dict.fromkeys(self._source_of(loader) for loader in self._loaders_on(int(number)))
+        )
+        return (
+            f"it reads {', '.join(sources[:5])}"
+            + (f" and {len(sources) - 5} more" if len(sources) > 5 else "")
+            if sources
+            else ""
+        )
 
     def _end(self, name: str, incarnation: int, reason: str) -> None:
         every = [*self._processes(), *self._fresh.values()]
@@ -195,7 +242,9 @@ class Recovering(Shadowing):
     def _kill(self, handle: Handle) -> None:
         try:
             self._control.kill(handle)
-        except OverlordError as fault:  # it waits for a disk, perhaps; its name is not free before it is gone
+        except (
+            OverlordError
+        ) as fault:  # it waits for a disk, perhaps; its name is not free before it is gone
             log.warning("%s: %s", handle.name, fault)
 
     # starting again, beside the pump
@@ -203,7 +252,9 @@ class Recovering(Shadowing):
     def _start_again(self, name: str, incarnation: int) -> None:
         kind, _, number = name.partition("/")
         try:
-            start = self._constructor_again if kind == "constructor-host" else self._loader_host_again
+            start = (
+                self._constructor_again if kind == "constructor-host" else self._loader_host_again
+            )
             remote = start(int(number), incarnation)
         except Exception as fault:
             reason = f"{type(fault).__name__}: {fault}"
@@ -222,7 +273,9 @@ class Recovering(Shadowing):
 
     def _loader_host_again(self, h: int, incarnation: int) -> Remote:
         linked = dict(self._addresses)
-        remote = self._watched(self._starter.loader_host(h, self._kits[h], (), linked), incarnation=incarnation)
+        remote = self._watched(
+            self._starter.loader_host(h, self._kits[h], (), linked), incarnation=incarnation
+        )
         remote.linked = linked
         remote.node = self._answer(remote, "at")
         return remote
@@ -240,7 +293,9 @@ class Recovering(Shadowing):
     def _not_there(self, name: str, incarnation: int, reason: str) -> None:
         if not self._closed:
             log.warning("%s could not be started: %s", name, reason)
-            self._heed(self._supervisor.handle(Died(name, incarnation, reason), self._machine.now()))
+            self._heed(
+                self._supervisor.handle(Died(name, incarnation, reason), self._machine.now())
+            )
 
     def _is_there(self, remote: Remote) -> None:
         """Nobody says anything to it before all that are missing are there: it knows nothing of the steps that are under way."""
@@ -250,7 +305,9 @@ class Recovering(Shadowing):
         self._fresh[remote.handle.name] = remote
         if kind == "constructor-host":  # for loader hosts that are started next
             self._addresses[int(number)] = remote.address
-        self._heed(self._supervisor.handle(Up(remote.handle.name, remote.incarnation), self._machine.now()))
+        self._heed(
+            self._supervisor.handle(Up(remote.handle.name, remote.incarnation), self._machine.now())
+        )
 
     # going back
 
@@ -266,7 +323,11 @@ class Recovering(Shadowing):
         fresh, self._fresh = self._fresh, {}
         for remote in fresh.values():
             self._take_place(remote)
-        dead = [h for h, r in list(self._loaders.items()) if r.joined and (r.lost or r.handle.name in fresh)]
+        dead = [
+            h
+            for h, r in list(self._loaders.items())
+            if r.joined and (r.lost or r.handle.name in fresh)
+        ]
         old, step = self.planner, self.past.acked
         self._base += STRIDE
         state = self.past.go_back(old.spec.names)
@@ -274,16 +335,26 @@ class Recovering(Shadowing):
         self._cutter.go_back(self._base)
         self._promote(dead)
         self._settle_change(dead)
-        if not any(self._loaders[h].lost for h in dead):  # else who is being started is to have them
+        if not any(
+            self._loaders[h].lost for h in dead
+        ):  # else who is being started is to have them
             self._fill_shadows()
         self._moves = {}
         for loss in self._supervisor.back():
-            self._losses.setdefault(loss.part, (step, loss))  # one that was lost again meanwhile is missed since the first time
-        log.warning("back %s: %s", f"behind step {step}" if step >= 0 else "to the beginning", reason)
+            self._losses.setdefault(
+                loss.part, (step, loss)
+            )  # one that was lost again meanwhile is missed since the first time
+        log.warning(
+            "back %s: %s", f"behind step {step}" if step >= 0 else "to the beginning", reason
+        )
         for c, remote in self._constructors.items():
             remote.out.append(Back(self._base, step))
             if remote.handle.name in fresh:
-                remote.out += [Attach(rank) for rank in sorted(self._attached) if self._constructor_of[self._bucket_of[rank]] == c]
+                remote.out += [
+                    Attach(rank)
+                    for rank in sorted(self._attached)
+                    if self._constructor_of[self._bucket_of[rank]] == c
+                ]
         openings = [replace(o, generation=self._base) for o in self._openings(state)]
         for h, remote in list(self._loaders.items()):
             if remote.joined:
@@ -329,7 +400,9 @@ class Recovering(Shadowing):
             self._outside[number] = remote.outside
         elif (door := self._listening) is not None:  # asked for since it was started
             self._outside.pop(number, None)
-            remote.call(self._control, "listen", *door).add_done_callback(lambda f: self._found_outside(number, f))
+            remote.call(self._control, "listen", *door).add_done_callback(
+                lambda f: self._found_outside(number, f)
+            )
 
     def _found_outside(self, c: int, future: Future[Any]) -> None:
         if future.exception() is None:
@@ -348,11 +421,27 @@ class Recovering(Shadowing):
         losses, self._losses, now = self._losses, {}, self._machine.now()
         for behind, loss in losses.values():
             first, last = behind + 1, self.planner.floor - 1
-            again = f"steps {first} to {last} were planned again" if last > first else f"step {last} was planned again"
+            again = (
+                f"steps {first} to {last} were planned again"
+                if last > first
+                else f"step {last} was planned again"
+            )
             words = again if last >= first else "no step had to be planned again"
             is_back = "was replaced by its stand-bys" if loss.spare else "is back"
-            log.warning("%s %s after %.2f s: %s, nothing was lost", loss.part, is_back, now - loss.since, words)
-            row = {"part": loss.part, "reason": loss.reason, "seconds": now - loss.since, "step": behind, "stand_bys": loss.spare}
+            log.warning(
+                "%s %s after %.2f s: %s, nothing was lost",
+                loss.part,
+                is_back,
+                now - loss.since,
+                words,
+            )
+            row = {
+                "part": loss.part,
+                "reason": loss.reason,
+                "seconds": now - loss.since,
+                "step": behind,
+                "stand_bys": loss.spare,
+            }
             self.recoveries.append(row)
         del self.recoveries[:-KEPT_RECOVERIES]
 
@@ -360,7 +449,9 @@ class Recovering(Shadowing):
 
     def _note(self, event: Any) -> None:
         """What people say, before a plan that was made with it is acted upon; behind the end of the job nothing comes of it."""
-        self.past.said(said_of_all(event, self.planner.spec.names) if isinstance(event, SetMixture) else event)
+        self.past.said(
+            said_of_all(event, self.planner.spec.names) if isinstance(event, SetMixture) else event
+        )
 
     def _note_report(self, report: Report) -> None:
         if self.planner.in_time(report):
@@ -383,6 +474,13 @@ class Recovering(Shadowing):
         """Why a part cannot be asked just now."""
         if not self.fails_over or self._supervisor.given_up is not None:
             given_up = self._supervisor.given_up
-            return given_up if given_up is not None and given_up.name == remote.handle.name else ActorLost(remote.handle.name, remote.lost)
+            return (
+                given_up
+                if given_up is not None and given_up.name == remote.handle.name
+                else ActorLost(remote.handle.name, remote.lost)
+            )
         lost_at = self._lost_at.get(remote.handle.name, self._machine.now())
-        return DataStall(f"{remote.handle.name} to be started again ({remote.lost})", self._machine.now() - lost_at)
+        return DataStall(
+            f"{remote.handle.name} to be started again ({remote.lost})",
+            self._machine.now() - lost_at,
+        )

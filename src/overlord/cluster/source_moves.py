@@ -23,14 +23,22 @@ SCALED = 10_000  # hosts that scaling started are numbered from here on: others 
 class Joining(Recovering):
     """In the pump, but for what is prepared."""
 
-    def _start_loader_host(self, h: int, sources: Collection[int], openings: Sequence[Opening], *, joined: bool = True) -> None:
+    def _start_loader_host(
+        self, h: int, sources: Collection[int], openings: Sequence[Opening], *, joined: bool = True
+    ) -> None:
         raise NotImplementedError
 
     def prepare_source(self, blueprint: Blueprint) -> int:
         """A host of its own for a source that joins: code crosses only when a process starts. Returns its number."""
         # A number is used once: one that was dropped counts as lost. All hosts of the launch may have been replaced since.
-        i, h = len(blueprint.job.sources) - 1, max([self.hosting.n_hosts - 1, *(h for h in self._kits if h < SCALED)]) + 1
-        before, self.blueprint = self.blueprint, blueprint.with_loaders((*self.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE)
+        i, h = (
+            len(blueprint.job.sources) - 1,
+            max([self.hosting.n_hosts - 1, *(h for h in self._kits if h < SCALED)]) + 1,
+        )
+        before, self.blueprint = (
+            self.blueprint,
+            blueprint.with_loaders((*self.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE),
+        )
         try:
             self._start_loader_host(h, [i], self.blueprint.openings(i, Cursor()), joined=False)
             self._control.get(self._control.call(self._loaders[h].handle, "do", []), START_S)
@@ -45,48 +53,81 @@ class Joining(Recovering):
             remote.lost = "not needed"
             self._starter.end(h, remote.handle)
 
-    def add_source(self, new: NewSource, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
+    def add_source(
+        self,
+        new: NewSource,
+        prepared: int,
+        budget_bytes: int,
+        joined: Callable[[], None] = lambda: None,
+    ) -> None:
         if (host := self._loaders[prepared]).lost:
             raise ActorLost(host.handle.name, host.lost)
         commands = self.planner.handle(new)
         self._note(new.event)
         host.joined = True
-        self._link_again(host)  # a constructor host may have been started again since it was prepared
+        self._link_again(
+            host
+        )  # a constructor host may have been started again since it was prepared
         self._supervisor.handle(Up(host.handle.name), self._machine.now())
         n = new.source.loaders
         self._cutter.add_loaders([prepared] * n)
         self.hosting = replace(
-            self.hosting, loaders=(*self.hosting.loaders, n), host_of=(*self.hosting.host_of, *[prepared] * n), n_hosts=len(self._loaders)
+            self.hosting,
+            loaders=(*self.hosting.loaders, n),
+            host_of=(*self.hosting.host_of, *[prepared] * n),
+            n_hosts=len(self._loaders),
         )
         for remote in list(self._loaders.values()):
             remote.out.append(("budget", budget_bytes))
         joined()
         if self.blueprint.options.shadows == "all":
-            log.warning("source %r has no stand-by: no other host than its own can open it", new.source.name)
+            log.warning(
+                "source %r has no stand-by: no other host than its own can open it", new.source.name
+            )
         self.run(commands)
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
         """Read a source elsewhere: its k-th loader on ``hosts[k % len(hosts)]``. The stream stays what it is."""
-        known = {remote.handle.name: h for h, remote in list(self._loaders.items()) if not remote.lost}
+        known = {
+            remote.handle.name: h for h, remote in list(self._loaders.items()) if not remote.lost
+        }
         if unknown := [name for name in hosts if name not in known]:
-            raise JobError([f"no loader host is called {name!r}; there are {', '.join(known)}" for name in unknown], "move")
+            raise JobError(
+                [
+                    f"no loader host is called {name!r}; there are {', '.join(known)}"
+                    for name in unknown
+                ],
+                "move",
+            )
         name = self.blueprint.job.names[source]
         if strangers := [host for host in hosts if source not in self._kits.get(known[host], ())]:
             problem = f"{name!r} joined after {strangers[0]} was started, and code crosses only when a process starts"
             raise JobError([problem], "move")
         if of_kind(self.blueprint.job.hooks, LOADER) and len(set(hosts)) > 1:
-            raise JobError([f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"], "move")
+            raise JobError(
+                [
+                    f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"
+                ],
+                "move",
+            )
         first = sum(self.hosting.loaders[:source])
-        self._moves |= {first + k: known[hosts[k % len(hosts)]] for k in range(self.hosting.loaders[source])}
+        self._moves |= {
+            first + k: known[hosts[k % len(hosts)]] for k in range(self.hosting.loaders[source])
+        }
         self.run(self.planner.handle(Reopen(source)))
 
     def _open(self, command: Open) -> None:
-        loader, host = command.loader, self._moves.pop(command.loader, self._cutter.host(command.loader))
+        loader, host = (
+            command.loader,
+            self._moves.pop(command.loader, self._cutter.host(command.loader)),
+        )
         if host != self._cutter.host(loader):
             self._loaders[self._cutter.host(loader)].out.append(("drop", loader))
             self._cutter.move(loader, host)
         source = self._source(loader)
-        opening = self.blueprint.openings(source, command.cursor)[loader - sum(self.hosting.loaders[:source])]
+        opening = self.blueprint.openings(source, command.cursor)[
+            loader - sum(self.hosting.loaders[:source])
+        ]
         opening = replace(opening, generation=command.generation)
         # What it holds stays, unless samples were passed over: those are gone with what was held of them.
         afresh = self.planner.holds_over or not self.fails_over

@@ -38,14 +38,19 @@ class Shadowing(Asked):
                 self._bytes |= mine
                 wanted |= mine if kind == "all" or load.cost > mean else {}
             if self.hosting.n_hosts == 1:
-                log.warning("shadows=%r: there is one loader host, and no other where its loaders could have a stand-by", kind)
+                log.warning(
+                    "shadows=%r: there is one loader host, and no other where its loaders could have a stand-by",
+                    kind,
+                )
         self._shadows = Shadows(wanted, self._source)
 
     def _source(self, loader: int) -> int:
         return int(np.searchsorted(np.cumsum(self.hosting.loaders), loader, side="right"))
 
     def _loaders_on(self, h: int) -> list[int]:
-        return [loader for loader in range(sum(self.hosting.loaders)) if self._cutter.host(loader) == h]
+        return [
+            loader for loader in range(sum(self.hosting.loaders)) if self._cutter.host(loader) == h
+        ]
 
     def _living(self) -> set[int]:
         return {h for h, remote in list(self._loaders.items()) if remote.joined and not remote.lost}
@@ -70,7 +75,9 @@ class Shadowing(Asked):
             if (h := self._cutter.host(loader)) in held:
                 held[h] += n
         nodes = {h: remote.node for h, remote in list(self._loaders.items())}
-        made = self._shadows.fill(self._cutter.host, held, lambda h, source: source in self._kits.get(h, ()), nodes)
+        made = self._shadows.fill(
+            self._cutter.host, held, lambda h, source: source in self._kits.get(h, ()), nodes
+        )
         self._cutter.follow(self._shadows.where)
         return made
 
@@ -89,5 +96,7 @@ class Shadowing(Asked):
         """What a host is told that is to follow a loader from here on."""
         cursor, generation, refill = self.planner.opening(loader)
         source = self._source(loader)
-        opening = self.blueprint.openings(source, cursor)[loader - sum(self.hosting.loaders[:source])]
+        opening = self.blueprint.openings(source, cursor)[
+            loader - sum(self.hosting.loaders[:source])
+        ]
         return [("follow", replace(opening, generation=generation)), refill]

@@ -22,7 +22,9 @@ class Shadows:
 
     def promote(self, loaders: Collection[int], living: Collection[int]) -> dict[int, int]:
         """The hosts that take over these loaders, whose own is gone."""
-        moved = {loader: self.where[loader] for loader in loaders if self.where.get(loader) in living}
+        moved = {
+            loader: self.where[loader] for loader in loaders if self.where.get(loader) in living
+        }
         for loader in moved:
             del self.where[loader]
         return moved
@@ -35,7 +37,11 @@ class Shadows:
         self.where.pop(loader, None)
 
     def fill(
-        self, host_of: Callable[[int], int], held: Mapping[int, float], can_open: Callable[[int, int], bool], nodes: Mapping[int, str]
+        self,
+        host_of: Callable[[int], int],
+        held: Mapping[int, float],
+        can_open: Callable[[int, int], bool],
+        nodes: Mapping[int, str],
     ) -> list[int]:
         """Give a shadow to those that want one: on another host that ``can_open`` the source, the one that holds least, and on another
         of the ``nodes`` where there is one: what is on a node is lost with it. Loaders of a source on one host stay together, since hooks
@@ -49,7 +55,11 @@ class Shadows:
             if not rooms:
                 continue
             placed = {self.where[loader] for loader in group if loader in self.where}
-            best = min(placed) if placed else min(rooms, key=lambda h: (nodes.get(h) == nodes.get(home), load[h], h))
+            best = (
+                min(placed)
+                if placed
+                else min(rooms, key=lambda h: (nodes.get(h) == nodes.get(home), load[h], h))
+            )
             for loader in group:
                 if loader not in self.where:
                     self.where[loader] = best
@@ -61,4 +71,6 @@ class Shadows:
         groups: dict[tuple[int, int], list[int]] = {}
         for loader in sorted(self._size):
             groups.setdefault((self._source_of(loader), host_of(loader)), []).append(loader)
-        return sorted(groups.values(), key=lambda g: (-sum(self._size[loader] for loader in g), g))  # the largest while there is room
+        return sorted(
+            groups.values(), key=lambda g: (-sum(self._size[loader] for loader in g), g)
+        )  # the largest while there is room

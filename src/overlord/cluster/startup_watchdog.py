@@ -25,7 +25,9 @@ class Starts:
 
     def __init__(self, control: Control, lost_after_s: float):
         self._control, self._lost_after_s = control, lost_after_s
-        self._pid_here: Callable[[Handle], int] | None = getattr(control, "pid_here", None)  # where they are known later, or elsewhere
+        self._pid_here: Callable[[Handle], int] | None = getattr(
+            control, "pid_here", None
+        )  # where they are known later, or elsewhere
         self._there: dict[Handle, Future[Any]] = {}
         self._ticks: dict[Handle, int] = {}
         self._given_up: dict[str, str] = {}
@@ -46,7 +48,9 @@ class Starts:
             pid = handle.pid or 0 if self._pid_here is None else self._pid_here(handle)
             self._ticks[handle] = self._ticks.get(handle, 0) + 1 if pid and is_stopped(pid) else 0
             if self._ticks[handle] > TICKS:
-                self._given_up[handle.name] = f"it was stopped for {self._lost_after_s:g} s while it was being started"
+                self._given_up[handle.name] = (
+                    f"it was stopped for {self._lost_after_s:g} s while it was being started"
+                )
                 found.append(handle)
         return found
 

@@ -38,7 +38,9 @@ class Remote:
     address: str = ""  # of a constructor host that was started again, for loader hosts and clients of this process
     outside: str = ""  # and for those of others
     node: str = ""  # of a cluster, on which a loader host is: they may be lost together
-    linked: dict[int, str] = field(default_factory=dict)  # loader hosts: where they find which constructor host
+    linked: dict[int, str] = field(
+        default_factory=dict
+    )  # loader hosts: where they find which constructor host
 
     def tell(self, control: Control, messages: list[Any]) -> None:
         control.tell(self.handle, "do", messages)
@@ -89,9 +91,18 @@ class Asked(Written):
         if words or (words := self._writing()):
             return str(words)
         every = self._asked()
-        busy = [words for h, r in list(self._loaders.items()) for words in self._busy(h, r, every.get(r.handle.name, {}))]
+        busy = [
+            words
+            for h, r in list(self._loaders.items())
+            for words in self._busy(h, r, every.get(r.handle.name, {}))
+        ]
         # Constructors tell only when their slowest rank moves on; who that is must be known here.
-        taken = [Consumed(rank, c["took"]) for f in every.values() for rank, c in f.get("clients", {}).items() if rank in self._attached]
+        taken = [
+            Consumed(rank, c["took"])
+            for f in every.values()
+            for rank, c in f.get("clients", {}).items()
+            if rank in self._attached
+        ]
         self._count(taken)
         self.run()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
@@ -100,11 +111,17 @@ class Asked(Written):
         """Of a host that says nothing: for how long, where that is known by its heartbeats."""
         name = remote.handle.name
         for_s = self._supervisor.silent_s(name, self._machine.now()) if self.fails_over else 0.0
-        what = f"has answered nothing for {for_s:.0f} s" if for_s >= 1 else f"does not say what it does ({silent})"
+        what = (
+            f"has answered nothing for {for_s:.0f} s"
+            if for_s >= 1
+            else f"does not say what it does ({silent})"
+        )
         return f"{name}, which {what}"
 
     def _missed(self, remote: Remote) -> str:
-        return f"{remote.handle.name}, which is lost: {remote.lost}" + (" and is being started again" if self.fails_over else "")
+        return f"{remote.handle.name}, which is lost: {remote.lost}" + (
+            " and is being started again" if self.fails_over else ""
+        )
 
     def _busy(self, h: int, remote: Remote, figures: Mapping[str, Any]) -> list[str]:
         """What a loader host does, in words; of one that does not answer, what it may be busy with."""
@@ -112,15 +129,23 @@ class Asked(Written):
             return [self._missed(remote)]
         if "silent" not in figures:
             return [f"{words} in {remote.handle.name}" for words in figures.get("busy", ())]
-        sources = dict.fromkeys(self._source_of(k) for k in range(sum(self.hosting.loaders)) if self._cutter.host(k) == h)
+        sources = dict.fromkeys(
+            self._source_of(k)
+            for k in range(sum(self.hosting.loaders))
+            if self._cutter.host(k) == h
+        )
         return [f"{remote.handle.name} does not answer; it reads {', '.join(list(sources)[:5])}"]
 
     def _source_of(self, loader: int) -> str:
-        return self.blueprint.job.names[int(np.searchsorted(np.cumsum(self.hosting.loaders), loader, side="right"))]
+        return self.blueprint.job.names[
+            int(np.searchsorted(np.cumsum(self.hosting.loaders), loader, side="right"))
+        ]
 
     def _asked(self) -> dict[str, dict[str, Any]]:
         """Figures of all hosts by name; of a host that does not answer in time, why."""
-        asked = {r.handle.name: r.ask(self._control, "figures") for r in self._remotes() if not r.lost}
+        asked = {
+            r.handle.name: r.ask(self._control, "figures") for r in self._remotes() if not r.lost
+        }
         deadline, found = self._machine.now() + ASK_S, {}
         for name, future in asked.items():
             try:
@@ -140,22 +165,39 @@ class Asked(Written):
             for what, n in figures.get("memory", {}).items():
                 memory[what] = memory.get(what, 0) + n
         hosts = [
-            {"name": r.handle.name, "pid": r.handle.pid, "state": r.lost or every.get(r.handle.name, {}).get("silent", "running"),
-             "pss": every.get(r.handle.name, {}).get("pss", 0), "node": every.get(r.handle.name, {}).get("node", "")}
+            {
+                "name": r.handle.name,
+                "pid": r.handle.pid,
+                "state": r.lost or every.get(r.handle.name, {}).get("silent", "running"),
+                "pss": every.get(r.handle.name, {}).get("pss", 0),
+                "node": every.get(r.handle.name, {}).get("node", ""),
+            }
             for r in self._processes()
-        ]  # fmt: skip
+        ]
         counted = ("links", "sent_bytes", "received_bytes", "pss")
         rows = [row | {"pid": f["pid"]} for f in every.values() for row in f.get("loaders", ())]
         told = {row["loader"]: row for row in rows if not row["shadow"]}
         return {
-            "loaders": [told.get(loader) or self._untold(loader) for loader in range(sum(self.hosting.loaders))],
+            "loaders": [
+                told.get(loader) or self._untold(loader)
+                for loader in range(sum(self.hosting.loaders))
+            ],
             "shadows": [row for row in rows if row["shadow"]],
-            "constructors": [row | {"pid": f["pid"]} for f in every.values() for row in f.get("constructors", ())],
-            "memory": memory, "hosts": hosts, "files": [f["files"] for f in every.values() if "files" in f],
-            "clients": {rank: row for f in every.values() for rank, row in f.get("clients", {}).items()},
-            "recoveries": list(self.recoveries), "scaling": self._scaling_figures(),
-            "transfer": {name: {what: f[what] for what in counted if what in f} for name, f in every.items()},
-        }  # fmt: skip
+            "constructors": [
+                row | {"pid": f["pid"]} for f in every.values() for row in f.get("constructors", ())
+            ],
+            "memory": memory,
+            "hosts": hosts,
+            "files": [f["files"] for f in every.values() if "files" in f],
+            "clients": {
+                rank: row for f in every.values() for rank, row in f.get("clients", {}).items()
+            },
+            "recoveries": list(self.recoveries),
+            "scaling": self._scaling_figures(),
+            "transfer": {
+                name: {what: f[what] for what in counted if what in f} for name, f in every.items()
+            },
+        }
 
     def _scaling_figures(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -164,11 +206,29 @@ class Asked(Written):
         """The row of a loader whose host does not answer, or is lost: nothing may be missing in what people count through."""
         host = self._loaders[self._cutter.host(loader)]
         return {
-            "loader": loader, "source": self._source_of(loader), "doing": f"unknown: {host.handle.name} {host.lost or 'does not answer'}",
-            "ready": 0, "ready_bytes": 0, "kept_bytes": 0, "window_bytes": 0, "open_bytes": 0, "shadow": False, "read_s": 0.0,
-            "transform_s": 0.0, "of_samples_s": (0.0, 0.0), "core_s": 0.0, "samples": 0, "tokens": 0, "store": None, "storage": None,
-            "images": None, "worker_pss": 0, "worker": False, "worker_pid": None, "pid": host.handle.pid,
-        }  # fmt: skip
+            "loader": loader,
+            "source": self._source_of(loader),
+            "doing": f"unknown: {host.handle.name} {host.lost or 'does not answer'}",
+            "ready": 0,
+            "ready_bytes": 0,
+            "kept_bytes": 0,
+            "window_bytes": 0,
+            "open_bytes": 0,
+            "shadow": False,
+            "read_s": 0.0,
+            "transform_s": 0.0,
+            "of_samples_s": (0.0, 0.0),
+            "core_s": 0.0,
+            "samples": 0,
+            "tokens": 0,
+            "store": None,
+            "storage": None,
+            "images": None,
+            "worker_pss": 0,
+            "worker": False,
+            "worker_pid": None,
+            "pid": host.handle.pid,
+        }
 
     def _processes(self) -> list[Remote]:
         """Those that this job started."""
@@ -178,5 +238,7 @@ class Asked(Written):
         """For drills: the real thing."""
         every = {r.handle.name: r for r in self._processes()}
         if name not in every:
-            raise JobError([f"no process of this job is called {name!r}; there are {', '.join(every)}"], "kill")
+            raise JobError(
+                [f"no process of this job is called {name!r}; there are {', '.join(every)}"], "kill"
+            )
         self._control.kill(every[name].handle)

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from overlord.errors import ActorLost
 from overlord.rpc.actors import SAID
 
-KINDS = ("planner", "constructor-host", "loader-host")  # in the order in which they are started: each connects to those before it
+KINDS = (
+    "planner",
+    "constructor-host",
+    "loader-host",
+)  # in the order in which they are started: each connects to those before it
 TICKS = 4  # within which a part must answer; a supervisor that slept itself sees one late tick, and no silence
 
 
@@ -194,7 +198,11 @@ class Supervisor:
                 self._back.pop(name, None)
                 return []
             case Tick():
-                return [command for part in list(self._parts.values()) for command in self._look_at(part, now)]
+                return [
+                    command
+                    for part in list(self._parts.values())
+                    for command in self._look_at(part, now)
+                ]
             case Progress(step=step):
                 if step > self._acked:
                     self._acked = step
@@ -228,7 +236,9 @@ class Supervisor:
             return [Kill(event.name, event.incarnation, "another was started in its place")]
         part.state, part.heard, part.ticks = UP, now, 0
         if not part.spare:
-            self._back.setdefault(part.name, Loss(part=part.name, reason=part.reason, since=part.since))
+            self._back.setdefault(
+                part.name, Loss(part=part.name, reason=part.reason, since=part.since)
+            )
         spare, part.spare, part.since = part.spare, False, now
         return [Join(part.name), *self._go_on()] if spare else self._go_on()
 
@@ -268,7 +278,9 @@ class Supervisor:
             return [GiveUp(self.given_up)]
         if spare and not failed:
             part.spare = True
-            self._back.setdefault(part.name, Loss(part=part.name, reason=part.reason, since=part.since, spare=True))
+            self._back.setdefault(
+                part.name, Loss(part=part.name, reason=part.reason, since=part.since, spare=True)
+            )
         return self._go_on()
 
     def _go_on(self) -> list[Command]:
@@ -281,4 +293,7 @@ class Supervisor:
         begun: list[Command] = [Start(part.name, part.incarnation) for part in starts]
         if any(not part.spare for part in missing) or not self._back:
             return begun
-        return [*begun, GoBack("; ".join(f"{loss.part}: {loss.reason}" for loss in self._back.values()))]
+        return [
+            *begun,
+            GoBack("; ".join(f"{loss.part}: {loss.reason}" for loss in self._back.values())),
+        ]

@@ -43,7 +43,9 @@ class Settings:
     check: bool = False
     failover: bool = False  # parts that are lost are started anew, and the others go back
     born: int = 0  # of two hosts of a name the later one is heard, and machines differ in their clocks; 0: nobody counts
-    machine: Machine = field(default_factory=Machine, repr=False)  # where the host lives: this one, but in simulations
+    machine: Machine = field(
+        default_factory=Machine, repr=False
+    )  # where the host lives: this one, but in simulations
 
 
 class Events:

@@ -26,22 +26,27 @@ from overlord.setup.options import CORES_PER_CONSTRUCTOR, Options, n_cores, ring
 from overlord.setup.partition import scales
 from overlord.setup.prepared_job import READ_AHEAD, Blueprint, SourceKit
 
-PROCESS_BYTES = 2**27  # of a host before it has read anything: Python, pyarrow and what a cluster puts beside them
+PROCESS_BYTES = (
+    2**27
+)  # of a host before it has read anything: Python, pyarrow and what a cluster puts beside them
 SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
-
-
 
 
 def n_constructors(blueprint: Blueprint) -> int:
     """Constructor hosts of a job; without constructors another number counts."""
     buckets = len(list(blueprint.job.place.buckets("DP")))
-    return blueprint.options.constructor_hosts or min(buckets, max(1, n_cores() // CORES_PER_CONSTRUCTOR))
+    return blueprint.options.constructor_hosts or min(
+        buckets, max(1, n_cores() // CORES_PER_CONSTRUCTOR)
+    )
 
 
 def constructors_of(blueprint: Blueprint, hosts: int | None = None) -> list[int]:
     """The constructor host of every data-parallel group, of ``hosts``: all that the job has where that is not said."""
     named = tuple(blueprint.options.rank_nodes or ())
-    nodes_of = [[named[rank] for rank in ranks if rank < len(named)] for ranks in blueprint.job.place.buckets("DP")]
+    nodes_of = [
+        [named[rank] for rank in ranks if rank < len(named)]
+        for ranks in blueprint.job.place.buckets("DP")
+    ]
     return constructors_by_node(nodes_of, n_constructors(blueprint) if hosts is None else hosts)
 
 
@@ -57,31 +62,51 @@ def lanes_of(options: Options, hosting: Hosting) -> int:
     return max(1, (options.workers or n_cores()) // hosting.n_hosts)
 
 
-def settings_of(blueprint: Blueprint, hosting: Hosting, token: str, generation: int, machine: Machine | None = None) -> Settings:
+def settings_of(
+    blueprint: Blueprint,
+    hosting: Hosting,
+    token: str,
+    generation: int,
+    machine: Machine | None = None,
+) -> Settings:
     """What all hosts are told when they are started."""
     options = blueprint.options
     return Settings(
-        name=blueprint.job.name, token=token, generation=generation, workers=lanes_of(options, hosting),
-        open_files=max(1, options.open_files // hosting.n_hosts), open_bytes=max(1, options.open_bytes // hosting.n_hosts),
-        ring_bytes=ring_bytes(options), check=options.check, one_worker=scales(blueprint),
-        build_ahead=options.build_ahead or BUILD_AHEAD, broadcast=options.broadcast,
-        failover=options.failover and options.constructors, narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
+        name=blueprint.job.name,
+        token=token,
+        generation=generation,
+        workers=lanes_of(options, hosting),
+        open_files=max(1, options.open_files // hosting.n_hosts),
+        open_bytes=max(1, options.open_bytes // hosting.n_hosts),
+        ring_bytes=ring_bytes(options),
+        check=options.check,
+        one_worker=scales(blueprint),
+        build_ahead=options.build_ahead or BUILD_AHEAD,
+        broadcast=options.broadcast,
+        failover=options.failover and options.constructors,
+        narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
         machine=machine or Machine(),
-    )  # fmt: skip
+    )
 
 
 def layout_of(blueprint: Blueprint, constructor_of: Sequence[int]) -> Layout:
     buckets, options = list(blueprint.job.place.buckets("DP")), blueprint.options
-    served = [tuple(r for b, c in enumerate(constructor_of) if c == host for r in buckets[b]) for host in range(max(constructor_of) + 1)]
+    served = [
+        tuple(r for b, c in enumerate(constructor_of) if c == host for r in buckets[b])
+        for host in range(max(constructor_of) + 1)
+    ]
     return replace(layout_asked(options), ranks_of=tuple(served))
 
 
 def layout_asked(options: Options) -> Layout:
     """What was said of nodes where the job was launched."""
     return Layout(
-        rank_nodes=tuple(options.rank_nodes or ()), share=options.sidecar, reserve=options.reserve, labels=dict(options.node_labels or {}),
+        rank_nodes=tuple(options.rank_nodes or ()),
+        share=options.sidecar,
+        reserve=options.reserve,
+        labels=dict(options.node_labels or {}),
         resources=dict(options.node_resources or {}),
-    )  # fmt: skip
+    )
 
 
 class Starter(Protocol):
@@ -92,45 +117,86 @@ class Starter(Protocol):
 
     def constructor(self, c: int) -> Handle: ...
     def loader_host(
-        self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str], instead_of: int | None = None
+        self,
+        h: int,
+        sources: Collection[int],
+        openings: Sequence[Opening],
+        constructors: Mapping[int, str],
+        instead_of: int | None = None,
     ) -> Handle: ...  # instead_of: the host whose loaders it is to have
-    def end(self, h: int, handle: Handle) -> None: ...  # a loader host that is not needed any more; it may wait
+    def end(
+        self, h: int, handle: Handle
+    ) -> None: ...  # a loader host that is not needed any more; it may wait
 
 
 class Recipes:
     """The starter of the launching process: all that a host is made of. ``blueprint``: the one of now; sources may have joined."""
 
     def __init__(
-        self, control: Control, blueprint: Callable[[], Blueprint], settings: Settings, hosting: Hosting, constructor_of: Sequence[int]
+        self,
+        control: Control,
+        blueprint: Callable[[], Blueprint],
+        settings: Settings,
+        hosting: Hosting,
+        constructor_of: Sequence[int],
     ):
         self.hosting, self.token = hosting, settings.token
         self._control, self._blueprint, self._settings = control, blueprint, settings
         self._constructor_of = np.asarray(constructor_of)
         self._born = itertools.count(1)
-        self.placement = Placement(control, lambda: layout_of(self._blueprint(), self._constructor_of.tolist()))
+        self.placement = Placement(
+            control, lambda: layout_of(self._blueprint(), self._constructor_of.tolist())
+        )
         self._kits: dict[int, SourceKit] = {}  # those that can be sent, once that is known
 
     def constructor(self, c: int) -> Handle:
         blueprint = self._blueprint()
-        job, ranks, hooks = blueprint.job, list(blueprint.job.place.buckets("DP")), of_kind(blueprint.job.hooks, CONSTRUCTOR)
+        job, ranks, hooks = (
+            blueprint.job,
+            list(blueprint.job.place.buckets("DP")),
+            of_kind(blueprint.job.hooks, CONSTRUCTOR),
+        )
         buckets = {b: tuple(ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
         return self._spawn(
-            f"constructor-host/{c}", PROCESS_BYTES,
-            ConstructorHost, c, self._settings, buckets, job.batch, job.document_multiple, hooks, blueprint.images,
-        )  # fmt: skip
+            f"constructor-host/{c}",
+            PROCESS_BYTES,
+            ConstructorHost,
+            c,
+            self._settings,
+            buckets,
+            job.batch,
+            job.document_multiple,
+            hooks,
+            blueprint.images,
+        )
 
     def loader_host(
-        self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str], instead_of: int | None = None
+        self,
+        h: int,
+        sources: Collection[int],
+        openings: Sequence[Opening],
+        constructors: Mapping[int, str],
+        instead_of: int | None = None,
     ) -> Handle:
         job = self._blueprint().job
         kits = {i: self._kit(i) for i in sorted(sources)}
         memory = self._memory_of(h if instead_of is None else instead_of)
         return self._spawn(
-            f"loader-host/{h}", memory, LoaderHost, h, replace(self._settings, born=next(self._born)), kits, openings, constructors,
-            of_kind(job.hooks, LOADER), job.seed,
-        )  # fmt: skip
+            f"loader-host/{h}",
+            memory,
+            LoaderHost,
+            h,
+            replace(self._settings, born=next(self._born)),
+            kits,
+            openings,
+            constructors,
+            of_kind(job.hooks, LOADER),
+            job.seed,
+        )
 
-    def _spawn(self, name: str, memory: int, factory: Callable[..., HostActor], *args: Any) -> Handle:
+    def _spawn(
+        self, name: str, memory: int, factory: Callable[..., HostActor], *args: Any
+    ) -> Handle:
         """Place a host and start it. One that cannot be started leaves no place behind, unless it had one before: it is tried again."""
         is_new = self.placement.memory_of(name) is None
         where = self.placement.place(name, memory)
@@ -151,6 +217,8 @@ class Recipes:
 
     def _kit(self, i: int) -> SourceKit:
         blueprint = self._blueprint()
-        if i not in self._kits or self._kits[i].pipeline is not blueprint.pipelines[i]:  # a source that could not join is another by then
+        if (
+            i not in self._kits or self._kits[i].pipeline is not blueprint.pipelines[i]
+        ):  # a source that could not join is another by then
             self._kits[i] = sendable(blueprint.kit(i), f"source {blueprint.job.sources[i].name!r}")
         return self._kits[i]

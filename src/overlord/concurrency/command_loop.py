@@ -36,7 +36,14 @@ class Executor(Protocol):
     """Runs work somewhere, some time, and hands its outcome to ``done`` in the pump. Works of one name cost alike by ``size``."""
 
     def submit(
-        self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: Waits | None = None
+        self,
+        name: str,
+        work: Callable[[], Any],
+        done: Done,
+        *,
+        size: int = 1,
+        urgent: bool = False,
+        waits: Waits | None = None,
     ) -> None: ...
     def close(self) -> None: ...
 

@@ -42,12 +42,18 @@ class Pump:
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failed: Callable[[BaseException], None] = lambda error: None
-        self._thread = threading.Thread(target=self._loop, name=f"overlord-pump-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop, name=f"overlord-pump-{name}", daemon=True
+        )
         self.broken: BaseException | None = None
         self.turn = 0.0  # when the call that is running began
         self._after: Callable[[], float | None] = lambda: None
 
-    def start(self, failed: Callable[[BaseException], None], after: Callable[[], float | None] = lambda: None) -> None:
+    def start(
+        self,
+        failed: Callable[[BaseException], None],
+        after: Callable[[], float | None] = lambda: None,
+    ) -> None:
         """``failed`` is told of an error that no core could handle; nothing is pumped after it. ``after`` runs behind calls, and once
         more after so many seconds without one if it says so."""
         self._failed, self._after = failed, after
@@ -59,7 +65,9 @@ class Pump:
     def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
         """Run a call in the pump and wait for its result."""
         if threading.current_thread() is self._thread or (self.stopped and self.broken is None):
-            return call()  # after a clean stop nothing runs beside it: what was found can still be asked for
+            return (
+                call()
+            )  # after a clean stop nothing runs beside it: what was found can still be asked for
         done = threading.Event()
         box: list[tuple[Any, Exception | None]] = []
 
@@ -75,7 +83,11 @@ class Pump:
         while not done.wait(0.1):
             waited += 0.1
             if not self._thread.is_alive():
-                reason = f"{type(self.broken).__name__}: {self.broken}" if self.broken else "it was stopped"
+                reason = (
+                    f"{type(self.broken).__name__}: {self.broken}"
+                    if self.broken
+                    else "it was stopped"
+                )
                 raise ActorLost("the pump", reason) from self.broken
             if waited >= timeout_s:
                 raise DataStall(what, waited)
@@ -113,8 +125,13 @@ class Pump:
         while frame is not None:
             calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
             frame = frame.f_back
-        inside = itertools.dropwhile(lambda call: not call[0].startswith(OURS), reversed(calls))  # threads begin elsewhere
-        file, line, name = next((call for call in inside if not call[0].startswith(OURS)), (*calls, ("no file", 0, "nothing"))[0])
+        inside = itertools.dropwhile(
+            lambda call: not call[0].startswith(OURS), reversed(calls)
+        )  # threads begin elsewhere
+        file, line, name = next(
+            (call for call in inside if not call[0].startswith(OURS)),
+            (*calls, ("no file", 0, "nothing"))[0],
+        )
         return f"in {name} ({file}, line {line})"
 
     @property
@@ -166,12 +183,18 @@ class _Lane:
             return
         if len(self._threads) < self._most or len(self._threads) < self._most + self._stuck():
             self._started += 1
-            self._threads.append(threading.Thread(target=self._loop, name=f"{self._name}-{self._started - 1}", daemon=True))
+            self._threads.append(
+                threading.Thread(
+                    target=self._loop, name=f"{self._name}-{self._started - 1}", daemon=True
+                )
+            )
             self._threads[-1].start()
 
     def _stuck(self) -> int:
         now = time.monotonic()
-        return sum(task.waits is not None and now - task.began > STUCK_S for task in self._under_way)
+        return sum(
+            task.waits is not None and now - task.began > STUCK_S for task in self._under_way
+        )
 
     def _loop(self) -> None:
         while True:
@@ -189,7 +212,9 @@ class _Lane:
             with self._changed:
                 self._under_way.discard(task)
                 del task
-                if len(self._threads) > self._most + self._stuck():  # the one whose place this took is back
+                if (
+                    len(self._threads) > self._most + self._stuck()
+                ):  # the one whose place this took is back
                     self._threads.remove(threading.current_thread())
                     return
 
@@ -223,7 +248,9 @@ class ThreadExecutor:
     def __init__(self, workers: int, pump: Pump, inline_s: float = INLINE_S):
         self._pump = pump
         self._inline_s = inline_s
-        self._seconds: dict[str, list[float]] = {}  # name -> seconds for a unit of its work, the last four times
+        self._seconds: dict[
+            str, list[float]
+        ] = {}  # name -> seconds for a unit of its work, the last four times
         self._workers = _Lane("overlord-worker", workers, self._run)
         self._waiting = _Lane("overlord-store", max(workers, WAITING), self._run)
         self._watch: threading.Thread | None = None
@@ -231,7 +258,14 @@ class ThreadExecutor:
         self._telling = threading.Lock()
 
     def submit(
-        self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: Waits | None = None
+        self,
+        name: str,
+        work: Callable[[], Any],
+        done: Done,
+        *,
+        size: int = 1,
+        urgent: bool = False,
+        waits: Waits | None = None,
     ) -> None:
         if (waits is None or waits.quick) and self._at_once(name, work, done, size, waits):
             return
@@ -241,7 +275,9 @@ class ThreadExecutor:
         lane = self._waiting if waits is not None and waits.many else self._workers
         lane.put(_Task(name, work, done, size, waits), urgent)
 
-    def _at_once(self, name: str, work: Callable[[], Any], done: Done, size: int, waits: Waits | None) -> bool:
+    def _at_once(
+        self, name: str, work: Callable[[], Any], done: Done, size: int, waits: Waits | None
+    ) -> bool:
         """Whether it was done here and now, since it has shown to be short."""
         # The least of four: waiting for the interpreter lock lengthens some, waiting for storage lengthens all.
         if size * min(self._seconds.get(name, (1.0,))) >= self._inline_s:
@@ -263,12 +299,16 @@ class ThreadExecutor:
                 assert task.waits is not None
                 try:
                     error = None if task.over else task.waits.overdue()
-                except Exception as fault:  # whoever looks after all others must not end with one of them
+                except (
+                    Exception
+                ) as fault:  # whoever looks after all others must not end with one of them
                     error = fault
                 if error is not None:
                     self._tell(task, None, error)
 
-    def _do(self, name: str, work: Callable[[], Any], size: int) -> tuple[Any, BaseException | None]:
+    def _do(
+        self, name: str, work: Callable[[], Any], size: int
+    ) -> tuple[Any, BaseException | None]:
         start = time.perf_counter()
         try:
             return work(), None
@@ -277,7 +317,9 @@ class ThreadExecutor:
         finally:
             took = time.perf_counter() - start
             unit = took / max(1, size)
-            self._seconds[name] = [unit] * 4 if took > SLOW_S else [*self._seconds.get(name, [])[-3:], unit]
+            self._seconds[name] = (
+                [unit] * 4 if took > SLOW_S else [*self._seconds.get(name, [])[-3:], unit]
+            )
 
     def _run(self, task: _Task) -> None:
         self._tell(task, *self._do(task.name, task.work, task.size))

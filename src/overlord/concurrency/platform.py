@@ -29,7 +29,9 @@ MAX_SLOTS = 4096  # far above the steps of a prefetch window times the construct
 class Machine:
     """The real one. It travels with a host's settings, so it holds nothing but what was asked for."""
 
-    ports: range | None = None  # those that servers may listen at, where there is a network; None: any
+    ports: range | None = (
+        None  # those that servers may listen at, where there is a network; None: any
+    )
 
     def __init__(self, ports: range | None = None):
         self.ports = ports
@@ -44,7 +46,11 @@ class Machine:
 
     def outside(self, host: str) -> dict[str, Any]:
         """And for clients, who were told to come to this interface."""
-        return {"host": host, "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY, "port": self.ports or 0}
+        return {
+            "host": host,
+            "tcp": not is_loopback(host) or not HAS_SHARED_MEMORY,
+            "port": self.ports or 0,
+        }
 
     def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
         """Set up a process that is a host's own: ``workers`` threads that work at the same time, one thread for each of ``links``.
@@ -84,11 +90,32 @@ class Machine:
     def ring(self, name: str, max_bytes: int) -> Ring:
         return Ring(name=name, max_bytes=max_bytes, max_slots=MAX_SLOTS)
 
-    def serve(self, token: str, ring: Ring, on_message: OnMessage, on_open: OnOpen, on_close: OnClose, **where: Any) -> Server:
-        return Server(token=token, on_message=on_message, on_open=on_open, on_close=on_close, ring=ring, **where)
+    def serve(
+        self,
+        token: str,
+        ring: Ring,
+        on_message: OnMessage,
+        on_open: OnOpen,
+        on_close: OnClose,
+        **where: Any,
+    ) -> Server:
+        return Server(
+            token=token,
+            on_message=on_message,
+            on_open=on_open,
+            on_close=on_close,
+            ring=ring,
+            **where,
+        )
 
     def dial(
-        self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float, ring: Ring | None = None
+        self,
+        address: str,
+        token: str,
+        hello: dict[str, Any],
+        *,
+        timeout_s: float,
+        ring: Ring | None = None,
     ) -> tuple[Link, dict[str, Any]]:
         link, welcome = dial(address, token, hello, timeout_s=timeout_s, ring=ring)
         link.waits_for_slots = False
@@ -108,7 +135,10 @@ class Networked(Machine):
         self._interface = interface
 
     def inside(self) -> dict[str, Any]:
-        return {"host": os.environ.get(INTERFACE) or self._interface or reachable(""), "port": self.ports or 0}
+        return {
+            "host": os.environ.get(INTERFACE) or self._interface or reachable(""),
+            "port": self.ports or 0,
+        }
 
     def outside(self, host: str) -> dict[str, Any]:
         """The interface was named for the machine of the session; this may be another."""

@@ -21,7 +21,10 @@ class Hands:
 
     def __init__(self, n: int, name: str):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._loop, name=f"overlord-{name}-{i}", daemon=True) for i in range(n)]
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"overlord-{name}-{i}", daemon=True)
+            for i in range(n)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -42,6 +45,8 @@ class Hands:
     def close(self) -> None:
         for _ in self._threads:
             self._work.put(None)
-        for thread in self._threads:  # one in the middle of a long request is left to end by itself: it is a daemon
+        for thread in (
+            self._threads
+        ):  # one in the middle of a long request is left to end by itself: it is a daemon
             if thread is not threading.current_thread():
                 thread.join(CLOSE_S / (2 * len(self._threads)))

@@ -20,9 +20,11 @@ Command = Build | Deliver | Release | End | Resume
 PLANNED, STAGED, BUILDING, BUILT, FAILED = "planned", "staged", "building", "built", "failed"
 BUILD_AHEAD = 2
 WAITS_FOR = {
-    PLANNED: "its payload", STAGED: "an earlier one to be taken", BUILDING: "its microbatches to be built",
+    PLANNED: "its payload",
+    STAGED: "an earlier one to be taken",
+    BUILDING: "its microbatches to be built",
     FAILED: "the end of the job: it could not be built",
-}  # fmt: skip
+}
 
 
 class Assembler:
@@ -58,7 +60,9 @@ class Assembler:
                 return [*self._release(), *self._build()]
             case Consumed(rank=rank, step=step) if rank in self._wanted:
                 self._wanted[rank] = max(step, self._wanted[rank])
-                self._delivered[rank] = max(step, self._delivered[rank])  # one of another process may have handed it out
+                self._delivered[rank] = max(
+                    step, self._delivered[rank]
+                )  # one of another process may have handed it out
                 return [*self._release(), *self._build(), *self._deliver()]
             case Finish():
                 return self._finished(event)
@@ -83,14 +87,21 @@ class Assembler:
         status = self._steps.get(step)
         if status in (STAGED, BUILDING, BUILT):
             return []
-        if status is None or not self._wanted or self._is_over(step) or step <= min(self._wanted.values()):
+        if (
+            status is None
+            or not self._wanted
+            or self._is_over(step)
+            or step <= min(self._wanted.values())
+        ):
             self._forget(step)
             return [Release(step, self.bucket), *self._deliver()]
         self._steps[step] = STAGED
         return self._build()
 
     def _built(self, step: int) -> list[Command]:
-        if step not in self._steps or not self._wanted or self._is_over(step):  # it is over, or everyone detached, while it was being built
+        if (
+            step not in self._steps or not self._wanted or self._is_over(step)
+        ):  # it is over, or everyone detached, while it was being built
             self._forget(step)
             return [Release(step, self.bucket), *self._deliver()]
         self._steps[step] = BUILT
@@ -107,7 +118,9 @@ class Assembler:
         if not self._is_over(finish.step):
             self._finish = finish
         # A step that could not be built ends the job before it, though some behind it were planned already.
-        over = [s for s, status in self._steps.items() if self._is_over(s) and status in (STAGED, BUILT)]
+        over = [
+            s for s, status in self._steps.items() if self._is_over(s) and status in (STAGED, BUILT)
+        ]
         for step in over:
             self._forget(step)
         return [*(Release(s, self.bucket) for s in over), *self._deliver()]
@@ -168,7 +181,9 @@ class Assembler:
                     self._delivered[rank] = step
                     commands.append(Deliver(step, rank))
         if self._finish is not None and all(status == BUILT for _, status in steps):
-            commands += [End(rank, self._finish.error) for rank in self._delivered if rank not in self._ended]
+            commands += [
+                End(rank, self._finish.error) for rank in self._delivered if rank not in self._ended
+            ]
             self._ended.update(self._delivered)
         return commands
 
@@ -176,12 +191,16 @@ class Assembler:
         """What is being built goes when it is. Of a step that was never built here, nothing may be here yet."""
         if self._wanted:
             taken = min(self._wanted.values())
-            gone = {s: status for s, status in self._steps.items() if s <= taken and status != BUILDING}
+            gone = {
+                s: status for s, status in self._steps.items() if s <= taken and status != BUILDING
+            }
         else:  # nobody is left
             gone = {s: status for s, status in self._steps.items() if status in (STAGED, BUILT)}
         for step in gone:
             del self._steps[step]
-        return [Release(step, self.bucket) for step, status in gone.items() if status in (STAGED, BUILT)]
+        return [
+            Release(step, self.bucket) for step, status in gone.items() if status in (STAGED, BUILT)
+        ]
 
     def waiting(self) -> str:
         """What the next undelivered step waits for, in words; empty when no step is planned."""

@@ -44,8 +44,14 @@ class Wide:
         kept = [wanted(key) for key in self.arrays]
         if all(kept):
             return self
-        arrays = {key: array for (key, array), keep in zip(self.arrays.items(), kept, strict=True) if keep}
-        return Wide(arrays, [s for s, keep in zip(self.starts, kept, strict=True) if keep], self.single & arrays.keys())
+        arrays = {
+            key: array for (key, array), keep in zip(self.arrays.items(), kept, strict=True) if keep
+        }
+        return Wide(
+            arrays,
+            [s for s, keep in zip(self.starts, kept, strict=True) if keep],
+            self.single & arrays.keys(),
+        )
 
     def part(self, first: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """The arrays of these microbatches alone, as views, and the rows of each: int64 [keys, microbatches]."""
@@ -53,7 +59,9 @@ class Wide:
         for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
             arrays[key] = array[starts[first] : starts[stop]]
             if (counts := counted.get(id(starts))) is None:  # arrays of a kind share one list
-                counts = counted[id(starts)] = [b - a for a, b in pairwise(starts[first : stop + 1])]
+                counts = counted[id(starts)] = [
+                    b - a for a, b in pairwise(starts[first : stop + 1])
+                ]
             rows.append(ones if key in self.single else counts)
         return arrays, np.array(rows, np.int64).reshape(len(rows), stop - first)
 
@@ -63,7 +71,9 @@ class Wide:
         if rows.ndim != 2 or len(rows) != len(arrays):
             raise ValueError(f"rows of {len(arrays)} arrays, found {rows.shape}")
         starts, single, before, sums, one = list[list[int]](), list[str](), None, [0], False
-        for (key, array), counts in zip(arrays.items(), rows.tolist(), strict=True):  # some dozen numbers: numpy would cost more
+        for (key, array), counts in zip(
+            arrays.items(), rows.tolist(), strict=True
+        ):  # some dozen numbers: numpy would cost more
             if counts != before:  # else this array is of the same kind as the one before it
                 least = min(counts, default=0)
                 if least < ONE:

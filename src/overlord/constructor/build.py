@@ -12,7 +12,14 @@ import numpy as np
 from overlord.batch import Batch
 from overlord.constructor.batch_arrays import Wide
 from overlord.constructor.compact import Widening, build_compact, form_of, seen
-from overlord.constructor.images import PixelForm, encoder_inputs, leave_out, placeholders, pool, strike_out
+from overlord.constructor.images import (
+    PixelForm,
+    encoder_inputs,
+    leave_out,
+    placeholders,
+    pool,
+    strike_out,
+)
 from overlord.constructor.pack import build_slices, build_wide, fresh
 from overlord.constructor.rank_views import narrow, of_stage
 from overlord.errors import PlanError
@@ -37,8 +44,12 @@ class StagedStep:
     stage: Stage
     tokens: Ragged
     items: Scattered | None = None
-    masked: np.ndarray | None = None  # int64 [n, 3]: bucket, microbatch, slot of documents that are left out of the loss
-    struck: np.ndarray | None = None  # int64 [n, 4]: bucket, microbatch, first token and number of those that are nothing to predict
+    masked: np.ndarray | None = (
+        None  # int64 [n, 3]: bucket, microbatch, slot of documents that are left out of the loss
+    )
+    struck: np.ndarray | None = (
+        None  # int64 [n, 4]: bucket, microbatch, first token and number of those that are nothing to predict
+    )
 
     @property
     def nbytes(self) -> int:
@@ -60,8 +71,12 @@ class Bucket:
     wide: Wide | None
     first: int = 0
     built: tuple[dict[str, np.ndarray], ...] = ()
-    by_rank: Mapping[int, Bucket] = field(default_factory=dict)  # where ranks of one constructor get different things
-    encoder: Wide | None = None  # the images that one rank encodes, and their routes, exchange by exchange (``encoding.py``)
+    by_rank: Mapping[int, Bucket] = field(
+        default_factory=dict
+    )  # where ranks of one constructor get different things
+    encoder: Wide | None = (
+        None  # the images that one rank encodes, and their routes, exchange by exchange (``encoding.py``)
+    )
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
     form: Form | None = None  # ``wide`` is compact, and is widened so
     slab: Callable[[int], np.ndarray] = fresh  # memory for what is widened
@@ -79,7 +94,11 @@ class Bucket:
         if self.wide is None:
             return self.built
         cuts = self.wide.cut(self.first, self.first + len(self))
-        return cuts if self.form is None else Widening(self.form, np.diff(self.bounds) == 0, self.slab).opened(cuts)
+        return (
+            cuts
+            if self.form is None
+            else Widening(self.form, np.diff(self.bounds) == 0, self.slab).opened(cuts)
+        )
 
     def part(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """As it is sent: ``Wide.of_part`` makes it again."""
@@ -89,27 +108,49 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         if self.by_rank:
-            shared = {(id(b.wide), b.first, id(b.built)): replace(b, encoder=None).nbytes for b in self.by_rank.values()}
-            return sum(shared.values()) + sum(b.encoder.nbytes for b in self.by_rank.values() if b.encoder is not None)
-        arrays = self.part()[0].values() if self.wide is not None else (a for m in self.built for a in m.values())
+            shared = {
+                (id(b.wide), b.first, id(b.built)): replace(b, encoder=None).nbytes
+                for b in self.by_rank.values()
+            }
+            return sum(shared.values()) + sum(
+                b.encoder.nbytes for b in self.by_rank.values() if b.encoder is not None
+            )
+        arrays = (
+            self.part()[0].values()
+            if self.wide is not None
+            else (a for m in self.built for a in m.values())
+        )
         return sum(a.nbytes for a in arrays) + (0 if self.encoder is None else self.encoder.nbytes)
 
 
 def build_groups(
-    staged: StagedStep, told: Told, groups: Mapping[int, Sequence[int]], batch: Batch, multiple: int,
-    slab: Callable[[int], np.ndarray] = fresh, hooks: Sequence[Hook] = (), compact: bool = False,
-) -> list[Bucket]:  # fmt: skip
+    staged: StagedStep,
+    told: Told,
+    groups: Mapping[int, Sequence[int]],
+    batch: Batch,
+    multiple: int,
+    slab: Callable[[int], np.ndarray] = fresh,
+    hooks: Sequence[Hook] = (),
+    compact: bool = False,
+) -> list[Bucket]:
     """What the given ranks of some data-parallel groups get: built once for all that get the same, and for nobody else.
 
     A group's ranks may be of several buckets of the plan, and get other parts of them: ``views.py`` says which. ``compact``: to be
     widened by whoever gets it, where that can be; slices along cp cannot, nor what hooks build.
     """
-    compact = compact and not hooks and not any(left is not None and len(left) for left in (staged.masked, staged.struck))
+    compact = (
+        compact
+        and not hooks
+        and not any(left is not None and len(left) for left in (staged.masked, staged.struck))
+    )
     if told.place is None and not compact:
         return build_buckets(staged, list(groups), batch, multiple, slab, hooks)
     if told.place is None:
         return _build_views(staged, list(groups), [ALL], batch, multiple, slab, compact)[ALL]
-    views, bucket_of = views_of(told.place, told.axis, told.broadcast, batch.cp_split), _buckets_of_ranks(told.place, told.axis)
+    views, bucket_of = (
+        views_of(told.place, told.axis, told.broadcast, batch.cp_split),
+        _buckets_of_ranks(told.place, told.axis),
+    )
     wanted = {(bucket_of[rank], views[rank]): None for ranks in groups.values() for rank in ranks}
     buckets = sorted({bucket for bucket, view in wanted if not view.nothing})
     distinct = list(dict.fromkeys(view for _, view in wanted if not view.nothing))
@@ -118,34 +159,62 @@ def build_groups(
         whole = build_buckets(staged, buckets, batch, multiple, slab, hooks)
         for (b, bucket), view in product(zip(buckets, whole, strict=True), distinct):
             if (b, view) in wanted:
-                found[b, view] = replace(bucket, built=_narrowed(bucket, view, staged.plan.step, hooks))
+                found[b, view] = replace(
+                    bucket, built=_narrowed(bucket, view, staged.plan.step, hooks)
+                )
     elif buckets:
-        for view, made in _build_views(staged, buckets, distinct, batch, multiple, slab, compact).items():
+        for view, made in _build_views(
+            staged, buckets, distinct, batch, multiple, slab, compact
+        ).items():
             found |= {(b, view): bucket for b, bucket in zip(buckets, made, strict=True)}
     for b, view in wanted:
         if view.nothing:
             rows, bounds, _ = _rows(staged.plan.main, [b])
-            found[b, view] = Bucket(rows, bounds, None, built=({},) * staged.plan.main.n_microbatches)
+            found[b, view] = Bucket(
+                rows, bounds, None, built=({},) * staged.plan.main.n_microbatches
+            )
     none = np.zeros(1, np.int64)
-    return [Bucket(none[:0], none, None, by_rank={r: found[bucket_of[r], views[r]] for r in ranks}) for ranks in groups.values()]
+    return [
+        Bucket(none[:0], none, None, by_rank={r: found[bucket_of[r], views[r]] for r in ranks})
+        for ranks in groups.values()
+    ]
 
 
 def build_with_images(
-    staged: StagedStep, told: Told, groups: Mapping[int, Sequence[int]], members: Sequence[int], form: PixelForm, batch: Batch,
-    multiple: int, slab: Callable[[int], np.ndarray] = fresh, hooks: Sequence[Hook] = (), compact: bool = False,
+    staged: StagedStep,
+    told: Told,
+    groups: Mapping[int, Sequence[int]],
+    members: Sequence[int],
+    form: PixelForm,
+    batch: Batch,
+    multiple: int,
+    slab: Callable[[int], np.ndarray] = fresh,
+    hooks: Sequence[Hook] = (),
+    compact: bool = False,
     stopped: Callable[[], bool] = lambda: False,
-) -> tuple[list[Bucket], Spoiled | None]:  # fmt: skip
+) -> tuple[list[Bucket], Spoiled | None]:
     """The same with the encoder's part of every rank. ``members`` are all ranks of the groups: the images of those whom nobody serves
     are decoded too, since a sample is left out of the loss whoever looks on."""
-    if told.place is not None and any(v.cp > 1 for v in views_of(told.place, told.axis, told.broadcast, batch.cp_split)):
+    if told.place is not None and any(
+        v.cp > 1 for v in views_of(told.place, told.axis, told.broadcast, batch.cp_split)
+    ):
         found = "context parallelism cuts microbatches, and rows of images go into whole ones"
-        raise PlanError(found, told.step, 'launch without broadcast=False, or set batch.cp_split="none"')
+        raise PlanError(
+            found, told.step, 'launch without broadcast=False, or set batch.cp_split="none"'
+        )
     encoded = encoder_inputs(staged, members, form, slab, pool(), stopped)
     staged = replace(staged, masked=encoded.masked, struck=placeholders(staged))
     built = build_groups(staged, told, groups, batch, multiple, slab, hooks, compact)
     none = np.zeros(1, np.int64)
     with_encoder = [
-        Bucket(none[:0], none, None, by_rank={r: replace(b.for_rank(r), encoder=encoded.wides[r], per=encoded.per) for r in ranks})
+        Bucket(
+            none[:0],
+            none,
+            None,
+            by_rank={
+                r: replace(b.for_rank(r), encoder=encoded.wides[r], per=encoded.per) for r in ranks
+            },
+        )
         for b, ranks in zip(built, groups.values(), strict=True)
     ]
     return with_encoder, encoded.spoiled
@@ -156,22 +225,33 @@ def _buckets_of_ranks(place: ClientPlaceTree, axis: str) -> list[int]:
     return place.bucket_of(axis).tolist()
 
 
-def _narrowed(bucket: Bucket, view: View, step: int, hooks: Sequence[Hook]) -> tuple[dict[str, np.ndarray], ...]:
+def _narrowed(
+    bucket: Bucket, view: View, step: int, hooks: Sequence[Hook]
+) -> tuple[dict[str, np.ndarray], ...]:
     """A hook's microbatches as a view has them."""
     try:
         made = tuple(narrow(arrays, view) for arrays in bucket.built)
     except ValueError as e:
         remedy = "pad documents as assembly.default() does, or set Batch(cp_split=...)"
-        raise PlanError(f"{hooks[-1].__name__}: its microbatches cannot be cut for context parallelism: {e}", step, remedy) from None
+        raise PlanError(
+            f"{hooks[-1].__name__}: its microbatches cannot be cut for context parallelism: {e}",
+            step,
+            remedy,
+        ) from None
     for array in (a for arrays in made for a in arrays.values()):
         array.flags.writeable = False
     return made
 
 
 def _build_views(
-    staged: StagedStep, buckets: Sequence[int], views: Sequence[View], batch: Batch, multiple: int, slab: Callable[[int], np.ndarray],
+    staged: StagedStep,
+    buckets: Sequence[int],
+    views: Sequence[View],
+    batch: Batch,
+    multiple: int,
+    slab: Callable[[int], np.ndarray],
     compact: bool,
-) -> dict[View, list[Bucket]]:  # fmt: skip
+) -> dict[View, list[Bucket]]:
     """The buckets as each view has them. Slices of all cp ranks are built together; no bucket's views are partly cut."""
     rows, bounds, place = _rows(staged.plan.main, buckets)
     m, cp = staged.plan.main.n_microbatches, views[0].cp
@@ -180,16 +260,24 @@ def _build_views(
     if cp == 1 and compact:
         found = build_compact(*documents, batch, multiple, slab), form_of(batch)
         made = {view: seen(*found, view) for view in views}
-        wides, forms = {view: wide for view, (wide, _) in made.items()}, {view: form for view, (_, form) in made.items()}
+        wides, forms = (
+            {view: wide for view, (wide, _) in made.items()},
+            {view: form for view, (_, form) in made.items()},
+        )
     elif cp == 1:
         whole = _left_out(build_wide(*documents, batch, multiple, slab), staged, buckets, 0, batch)
         wides = {view: of_stage(whole, view) for view in views}
     else:
         ranks = sorted({view.cp_rank for view in views})
-        slices = dict(zip(ranks, build_slices(*documents, batch, multiple, slab, cp, ranks), strict=True))
+        slices = dict(
+            zip(ranks, build_slices(*documents, batch, multiple, slab, cp, ranks), strict=True)
+        )
         wides = {view: of_stage(slices[view.cp_rank], view) for view in views}
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
-    return {view: [Bucket(rows, cut, wide, k * m, form=forms.get(view)) for k, cut in enumerate(cuts)] for view, wide in wides.items()}
+    return {
+        view: [Bucket(rows, cut, wide, k * m, form=forms.get(view)) for k, cut in enumerate(cuts)]
+        for view, wide in wides.items()
+    }
 
 
 def build_buckets(
@@ -207,7 +295,9 @@ def build_buckets(
 
     def wide_of(a: int, b: int, first: int, n: int) -> Wide:
         """Microbatches first to first + n, whose documents are rows a to b."""
-        made = build_wide(*_gathered(staged, rows[a:b], place[a:b] - first, n), batch, multiple, slab)
+        made = build_wide(
+            *_gathered(staged, rows[a:b], place[a:b] - first, n), batch, multiple, slab
+        )
         return _left_out(made, staged, buckets, first, batch)
 
     if not hooks:
@@ -216,15 +306,21 @@ def build_buckets(
     built = []
     for k, (bucket, cut) in enumerate(zip(buckets, cuts, strict=True)):
         assembly = Assembly(
-            step=staged.plan.step, bucket=bucket, batch=batch, plan=staged.plan, rows=tuple(rows[a:b] for a, b in pairwise(cut.tolist())),
+            step=staged.plan.step,
+            bucket=bucket,
+            batch=batch,
+            plan=staged.plan,
+            rows=tuple(rows[a:b] for a, b in pairwise(cut.tolist())),
             gather=lambda rows: staged.tokens.take(staged.stage.doc[rows]),
             build=partial(_cut, wide_of, int(cut[0]), int(cut[-1]), k * m, m),
-        )  # fmt: skip
+        )
         built.append(Bucket(rows, cut, None, built=tuple(assembled_by(hooks, assembly))))
     return built
 
 
-def _left_out(wide: Wide, staged: StagedStep, buckets: Sequence[int], first: int, batch: Batch) -> Wide:
+def _left_out(
+    wide: Wide, staged: StagedStep, buckets: Sequence[int], first: int, batch: Batch
+) -> Wide:
     """Without a loss for placeholders of images, and for samples whose image is missing. The microbatches are those of ``buckets`` from
     number ``first`` on."""
     m, number = staged.plan.main.n_microbatches, {b: k for k, b in enumerate(buckets)}
@@ -234,7 +330,11 @@ def _left_out(wide: Wide, staged: StagedStep, buckets: Sequence[int], first: int
         here = (k >= 0) & (k < wide.n)
         strike_out(wide, np.column_stack((k, runs[:, 2:]))[here], batch.labels)
     if staged.masked is not None and len(staged.masked):
-        places = [(number[b] * m + k - first, slot) for b, k, slot in staged.masked.tolist() if b in number]
+        places = [
+            (number[b] * m + k - first, slot)
+            for b, k, slot in staged.masked.tolist()
+            if b in number
+        ]
         leave_out(wide, [(k, slot) for k, slot in places if 0 <= k < wide.n])
     return wide
 
@@ -245,13 +345,24 @@ def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndar
     return rows, np.searchsorted(place, np.arange(main.n_microbatches * len(buckets) + 1)), place
 
 
-def _gathered(staged: StagedStep, rows: np.ndarray, microbatch: np.ndarray, n_microbatches: int) -> _Documents:
+def _gathered(
+    staged: StagedStep, rows: np.ndarray, microbatch: np.ndarray, n_microbatches: int
+) -> _Documents:
     docs, offsets = staged.stage.doc[rows], staged.tokens.offsets
     start = offsets[docs]
-    return staged.tokens.values, start, offsets[docs + 1] - start, microbatch, n_microbatches, staged.plan.source[rows]
+    return (
+        staged.tokens.values,
+        start,
+        offsets[docs + 1] - start,
+        microbatch,
+        n_microbatches,
+        staged.plan.source[rows],
+    )
 
 
-def _cut(wide_of: Callable[[int, int, int, int], Wide], a: int, b: int, first: int, n: int) -> list[dict[str, np.ndarray]]:
+def _cut(
+    wide_of: Callable[[int, int, int, int], Wide], a: int, b: int, first: int, n: int
+) -> list[dict[str, np.ndarray]]:
     return wide_of(a, b, first, n).cut(0, n)
 
 

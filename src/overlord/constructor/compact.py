@@ -23,9 +23,17 @@ from overlord.messages.client import Form
 from overlord.plan.rank_view import View
 
 IDS = "ids"  # the one array with an entry for every token; never a key of a microbatch
-JOIN_FROM = 100  # mean tokens a document; from here on a slice of each costs less than gathering by index
+JOIN_FROM = (
+    100  # mean tokens a document; from here on a slice of each costs less than gathering by index
+)
 ITEMSIZE = {"tokens": 8, "position_ids": 8, "labels": 8, "loss_mask": 4, "attention_mask": 1}
-DTYPE = {"tokens": np.int64, "position_ids": np.int64, "labels": np.int64, "loss_mask": np.float32, "attention_mask": np.bool_}
+DTYPE = {
+    "tokens": np.int64,
+    "position_ids": np.int64,
+    "labels": np.int64,
+    "loss_mask": np.float32,
+    "attention_mask": np.bool_,
+}
 
 
 def narrowest(pieces: Sequence[np.ndarray]) -> np.dtype:
@@ -34,18 +42,33 @@ def narrowest(pieces: Sequence[np.ndarray]) -> np.dtype:
     kind = np.result_type(*kinds)
     if kind.itemsize <= 2 or kind.kind not in "iu":
         return kind
-    fits = all(int(p.max()) < 2**16 and (p.dtype.kind == "u" or int(p.min()) >= 0) for p in pieces if len(p))
+    fits = all(
+        int(p.max()) < 2**16 and (p.dtype.kind == "u" or int(p.min()) >= 0)
+        for p in pieces
+        if len(p)
+    )
     return np.dtype(np.uint16) if fits else kind
 
 
 def build_compact(
-    values: np.ndarray, start: np.ndarray, length: np.ndarray, microbatch: np.ndarray, n_microbatches: int, source: np.ndarray,
-    batch: Batch, multiple: int, slab: Callable[[int], np.ndarray] = fresh,
-) -> Wide:  # fmt: skip
+    values: np.ndarray,
+    start: np.ndarray,
+    length: np.ndarray,
+    microbatch: np.ndarray,
+    n_microbatches: int,
+    source: np.ndarray,
+    batch: Batch,
+    multiple: int,
+    slab: Callable[[int], np.ndarray] = fresh,
+) -> Wide:
     """What ``build_wide`` takes, as ``IDS`` and the arrays with an entry for every document."""
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     total, holes = int(docs.size.sum()), docs.size - docs.content
-    kind = np.promote_types(values.dtype, np.min_scalar_type(batch.pad_id)) if holes.any() else values.dtype
+    kind = (
+        np.promote_types(values.dtype, np.min_scalar_type(batch.pad_id))
+        if holes.any()
+        else values.dtype
+    )
     kind = kind if kind.kind in "iu" else np.dtype(np.int64)
     ids = slab(max(1, total * kind.itemsize))[: total * kind.itemsize].view(kind)
     if total < JOIN_FROM * len(docs.size) and len(values):
@@ -53,11 +76,15 @@ def build_compact(
         ids[ranges(np.cumsum(docs.size) - holes, holes)] = batch.pad_id
     else:
         pad = np.full(int(holes.max(initial=0)), batch.pad_id, kind)
-        np.concatenate(list(_laid(values, docs.start, docs.content, holes, pad)), out=ids, casting="same_kind")
+        np.concatenate(
+            list(_laid(values, docs.start, docs.content, holes, pad)), out=ids, casting="same_kind"
+        )
     return wide_of(docs, {IDS: ids}, 1, batch)
 
 
-def _laid(values: np.ndarray, start: np.ndarray, content: np.ndarray, holes: np.ndarray, pad: np.ndarray) -> Iterator[np.ndarray]:
+def _laid(
+    values: np.ndarray, start: np.ndarray, content: np.ndarray, holes: np.ndarray, pad: np.ndarray
+) -> Iterator[np.ndarray]:
     """Documents and the padding behind each."""
     stops, gaps = (start + content).tolist(), holes.tolist()
     for a, b, hole in zip(start.tolist(), stops, gaps, strict=True):
@@ -75,13 +102,19 @@ def _lay_by_index(values: np.ndarray, start: np.ndarray, size: np.ndarray, ids: 
     for (d, e), (a, b) in zip(pairwise(cuts.tolist()), pairwise(edges), strict=True):
         index = np.repeat(start[d:e] - offset[d:e] + a, size[d:e])
         index += count[: b - a]
-        ids[a:b] = np.take(values, index, mode="clip")  # holes read what follows their document, the last of them inside `values`
+        ids[a:b] = np.take(
+            values, index, mode="clip"
+        )  # holes read what follows their document, the last of them inside `values`
 
 
 def form_of(batch: Batch) -> Form:
     """How whole microbatches are widened."""
     padded = batch.layout == "padded"
-    return Form(tuple(key for key in PER_TOKEN if padded or key != "attention_mask"), batch.labels, batch.context if padded else 0)
+    return Form(
+        tuple(key for key in PER_TOKEN if padded or key != "attention_mask"),
+        batch.labels,
+        batch.context if padded else 0,
+    )
 
 
 def seen(wide: Wide, form: Form, view: View) -> tuple[Wide, Form]:
@@ -97,7 +130,13 @@ class Opened(Mapping[str, np.ndarray]):
 
     __slots__ = ("_bucket", "_cut", "_m", "_shown")
 
-    def __init__(self, bucket: Widening, m: int, cut: Mapping[str, np.ndarray], shown: dict[str, np.ndarray | None]):
+    def __init__(
+        self,
+        bucket: Widening,
+        m: int,
+        cut: Mapping[str, np.ndarray],
+        shown: dict[str, np.ndarray | None],
+    ):
         self._bucket, self._m, self._cut, self._shown = bucket, m, cut, shown
 
     def __getitem__(self, key: str) -> np.ndarray:
@@ -142,7 +181,10 @@ class Widening:
         ends = [int(cut["cu_seqlens_padded"][-1]) for cut in cuts]
         self._room = max(ends, default=0)
         later: dict[str, np.ndarray | None] = dict.fromkeys(self._form.keys)
-        return [Opened(self, m, cut, later | {k: a for k, a in cut.items() if k != IDS}) for m, cut in enumerate(cuts)]
+        return [
+            Opened(self, m, cut, later | {k: a for k, a in cut.items() if k != IDS})
+            for m, cut in enumerate(cuts)
+        ]
 
     def widened(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         self.last = (-1, {})  # first, so that its memory may be used again
@@ -152,7 +194,11 @@ class Widening:
 
 
 def widen(
-    cut: Mapping[str, np.ndarray], form: Form, empty: bool, slab: Callable[[int], np.ndarray] = fresh, room: int = 0
+    cut: Mapping[str, np.ndarray],
+    form: Form,
+    empty: bool,
+    slab: Callable[[int], np.ndarray] = fresh,
+    room: int = 0,
 ) -> dict[str, np.ndarray]:
     """The arrays of one microbatch with an entry for every token. ``room``: tokens that memory is asked for."""
     true, size = cut["cu_seqlens"], cut["cu_seqlens_padded"]
@@ -183,14 +229,22 @@ def _count(position: np.ndarray, size: np.ndarray) -> None:
     n, total = len(size) - 1, len(position)
     count = _numbers(total)
     if total < SLICE_FROM * n:
-        np.subtract(count[:total], np.repeat(size[:-1].astype(np.int64), size[1:] - size[:-1]), out=position)
+        np.subtract(
+            count[:total], np.repeat(size[:-1].astype(np.int64), size[1:] - size[:-1]), out=position
+        )
     else:
         for a, b in pairwise(size.tolist()):
             position[a:b] = count[: b - a]
 
 
 def _targets(
-    labels: np.ndarray, loss_mask: np.ndarray, ids: np.ndarray, true: np.ndarray, size: np.ndarray, convention: str, empty: bool
+    labels: np.ndarray,
+    loss_mask: np.ndarray,
+    ids: np.ndarray,
+    true: np.ndarray,
+    size: np.ndarray,
+    convention: str,
+    empty: bool,
 ) -> None:
     if empty:
         labels.fill(IGNORE)
@@ -198,7 +252,9 @@ def _targets(
         return
     shifted = convention == "shifted"
     if shifted:
-        labels[:-1] = ids[1:]  # the last of all is struck out below: it ends a document, or is padding
+        labels[:-1] = ids[
+            1:
+        ]  # the last of all is struck out below: it ends a document, or is padding
     else:
         labels[:] = ids
     struck = size[:-1] + (true[1:] - true[:-1]) - 1 if shifted else size[:-1]

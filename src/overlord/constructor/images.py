@@ -65,7 +65,9 @@ class PixelForm:
     @staticmethod
     def of(sources: Sequence[Source]) -> PixelForm | None:
         """What the sources' images agree on (the job saw to that); None: there are none."""
-        specs = [t for source in sources for t in source.transforms if getattr(t, "kind", "") == "images"]
+        specs = [
+            t for source in sources for t in source.transforms if getattr(t, "kind", "") == "images"
+        ]
         return PixelForm(CHANNELS * specs[0].patch ** 2, specs[0].dtype) if specs else None
 
 
@@ -87,10 +89,14 @@ cores = functools.cache(cgroup.cores)  # asked for in every step
 def pool() -> Executor:
     """The one pool of this process: a host builds several steps at a time, and its cores are no more for it."""
     with _lock:
-        if (found := _pools.get(os.getpid())) is None:  # a fork has the threads of its parent by name only
+        if (
+            found := _pools.get(os.getpid())
+        ) is None:  # a fork has the threads of its parent by name only
             _pools.clear()
             _keep_freed_memory()
-            found = _pools[os.getpid()] = ThreadPoolExecutor(cores(), thread_name_prefix="overlord-decode")
+            found = _pools[os.getpid()] = ThreadPoolExecutor(
+                cores(), thread_name_prefix="overlord-decode"
+            )
         return found
 
 
@@ -101,24 +107,40 @@ def _keep_freed_memory() -> None:
 
 
 def encoder_inputs(
-    staged: StagedStep, ranks: Sequence[int], form: PixelForm, slab: Callable[[int], np.ndarray], decoders: Executor | None = None,
+    staged: StagedStep,
+    ranks: Sequence[int],
+    form: PixelForm,
+    slab: Callable[[int], np.ndarray],
+    decoders: Executor | None = None,
     stopped: Callable[[], bool] = lambda: False,
-) -> Encoded:  # fmt: skip
+) -> Encoded:
     """The encoder's arrays of these ranks, a slot for each exchange. An image that cannot be decoded has zeros for pixels. ``stopped``:
     nobody waits for it any more, so that it need not go on."""
     e = staged.stage.encoding
     assert e is not None, "no encoding was planned"
     assert staged.items is not None, "no images were staged"
     number = {rank: i for i, rank in enumerate(e.ranks.tolist())}
-    groups = np.concatenate([np.arange(number[rank] * e.n_slots, (number[rank] + 1) * e.n_slots) for rank in ranks])
+    groups = np.concatenate(
+        [np.arange(number[rank] * e.n_slots, (number[rank] + 1) * e.n_slots) for rank in ranks]
+    )
     rows = ranges(e.bounds[groups], e.bounds[groups + 1] - e.bounds[groups])
     grids = _grids(staged.items, e.at[rows], form, staged.plan.step)
-    of_rank = np.concatenate([[0], np.cumsum([e.bounds[i + e.n_slots] - e.bounds[i] for i in groups[:: e.n_slots].tolist()])]).tolist()
-    pixels, bad = _decoded(staged, e.at[rows], grids.prod(axis=1), of_rank, form, slab, decoders, stopped)
+    of_rank = np.concatenate(
+        [
+            [0],
+            np.cumsum(
+                [e.bounds[i + e.n_slots] - e.bounds[i] for i in groups[:: e.n_slots].tolist()]
+            ),
+        ]
+    ).tolist()
+    pixels, bad = _decoded(
+        staged, e.at[rows], grids.prod(axis=1), of_rank, form, slab, decoders, stopped
+    )
     received = _received(e)
     wides = {
-        rank: _wide(e, number[rank], grids[of_rank[k] : of_rank[k + 1]], pixels[k], received) for k, rank in enumerate(ranks)
-    }  # fmt: skip
+        rank: _wide(e, number[rank], grids[of_rank[k] : of_rank[k + 1]], pixels[k], received)
+        for k, rank in enumerate(ranks)
+    }
     return Encoded(wides, e.per, *_failures(staged, ranks, rows, bad))
 
 
@@ -132,7 +154,11 @@ def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.n
             _, dim, dtype = item_shape(items[i])
             grids[k] = item_grid(items[i])
         except BadImage as fault:  # no file of a user's: loaders have made it
-            raise PlanError(f"what came as an image is none: {fault}", step, "this is a fault of the package: report it") from fault
+            raise PlanError(
+                f"what came as an image is none: {fault}",
+                step,
+                "this is a fault of the package: report it",
+            ) from fault
         if (dim, np.dtype(dtype)) != (form.patch_dim, np.dtype(form.dtype)):
             found = f"wanted images of {form.patch_dim} {form.dtype} a patch, found {dim} {np.dtype(dtype)}"
             raise PlanError(found, step, "this is a fault of the package: report it")
@@ -140,26 +166,41 @@ def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.n
 
 
 def _decoded(
-    staged: StagedStep, at: np.ndarray, patches: np.ndarray, of_rank: list[int], form: PixelForm, slab: Callable[[int], np.ndarray],
-    decoders: Executor | None, stopped: Callable[[], bool],
-) -> tuple[list[np.ndarray], list[tuple[int, str]]]:  # fmt: skip
+    staged: StagedStep,
+    at: np.ndarray,
+    patches: np.ndarray,
+    of_rank: list[int],
+    form: PixelForm,
+    slab: Callable[[int], np.ndarray],
+    decoders: Executor | None,
+    stopped: Callable[[], bool],
+) -> tuple[list[np.ndarray], list[tuple[int, str]]]:
     """Pixels of each rank, views of one piece of memory; and which images have none, with the reason."""
     assert staged.items is not None
     sizes = [int(patches[a:b].sum()) * form.row_bytes for a, b in pairwise(of_rank)]
     starts = np.concatenate([[0], np.cumsum([-(-n // ALIGN) * ALIGN for n in sizes])]).tolist()
     piece = slab(starts[-1]) if starts[-1] else np.zeros(0, np.uint8)
-    made = [piece[s : s + n].view(form.dtype).reshape(-1, form.patch_dim) for s, n in zip(starts, sizes, strict=False)]
+    made = [
+        piece[s : s + n].view(form.dtype).reshape(-1, form.patch_dim)
+        for s, n in zip(starts, sizes, strict=False)
+    ]
     before, outs = np.concatenate([[0], np.cumsum(patches)]).tolist(), []
     for k, (a, b) in enumerate(pairwise(of_rank)):
         outs += [made[k][before[i] - before[a] : before[i + 1] - before[a]] for i in range(a, b)]
-    bad = _fill_all([staged.items[i] for i in at.tolist()], outs, decoders, stopped, staged.plan.step)
+    bad = _fill_all(
+        [staged.items[i] for i in at.tolist()], outs, decoders, stopped, staged.plan.step
+    )
     for array in made:
         array.flags.writeable = False
     return made, bad
 
 
 def _fill_all(
-    items: list[np.ndarray], outs: list[np.ndarray], decoders: Executor | None, stopped: Callable[[], bool], step: int
+    items: list[np.ndarray],
+    outs: list[np.ndarray],
+    decoders: Executor | None,
+    stopped: Callable[[], bool],
+    step: int,
 ) -> list[tuple[int, str]]:
     """Decode every item into its place, this thread and those of the pool side by side. Returns what failed, by number."""
     from overlord.transforms.image_items import BadImage, fill
@@ -184,7 +225,9 @@ def _fill_all(
     if decoders is not None:
         helpers = [decoders.submit(work) for _ in range(min(cores(), len(items)) - 1)]
     work()
-    begun = [helper for helper in helpers if not helper.cancel()]  # the others stand behind another step's, and nothing is left for them
+    begun = [
+        helper for helper in helpers if not helper.cancel()
+    ]  # the others stand behind another step's, and nothing is left for them
     if wait(begun, DECODE_S).not_done:
         raise DataStall(f"the images of step {step} to be decoded", DECODE_S, step)
     for helper in begun:
@@ -194,7 +237,9 @@ def _fill_all(
     return sorted(bad)
 
 
-def _failures(staged: StagedStep, ranks: Sequence[int], rows: np.ndarray, bad: list[tuple[int, str]]) -> tuple[Spoiled | None, np.ndarray]:
+def _failures(
+    staged: StagedStep, ranks: Sequence[int], rows: np.ndarray, bad: list[tuple[int, str]]
+) -> tuple[Spoiled | None, np.ndarray]:
     """For the record, and for the loss: a sample is left out of it where the bucket that encodes its image is the one that trains
     on it. Elsewhere nobody waits to hear of it. By bucket and not by process, since the stream must not know of processes."""
     e = staged.stage.encoding
@@ -206,7 +251,10 @@ def _failures(staged: StagedStep, ranks: Sequence[int], rows: np.ndarray, bad: l
     assert place is not None
     encoder = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.bounds))[failed]
     own = place.bucket_of(main.axis)[encoder] == e.home[failed, 0]
-    words = {True: "its sample is left out of the loss", False: "its sample is in the loss, on another replica"}
+    words = {
+        True: "its sample is left out of the loss",
+        False: "its sample is in the loss, on another replica",
+    }
     reasons = tuple(
         f"step {staged.plan.step}, image {int(e.number[row])}: {reason}; pixels are zero, {words[bool(here)]}"
         for (_, reason), row, here in zip(bad, failed.tolist(), own.tolist(), strict=True)
@@ -220,7 +268,9 @@ def leave_out(wide: Wide, places: Sequence[tuple[int, int]]) -> None:
         array = wide.arrays[name]
         array.flags.writeable = True
         for (m, slot), (first, rows) in zip(places, _documents(wide, name, places), strict=True):
-            assert 0 <= first <= first + rows <= len(array), f"document {slot} of microbatch {m} is not there"
+            assert 0 <= first <= first + rows <= len(array), (
+                f"document {slot} of microbatch {m} is not there"
+            )
             array[first : first + rows] = nothing
         array.flags.writeable = False
 
@@ -235,7 +285,9 @@ def placeholders(staged: StagedStep) -> np.ndarray:
         return np.zeros((0, 4), np.int64)
     assert place is not None
     owner = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.recv_bounds))
-    found = np.stack([place.bucket_of(main.axis)[owner], e.microbatch, e.position, e.out_lens], axis=1)
+    found = np.stack(
+        [place.bucket_of(main.axis)[owner], e.microbatch, e.position, e.out_lens], axis=1
+    )
     return found[some].astype(np.int64)
 
 
@@ -261,7 +313,10 @@ def _documents(wide: Wide, name: str, places: Sequence[tuple[int, int]]) -> list
     starts = dict(zip(wide.arrays, wide.starts, strict=True))
     if wide.arrays[name].ndim == 2:
         return [(starts[name][m] + slot, 1) for m, slot in places]
-    ends = [wide.arrays["cu_seqlens_padded"][starts["cu_seqlens_padded"][m] + slot :][:2].tolist() for m, slot in places]
+    ends = [
+        wide.arrays["cu_seqlens_padded"][starts["cu_seqlens_padded"][m] + slot :][:2].tolist()
+        for m, slot in places
+    ]
     return [(starts[name][m] + a, b - a) for (m, _), (a, b) in zip(places, ends, strict=True)]
 
 
@@ -278,10 +333,18 @@ def _received(e: Encoding) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rows, ranges(e.position, lens), bounds
 
 
-def _wide(e: Encoding, i: int, grids: np.ndarray, pixels: np.ndarray, received: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Wide:
+def _wide(
+    e: Encoding,
+    i: int,
+    grids: np.ndarray,
+    pixels: np.ndarray,
+    received: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> Wide:
     """The arrays of one rank, exchange after exchange."""
     s = e.n_slots
-    sent, got, rows = (bounds[i * s : (i + 1) * s + 1] for bounds in (e.bounds, e.recv_bounds, received[2]))
+    sent, got, rows = (
+        bounds[i * s : (i + 1) * s + 1] for bounds in (e.bounds, e.recv_bounds, received[2])
+    )
     a, b, c, d = (int(x) for x in (sent[0], sent[-1], got[0], got[-1]))
     f, g = int(rows[0]), int(rows[-1])
     items, here = sent - a, np.diff(sent)
@@ -290,13 +353,19 @@ def _wide(e: Encoding, i: int, grids: np.ndarray, pixels: np.ndarray, received: 
     world = e.send_splits.shape[1]
     splits, of_items, of_received, of_rows = np.arange(s + 1) * world, items, got - c, rows - f
     found: list[tuple[str, np.ndarray, np.ndarray]] = [
-        ("pixel_values", pixels, patches[items]), ("grid_thw", grids, of_items),
-        ("image_cu_seqlens", sums.astype(np.int32), items + np.arange(s + 1)), ("item_ids", e.item[a:b], of_items),
-        ("send_lens", e.send_lens[a:b], of_items), ("send_splits", e.send_splits[i * s : (i + 1) * s].reshape(-1), splits),
-        ("recv_splits", e.recv_splits[i * s : (i + 1) * s].reshape(-1), splits), ("recv_perm", e.recv_perm[c:d], of_received),
-        ("out_lens", e.out_lens[c:d], of_received), ("recv_rows", received[0][f:g], of_rows),
-        ("image_token_index", received[1][f:g], of_rows), ("image_microbatch", e.microbatch[c:d], of_received),
-    ]  # fmt: skip
+        ("pixel_values", pixels, patches[items]),
+        ("grid_thw", grids, of_items),
+        ("image_cu_seqlens", sums.astype(np.int32), items + np.arange(s + 1)),
+        ("item_ids", e.item[a:b], of_items),
+        ("send_lens", e.send_lens[a:b], of_items),
+        ("send_splits", e.send_splits[i * s : (i + 1) * s].reshape(-1), splits),
+        ("recv_splits", e.recv_splits[i * s : (i + 1) * s].reshape(-1), splits),
+        ("recv_perm", e.recv_perm[c:d], of_received),
+        ("out_lens", e.out_lens[c:d], of_received),
+        ("recv_rows", received[0][f:g], of_rows),
+        ("image_token_index", received[1][f:g], of_rows),
+        ("image_microbatch", e.microbatch[c:d], of_received),
+    ]
     arrays = {name: _read_only(array) for name, array, _ in found}
     return Wide(arrays, [starts.tolist() for _, _, starts in found])
 

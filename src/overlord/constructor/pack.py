@@ -40,7 +40,9 @@ from overlord.constructor.batch_arrays import Wide
 from overlord.constructor.rank_views import pieces
 
 IGNORE = -100  # a label no loss is computed for
-BLOCK = 2**15  # tokens gathered at a time: the temporaries stay in the cache; 2**16 is as good, all at once a tenth slower
+BLOCK = (
+    2**15
+)  # tokens gathered at a time: the temporaries stay in the cache; 2**16 is as good, all at once a tenth slower
 SLICE_FROM = 500  # mean tokens a document; from here on a slice copy per document is cheaper than gathering by index
 
 
@@ -71,9 +73,18 @@ def build_wide(
 
 
 def build_slices(
-    values: np.ndarray, start: np.ndarray, length: np.ndarray, microbatch: np.ndarray, n_microbatches: int, source: np.ndarray,
-    batch: Batch, multiple: int, slab: Callable[[int], np.ndarray], cp: int, cp_ranks: Sequence[int],
-) -> list[Wide]:  # fmt: skip
+    values: np.ndarray,
+    start: np.ndarray,
+    length: np.ndarray,
+    microbatch: np.ndarray,
+    n_microbatches: int,
+    source: np.ndarray,
+    batch: Batch,
+    multiple: int,
+    slab: Callable[[int], np.ndarray],
+    cp: int,
+    cp_ranks: Sequence[int],
+) -> list[Wide]:
     """What these context-parallel ranks have of the same: ``views.cut`` of what ``build_wide`` gives, but never built whole.
 
     Slices lie rank after rank in one piece of memory. A run of a document is laid as documents are, so it costs hardly more.
@@ -82,10 +93,20 @@ def build_slices(
     by_row = batch.layout == "padded"
     doc, base, size = pieces(docs.size, docs.first, cp, cp_ranks, batch.cp_split, by_row=by_row)
     left = docs.content[doc] - base
-    laid = _Laid(docs.start[doc], np.clip(left, 0, size), np.clip(docs.true[doc] - base, 0, size), size, base, left > size)
+    laid = _Laid(
+        docs.start[doc],
+        np.clip(left, 0, size),
+        np.clip(docs.true[doc] - base, 0, size),
+        size,
+        base,
+        left > size,
+    )
     arrays = _per_token(values, laid, int(size.sum()), batch, slab)
     n = len(cp_ranks)
-    return [wide_of(docs, {key: array.reshape(n, -1)[i] for key, array in arrays.items()}, cp, batch) for i in range(n)]
+    return [
+        wide_of(docs, {key: array.reshape(n, -1)[i] for key, array in arrays.items()}, cp, batch)
+        for i in range(n)
+    ]
 
 
 class Documents(NamedTuple):
@@ -106,24 +127,42 @@ class _Laid(NamedTuple):
     content: np.ndarray
     true: np.ndarray
     size: np.ndarray
-    base: np.ndarray | None = None  # tokens of its document before the run; None: none, they are whole
+    base: np.ndarray | None = (
+        None  # tokens of its document before the run; None: none, they are whole
+    )
     goes_on: np.ndarray | None = None  # the document has a token behind the run
 
 
 def documents(
-    start: np.ndarray, length: np.ndarray, microbatch: np.ndarray, n_microbatches: int, source: np.ndarray, batch: Batch, multiple: int
+    start: np.ndarray,
+    length: np.ndarray,
+    microbatch: np.ndarray,
+    n_microbatches: int,
+    source: np.ndarray,
+    batch: Batch,
+    multiple: int,
 ) -> Documents:
-    start, content, source, first = _with_empty_microbatches(start, length, microbatch, n_microbatches, source)
-    size = np.full_like(content, batch.context) if batch.layout == "padded" else np.maximum(-(-content // multiple), 1) * multiple
+    start, content, source, first = _with_empty_microbatches(
+        start, length, microbatch, n_microbatches, source
+    )
+    size = (
+        np.full_like(content, batch.context)
+        if batch.layout == "padded"
+        else np.maximum(-(-content // multiple), 1) * multiple
+    )
     assert (content <= size).all(), "a document is longer than the context"
     return Documents(start, content, np.where(content > 0, content, multiple), size, source, first)
 
 
-def _per_token(values: np.ndarray, laid: _Laid, total: int, batch: Batch, slab: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
+def _per_token(
+    values: np.ndarray, laid: _Laid, total: int, batch: Batch, slab: Callable[[int], np.ndarray]
+) -> dict[str, np.ndarray]:
     """The arrays with an entry for every token."""
     content, size = laid.content, laid.size
     offset = np.cumsum(size) - size
-    origin = offset if laid.base is None else offset - laid.base  # where the first token of the document is, or would be
+    origin = (
+        offset if laid.base is None else offset - laid.base
+    )  # where the first token of the document is, or would be
     wide = _allocate(total, slab)
     fill = _fill_by_index if len(values) and total < SLICE_FROM * len(size) else _fill_by_slices
     fill(values, laid.start, content, offset, origin, size, wide["tokens"], wide["position_ids"])
@@ -144,22 +183,44 @@ def wide_of(docs: Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batc
     else:
         token_bounds = np.append(0, np.cumsum(docs.size))[first] // cp
     per_document = {"source_ids": docs.source.astype(np.int32)}
-    cumulative = {"cu_seqlens": _cumulative(docs.true, first), "cu_seqlens_padded": _cumulative(docs.size, first)}
+    cumulative = {
+        "cu_seqlens": _cumulative(docs.true, first),
+        "cu_seqlens_padded": _cumulative(docs.size, first),
+    }
     longest = np.maximum.reduceat(docs.size, first[:-1]).astype(np.int32)
     for array in (*arrays.values(), *per_document.values(), *cumulative.values(), longest):
         array.flags.writeable = False  # views made from here on are read-only too
     tokens, documents = token_bounds.tolist(), first.tolist()
-    sums = (first + np.arange(n_microbatches + 1)).tolist()  # one more entry a microbatch than documents
-    starts = [tokens] * len(arrays) + [sums] * len(cumulative) + [documents, list(range(n_microbatches + 1))]
-    return Wide({**arrays, **cumulative, **per_document, "max_seqlen": longest}, starts, frozenset({"max_seqlen"}))
+    sums = (
+        first + np.arange(n_microbatches + 1)
+    ).tolist()  # one more entry a microbatch than documents
+    starts = (
+        [tokens] * len(arrays)
+        + [sums] * len(cumulative)
+        + [documents, list(range(n_microbatches + 1))]
+    )
+    return Wide(
+        {**arrays, **cumulative, **per_document, "max_seqlen": longest},
+        starts,
+        frozenset({"max_seqlen"}),
+    )
 
 
 def build(
-    values: np.ndarray, start: np.ndarray, length: np.ndarray, microbatch: np.ndarray, n_microbatches: int, source: np.ndarray,
-    batch: Batch, multiple: int, slab: Callable[[int], np.ndarray] = fresh,
-) -> list[dict[str, np.ndarray]]:  # fmt: skip
+    values: np.ndarray,
+    start: np.ndarray,
+    length: np.ndarray,
+    microbatch: np.ndarray,
+    n_microbatches: int,
+    source: np.ndarray,
+    batch: Batch,
+    multiple: int,
+    slab: Callable[[int], np.ndarray] = fresh,
+) -> list[dict[str, np.ndarray]]:
     """The same, cut into a dict for each microbatch."""
-    return build_wide(values, start, length, microbatch, n_microbatches, source, batch, multiple, slab).cut(0, n_microbatches)
+    return build_wide(
+        values, start, length, microbatch, n_microbatches, source, batch, multiple, slab
+    ).cut(0, n_microbatches)
 
 
 def valid_tokens(length: np.ndarray) -> int:
@@ -168,7 +229,11 @@ def valid_tokens(length: np.ndarray) -> int:
 
 
 def _with_empty_microbatches(
-    start: np.ndarray, length: np.ndarray, microbatch: np.ndarray, n_microbatches: int, source: np.ndarray
+    start: np.ndarray,
+    length: np.ndarray,
+    microbatch: np.ndarray,
+    n_microbatches: int,
+    source: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Documents with one of no content put into each empty microbatch; last the first document of each microbatch, and their number."""
     assert not len(length) or length.min() > 0, "a document without tokens cannot be placed"
@@ -179,7 +244,11 @@ def _with_empty_microbatches(
     empty = np.flatnonzero(counts == 0)
     if len(empty):
         at = np.cumsum(counts)[empty]
-        start, length, source = np.insert(start, at, 0), np.insert(length, at, 0), np.insert(source.astype(np.int64), at, -1)
+        start, length, source = (
+            np.insert(start, at, 0),
+            np.insert(length, at, 0),
+            np.insert(source.astype(np.int64), at, -1),
+        )
     return start.astype(np.int64, copy=False), length.astype(np.int64, copy=False), source, first
 
 
@@ -187,7 +256,12 @@ def _allocate(total: int, slab: Callable[[int], np.ndarray]) -> dict[str, np.nda
     """The arrays of a step in one piece of memory: large enough for huge pages, whose first touch costs a fraction of small ones'."""
     piece = slab(28 * total)
     tokens, position, labels = piece[: 24 * total].view(np.int64).reshape(3, total)
-    return {"tokens": tokens, "position_ids": position, "labels": labels, "loss_mask": piece[24 * total : 28 * total].view(np.float32)}
+    return {
+        "tokens": tokens,
+        "position_ids": position,
+        "labels": labels,
+        "loss_mask": piece[24 * total : 28 * total].view(np.float32),
+    }
 
 
 def _fill_by_index(
@@ -201,7 +275,9 @@ def _fill_by_index(
     position: np.ndarray,
 ) -> None:
     """Tokens (undefined in the holes behind documents) and positions, some hundred short documents at a time."""
-    cuts = np.append(np.unique(np.searchsorted(offset, np.arange(0, len(tokens), BLOCK))), len(offset))
+    cuts = np.append(
+        np.unique(np.searchsorted(offset, np.arange(0, len(tokens), BLOCK))), len(offset)
+    )
     edges = np.append(offset, len(tokens))[cuts]
     count = np.arange(int(np.diff(edges).max()))
     bounds = edges.tolist()
@@ -227,18 +303,33 @@ def _fill_by_slices(
     """The same, document by document, for long documents (and for a step without any)."""
     base = offset - origin
     count = np.arange(int((base + size).max()))
-    for s, n, o, b, p in zip((start + base).tolist(), content.tolist(), offset.tolist(), base.tolist(), size.tolist(), strict=True):
+    for s, n, o, b, p in zip(
+        (start + base).tolist(),
+        content.tolist(),
+        offset.tolist(),
+        base.tolist(),
+        size.tolist(),
+        strict=True,
+    ):
         tokens[o : o + n] = values[s : s + n]
         position[o : o + p] = count[b : b + p]
 
 
 def _fill_targets(
-    wide: dict[str, np.ndarray], values: np.ndarray, holes: np.ndarray, offset: np.ndarray, origin: np.ndarray, laid: _Laid, convention: str
+    wide: dict[str, np.ndarray],
+    values: np.ndarray,
+    holes: np.ndarray,
+    offset: np.ndarray,
+    origin: np.ndarray,
+    laid: _Laid,
+    convention: str,
 ) -> None:
     """Labels start as a (shifted) copy of all tokens; then the few places without a label are struck out."""
     tokens, labels, loss_mask = wide["tokens"], wide["labels"], wide["loss_mask"]
     if convention == "shifted":
-        labels[:-1] = tokens[1:]  # the last of all is struck out below: it ends a document, or is padding
+        labels[:-1] = tokens[
+            1:
+        ]  # the last of all is struck out below: it ends a document, or is padding
         ends, ended = offset + laid.content - 1, laid.content > 0
         if laid.goes_on is not None:  # what comes next in the document is in another run
             on = laid.goes_on

@@ -36,14 +36,20 @@ class Gathering:
 
     def __init__(self, building: Building, *, failover: bool = False):
         self._building, self._failover = building, failover
-        self._expected: dict[int, tuple[Placed, dict[int, Payload]]] = {}  # steps whose payload is on its way, by loader host
-        self._early: dict[int, Early] = {}  # by loader host: payload that came before its step was told
+        self._expected: dict[
+            int, tuple[Placed, dict[int, Payload]]
+        ] = {}  # steps whose payload is on its way, by loader host
+        self._early: dict[
+            int, Early
+        ] = {}  # by loader host: payload that came before its step was told
         self._gone: dict[int, str] = {}  # loader hosts that will send no more, and why
         self._over: int | None = None  # the first step that there is not
         self._planned = -1
         self._again: set[int] = set()  # steps up to that one which are to be planned again
         self._given_up = not failover  # a loader host that is lost will not be started again
-        self._recovery = 0  # how often the planner went back: what is of an earlier time is not heard
+        self._recovery = (
+            0  # how often the planner went back: what is of an earlier time is not heard
+        )
 
     def plan(self, placed: Placed) -> list[Any]:
         """A step is planned; some of its payload may be here already. So may all of it, if it was planned before."""
@@ -51,7 +57,9 @@ class Gathering:
         if recovery < self._recovery:
             log.debug("step %d of generation %d is planned again since", step, placed.generation)
             return []
-        commands = self.back(Back(placed.generation, step - 1))  # where no one said so: a host that is started anew
+        commands = self.back(
+            Back(placed.generation, step - 1)
+        )  # where no one said so: a host that is started anew
         if self._over is not None and step >= self._over:
             return []
         if step in self._expected or (step <= self._planned and step not in self._again):
@@ -60,7 +68,11 @@ class Gathering:
         self._planned = max(step, self._planned)
         self._again.discard(step)
         self._building.plan(placed.stage)
-        found = {origin: early.pop((recovery, step)) for origin, early in self._early.items() if (recovery, step) in early}
+        found = {
+            origin: early.pop((recovery, step))
+            for origin, early in self._early.items()
+            if (recovery, step) in early
+        }
         self._expected[step] = (placed, found)
         return [*commands, *self._see(step)]
 
@@ -71,11 +83,20 @@ class Gathering:
             self._expected[step][1].setdefault(payload.origin, payload)
             return self._see(step)
         if self._is_late(step, recovery):
-            log.debug("payload of loader-host/%d for step %d of generation %d is late", payload.origin, step, payload.generation)
+            log.debug(
+                "payload of loader-host/%d for step %d of generation %d is late",
+                payload.origin,
+                step,
+                payload.generation,
+            )
             return []
         early = self._early.setdefault(payload.origin, {})
         if len(early) >= MAX_EARLY and (recovery, step) not in early:
-            log.warning("payload of loader-host/%d for step %d is for no step that is wanted", payload.origin, step)
+            log.warning(
+                "payload of loader-host/%d for step %d is for no step that is wanted",
+                payload.origin,
+                step,
+            )
             return []
         early.setdefault((recovery, step), payload)
         return []
@@ -84,7 +105,9 @@ class Gathering:
         """Nobody will ask for it: it is of a time that is over, or the step is complete, or there is no such step."""
         if recovery != self._recovery:
             return recovery < self._recovery
-        return (self._over is not None and step >= self._over) or (step <= self._planned and step not in self._again)
+        return (self._over is not None and step >= self._over) or (
+            step <= self._planned and step not in self._again
+        )
 
     def finish(self, finish: Finish) -> list[Any]:
         self._end_before(finish.step)
@@ -100,7 +123,10 @@ class Gathering:
         self._forget_early(lambda recovery, s: recovery > self._recovery or s < over)
 
     def _forget_early(self, stays: Callable[[int, int], bool]) -> None:
-        kept = {origin: {at: payload for at, payload in early.items() if stays(*at)} for origin, early in self._early.items()}
+        kept = {
+            origin: {at: payload for at, payload in early.items() if stays(*at)}
+            for origin, early in self._early.items()
+        }
         self._early = {origin: early for origin, early in kept.items() if early}
 
     def back(self, back: Back) -> list[Any]:
@@ -110,10 +136,14 @@ class Gathering:
             return []  # it was said before, or is over
         self._recovery, self._over, self._given_up = recovery, None, not self._failover
         # One that could not be built is to fail again: a planner that was lost may not have heard of it.
-        self._again.update(self._expected, (s for s in self._building.failed if back.step < s <= self._planned))
+        self._again.update(
+            self._expected, (s for s in self._building.failed if back.step < s <= self._planned)
+        )
         self._expected.clear()
         self._building.failed.clear()
-        self._planned = max(self._planned, back.step)  # in a host that is started anew: no step up to there will be planned
+        self._planned = max(
+            self._planned, back.step
+        )  # in a host that is started anew: no step up to there will be planned
         self._forget_early(lambda r, s: r >= recovery)
         return self._building.back(back)
 
@@ -123,7 +153,11 @@ class Gathering:
         return self._see_all()
 
     def _see_all(self) -> list[Any]:
-        return [command for step in sorted(self._expected) for command in self._see(step)] if self._given_up else []
+        return (
+            [command for step in sorted(self._expected) for command in self._see(step)]
+            if self._given_up
+            else []
+        )
 
     def found(self, host: int) -> None:
         """A loader host is linked, or linked again."""
@@ -138,10 +172,18 @@ class Gathering:
         if not missing:
             del self._expected[step]
             stage, parts = placed.stage, [found[origin] for origin in placed.origins]
-            tokens = Ragged.concat([p.tokens for p in parts if len(p.tokens)] or [p.tokens for p in parts[:1]])
-            items = None if stage.encoding is None else Scattered([p.items for p in parts if p.items is not None], NOBODY)
+            tokens = Ragged.concat(
+                [p.tokens for p in parts if len(p.tokens)] or [p.tokens for p in parts[:1]]
+            )
+            items = (
+                None
+                if stage.encoding is None
+                else Scattered([p.items for p in parts if p.items is not None], NOBODY)
+            )
             if problem := _misfit(placed, tokens, items, parts):
-                return self._cannot(step, PlanError(problem, step, "this is a fault of the package: report it"))
+                return self._cannot(
+                    step, PlanError(problem, step, "this is a fault of the package: report it")
+                )
             return self._building.staged(StagedStep(stage, tokens, items), Told.of(stage))
         if self._given_up and (lost := [origin for origin in missing if origin in self._gone]):
             return self._cannot(step, ActorLost(f"loader-host/{lost[0]}", self._gone[lost[0]]))
@@ -169,29 +211,59 @@ class Gathering:
         for step, (placed, found) in sorted(self._expected.items()):
             missing = [self._named(origin) for origin in placed.origins if origin not in found]
             return f"step {step}: payload of {', '.join(missing)}"
-        return f"step {min(self._again)}: to be planned again, since some part was lost" if self._again else ""
+        return (
+            f"step {min(self._again)}: to be planned again, since some part was lost"
+            if self._again
+            else ""
+        )
 
     def _named(self, host: int) -> str:
-        return f"loader-host/{host}" + (f", which is lost ({self._gone[host]})" if host in self._gone else "")
+        return f"loader-host/{host}" + (
+            f", which is lost ({self._gone[host]})" if host in self._gone else ""
+        )
 
 
 def check_payload(payload: Payload, host: int) -> None:
     """Where it comes in: a peer may say what it likes. That offsets lie within their values was seen when the frame was opened."""
     step, tokens = payload.step, payload.tokens
-    if type(step) is not int or step < 0 or type(payload.origin) is not int or payload.origin != host:
-        raise OverlordError(f"wanted payload of loader-host/{host} for a step, found that of {payload.origin!r:.40} for {step!r:.40}")
+    if (
+        type(step) is not int
+        or step < 0
+        or type(payload.origin) is not int
+        or payload.origin != host
+    ):
+        raise OverlordError(
+            f"wanted payload of loader-host/{host} for a step, found that of {payload.origin!r:.40} for {step!r:.40}"
+        )
     if type(payload.generation) is not int or payload.generation < 0:
-        raise OverlordError(f"payload of loader-host/{host} for step {step}: wanted a generation, found {payload.generation!r:.40}")
-    kinds = [(a.dtype, a.ndim) for a in (tokens.values, tokens.offsets)] if isinstance(tokens, Ragged) else []
-    if not kinds or kinds[0][0].kind not in "iu" or kinds[0][1] != 1 or kinds[1] != (np.dtype(np.int64), 1):
+        raise OverlordError(
+            f"payload of loader-host/{host} for step {step}: wanted a generation, found {payload.generation!r:.40}"
+        )
+    kinds = (
+        [(a.dtype, a.ndim) for a in (tokens.values, tokens.offsets)]
+        if isinstance(tokens, Ragged)
+        else []
+    )
+    if (
+        not kinds
+        or kinds[0][0].kind not in "iu"
+        or kinds[0][1] != 1
+        or kinds[1] != (np.dtype(np.int64), 1)
+    ):
         raise OverlordError(
             f"payload of loader-host/{host} for step {step}: wanted documents of whole numbers, found {kinds or type(tokens)}"
         )
     if (items := payload.items) is None:
         return
-    kinds = [(a.dtype, a.ndim) for a in (items.values, items.offsets)] if isinstance(items, Ragged) else []
+    kinds = (
+        [(a.dtype, a.ndim) for a in (items.values, items.offsets)]
+        if isinstance(items, Ragged)
+        else []
+    )
     if kinds != [(np.dtype(np.uint8), 1), (np.dtype(np.int64), 1)]:
-        raise OverlordError(f"payload of loader-host/{host} for step {step}: wanted images as bytes, found {kinds or type(items)}")
+        raise OverlordError(
+            f"payload of loader-host/{host} for step {step}: wanted images as bytes, found {kinds or type(items)}"
+        )
 
 
 def _misfit(placed: Placed, tokens: Ragged, items: Scattered | None, parts: list[Payload]) -> str:
@@ -208,6 +280,8 @@ def _misfit(placed: Placed, tokens: Ragged, items: Scattered | None, parts: list
     if not len(wrong):
         return ""
     row = int(here[wrong[0]])
-    origin = placed.origins[int(np.searchsorted(np.cumsum([len(p.tokens) for p in parts]), doc[row], side="right"))]
+    origin = placed.origins[
+        int(np.searchsorted(np.cumsum([len(p.tokens) for p in parts]), doc[row], side="right"))
+    ]
     wanted, found = int(placed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
     return f"wanted {wanted} tokens of {placed.stage.plan.sample_id(row)} from loader-host/{origin}, found {found}"

@@ -22,20 +22,26 @@ from overlord.plan.rank_view import View
 
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # cut along cp
 # Never cut, though one of them may happen to have as many rows as there are tokens.
-WHOLE = frozenset({
-    "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "source_ids", "pixel_values", "grid_thw", "image_cu_seqlens", "item_ids", "send_lens",
-    "send_splits", "recv_splits", "recv_perm", "out_lens", "recv_rows", "image_token_index", "image_microbatch",
-})  # fmt: skip
-
-
-
-
-
-
-
-
-
-
+WHOLE = frozenset(
+    {
+        "cu_seqlens",
+        "cu_seqlens_padded",
+        "max_seqlen",
+        "source_ids",
+        "pixel_values",
+        "grid_thw",
+        "image_cu_seqlens",
+        "item_ids",
+        "send_lens",
+        "send_splits",
+        "recv_splits",
+        "recv_perm",
+        "out_lens",
+        "recv_rows",
+        "image_token_index",
+        "image_microbatch",
+    }
+)
 
 
 # one microbatch
@@ -43,7 +49,9 @@ WHOLE = frozenset({
 
 def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str) -> np.ndarray:
     """int64: tokens of the packed microbatch that are in the slice, in the slice's order. ``ValueError`` where it cannot be cut evenly."""
-    start, length = _runs(_units(np.asarray(cu_seqlens_padded, np.int64), split), cp, [cp_rank], split)
+    start, length = _runs(
+        _units(np.asarray(cu_seqlens_padded, np.int64), split), cp, [cp_rank], split
+    )
     return _ranges(start, length)
 
 
@@ -57,13 +65,25 @@ def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray
         return found
     ends = np.asarray(arrays["cu_seqlens_padded"])
     shape = _shape(arrays, ends)
-    if wrong := [key for key in PER_TOKEN if key in found and found[key].shape not in (shape, (*shape[:-1], shape[-1] // view.cp))]:
-        raise ValueError(f"wanted {wrong[0]!r} of shape {list(shape)}, found {list(found[wrong[0]].shape)}")
+    if wrong := [
+        key
+        for key in PER_TOKEN
+        if key in found and found[key].shape not in (shape, (*shape[:-1], shape[-1] // view.cp))
+    ]:
+        raise ValueError(
+            f"wanted {wrong[0]!r} of shape {list(shape)}, found {list(found[wrong[0]].shape)}"
+        )
     if len(shape) == 2:
         columns = _columns(shape[1], view)
-        return {key: array[:, columns] if _is_per_token(key, array, shape) else array for key, array in found.items()}
+        return {
+            key: array[:, columns] if _is_per_token(key, array, shape) else array
+            for key, array in found.items()
+        }
     index = slice_index(ends, view.cp, view.cp_rank, view.split)
-    return {key: array[index] if _is_per_token(key, array, shape) else array for key, array in found.items()}
+    return {
+        key: array[index] if _is_per_token(key, array, shape) else array
+        for key, array in found.items()
+    }
 
 
 def join(slices: Sequence[Mapping[str, np.ndarray]], split: str) -> dict[str, np.ndarray]:
@@ -73,11 +93,20 @@ def join(slices: Sequence[Mapping[str, np.ndarray]], split: str) -> dict[str, np
         return whole
     ends = np.asarray(whole["cu_seqlens_padded"])
     given = next(whole[key].shape for key in PER_TOKEN if key in whole)
-    part = given[:2] if "attention_mask" in whole and whole["attention_mask"].ndim == 2 else given[:1]
+    part = (
+        given[:2] if "attention_mask" in whole and whole["attention_mask"].ndim == 2 else given[:1]
+    )
     for key in [key for key, array in whole.items() if _is_per_token(key, array, part)]:
         pieces = [s[key] for s in slices]
         if len(part) == 2:
-            at = np.concatenate([np.arange(part[1] * cp)[_columns(part[1] * cp, View(cp=cp, cp_rank=r, split=split))] for r in range(cp)])
+            at = np.concatenate(
+                [
+                    np.arange(part[1] * cp)[
+                        _columns(part[1] * cp, View(cp=cp, cp_rank=r, split=split))
+                    ]
+                    for r in range(cp)
+                ]
+            )
             whole[key] = np.empty((part[0], part[1] * cp, *pieces[0].shape[2:]), pieces[0].dtype)
             whole[key][:, at] = np.concatenate(pieces, axis=1)
         else:
@@ -107,7 +136,9 @@ def cut(wide: Wide, view: View) -> Wide:
     if not view.sliced:
         return found
     padded = wide.arrays["tokens"].ndim == 2
-    units = np.array([0, wide.arrays["tokens"].shape[1]]) if padded else _wide_units(wide, view.split)
+    units = (
+        np.array([0, wide.arrays["tokens"].shape[1]]) if padded else _wide_units(wide, view.split)
+    )
     index = _ranges(*_runs(units, view.cp, [view.cp_rank], view.split))
     arrays, starts = {}, []
     for (key, array), rows in zip(found.arrays.items(), found.starts, strict=True):
@@ -124,7 +155,13 @@ def of_stage(wide: Wide, view: View) -> Wide:
 
 
 def pieces(
-    size: np.ndarray, first: np.ndarray, cp: int, cp_ranks: Sequence[int], split: str, *, by_row: bool
+    size: np.ndarray,
+    first: np.ndarray,
+    cp: int,
+    cp_ranks: Sequence[int],
+    split: str,
+    *,
+    by_row: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The slices of some cp ranks as runs of documents, rank after rank: the document of each run, its place in it, its length.
 
@@ -134,10 +171,16 @@ def pieces(
     bounds = np.append(0, ends)
     if by_row or split == "zigzag":
         start, length = _runs(bounds, cp, cp_ranks, split)
-        doc = np.tile(np.repeat(np.arange(len(size)), len(start) // (len(size) * len(cp_ranks))), len(cp_ranks))
+        doc = np.tile(
+            np.repeat(np.arange(len(size)), len(start) // (len(size) * len(cp_ranks))),
+            len(cp_ranks),
+        )
         return doc, start - bounds[doc], length
     start, length = _runs(bounds[first], cp, cp_ranks, split)
-    opens, closes = np.searchsorted(ends, start, side="right"), np.searchsorted(ends, start + length, side="left")
+    opens, closes = (
+        np.searchsorted(ends, start, side="right"),
+        np.searchsorted(ends, start + length, side="left"),
+    )
     doc = _ranges(opens, closes - opens + 1)
     run = np.repeat(np.arange(len(start)), closes - opens + 1)
     begins = np.maximum(start[run], bounds[doc])
@@ -157,13 +200,21 @@ def _wide_units(wide: Wide, split: str) -> np.ndarray:
     sums, at = wide.arrays["cu_seqlens_padded"], starts["cu_seqlens_padded"]
     steps = np.diff(sums.astype(np.int64))
     within = np.ones(len(steps), bool)
-    within[np.array(at[1:-1], np.int64) - 1] = False  # from the last sum of one microbatch to the first of the next
+    within[np.array(at[1:-1], np.int64) - 1] = (
+        False  # from the last sum of one microbatch to the first of the next
+    )
     return np.concatenate([[0], np.cumsum(steps[within])])
 
 
-def _runs(bounds: np.ndarray, cp: int, ranks: Sequence[int], split: str) -> tuple[np.ndarray, np.ndarray]:
+def _runs(
+    bounds: np.ndarray, cp: int, ranks: Sequence[int], split: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Where the runs of some cp ranks start and how long they are, rank after rank; ``bounds``: of what is cut evenly."""
-    pieces = {"zigzag": 2 * cp, "zigzag_whole": 2 * cp, "contiguous": cp, "none": 1}[split] if cp > 1 else 1
+    pieces = (
+        {"zigzag": 2 * cp, "zigzag_whole": 2 * cp, "contiguous": cp, "none": 1}[split]
+        if cp > 1
+        else 1
+    )
     start, size = bounds[:-1], np.diff(bounds)
     if (size % pieces).any():
         what = "a document" if split == "zigzag" else "a microbatch"

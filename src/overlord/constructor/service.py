@@ -16,9 +16,18 @@ from overlord.constructor.assembler import Assembler
 from overlord.constructor.build import Bucket, StagedStep, build_groups, build_with_images
 from overlord.constructor.images import PixelForm
 from overlord.job.hooks import Hook
-from overlord.messages.client import Told  # fmt: skip
-from overlord.messages.constructor import Build, Built, Deliver, End, Release, Resume, Spoiled, Staged  # fmt: skip
-from overlord.messages.control import Attach, Back, Consumed, Detach, Finish, Stage  # fmt: skip
+from overlord.messages.client import Told
+from overlord.messages.constructor import (
+    Build,
+    Built,
+    Deliver,
+    End,
+    Release,
+    Resume,
+    Spoiled,
+    Staged,
+)
+from overlord.messages.control import Attach, Back, Consumed, Detach, Finish, Stage
 from overlord.user_code import as_exception
 
 log = logging.getLogger("overlord")
@@ -36,16 +45,34 @@ class Building:
     """The constructors of some buckets. ``carry_out(command) -> commands``; what work leads to goes to ``run``."""
 
     def __init__(
-        self, assemblers: Sequence[Assembler], *, batch: Batch, multiple: int, executor: Executor, run: Callable[[Sequence[Any]], None],
-        cannot: Callable[[Finish], None], hooks: Sequence[Hook] = (), slabs: Callable[[int], np.ndarray] | None = None,
-        broadcast: bool = True, images: PixelForm | None = None, spoiled: Callable[[Spoiled], None] = lambda event: None,
+        self,
+        assemblers: Sequence[Assembler],
+        *,
+        batch: Batch,
+        multiple: int,
+        executor: Executor,
+        run: Callable[[Sequence[Any]], None],
+        cannot: Callable[[Finish], None],
+        hooks: Sequence[Hook] = (),
+        slabs: Callable[[int], np.ndarray] | None = None,
+        broadcast: bool = True,
+        images: PixelForm | None = None,
+        spoiled: Callable[[Spoiled], None] = lambda event: None,
         compact: bool = False,
-    ):  # fmt: skip
+    ):
         self.assemblers = {a.bucket: a for a in assemblers}
         self._batch, self._multiple, self._executor, self._run = batch, multiple, executor, run
-        self._cannot_tell, self._hooks, self._broadcast, self._images = cannot, tuple(hooks), broadcast, images
+        self._cannot_tell, self._hooks, self._broadcast, self._images = (
+            cannot,
+            tuple(hooks),
+            broadcast,
+            images,
+        )
         self._compact = compact  # what is built waits and travels so, and is widened by who gets it
-        self._spoiled, self.stopped = spoiled, False  # set when nobody waits for what is being built
+        self._spoiled, self.stopped = (
+            spoiled,
+            False,
+        )  # set when nobody waits for what is being built
         self.slabs: Any = SlabPool() if slabs is None else slabs
         self._staged: dict[int, StagedStep] = {}
         self._told: dict[int, Told] = {}
@@ -60,7 +87,11 @@ class Building:
     def attach(self, mailboxes: Mapping[int, Mailbox]) -> list[Any]:
         """Clients of these ranks exist. All that will take part come together: a step is not kept for one who comes later."""
         self.mailboxes.update(mailboxes)
-        return [command for rank in mailboxes for command in self.assemblers[self.bucket_of[rank]].handle(Attach(rank))]
+        return [
+            command
+            for rank in mailboxes
+            for command in self.assemblers[self.bucket_of[rank]].handle(Attach(rank))
+        ]
 
     def detach(self, rank: int) -> list[Any]:
         if self.mailboxes.pop(rank, None) is None:
@@ -69,7 +100,11 @@ class Building:
 
     def consumed(self, ranks: Sequence[int], step: int) -> list[Any]:
         here = [rank for rank in ranks if rank in self.mailboxes]
-        return [command for rank in here for command in self.assemblers[self.bucket_of[rank]].handle(Consumed(rank, step))]
+        return [
+            command
+            for rank in here
+            for command in self.assemblers[self.bucket_of[rank]].handle(Consumed(rank, step))
+        ]
 
     # steps
 
@@ -82,13 +117,21 @@ class Building:
         """Its payload has come; buckets that have the step already ignore it."""
         step, wanting = told.step, [a for a in self.assemblers.values() if a.wants(told.step)]
         if wanting:
-            self._staged[step], self._told[step] = staged, told if self._broadcast else told.without_broadcast()
+            self._staged[step], self._told[step] = (
+                staged,
+                told if self._broadcast else told.without_broadcast(),
+            )
             self._holders.setdefault(step, set()).update(a.bucket for a in wanting)
         return [command for a in wanting for command in a.handle(Staged(step))]
 
     def served(self) -> list[int]:
         """All ranks of buckets that somebody waits for."""
-        return [rank for a in self.assemblers.values() if any(r in self.mailboxes for r in a.ranks) for rank in a.ranks]
+        return [
+            rank
+            for a in self.assemblers.values()
+            if any(r in self.mailboxes for r in a.ranks)
+            for rank in a.ranks
+        ]
 
     def finish(self, finish: Finish) -> list[Any]:
         return [command for a in self.assemblers.values() for command in a.handle(finish)]
@@ -97,7 +140,9 @@ class Building:
         """Steps come again: what is here of them stays."""
         return [command for a in self.assemblers.values() for command in a.handle(back)]
 
-    def carry_out(self, command: Build | Deliver | End | Resume | Release, queue: deque[Any]) -> None:
+    def carry_out(
+        self, command: Build | Deliver | End | Resume | Release, queue: deque[Any]
+    ) -> None:
         match command:
             case Build(step=step, bucket=bucket):
                 buckets = [bucket]
@@ -105,7 +150,12 @@ class Building:
                     buckets.append(queue.popleft().bucket)
                 # Those whose ranks are a little behind come along: one gather for all costs less, and pieces of memory of one size are
                 # used again, while those of some buckets now and of others then fit nobody.
-                self._build(step, sorted([*buckets, *(b for b, a in self.assemblers.items() if a.come_along(step))]))
+                self._build(
+                    step,
+                    sorted(
+                        [*buckets, *(b for b, a in self.assemblers.items() if a.come_along(step))]
+                    ),
+                )
             case Deliver(step=step, rank=rank):
                 if rank in self.mailboxes:
                     told, built = self._built[step, self.bucket_of[rank]]
@@ -122,18 +172,28 @@ class Building:
 
     def _build(self, step: int, buckets: list[int]) -> None:
         staged, told = self._staged[step], self._told[step]
-        groups = {b: [rank for rank in self.assemblers[b].ranks if rank in self.mailboxes] for b in buckets}
+        groups = {
+            b: [rank for rank in self.assemblers[b].ranks if rank in self.mailboxes]
+            for b in buckets
+        }
         how = (self._batch, self._multiple, self.slabs, self._hooks, self._compact)
         if (form := self._images) is None:
             self._executor.submit(
-                "build", lambda: (build_groups(staged, told, groups, *how), None), self._build_done(told, buckets), urgent=True
+                "build",
+                lambda: (build_groups(staged, told, groups, *how), None),
+                self._build_done(told, buckets),
+                urgent=True,
             )
             return
         members = [rank for b in buckets for rank in self.assemblers[b].ranks]
         self._executor.submit(
-            "build", lambda: build_with_images(staged, told, groups, members, form, *how, lambda: self.stopped),
-            self._build_done(told, buckets), urgent=True,
-        )  # fmt: skip
+            "build",
+            lambda: build_with_images(
+                staged, told, groups, members, form, *how, lambda: self.stopped
+            ),
+            self._build_done(told, buckets),
+            urgent=True,
+        )
 
     def _build_done(self, told: Told, buckets: Sequence[int]) -> Done:
         step = told.step
@@ -156,7 +216,9 @@ class Building:
 
         return done
 
-    def cannot(self, step: int, buckets: Sequence[int] | None, what: str, error: BaseException) -> None:
+    def cannot(
+        self, step: int, buckets: Sequence[int] | None, what: str, error: BaseException
+    ) -> None:
         """A step that cannot be delivered: the job ends before it."""
         buckets = list(self.assemblers) if buckets is None else buckets
         if not self.stopped:  # then it was told to leave off

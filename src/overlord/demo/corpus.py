@@ -52,11 +52,19 @@ def make_corpus(out: Path, shape: Shape, say: Say, storing: Storing | None = Non
     """Write corpus and tokenizer under ``out``; return False if they were there already."""
     storing = storing or Storing.installed()
     stamp = {
-        "version": 1, "seed": shape.seed, "rows": shape.rows, "vocab": shape.vocab, "python": platform.python_version(),
+        "version": 1,
+        "seed": shape.seed,
+        "rows": shape.rows,
+        "vocab": shape.vocab,
+        "python": platform.python_version(),
         **asdict(storing),
-    }  # fmt: skip
+    }
     mark = out / "corpus" / "made-from.json"
-    if mark.is_file() and _read_json(mark) == stamp and ((out / "tokenizer.json").is_file() or not storing.tokenizers):
+    if (
+        mark.is_file()
+        and _read_json(mark) == stamp
+        and ((out / "tokenizer.json").is_file() or not storing.tokenizers)
+    ):
         return False
     try:
         mark.unlink(missing_ok=True)  # until all is written, nothing is there
@@ -66,13 +74,17 @@ def make_corpus(out: Path, shape: Shape, say: Say, storing: Storing | None = Non
             say(f"writing {kind.name}: {kind.what}, as {format}")
             texts = texts_of(kind, shape.seed, shape.rows)
             if not texts:
-                raise OverlordError(f"no text for the demonstration's {kind.name!r}: this Python ships no {kind.what}")
+                raise OverlordError(
+                    f"no text for the demonstration's {kind.name!r}: this Python ships no {kind.what}"
+                )
             rows = texts if storing.tokenizers else [word_ids(text, shape.vocab) for text in texts]
             write_rows(out / "corpus" / kind.name, format, storing.column(kind), rows)
             training += _some(texts, TRAINING_CHARS // len(KINDS))
         if storing.tokenizers:
             say(f"training a tokenizer of {shape.vocab} tokens")
-            (out / "tokenizer.json").write_text(train_tokenizer(training, shape.vocab), encoding="utf-8")
+            (out / "tokenizer.json").write_text(
+                train_tokenizer(training, shape.vocab), encoding="utf-8"
+            )
         mark.write_text(json.dumps(stamp), encoding="utf-8")
     except OSError as fault:
         raise cannot_write(out, fault) from fault
@@ -84,12 +96,18 @@ def make_job(out: Path, shape: Shape, storing: Storing | None = None) -> Job:
     sources = []
     for kind in KINDS:
         column = storing.column(kind)
-        to_ids = Tokenize(str(out / "tokenizer.json"), text=column, eos=END) if storing.tokenizers else Tokens(column)
+        to_ids = (
+            Tokenize(str(out / "tokenizer.json"), text=column, eos=END)
+            if storing.tokenizers
+            else Tokens(column)
+        )
         uri = str(out / "corpus" / kind.name / f"*.{storing.format(kind)}")
         sources.append(Source(kind.name, uri, weight=kind.weight, transforms=[to_ids]))
     batch = Batch(samples=shape.samples, microbatches=shape.microbatches, context=shape.context)
     place = ClientPlaceTree(dp=shape.ranks)
-    return Job(name="demo", sources=sources, batch=batch, place=place, sync="step", seed=shape.seed)  # its trainer waits once a step
+    return Job(
+        name="demo", sources=sources, batch=batch, place=place, sync="step", seed=shape.seed
+    )  # its trainer waits once a step
 
 
 def later_mixture() -> dict[str, float]:
@@ -98,7 +116,9 @@ def later_mixture() -> dict[str, float]:
 
 
 def cannot_write(out: Path, fault: OSError) -> OverlordError:
-    return OverlordError(f"cannot write to {out}: {fault.strerror or fault}; choose another folder with --out")
+    return OverlordError(
+        f"cannot write to {out}: {fault.strerror or fault}; choose another folder with --out"
+    )
 
 
 def train_tokenizer(texts: Sequence[str], vocab: int) -> str:
@@ -106,12 +126,16 @@ def train_tokenizer(texts: Sequence[str], vocab: int) -> str:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as fault:
-        raise TransformError("", "Tokenize", "the package tokenizers is not installed", pip_install("text")) from fault
+        raise TransformError(
+            "", "Tokenize", "the package tokenizers is not installed", pip_install("text")
+        ) from fault
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return str(tokenizer.to_str())
 
@@ -161,9 +185,13 @@ def _write_tar(path: Path, column: str, rows: Sequence[Row]) -> None:
 
 
 _WRITERS: dict[str, Callable[[Path, str, Sequence[Row]], None]] = {
-    "jsonl": _write_lines, "jsonl.gz": _write_lines, "jsonl.zst": _write_lines,
-    "parquet": _write_parquet, "arrow": _write_arrow, "tar": _write_tar,
-}  # fmt: skip
+    "jsonl": _write_lines,
+    "jsonl.gz": _write_lines,
+    "jsonl.zst": _write_lines,
+    "parquet": _write_parquet,
+    "arrow": _write_arrow,
+    "tar": _write_tar,
+}
 
 
 def _some(texts: Sequence[str], chars: int) -> list[str]:

@@ -69,16 +69,28 @@ class Figures:
 def buffer_of(plan: LoadingPlan, job: Job) -> Buffer:
     """The drawn samples of a plan as a strategy sees them, so that another strategy can place the same samples."""
     return Buffer(
-        names=plan.names, source=plan.source, epoch=plan.epoch, file=plan.file, row=plan.row, part=plan.part,
-        meta={"tokens": plan.tokens}, batch=job.batch, step=plan.step, drawn=True, substep=plan.substep,
+        names=plan.names,
+        source=plan.source,
+        epoch=plan.epoch,
+        file=plan.file,
+        row=plan.row,
+        part=plan.part,
+        meta={"tokens": plan.tokens},
+        batch=job.batch,
+        step=plan.step,
+        drawn=True,
+        substep=plan.substep,
         sync=job.sync,
-    )  # fmt: skip
+    )
 
 
 def compare(plans: Sequence[LoadingPlan], job: Job) -> dict[str, Compared]:
     """The same draws placed by every strategy: no job is run twice."""
     buffers = [buffer_of(plan, job) for plan in plans]
-    return {name: _summary([STRATEGIES[name](buffer, job.place) for buffer in buffers]) for name in COMPARED}
+    return {
+        name: _summary([STRATEGIES[name](buffer, job.place) for buffer in buffers])
+        for name in COMPARED
+    }
 
 
 def _summary(plans: Sequence[LoadingPlan]) -> Compared:
@@ -93,8 +105,12 @@ def _summary(plans: Sequence[LoadingPlan]) -> Compared:
 
 def mixes(plans: Sequence[LoadingPlan]) -> tuple[np.ndarray, np.ndarray]:
     """Wanted and realised share of samples, by [step, source]."""
-    wanted = np.array([[plan.extra["weights"][name] for name in plan.names] for plan in plans], float)
-    counts = np.array([np.bincount(plan.source, minlength=len(plan.names)) for plan in plans], float)
+    wanted = np.array(
+        [[plan.extra["weights"][name] for name in plan.names] for plan in plans], float
+    )
+    counts = np.array(
+        [np.bincount(plan.source, minlength=len(plan.names)) for plan in plans], float
+    )
     return wanted / wanted.sum(axis=1, keepdims=True), counts / counts.sum(axis=1, keepdims=True)
 
 

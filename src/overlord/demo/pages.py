@@ -16,10 +16,23 @@ WAYS = {
     "packed": "the stream cut into microbatches of equal tokens, dealt out in turn",
     "llm_balance": "placed by cost over ranks and microbatches",
 }
-MIX_HEAD = ("source", "wanted", "realised", "samples", "tokens", "lost tokens", "median", "longest", "quarantined")
+MIX_HEAD = (
+    "source",
+    "wanted",
+    "realised",
+    "samples",
+    "tokens",
+    "lost tokens",
+    "median",
+    "longest",
+    "quarantined",
+)
 LONG = {
-    "split": "were split into pieces of it", "truncate": "were cut to it", "drop": "were dropped", "quarantine": "went to quarantine",
-}  # fmt: skip
+    "split": "were split into pieces of it",
+    "truncate": "were cut to it",
+    "drop": "were dropped",
+    "quarantine": "went to quarantine",
+}
 PLACING_HEAD = ("strategy", "by rank", "worst step", "by microbatch", "worst step", "filled")
 BY_RANK = "Imbalance by rank: cost of the slowest rank over the mean rank. 1 is perfect; a step lasts as long as its slowest rank."
 BY_MICROBATCH = "By microbatch: the same when ranks wait for each other after every microbatch."
@@ -29,22 +42,32 @@ def mix_rows(f: Figures) -> list[tuple[str, ...]]:
     """Means over all steps. The draw is exact, so wanted and realised differ by less than a sample, not by chance."""
     return [
         (
-            name, f"{f.wanted[:, i].mean():.2%}", f"{f.realised[:, i].mean():.2%}", f"{len(n):,}", f"{int(n.sum()):,}",
-            tokens_lost(int(n.sum()), f.lost[name]), f"{np.median(n):,.0f}" if len(n) else "-", f"{int(n.max(initial=0)):,}",
+            name,
+            f"{f.wanted[:, i].mean():.2%}",
+            f"{f.realised[:, i].mean():.2%}",
+            f"{len(n):,}",
+            f"{int(n.sum()):,}",
+            tokens_lost(int(n.sum()), f.lost[name]),
+            f"{np.median(n):,.0f}" if len(n) else "-",
+            f"{int(n.max(initial=0)):,}",
             f"{f.quarantined[name]}",
         )
         for i, (name, n) in enumerate(f.lengths.items())
-    ]  # fmt: skip
+    ]
 
 
 def placing_rows(f: Figures) -> list[tuple[str, ...]]:
     rows = [
         (
-            name, f"{c.bucket.mean():.3f}", f"{c.bucket.max():.3f}", f"{c.microbatch.mean():.3f}", f"{c.microbatch.max():.3f}",
+            name,
+            f"{c.bucket.mean():.3f}",
+            f"{c.bucket.max():.3f}",
+            f"{c.microbatch.mean():.3f}",
+            f"{c.microbatch.max():.3f}",
             f"{c.fill.mean():.0%}",
         )
         for name, c in f.compared.items()
-    ]  # fmt: skip
+    ]
     return [*rows, ("bound", f"{f.bound.mean():.3f}", f"{f.bound.max():.3f}", "", "", "")]
 
 
@@ -53,8 +76,14 @@ def tiles(f: Figures) -> list[tuple[str, str]]:
     return [
         (f"{before:.2f} → {after:.3f}", "imbalance by rank, vanilla → llm_balance"),
         (f"{f.tokens_per_s:,.0f}", "tokens/s, the stand-in trainer's time included"),
-        (f"{f.wait_ms:.1f} ms", f"wait of the trainer per step, beside {f.compute_ms:.0f} ms of stand-in compute"),
-        (f"{f.peak_bytes / 2**20:,.0f} MB", f"memory (PSS) of the process; {f.before_bytes / 2**20:,.0f} MB before launch"),
+        (
+            f"{f.wait_ms:.1f} ms",
+            f"wait of the trainer per step, beside {f.compute_ms:.0f} ms of stand-in compute",
+        ),
+        (
+            f"{f.peak_bytes / 2**20:,.0f} MB",
+            f"memory (PSS) of the process; {f.before_bytes / 2**20:,.0f} MB before launch",
+        ),
     ]
 
 
@@ -72,10 +101,21 @@ def report(f: Figures, job_yaml: str) -> Report:
         f"planned and packed in one process. {stand_in(f)} Every figure comes from this run."
     )
     parts: list[Picture | Sheet] = [
-        _load_picture(f), _imbalance_picture(f), _placing_sheet(f), _mix_picture(f), _mix_sheet(f), _length_picture(f), *_fault_sheet(f),
-    ]  # fmt: skip
+        _load_picture(f),
+        _imbalance_picture(f),
+        _placing_sheet(f),
+        _mix_picture(f),
+        _mix_sheet(f),
+        _length_picture(f),
+        *_fault_sheet(f),
+    ]
     return Report(
-        title="Overlord: one job, planned", lead=lead, command=f.command, tiles=tiles(f), parts=parts, attached=[("job.yaml", job_yaml)]
+        title="Overlord: one job, planned",
+        lead=lead,
+        command=f.command,
+        tiles=tiles(f),
+        parts=parts,
+        attached=[("job.yaml", job_yaml)],
     )
 
 
@@ -84,55 +124,93 @@ def _load_picture(f: Figures) -> Picture:
     mean = float(f.compared["vanilla"].loads[k].sum()) / f.ranks
     bound = float(f.bound[k])
     panels = [
-        Panel(label=name, note=f"slowest over mean {c.bucket[k]:.3f}", color=COLORS[name], stacks=c.loads[k])
+        Panel(
+            label=name,
+            note=f"slowest over mean {c.bucket[k]:.3f}",
+            color=COLORS[name],
+            stacks=c.loads[k],
+        )
         for name, c in f.compared.items()
-    ]  # fmt: skip
+    ]
     return Picture(
         title="The same batch, unplanned and planned",
         shows=f"Cost of every rank in step {k}, in units of the mean rank; the pieces of a bar are its microbatches. Step {k} is the one "
         "of median imbalance without planning. No placement can bring the slowest rank below the dashed line: the mean, the dearest "
         "single sample, or the dearest few that must share a rank.",
         svg=bars(
-            panels, about="cost per rank before and after planning", bar_name="rank", y_label="cost / mean", mean=mean, bound=bound,
+            panels,
+            about="cost per rank before and after planning",
+            bar_name="rank",
+            y_label="cost / mean",
+            mean=mean,
+            bound=bound,
             bound_label=f"bound {bound:.3f}",
         ),
-    )  # fmt: skip
+    )
 
 
 def _imbalance_picture(f: Figures) -> Picture:
-    series = [Line(label="bound", color="var(--faint)", y=f.bound, kind="bound")]  # first, so that a line that keeps to it stays visible
+    series = [
+        Line(label="bound", color="var(--faint)", y=f.bound, kind="bound")
+    ]  # first, so that a line that keeps to it stays visible
     series += [Line(label=name, color=COLORS[name], y=f.compared[name].bucket) for name in COMPARED]
     top = max(float(s.y.max()) for s in series)
     return Picture(
         title="Imbalance over the run",
         shows=f"{BY_RANK} The same samples of every step, placed by three strategies; no placement can go below the bound.",
         svg=lines(
-            np.arange(f.steps), series, about="imbalance by rank over steps for three strategies and the bound", x_label="step",
-            y_label="slowest rank / mean rank", y_from=1.0, y_to=1.0 + max(0.05, (top - 1.0) * 1.12), show=lambda v: f"{v:.2f}",
+            np.arange(f.steps),
+            series,
+            about="imbalance by rank over steps for three strategies and the bound",
+            x_label="step",
+            y_label="slowest rank / mean rank",
+            y_from=1.0,
+            y_to=1.0 + max(0.05, (top - 1.0) * 1.12),
+            show=lambda v: f"{v:.2f}",
         ),
-    )  # fmt: skip
+    )
 
 
 def _mix_picture(f: Figures) -> Picture:
     series = [
-        Line(label=name, color=series_color(i), y=100 * f.realised[:, i], wanted=100 * f.wanted[:, i]) for i, name in enumerate(f.names)
+        Line(
+            label=name, color=series_color(i), y=100 * f.realised[:, i], wanted=100 * f.wanted[:, i]
+        )
+        for i, name in enumerate(f.names)
     ]
     marks = [] if f.changed_at is None else [(float(f.changed_at), "set_mixture()")]
-    change = "" if f.changed_at is None else f" At step {f.changed_at} the running job was given another mixture."
+    change = (
+        ""
+        if f.changed_at is None
+        else f" At step {f.changed_at} the running job was given another mixture."
+    )
     return Picture(
         title="Mix over steps, wanted and realised",
         shows=f"Share of each source in the samples of a step: wanted dashed, realised solid.{change} A step of {f.samples} samples "
         "cannot hold parts of a sample, so a step may be one sample off, and the steps after it make up for that.",
         svg=lines(
-            np.arange(f.steps), series, about="share of samples by source over steps", x_label="step", y_label="share of samples",
-            y_from=0.0, y_to=100 * float(max(f.realised.max(), f.wanted.max())) * 1.08, show=lambda v: f"{v:.0f}%", marks=marks, height=340,
+            np.arange(f.steps),
+            series,
+            about="share of samples by source over steps",
+            x_label="step",
+            y_label="share of samples",
+            y_from=0.0,
+            y_to=100 * float(max(f.realised.max(), f.wanted.max())) * 1.08,
+            show=lambda v: f"{v:.0f}%",
+            marks=marks,
+            height=340,
         ),
-    )  # fmt: skip
+    )
 
 
 def _length_picture(f: Figures) -> Picture:
     rows = [
-        Ridge(label=name, note=f"median {np.median(n):,.0f}, max {int(n.max()):,}", color=series_color(i), values=n)
+        Ridge(
+            label=name,
+            note=f"median {np.median(n):,.0f}, max {int(n.max()):,}",
+            color=series_color(i),
+            values=n,
+        )
         for i, (name, n) in enumerate(f.lengths.items())
         if len(n)
     ]
@@ -141,7 +219,11 @@ def _length_picture(f: Figures) -> Picture:
         shows="Tokens of the samples drawn in this run, by source, on a logarithmic axis; each row is scaled to its own highest bar. "
         f"Documents longer than the context of {f.context:,} tokens {LONG[f.on_long]}.",
         svg=ridges(
-            rows, about="distribution of sample lengths by source", x_label="tokens of a sample", limit=f.context, limit_label="context"
+            rows,
+            about="distribution of sample lengths by source",
+            x_label="tokens of a sample",
+            limit=f.context,
+            limit_label="context",
         ),
     )
 
@@ -151,8 +233,9 @@ def _placing_sheet(f: Figures) -> Sheet:
         title="Imbalance of three strategies over the same steps",
         shows=f"{BY_RANK} {BY_MICROBATCH} Means over {f.steps} steps beside the worst step; filled: share of the microbatches' room that "
         "holds tokens. " + "; ".join(f"{name}: {way}" for name, way in WAYS.items()) + ".",
-        head=PLACING_HEAD, rows=placing_rows(f),
-    )  # fmt: skip
+        head=PLACING_HEAD,
+        rows=placing_rows(f),
+    )
 
 
 def _mix_sheet(f: Figures) -> Sheet:
@@ -160,8 +243,9 @@ def _mix_sheet(f: Figures) -> Sheet:
         title="What was delivered, by source",
         shows="Shares of samples over the whole run, and how long samples are. Quarantined: rows that could not be read or tokenized. "
         f"Lost tokens: those that on_long={f.on_long!r} cut or dropped, of documents longer than the context.",
-        head=MIX_HEAD, rows=mix_rows(f),
-    )  # fmt: skip
+        head=MIX_HEAD,
+        rows=mix_rows(f),
+    )
 
 
 def _fault_sheet(f: Figures) -> list[Sheet]:
@@ -171,4 +255,11 @@ def _fault_sheet(f: Figures) -> list[Sheet]:
         f"The job again, its planner, loaders and constructors in processes of their own, for {f.drill.drill.steps} steps; some "
         f"were killed. Every byte that every rank got is compared with an undisturbed run in one process. {f.drill.sentence()}."
     )
-    return [Sheet(title="Parts killed in mid-run", shows=shows, head=STRIKE_HEAD, rows=[tuple(r) for r in strike_rows(f.drill.hit)])]
+    return [
+        Sheet(
+            title="Parts killed in mid-run",
+            shows=shows,
+            head=STRIKE_HEAD,
+            rows=[tuple(r) for r in strike_rows(f.drill.hit)],
+        )
+    ]

@@ -43,9 +43,15 @@ PLAIN_LINES = 8  # progress lines where there is no terminal
 
 
 def run_demo(
-    out: Path, shape: Shape, steps: int, console: Console, command: str, compute_s: float = COMPUTE_S, faults: str = FAULTS,
+    out: Path,
+    shape: Shape,
+    steps: int,
+    console: Console,
+    command: str,
+    compute_s: float = COMPUTE_S,
+    faults: str = FAULTS,
     runtime: str = "local",
-) -> Figures:  # fmt: skip
+) -> Figures:
     """The whole demonstration; returns what it measured. ``faults``: of the rehearsal behind it; empty: there is none."""
     _make_folder(out)
     storing = Storing.installed()
@@ -61,28 +67,39 @@ def run_demo(
     )
     figures = _measure(job, steps, console, command, compute_s, runtime)
     if faults:
-        figures = replace(figures, drill=_rehearse(job, faults, console, "ray" if runtime == "ray" else "process"))
+        figures = replace(
+            figures, drill=_rehearse(job, faults, console, "ray" if runtime == "ray" else "process")
+        )
     _write(out / "report.html", report(figures, yaml).to_html())
     width = min(console.width, 120)
     for part in (side_by_side(figures, width), summary(figures, width)):
         console.print()
         console.print(part, soft_wrap=False)
     if figures.drill is not None:
-        console.print(f"\nthe same job {'on Ray' if runtime == 'ray' else 'in processes'}, some of them killed:")
+        console.print(
+            f"\nthe same job {'on Ray' if runtime == 'ray' else 'in processes'}, some of them killed:"
+        )
         console.print(drill_view(figures.drill))
     console.print(f"\nreport with plots: {out / 'report.html'}")
     console.print("next:")
     for words in ("inspect {}", "plan {} --step 3 --strategy vanilla", "run {} --steps 20"):
-        console.print(f"  {program()} {words.format(shlex.quote(str(out / 'job.yaml')))}", soft_wrap=True)
+        console.print(
+            f"  {program()} {words.format(shlex.quote(str(out / 'job.yaml')))}", soft_wrap=True
+        )
     return figures
 
 
 def _rehearse(job: Job, faults: str, console: Console, runtime: str) -> Report:
     """The job again, in processes, with some of them killed."""
     options = {"runtime": runtime, "sources_per_host": 2, "hosts": 3}
-    drill = Drill(job=job, faults=parse_faults(faults), steps=DRILL_STEPS, step_s=0.1, options=options)
+    drill = Drill(
+        job=job, faults=parse_faults(faults), steps=DRILL_STEPS, step_s=0.1, options=options
+    )
     with waiting(console, "steps with faults and without", 2 * DRILL_STEPS) as advance:
-        return rehearse(drill, lambda what, taken: advance(taken + (DRILL_STEPS if what != "undisturbed" else 0)))
+        return rehearse(
+            drill,
+            lambda what, taken: advance(taken + (DRILL_STEPS if what != "undisturbed" else 0)),
+        )
 
 
 def program() -> str:
@@ -97,7 +114,9 @@ def program() -> str:
     return shlex.quote(beside if near.startswith("..") else near)
 
 
-def _measure(job: Job, steps: int, console: Console, command: str, compute_s: float, runtime: str) -> Figures:
+def _measure(
+    job: Job, steps: int, console: Console, command: str, compute_s: float, runtime: str
+) -> Figures:
     before = pss_bytes()
     trainer, meter = StandIn(compute_s), Meter()
     plans: list[LoadingPlan] = []
@@ -110,18 +129,34 @@ def _measure(job: Job, steps: int, console: Console, command: str, compute_s: fl
                 show(taken, meter)
                 trainer.compute(taken)
         meter.stop()
-        seen, counts = session.metrics()["sources"], session.state_dict()["counts"]  # the latter of the steps taken, none ahead of them
+        seen, counts = (
+            session.metrics()["sources"],
+            session.state_dict()["counts"],
+        )  # the latter of the steps taken, none ahead of them
     wanted, realised = mixes(plans)
     return Figures(
-        command=command, names=job.names, ranks=job.place.world_size, samples=int(job.batch.samples or 0), context=job.batch.context,
-        changed_at=changed_at, lengths=lengths_by_source(plans), wanted=wanted, realised=realised,
-        bound=np.array([plan.imbalance()["bound"] for plan in plans]), compared=compare(plans, job),
-        quarantined={name: int(seen[name]["quarantined"]) for name in job.names}, on_long=job.on_long,
+        command=command,
+        names=job.names,
+        ranks=job.place.world_size,
+        samples=int(job.batch.samples or 0),
+        context=job.batch.context,
+        changed_at=changed_at,
+        lengths=lengths_by_source(plans),
+        wanted=wanted,
+        realised=realised,
+        bound=np.array([plan.imbalance()["bound"] for plan in plans]),
+        compared=compare(plans, job),
+        quarantined={name: int(seen[name]["quarantined"]) for name in job.names},
+        on_long=job.on_long,
         lost={name: int(counts["lost_tokens"].get(name, 0)) for name in job.names},
-        tokens=meter.tokens, tokens_per_s=meter.tokens_per_s,
-        wait_ms=meter.wait_ms, first_wait_ms=meter.first_wait_s * 1e3, compute_ms=trainer.mean_ms, peak_bytes=meter.peak_pss,
+        tokens=meter.tokens,
+        tokens_per_s=meter.tokens_per_s,
+        wait_ms=meter.wait_ms,
+        first_wait_ms=meter.first_wait_s * 1e3,
+        compute_ms=trainer.mean_ms,
+        peak_bytes=meter.peak_pss,
         before_bytes=before,
-    )  # fmt: skip
+    )
 
 
 class StandIn:

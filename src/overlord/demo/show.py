@@ -9,7 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from overlord.demo.figures import COMPARED, Figures
-from overlord.demo.pages import BY_MICROBATCH, BY_RANK, MIX_HEAD, PLACING_HEAD, mix_rows, placing_rows, stand_in
+from overlord.demo.pages import (
+    BY_MICROBATCH,
+    BY_RANK,
+    MIX_HEAD,
+    PLACING_HEAD,
+    mix_rows,
+    placing_rows,
+    stand_in,
+)
 from overlord.observe.tables import bar, grid
 
 if TYPE_CHECKING:
@@ -33,16 +41,31 @@ def live_view(plan: LoadingPlan, meter: Meter, steps: int, width: int) -> Render
     wanted, realised = meter.wanted / meter.steps, meter.samples / meter.samples.sum()
     long = max(8, min(40, width - 46))
     mix = Table.grid(padding=(0, 2))
-    mix.add_row(Text("source", "dim"), Text("wanted", "dim"), Text("so far", "dim"), Text("mix of samples so far", "dim"))
+    mix.add_row(
+        Text("source", "dim"),
+        Text("wanted", "dim"),
+        Text("so far", "dim"),
+        Text("mix of samples so far", "dim"),
+    )
     for i, name in enumerate(plan.names):
         blocks = Text(bar(realised[i], realised.max(), long), SOURCE_COLORS[i % 6])
         mix.add_row(name, f"{wanted[i]:6.1%}", f"{realised[i]:6.1%}", blocks)
     ranks = Table.grid(padding=(0, 2))
     for r, load in list(enumerate(ratio.tolist()))[:16]:
-        ranks.add_row(f"rank {r:<5}", f"{load:6.3f}", "      ", Text(bar(load, max(1.0, ratio.max()), long), "blue"))
+        ranks.add_row(
+            f"rank {r:<5}",
+            f"{load:6.3f}",
+            "      ",
+            Text(bar(load, max(1.0, ratio.max()), long), "blue"),
+        )
     room = max(4, min(28, width - 68))
     done = room * meter.steps // steps
-    head = Text.assemble(("━" * done, "green"), ("━" * (room - done), "dim"), "  ", progress_line(meter, steps, float(ratio.max())))
+    head = Text.assemble(
+        ("━" * done, "green"),
+        ("━" * (room - done), "dim"),
+        "  ",
+        progress_line(meter, steps, float(ratio.max())),
+    )
     return Group(head, Text(""), mix, Text("load of every rank in this step, mean 1", "dim"), ranks)
 
 
@@ -53,15 +76,24 @@ def side_by_side(f: Figures, width: int) -> RenderableType:
     mean, most = before.sum() / f.ranks, max(before.max(), after.max())
     long = max(8, (width - 32) // 2)
     table = Table.grid(padding=(0, 2))
-    table.add_row("", Text("unplanned: vanilla", "bold"), "", Text("planned: llm_balance", "bold"), "")
+    table.add_row(
+        "", Text("unplanned: vanilla", "bold"), "", Text("planned: llm_balance", "bold"), ""
+    )
     for r in range(min(f.ranks, 32)):
         table.add_row(
             f"rank {r}",
-            Text(bar(before[r], most, long).ljust(long), "red"), f"{before[r] / mean:.3f}",
-            Text(bar(after[r], most, long).ljust(long), "blue"), f"{after[r] / mean:.3f}",
-        )  # fmt: skip
+            Text(bar(before[r], most, long).ljust(long), "red"),
+            f"{before[r] / mean:.3f}",
+            Text(bar(after[r], most, long).ljust(long), "blue"),
+            f"{after[r] / mean:.3f}",
+        )
     limit = bar(f.bound[k] * mean, most, long)
-    table.add_row(*(Text(words, "dim") for words in ("bound", limit, f"{f.bound[k]:.3f}", limit, f"{f.bound[k]:.3f}")))
+    table.add_row(
+        *(
+            Text(words, "dim")
+            for words in ("bound", limit, f"{f.bound[k]:.3f}", limit, f"{f.bound[k]:.3f}")
+        )
+    )
     says = (
         f"slowest rank over the mean: {f.compared['vanilla'].bucket[k]:.3f} unplanned, {f.compared['llm_balance'].bucket[k]:.3f} planned; "
         f"no placement can go below {f.bound[k]:.3f}"
@@ -74,14 +106,29 @@ def side_by_side(f: Figures, width: int) -> RenderableType:
 def summary(f: Figures, width: int) -> RenderableType:
     memory = f"{f.peak_bytes / 2**20:,.0f} MB (PSS of the whole process; {f.before_bytes / 2**20:,.0f} MB before the job was launched)"
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("tokens", f"{f.tokens:,} in {f.steps} steps, {f.tokens_per_s:,.0f} tokens/s, the trainer's time included")
-    facts.add_row("wait of the trainer", f"{f.wait_ms:.1f} ms/step after the first, beside {f.compute_ms:.0f} ms/step of stand-in compute")
+    facts.add_row(
+        "tokens",
+        f"{f.tokens:,} in {f.steps} steps, {f.tokens_per_s:,.0f} tokens/s, the trainer's time included",
+    )
+    facts.add_row(
+        "wait of the trainer",
+        f"{f.wait_ms:.1f} ms/step after the first, beside {f.compute_ms:.0f} ms/step of stand-in compute",
+    )
     facts.add_row("memory", memory)
-    head = MIX_HEAD if width >= 98 else [{"quarantined": "bad", "lost tokens": "lost"}.get(name, name) for name in MIX_HEAD]
+    head = (
+        MIX_HEAD
+        if width >= 98
+        else [{"quarantined": "bad", "lost tokens": "lost"}.get(name, name) for name in MIX_HEAD]
+    )
     changed = "" if f.changed_at is None else f", which changed at step {f.changed_at}"
     return Group(
-        Text(f"The mix, over all steps{changed}:", "bold"), grid(head, mix_rows(f)), Text(""),
-        Text(f"Imbalance, the same {f.steps} draws placed by {len(COMPARED)} strategies:", "bold"), grid(PLACING_HEAD, placing_rows(f)),
-        Text(f"{BY_RANK} {BY_MICROBATCH}", "dim"), Text(""),
-        facts, Text(stand_in(f), "dim"),
-    )  # fmt: skip
+        Text(f"The mix, over all steps{changed}:", "bold"),
+        grid(head, mix_rows(f)),
+        Text(""),
+        Text(f"Imbalance, the same {f.steps} draws placed by {len(COMPARED)} strategies:", "bold"),
+        grid(PLACING_HEAD, placing_rows(f)),
+        Text(f"{BY_RANK} {BY_MICROBATCH}", "dim"),
+        Text(""),
+        facts,
+        Text(stand_in(f), "dim"),
+    )

@@ -38,7 +38,9 @@ class Storing:
     def note(self) -> str:
         """Return what the missing packages change, or an empty text."""
         effects = {
-            "tokenizers": "" if self.tokenizers else "words become ids by a hash instead of a trained tokenizer",
+            "tokenizers": ""
+            if self.tokenizers
+            else "words become ids by a hash instead of a trained tokenizer",
             "zstandard": "" if self.zstandard else "one source is .gz instead of .zst",
         }
         missing = [f"without {name} {effect}" for name, effect in effects.items() if effect]

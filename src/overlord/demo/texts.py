@@ -18,14 +18,45 @@ import numpy as np
 from overlord.hashing import key64, keyed_hash
 
 LONGEST = 48_000  # characters, some 12,000 tokens: beyond the demo's context, so that some documents are cut
-LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings", "__pycache__"}
+LEFT_OUT = {
+    "test",
+    "tests",
+    "site-packages",
+    "dist-packages",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "encodings",
+    "__pycache__",
+}
 DEFINITION = re.compile(r"(?m)^(?=@|def |class |async def )")
 EXPLAINED = re.compile(r'def ([a-z]\w+)\([^)]*\)[^:\n]*:\n\s+r?"""([^"\n]{12,160})')
 MODULE_DOC = re.compile(r'\A(?:#[^\n]*\n|\s)*r?"""(.{200,}?)"""', re.DOTALL)
 ABOUT = re.compile(r"METADATA|.*(LICEN[CS]E|NOTICE|COPYING)")
-QUESTIONS = ("What does {} do?", "Tell me about {}.", "{}?", "When would I call {}?", "Is {} what I want here?", "Short one: {}?")
-ANSWERS = ("{}", "Sure. {}", "{} That is all it does.", "In one line: {}", "{} See the manual for more.", "Good question. {}")
-FOLLOW_UPS = ("Thanks!", "ok", "Can you say that again?", "Great, that is what I need.", "Hmm, not sure I follow.", "And the rest?")
+QUESTIONS = (
+    "What does {} do?",
+    "Tell me about {}.",
+    "{}?",
+    "When would I call {}?",
+    "Is {} what I want here?",
+    "Short one: {}?",
+)
+ANSWERS = (
+    "{}",
+    "Sure. {}",
+    "{} That is all it does.",
+    "In one line: {}",
+    "{} See the manual for more.",
+    "Good question. {}",
+)
+FOLLOW_UPS = (
+    "Thanks!",
+    "ok",
+    "Can you say that again?",
+    "Great, that is what I need.",
+    "Hmm, not sure I follow.",
+    "And the rest?",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +75,30 @@ class Kind:
 def stdlib(rows: int) -> Iterator[tuple[str, str]]:
     """(module name, source) of the standard library, in sorted order."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = (p for p in sorted(root.rglob("*.py")) if not LEFT_OUT.intersection(p.relative_to(root).parts))
+    found = (
+        p
+        for p in sorted(root.rglob("*.py"))
+        if not LEFT_OUT.intersection(p.relative_to(root).parts)
+    )
     for _, path in zip(range(max(rows, 8)), found, strict=False):
-        yield ".".join(path.relative_to(root).with_suffix("").parts), path.read_text(encoding="utf-8", errors="ignore")
+        yield (
+            ".".join(path.relative_to(root).with_suffix("").parts),
+            path.read_text(encoding="utf-8", errors="ignore"),
+        )
 
 
 def _chat(seed: int, rows: int) -> Iterator[str]:
-    explained = [(name, line.strip()) for _, text in stdlib(rows) for name, line in EXPLAINED.findall(text)]
+    explained = [
+        (name, line.strip()) for _, text in stdlib(rows) for name, line in EXPLAINED.findall(text)
+    ]
     random = np.random.Generator(np.random.Philox(key64("chat", seed)))
     for _ in range(min(rows, 6000)):
         lines = []
         for _ in range(1 + int(random.geometric(0.6))):
             name, says = explained[int(random.integers(len(explained)))]
-            question, answer = (choices[int(random.integers(len(choices)))] for choices in (QUESTIONS, ANSWERS))
+            question, answer = (
+                choices[int(random.integers(len(choices)))] for choices in (QUESTIONS, ANSWERS)
+            )
             lines += [f"user: {question.format(name + '()')}", f"assistant: {answer.format(says)}"]
         if random.random() < 0.4:
             lines.append(f"user: {FOLLOW_UPS[int(random.integers(len(FOLLOW_UPS)))]}")
@@ -86,7 +128,9 @@ def _articles(seed: int, rows: int) -> Iterator[str]:
 def _licences(seed: int, rows: int) -> Iterator[str]:
     """Licences and descriptions of the installed packages; the language's own where there is none."""
     root = Path(sysconfig.get_path("purelib"))
-    found = (p for p in sorted(root.glob("*.dist-info/**/*")) if ABOUT.match(p.name) and p.is_file())
+    found = (
+        p for p in sorted(root.glob("*.dist-info/**/*")) if ABOUT.match(p.name) and p.is_file()
+    )
     yield from (p.read_text(encoding="utf-8", errors="ignore") for p in found)
     own = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
     if own.is_file():
@@ -98,14 +142,60 @@ def _modules(seed: int, rows: int) -> Iterator[str]:
 
 
 KINDS = (
-    Kind(name="chat", format="jsonl", column="text", what="short dialogues about functions", weight=34, later=24, texts=_chat),
-    Kind(name="dictionary", format="jsonl.gz", column="entry", what="characters and their names", weight=18, later=16, texts=_dictionary),
     Kind(
-        name="functions", format="parquet", column="code", what="functions of the standard library", weight=26, later=31, texts=_functions
+        name="chat",
+        format="jsonl",
+        column="text",
+        what="short dialogues about functions",
+        weight=34,
+        later=24,
+        texts=_chat,
     ),
-    Kind(name="articles", format="arrow", column="text", what="the language reference", weight=10, later=13, texts=_articles),
-    Kind(name="licences", format="tar", column="txt", what="licences of installed packages", weight=5, later=5, texts=_licences),
-    Kind(name="modules", format="jsonl.zst", column="source", what="whole modules", weight=7, later=11, texts=_modules),
+    Kind(
+        name="dictionary",
+        format="jsonl.gz",
+        column="entry",
+        what="characters and their names",
+        weight=18,
+        later=16,
+        texts=_dictionary,
+    ),
+    Kind(
+        name="functions",
+        format="parquet",
+        column="code",
+        what="functions of the standard library",
+        weight=26,
+        later=31,
+        texts=_functions,
+    ),
+    Kind(
+        name="articles",
+        format="arrow",
+        column="text",
+        what="the language reference",
+        weight=10,
+        later=13,
+        texts=_articles,
+    ),
+    Kind(
+        name="licences",
+        format="tar",
+        column="txt",
+        what="licences of installed packages",
+        weight=5,
+        later=5,
+        texts=_licences,
+    ),
+    Kind(
+        name="modules",
+        format="jsonl.zst",
+        column="source",
+        what="whole modules",
+        weight=7,
+        later=11,
+        texts=_modules,
+    ),
 )
 
 

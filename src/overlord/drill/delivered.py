@@ -32,7 +32,9 @@ class Delivered:
     @property
     def chain(self) -> str:
         """One digest of all of it."""
-        return digest(*(f"{rank}/{step} {mark}" for (rank, step), mark in sorted(self.marks.items())))
+        return digest(
+            *(f"{rank}/{step} {mark}" for (rank, step), mark in sorted(self.marks.items()))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,9 @@ class Difference:
 
     lost: int  # samples of the first that did not come in the second
     repeated: int  # that came more often
-    changed: tuple[tuple[int, int], ...]  # (rank, step) whose bytes differ, are missing, or came though they should not
+    changed: tuple[
+        tuple[int, int], ...
+    ]  # (rank, step) whose bytes differ, are missing, or came though they should not
     disordered: tuple[int, ...]  # ranks whose steps came in another order
 
     def __bool__(self) -> bool:
@@ -50,6 +54,14 @@ class Difference:
 
 def compare(wanted: Delivered, found: Delivered) -> Difference:
     lost, repeated = wanted.samples - found.samples, found.samples - wanted.samples
-    changed = [at for at in sorted({*wanted.marks, *found.marks}) if wanted.marks.get(at) != found.marks.get(at)]
-    disordered = [rank for rank in sorted({*wanted.order, *found.order}) if wanted.order.get(rank) != found.order.get(rank)]
+    changed = [
+        at
+        for at in sorted({*wanted.marks, *found.marks})
+        if wanted.marks.get(at) != found.marks.get(at)
+    ]
+    disordered = [
+        rank
+        for rank in sorted({*wanted.order, *found.order})
+        if wanted.order.get(rank) != found.order.get(rank)
+    ]
     return Difference(lost.total(), repeated.total(), tuple(changed), tuple(disordered))

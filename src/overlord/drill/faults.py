@@ -12,7 +12,9 @@ from overlord.errors import JobError
 KILL, STOP = "kill", "stop"
 ROLES = ("planner", "loader-host", "constructor-host", "all")
 SEVERAL = ("loader-host", "constructor-host")  # roles that several parts may have
-_FORM = re.compile(r"(?P<how>[a-z]+):(?P<whom>[a-z-]+(?:/\d+)?)(?:\*(?P<many>\d+))?@(?P<step>\d+)(?:%(?P<every>\d+))?")
+_FORM = re.compile(
+    r"(?P<how>[a-z]+):(?P<whom>[a-z-]+(?:/\d+)?)(?:\*(?P<many>\d+))?@(?P<step>\d+)(?:%(?P<every>\d+))?"
+)
 WANTED = "wanted HOW:WHOM@STEP, as kill:loader-host/0@10, kill:loader-host*5@35, stop:planner@20 or kill:planner@15%15 (every 15 steps)"
 
 
@@ -27,7 +29,9 @@ class Fault:
     every: int = 0  # and again every so many steps; 0: once
 
     def strikes_at(self, taken: int) -> bool:
-        return taken == self.step or bool(self.every and taken > self.step and (taken - self.step) % self.every == 0)
+        return taken == self.step or bool(
+            self.every and taken > self.step and (taken - self.step) % self.every == 0
+        )
 
     def choose(self, names: Sequence[str]) -> list[str]:
         """Whom of those there are it hits."""
@@ -39,7 +43,10 @@ class Fault:
         return mine[: self.many]
 
     def __str__(self) -> str:
-        many, every = f"*{self.many}" if self.many > 1 else "", f"%{self.every}" if self.every else ""
+        many, every = (
+            f"*{self.many}" if self.many > 1 else "",
+            f"%{self.every}" if self.every else "",
+        )
         return f"{self.how}:{self.whom}{many}@{self.step}{every}"
 
 
@@ -58,16 +65,22 @@ def parse_faults(text: str) -> list[Fault]:
             continue
         role = match["whom"].partition("/")[0]
         if match["how"] not in (KILL, STOP):
-            problems.append(f"{word!r}: unknown {match['how']!r}{did_you_mean(match['how'], (KILL, STOP))}")
+            problems.append(
+                f"{word!r}: unknown {match['how']!r}{did_you_mean(match['how'], (KILL, STOP))}"
+            )
         if role not in ROLES:
             problems.append(f"{word!r}: unknown part {role!r}{did_you_mean(role, ROLES)}")
         many, every = int(match["many"] or 1), int(match["every"] or 0)
         if many < 1:
             problems.append(f"{word!r}: wanted at least one part, found {many}")
         elif match["many"] and match["whom"] not in SEVERAL:
-            problems.append(f"{word!r}: *{many} is for {' or '.join(SEVERAL)}; {match['whom']!r} says already whom: leave it out")
+            problems.append(
+                f"{word!r}: *{many} is for {' or '.join(SEVERAL)}; {match['whom']!r} says already whom: leave it out"
+            )
         if match["every"] and not every:
-            problems.append(f"{word!r}: wanted at least one step between two strikes, found %0; leave it out to strike once")
+            problems.append(
+                f"{word!r}: wanted at least one step between two strikes, found %0; leave it out to strike once"
+            )
         found.append(Fault(match["how"], match["whom"], int(match["step"]), many, every))
     if not found and not problems:
         problems.append(f"{text!r}: {WANTED}")
@@ -78,5 +91,12 @@ def parse_faults(text: str) -> list[Fault]:
 
 def usual_faults(steps: int, planner: bool) -> list[Fault]:
     """One of each kind, well apart: what a drill does when nobody says what."""
-    kinds = [(KILL, "loader-host"), *([(KILL, "planner")] if planner else []), (KILL, "constructor-host"), (STOP, "loader-host")]
-    return [Fault(how, whom, (k + 1) * steps // (len(kinds) + 1)) for k, (how, whom) in enumerate(kinds)]
+    kinds = [
+        (KILL, "loader-host"),
+        *([(KILL, "planner")] if planner else []),
+        (KILL, "constructor-host"),
+        (STOP, "loader-host"),
+    ]
+    return [
+        Fault(how, whom, (k + 1) * steps // (len(kinds) + 1)) for k, (how, whom) in enumerate(kinds)
+    ]

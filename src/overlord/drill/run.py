@@ -58,8 +58,12 @@ class Outcome:
     waits_s: list[float] = field(default_factory=list)  # of each step, until the last rank had it
     steps_s: list[float] = field(default_factory=list)  # the same, until it was trained
     strikes: list[Strike] = field(default_factory=list)
-    missed: list[tuple[Fault, str]] = field(default_factory=list)  # those that hit less than they were to, and why
-    unmended: list[str] = field(default_factory=list)  # parts that were hit and did not come back, in words
+    missed: list[tuple[Fault, str]] = field(
+        default_factory=list
+    )  # those that hit less than they were to, and why
+    unmended: list[str] = field(
+        default_factory=list
+    )  # parts that were hit and did not come back, in words
     recoveries: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -80,7 +84,11 @@ class Report:
         kills = sum(s.fault.how == KILL for s in self.hit.strikes)
         stops, d = len(self.hit.strikes) - kills, self.difference
         hits = f"{kills} kill{'s' * (kills != 1)}" + (f", {stops} stopped" if stops else "")
-        equal = "digest equal to the undisturbed run" if not d else f"{len(d.changed)} steps of ranks differ from the undisturbed run"
+        equal = (
+            "digest equal to the undisturbed run"
+            if not d
+            else f"{len(d.changed)} steps of ranks differ from the undisturbed run"
+        )
         return f"{hits}, {d.lost} samples lost, {d.repeated} repeated, {equal}"
 
 
@@ -94,7 +102,12 @@ def rehearse(drill: Drill, show: Show = lambda what, taken: None) -> Report:
 def undisturbed(drill: Drill, show: Show = lambda what, taken: None) -> Outcome:
     outcome = Outcome()
     with ov.launch(replace(drill.job, journal=None), runtime="local") as session:
-        _train(session, replace(drill, faults=(), step_s=0.0), outcome, lambda taken: show("undisturbed", taken))
+        _train(
+            session,
+            replace(drill, faults=(), step_s=0.0),
+            outcome,
+            lambda taken: show("undisturbed", taken),
+        )
     return outcome
 
 
@@ -107,7 +120,10 @@ def disturbed(drill: Drill, scratch: Path, show: Show = lambda what, taken: None
         try:
             _train(session, drill, outcome, lambda taken: show("with faults", taken))
             late = (fault for fault in drill.faults if fault.step > len(outcome.waits_s))
-            outcome.missed += [(fault, f"never struck: the data ended after {len(outcome.waits_s)} steps") for fault in late]
+            outcome.missed += [
+                (fault, f"never struck: the data ended after {len(outcome.waits_s)} steps")
+                for fault in late
+            ]
             _settle(session, outcome)
         finally:
             _wake(outcome.strikes)
@@ -140,7 +156,11 @@ def parts(session: Session) -> dict[str, int]:
 
 
 def _processes(metrics: Mapping[str, Any]) -> dict[str, int]:
-    return {a["name"]: a["pid"] for a in metrics["actors"] if a["role"] in ("host", "planner") and a["pid"] != os.getpid()}
+    return {
+        a["name"]: a["pid"]
+        for a in metrics["actors"]
+        if a["role"] in ("host", "planner") and a["pid"] != os.getpid()
+    }
 
 
 def _recovered(metrics: Mapping[str, Any]) -> Counter[str]:
@@ -154,9 +174,13 @@ def _strike(session: Session, faults: Sequence[Fault], taken: int, outcome: Outc
     for fault in faults:
         names = fault.choose(list(there))
         if not names:
-            outcome.missed.append((fault, f"hit nothing: no such part ran (there were {', '.join(sorted(there))})"))
+            outcome.missed.append(
+                (fault, f"hit nothing: no such part ran (there were {', '.join(sorted(there))})")
+            )
         elif len(names) < fault.many:
-            outcome.missed.append((fault, f"hit {len(names)} and not {fault.many}: no more of them ran"))
+            outcome.missed.append(
+                (fault, f"hit {len(names)} and not {fault.many}: no more of them ran")
+            )
         for name in names:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(there[name], signal.SIGKILL if fault.how == KILL else signal.SIGSTOP)
@@ -170,7 +194,10 @@ def _settle(session: Session, outcome: Outcome) -> None:
     deadline = time.monotonic() + SETTLE_S
     while left := unmended(session.metrics(), last):
         if time.monotonic() >= deadline:
-            outcome.unmended = [f"{name}, hit after {last[name].taken} steps, {why} within {SETTLE_S:g} s" for name, why in left.items()]
+            outcome.unmended = [
+                f"{name}, hit after {last[name].taken} steps, {why} within {SETTLE_S:g} s"
+                for name, why in left.items()
+            ]
             return
         time.sleep(LOOK_S)
 
@@ -178,8 +205,16 @@ def _settle(session: Session, outcome: Outcome) -> None:
 def unmended(metrics: Mapping[str, Any], last: Mapping[str, Strike]) -> dict[str, str]:
     """Parts that were hit and are not back, and what is missing of it."""
     there, told = _processes(metrics), _recovered(metrics)
-    found = {name: "has no row among the recoveries" for name, strike in last.items() if told[name] <= strike.recovered}
-    return found | {name: "was not replaced" for name, strike in last.items() if there.get(name, strike.pid) == strike.pid}
+    found = {
+        name: "has no row among the recoveries"
+        for name, strike in last.items()
+        if told[name] <= strike.recovered
+    }
+    return found | {
+        name: "was not replaced"
+        for name, strike in last.items()
+        if there.get(name, strike.pid) == strike.pid
+    }
 
 
 def _wake(strikes: Sequence[Strike]) -> None:

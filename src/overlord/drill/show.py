@@ -24,7 +24,10 @@ def drill_view(report: Report) -> RenderableType:
     hit, d = report.hit, report.difference
     parts: list[RenderableType] = [grid(STRIKE_HEAD, strike_rows(hit), 2)]
     if hit.recoveries:
-        rows = [[str(r["part"]), _back_after(r), str(r.get("step", "-")), str(r["reason"])] for r in hit.recoveries[:ROWS]]
+        rows = [
+            [str(r["part"]), _back_after(r), str(r.get("step", "-")), str(r["reason"])]
+            for r in hit.recoveries[:ROWS]
+        ]
         parts += [Text(""), grid(["part", "back after", "from step", "it was lost"], rows, 1)]
     for fault, why in hit.missed:
         parts.append(Text(f"{fault} {why}", style="bold red"))
@@ -34,7 +37,9 @@ def drill_view(report: Report) -> RenderableType:
         parts.append(Text(f"rank {rank}, step {step}: not what the undisturbed run gave"))
     for rank in d.disordered[:5]:
         parts.append(Text(f"rank {rank}: its steps came in another order"))
-    return Group(*parts, Text(""), Text(report.sentence(), style="bold green" if not d else "bold red"))
+    return Group(
+        *parts, Text(""), Text(report.sentence(), style="bold green" if not d else "bold red")
+    )
 
 
 def _back_after(row: Mapping[str, Any]) -> str:
@@ -42,7 +47,10 @@ def _back_after(row: Mapping[str, Any]) -> str:
 
 
 def strike_rows(hit: Outcome) -> list[list[str]]:
-    return [[s.fault.how, s.name, str(s.pid), str(s.taken), wait_at(hit, s.taken)] for s in hit.strikes[:ROWS]]
+    return [
+        [s.fault.how, s.name, str(s.pid), str(s.taken), wait_at(hit, s.taken)]
+        for s in hit.strikes[:ROWS]
+    ]
 
 
 def wait_at(outcome: Outcome, taken: int) -> str:

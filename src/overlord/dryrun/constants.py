@@ -37,7 +37,10 @@ PROBE_ROWS = 16  # of every source that become samples
 PROBE_TRIES = 64  # pieces of work, where filters drop most rows
 SOURCES = 24  # that the dummy jobs open, at most
 STEPS, SAMPLES = 12, 64  # of the job, small
-IMAGE_TOKENS, FEWEST = 4096, 4  # of a step with images: pixels of 64 large ones take minutes to decode
+IMAGE_TOKENS, FEWEST = (
+    4096,
+    4,
+)  # of a step with images: pixels of 64 large ones take minutes to decode
 LINKS = 48
 PINGS, MESSAGES, CHUNK, CHUNKS = 200, 1000, 2**22, 24
 ID_BYTES = 4  # of a token as it is built for other processes, at most
@@ -56,7 +59,11 @@ class Measured:
     probes: tuple[Probe, ...]
 
     def plain(self) -> dict[str, Any]:
-        return {"version": VERSION, "constants": asdict(self.constants), "probes": [probe.plain() for probe in self.probes]}
+        return {
+            "version": VERSION,
+            "constants": asdict(self.constants),
+            "probes": [probe.plain() for probe in self.probes],
+        }
 
     @staticmethod
     def of(values: Any, sources: int) -> Measured | None:
@@ -64,7 +71,10 @@ class Measured:
         try:
             if values["version"] != VERSION or len(values["probes"]) != sources:
                 return None
-            probes = tuple(Probe(row_s=p["row_s"], sample_bytes=p["sample_bytes"], meta=p["meta"]) for p in values["probes"])
+            probes = tuple(
+                Probe(row_s=p["row_s"], sample_bytes=p["sample_bytes"], meta=p["meta"])
+                for p in values["probes"]
+            )
             return Measured(constants=Constants.of(values["constants"]), probes=probes)
         except (KeyError, TypeError, ValueError):
             return None
@@ -94,8 +104,13 @@ def measured(blueprint: Blueprint, kept: Path, *, again: bool, progress: Progres
     weights = np.array([float(s.weight) for s in blueprint.job.sources])
     share = weights / (weights.sum() or 1.0)
     names = {"read_s": "row_s", "sample_bytes": "sample_bytes", "sample_tokens": "tokens"}
-    mean = {name: float(share @ np.array([getattr(p, of) for p in probes])) for name, of in names.items()}
-    pixels = max(0.0, made["built_bytes"] - ID_BYTES)  # per token, where there are images: a colocated loader holds them too
+    mean = {
+        name: float(share @ np.array([getattr(p, of) for p in probes]))
+        for name, of in names.items()
+    }
+    pixels = max(
+        0.0, made["built_bytes"] - ID_BYTES
+    )  # per token, where there are images: a colocated loader holds them too
     constants = Constants.of(made | mean | {"wide_bytes": WIDE_BYTES + pixels})
     found = Measured(constants=constants, probes=probes)
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +138,9 @@ def _probe(blueprint: Blueprint, i: int) -> Probe:
     """A slice of one chunk is read, and a few of its rows become samples."""
     kit = blueprint.kit(i)
     kit = replace(kit, order=replace(kit.order, shuffle_chunks=1))
-    loader, reader, worker = open_loader(kit, Opening(0, i, 0, 1, Cursor(), 2**26), blueprint.handles)
+    loader, reader, worker = open_loader(
+        kit, Opening(0, i, 0, 1, Cursor(), 2**26), blueprint.handles
+    )
     commands, read, read_s = loader.handle(Refill(0, must=PROBE_ROWS, level=0)), 0, 0.0
     try:
         for _ in range(PROBE_TRIES):
@@ -135,7 +152,11 @@ def _probe(blueprint: Blueprint, i: int) -> Probe:
             elif isinstance(command, Evaluate):
                 evaluated, content = reader.evaluate(command)
                 if len(evaluated.found):
-                    return _seen(evaluated, content.nbytes, read_s / max(1, read) + (time.process_time() - start) / evaluated.rows)
+                    return _seen(
+                        evaluated,
+                        content.nbytes,
+                        read_s / max(1, read) + (time.process_time() - start) / evaluated.rows,
+                    )
                 commands += loader.handle(evaluated)
     except IndexError:  # nothing is left to read
         pass
@@ -143,14 +164,19 @@ def _probe(blueprint: Blueprint, i: int) -> Probe:
         if worker is not None:
             worker.close()
     name = blueprint.job.sources[i].name
-    raise OverlordError(f"source {name!r}: none of its first rows gives a sample; there is nothing to simulate")
+    raise OverlordError(
+        f"source {name!r}: none of its first rows gives a sample; there is nothing to simulate"
+    )
 
 
 def _seen(evaluated: Evaluated, nbytes: int, row_s: float) -> Probe:
     meta: dict[str, Any] = {}
     for name, column in evaluated.found.meta.items():
         if isinstance(column, Ragged):
-            meta[name] = [column.values[a:b].tolist() for a, b in zip(column.offsets[:-1], column.offsets[1:], strict=True)]
+            meta[name] = [
+                column.values[a:b].tolist()
+                for a, b in zip(column.offsets[:-1], column.offsets[1:], strict=True)
+            ]
         else:
             meta[name] = np.asarray(column).tolist()
     return Probe(row_s=row_s, sample_bytes=nbytes / len(evaluated.found), meta=meta)
@@ -164,9 +190,13 @@ class _Child:
 
     def __init__(self, **told: Any):
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "overlord.dryrun.stand_in_job"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": as_setting()},
-        )  # fmt: skip
+            [sys.executable, "-P", "-m", "overlord.dryrun.stand_in_job"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": as_setting()},
+        )
         self._limit = threading.Timer(CHILD_S, self._process.kill)
         self._limit.start()
         self.say(told)
@@ -180,7 +210,9 @@ class _Child:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         if not (line := self._process.stdout.readline()):
-            raise OverlordError(f"a dummy loading job failed or took above {CHILD_S:.0f} s: {self._process.stderr.read()[-2000:]}")
+            raise OverlordError(
+                f"a dummy loading job failed or took above {CHILD_S:.0f} s: {self._process.stderr.read()[-2000:]}"
+            )
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -202,9 +234,16 @@ def _colocated(blueprint: Blueprint) -> dict[str, float]:
             columns.append(None if pipeline.columns is None else list(pipeline.columns))
     files, columns = files[:SOURCES], columns[:SOURCES]
     if not files:
-        raise OverlordError("no source of the job lies on a disk of this machine, so what a colocated loader holds cannot be measured here")
+        raise OverlordError(
+            "no source of the job lies on a disk of this machine, so what a colocated loader holds cannot be measured here"
+        )
     half = len(files) // 2
-    with _Child(job="opened", files=files, columns=columns, counts=[half, len(files)] if half else [len(files)]) as child:
+    with _Child(
+        job="opened",
+        files=files,
+        columns=columns,
+        counts=[half, len(files)] if half else [len(files)],
+    ) as child:
         got = child.hear()["bytes"]
     first, slope = got[0], (got[-1] - got[1]) / (len(files) - half) if half else got[-1] - got[0]
     return {"worker_bytes": max(0, first), "opened_bytes": max(0.0, slope)}
@@ -228,7 +267,9 @@ def chosen(job: Job, n: int) -> tuple[Source, ...]:
 
 
 def _weight(job: Job, source: Source) -> float:
-    return float(job.mixture.get(source.name, 0.0) if isinstance(job.mixture, dict) else source.weight)
+    return float(
+        job.mixture.get(source.name, 0.0) if isinstance(job.mixture, dict) else source.weight
+    )
 
 
 def _hosts(job: Job, n: int, samples: int) -> dict[str, float]:
@@ -237,16 +278,41 @@ def _hosts(job: Job, n: int, samples: int) -> dict[str, float]:
 
     sources = chosen(job, n)
     names = {s.name for s in sources}
-    mixture = {k: v for k, v in job.mixture.items() if k in names} if isinstance(job.mixture, dict) else None
-    strategy = job.strategy if PixelForm.of(job.sources) is not None else "packed"  # images must be placed too
+    mixture = (
+        {k: v for k, v in job.mixture.items() if k in names}
+        if isinstance(job.mixture, dict)
+        else None
+    )
+    strategy = (
+        job.strategy if PixelForm.of(job.sources) is not None else "packed"
+    )  # images must be placed too
     small = replace(
-        job, sources=sources, place=ClientPlaceTree(), mixture=mixture, journal=None, until="all", look_ahead=1, overflow="grow",
-        batch=Batch(samples=samples, context=job.batch.context), hooks=(), strategy=strategy,
-    )  # fmt: skip
-    with launch(small, runtime="process", hosts=1, sources_per_host=n, constructor_hosts=1, prefetch=2, read_ahead=2) as session:
+        job,
+        sources=sources,
+        place=ClientPlaceTree(),
+        mixture=mixture,
+        journal=None,
+        until="all",
+        look_ahead=1,
+        overflow="grow",
+        batch=Batch(samples=samples, context=job.batch.context),
+        hooks=(),
+        strategy=strategy,
+    )
+    with launch(
+        small,
+        runtime="process",
+        hosts=1,
+        sources_per_host=n,
+        constructor_hosts=1,
+        prefetch=2,
+        read_ahead=2,
+    ) as session:
         served = session.serve(ranks=[0])
         pids = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "host"}
-        with _Child(job="connected", address=str(served.address), token=str(served.token), steps=STEPS) as child:
+        with _Child(
+            job="connected", address=str(served.address), token=str(served.token), steps=STEPS
+        ) as child:
             client = child.hear()
             began = _cpu_s(pids["constructor-host/0"])
             child.say("go on")
@@ -255,11 +321,17 @@ def _hosts(job: Job, n: int, samples: int) -> dict[str, float]:
             memory = _told(session)["memory"]
             held = memory["ready"] + memory["kept"] + memory.get("sending", 0)
             return {
-                "client_bytes": max(0, client["bytes"]), "planner_bytes": memory["roles"]["session"],
+                "client_bytes": max(0, client["bytes"]),
+                "planner_bytes": memory["roles"]["session"],
                 "host_bytes": max(0, _resident(pids["loader-host/0"]) - held),
-                "constructor_bytes": max(0, _resident(pids["constructor-host/0"]) - max(memory["slabs"], memory["assembled"])),
-                "built_bytes": took["bytes"] / max(1, took["tokens"]), "build_s": spent / max(1, took["tokens"]),
-            }  # fmt: skip
+                "constructor_bytes": max(
+                    0,
+                    _resident(pids["constructor-host/0"])
+                    - max(memory["slabs"], memory["assembled"]),
+                ),
+                "built_bytes": took["bytes"] / max(1, took["tokens"]),
+                "build_s": spent / max(1, took["tokens"]),
+            }
 
 
 def _told(session: Any) -> dict[str, Any]:
@@ -267,18 +339,29 @@ def _told(session: Any) -> dict[str, Any]:
     deadline = time.monotonic() + CHILD_S
     while True:
         found: dict[str, Any] = session.metrics()
-        silent = [f"{a['name']} ({a['state']})" for a in found["actors"] if a["role"] == "host" and a["state"] != "running"]
+        silent = [
+            f"{a['name']} ({a['state']})"
+            for a in found["actors"]
+            if a["role"] == "host" and a["state"] != "running"
+        ]
         if not silent:
             return found
         if time.monotonic() > deadline:
-            raise OverlordError(f"a dummy loading job: wanted what hosts hold, found no answer in {CHILD_S:.0f} s of {', '.join(silent)}")
+            raise OverlordError(
+                f"a dummy loading job: wanted what hosts hold, found no answer in {CHILD_S:.0f} s of {', '.join(silent)}"
+            )
         time.sleep(0.1)
 
 
 def _sloped(few: dict[str, float], many: dict[str, float], n: int, m: int) -> dict[str, float]:
     """What a host holds for a source, from two numbers of them."""
     source = max(0.0, (many["host_bytes"] - few["host_bytes"]) / max(1, m - n))
-    return {**few, **many, "source_bytes": source, "host_bytes": max(0.0, few["host_bytes"] - n * source)}
+    return {
+        **few,
+        **many,
+        "source_bytes": source,
+        "host_bytes": max(0.0, few["host_bytes"] - n * source),
+    }
 
 
 def _resident(pid: int) -> int:
@@ -301,7 +384,10 @@ def _links() -> dict[str, float]:
     """Both ends are in this process, so of its CPU time each end has half."""
     from overlord.process.memory import own_bytes
 
-    server = Server(token=TOKEN, on_message=lambda link, value: link.send(value) if isinstance(value, int) else None)
+    server = Server(
+        token=TOKEN,
+        on_message=lambda link, value: link.send(value) if isinstance(value, int) else None,
+    )
     links = []
     try:
         first, _ = dial(server.address, TOKEN, {}, timeout_s=30.0, transport="tcp")
@@ -309,7 +395,10 @@ def _links() -> dict[str, float]:
         before, start = own_bytes(), time.process_time()
         for _ in range(LINKS):
             links.append(dial(server.address, TOKEN, {}, timeout_s=30.0, transport="tcp")[0])
-        connect_s, link_bytes = (time.process_time() - start) / LINKS / 2, max(0, own_bytes() - before) / LINKS / 2
+        connect_s, link_bytes = (
+            (time.process_time() - start) / LINKS / 2,
+            max(0, own_bytes() - before) / LINKS / 2,
+        )
         rounds = sorted(_ping(first, k) for k in range(PINGS))
         start = time.process_time()
         for k in range(MESSAGES):
@@ -324,7 +413,13 @@ def _links() -> dict[str, float]:
         first.send(-1)
         first.recv(30.0)
         bandwidth = CHUNK * CHUNKS / ((time.process_time() - start) / 2)
-        return {"connect_s": connect_s, "link_bytes": link_bytes, "call_s": rounds[PINGS // 4], "link_s": link_s, "bandwidth": bandwidth}
+        return {
+            "connect_s": connect_s,
+            "link_bytes": link_bytes,
+            "call_s": rounds[PINGS // 4],
+            "link_s": link_s,
+            "bandwidth": bandwidth,
+        }
     finally:
         for link in links:
             link.close()

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from overlord.dryrun.constants import Measured, measured
-from overlord.dryrun.machines import Constants, Fleet, Links, Memory, colocated, connecting_s, connections, overlord
+from overlord.dryrun.machines import (
+    Constants,
+    Fleet,
+    Links,
+    Memory,
+    colocated,
+    connecting_s,
+    connections,
+    overlord,
+)
 from overlord.dryrun.run import BUSY, THREADS, FleetRun, Ran
 from overlord.errors import JobError
 from overlord.hashing import digest
@@ -32,7 +41,9 @@ class Asked:
     cp: int = 1
     pp: int = 1
     gpus_per_node: int = 8
-    batch: int | None = None  # samples of a step; None: as many for a data-parallel group as the job has
+    batch: int | None = (
+        None  # samples of a step; None: as many for a data-parallel group as the job has
+    )
     workers: int = 4
     hosts: int | None = None
     sources_per_host: int = 25
@@ -61,19 +72,37 @@ class Cell:
     def plain(self) -> dict[str, Any]:
         roles = {role: n / self.fleet.nodes for role, n in self.overlord.by_role.items()}
         memory = {
-            "overlord_per_node": self.overlord.per_node, "by_role_per_node": roles,
-            "colocated_per_node": self.colocated.per_node, "colocated_first_of_tp_per_node": self.colocated_tp.per_node,
-            "times_less": self.times_less, "times_less_first_of_tp": self.colocated_tp.total / self.overlord.total,
-        }  # fmt: skip
+            "overlord_per_node": self.overlord.per_node,
+            "by_role_per_node": roles,
+            "colocated_per_node": self.colocated.per_node,
+            "colocated_first_of_tp_per_node": self.colocated_tp.per_node,
+            "times_less": self.times_less,
+            "times_less_first_of_tp": self.colocated_tp.total / self.overlord.total,
+        }
         ran = self.ran
         return {
-            **asdict(self.fleet), "dp": self.fleet.dp, "nodes": self.fleet.nodes, "memory": memory, "links": asdict(self.links),
-            "connecting_s": self.connecting_s, "loader_hosts": ran.loader_hosts, "constructor_hosts": self.fleet.constructor_hosts,
-            "planner": {"plan_s": ran.median("plan_s"), "cut_s": ran.median("cut_s"), "measured": True},
-            "fetch_s": ran.median("latency_s"), "fetch_worst_s": ran.most("latency_s"), "waited_s": ran.median("waited_s"),
-            "payload_bytes": ran.median("nbytes"), "planner_busy_s": ran.planner_s, "slowest_source": ran.source,
-            "slowest_source_s": ran.source_s, "waits_for": ran.why(self.pace_s),
-        }  # fmt: skip
+            **asdict(self.fleet),
+            "dp": self.fleet.dp,
+            "nodes": self.fleet.nodes,
+            "memory": memory,
+            "links": asdict(self.links),
+            "connecting_s": self.connecting_s,
+            "loader_hosts": ran.loader_hosts,
+            "constructor_hosts": self.fleet.constructor_hosts,
+            "planner": {
+                "plan_s": ran.median("plan_s"),
+                "cut_s": ran.median("cut_s"),
+                "measured": True,
+            },
+            "fetch_s": ran.median("latency_s"),
+            "fetch_worst_s": ran.most("latency_s"),
+            "waited_s": ran.median("waited_s"),
+            "payload_bytes": ran.median("nbytes"),
+            "planner_busy_s": ran.planner_s,
+            "slowest_source": ran.source,
+            "slowest_source_s": ran.source_s,
+            "waits_for": ran.why(self.pace_s),
+        }
 
 
 Progress = Callable[[str, int, int], None]
@@ -87,7 +116,9 @@ def constants_of(blueprint: Blueprint, *, again: bool, progress: Progress) -> tu
     job = blueprint.job
     sources = (f"{source.name} {source.weight}" for source in job.sources)
     lengths = f"context {job.batch.context}, on_long {job.on_long}"
-    mark = digest(*files, *sources, lengths, *(pipeline.fingerprint for pipeline in blueprint.pipelines))
+    mark = digest(
+        *files, *sources, lengths, *(pipeline.fingerprint for pipeline in blueprint.pipelines)
+    )
     kept = Path(blueprint.options.cache_dir or default_cache_dir()) / f"fleet-{mark[:24]}.json"
     return measured(blueprint, kept, again=again, progress=progress), kept
 
@@ -97,7 +128,11 @@ def refuse(job: Job, asked: Asked) -> None:
     for gpus in asked.gpus:
         fleet = _mesh(job, asked, gpus)
         try:
-            replace(job, place=ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp), journal=None)
+            replace(
+                job,
+                place=ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp),
+                journal=None,
+            )
         except JobError as fault:
             mesh = f"simulate, {gpus} GPUs with cp {fleet.cp}, pp {fleet.pp}, tp {fleet.tp}"
             raise JobError(fault.problems, mesh) from fault
@@ -107,22 +142,35 @@ def fleet_of(job: Job, asked: Asked, gpus: int, constants: Constants, constructo
     """Loader hosts are as many as reading takes, and not fewer than sources ask for."""
     made = replace(_mesh(job, asked, gpus), constructors=constructors)
     samples = asked.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
-    hosts = asked.hosts or max(1, math.ceil(samples * constants.read_s / asked.pace_s / THREADS / BUSY))
+    hosts = asked.hosts or max(
+        1, math.ceil(samples * constants.read_s / asked.pace_s / THREADS / BUSY)
+    )
     return replace(made, batch=samples, hosts=hosts)
 
 
 def _mesh(job: Job, asked: Asked, gpus: int) -> Fleet:
     try:
         return Fleet(
-            gpus=gpus, tp=asked.tp, cp=asked.cp, pp=asked.pp, gpus_per_node=asked.gpus_per_node, sources=len(job.sources),
-            workers=asked.workers, sources_per_host=asked.sources_per_host, broadcast=asked.broadcast,
-        )  # fmt: skip
+            gpus=gpus,
+            tp=asked.tp,
+            cp=asked.cp,
+            pp=asked.pp,
+            gpus_per_node=asked.gpus_per_node,
+            sources=len(job.sources),
+            workers=asked.workers,
+            sources_per_host=asked.sources_per_host,
+            broadcast=asked.broadcast,
+        )
     except ValueError as problem:
         raise JobError([str(problem)], "simulate") from None
 
 
 def _samples(job: Job, constants: Constants) -> float:
-    return float(job.batch.samples) if job.batch.samples else float(job.batch.tokens or 0) / constants.sample_tokens
+    return (
+        float(job.batch.samples)
+        if job.batch.samples
+        else float(job.batch.tokens or 0) / constants.sample_tokens
+    )
 
 
 def placed(job: Job, fleet: Fleet, constants: Constants) -> Job:
@@ -136,12 +184,19 @@ def placed(job: Job, fleet: Fleet, constants: Constants) -> Job:
 
 
 def simulated(
-    job: Job, asked: Asked, *, again: bool = False, progress: Progress = lambda what, done, of: None,
-    clock: Callable[[], float] = time.thread_time, cache_dir: Path | None = None,
-) -> tuple[Measured, Path, list[Cell]]:  # fmt: skip
+    job: Job,
+    asked: Asked,
+    *,
+    again: bool = False,
+    progress: Progress = lambda what, done, of: None,
+    clock: Callable[[], float] = time.thread_time,
+    cache_dir: Path | None = None,
+) -> tuple[Measured, Path, list[Cell]]:
     """Every size, with and without constructors as asked."""
     refuse(job, asked)
-    endless = tuple(replace(source, epochs=None) for source in job.sources)  # a large fleet is through with a small corpus at once
+    endless = tuple(
+        replace(source, epochs=None) for source in job.sources
+    )  # a large fleet is through with a small corpus at once
     blueprint = Blueprint(replace(job, journal=None, sources=endless), Options(cache_dir=cache_dir))
     try:
         found, kept = constants_of(blueprint, again=again, progress=progress)
@@ -155,7 +210,14 @@ def simulated(
         blueprint.close()
 
 
-def _cell(blueprint: Blueprint, fleet: Fleet, found: Measured, pace_s: float, clock: Callable[[], float], progress: Progress) -> Cell:
+def _cell(
+    blueprint: Blueprint,
+    fleet: Fleet,
+    found: Measured,
+    pace_s: float,
+    clock: Callable[[], float],
+    progress: Progress,
+) -> Cell:
     job = placed(blueprint.job, fleet, found.constants)
     made = blueprint.placed(job.place)
     made.given, made.job = replace(made.given, batch=job.batch), replace(made.job, batch=job.batch)
@@ -165,7 +227,12 @@ def _cell(blueprint: Blueprint, fleet: Fleet, found: Measured, pace_s: float, cl
     ran = run.run(STEPS, WARM, lambda step: progress(what, step + 1, STEPS))
     fleet = replace(fleet, hosts=ran.loader_hosts)
     return Cell(
-        fleet=fleet, overlord=overlord(fleet, found.constants), colocated=colocated(fleet, found.constants),
-        colocated_tp=colocated(fleet, found.constants, first_of_tp=True), links=connections(fleet),
-        connecting_s=connecting_s(fleet, found.constants), ran=ran, pace_s=pace_s,
-    )  # fmt: skip
+        fleet=fleet,
+        overlord=overlord(fleet, found.constants),
+        colocated=colocated(fleet, found.constants),
+        colocated_tp=colocated(fleet, found.constants, first_of_tp=True),
+        links=connections(fleet),
+        connecting_s=connecting_s(fleet, found.constants),
+        ran=ran,
+        pace_s=pace_s,
+    )

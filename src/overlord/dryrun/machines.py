@@ -40,8 +40,12 @@ class Constants:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if not 0 <= value < math.inf or (f.name in ("bandwidth", "sample_tokens") and not value):
-                raise ValueError(f"{f.name}: wanted a number of at least 0 (bandwidth and sample_tokens: above 0), found {value!r}")
+            if not 0 <= value < math.inf or (
+                f.name in ("bandwidth", "sample_tokens") and not value
+            ):
+                raise ValueError(
+                    f"{f.name}: wanted a number of at least 0 (bandwidth and sample_tokens: above 0), found {value!r}"
+                )
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Constants:
@@ -78,7 +82,9 @@ class Fleet:
             if f.type in ("int", int) and getattr(self, f.name) < 1:
                 raise ValueError(f"{f.name}: wanted at least 1, found {getattr(self, f.name)}")
         if self.gpus % (self.tp * self.cp * self.pp):
-            raise ValueError(f"gpus: wanted a multiple of tp x cp x pp = {self.tp * self.cp * self.pp}, found {self.gpus}")
+            raise ValueError(
+                f"gpus: wanted a multiple of tp x cp x pp = {self.tp * self.cp * self.pp}, found {self.gpus}"
+            )
 
     @property
     def dp(self) -> int:
@@ -102,7 +108,11 @@ class Fleet:
     def remote(self) -> int:
         """Of these, the ones on another node than the constructor of their group: they receive what others map."""
         near = max(1, self.gpus_per_node // (self.tp if self.broadcast else 1))
-        return 0 if self.group <= self.gpus_per_node else self.dp * max(0, self.fetching // self.dp - near)
+        return (
+            0
+            if self.group <= self.gpus_per_node
+            else self.dp * max(0, self.fetching // self.dp - near)
+        )
 
     @property
     def loader_hosts(self) -> int:
@@ -136,15 +146,21 @@ def colocated(fleet: Fleet, c: Constants, *, first_of_tp: bool = False) -> Memor
     batch = fleet.batch / fleet.dp * c.sample_tokens * c.wide_bytes
     worker = c.worker_bytes + fleet.sources * c.opened_bytes
     n = ranks * fleet.workers
-    return Memory(by_role={"workers": n * worker, "batches": n * IN_FLIGHT * batch}, nodes=fleet.nodes)
+    return Memory(
+        by_role={"workers": n * worker, "batches": n * IN_FLIGHT * batch}, nodes=fleet.nodes
+    )
 
 
 def overlord(fleet: Fleet, c: Constants) -> Memory:
     """The same job by role. Without constructors every rank that is sent arrays gathers payload and builds for itself."""
     links, payload = connections(fleet), fleet.batch * c.sample_bytes
     built = fleet.batch * c.sample_tokens * c.built_bytes  # of a step, for one set of ranks
-    held = (fleet.read_ahead + fleet.prefetch) * payload  # ready, and kept until all have taken the step
-    loaders = fleet.loader_hosts * c.host_bytes + fleet.copies * fleet.sources * c.source_bytes + held
+    held = (
+        fleet.read_ahead + fleet.prefetch
+    ) * payload  # ready, and kept until all have taken the step
+    loaders = (
+        fleet.loader_hosts * c.host_bytes + fleet.copies * fleet.sources * c.source_bytes + held
+    )
     roles = {
         "planner": c.planner_bytes + links.planner * c.link_bytes,
         "loaders": loaders + fleet.loader_hosts * links.loader_host * c.link_bytes,
@@ -154,7 +170,11 @@ def overlord(fleet: Fleet, c: Constants) -> Memory:
     if fleet.constructors:
         staged = fleet.prefetch * payload
         hosts = fleet.constructor_hosts
-        roles["constructors"] = hosts * (c.constructor_bytes + links.constructor * c.link_bytes) + staged + fleet.build_ahead * built
+        roles["constructors"] = (
+            hosts * (c.constructor_bytes + links.constructor * c.link_bytes)
+            + staged
+            + fleet.build_ahead * built
+        )
         roles["clients"] += fleet.build_ahead * built * fleet.remote / fleet.dp / fleet.cp
     else:
         every = fleet.fetching / fleet.dp  # each of a group's ranks gets all that the group has
@@ -180,16 +200,24 @@ class Links:
 
 def connections(fleet: Fleet) -> Links:
     hosts, builders = fleet.loader_hosts, fleet.constructor_hosts
-    if not fleet.constructors:  # every rank that fetches has a link from every loader host, and hears plans itself
+    if (
+        not fleet.constructors
+    ):  # every rank that fetches has a link from every loader host, and hears plans itself
         return Links(
-            total=hosts * fleet.fetching + fleet.gpus + hosts, loader_host=fleet.fetching + 1, constructor=0, client=hosts + 1,
+            total=hosts * fleet.fetching + fleet.gpus + hosts,
+            loader_host=fleet.fetching + 1,
+            constructor=0,
+            client=hosts + 1,
             planner=hosts + fleet.gpus,
-        )  # fmt: skip
+        )
     clients = -(-fleet.gpus // builders)
     return Links(
-        total=hosts * builders + fleet.gpus + hosts + builders, loader_host=builders + 1, constructor=hosts + clients + 1, client=1,
+        total=hosts * builders + fleet.gpus + hosts + builders,
+        loader_host=builders + 1,
+        constructor=hosts + clients + 1,
+        client=1,
         planner=hosts + builders,
-    )  # fmt: skip
+    )
 
 
 def connecting_s(fleet: Fleet, c: Constants) -> float:

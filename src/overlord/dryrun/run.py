@@ -57,7 +57,9 @@ class Ran:
     steps: tuple[Happened, ...]
     loader_hosts: int
     seconds: float  # of virtual time, over all steps
-    planner_s: float = 0.0  # that the planner was busy for a step: all it hears, plans, cuts and says
+    planner_s: float = (
+        0.0  # that the planner was busy for a step: all it hears, plans, cuts and says
+    )
     source: str = ""  # whose loaders have most to do
     source_s: float = 0.0  # that each of them is busy for a step
     source_loaders: int = 1
@@ -81,12 +83,16 @@ class Ran:
         return float(max(getattr(step, what) for step in self.steps))
 
 
-def loaders_of(blueprint: Blueprint, probes: Sequence[Probe], batch: int, pace_s: float) -> dict[str, int]:
+def loaders_of(
+    blueprint: Blueprint, probes: Sequence[Probe], batch: int, pace_s: float
+) -> dict[str, int]:
     """Loaders of each source: so many that none is busy above ``BUSY`` at the trainers' pace, as far as its chunks go round."""
     asked, job = {}, blueprint.job
     for load, probe, order in zip(loads_of(blueprint), probes, blueprint.orders, strict=True):
         most = min(job.shuffle_chunks if order.shuffle else 1, order.n_chunks)
-        asked[load.name] = max(1, min(most, math.ceil(load.share * batch * probe.row_s / pace_s / BUSY)))
+        asked[load.name] = max(
+            1, min(most, math.ceil(load.share * batch * probe.row_s / pace_s / BUSY))
+        )
     return asked
 
 
@@ -94,15 +100,27 @@ class FleetRun:
     """One run. ``clock`` times what really runs; without it planning takes no time, and runs are equal to the last digit."""
 
     def __init__(
-        self, blueprint: Blueprint, probes: Sequence[Probe], fleet: Fleet, constants: Constants, *, pace_s: float = 1.0,
+        self,
+        blueprint: Blueprint,
+        probes: Sequence[Probe],
+        fleet: Fleet,
+        constants: Constants,
+        *,
+        pace_s: float = 1.0,
         clock: Callable[[], float] = lambda: 0.0,
-    ):  # fmt: skip
+    ):
         asked = loaders_of(blueprint, probes, fleet.batch, pace_s)
-        hosting = plan_hosts(loads_of(blueprint), cores=fleet.loader_hosts, sources_per_host=fleet.sources_per_host, loaders=asked)
+        hosting = plan_hosts(
+            loads_of(blueprint),
+            cores=fleet.loader_hosts,
+            sources_per_host=fleet.sources_per_host,
+            loaders=asked,
+        )
         self._made = made = blueprint.with_loaders(hosting.loaders, fleet.read_ahead)
         self._fleet, self._c, self._pace_s, self._clock = fleet, constants, pace_s, clock
         by_loader = [
-            fleet.batch * load.share * probe.row_s / n for load, probe, n in zip(loads_of(blueprint), probes, hosting.loaders, strict=True)
+            fleet.batch * load.share * probe.row_s / n
+            for load, probe, n in zip(loads_of(blueprint), probes, hosting.loaders, strict=True)
         ]
         self._slowest, self._slowest_s = max(enumerate(by_loader), key=lambda found: found[1])
         self._slowest_loaders, self._planner_s = hosting.loaders[self._slowest], 0.0
@@ -112,8 +130,19 @@ class FleetRun:
         for i, probe in enumerate(probes):
             for o in made.openings(i, Cursor()):
                 order, epochs = made.orders[i], made.job.sources[i].epochs
-                self._loaders.append(Loader(o.loader, order, epochs=epochs, loader=o.share, loaders=o.shares, budget_bytes=o.budget_bytes))
-                self._readers.append(DummyReader(order, made.indexes[i], probe, made.job.slice_rows))
+                self._loaders.append(
+                    Loader(
+                        o.loader,
+                        order,
+                        epochs=epochs,
+                        loader=o.share,
+                        loaders=o.shares,
+                        budget_bytes=o.budget_bytes,
+                    )
+                )
+                self._readers.append(
+                    DummyReader(order, made.indexes[i], probe, made.job.slice_rows)
+                )
         self._host_of, self.n_hosts = np.asarray(hosting.host_of, np.int64), hosting.n_hosts
         self._threads = [[0.0] * THREADS for _ in range(self.n_hosts)]
         self._receivers()
@@ -134,10 +163,16 @@ class FleetRun:
         self._built_until = np.zeros(n)
         self._served = np.ones(fleet.dp, bool)
         # All of the window is built: else a step's latency would have in it how long it waits for the one before to be taken.
-        self._assemblers = [Assembler(b, ranks, fleet.prefetch) for b, ranks in enumerate(self._groups)] if fleet.constructors else []
+        self._assemblers = (
+            [Assembler(b, ranks, fleet.prefetch) for b, ranks in enumerate(self._groups)]
+            if fleet.constructors
+            else []
+        )
         of = self._builder_of if fleet.constructors else np.arange(fleet.dp)
         self._cutter = Cutter(self._host_of.tolist(), of.tolist())
-        fetchers = np.asarray(sorted(place.fetchers("TP")) if fleet.broadcast else range(fleet.gpus), np.int64)
+        fetchers = np.asarray(
+            sorted(place.fetchers("TP")) if fleet.broadcast else range(fleet.gpus), np.int64
+        )
         group = np.empty(fleet.gpus, np.int64)
         for g, ranks in enumerate(self._groups):
             group[ranks] = g
@@ -151,10 +186,14 @@ class FleetRun:
         self._is_fetching = np.zeros(fleet.gpus, bool)
         self._is_fetching[self._fetching] = True
         first = np.asarray([ranks[0] for ranks in self._groups]) // fleet.gpus_per_node
-        self._away = np.arange(fleet.gpus) // fleet.gpus_per_node != first[group]  # on another node than their constructor
+        self._away = (
+            np.arange(fleet.gpus) // fleet.gpus_per_node != first[group]
+        )  # on another node than their constructor
         nodes = n if fleet.constructors else fleet.nodes
         self._free = np.zeros(nodes)  # until when each receives
-        self._node_of = np.arange(n) if fleet.constructors else self._fetching // fleet.gpus_per_node
+        self._node_of = (
+            np.arange(n) if fleet.constructors else self._fetching // fleet.gpus_per_node
+        )
 
     # time
 
@@ -174,19 +213,30 @@ class FleetRun:
             if self._trained + 1 >= steps or self._ended:
                 break
             if not self._events:
-                raise DataStall(f"an event in the simulated fleet: {self.planner.waiting_for()}", self.now, self._trained + 1)
+                raise DataStall(
+                    f"an event in the simulated fleet: {self.planner.waiting_for()}",
+                    self.now,
+                    self._trained + 1,
+                )
             self.now, _, call = heapq.heappop(self._events)
             call()
             if self._trained > told:
                 told = self._trained
                 on_step(told)
-        counted = [self.steps[s] for s in sorted(self.steps) if warm <= s <= self._trained] or list(self.steps.values())
+        counted = [self.steps[s] for s in sorted(self.steps) if warm <= s <= self._trained] or list(
+            self.steps.values()
+        )
         if not counted:
             raise DataStall("a step of the simulated fleet", self.now, 0)
         return Ran(
-            steps=tuple(counted), loader_hosts=self.n_hosts, seconds=self.now, planner_s=self._planner_s / len(self.steps),
-            source=self._made.job.names[self._slowest], source_s=self._slowest_s, source_loaders=self._slowest_loaders,
-        )  # fmt: skip
+            steps=tuple(counted),
+            loader_hosts=self.n_hosts,
+            seconds=self.now,
+            planner_s=self._planner_s / len(self.steps),
+            source=self._made.job.names[self._slowest],
+            source_s=self._slowest_s,
+            source_loaders=self._slowest_loaders,
+        )
 
     # planner
 
@@ -203,7 +253,10 @@ class FleetRun:
                 case Stage():
                     self._stage(command, began, took / len(stages))
                 case Refill():
-                    self._at(self._planner_free + self._c.call_s / 2, partial(self._loader, command.loader, command))
+                    self._at(
+                        self._planner_free + self._c.call_s / 2,
+                        partial(self._loader, command.loader, command),
+                    )
                 case Finish():
                     self._ended = True
                     if command.error is not None:
@@ -211,7 +264,9 @@ class FleetRun:
 
     def _stage(self, stage: Stage, began: float, plan_s: float) -> None:
         start = self._clock()
-        cuts = self._cutter.cut(stage, Sealed(stage.plan.step + 1, np.zeros(0, np.uint8)), self._served)
+        cuts = self._cutter.cut(
+            stage, Sealed(stage.plan.step + 1, np.zeros(0, np.uint8)), self._served
+        )
         if not self._fleet.constructors:
             cuts = spread(cuts, self._groups)
         cut_s = self._clock() - start
@@ -220,16 +275,27 @@ class FleetRun:
         self._planner_s += cut_s + said_s
         traffic = self._traffic(stage)
         step = self.steps[stage.plan.step] = Happened(began, plan_s, cut_s, int(traffic.sum()))
-        heard = self._planner_free + self._c.call_s / 2 + self._c.link_s * np.arange(1, self.n_hosts + 1)  # one after another
+        heard = (
+            self._planner_free
+            + self._c.call_s / 2
+            + self._c.link_s * np.arange(1, self.n_hosts + 1)
+        )  # one after another
         for loader in np.flatnonzero(stage.pops).tolist():
             pop = Pop(stage.plan.step, int(stage.pops[loader]))
             self._at(float(heard[self._host_of[loader]]), partial(self._loader, loader, pop))
         self._planner_free += said_s
         start_at = np.maximum(self._sent, heard)
         last, self._sent, self._free = arrivals(
-            start_at, traffic, self._node_of, free=self._free, link_s=self._c.link_s, bandwidth=self._c.bandwidth
+            start_at,
+            traffic,
+            self._node_of,
+            free=self._free,
+            link_s=self._c.link_s,
+            bandwidth=self._c.bandwidth,
         )
-        last = np.maximum(last, self._planner_free + self._c.call_s / 2)  # no sooner than it is told what to do with it
+        last = np.maximum(
+            last, self._planner_free + self._c.call_s / 2
+        )  # no sooner than it is told what to do with it
         if self._fleet.constructors:
             for c in range(len(last)):
                 self._at(float(last[c]), partial(self._come, c, stage))
@@ -254,7 +320,9 @@ class FleetRun:
         assert stage.loader is not None
         host, group = self._host_of[stage.loader], self._buckets(stage)
         nbytes = stage.plan.tokens * (self._c.sample_bytes / self._c.sample_tokens)
-        by_group = np.bincount(host * self._fleet.dp + group, weights=nbytes, minlength=self.n_hosts * self._fleet.dp)
+        by_group = np.bincount(
+            host * self._fleet.dp + group, weights=nbytes, minlength=self.n_hosts * self._fleet.dp
+        )
         by_group = by_group.reshape(self.n_hosts, self._fleet.dp)
         if not self._fleet.constructors:
             return by_group[:, self._fetching_group]
@@ -309,14 +377,21 @@ class FleetRun:
             if isinstance(command, Deliver):
                 whole = self._tokens(command.step) / self._fleet.dp * self._c.built_bytes
                 far = self._is_fetching[command.rank] and self._away[command.rank]
-                when += self._c.link_s + (whole / self._fleet.cp / self._c.bandwidth if far else 0.0)
+                when += self._c.link_s + (
+                    whole / self._fleet.cp / self._c.bandwidth if far else 0.0
+                )
                 self._has(command.step, 1, when)
 
     def _built_by_ranks(self, stage: Stage, step: Happened, last: np.ndarray) -> None:
         """Without constructors: every rank that fetches builds its group's microbatches; the others hear that there is a step."""
-        tokens = np.bincount(self._buckets(stage), weights=stage.plan.tokens, minlength=self._fleet.dp)
+        tokens = np.bincount(
+            self._buckets(stage), weights=stage.plan.tokens, minlength=self._fleet.dp
+        )
         ready = last + tokens[self._fetching_group] * self._c.build_s
-        self._at(float(ready.max()), partial(self._has, stage.plan.step, self._fleet.gpus, float(ready.max())))
+        self._at(
+            float(ready.max()),
+            partial(self._has, stage.plan.step, self._fleet.gpus, float(ready.max())),
+        )
 
     def _has(self, number: int, ranks: int, when: float) -> None:
         step = self.steps[number]

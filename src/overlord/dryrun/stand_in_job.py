@@ -84,7 +84,9 @@ JOBS: dict[str, Callable[..., None]] = {"opened": opened, "connected": connected
 
 
 def main() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # for the worker's waits; inherited over the fork
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGUSR1}
+    )  # for the worker's waits; inherited over the fork
     told = json.loads(sys.stdin.readline())
     JOBS[told.pop("job")](**told)
 

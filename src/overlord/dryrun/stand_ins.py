@@ -25,14 +25,20 @@ class Probe:
 
     row_s: float  # to read and transform one
     sample_bytes: float  # of token ids held ready
-    meta: Mapping[str, Sequence[Any]]  # by column, a value for every sample; lists where a sample has several
+    meta: Mapping[
+        str, Sequence[Any]
+    ]  # by column, a value for every sample; lists where a sample has several
 
     @property
     def tokens(self) -> float:
         return float(np.mean(self.meta["tokens"]))
 
     def plain(self) -> dict[str, Any]:
-        return {"row_s": self.row_s, "sample_bytes": self.sample_bytes, "meta": {name: list(v) for name, v in self.meta.items()}}
+        return {
+            "row_s": self.row_s,
+            "sample_bytes": self.sample_bytes,
+            "meta": {name: list(v) for name, v in self.meta.items()},
+        }
 
     def drawn(self, which: np.ndarray) -> dict[str, Column]:
         """The columns of these samples."""
@@ -40,7 +46,10 @@ class Probe:
         for name, values in self.meta.items():
             if isinstance(values[0], (list, tuple)):
                 picked = [np.asarray(values[k], np.int64) for k in which.tolist()]
-                found[name] = Ragged(np.concatenate([np.zeros(0, np.int64), *picked]), np.cumsum([0, *map(len, picked)]))
+                found[name] = Ragged(
+                    np.concatenate([np.zeros(0, np.int64), *picked]),
+                    np.cumsum([0, *map(len, picked)]),
+                )
             else:
                 found[name] = np.asarray(values)[which]
         return found
@@ -55,11 +64,20 @@ class DummyReader:
         guessed = np.maximum(1, chunks.nbytes // ROW_BYTES)
         self._rows = np.where(chunks.rows >= 0, chunks.rows, guessed)
         self._file, self._start = chunks.file.astype(np.int64), chunks.start
-        self._window: tuple[np.ndarray, np.ndarray, np.ndarray] = (np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._window: tuple[np.ndarray, np.ndarray, np.ndarray] = (
+            np.zeros(0, np.uint64),
+            np.zeros(0, np.int64),
+            np.zeros(0, np.int64),
+        )
 
     def read(self, command: Read) -> tuple[WindowRead, float]:
         """What came of it, and how long it takes; reading counts with the row."""
-        first, files, rows, over = command.window * self._slice, list[np.ndarray](), list[np.ndarray](), list[int]()
+        first, files, rows, over = (
+            command.window * self._slice,
+            list[np.ndarray](),
+            list[np.ndarray](),
+            list[int](),
+        )
         for chunk in command.chunks:
             n = int(np.clip(self._rows[chunk] - first, 0, self._slice))
             files.append(np.full(n, self._file[chunk]))
@@ -76,7 +94,11 @@ class DummyReader:
         key, file, row = (column[: command.rows] for column in self._window)
         self._window = tuple(column[command.rows :] for column in self._window)  # type: ignore[assignment]
         n, none = len(key), np.zeros(0, np.int64)
-        meta = self._probe.drawn((key % np.uint64(len(self._probe.meta["tokens"]))).astype(np.int64))
-        found = Found(key, file, row, np.zeros(n, np.int32), meta, none.astype(np.uint64), none, none, ())
+        meta = self._probe.drawn(
+            (key % np.uint64(len(self._probe.meta["tokens"]))).astype(np.int64)
+        )
+        found = Found(
+            key, file, row, np.zeros(n, np.int32), meta, none.astype(np.uint64), none, none, ()
+        )
         seconds = n * self._probe.row_s
         return Evaluated(found, n, int(n * self._probe.sample_bytes), seconds), seconds

@@ -35,7 +35,9 @@ class Delays:
     work_s: float = 0.010
     step_s: float = 0.050  # a rank's time between steps
     sigma: float = 1.0
-    slow: Mapping[int, float] = field(default_factory=dict)  # rank -> how many times longer its steps take
+    slow: Mapping[int, float] = field(
+        default_factory=dict
+    )  # rank -> how many times longer its steps take
 
 
 class VirtualExecutor:
@@ -54,7 +56,16 @@ class VirtualExecutor:
         self._count += 1
         heapq.heappush(self._events, (self.now + after_s, self._count, call))
 
-    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: Any = None) -> None:
+    def submit(
+        self,
+        name: str,
+        work: Callable[[], Any],
+        done: Done,
+        *,
+        size: int = 1,
+        urgent: bool = False,
+        waits: Any = None,
+    ) -> None:
         def finish() -> None:
             try:
                 outcome = work()
@@ -95,7 +106,9 @@ class Moved:
     step: int | None = None
 
 
-Trainer = Callable[[int, int], Mapping[str, float] | None]  # (rank, step) -> what it reports, or None
+Trainer = Callable[
+    [int, int], Mapping[str, float] | None
+]  # (rank, step) -> what it reports, or None
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +144,9 @@ class Run:
     seconds: float
     quarantine: list[Any]
     end_state: dict[str, Any]
-    states: dict[int, dict[str, Any]]  # behind each step, as it was when the last rank had taken it; where they were asked for
+    states: dict[
+        int, dict[str, Any]
+    ]  # behind each step, as it was when the last rank had taken it; where they were asked for
     feedback: dict[str, int]  # what became of reports
 
 
@@ -139,16 +154,30 @@ class _Simulation:
     """One run: the host of the local runtime, trainers that take steps and report, and an event queue in place of time."""
 
     def __init__(
-        self, blueprint: Blueprint, resume: dict[str, Any] | None, *, seed: int, steps: int | None, delays: Delays,
-        ranks: Sequence[int] | None, report: Trainer | None, save: bool,
-    ):  # fmt: skip
+        self,
+        blueprint: Blueprint,
+        resume: dict[str, Any] | None,
+        *,
+        seed: int,
+        steps: int | None,
+        delays: Delays,
+        ranks: Sequence[int] | None,
+        report: Trainer | None,
+        save: bool,
+    ):
         self._blueprint = blueprint if resume is None else blueprint.fitting(resume)
         self._steps, self._delays, self._report, self._save = steps, delays, report, save
         self._executor = VirtualExecutor(seed, delays)
-        self._host = local_runtime(self._blueprint, self._executor, None if resume is None else self._blueprint.restore(resume))
+        self._host = local_runtime(
+            self._blueprint,
+            self._executor,
+            None if resume is None else self._blueprint.restore(resume),
+        )
         job, first = self._blueprint.job, self._host.planner.next_step
         self._log, self._states = Log(job.feedback_lag), dict[int, dict[str, Any]]()
-        self._trainers = [_Rank(r) for r in (range(job.place.world_size) if ranks is None else ranks)]
+        self._trainers = [
+            _Rank(r) for r in (range(job.place.world_size) if ranks is None else ranks)
+        ]
         self._moves: list[Moved] = []
         self._host.on_stage.append(self._staged)
         self._host.on_lost.append(lambda event: self._log.add(event, 0))
@@ -162,9 +191,17 @@ class _Simulation:
             return
         if isinstance(event, Add):
             self._blueprint = made = self._blueprint.with_source(event.source, event.loaders)
-            self._host.add_source(made.new_source(event.at), made.loaders_for(len(made.job.sources) - 1, Cursor()), made.budget_bytes)
+            self._host.add_source(
+                made.new_source(event.at),
+                made.loaders_for(len(made.job.sources) - 1, Cursor()),
+                made.budget_bytes,
+            )
             return
-        self._host.event(said_of_all(event, self._blueprint.job.names) if isinstance(event, SetMixture) else event)
+        self._host.event(
+            said_of_all(event, self._blueprint.job.names)
+            if isinstance(event, SetMixture)
+            else event
+        )
 
     def run(self, max_events: int) -> None:
         self._host.attach({t.rank: t for t in self._trainers})
@@ -174,7 +211,12 @@ class _Simulation:
                 return
             if not self._executor.step():
                 stuck = next(t.rank for t in self._trainers if not t.ended)
-                raise DataStall(self._host.waiting_for(stuck), self._executor.now, self._host.planner.next_step, stuck)
+                raise DataStall(
+                    self._host.waiting_for(stuck),
+                    self._executor.now,
+                    self._host.planner.next_step,
+                    stuck,
+                )
         raise DataStall(f"an end of the simulation within {max_events} events", self._executor.now)
 
     def _staged(self, stage: Stage) -> None:
@@ -205,11 +247,18 @@ class _Simulation:
         if self._save:
             self._states[told.step] = self._export(told)
         delays = self._delays
-        self._executor.at(self._executor.delay(delays.step_s * delays.slow.get(trainer.rank, 1.0)), partial(self._take, trainer))
+        self._executor.at(
+            self._executor.delay(delays.step_s * delays.slow.get(trainer.rank, 1.0)),
+            partial(self._take, trainer),
+        )
 
     def _tell(self, trainer: _Rank) -> None:
         """All it owes but perhaps the report of its last step, which it may still be working on."""
-        while self._report is not None and trainer.owes and (len(trainer.owes) > 1 or self._executor.delay(1.0) > 1.0):
+        while (
+            self._report is not None
+            and trainer.owes
+            and (len(trainer.owes) > 1 or self._executor.delay(1.0) > 1.0)
+        ):
             step = trainer.owes.pop(0)
             if (said := self._report(trainer.rank, step)) is not None:
                 what = checked(trainer.rank, step, said, self._host.planner.next_step)
@@ -225,26 +274,48 @@ class _Simulation:
         ranks, planner = self._trainers, self._host.planner
         last = next((t.steps[-1]._told for t in ranks if t.steps), None)
         return Run(
-            steps={t.rank: t.steps for t in ranks}, error=next((t.error for t in ranks if t.error), None), seconds=self._executor.now,
-            quarantine=planner.ledger.bad_rows(), end_state={} if last is None else self._export(last), states=self._states,
+            steps={t.rank: t.steps for t in ranks},
+            error=next((t.error for t in ranks if t.error), None),
+            seconds=self._executor.now,
+            quarantine=planner.ledger.bad_rows(),
+            end_state={} if last is None else self._export(last),
+            states=self._states,
             feedback=planner.feedback,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         self._blueprint.close()
 
 
 def simulate(
-    job: Job, *, seed: int = 0, steps: int | None = None, resume: dict[str, Any] | None = None, delays: Delays | None = None,
-    ranks: Sequence[int] | None = None, events: Sequence[SetMixture | Skip | Add | Moved] = (), report: Trainer | None = None,
-    save: bool = False, max_events: int = 10_000_000, **options: Any,
-) -> Run:  # fmt: skip
+    job: Job,
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    resume: dict[str, Any] | None = None,
+    delays: Delays | None = None,
+    ranks: Sequence[int] | None = None,
+    events: Sequence[SetMixture | Skip | Add | Moved] = (),
+    report: Trainer | None = None,
+    save: bool = False,
+    max_events: int = 10_000_000,
+    **options: Any,
+) -> Run:
     """Run a job on a virtual clock until it ends, or until every rank has taken ``steps`` steps. ``events``: what people
     change in mid-run; each names its step, so when it is said does not matter; and sources that move, which must not matter at
     all. ``report``: what trainers report of a step, some time before they ask for the second next; resumed, they say again what the
     state may lack. ``save``: keep the state behind every step, as a checkpoint would."""
     blueprint, delays = Blueprint(job, Options.of(options)), delays or Delays()
-    run = _Simulation(blueprint, resume, seed=seed, steps=steps, delays=delays, ranks=ranks, report=report, save=save)
+    run = _Simulation(
+        blueprint,
+        resume,
+        seed=seed,
+        steps=steps,
+        delays=delays,
+        ranks=ranks,
+        report=report,
+        save=save,
+    )
     try:
         for event in events:
             run.say(event)

@@ -29,18 +29,19 @@ if TYPE_CHECKING:
 
 LOADER, CONSTRUCTOR = "loader_do_plan", "constructor_do_plan"
 CONTRACT = {  # what every microbatch holds, of which type
-    "tokens": np.int64, "position_ids": np.int64, "labels": np.int64, "loss_mask": np.float32, "cu_seqlens": np.int32,
-    "cu_seqlens_padded": np.int32, "max_seqlen": np.int32, "source_ids": np.int32,
-}  # fmt: skip
+    "tokens": np.int64,
+    "position_ids": np.int64,
+    "labels": np.int64,
+    "loss_mask": np.float32,
+    "cu_seqlens": np.int32,
+    "cu_seqlens_padded": np.int32,
+    "max_seqlen": np.int32,
+    "source_ids": np.int32,
+}
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")
 
 
-
 # the planner
-
-
-
-
 
 
 # loaders and constructors
@@ -62,7 +63,11 @@ class Hook:
             return self.fn(given)
         except PlanError:
             raise
-        except (Exception, SystemExit, GeneratorExit) as e:  # the user's code: whatever it raises ends the job at this step, by name
+        except (
+            Exception,
+            SystemExit,
+            GeneratorExit,
+        ) as e:  # the user's code: whatever it raises ends the job at this step, by name
             raise PlanError(f"{self.__name__} raised {told(e)}", step, "mend the hook") from e
 
 
@@ -117,13 +122,21 @@ class Popped:
         return len(self.row)
 
     def __getitem__(self, i: int) -> SampleId:
-        return SampleId(self.source, int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]))
+        return SampleId(
+            self.source, int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i])
+        )
 
     def chance(self, purpose: str = "") -> np.ndarray:
         """A number from 0 to below 1 for every token of ``tokens.values``: by the job's seed, the sample's id and the token's
         place in it, so the same in every run. Other purposes, other numbers."""
         lengths = self.tokens.lengths
-        each = keyed_hash(key64("hook", self.seed, self.source, purpose), self.epoch, self.file, self.row, self.part)
+        each = keyed_hash(
+            key64("hook", self.seed, self.source, purpose),
+            self.epoch,
+            self.file,
+            self.row,
+            self.part,
+        )
         place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         mixed = keyed_hash(0, np.repeat(each, lengths).view(np.int64), place)
         return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -161,7 +174,9 @@ def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
     return tuple(hook for hook in hooks if hook.kind == kind)
 
 
-def popped_by(hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int) -> tuple[np.ndarray, Ragged]:
+def popped_by(
+    hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int
+) -> tuple[np.ndarray, Ragged]:
     """The step's payload after the loader hooks: number of each sample's document, and the documents."""
     order = np.argsort(plan.source, kind="stable")
     bounds = np.searchsorted(plan.source[order], np.arange(len(plan.names) + 1))
@@ -182,18 +197,30 @@ def popped_by(hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens:
 def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
     """What a loader hook returned, as rows of its own; or why it cannot be used."""
     problem = ""
-    if not isinstance(said, Ragged) or not all(_is_flat_and_whole(array) for array in (said.values, said.offsets)):
+    if not isinstance(said, Ragged) or not all(
+        _is_flat_and_whole(array) for array in (said.values, said.offsets)
+    ):
         shown = np.asarray(said.values) if isinstance(said, Ragged) else None
-        kind = type(said).__name__ if shown is None else f"Ragged of {shown.dtype}{'' if shown.ndim == 1 else f' {shown.shape}'}"
+        kind = (
+            type(said).__name__
+            if shown is None
+            else f"Ragged of {shown.dtype}{'' if shown.ndim == 1 else f' {shown.shape}'}"
+        )
         problem = f"wanted a Ragged of token ids, found {kind}"
-    elif not np.array_equal(said.lengths, before.lengths) or not 0 <= said.offsets[0] <= said.offsets[-1] <= len(said.values):
+    elif not np.array_equal(said.lengths, before.lengths) or not 0 <= said.offsets[
+        0
+    ] <= said.offsets[-1] <= len(said.values):
         problem = f"wanted {len(before)} rows of the lengths it was given, found {len(said)} rows of {int(said.lengths.sum())} tokens"
     else:
         said = Ragged(said.compact().values, before.offsets)
         if len(said.values) and not 0 <= said.values.min() <= said.values.max() < 2**31:
             problem = "a token id is below 0 or above 2^31 - 1"
     if problem:
-        raise PlanError(f"{hook.__name__}: {problem}", step, "lengths are planned already; change ids, not their number")
+        raise PlanError(
+            f"{hook.__name__}: {problem}",
+            step,
+            "lengths are planned already; change ids, not their number",
+        )
     return said
 
 
@@ -215,7 +242,9 @@ def _over(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, np.ndar
 
 def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
     """What a constructor hook returned, read-only; or which rule of the batch contract it breaks."""
-    wanted: dict[str, Any] = CONTRACT | ({"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {})
+    wanted: dict[str, Any] = CONTRACT | (
+        {"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {}
+    )
     if not isinstance(said, (list, tuple)) or len(said) != len(assembly.rows):
         found = f"{len(said)} of them" if isinstance(said, (list, tuple)) else type(said).__name__
         problem = f"wanted a list of {len(assembly.rows)} microbatches, found {found}"
@@ -223,7 +252,11 @@ def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.nd
         problems = ((m, _problem(microbatch, wanted)) for m, microbatch in enumerate(said))
         problem = next((f"microbatch {m}: {words}" for m, words in problems if words), "")
     if problem:
-        raise PlanError(f"{hook.__name__}, bucket {assembly.bucket}: {problem}", assembly.step, "start from assembly.default()")
+        raise PlanError(
+            f"{hook.__name__}, bucket {assembly.bucket}: {problem}",
+            assembly.step,
+            "start from assembly.default()",
+        )
     return [{key: _read_only(array) for key, array in microbatch.items()} for microbatch in said]
 
 
@@ -234,7 +267,11 @@ def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
     if missing := [key for key in wanted if key not in microbatch]:
         return f"{', '.join(missing)} missing"
     for key, array in microbatch.items():
-        if not isinstance(key, str) or not isinstance(array, (np.ndarray, np.generic)) or array.dtype.kind not in "biufS":
+        if (
+            not isinstance(key, str)
+            or not isinstance(array, (np.ndarray, np.generic))
+            or array.dtype.kind not in "biufS"
+        ):
             return f"wanted a numpy array of numbers for {key!r}, found {getattr(array, 'dtype', type(array).__name__)}"
         if key in wanted and array.dtype != wanted[key]:
             return f"wanted {np.dtype(wanted[key])} for {key!r}, found {array.dtype}"
@@ -249,14 +286,23 @@ def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
     tokens, n = microbatch["tokens"].size, microbatch["source_ids"].size
     for key in ("cu_seqlens", "cu_seqlens_padded"):
         ends = microbatch[key]
-        if ends.shape != (n + 1,) or ends[0] != 0 or (ends[1:] < ends[:-1]).any() or ends[-1] > tokens:
-            return f"{key} does not cut {tokens} tokens into {n} documents, one for each of source_ids"
+        if (
+            ends.shape != (n + 1,)
+            or ends[0] != 0
+            or (ends[1:] < ends[:-1]).any()
+            or ends[-1] > tokens
+        ):
+            return (
+                f"{key} does not cut {tokens} tokens into {n} documents, one for each of source_ids"
+            )
     if microbatch["cu_seqlens_padded"][-1] != tokens:
         return f"cu_seqlens_padded ends at {microbatch['cu_seqlens_padded'][-1]}, not with the {tokens} tokens"
     if (np.diff(microbatch["cu_seqlens"]) > np.diff(microbatch["cu_seqlens_padded"])).any():
         return "a document of cu_seqlens is longer than with its padding in cu_seqlens_padded"
     return (
-        "" if microbatch["max_seqlen"].shape == () else f"wanted one number for 'max_seqlen', found shape {microbatch['max_seqlen'].shape}"
+        ""
+        if microbatch["max_seqlen"].shape == ()
+        else f"wanted one number for 'max_seqlen', found shape {microbatch['max_seqlen'].shape}"
     )
 
 
@@ -264,7 +310,3 @@ def _read_only(array: Any) -> np.ndarray:
     view = np.asarray(array).view()
     view.flags.writeable = False
     return view
-
-
-
-

@@ -30,10 +30,14 @@ SYNCS = ("microbatch", "step")
 WORKERS = ("threads", "processes")
 ON_LOST = ("fail", "leave")
 STRATEGIES = (
-    "vanilla", "packed", "llm_balance", "backbone_balance", "encoder_balance", "vlm_hybrid", "look_ahead_balance",
+    "vanilla",
+    "packed",
+    "llm_balance",
+    "backbone_balance",
+    "encoder_balance",
+    "vlm_hybrid",
+    "look_ahead_balance",
 )  # the names of ``planning.strategies``, which lies above this package; a test compares both
-
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +52,39 @@ class Source:
     uri: Any
     format: str | None = field(default=None, kw_only=True)
     transforms: Sequence[Any] = field(default=(), kw_only=True)
-    deferred: Sequence[Any] = field(default=(), kw_only=True)  # ov.Images(...): pixels made by the constructor, after planning
+    deferred: Sequence[Any] = field(
+        default=(), kw_only=True
+    )  # ov.Images(...): pixels made by the constructor, after planning
     weight: float = field(default=1.0, kw_only=True)
     shuffle: bool = field(default=True, kw_only=True)
     epochs: int | None = field(default=None, kw_only=True)  # None: repeat for ever
-    max_bad: int = field(default=100, kw_only=True)  # failures in a row, in stream order, that stop the job
-    workers: str = field(default="threads", kw_only=True)  # where transforms run; no part of the fingerprint
-    max_sample_bytes: int = field(default=2**26, kw_only=True)  # a larger row is quarantined, not read into memory
-    on_lost: str = field(default="fail", kw_only=True)  # when its storage is given up: the job ends there, or the source leaves the mixture
+    max_bad: int = field(
+        default=100, kw_only=True
+    )  # failures in a row, in stream order, that stop the job
+    workers: str = field(
+        default="threads", kw_only=True
+    )  # where transforms run; no part of the fingerprint
+    max_sample_bytes: int = field(
+        default=2**26, kw_only=True
+    )  # a larger row is quarantined, not read into memory
+    on_lost: str = field(
+        default="fail", kw_only=True
+    )  # when its storage is given up: the job ends there, or the source leaves the mixture
 
     def __post_init__(self) -> None:
         for name in ("transforms", "deferred"):
             if isinstance(given := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(given))
-        if self.deferred and isinstance(self.transforms, tuple) and not self._deferred_problems(""):  # said otherwise, and equal to it
+        if (
+            self.deferred and isinstance(self.transforms, tuple) and not self._deferred_problems("")
+        ):  # said otherwise, and equal to it
             late = tuple(replace(t, place="constructor") for t in self.deferred)
             object.__setattr__(self, "transforms", (*self.transforms, *late))
             object.__setattr__(self, "deferred", ())
         if isinstance(self.uri, (list, tuple)):  # equal however the paths were given
-            object.__setattr__(self, "uri", tuple(str(p) if isinstance(p, PathLike) else p for p in self.uri))
+            object.__setattr__(
+                self, "uri", tuple(str(p) if isinstance(p, PathLike) else p for p in self.uri)
+            )
         elif isinstance(self.uri, PathLike):
             object.__setattr__(self, "uri", str(self.uri))
         if problems := self.problems():
@@ -81,7 +99,13 @@ class Source:
 
     @classmethod
     def from_factory(
-        cls, name: str, fn: Callable[..., Iterable[Mapping[str, Any]]], *, shards: int = 1, fingerprint: str | None = None, **fields: Any
+        cls,
+        name: str,
+        fn: Callable[..., Iterable[Mapping[str, Any]]],
+        *,
+        shards: int = 1,
+        fingerprint: str | None = None,
+        **fields: Any,
     ) -> Source:
         """A source of a function that returns a fresh iterator of the same rows every time: ``fn(shard)``, or ``fn()`` with one shard."""
         from overlord.sources.python_objects import Factory  # imports Arrow
@@ -90,52 +114,90 @@ class Source:
 
     def problems(self) -> list[str]:
         at, found = f"source {self.name!r}", []
-        if not isinstance(self.name, str) or not self.name or "\x1f" in self.name or "/" in self.name:
+        if (
+            not isinstance(self.name, str)
+            or not self.name
+            or "\x1f" in self.name
+            or "/" in self.name
+        ):
             found.append(f"{at}: wanted a name without '/', found {self.name!r}")
         found += self._uri_problems(at)
         if self.format is not None and (not isinstance(self.format, str) or not self.format):
             found.append(f"{at}.format: wanted the name of a format, found {self.format!r}")
         if not is_real(self.weight) or not math.isfinite(self.weight) or self.weight < 0:
-            found.append(f"{at}.weight: wanted a finite number of at least 0, found {self.weight!r}")
+            found.append(
+                f"{at}.weight: wanted a finite number of at least 0, found {self.weight!r}"
+            )
         if self.epochs is not None and (not is_int(self.epochs) or self.epochs < 1):
-            found.append(f"{at}.epochs: wanted a whole number of at least 1, or None for ever, found {self.epochs!r}")
+            found.append(
+                f"{at}.epochs: wanted a whole number of at least 1, or None for ever, found {self.epochs!r}"
+            )
         if not isinstance(self.shuffle, bool):
             found.append(f"{at}.shuffle: wanted true or false, found {self.shuffle!r}")
         for name in ("max_bad", "max_sample_bytes"):
             if not is_int(getattr(self, name)) or getattr(self, name) < 1:
-                found.append(f"{at}.{name}: wanted a whole number of at least 1, found {getattr(self, name)!r}")
+                found.append(
+                    f"{at}.{name}: wanted a whole number of at least 1, found {getattr(self, name)!r}"
+                )
         if not isinstance(self.transforms, tuple):
             found.append(f"{at}.transforms: wanted a list, found {type(self.transforms).__name__}")
         else:
-            wrong = [(i, t) for i, t in enumerate(self.transforms) if not hasattr(t, "fingerprint") or isinstance(t, type)]
+            wrong = [
+                (i, t)
+                for i, t in enumerate(self.transforms)
+                if not hasattr(t, "fingerprint") or isinstance(t, type)
+            ]
             found += [f"{at}.transforms[{i}]: {t!r} is no transform" for i, t in wrong]
         found += self._deferred_problems(at)
-        return found + one_of(f"{at}.workers", self.workers, WORKERS) + one_of(f"{at}.on_lost", self.on_lost, ON_LOST)
+        return (
+            found
+            + one_of(f"{at}.workers", self.workers, WORKERS)
+            + one_of(f"{at}.on_lost", self.on_lost, ON_LOST)
+        )
 
     def _deferred_problems(self, at: str) -> list[str]:
         if not isinstance(self.deferred, tuple):
             return [f"{at}.deferred: wanted a list, found {type(self.deferred).__name__}"]
-        wrong = [(i, t) for i, t in enumerate(self.deferred) if getattr(t, "kind", None) != "images" or isinstance(t, type)]
-        return [f"{at}.deferred[{i}]: wanted ov.Images(...), found {t!r}; all else goes into transforms" for i, t in wrong]
+        wrong = [
+            (i, t)
+            for i, t in enumerate(self.deferred)
+            if getattr(t, "kind", None) != "images" or isinstance(t, type)
+        ]
+        return [
+            f"{at}.deferred[{i}]: wanted ov.Images(...), found {t!r}; all else goes into transforms"
+            for i, t in wrong
+        ]
 
     def _uri_problems(self, at: str) -> list[str]:
         if isinstance(self.uri, (list, tuple)):
             if not self.uri:
                 return [f"{at}.uri: the list of files is empty"]
-            if secret := [problem for p in self.uri if isinstance(p, str) for problem in uri_problems(p)]:
+            if secret := [
+                problem for p in self.uri if isinstance(p, str) for problem in uri_problems(p)
+            ]:
                 return [f"{at}.uri: {problem}" for problem in secret]
             wrong = [p for p in self.uri if not isinstance(p, (str, PathLike)) or not str(p)]
             if wrong:
-                return [f"{at}.uri: wanted a list of paths, found {wrong[0]!r} in it; rows go in by Source.from_dataset"]
+                return [
+                    f"{at}.uri: wanted a list of paths, found {wrong[0]!r} in it; rows go in by Source.from_dataset"
+                ]
             counts = Counter(str(p) for p in self.uri)
-            return [f"{at}.uri: {p} is listed twice; its rows would be read twice" for p in sorted(counts) if counts[p] > 1]
+            return [
+                f"{at}.uri: {p} is listed twice; its rows would be read twice"
+                for p in sorted(counts)
+                if counts[p] > 1
+            ]
         if isinstance(self.uri, str) and (problems := uri_problems(self.uri)):
             return [f"{at}.uri: {problem}" for problem in problems]
         files = isinstance(self.uri, (str, PathLike)) and bool(str(self.uri))
         sized = hasattr(self.uri, "__getitem__") and hasattr(self.uri, "__len__")
         dataset = sized and not isinstance(self.uri, (str, bytes, Mapping, type))
         factory = hasattr(self.uri, "fn") and hasattr(self.uri, "shards")
-        return [] if files or dataset or factory else [f"{at}.uri: wanted files, a dataset or a factory, found {self.uri!r}"]
+        return (
+            []
+            if files or dataset or factory
+            else [f"{at}.uri: wanted files, a dataset or a factory, found {self.uri!r}"]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +212,9 @@ class Job:
     strategy: str | Callable[..., Any] = "llm_balance"
     sync: str = "microbatch"  # when ranks wait for each other: what strategies balance for, unless they are told
     seed: int = 0
-    journal: str | None = None  # a directory or a store's URI; None: nothing outlives the process but state_dict()
+    journal: str | None = (
+        None  # a directory or a store's URI; None: nothing outlives the process but state_dict()
+    )
     until: str | int = "all"
     draw: str = "exact"
     mix_every: str = "step"
@@ -162,7 +226,9 @@ class Job:
     chunk_bytes: int = 2**23
     feedback_lag: int = 8
     on_long: str = "split"  # of a document longer than the context
-    hooks: Sequence[Hook] = ()  # ov.loader_do_plan(fn), ov.constructor_do_plan(fn), carried out in this order
+    hooks: Sequence[
+        Hook
+    ] = ()  # ov.loader_do_plan(fn), ov.constructor_do_plan(fn), carried out in this order
 
     # ``overlord/__init__.py`` binds both to ``jobfile``, which lies above this package.
     from_yaml: ClassVar[Callable[[str | PathLike[str]], Job]]
@@ -179,7 +245,9 @@ class Job:
             raise JobError(problems, f"job {self.name!r}")
 
     def __repr__(self) -> str:
-        size = f"{self.batch.samples} samples" if self.batch.samples else f"{self.batch.tokens} tokens"
+        size = (
+            f"{self.batch.samples} samples" if self.batch.samples else f"{self.batch.tokens} tokens"
+        )
         how = f"{_name_of(self.strategy)}, sync {self.sync}"
         return f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, {how}, seed {self.seed})"
 
@@ -202,26 +270,60 @@ class Job:
         if not isinstance(self.place, ClientPlaceTree):
             found.append(f"place: wanted a ClientPlaceTree, found {self.place!r}")
         elif isinstance(self.batch, Batch) and self.batch.context % self.document_multiple:
-            what = "pad_multiple, cp" + (", tp for sequence_parallel" if self.batch.sequence_parallel else "")
-            found.append(f"batch.context: wanted a multiple of {self.document_multiple} ({what}), found {self.batch.context}")
-        for name in ("seed", "look_ahead", "max_age", "shuffle_chunks", "slice_rows", "chunk_bytes", "feedback_lag"):
+            what = "pad_multiple, cp" + (
+                ", tp for sequence_parallel" if self.batch.sequence_parallel else ""
+            )
+            found.append(
+                f"batch.context: wanted a multiple of {self.document_multiple} ({what}), found {self.batch.context}"
+            )
+        for name in (
+            "seed",
+            "look_ahead",
+            "max_age",
+            "shuffle_chunks",
+            "slice_rows",
+            "chunk_bytes",
+            "feedback_lag",
+        ):
             least = 0 if name == "seed" else 1
             if not is_int(getattr(self, name)) or getattr(self, name) < least:
-                found.append(f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}")
-        for name, known in (("draw", DRAWS), ("mix_every", MIX_EVERY), ("overflow", OVERFLOWS), ("on_long", ON_LONG), ("sync", SYNCS)):
+                found.append(
+                    f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}"
+                )
+        for name, known in (
+            ("draw", DRAWS),
+            ("mix_every", MIX_EVERY),
+            ("overflow", OVERFLOWS),
+            ("on_long", ON_LONG),
+            ("sync", SYNCS),
+        ):
             found += one_of(name, getattr(self, name), known)
         if not (self.until in ("all", "first") or (is_int(self.until) and int(self.until) >= 1)):
             found.append(f'until: wanted "all", "first" or a number of steps, found {self.until!r}')
-        if self.draw == "random" and isinstance(self.batch, Batch) and self.batch.tokens is not None:
+        if (
+            self.draw == "random"
+            and isinstance(self.batch, Batch)
+            and self.batch.tokens is not None
+        ):
             found.append('draw: "random" draws samples; give batch.samples, or draw="exact"')
         if not callable(self.strategy) and not isinstance(self.strategy, str):
             found.append(f"strategy: wanted a name or a function, found {self.strategy!r}")
         elif callable(self.strategy):
-            found += [f"strategy: {p}" for p in [cannot_take(self.strategy, ("buffer", "place"))] if p]
+            found += [
+                f"strategy: {p}" for p in [cannot_take(self.strategy, ("buffer", "place"))] if p
+            ]
         elif isinstance(self.strategy, str):
             if self.strategy not in STRATEGIES:
-                found.append(f"strategy: unknown strategy {self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}")
-        return found + self._hook_problems() + self._look_ahead_problems() + self._image_problems() + self._journal_problems()
+                found.append(
+                    f"strategy: unknown strategy {self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}"
+                )
+        return (
+            found
+            + self._hook_problems()
+            + self._look_ahead_problems()
+            + self._image_problems()
+            + self._journal_problems()
+        )
 
     def _hook_problems(self) -> list[str]:
         if not isinstance(self.hooks, tuple):
@@ -229,25 +331,45 @@ class Job:
         wrong = [(i, hook) for i, hook in enumerate(self.hooks) if not isinstance(hook, Hook)]
         known = "ov.loader_do_plan(fn) or ov.constructor_do_plan(fn)"
         raw = " (it goes in as strategy=)"
-        return [f"hooks[{i}]: wanted {known}, found {_name_of(h)}{raw if getattr(h, 'kind', '') == 'strategy' else ''}" for i, h in wrong]
+        return [
+            f"hooks[{i}]: wanted {known}, found {_name_of(h)}{raw if getattr(h, 'kind', '') == 'strategy' else ''}"
+            for i, h in wrong
+        ]
 
     def _source_problems(self) -> list[str]:
         if not isinstance(self.sources, tuple) or not self.sources:
             return [f"sources: wanted at least one Source, found {self.sources!r}"]
-        wrong = [f"sources[{i}]: wanted a Source, found {s!r}" for i, s in enumerate(self.sources) if not isinstance(s, Source)]
+        wrong = [
+            f"sources[{i}]: wanted a Source, found {s!r}"
+            for i, s in enumerate(self.sources)
+            if not isinstance(s, Source)
+        ]
         if wrong:
             return wrong
-        found = [f"sources: the name {n!r} is used twice" for n in sorted({n for n in self.names if self.names.count(n) > 1})]
-        if self.until == "first" and (leaves := [s.name for s in self.sources if s.on_lost == "leave"]):
+        found = [
+            f"sources: the name {n!r} is used twice"
+            for n in sorted({n for n in self.names if self.names.count(n) > 1})
+        ]
+        if self.until == "first" and (
+            leaves := [s.name for s in self.sources if s.on_lost == "leave"]
+        ):
             why = 'until="first" ends the job where one has no more'
-            found.append(f"sources: {', '.join(map(repr, leaves))} may leave (on_lost), and {why}; leave out one of the two")
+            found.append(
+                f"sources: {', '.join(map(repr, leaves))} may leave (on_lost), and {why}; leave out one of the two"
+            )
         if self.mixture is None and all(s.weight == 0 for s in self.sources):
             found.append("sources: all weights are zero, so no sample would ever be drawn")
         if isinstance(self.mixture, Mapping):
             found += mixture_problems(self.mixture, self.names)
-        elif self.mixture is not None and (not callable(self.mixture) or isinstance(self.mixture, type)):
-            found.append(f"mixture: wanted a mapping of weights or a schedule, found {self.mixture!r}")
-        elif self.mixture is not None and (problem := cannot_take(self.mixture, ("step", "feedback"))):
+        elif self.mixture is not None and (
+            not callable(self.mixture) or isinstance(self.mixture, type)
+        ):
+            found.append(
+                f"mixture: wanted a mapping of weights or a schedule, found {self.mixture!r}"
+            )
+        elif self.mixture is not None and (
+            problem := cannot_take(self.mixture, ("step", "feedback"))
+        ):
             found.append(f"mixture: {problem}")
         else:
             found += schedule_problems(self.mixture, self.names)
@@ -256,38 +378,72 @@ class Job:
     def _look_ahead_problems(self) -> list[str]:
         """A schedule that chooses samples needs several to choose from; choosing goes by count, so not with tokens."""
         found = []
-        if self.overflow == "defer" and isinstance(self.batch, Batch) and self.batch.tokens is not None:
-            found.append('overflow: "defer" goes with a batch in samples only; a batch in tokens can be made small enough to fit')
+        if (
+            self.overflow == "defer"
+            and isinstance(self.batch, Batch)
+            and self.batch.tokens is not None
+        ):
+            found.append(
+                'overflow: "defer" goes with a batch in samples only; a batch in tokens can be made small enough to fit'
+            )
         if self.overflow == "defer" and self.look_ahead != 1:
-            found.append('overflow: "defer" goes with look_ahead=1; look-ahead chooses what a step takes already')
+            found.append(
+                'overflow: "defer" goes with look_ahead=1; look-ahead chooses what a step takes already'
+            )
         if hasattr(self.mixture, "prefer") and self.look_ahead == 1:
             what = getattr(self.mixture, "kind", None) or _name_of(self.mixture)
-            found.append(f"mixture: {what} chooses among candidates, and look_ahead=1 leaves no choice; set look_ahead, for example to 4")
-        if is_int(self.look_ahead) and self.look_ahead > 1 and isinstance(self.batch, Batch) and self.batch.tokens is not None:
-            found.append(f"look_ahead: {self.look_ahead} goes with a batch in samples only; give batch.samples, or set look_ahead=1")
+            found.append(
+                f"mixture: {what} chooses among candidates, and look_ahead=1 leaves no choice; set look_ahead, for example to 4"
+            )
+        if (
+            is_int(self.look_ahead)
+            and self.look_ahead > 1
+            and isinstance(self.batch, Batch)
+            and self.batch.tokens is not None
+        ):
+            found.append(
+                f"look_ahead: {self.look_ahead} goes with a batch in samples only; give batch.samples, or set look_ahead=1"
+            )
         return found
 
     def _image_problems(self) -> list[str]:
         """One encoder sees the images of all sources, so they must be of one form; and some rank must have whole microbatches."""
-        sources = [s for s in self.sources if isinstance(s, Source)] if isinstance(self.sources, tuple) else []
-        specs = [(s.name, t) for s in sources for t in s.transforms if getattr(t, "kind", "") == "images"]
+        sources = (
+            [s for s in self.sources if isinstance(s, Source)]
+            if isinstance(self.sources, tuple)
+            else []
+        )
+        specs = [
+            (s.name, t) for s in sources for t in s.transforms if getattr(t, "kind", "") == "images"
+        ]
         found = []
         for name in ("patch", "merge", "dtype"):
             said = {getattr(spec, name): source for source, spec in reversed(specs)}
             if len(said) > 1:
-                words = ", ".join(f"{value!r} in {source!r}" for value, source in reversed(said.items()))
-                found.append(f"sources: images of all sources go to one encoder and need one {name}, found {words}")
-        sliced = isinstance(self.place, ClientPlaceTree) and self.place.cp > 1 and getattr(self.batch, "cp_split", "none") != "none"
+                words = ", ".join(
+                    f"{value!r} in {source!r}" for value, source in reversed(said.items())
+                )
+                found.append(
+                    f"sources: images of all sources go to one encoder and need one {name}, found {words}"
+                )
+        sliced = (
+            isinstance(self.place, ClientPlaceTree)
+            and self.place.cp > 1
+            and getattr(self.batch, "cp_split", "none") != "none"
+        )
         if specs and sliced and isinstance(self.strategy, str):
-            ways = 'batch.cp_split="none", or a strategy with .broadcast_at("CP") or .distribute("CP")'
-            found.append(f"place: cp={self.place.cp} cuts microbatches, and rows of images go into whole ones; use {ways}")
+            ways = (
+                'batch.cp_split="none", or a strategy with .broadcast_at("CP") or .distribute("CP")'
+            )
+            found.append(
+                f"place: cp={self.place.cp} cuts microbatches, and rows of images go into whole ones; use {ways}"
+            )
         return found
 
     def _journal_problems(self) -> list[str]:
         if self.journal is not None and (not isinstance(self.journal, str) or not self.journal):
             return [f"journal: wanted a directory or a store's URI, found {self.journal!r}"]
         return [f"journal: {problem}" for problem in uri_problems(self.journal or "")]
-
 
 
 def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list[str]:
@@ -297,7 +453,9 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
         if name not in known:
             found.append(f"mixture: unknown source {name!r}{did_you_mean(name, known)}")
         elif not is_real(weight) or not math.isfinite(weight) or weight < 0:
-            found.append(f"mixture: the weight of {name!r} must be a finite number of at least 0, found {weight!r}")
+            found.append(
+                f"mixture: the weight of {name!r} must be a finite number of at least 0, found {weight!r}"
+            )
     if not found and not any(weights.values()):
         found.append("mixture: all weights are zero, so no sample would ever be drawn")
     return found
@@ -307,9 +465,11 @@ def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
     """Names in a schedule that are no sources. One that does not say whom it weighs is checked when it speaks."""
     said, known = getattr(mixture, "sources", ()), tuple(names)
     listed = said if isinstance(said, (tuple, list)) else ()
-    return [f"mixture: unknown source {name!r}{did_you_mean(name, known)}" for name in listed if name not in known]
-
-
+    return [
+        f"mixture: unknown source {name!r}{did_you_mean(name, known)}"
+        for name in listed
+        if name not in known
+    ]
 
 
 def defaults(cls: type) -> dict[str, Any]:
@@ -319,9 +479,3 @@ def defaults(cls: type) -> dict[str, Any]:
 
 def _name_of(strategy: Any) -> str:
     return strategy if isinstance(strategy, str) else getattr(strategy, "__name__", repr(strategy))
-
-
-
-
-
-

@@ -30,7 +30,10 @@ def read_mixture(plain: Any, at: str, problems: list[str]) -> Any:
         return plain
     before = len(problems)
     given = {
-        key: read_mixture(inner, f"{at}.{key}" if isinstance(key, str) else f"{at}[{key!r}]", problems) for key, inner in plain.items()
+        key: read_mixture(
+            inner, f"{at}.{key}" if isinstance(key, str) else f"{at}[{key!r}]", problems
+        )
+        for key, inner in plain.items()
     }
     if not is_schedule(plain):
         return given
@@ -39,7 +42,9 @@ def read_mixture(plain: Any, at: str, problems: list[str]) -> Any:
         problems.append(f"{at}.schedule: unknown{did_you_mean(kind, known)}")
         return failed
     given, missing = _arguments(known[kind], given, at, problems)
-    if len(problems) > before and kind not in BUILT_IN:  # a user's factory is called only with what it asks for
+    if (
+        len(problems) > before and kind not in BUILT_IN
+    ):  # a user's factory is called only with what it asks for
         return failed
     made = _made(kind, given | dict.fromkeys(missing), missing, at, problems)
     return made if len(problems) == before else failed
@@ -50,22 +55,36 @@ def failed(step: int, feedback: Feedback) -> dict[str, float]:
     raise AssertionError("a job with problems is never run")
 
 
-def _arguments(factory: Any, given: dict[Any, Any], at: str, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+def _arguments(
+    factory: Any, given: dict[Any, Any], at: str, problems: list[str]
+) -> tuple[dict[str, Any], list[str]]:
     """The arguments that the factory knows, and the names of those it lacks."""
-    named = {n: p for n, p in inspect.signature(factory).parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = {
+        n: p
+        for n, p in inspect.signature(factory).parameters.items()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values())
-    unknown = [key for key in given if not isinstance(key, str) or (key not in named and not takes_any)]
+    unknown = [
+        key for key in given if not isinstance(key, str) or (key not in named and not takes_any)
+    ]
     problems += [f"{at}.{key}: unknown{did_you_mean(key, named)}" for key in unknown]
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
     problems += [f"{at}.{name}: missing" for name in missing]
     return {key: value for key, value in given.items() if key not in unknown}, missing
 
 
-def _made(kind: str, given: dict[str, Any], missing: list[str], at: str, problems: list[str]) -> Any:
+def _made(
+    kind: str, given: dict[str, Any], missing: list[str], at: str, problems: list[str]
+) -> Any:
     try:
         return make(kind, **given)
     except JobError as fault:  # what is missing was said already
-        problems += [f"{at}.{problem}" for problem in fault.problems if not problem.startswith(tuple(f"{name}:" for name in missing))]
+        problems += [
+            f"{at}.{problem}"
+            for problem in fault.problems
+            if not problem.startswith(tuple(f"{name}:" for name in missing))
+        ]
     except Exception as fault:  # a registered factory is the user's code
         problems.append(f"{at}: {kind} raised {told(fault)}")
     return failed
@@ -74,15 +93,22 @@ def _made(kind: str, given: dict[str, Any], missing: list[str], at: str, problem
 def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
     """A schedule as the mapping that makes it again; what has no name in a file becomes a problem."""
     if isinstance(mixture, Mapping):
-        return {key: write_mixture(inner, f"{at}.{key}", problems) for key, inner in mixture.items()}
+        return {
+            key: write_mixture(inner, f"{at}.{key}", problems) for key, inner in mixture.items()
+        }
     if isinstance(mixture, (list, tuple)):
         return [write_mixture(inner, f"{at}[{i}]", problems) for i, inner in enumerate(mixture)]
     if isinstance(mixture, (Base, Registered)):
-        given = {name: dict(part.weights) if isinstance(part, Constant) else part for name, part in mixture.parameters().items()}
+        given = {
+            name: dict(part.weights) if isinstance(part, Constant) else part
+            for name, part in mixture.parameters().items()
+        }
         return {"schedule": mixture.kind, **write_mixture(given, at, problems)}
     if isinstance(mixture, (str, bool, int, float, type(None))):
         return mixture
-    problems.append(f"{at}: {shown(mixture)} is code; a file can name only what has a name (ov.register_schedule)")
+    problems.append(
+        f"{at}: {shown(mixture)} is code; a file can name only what has a name (ov.register_schedule)"
+    )
     return None
 
 

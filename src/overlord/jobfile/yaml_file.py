@@ -29,18 +29,28 @@ from overlord.uris import is_uri, uri_problems
 REGISTER = "call ov.register_function before the file is read; on the command line, in a module named by --import"
 _functions: dict[str, Callable[..., Any]] = {}
 _TRANSFORMS: dict[str, Callable[..., Any]] = {
-    "tokenize": Tokenize, "tokens": Tokens, "map": Map, "filter": Filter, "select": Select, "meta": Meta,
+    "tokenize": Tokenize,
+    "tokens": Tokens,
+    "map": Map,
+    "filter": Filter,
+    "select": Select,
+    "meta": Meta,
     "images": Images,
-}  # fmt: skip
+}
 
 
 def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Lets job files say ``{map: {fn: name}}``. The same name again replaces only the same function, edited and run anew."""
     if not isinstance(name, str) or not name or not callable(fn):
-        raise JobError([f"wanted a name and a function, found {name!r} and {fn!r}"], "register_function")
+        raise JobError(
+            [f"wanted a name and a function, found {name!r} and {fn!r}"], "register_function"
+        )
     known = _functions.get(name)
     if known is not None and _place(known) != _place(fn):
-        raise JobError([f"the name {name!r} stands for {_place(known)} already; choose another"], "register_function")
+        raise JobError(
+            [f"the name {name!r} stands for {_place(known)} already; choose another"],
+            "register_function",
+        )
     _functions[name] = fn
     return fn
 
@@ -70,9 +80,19 @@ def _refuse_data(where: str) -> None:
     from overlord.sources.formats import SUFFIXES
 
     if os.path.isdir(where):
-        raise JobError([f"expected a job file, got a directory; `overlord inspect {where}` lists the data in it"], where)
+        raise JobError(
+            [
+                f"expected a job file, got a directory; `overlord inspect {where}` lists the data in it"
+            ],
+            where,
+        )
     if where.lower().endswith(SUFFIXES) and not where.lower().endswith(".json"):
-        raise JobError([f"expected a job file (YAML), got data; `overlord inspect {where}` shows it and suggests a job file"], where)
+        raise JobError(
+            [
+                f"expected a job file (YAML), got data; `overlord inspect {where}` shows it and suggests a job file"
+            ],
+            where,
+        )
 
 
 def write_job(job: Job) -> str:
@@ -95,10 +115,16 @@ class _Reader:
         plain = self._parse(text)
         if not isinstance(plain, dict):
             if not self.problems:
-                self.problems.append(f"wanted a mapping with name, sources and batch, found {_shown(plain)}")
+                self.problems.append(
+                    f"wanted a mapping with name, sources and batch, found {_shown(plain)}"
+                )
             return None
         known = self._known(plain, Job, "")
-        place = self._part(ClientPlaceTree, plain["place"], "place") if "place" in plain else ClientPlaceTree()
+        place = (
+            self._part(ClientPlaceTree, plain["place"], "place")
+            if "place" in plain
+            else ClientPlaceTree()
+        )
         batch = self._part(Batch, plain["batch"], "batch") if "batch" in plain else None
         sources = self._sources(plain["sources"]) if "sources" in plain else []
         # Stand-ins for what failed, so that the job's own rules still speak about the rest.
@@ -107,8 +133,13 @@ class _Reader:
             "batch": batch or Batch(samples=1, context=2 * (place.cp if place else 1)),
             "sources": sources or [Source("?", "?")],
         }
-        given = {key: value for key, value in known.items() if key not in ("place", "batch", "sources")}
-        if "mixture" in given and (mixture := read_mixture(given["mixture"], "mixture", self.problems)) is not failed:
+        given = {
+            key: value for key, value in known.items() if key not in ("place", "batch", "sources")
+        }
+        if (
+            "mixture" in given
+            and (mixture := read_mixture(given["mixture"], "mixture", self.problems)) is not failed
+        ):
             given["mixture"] = mixture
         elif "mixture" in given:
             del given["mixture"]
@@ -138,8 +169,14 @@ class _Reader:
         """The entries that name fields, and a stand-in for what is missing, so that the rest is still checked."""
         names = [f.name for f in fields(cls)]
         dot = f"{at}." if at else ""
-        self.problems += [f"{dot}{key}: unknown{did_you_mean(key, names)}" for key in plain if key not in names]
-        needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING and f.init]
+        self.problems += [
+            f"{dot}{key}: unknown{did_you_mean(key, names)}" for key in plain if key not in names
+        ]
+        needed = [
+            f.name
+            for f in fields(cls)
+            if f.default is MISSING and f.default_factory is MISSING and f.init
+        ]
         missing = [name for name in needed if name not in plain]
         self.problems += [f"{dot}{name}: missing" for name in missing]
         stand_ins = {name: {"fn": _missing, "placeholder": 0}.get(name, "?") for name in missing}
@@ -187,7 +224,10 @@ class _Reader:
                     given[key] = ()
             if "path" in plain:  # what many call it: said, and then checked under its name
                 self.problems.append(f"{at}.path: unknown; did you mean 'uri'?")
-                plain = {"uri": plain["path"], **{key: value for key, value in plain.items() if key != "path"}}
+                plain = {
+                    "uri": plain["path"],
+                    **{key: value for key, value in plain.items() if key != "path"},
+                }
             if "uri" in plain:
                 given["uri"] = self._paths(plain["uri"], at)
         source = self._part(Source, plain, at, **given)
@@ -209,7 +249,11 @@ class _Reader:
 
     def _path(self, path: str) -> str:
         """What is no good as a URI stays as it is, for whoever checks it: a folder before it would make a path of it."""
-        return path if "://" in path or uri_problems(path) else os.path.join(self.folder, os.path.expanduser(path))
+        return (
+            path
+            if "://" in path or uri_problems(path)
+            else os.path.join(self.folder, os.path.expanduser(path))
+        )
 
     def _transforms(self, plain: list[Any], at: str) -> tuple[Any, ...]:
         made = [self._transform(entry, f"{at}[{i}]") for i, entry in enumerate(plain)]
@@ -219,7 +263,9 @@ class _Reader:
         if isinstance(plain, str):
             plain = {plain: {}}
         if not isinstance(plain, dict) or len(plain) != 1:
-            self.problems.append(f"{at}: wanted one of {', '.join(_TRANSFORMS)} with its fields, found {_shown(plain)}")
+            self.problems.append(
+                f"{at}: wanted one of {', '.join(_TRANSFORMS)} with its fields, found {_shown(plain)}"
+            )
             return None
         kind, body = next(iter(plain.items()))
         if kind not in _TRANSFORMS:
@@ -229,8 +275,15 @@ class _Reader:
         if kind == "select":
             return self._select(body, at)
         if not isinstance(body, dict):
-            first = {"tokenize": "tokenizer", "tokens": "column", "meta": "name", "images": "placeholder"}.get(kind, "fn")
-            self.problems.append(f"{at}: wanted its fields, as in {{{first}: ...}}, found {_shown(body)}")
+            first = {
+                "tokenize": "tokenizer",
+                "tokens": "column",
+                "meta": "name",
+                "images": "placeholder",
+            }.get(kind, "fn")
+            self.problems.append(
+                f"{at}: wanted its fields, as in {{{first}: ...}}, found {_shown(body)}"
+            )
             return None
         given: dict[str, Any] = {}
         if kind == "tokenize" and isinstance(body.get("tokenizer"), str) and body["tokenizer"]:
@@ -260,13 +313,20 @@ class _Reader:
         if ("column" in body) == ("fn" in body):
             self.problems.append(f"{at}: wanted exactly one of column and fn")
             return {**rest, "value": "?"}
-        return {**rest, "value": body["column"] if "column" in body else _Named(self._function(body["fn"], f"{at}.fn"))}
+        return {
+            **rest,
+            "value": body["column"]
+            if "column" in body
+            else _Named(self._function(body["fn"], f"{at}.fn")),
+        }
 
     def _function(self, name: Any, at: str) -> Callable[..., Any]:
         if isinstance(name, str) and name in _functions:
             return _functions[name]
         known = f"known: {', '.join(sorted(_functions))}" if _functions else "none is registered"
-        self.problems.append(f"{at}: no function is registered as {_shown(name)} ({known}); {REGISTER}")
+        self.problems.append(
+            f"{at}: no function is registered as {_shown(name)} ({known}); {REGISTER}"
+        )
         return _missing
 
 
@@ -294,7 +354,9 @@ def _said(fault: Exception) -> str:
     mark = getattr(fault, "problem_mark", None)
     if mark is None:
         return " ".join(str(fault).split())
-    parts = [part for part in (getattr(fault, "context", None), getattr(fault, "problem", None)) if part]
+    parts = [
+        part for part in (getattr(fault, "context", None), getattr(fault, "problem", None)) if part
+    ]
     return f"{', '.join(parts)} (line {mark.line + 1}, column {mark.column + 1})"
 
 
@@ -317,19 +379,26 @@ class _Writer:
         plain = {name: getattr(job, name) for name in ("name",)}
         plain["sources"] = [self._source(i, source) for i, source in enumerate(job.sources)]
         if job.place != ClientPlaceTree():
-            plain["place"] = {k: list(v) if isinstance(v, tuple) else v for k, v in _changed(job.place).items()}
+            plain["place"] = {
+                k: list(v) if isinstance(v, tuple) else v for k, v in _changed(job.place).items()
+            }
         plain["batch"] = _changed(job.batch)
         for name, value in _changed(job).items():
             if name in ("name", "sources", "place", "batch"):
                 continue
             if name == "mixture" and isinstance(value, Mapping):
-                value = {source: float(weight) if isinstance(weight, float) else int(weight) for source, weight in value.items()}
+                value = {
+                    source: float(weight) if isinstance(weight, float) else int(weight)
+                    for source, weight in value.items()
+                }
             elif name == "mixture":
                 value = write_mixture(value, "mixture", self.problems)
             elif name == "journal":
                 value = _anywhere(value)
             elif callable(value) or name == "hooks":
-                self.problems.append(f"{name}: {_shown(value)} is code; a file can name only what has a name")
+                self.problems.append(
+                    f"{name}: {_shown(value)} is code; a file can name only what has a name"
+                )
             plain[name] = value
         return plain
 
@@ -341,11 +410,17 @@ class _Writer:
             text = [_anywhere(os.fspath(p)) for p in paths]
             plain["uri"] = text if isinstance(source.uri, (list, tuple)) else text[0]
         else:
-            self.problems.append(f"{at}.uri: {_shown(source.uri)} is an object of this program, not files")
+            self.problems.append(
+                f"{at}.uri: {_shown(source.uri)} is an object of this program, not files"
+            )
         if "weight" in plain:
-            plain["weight"] = float(source.weight) if isinstance(source.weight, float) else int(source.weight)
+            plain["weight"] = (
+                float(source.weight) if isinstance(source.weight, float) else int(source.weight)
+            )
         if source.transforms:
-            plain["transforms"] = [self._transform(t, f"{at}.transforms[{k}]") for k, t in enumerate(source.transforms)]
+            plain["transforms"] = [
+                self._transform(t, f"{at}.transforms[{k}]") for k, t in enumerate(source.transforms)
+            ]
         return plain
 
     def _transform(self, t: Any, at: str) -> dict[str, Any]:
@@ -354,27 +429,38 @@ class _Writer:
             return {}
         if isinstance(t, Select):
             return {"select": list(t.columns)}
-        body = {name: list(value) if isinstance(value, tuple) else value for name, value in _changed(t).items()}
+        body = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in _changed(t).items()
+        }
         if isinstance(t, Tokenize):
             body["tokenizer"] = _anywhere(str(t.tokenizer))
         if isinstance(t, (Map, Filter)):
             body["fn"] = self._name_of(t.fn, at)
         if isinstance(t, Meta):
             value = body.pop("value")
-            body |= {"column": value} if isinstance(value, str) else {"fn": self._name_of(value, at)}
+            body |= (
+                {"column": value} if isinstance(value, str) else {"fn": self._name_of(value, at)}
+            )
         return {t.kind: body}
 
     def _name_of(self, fn: Any, at: str) -> str:
         for name in sorted(_functions):
             if _functions[name] is fn:
                 return name
-        self.problems.append(f"{at}: the function {_place(fn)} has no name in a job file; call ov.register_function first")
+        self.problems.append(
+            f"{at}: the function {_place(fn)} has no name in a job file; call ov.register_function first"
+        )
         return "?"
 
 
 def _changed(thing: Any) -> dict[str, Any]:
     """Fields that differ from their defaults, and those without one."""
-    return {f.name: getattr(thing, f.name) for f in fields(thing) if f.default is MISSING or getattr(thing, f.name) != f.default}
+    return {
+        f.name: getattr(thing, f.name)
+        for f in fields(thing)
+        if f.default is MISSING or getattr(thing, f.name) != f.default
+    }
 
 
 def _anywhere(path: str) -> str:
@@ -393,7 +479,9 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
-                    self.twice.append(f"{key.value}: given twice, the second time in line {key.start_mark.line + 1}")
+                    self.twice.append(
+                        f"{key.value}: given twice, the second time in line {key.start_mark.line + 1}"
+                    )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -408,7 +496,11 @@ class _Dumper(yaml.SafeDumper):
 _SCALARS = (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", "-+0123456789"),
-    ("float", r"^[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", "-+.0123456789"),
+    (
+        "float",
+        r"^[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$",
+        "-+.0123456789",
+    ),
     ("float", r"^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", "-+."),
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
     ("merge", r"^<<$", "<"),

@@ -43,11 +43,20 @@ class Writer:
         self.appends, self.seconds = 0, 0.0
         self._changed = threading.Condition(threading.RLock())
         self._closed = self._ended = False  # ended: its thread has
-        self._late = False  # it is closed, and its thread has still to write: then that one closes the log
+        self._late = (
+            False  # it is closed, and its thread has still to write: then that one closes the log
+        )
         self._thread: threading.Thread | None = None
         self._sweeping: threading.Thread | None = None
 
-    def put(self, records: Sequence[Record], *, rolls: bool = False, before: int | None = None, anew: bool = False) -> int:
+    def put(
+        self,
+        records: Sequence[Record],
+        *,
+        rolls: bool = False,
+        before: int | None = None,
+        anew: bool = False,
+    ) -> int:
         """Have records written, then segments pruned; returns the number by which to ask whether it is done."""
         order = _Order(records, rolls or anew, before, anew)
         with self._changed:
@@ -59,7 +68,9 @@ class Writer:
                 self._sweep([order])
                 return self._given
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="overlord-journal", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="overlord-journal", daemon=True
+                )
                 self._thread.start()
             self._orders.append(order)
             self._changed.notify_all()
@@ -68,12 +79,16 @@ class Writer:
     def wait(self, number: int, timeout_s: float = WAIT_S) -> None:
         """Until that is durable; if it cannot be, why."""
         with self._changed:
-            self._changed.wait_for(lambda: self.done >= number or self.failed is not None, timeout_s)
+            self._changed.wait_for(
+                lambda: self.done >= number or self.failed is not None, timeout_s
+            )
             if self.failed is not None and self.done < number:
                 raise self.failed
             if self.done < number:
                 raise JournalError(
-                    self._log.shown, f"an append took longer than {timeout_s:g} s", "look at the disk or the store, then resume"
+                    self._log.shown,
+                    f"an append took longer than {timeout_s:g} s",
+                    "look at the disk or the store, then resume",
                 )
 
     def _run(self) -> None:
@@ -111,7 +126,9 @@ class Writer:
         try:
             if orders[0].rolls:
                 self._log.roll()
-            self._log.append([record for order in orders for record in order.records], anew=orders[0].anew)
+            self._log.append(
+                [record for order in orders for record in order.records], anew=orders[0].anew
+            )
             with self._changed:
                 self.appends, self.done = self.appends + 1, self.done + len(orders)
                 self._changed.notify_all()
@@ -132,8 +149,12 @@ class Writer:
             return
         if not self._log.removes_slowly or self._thread is None:
             self._sweep_now()
-        elif self._sweeping is None or not self._sweeping.is_alive():  # plans must not wait for a store that does not answer
-            self._sweeping = threading.Thread(target=self._sweep_now, name="overlord-journal-sweep", daemon=True)
+        elif (
+            self._sweeping is None or not self._sweeping.is_alive()
+        ):  # plans must not wait for a store that does not answer
+            self._sweeping = threading.Thread(
+                target=self._sweep_now, name="overlord-journal-sweep", daemon=True
+            )
             self._sweeping.start()
 
     def _sweep_now(self) -> None:
@@ -143,7 +164,11 @@ class Writer:
             self.unpruned = ""
         except Exception as error:
             where = error.path if isinstance(error, JournalError) else self._log.shown
-            why = error.problem if isinstance(error, JournalError) else f"{type(error).__name__}: {error}"
+            why = (
+                error.problem
+                if isinstance(error, JournalError)
+                else f"{type(error).__name__}: {error}"
+            )
             self.unpruned = (
                 f"journal {where}: {self._log.doomed} segments that are not wanted any more stay: {why}; let the job remove them (in a "
                 "store: DeleteObject). It goes on, the journal grows, and the next pruning tries again"
@@ -156,9 +181,7 @@ class Writer:
         """What no place has words for: no memory, a fault of our own."""
         log.error("journal %s: an append failed", self._log.shown, exc_info=error)
         what = f"wanted an append, found {type(error).__name__}: {error}"
-        remedy = (
-            "nothing is written any more, and all that was acknowledged is kept: mend that, and resume; the log has where it was raised"
-        )
+        remedy = "nothing is written any more, and all that was acknowledged is kept: mend that, and resume; the log has where it was raised"
         failed = JournalError(self._log.shown, what, remedy)
         failed.__cause__ = error
         return failed
@@ -172,7 +195,9 @@ class Writer:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
             if self._sweeping is not None:
-                self._sweeping.join(timeout_s)  # what it does not come to is left to the next pruning
+                self._sweeping.join(
+                    timeout_s
+                )  # what it does not come to is left to the next pruning
             with self._changed:
                 self._late = not self._ended
             return not self._late

@@ -17,9 +17,24 @@ import numpy as np
 from overlord.journal.checkpoint_codec import packed, unpacked
 from overlord.messages.control import Cursor, Report, Stage, StreamState
 from overlord.planning.events import Event, widened
-from overlord.planning.state_json import event_in, event_out, fingerprint_out, reports_in, reports_out
+from overlord.planning.state_json import (
+    event_in,
+    event_out,
+    fingerprint_out,
+    reports_in,
+    reports_out,
+)
 
-SNAPSHOT, PLAN, EVENT, REPORT, ACKED, REWIND, BACK, JOB = "snapshot", "plan", "event", "report", "acked", "rewind", "back", "job"
+SNAPSHOT, PLAN, EVENT, REPORT, ACKED, REWIND, BACK, JOB = (
+    "snapshot",
+    "plan",
+    "event",
+    "report",
+    "acked",
+    "rewind",
+    "back",
+    "job",
+)
 KINDS = (SNAPSHOT, PLAN, EVENT, REPORT, ACKED, REWIND, BACK, JOB)
 MOST_SOURCES = 2**20  # more are not believed: nothing is allocated on the word of a file
 MOST_AGES = 2**26
@@ -51,7 +66,9 @@ class Interval:
     most_plans: int = 1024
 
     def due(self, snapshot_bytes: int, bytes_since: int, plans_since: int) -> bool:
-        return plans_since >= self.most_plans or bytes_since >= min(self.ratio * snapshot_bytes, self.most_bytes)
+        return plans_since >= self.most_plans or bytes_since >= min(
+            self.ratio * snapshot_bytes, self.most_bytes
+        )
 
 
 # entries
@@ -65,13 +82,22 @@ def snapshot(state: StreamState, acked: int) -> Entry:
 def rewind(state: StreamState, floor: int = 0) -> Entry:
     """A snapshot that opens anew: what was planned before does not count any more. ``floor``: the first step that events may still
     change, where steps that are planned again were seen by some."""
-    return Entry(REWIND, state.step, {"acked": state.step - 1, "floor": max(floor, state.step), **changes(None, state)})
+    return Entry(
+        REWIND,
+        state.step,
+        {"acked": state.step - 1, "floor": max(floor, state.step), **changes(None, state)},
+    )
 
 
 def plan(stage: Stage, before: StreamState, acked: int) -> Entry:
     """A planned step: what is needed to know it again, and what it changed in the state. ``acked``: the last step that all took by then."""
     assert isinstance(stage.after, StreamState)
-    body = {"digest": stage.digest, "skipped": stage.skipped, "acked": acked, **changes(before, stage.after)}
+    body = {
+        "digest": stage.digest,
+        "skipped": stage.skipped,
+        "acked": acked,
+        **changes(before, stage.after),
+    }
     return Entry(PLAN, stage.plan.step, body)
 
 
@@ -97,7 +123,11 @@ def back(step: int, generation: int, reason: str) -> Entry:
 def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: str) -> Entry:
     """Whose stream it is: beside the first snapshot of a segment, and when a source joins. ``place``: under another mesh or
     ``sync`` the same samples have other slots, and plans other digests."""
-    return Entry(JOB, step, {"names": list(names), "fingerprint": fingerprint_out(fingerprint, names), "place": place})
+    return Entry(
+        JOB,
+        step,
+        {"names": list(names), "fingerprint": fingerprint_out(fingerprint, names), "place": place},
+    )
 
 
 def event_of(entry: Entry) -> Event:
@@ -148,25 +178,33 @@ def changed(before: StreamState | None, body: Body) -> StreamState:
     before = _empty(n, ()) if before is None else widened(before, n)
     if len(before.active) != n:
         raise ValueError(f"wanted {len(before.active)} sources, found {n}")
-    counts = _counted(before, tuple(map(str, body["counts"]))) if "counts" in body else before.counts
+    counts = (
+        _counted(before, tuple(map(str, body["counts"]))) if "counts" in body else before.counts
+    )
     before = replace(before, counts=counts)
     rows, table = _rows(body, n), _table(before)
     delta = unpacked(body["columns"], len(rows))
     if delta.shape[1] != table.shape[1]:
         raise ValueError(f"wanted {table.shape[1]} columns, found {delta.shape[1]}")
     table[rows] += delta
-    reports = before.reports if "reports" not in body else _reports_of(before.reports, body["reports"])
+    reports = (
+        before.reports if "reports" not in body else _reports_of(before.reports, body["reports"])
+    )
     mix_step, mix_epoch = body["mix"]
     return StreamState(
         step=_whole(body["step"]),
         cursors=np.ascontiguousarray(table[:, :N_CURSOR]),
-        owed=tuple(map(int, body["owed"])) if "owed" in body else tuple(table[:, N_CURSOR].tolist()),
+        owed=tuple(map(int, body["owed"]))
+        if "owed" in body
+        else tuple(table[:, N_CURSOR].tolist()),
         active=tuple(_flags(body["active"], n).tolist()) if "active" in body else before.active,
         events=tuple(map(event_in, body["events"])) if "events" in body else before.events,
         mix_step=_whole(mix_step),
         mix_epoch=_whole(mix_epoch),
         ahead=_ages_in(body["ahead"], n) if "ahead" in body else (),
-        counts={name: np.ascontiguousarray(table[:, N_CURSOR + 1 + k]) for k, name in enumerate(counts)},
+        counts={
+            name: np.ascontiguousarray(table[:, N_CURSOR + 1 + k]) for k, name in enumerate(counts)
+        },
         weights=tuple(map(float, body["weights"])) if "weights" in body else before.weights,
         schedule=json.loads(body["schedule"]) if "schedule" in body else before.schedule,
         reports=reports,
@@ -191,7 +229,13 @@ def samples_of(body: Body) -> np.ndarray:
 
 def _empty(n: int, counts: tuple[str, ...]) -> StreamState:
     zeros = {name: np.zeros(n, np.int64) for name in counts}
-    return StreamState(step=0, cursors=np.zeros((n, N_CURSOR), np.int64), owed=(0,) * n, active=(True,) * n, counts=zeros)
+    return StreamState(
+        step=0,
+        cursors=np.zeros((n, N_CURSOR), np.int64),
+        owed=(0,) * n,
+        active=(True,) * n,
+        counts=zeros,
+    )
 
 
 def _counted(state: StreamState, names: tuple[str, ...]) -> dict[str, np.ndarray]:
@@ -205,8 +249,12 @@ def _fits(owed: Sequence[int]) -> bool:
 
 def _table(state: StreamState) -> np.ndarray:
     """All that is a whole number for every source: cursor, account, counts. Differences wrap around, and back."""
-    owed = np.array(state.owed, np.int64) if _fits(state.owed) else np.zeros(len(state.owed), np.int64)
-    return np.column_stack([state.cursors, owed, *state.counts.values()]).astype(np.int64, copy=False)
+    owed = (
+        np.array(state.owed, np.int64) if _fits(state.owed) else np.zeros(len(state.owed), np.int64)
+    )
+    return np.column_stack([state.cursors, owed, *state.counts.values()]).astype(
+        np.int64, copy=False
+    )
 
 
 def _ages_out(ahead: Sequence[np.ndarray]) -> list[Any]:

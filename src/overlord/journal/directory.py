@@ -20,7 +20,9 @@ log = logging.getLogger("overlord")
 LOCK = "journal.lock"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 _sync_data = getattr(os, "fdatasync", os.fsync)  # it also makes a file's new length durable
-_held: set[Directory] = set()  # not weak: who drops a log without closing it still has its files open
+_held: set[Directory] = (
+    set()
+)  # not weak: who drops a log without closing it still has its files open
 
 
 class Directory:
@@ -41,7 +43,11 @@ class Directory:
         try:
             self._make()
             others = (
-                [] if (self.path / LOCK).exists() else sorted(n for n in os.listdir(self.path) if not n.endswith(SUFFIX) and n != PROFILE)
+                []
+                if (self.path / LOCK).exists()
+                else sorted(
+                    n for n in os.listdir(self.path) if not n.endswith(SUFFIX) and n != PROFILE
+                )
             )
             fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -53,7 +59,11 @@ class Directory:
             os.close(fd)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise refusal(self.shown, "be locked", error) from None
-            raise JournalError(self.shown, f"{holder} writes to it", "stop that one first, or give this job another journal") from None
+            raise JournalError(
+                self.shown,
+                f"{holder} writes to it",
+                "stop that one first, or give this job another journal",
+            ) from None
         with suppress(OSError):  # only for people; a full disk shows itself soon enough
             os.ftruncate(fd, 0)
             os.pwrite(fd, whoami().encode(), 0)
@@ -61,7 +71,11 @@ class Directory:
         _held.add(self)
         if others:
             words = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}"
-            log.warning("journal %s: there are other things in this directory (%s); a journal had better have its own", self.shown, words)
+            log.warning(
+                "journal %s: there are other things in this directory (%s); a journal had better have its own",
+                self.shown,
+                words,
+            )
 
     def _make(self) -> None:
         """The directory, and every one above it that is missing, each durable in the one above."""
@@ -78,7 +92,11 @@ class Directory:
         except OSError as error:
             raise refusal(self.shown, "be listed", error) from None
         if strange := [name for name in found if ordinal_of(name) < 0]:
-            raise JournalError(self.shown, f"wanted segments like 000000000000.ovj, found {strange[0]!r}", "take it away")
+            raise JournalError(
+                self.shown,
+                f"wanted segments like 000000000000.ovj, found {strange[0]!r}",
+                "take it away",
+            )
         return found
 
     def fetch(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
@@ -126,7 +144,9 @@ class Directory:
         """The kernel refuses it, and the lock stands before that."""
 
     def append(self, name: str, data: bytes, at: int) -> None:
-        assert name == self._name, f"wanted an append to {self._name or 'none'}, found one to {name}"
+        assert name == self._name, (
+            f"wanted an append to {self._name or 'none'}, found one to {name}"
+        )
         assert self._file >= 0
         self._unchanged(name, at)
         try:
@@ -141,12 +161,18 @@ class Directory:
             found = os.fstat(self._file)
         except OSError as error:  # the server of a network's file system has lost it
             self._leave()
-            raise refusal(f"{self.shown}/{name}", f"be looked at before an append at byte {at}", error) from None
+            raise refusal(
+                f"{self.shown}/{name}", f"be looked at before an append at byte {at}", error
+            ) from None
         if found.st_nlink and found.st_size == at:
             return
         self._leave()
         what = f"wanted a file of {at} bytes, found {f'one of {found.st_size}' if found.st_nlink else 'that it was removed'}"
-        raise JournalError(f"{self.shown}/{name}", what, "somebody else changes the journal: stop that, then resume")
+        raise JournalError(
+            f"{self.shown}/{name}",
+            what,
+            "somebody else changes the journal: stop that, then resume",
+        )
 
     def _write(self, name: str, data: bytes, at: int) -> None:
         view, doing = memoryview(data), f"append {len(data)} bytes at byte {at}"

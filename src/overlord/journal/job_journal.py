@@ -24,30 +24,58 @@ from overlord.journal.replay import Recovered
 from overlord.journal.segment import Header
 from overlord.journal.storage import Place, place_of
 from overlord.journal.write_ahead import Unwritten
-from overlord.messages.control import AddSource, Report, SetMixture, Skip, SourceLost, Stage, StreamState
+from overlord.messages.control import (
+    AddSource,
+    Report,
+    SetMixture,
+    Skip,
+    SourceLost,
+    Stage,
+    StreamState,
+)
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.setup.prepared_job import Blueprint
 
-SEGMENT_BYTES = 2**22  # a snapshot begins a new segment behind so many bytes: what pruning frees at a time
+SEGMENT_BYTES = (
+    2**22
+)  # a snapshot begins a new segment behind so many bytes: what pruning frees at a time
 CLOSE_S = 1.0  # that closing waits for an append under way
 
 
 class Journal(Unwritten):
     """Of a fresh job (``Journal.fresh``) or of one that goes on (``Journal.resumed``); ``begin`` before the first plan."""
 
-    def __init__(self, place: Place, name: str, log: Log | None, interval: Interval | None = None, launch: str = ""):
+    def __init__(
+        self,
+        place: Place,
+        name: str,
+        log: Log | None,
+        interval: Interval | None = None,
+        launch: str = "",
+    ):
         """Not for callers: see ``fresh`` and ``resumed``."""
         self.launch = launch or token_hex(8)
-        self._place, self._header, self._log, self._interval = place, Header(job=name, launch=self.launch), log, interval or Interval()
+        self._place, self._header, self._log, self._interval = (
+            place,
+            Header(job=name, launch=self.launch),
+            log,
+            interval or Interval(),
+        )
         self._told: Callable[[], None] | None = None
         self._writer: Writer | None = None
-        self.make_writer: Callable[[Log, Callable[[], None] | None], Writer] = Writer  # simulations have one that knows no threads
-        self._last: StreamState | None = None  # behind the last plan that was handed over, with the reports since
+        self.make_writer: Callable[[Log, Callable[[], None] | None], Writer] = (
+            Writer  # simulations have one that knows no threads
+        )
+        self._last: StreamState | None = (
+            None  # behind the last plan that was handed over, with the reports since
+        )
         self._next = 0  # the first step that was not handed over to be written
         self._durable = 0  # the first that is not written
-        self._orders: deque[tuple[int, int]] = deque()  # (step, order of the writer): with it all before the step are durable
+        self._orders: deque[tuple[int, int]] = (
+            deque()
+        )  # (step, order of the writer): with it all before the step are durable
         self._acked = -1  # as it is written
         self._digests: dict[int, str] = {}  # of steps that are written and come again
         self._pending: list[Entry] = []  # reports: nobody acts on them before the next plan
@@ -75,7 +103,9 @@ class Journal(Unwritten):
         return Journal(place, name, None)
 
     @staticmethod
-    def resumed(where: Where, name: str, allow: Sequence[str] = (), launch: str = "") -> tuple[Journal, Recovered]:
+    def resumed(
+        where: Where, name: str, allow: Sequence[str] = (), launch: str = ""
+    ) -> tuple[Journal, Recovered]:
         """The journal of a job, which may be empty, and what it says. Older writers are shut out. ``launch``: as it is known already; then
         the journal must be empty, or that launch's: a job that was shut out must not come back by another of its processes."""
         place = place_of(where) if isinstance(where, (str, os.PathLike)) else where
@@ -100,7 +130,10 @@ class Journal(Unwritten):
             if record.kind in (SNAPSHOT, REWIND):
                 self._snapshot_bytes, self._bytes_since, self._plans_since = len(record.data), 0, 0
             elif record.kind == PLAN:
-                self._bytes_since, self._plans_since = self._bytes_since + len(record.data), self._plans_since + 1
+                self._bytes_since, self._plans_since = (
+                    self._bytes_since + len(record.data),
+                    self._plans_since + 1,
+                )
         self._segment_bytes = SEGMENT_BYTES  # the next snapshot begins a segment
 
     def begin(self, state: StreamState, blueprint: Blueprint) -> None:
@@ -116,13 +149,18 @@ class Journal(Unwritten):
 
         Steps that are written already are planned again: they must come out as they were.
         """
-        acked, found = self._acked if taken is None else max(taken, self._acked), list(self._pending)
+        acked, found = (
+            self._acked if taken is None else max(taken, self._acked),
+            list(self._pending),
+        )
         for stage in stages:
             if self._again(stage):
                 continue
             assert self._last is not None
             assert isinstance(stage.after, StreamState)
-            assert stage.plan.step == self._next, f"wanted the plan of step {self._next}, found that of step {stage.plan.step}"
+            assert stage.plan.step == self._next, (
+                f"wanted the plan of step {self._next}, found that of step {stage.plan.step}"
+            )
             found.append(checkpoint.plan(stage, self._last, acked))
             self._last, self._next = stage.after, self._next + 1
         if len(found) == len(self._pending):
@@ -150,7 +188,9 @@ class Journal(Unwritten):
     def joined(self, event: AddSource, blueprint: Blueprint) -> None:
         """A source has joined: the same for it. By name and fingerprint; its code is in the job."""
         self._whose = _whose(blueprint, self._next)
-        self._settle(self._append([*self._pending, self._whose, checkpoint.event(event, self._next)]))
+        self._settle(
+            self._append([*self._pending, self._whose, checkpoint.event(event, self._next)])
+        )
 
     def reported(self, report: Report) -> None:
         """A report that came in time. It is written with what comes next: nothing depends on it before a plan does."""
@@ -171,7 +211,9 @@ class Journal(Unwritten):
     def rewound(self, state: StreamState, blueprint: Blueprint, floor: int = 0) -> None:
         """The stream begins anew at a state: trainers loaded it, or the mesh is another. What was planned before does not count."""
         self._whose, self._digests = _whose(blueprint, state.step), {}
-        self._open_anew(checkpoint.rewind(state, floor), state)  # with it goes all before, whose steps may have higher numbers
+        self._open_anew(
+            checkpoint.rewind(state, floor), state
+        )  # with it goes all before, whose steps may have higher numbers
 
     # writing
 
@@ -197,11 +239,20 @@ class Journal(Unwritten):
         assert self._whose is not None
         rolls = self._place.whole or self._segment_bytes >= SEGMENT_BYTES
         whose = [Entry(JOB, self._next, self._whose.body)] if rolls else []
-        self._append([*self._pending, *whose, checkpoint.snapshot(self._last, self._acked)], rolls=rolls)
+        self._append(
+            [*self._pending, *whose, checkpoint.snapshot(self._last, self._acked)], rolls=rolls
+        )
         self._snapshots.append(self._next)
         self._counts["snapshots"] += 1
 
-    def _append(self, found: Sequence[Entry], *, rolls: bool = False, before: int | None = None, anew: bool = False) -> int:
+    def _append(
+        self,
+        found: Sequence[Entry],
+        *,
+        rolls: bool = False,
+        before: int | None = None,
+        anew: bool = False,
+    ) -> int:
         """Hand entries over to be written; returns the order by which to wait for it."""
         if self._writer is None:
             self._log = self._log or Log.create(self._place, self._header)
@@ -230,7 +281,10 @@ class Journal(Unwritten):
                 self._snapshot_bytes, self._bytes_since, self._plans_since = own, 0, 0
             elif record.kind == PLAN:
                 self._counts["plans"] += 1
-                self._bytes_since, self._plans_since = self._bytes_since + len(record.data), self._plans_since + 1
+                self._bytes_since, self._plans_since = (
+                    self._bytes_since + len(record.data),
+                    self._plans_since + 1,
+                )
 
     def _prune(self) -> None:
         """Nobody goes back behind the last step that all ranks took: of what lies before the newest snapshot up to it nothing is needed."""
@@ -239,18 +293,28 @@ class Journal(Unwritten):
             self._snapshots.popleft()
             passed = True
         if passed:
-            self._digests = {step: digest for step, digest in self._digests.items() if step > self._acked}
+            self._digests = {
+                step: digest for step, digest in self._digests.items() if step > self._acked
+            }
             self._append([], before=self._snapshots[0])
 
     # the end
 
     def figures(self) -> dict[str, Any]:
         writer = self._writer
-        done = {"appends": 0, "seconds": 0.0} if writer is None else {"appends": writer.appends, "seconds": writer.seconds}
+        done = (
+            {"appends": 0, "seconds": 0.0}
+            if writer is None
+            else {"appends": writer.appends, "seconds": writer.seconds}
+        )
         wrong = {} if self.failed is None else {"failed": str(self.failed)}
         if writer is not None and writer.unpruned:
             wrong["unpruned"] = writer.unpruned
-        told = {"snapshot_bytes": self._snapshot_bytes, "acked": self._acked, "planned": self._next - 1}
+        told = {
+            "snapshot_bytes": self._snapshot_bytes,
+            "acked": self._acked,
+            "planned": self._next - 1,
+        }
         return {**self._counts, **done, **told, **wrong}
 
     def close(self, taken: int = -1) -> None:
@@ -262,7 +326,9 @@ class Journal(Unwritten):
             with contextlib.suppress(JournalError):  # it only says what is sure
                 self._append([*self._pending, checkpoint.acked(max(taken, self._acked))])
                 self._acked = max(taken, self._acked)
-        if self._writer.close(CLOSE_S) and self._log is not None:  # else it is closed behind the append
+        if (
+            self._writer.close(CLOSE_S) and self._log is not None
+        ):  # else it is closed behind the append
             self._log.close()
 
 
@@ -273,7 +339,9 @@ def entries(records: Sequence[Record]) -> list[Entry]:
         body = record.body
         if not isinstance(body, Mapping):
             raise JournalError(
-                record.where, f"wanted the fields of a {record.kind}, found {type(body).__name__}", "no job wrote this journal"
+                record.where,
+                f"wanted the fields of a {record.kind}, found {type(body).__name__}",
+                "no job wrote this journal",
             )
         found.append(Entry(record.kind, record.number, dict(body), record.where))
     return found

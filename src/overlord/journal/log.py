@@ -15,7 +15,17 @@ from typing import Self, TypeVar
 
 from overlord.errors import JournalError, JournalTaken, StateMismatch
 from overlord.journal.record import Record, pack
-from overlord.journal.segment import NOTHING_BEFORE, After, Header, Opened, SegmentHeader, header_bytes, name_of, open_header, seed_of
+from overlord.journal.segment import (
+    NOTHING_BEFORE,
+    After,
+    Header,
+    Opened,
+    SegmentHeader,
+    header_bytes,
+    name_of,
+    open_header,
+    seed_of,
+)
 from overlord.journal.segments import Chain, Cut, Reading, pruned
 from overlord.journal.storage import NameTaken, Place, place_of, whoami
 from overlord.version import __version__
@@ -50,18 +60,34 @@ class _Kept:
 class Log:
     """A journal open for writing. After an append that failed the next one begins a new segment, which leaves the failed one out."""
 
-    def __init__(self, place: Place, header: Header, journal: str, generation: int, reading: Reading | None, segment_bytes: int):
+    def __init__(
+        self,
+        place: Place,
+        header: Header,
+        journal: str,
+        generation: int,
+        reading: Reading | None,
+        segment_bytes: int,
+    ):
         """Not for callers: see ``create`` and ``open``."""
         self.generation = generation
         self.segment_bytes = segment_bytes
-        self.cuts: list[Cut] = reading.cuts if reading else []  # what was left out when it was opened
+        self.cuts: list[Cut] = (
+            reading.cuts if reading else []
+        )  # what was left out when it was opened
         self._place, self._header, self._journal = place, header, journal
         self._claim, self._writer = token_hex(8), whoami()
         self._after: After = reading.after if reading else NOTHING_BEFORE
         self._next = reading.next_ordinal if reading else 0
         self._opened = self._next
-        self._kept = [_Kept(p.name, p.ordinal, None if p.void else p.top, p.opens) for p in reading.parts] if reading else []
-        self._doomed = [p.name for p in reading.doomed if not (p.opens and place.whole)] if reading else []
+        self._kept = (
+            [_Kept(p.name, p.ordinal, None if p.void else p.top, p.opens) for p in reading.parts]
+            if reading
+            else []
+        )
+        self._doomed = (
+            [p.name for p in reading.doomed if not (p.opens and place.whole)] if reading else []
+        )
         self._tip: _Tip | None = None
         self._ended: JournalError | None = None
 
@@ -78,14 +104,24 @@ class Log:
         place.hold()
         if place.names():
             what = f"wanted an empty journal, found {summary(_load(place))}"
-            raise JournalError(place.shown, what, 'go on from it with resume="auto", or give the job another journal')
+            raise JournalError(
+                place.shown,
+                what,
+                'go on from it with resume="auto", or give the job another journal',
+            )
         log = cls(place, header, token_hex(8), 1, None, segment_bytes)
         log._begin([], claiming=True)
         return log
 
     @classmethod
     def open(
-        cls, where: Where, header: Header, *, allow: Collection[str] = (), goes_on: bool = False, segment_bytes: int = SEGMENT_BYTES
+        cls,
+        where: Where,
+        header: Header,
+        *,
+        allow: Collection[str] = (),
+        goes_on: bool = False,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> tuple[Log, list[Record]]:
         """A journal and its records so far; a new one where there is none. Older writers are shut out.
 
@@ -98,7 +134,7 @@ class Log:
     @classmethod
     def _open(
         cls, place: Place, header: Header, allow: Collection[str], goes_on: bool, segment_bytes: int
-    ) -> tuple[Log, list[Record]]:  # fmt: skip
+    ) -> tuple[Log, list[Record]]:
         place.hold()
         for tries_left in reversed(range(TRIES)):
             reading = _load(place)
@@ -107,16 +143,27 @@ class Log:
             found = reading.header
             if found is not None:
                 _same_job(found, header, allow)
-                if goes_on and found.launch != header.launch:  # one that takes the next number behind this look is found by the next look
+                if (
+                    goes_on and found.launch != header.launch
+                ):  # one that takes the next number behind this look is found by the next look
                     raise _of_another_launch(place, found)
                 place.settle(name_of(reading.after.ordinal))
-            log = cls(place, header, found.journal if found else token_hex(8), reading.generation + 1, reading, segment_bytes)
+            log = cls(
+                place,
+                header,
+                found.journal if found else token_hex(8),
+                reading.generation + 1,
+                reading,
+                segment_bytes,
+            )
             try:
                 log._begin([], claiming=True)
             except NameTaken:  # somebody appended after we had read: it is read, too
                 if not tries_left:
                     raise JournalError(
-                        place.shown, f"another writer took the next segment, {TRIES} times", "stop the other writer first"
+                        place.shown,
+                        f"another writer took the next segment, {TRIES} times",
+                        "stop the other writer first",
                     ) from None
                 continue
             return log, reading.records
@@ -139,7 +186,12 @@ class Log:
         if not records:
             return
         tip = self._tip
-        if tip is None or anew or self._place.whole or (tip.end >= self.segment_bytes and tip.end > tip.begin):
+        if (
+            tip is None
+            or anew
+            or self._place.whole
+            or (tip.end >= self.segment_bytes and tip.end > tip.begin)
+        ):
             self._begin(records, anew=anew)
             return
         data = pack(records, tip.end, tip.seed)
@@ -149,7 +201,9 @@ class Log:
         self._tip, self._after = tip, After(tip.ordinal, tip.end, 0)
         self._note_numbers(records)
 
-    def _begin(self, records: Sequence[Record], *, claiming: bool = False, anew: bool = False) -> None:
+    def _begin(
+        self, records: Sequence[Record], *, claiming: bool = False, anew: bool = False
+    ) -> None:
         """A new segment with these records in it. That all before it goes is noted behind them, in the same append: where that is cut, the
         note is not there without them, and what lies before still counts."""
         self._tip = None
@@ -170,7 +224,11 @@ class Log:
                 self._kept.append(_Kept(name, self._next, None))
                 self._next += 1  # an append of ours that failed, and yet is there: the next segment leaves it out
         else:
-            raise JournalError(self._place.shown, f"{TRIES} segments from earlier tries are in the way", "resume the job")
+            raise JournalError(
+                self._place.shown,
+                f"{TRIES} segments from earlier tries are in the way",
+                "resume the job",
+            )
         if claiming:
             self._place.prove(name, data)
         self._tip = _Tip(name, self._next, seed, len(head), len(data))
@@ -183,22 +241,40 @@ class Log:
 
     def _segment_header(self) -> SegmentHeader:
         return SegmentHeader(
-            ordinal=self._next, generation=self.generation, opened=self._opened, journal=self._journal, claim=self._claim,
-            job=self._header.job, fingerprint=dict(self._header.fingerprint), after=self._after, writer=self._writer, version=__version__,
+            ordinal=self._next,
+            generation=self.generation,
+            opened=self._opened,
+            journal=self._journal,
+            claim=self._claim,
+            job=self._header.job,
+            fingerprint=dict(self._header.fingerprint),
+            after=self._after,
+            writer=self._writer,
+            version=__version__,
             launch=self._header.launch,
-        )  # fmt: skip
+        )
 
     def _is_ours(self, taken: NameTaken) -> bool:
         found = open_header(taken.data, taken.name)
         if isinstance(found, Opened):
             return found.header.claim == self._claim
-        return not self._place.whole  # under the lock, what has no whole header is what our own failed write left
+        return (
+            not self._place.whole
+        )  # under the lock, what has no whole header is what our own failed write left
 
     def _replaced(self, taken: NameTaken) -> JournalError:
         found = open_header(taken.data, taken.name)
-        who = f"{found.header.writer} with generation {found.header.generation}" if isinstance(found, Opened) else "another writer"
+        who = (
+            f"{found.header.writer} with generation {found.header.generation}"
+            if isinstance(found, Opened)
+            else "another writer"
+        )
         what = f"{who} has taken over; this is {self._writer} with generation {self.generation}"
-        return JournalTaken(f"{self._place.shown}/{taken.name}", what, "stop this process: nothing it writes counts any more")
+        return JournalTaken(
+            f"{self._place.shown}/{taken.name}",
+            what,
+            "stop this process: nothing it writes counts any more",
+        )
 
     def _note_numbers(self, records: Iterable[Record]) -> None:
         numbers = [record.number for record in records if not record.is_note]
@@ -221,7 +297,9 @@ class Log:
         """The first half of it: that they are no longer wanted is noted durably. A segment that is gone without a note was lost."""
         going = []
         for kept in self._kept:
-            if (self._tip is not None and kept.ordinal == self._tip.ordinal) or not (kept.top is None or kept.top < before):
+            if (self._tip is not None and kept.ordinal == self._tip.ordinal) or not (
+                kept.top is None or kept.top < before
+            ):
                 break
             going.append(kept)
         if going:
@@ -233,7 +311,9 @@ class Log:
     def _drop(self, n: int) -> None:
         """The oldest so many were given up. Of a store's those stay for ever by which writers were shut out: one that wakes late must find
         its next number taken."""
-        self._doomed += [kept.name for kept in self._kept[:n] if not (kept.opens and self._place.whole)]
+        self._doomed += [
+            kept.name for kept in self._kept[:n] if not (kept.opens and self._place.whole)
+        ]
         del self._kept[:n]
 
     def sweep(self) -> None:
@@ -266,12 +346,19 @@ class Log:
         """Lets go of the journal. Nothing is lost without it."""
         self._tip = None
         self._place.close()
-        self._ended = self._ended or JournalError(self._place.shown, "it was closed", "open it again")
+        self._ended = self._ended or JournalError(
+            self._place.shown, "it was closed", "open it again"
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -314,14 +401,20 @@ def _load(place: Place) -> Reading:
             return chain.settle()
         except FileNotFoundError:
             continue  # pruned meanwhile
-    raise JournalError(place.shown, f"its segments changed while they were read, {TRIES} times", "try again")
+    raise JournalError(
+        place.shown, f"its segments changed while they were read, {TRIES} times", "try again"
+    )
 
 
 def summary(reading: Reading) -> str:
     """What a journal holds, in one line."""
     records, header = reading.records, reading.header
     last = f", the last with number {records[-1].number}" if records else ""
-    whose = f" of job {header.job!r}, generation {header.generation} by {header.writer}" if header else ""
+    whose = (
+        f" of job {header.job!r}, generation {header.generation} by {header.writer}"
+        if header
+        else ""
+    )
     wrong = f", and {len(reading.faults)} faults" if reading.faults else ""
     return f"{len(records)} records{last}{whose}, in {len(reading.parts)} segments{wrong}"
 
@@ -329,19 +422,27 @@ def summary(reading: Reading) -> str:
 def _damaged(place: Place, reading: Reading) -> JournalError:
     error = reading.faults[0].as_error(place.shown)
     more = len(reading.faults) - 1
-    remedy = f"{error.remedy}; `overlord journal verify` lists all" + (f" (there are {more} more)" if more else "")
+    remedy = f"{error.remedy}; `overlord journal verify` lists all" + (
+        f" (there are {more} more)" if more else ""
+    )
     return JournalError(error.path, error.problem, remedy)
 
 
 def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> None:
-    saved, given = {"job": found.job, **found.fingerprint}, {"job": wanted.job, **wanted.fingerprint}
+    saved, given = (
+        {"job": found.job, **found.fingerprint},
+        {"job": wanted.job, **wanted.fingerprint},
+    )
     differ = {
         part: (saved.get(part, "nothing"), given.get(part, "nothing"))
         for part in sorted({*saved, *given})
         if part not in allow and saved.get(part) != given.get(part)
     }
     if differ:
-        raise StateMismatch(differ, "the journal is another job's: give this one a journal of its own, or mend the job")
+        raise StateMismatch(
+            differ,
+            "the journal is another job's: give this one a journal of its own, or mend the job",
+        )
 
 
 def _of_another_launch(place: Place, found: SegmentHeader) -> JournalTaken:
@@ -361,7 +462,9 @@ def _closing(place: Place, opening: Callable[[], T]) -> T:
     except NameTaken as taken:
         place.close()
         raise JournalError(
-            f"{place.shown}/{taken.name}", "another writer made it at the same time", "stop the other writer first"
+            f"{place.shown}/{taken.name}",
+            "another writer made it at the same time",
+            "stop the other writer first",
         ) from None
     except BaseException:
         place.close()

@@ -35,9 +35,17 @@ class Bucket:
 
     def names(self) -> list[str]:
         listed = self._ask("", lambda: self._remote.list(self._base, recursive=False))
-        found = {entry.path.rpartition("/")[2]: entry.file for entry in listed if entry.file is not None and entry.path.endswith(SUFFIX)}
+        found = {
+            entry.path.rpartition("/")[2]: entry.file
+            for entry in listed
+            if entry.file is not None and entry.path.endswith(SUFFIX)
+        }
         if strange := [name for name in found if ordinal_of(name) < 0]:
-            raise JournalError(self.shown, f"wanted segments like 000000000000.ovj, found {strange[0]!r}", "take it away")
+            raise JournalError(
+                self.shown,
+                f"wanted segments like 000000000000.ovj, found {strange[0]!r}",
+                "take it away",
+            )
         self._files = dict(sorted(found.items()))
         return list(self._files)
 
@@ -65,7 +73,9 @@ class Bucket:
             return
         # There already. It may be this very object: a request whose answer was lost has still been carried out.
         found = self._look(name)
-        if found is None and self._put(name, data):  # the store spoke of a conflict, and the other one lost too
+        if found is None and self._put(
+            name, data
+        ):  # the store spoke of a conflict, and the other one lost too
             return
         found = self._look(name) if found is None else found
         if found != data:
@@ -75,7 +85,9 @@ class Bucket:
         """That the store refuses a second object of that name: one that does not would let two writers go on side by side."""
         if self._put(name, data):
             raise JournalError(
-                f"{self.shown}/{name}", "wanted the store to refuse a second object of that name, found it written", _NO_CONDITIONS
+                f"{self.shown}/{name}",
+                "wanted the store to refuse a second object of that name, found it written",
+                _NO_CONDITIONS,
             )
 
     def append(self, name: str, data: bytes, at: int) -> None:
@@ -111,5 +123,9 @@ class Bucket:
             raise self._refused(name, error) from None
 
     def _refused(self, name: str, error: Unreachable) -> JournalError:
-        remedy = "segments are never changed by Overlord: find out who does" if error.kind == "changed" else error.remedy
+        remedy = (
+            "segments are never changed by Overlord: find out who does"
+            if error.kind == "changed"
+            else error.remedy
+        )
         return JournalError(f"{self.shown}/{name}".rstrip("/"), error.problem, remedy)

@@ -31,15 +31,15 @@ MAX_BODY_BYTES = 2**30
 SECTOR = 512  # what a disk writes whole or not at all
 FEWEST_ZEROS = 4  # of a sector's part: fewer may be data
 
-_HEAD = struct.Struct("<BBBBqQII")  # version, form, bytes of the kind, 0, number, start of the append, bytes of the body, their checksum
+_HEAD = struct.Struct(
+    "<BBBBqQII"
+)  # version, form, bytes of the kind, 0, number, start of the append, bytes of the body, their checksum
 _CRC, _POSITION = struct.Struct("<I"), struct.Struct("<Q")
 HEAD_BYTES = len(MARK) + _HEAD.size + _CRC.size
 _CRC_AT = len(MARK) + _HEAD.size
 _MASK = bytes(byte ^ 0xA5 for byte in range(256))
 _KIND = re.compile(r"\.?[a-z][a-z0-9_-]{0,31}")
-DAMAGED = (
-    "the bytes were changed after they were written: restore the segment from a copy, or resume the trainers' state with a new journal"
-)
+DAMAGED = "the bytes were changed after they were written: restore the segment from a copy, or resume the trainers' state with a new journal"
 _OR_CUT = "; if the machine lost power while this was written it was never acknowledged, and `truncate -s {}` on the segment drops it"
 NEWER = "it was written by another version of Overlord: read it with that one"
 
@@ -56,11 +56,17 @@ class Record:
 
     def __post_init__(self) -> None:
         if not _KIND.fullmatch(self.kind):
-            raise ValueError(f"wanted a kind of up to 32 of a-z, 0-9, '_' and '-', found {self.kind!r:.60}")
+            raise ValueError(
+                f"wanted a kind of up to 32 of a-z, 0-9, '_' and '-', found {self.kind!r:.60}"
+            )
         if not -(2**63) <= self.number < 2**63:
-            raise ValueError(f"{self.kind}: wanted a number of at most 64 bits, found {self.number}")
+            raise ValueError(
+                f"{self.kind}: wanted a number of at most 64 bits, found {self.number}"
+            )
         if len(self.data) > MAX_BODY_BYTES:
-            raise ValueError(f"{self.kind} {self.number}: wanted a body of at most {MAX_BODY_BYTES} bytes, found {len(self.data)}")
+            raise ValueError(
+                f"{self.kind} {self.number}: wanted a body of at most {MAX_BODY_BYTES} bytes, found {len(self.data)}"
+            )
 
     @staticmethod
     def of(kind: str, number: int, body: Any) -> Record:
@@ -99,7 +105,9 @@ class Fault:
         return f"{self.segment}, byte {self.offset}: {self.problem}; {self.remedy}"
 
     def as_error(self, where: str) -> JournalError:
-        return JournalError(f"{where}/{self.segment}", f"byte {self.offset}: {self.problem}", self.remedy)
+        return JournalError(
+            f"{where}/{self.segment}", f"byte {self.offset}: {self.problem}", self.remedy
+        )
 
 
 class Placed(NamedTuple):
@@ -136,7 +144,9 @@ def pack(records: Iterable[Record], at: int, seed: int) -> bytes:
     for record in records:
         kind = record.kind.encode()
         crc = zlib.crc32(record.data, zlib.crc32(kind))
-        head = _HEAD.pack(VERSION, record.form, len(kind), 0, record.number, at, len(record.data), crc)
+        head = _HEAD.pack(
+            VERSION, record.form, len(kind), 0, record.number, at, len(record.data), crc
+        )
         stored = b"".join((head, _CRC.pack(_head_crc(head, position, seed)), kind, record.data))
         pieces += [MARK, stored.translate(_MASK)]
         position += len(MARK) + len(stored)
@@ -157,7 +167,9 @@ def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
         acknowledged = later >= 0 and _head_at(data, later).append_at > at
         if found is None or (not acknowledged and unwritten(data, at)):
             return Scan(records, at, len(data) - at, faults)
-        faults.append(found if acknowledged else replace(found, remedy=found.remedy + _OR_CUT.format(at)))
+        faults.append(
+            found if acknowledged else replace(found, remedy=found.remedy + _OR_CUT.format(at))
+        )
         at = later if later >= 0 else len(data)
     return Scan(records, at, 0, faults)
 
@@ -167,22 +179,42 @@ def _read(data: bytes, at: int, seed: int, segment: str) -> Placed | Fault | Non
     if len(data) - at < HEAD_BYTES:
         return None
     if data[at : at + len(MARK)] != MARK:
-        return Fault(segment, at, f"wanted a record that starts with {MARK.hex()}, found {data[at : at + len(MARK)].hex()}")
-    head, wanted, found = _head_at(data, at), _stored_crc(data, at), _head_crc(_unmasked_head(data, at), at, seed)
+        return Fault(
+            segment,
+            at,
+            f"wanted a record that starts with {MARK.hex()}, found {data[at : at + len(MARK)].hex()}",
+        )
+    head, wanted, found = (
+        _head_at(data, at),
+        _stored_crc(data, at),
+        _head_crc(_unmasked_head(data, at), at, seed),
+    )
     if wanted != found:
-        return Fault(segment, at, f"wanted a record's head with checksum {wanted:08x}, found {found:08x}")
+        return Fault(
+            segment, at, f"wanted a record's head with checksum {wanted:08x}, found {found:08x}"
+        )
     if head.version != VERSION or head.form not in (BYTES, VALUE) or head.zero:
-        what = f"wanted a record of version {VERSION}, found version {head.version}, form {head.form}"
+        what = (
+            f"wanted a record of version {VERSION}, found version {head.version}, form {head.form}"
+        )
         return Fault(segment, at, what, NEWER)
     end = at + HEAD_BYTES + head.kind_bytes + head.body_bytes
     if end > len(data):
         return None
     rest = data[at + HEAD_BYTES : end].translate(_MASK)
     if (crc := zlib.crc32(rest)) != head.crc:
-        return Fault(segment, at, f"wanted {len(rest)} bytes with checksum {head.crc:08x} in record {head.number}, found {crc:08x}")
+        return Fault(
+            segment,
+            at,
+            f"wanted {len(rest)} bytes with checksum {head.crc:08x} in record {head.number}, found {crc:08x}",
+        )
     kind = rest[: head.kind_bytes].decode("ascii", "replace")
     try:
-        return Placed(at, end, Record(kind, head.number, rest[head.kind_bytes :], head.form, f"{segment}, byte {at}"))
+        return Placed(
+            at,
+            end,
+            Record(kind, head.number, rest[head.kind_bytes :], head.form, f"{segment}, byte {at}"),
+        )
     except ValueError as error:  # whole, but nothing that this version writes
         return Fault(segment, at, str(error), NEWER)
 

@@ -21,7 +21,7 @@ from overlord.journal.checkpoint import (
     event_of,
     report_of,
     with_report,
-)  # fmt: skip
+)
 from overlord.messages.control import StreamState
 from overlord.planning.events import Event, Log
 from overlord.planning.state_json import fingerprint_in
@@ -38,14 +38,22 @@ class Recovered:
     place: str = ""
     acked: int = -1  # the last step that all ranks took
     next_step: int = 0  # the first that was never planned
-    planned: dict[int, str] = field(default_factory=dict)  # digests, of the steps behind the oldest state that is kept
+    planned: dict[int, str] = field(
+        default_factory=dict
+    )  # digests, of the steps behind the oldest state that is kept
     empty: bool = True
     checking: bool = False  # every snapshot must be what the plans before it give
     keeping: bool = False  # all states stay, also those before the step that all ranks took: for readers, who never prune
-    _astray: Entry | None = None  # the first that stands before any snapshot: the one it was a change of was pruned
+    _astray: Entry | None = (
+        None  # the first that stands before any snapshot: the one it was a change of was pruned
+    )
     _front: StreamState | None = None  # where checking stands
-    _states: dict[int, StreamState] = field(default_factory=dict)  # snapshots by the step they are behind
-    _entries: list[Entry] = field(default_factory=list)  # all since the oldest of them, which is the first
+    _states: dict[int, StreamState] = field(
+        default_factory=dict
+    )  # snapshots by the step they are behind
+    _entries: list[Entry] = field(
+        default_factory=list
+    )  # all since the oldest of them, which is the first
 
     @staticmethod
     def of(entries: Iterable[Entry], *, checking: bool = False, keeping: bool = False) -> Recovered:
@@ -54,7 +62,14 @@ class Recovered:
         for entry in entries:
             try:
                 found.add(entry)
-            except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            except (
+                KeyError,
+                TypeError,
+                ValueError,
+                AttributeError,
+                IndexError,
+                OverflowError,
+            ) as error:
                 what = f"wanted a {entry.kind} of step {entry.number}, found what cannot be one: {type(error).__name__}: {error}"
                 raise JournalError(entry.where or "journal", what, NOT_A_RUN) from error
         if found.empty and (astray := found._astray) is not None:
@@ -77,7 +92,10 @@ class Recovered:
             self._add_plan(entry)
         elif entry.kind == JOB:
             self.names, self.place = tuple(map(str, entry.body["names"])), str(entry.body["place"])
-            self.fingerprint = fingerprint_in({str(part): str(value) for part, value in entry.body["fingerprint"].items()}, self.names)
+            self.fingerprint = fingerprint_in(
+                {str(part): str(value) for part, value in entry.body["fingerprint"].items()},
+                self.names,
+            )
         elif entry.kind in (EVENT, REPORT):
             _ = event_of(entry) if entry.kind == EVENT else report_of(entry)
             self._entries.append(entry)
@@ -92,7 +110,10 @@ class Recovered:
         if state.step != entry.number:
             raise ValueError(f"the state is that of step {state.step}")
         if entry.kind == REWIND or self.empty:
-            self.acked, self.next_step = int(entry.body["acked"]), max(state.step, int(entry.body.get("floor", 0)))
+            self.acked, self.next_step = (
+                int(entry.body["acked"]),
+                max(state.step, int(entry.body.get("floor", 0))),
+            )
             self.planned, self._states, self._entries, self.empty = {}, {}, [], False
         elif state.step != self._planned_to + 1:
             raise ValueError(f"wanted the state behind step {self._planned_to}")
@@ -130,7 +151,11 @@ class Recovered:
             self._entries = self._entries[self._index(oldest) :]
 
     def _index(self, behind: int) -> int:
-        return next(k for k, e in enumerate(self._entries) if e.kind in (SNAPSHOT, REWIND) and e.number == behind + 1)
+        return next(
+            k
+            for k, e in enumerate(self._entries)
+            if e.kind in (SNAPSHOT, REWIND) and e.number == behind + 1
+        )
 
     @property
     def snapshots(self) -> list[int]:
@@ -166,7 +191,9 @@ class Recovered:
         base = max((behind for behind in self._states if behind <= step), default=None)
         if base is None or step > self._planned_to:
             kept = f"of steps {min(self._states)} to {self._planned_to}" if self._states else "none"
-            raise PlanError(f"the journal has no state behind step {step}", step, f"those it keeps: {kept}")
+            raise PlanError(
+                f"the journal has no state behind step {step}", step, f"those it keeps: {kept}"
+            )
         state = self._states[base]
         for entry in self._entries[self._index(base) + 1 :]:
             if state.step > step:
@@ -189,7 +216,11 @@ class Recovered:
             return "the journal has no step yet"
         planned = f"steps up to {self.next_step - 1} were planned, and come again as they were"
         if self.acked < 0:
-            return f"no step was taken by all ranks; {planned}" if self.next_step else "no step was planned yet"
+            return (
+                f"no step was taken by all ranks; {planned}"
+                if self.next_step
+                else "no step was planned yet"
+            )
         if self.acked + 1 == self.next_step:
             return f"step {self.acked} is the last that all ranks took, and nothing was planned behind it"
         return f"step {self.acked} is the last that all ranks took; {planned}"

@@ -20,7 +20,9 @@ MAGIC = b"OVJL"
 VERSION = 1
 MAX_HEADER_BYTES = 2**20
 _START = struct.Struct("<4sHHI")  # magic, version, 0, bytes of the text
-_CRCS = struct.Struct("<II")  # of the start and of the text: the length is believed only when the first is right
+_CRCS = struct.Struct(
+    "<II"
+)  # of the start and of the text: the length is believed only when the first is right
 PREFIX_BYTES = _START.size + _CRCS.size
 _NAME = re.compile(r"(\d{12})\.ovj")
 SUFFIX = ".ovj"
@@ -36,7 +38,11 @@ class Header:
     launch: str = ""
 
     def __post_init__(self) -> None:
-        if wrong := [text for text in (self.job, self.launch, *self.fingerprint, *self.fingerprint.values()) if not _text(text)]:
+        if wrong := [
+            text
+            for text in (self.job, self.launch, *self.fingerprint, *self.fingerprint.values())
+            if not _text(text)
+        ]:
             raise ValueError(f"wanted texts that can be printed, found {wrong[0]!r:.60}")
 
 
@@ -91,7 +97,9 @@ def ordinal_of(name: str) -> int:
 def header_bytes(header: SegmentHeader) -> bytes:
     text = json.dumps(asdict(header), ensure_ascii=True, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(f"wanted a header of at most {MAX_HEADER_BYTES} bytes, found {len(text)}: give digests, not whole parts")
+        raise ValueError(
+            f"wanted a header of at most {MAX_HEADER_BYTES} bytes, found {len(text)}: give digests, not whole parts"
+        )
     start = _START.pack(MAGIC, VERSION, 0, len(text))
     return start + _CRCS.pack(zlib.crc32(start), zlib.crc32(text)) + text
 
@@ -111,7 +119,12 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
         what = f"wanted a segment that starts with {MAGIC.hex()} and a good checksum, found {data[:PREFIX_BYTES].hex()}"
         return None if unwritten(data[:SECTOR], 0) else Fault(segment, 0, what)
     if magic != MAGIC or zero or size > MAX_HEADER_BYTES:
-        return Fault(segment, 0, f"wanted a segment of an Overlord journal, found one that starts with {magic!r}", DAMAGED)
+        return Fault(
+            segment,
+            0,
+            f"wanted a segment of an Overlord journal, found one that starts with {magic!r}",
+            DAMAGED,
+        )
     if version != VERSION:
         return Fault(segment, 0, f"wanted version {VERSION}, found version {version}", NEWER)
     end = PREFIX_BYTES + size
@@ -119,27 +132,44 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
         return None
     text = data[PREFIX_BYTES:end]
     if (crc := zlib.crc32(text)) != text_crc:
-        wrong = Fault(segment, 0, f"wanted a header of {size} bytes with checksum {text_crc:08x}, found {crc:08x}")
+        wrong = Fault(
+            segment,
+            0,
+            f"wanted a header of {size} bytes with checksum {text_crc:08x}, found {crc:08x}",
+        )
         return None if unwritten(data[:end], 0) else wrong
     try:
         return Opened(_header(json.loads(text)), end, seed_of(data[:end]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        return Fault(segment, 0, f"wanted the fields of a header, found others: {type(error).__name__}: {error}", NEWER)
+        return Fault(
+            segment,
+            0,
+            f"wanted the fields of a header, found others: {type(error).__name__}: {error}",
+            NEWER,
+        )
 
 
 def _header(found: Any) -> SegmentHeader:
     """From JSON, every field looked at: a header comes from a file."""
-    texts = {key: found[key] for key in ("journal", "claim", "job", "writer", "version")} | {"launch": found.get("launch", "")}
+    texts = {key: found[key] for key in ("journal", "claim", "job", "writer", "version")} | {
+        "launch": found.get("launch", "")
+    }
     fingerprint, after = found["fingerprint"], found["after"]
     if wrong := [key for key, value in texts.items() if not _text(value)]:
         raise TypeError(f"{wrong[0]} is no text")
-    if not isinstance(fingerprint, dict) or not all(_text(word) for part in fingerprint.items() for word in part):
+    if not isinstance(fingerprint, dict) or not all(
+        _text(word) for part in fingerprint.items() for word in part
+    ):
         raise TypeError("fingerprint is no map of texts")
     told = After(_whole(after["ordinal"], -1), _whole(after["end"]), _whole(after["torn"]))
     return SegmentHeader(
-        ordinal=_whole(found["ordinal"]), generation=_whole(found["generation"]), opened=_whole(found["opened"]), fingerprint=fingerprint,
-        after=told, **texts,
-    )  # fmt: skip
+        ordinal=_whole(found["ordinal"]),
+        generation=_whole(found["generation"]),
+        opened=_whole(found["opened"]),
+        fingerprint=fingerprint,
+        after=told,
+        **texts,
+    )
 
 
 def _text(value: Any) -> bool:

@@ -11,7 +11,15 @@ from typing import Any
 
 from overlord.errors import JournalError
 from overlord.journal.record import DAMAGED, NEWER, Fault, Placed, Record, scan
-from overlord.journal.segment import NOTHING_BEFORE, After, Opened, SegmentHeader, name_of, open_header, ordinal_of
+from overlord.journal.segment import (
+    NOTHING_BEFORE,
+    After,
+    Opened,
+    SegmentHeader,
+    name_of,
+    open_header,
+    ordinal_of,
+)
 
 PRUNED = ".pruned"  # the note that segments before one are no longer wanted
 MISSING = "segments were taken away: restore them from a copy, or resume the trainers' state with a new journal"
@@ -105,7 +113,14 @@ class Chain:
             was = before.header
             if header.journal != was.journal:
                 what = f"wanted a segment of journal {was.journal} (job {was.job!r}), found one of {header.journal} (job {header.job!r})"
-                part.faults.append(Fault(part.name, 0, what, "segments of two journals lie in one place: take those of the other one away"))
+                part.faults.append(
+                    Fault(
+                        part.name,
+                        0,
+                        what,
+                        "segments of two journals lie in one place: take those of the other one away",
+                    )
+                )
                 return
             if header.generation < was.generation:
                 what = f"wanted generation {was.generation} or later, found {header.generation}"
@@ -131,13 +146,29 @@ class Chain:
             faults.insert(0, Fault(parts[0].name, 0, what, MISSING))
         counted = [p for p in parts if not p.void]
         last = self.last
-        for part in counted:  # one that was just being made may lie at the end, where no other follows
-            if part.header is None and not part.faults and last is not None and part.ordinal < last.ordinal:
-                part.faults.append(Fault(part.name, 0, f"wanted a whole header, found {part.nbytes} bytes of one"))
+        for (
+            part
+        ) in counted:  # one that was just being made may lie at the end, where no other follows
+            if (
+                part.header is None
+                and not part.faults
+                and last is not None
+                and part.ordinal < last.ordinal
+            ):
+                part.faults.append(
+                    Fault(part.name, 0, f"wanted a whole header, found {part.nbytes} bytes of one")
+                )
         faults += [fault for p in counted for fault in p.faults]
         faults.sort(key=lambda f: (f.segment, f.offset))
-        cuts = [Cut(p.name, p.end, p.torn) for p in counted if p.torn] + [Cut(p.name, 0, p.nbytes) for p in parts if p.void]
-        return Reading(parts, faults, sorted(cuts, key=lambda c: c.segment), [p for p in self.parts if p.ordinal < kept])
+        cuts = [Cut(p.name, p.end, p.torn) for p in counted if p.torn] + [
+            Cut(p.name, 0, p.nbytes) for p in parts if p.void
+        ]
+        return Reading(
+            parts,
+            faults,
+            sorted(cuts, key=lambda c: c.segment),
+            [p for p in self.parts if p.ordinal < kept],
+        )
 
     def _kept(self) -> int:
         """The first segment that was not pruned, by the last note that says so."""
@@ -148,7 +179,9 @@ class Chain:
                     try:
                         kept = max(kept, kept_from(placed.record))
                     except JournalError as error:
-                        part.faults.append(Fault(part.name, placed.start, error.problem, error.remedy))
+                        part.faults.append(
+                            Fault(part.name, placed.start, error.problem, error.remedy)
+                        )
         return kept
 
 
@@ -160,7 +193,9 @@ def pruned(before: int, kept: int) -> Record:
 def kept_from(note: Record) -> int:
     body: Any = note.body
     if not isinstance(body, dict) or type(body.get("kept")) is not int or body["kept"] < 0:
-        raise JournalError(note.where, "wanted the number of a segment in the note, found something else", NEWER)
+        raise JournalError(
+            note.where, "wanted the number of a segment in the note, found something else", NEWER
+        )
     return int(body["kept"])
 
 
@@ -176,7 +211,13 @@ class Reading:
     @property
     def records(self) -> list[Record]:
         """All that count, in order, without the log's own notes."""
-        return [p.record for part in self.parts if not part.void for p in part.records if not p.record.is_note]
+        return [
+            p.record
+            for part in self.parts
+            if not part.void
+            for p in part.records
+            if not p.record.is_note
+        ]
 
     @property
     def last(self) -> Part | None:

@@ -15,13 +15,18 @@ from overlord.uris import OBJECT_STORES, SCHEME, shown_uri, uri_problems
 _FULL = "free some space and append again, or resume when there is some: all that was acknowledged is kept"
 _DENIED = "let the job write there, or give it another journal"
 _REMEDIES = {
-    errno.ENOSPC: _FULL, errno.EDQUOT: _FULL,
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
     errno.EFBIG: "raise the limit on the size of files (ulimit -f) or make segments smaller: all that was acknowledged is kept",
-    errno.EROFS: _DENIED, errno.EACCES: _DENIED, errno.EPERM: _DENIED,
+    errno.EROFS: _DENIED,
+    errno.EACCES: _DENIED,
+    errno.EPERM: _DENIED,
     errno.EIO: "the disk fails: copy the journal to another one and resume there; the segment is not written again",
     errno.ESTALE: "the server of the file system has lost the file: mount it anew, see that the segments are there, and resume",
-    errno.ENOTDIR: "name a directory", errno.EEXIST: "name a directory", errno.ENOENT: "name a directory that is there",
-}  # fmt: skip
+    errno.ENOTDIR: "name a directory",
+    errno.EEXIST: "name a directory",
+    errno.ENOENT: "name a directory that is there",
+}
 
 
 class NameTaken(Exception):
@@ -79,14 +84,20 @@ def place_of(uri: str | os.PathLike[str]) -> Place:
 
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
-            raise JournalError(text, f"wanted a file of this machine, found one of {parts.netloc!r}", "write file:///path")
+            raise JournalError(
+                text,
+                f"wanted a file of this machine, found one of {parts.netloc!r}",
+                "write file:///path",
+            )
         return Directory(unquote(parts.path))
     if scheme in OBJECT_STORES:
         from overlord.journal.object_store import Bucket
 
         return Bucket(text)
     known = ", ".join(f"{name}://" for name in ("file", *OBJECT_STORES))
-    raise JournalError(shown_uri(text), f"wanted a directory, or a URI with one of {known}, found {scheme}://")
+    raise JournalError(
+        shown_uri(text), f"wanted a directory, or a URI with one of {known}, found {scheme}://"
+    )
 
 
 def refusal(path: str, doing: str, error: OSError) -> JournalError:

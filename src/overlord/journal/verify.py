@@ -43,7 +43,14 @@ def report_of(uri: str, reading: Reading, decoding: bool = False) -> Report:
         except JournalError as error:
             faults.append(f"{error.path}: {error.problem}; {error.remedy}")
     return Report(
-        uri=uri, job=header.job if header else "", generation=reading.generation, writer=header.writer if header else "",
-        segments=len(reading.parts), nbytes=sum(part.nbytes for part in reading.parts), records=len(records),
-        torn=last.torn if last else 0, cuts=tuple(map(str, reading.cuts)), faults=tuple(faults),
-    )  # fmt: skip
+        uri=uri,
+        job=header.job if header else "",
+        generation=reading.generation,
+        writer=header.writer if header else "",
+        segments=len(reading.parts),
+        nbytes=sum(part.nbytes for part in reading.parts),
+        records=len(records),
+        torn=last.torn if last else 0,
+        cuts=tuple(map(str, reading.cuts)),
+        faults=tuple(faults),
+    )

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from overlord.concurrency.command_loop import Carrier
 from overlord.errors import JournalError, PlanError
-from overlord.messages.control import AddSource, Finish, Forget, Open, Refill, Report, SourceLost, Stage, StreamState
+from overlord.messages.control import (
+    AddSource,
+    Finish,
+    Forget,
+    Open,
+    Refill,
+    Report,
+    SourceLost,
+    Stage,
+    StreamState,
+)
 from overlord.planning.planner import Planner
 
 if TYPE_CHECKING:
@@ -27,7 +37,9 @@ class Unwritten:
     launch = ""  # what all writers of one launch share: the next one goes on only where the last was one of them
     failed: JournalError | None = None
     settling = False  # an event waits to be durable, and the pump with it
-    heard: Callable[[], None] = staticmethod(lambda: None)  # in the pump: something became durable, or cannot
+    heard: Callable[[], None] = staticmethod(
+        lambda: None
+    )  # in the pump: something became durable, or cannot
 
     def start(self, post: Callable[[Callable[[], None]], None]) -> None:
         """Write beside the pump from here on; ``post`` runs a call in it."""
@@ -156,7 +168,12 @@ class Written(Carrier):
 
     def _lose(self, event: SourceLost) -> None:
         """The planner asks for an event: it is one like those that people say, written down before a step is planned with it."""
-        log.error("from step %d on nothing is drawn from source %r, whose storage was given up: %s", event.at, event.name, event.reason)
+        log.error(
+            "from step %d on nothing is drawn from source %r, whose storage was given up: %s",
+            event.at,
+            event.name,
+            event.reason,
+        )
         with contextlib.suppress(JournalError):  # the job has ended with it
             self.event(event)
             for watcher in self.on_lost:
@@ -185,23 +202,36 @@ class Written(Carrier):
     def _is_written(self, stage: Stage) -> bool:
         """Hand a plan to the journal, and all that were made in the same turn. If that cannot be, the job ends before it."""
         try:
-            self.journal.planned([stage, *(c for c in self._queue if isinstance(c, Stage))], self.planner.taken)
+            self.journal.planned(
+                [stage, *(c for c in self._queue if isinstance(c, Stage))], self.planner.taken
+            )
         except (JournalError, PlanError) as error:
             self._end_before(stage.plan.step, error)
             return False
         if (failed := self.journal.failed) is not None and not self.journal.has(stage.plan.step):
-            self._end_before(stage.plan.step, failed)  # handed over before the planner went back: nobody tells again
+            self._end_before(
+                stage.plan.step, failed
+            )  # handed over before the planner went back: nobody tells again
             return False
         return True
 
     def _released(self) -> None:
         """Something became durable, or cannot."""
         error = self.journal.failed  # asked first: what is not durable then never will be
-        waiting = next((c.plan.step for c in self._held if isinstance(c, Stage) and not self.journal.has(c.plan.step)), None)
+        waiting = next(
+            (
+                c.plan.step
+                for c in self._held
+                if isinstance(c, Stage) and not self.journal.has(c.plan.step)
+            ),
+            None,
+        )
         if waiting is not None and error is not None:
             self._end_before(waiting, error)
         free = []
-        while self._held and not (isinstance(c := self._held[0], Stage) and not self.journal.has(c.plan.step)):
+        while self._held and not (
+            isinstance(c := self._held[0], Stage) and not self.journal.has(c.plan.step)
+        ):
             free.append(Free(self._held.popleft()))
         self._queue.extendleft(reversed(free))
         self.run()
@@ -209,7 +239,9 @@ class Written(Carrier):
     def _end_before(self, step: int, error: JournalError | PlanError) -> None:
         """No plan from this step on is acted upon. Those before it go their way when they are durable, if they are not yet."""
         self._held = deque(c for c in self._held if not isinstance(c, Stage) or c.plan.step < step)
-        self._queue = deque(c for c in self._queue if not isinstance(c, Stage) or c.plan.step < step)
+        self._queue = deque(
+            c for c in self._queue if not isinstance(c, Stage) or c.plan.step < step
+        )
         self._queue.extend(self.planner.handle(Finish(step, error)))
 
     def _unhold(self) -> None:

@@ -13,7 +13,16 @@ from typing import Any
 from overlord.loader.order import SourceOrder
 from overlord.loader.replay_buffer import Memory, Since
 from overlord.messages.control import GROUPS_AHEAD, Cursor, Refill
-from overlord.messages.loader import Announce, Evaluate, Evaluated, Found, Pop, Read, ReadFailed, WindowRead
+from overlord.messages.loader import (
+    Announce,
+    Evaluate,
+    Evaluated,
+    Found,
+    Pop,
+    Read,
+    ReadFailed,
+    WindowRead,
+)
 
 Command = Read | Evaluate | Announce
 
@@ -27,9 +36,18 @@ class Loader:
     """``handle(event) -> commands``; at most one piece of work is under way at a time."""
 
     def __init__(
-        self, number: int, order: SourceOrder, *, epochs: int | None, loader: int = 0, loaders: int = 1,
-        cursor: Cursor | None = None, block_rows: int = 32, budget_bytes: int = 2**26, generation: int = 0,
-    ):  # fmt: skip
+        self,
+        number: int,
+        order: SourceOrder,
+        *,
+        epochs: int | None,
+        loader: int = 0,
+        loaders: int = 1,
+        cursor: Cursor | None = None,
+        block_rows: int = 32,
+        budget_bytes: int = 2**26,
+        generation: int = 0,
+    ):
         self._opened = cursor = cursor or Cursor()
         self.generation, self._epochs = generation, epochs
         self.life = generation  # work it asked for is its own as long as it lives, also when it went back since
@@ -50,18 +68,29 @@ class Loader:
         self.ready = 0  # samples announced and not popped; one that follows another may owe some, and is below 0 then
         self.announced = 0  # samples since it was opened
         self.memory: Memory | None = None  # what it announced, if it may have to go back
-        self._since: Since | None = None  # where it went back to: what stands before is not announced again
+        self._since: Since | None = (
+            None  # where it went back to: what stands before is not announced again
+        )
         self.ready_bytes = 0
         self._bytes_per_sample = self._row_s = 0.0
-        self._pieces = 1.0  # samples that a row of the last block gave, at least 1: long documents are split
+        self._pieces = (
+            1.0  # samples that a row of the last block gave, at least 1: long documents are split
+        )
         self._next_group()
 
     def again(self, cursor: Cursor, generation: int) -> Loader:
         """The same loader from a cursor on, with nothing held."""
         return Loader(
-            self.number, self._order, epochs=self._epochs, loader=self._loader, loaders=self._loaders, cursor=cursor,
-            block_rows=self._block_rows, budget_bytes=self._budget, generation=generation,
-        )  # fmt: skip
+            self.number,
+            self._order,
+            epochs=self._epochs,
+            loader=self._loader,
+            loaders=self._loaders,
+            cursor=cursor,
+            block_rows=self._block_rows,
+            budget_bytes=self._budget,
+            generation=generation,
+        )
 
     # going back
 
@@ -85,7 +114,9 @@ class Loader:
         self.ready = self.announced - before
         self.ready_bytes = int(self._bytes_per_sample * self.ready)
         self._must = 0  # of a draw that is no more
-        self._horizon = max(self._horizon, cursor.epoch * self._order.n_groups + cursor.group + GROUPS_AHEAD)
+        self._horizon = max(
+            self._horizon, cursor.epoch * self._order.n_groups + cursor.group + GROUPS_AHEAD
+        )
         return [*(replace(news, generation=generation) for news in told), *self._next_work()]
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
@@ -97,7 +128,11 @@ class Loader:
                 if self.ready >= self._level and self.ready >= self._must:
                     return []  # every loader hears of every step
             case Refill(must=must, level=level, horizon=horizon):
-                self._must, self._level, self._horizon = max(self._must, must), level, max(self._horizon, horizon)
+                self._must, self._level, self._horizon = (
+                    max(self._must, must),
+                    level,
+                    max(self._horizon, horizon),
+                )
             case WindowRead():
                 return self._window_read(event) + self._next_work()
             case Evaluated():
@@ -105,7 +140,9 @@ class Loader:
             case ReadFailed(error=error):
                 self._busy, self._done, self.failed = "", True, True
                 at = (self._epoch, self._group, self._window)
-                return self._say(Announce(self.number, *at, None, error=error, generation=self.generation))
+                return self._say(
+                    Announce(self.number, *at, None, error=error, generation=self.generation)
+                )
             case _:
                 raise TypeError(f"a loader does not know {type(event).__name__}")
         return self._next_work()
@@ -127,13 +164,26 @@ class Loader:
         self.announced += len(event.found)
         self.ready_bytes += event.nbytes
         if len(event.found):
-            self._bytes_per_sample = self.ready_bytes / self.ready if self.ready > len(event.found) else event.nbytes / len(event.found)
+            self._bytes_per_sample = (
+                self.ready_bytes / self.ready
+                if self.ready > len(event.found)
+                else event.nbytes / len(event.found)
+            )
         return self._announce(event.found)
 
     def _announce(self, found: Any) -> list[Command]:
         closes = self._rows == 0
         last = closes and not self._chunks
-        news = Announce(self.number, self._epoch, self._group, self._window, found, closes, last, generation=self.generation)
+        news = Announce(
+            self.number,
+            self._epoch,
+            self._group,
+            self._window,
+            found,
+            closes,
+            last,
+            generation=self.generation,
+        )
         if closes:
             self._closed = True
             self._window += 1
@@ -149,7 +199,9 @@ class Loader:
             return [news]
         told = self._since.cut(news)
         if news.found is not None:
-            self.ready -= len(news.found) - (0 if told is None or told.found is None else len(told.found))
+            self.ready -= len(news.found) - (
+                0 if told is None or told.found is None else len(told.found)
+            )
             self.ready_bytes = int(self._bytes_per_sample * self.ready)
         if (news.epoch, news.group, news.window) > self._since.cursor[:3]:
             self._since = None
@@ -174,9 +226,13 @@ class Loader:
                 rows = min(self._rows, self._block())
                 commands.append(Evaluate(self.number, rows, self.ready < self._must, self.life))
             elif self._chunks:
-                self._busy = f"reading window {self._window} of group {self._group}, epoch {self._epoch}"
+                self._busy = (
+                    f"reading window {self._window} of group {self._group}, epoch {self._epoch}"
+                )
                 at, urgent = (self._epoch, self._group, self._window), self.ready < self._must
-                commands.append(Read(self.number, *at, self._chunks, self._after, urgent, self.life))
+                commands.append(
+                    Read(self.number, *at, self._chunks, self._after, urgent, self.life)
+                )
             else:
                 commands += self._announce(None)
         return commands
@@ -195,10 +251,20 @@ class Loader:
         """
         if self.ready < self._must:
             return math.ceil((self._must - self.ready) / self._pieces)
-        worth = max(self._block_rows, self._level - self.ready, int(BLOCK_S / self._row_s) if self._row_s > 0 else 0)
+        worth = max(
+            self._block_rows,
+            self._level - self.ready,
+            int(BLOCK_S / self._row_s) if self._row_s > 0 else 0,
+        )
         self._grown = min(2 * self._grown, 2**20)
-        room = (self._budget - self.ready_bytes) / (self._bytes_per_sample * self._pieces) if self._bytes_per_sample else worth
-        return max(1, min(worth, self._grown, int(room)))  # a block of images may be a hundred times the budget
+        room = (
+            (self._budget - self.ready_bytes) / (self._bytes_per_sample * self._pieces)
+            if self._bytes_per_sample
+            else worth
+        )
+        return max(
+            1, min(worth, self._grown, int(room))
+        )  # a block of images may be a hundred times the budget
 
     def set_budget(self, nbytes: int) -> None:
         """What it may hold ready from now on: sources that join share one budget."""
@@ -219,7 +285,13 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """Where the loader stands, for tests and for people; what it holds is rebuilt from the cursor, not saved."""
-        return {"epoch": self._epoch, "group": self._group, "window": self._window, "ready": self.ready, "doing": self.doing}
+        return {
+            "epoch": self._epoch,
+            "group": self._group,
+            "window": self._window,
+            "ready": self.ready,
+            "doing": self.doing,
+        }
 
     def check(self) -> None:
         assert self.ready >= 0 or self.memory is not None, self.state()

@@ -20,7 +20,9 @@ class SourceOrder:
     shuffle: bool
     shuffle_chunks: int
     # Asked for once a group, and a source of many chunks has many groups; two epochs, since loaders are not all in the same one.
-    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _orders: dict[int, np.ndarray] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def group_size(self) -> int:
@@ -43,11 +45,15 @@ class SourceOrder:
         chunks = np.arange(self.n_chunks)
         if not self.shuffle:
             return chunks
-        return np.argsort(keyed_hash(key64("chunks", self.seed, self.name, epoch), chunks), kind="stable")
+        return np.argsort(
+            keyed_hash(key64("chunks", self.seed, self.name, epoch), chunks), kind="stable"
+        )
 
     def owned(self, epoch: int, group: int, loader: int, loaders: int) -> tuple[int, ...]:
         """The chunks of a group that loader number ``loader`` of ``loaders`` reads: every loaders-th place of the order."""
-        places = np.arange(group * self.group_size, min(self.n_chunks, (group + 1) * self.group_size))
+        places = np.arange(
+            group * self.group_size, min(self.n_chunks, (group + 1) * self.group_size)
+        )
         return tuple(self.chunk_order(epoch)[places[places % loaders == loader]].tolist())
 
     def row_keys(self, epoch: int, file: np.ndarray, row: np.ndarray) -> np.ndarray:

@@ -16,7 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from overlord.errors import DataStall, Later, OverlordError, SourceError, StorageError, TransformError
+from overlord.errors import (
+    DataStall,
+    Later,
+    OverlordError,
+    SourceError,
+    StorageError,
+    TransformError,
+)
 from overlord.loader.blocks import all_bad, long_of, merged, rows_of
 from overlord.loader.order import SourceOrder
 from overlord.loader.running_code import Code
@@ -74,7 +81,9 @@ class ReaderStats:
     """What reading and transforming a source has cost so far: the P of the paper's (P, T, M)."""
 
     read_s: float = 0.0
-    staged_s: float = 0.0  # transforms of whole slices, which run when a window is opened and are no reading
+    staged_s: float = (
+        0.0  # transforms of whole slices, which run when a window is opened and are no reading
+    )
     transform_s: float = 0.0  # of rows, as they are asked for
     read_busy_s: float = 0.0  # of these, the time a core was busy with it: other threads of the process, and storage, may be waited for
     staged_busy_s: float = 0.0
@@ -85,7 +94,9 @@ class ReaderStats:
     tokens: int = 0
     windows: int = 0
     raw_bytes: int = 0  # of the window open now
-    reads: deque[float] = field(default_factory=lambda: deque(maxlen=READS))  # seconds of the last ones
+    reads: deque[float] = field(
+        default_factory=lambda: deque(maxlen=READS)
+    )  # seconds of the last ones
     image_bytes_in: int = 0  # of image files so far
     image_bytes_out: int = 0  # of the pixels made of them, here or later
 
@@ -99,7 +110,10 @@ class ReaderStats:
     def work(self) -> tuple[float, float]:
         """What the samples so far took, of cores and of time."""
         opened, busy = self.read_s + self.staged_s, self.read_busy_s + self.staged_busy_s
-        return busy * self.asked_for + self.transform_busy_s, opened * self.asked_for + self.transform_s
+        return (
+            busy * self.asked_for + self.transform_busy_s,
+            opened * self.asked_for + self.transform_s,
+        )
 
     @property
     def of_samples(self) -> tuple[float, float]:
@@ -117,7 +131,11 @@ class ReaderStats:
     @property
     def images(self) -> dict[str, int] | None:
         """What decides where pixels are made; None: the source has no images."""
-        return {"bytes_in": self.image_bytes_in, "bytes_out": self.image_bytes_out} if self.image_bytes_out else None
+        return (
+            {"bytes_in": self.image_bytes_in, "bytes_out": self.image_bytes_out}
+            if self.image_bytes_out
+            else None
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +150,9 @@ class SourceReader:
     _code: Code | None = None
     _window: _Window | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _ticket: object = None  # of the read under way; another one: it was given up, and its answer comes too late
+    _ticket: object = (
+        None  # of the read under way; another one: it was given up, and its answer comes too late
+    )
 
     # what a host asks while a read is under way, from other threads
 
@@ -148,7 +168,9 @@ class SourceReader:
 
     @property
     def _own_code(self) -> bool:
-        stages = getattr(self.stages, "has_slice_stage", False) or getattr(self.stages, "elsewhere", False)
+        stages = getattr(self.stages, "has_slice_stage", False) or getattr(
+            self.stages, "elsewhere", False
+        )
         return bool(stages or getattr(self.chunks, "own_code", ""))
 
     @property
@@ -160,7 +182,11 @@ class SourceReader:
     def doing(self) -> str:
         """What it waits for, in words, once that takes long."""
         words: str = getattr(self.chunks, "doing", str)()
-        if words or (code := self._code) is None or (seconds := self.clock.now() - code.began) < SLOW_S:
+        if (
+            words
+            or (code := self._code) is None
+            or (seconds := self.clock.now() - code.began) < SLOW_S
+        ):
             return words
         return code.words(self.stages, seconds)
 
@@ -217,7 +243,9 @@ class SourceReader:
         self.stats.read_busy_s += core_s(self.stages) - busy - float(staged[1])
         self.stats.staged_s += float(staged[0])
         self.stats.staged_busy_s += float(staged[1])
-        return WindowRead(len(window.key), over, self.stats.raw_bytes, 0 if len(window.key) else window.dropped)
+        return WindowRead(
+            len(window.key), over, self.stats.raw_bytes, 0 if len(window.key) else window.dropped
+        )
 
     def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
         """``spent``: to which it adds what transforms took, by the clock and of cores."""
@@ -233,7 +261,9 @@ class SourceReader:
                 continue
             start = time.perf_counter(), core_s(self.stages)
             with self._runs(raw.row, number):
-                kept, where, staged = self._stage_slice(raw, RowIds(command.epoch, number, raw.row), reasons)
+                kept, where, staged = self._stage_slice(
+                    raw, RowIds(command.epoch, number, raw.row), reasons
+                )
             spent += time.perf_counter() - start[0], core_s(self.stages) - start[1]
             dropped += staged.dropped
             rows.append(raw.row[kept])
@@ -243,7 +273,9 @@ class SourceReader:
             held += staged.table.num_rows
         if not rows:
             empty = np.zeros(0, np.int64)
-            return _Window(empty.astype(np.uint64), empty, empty, empty, [], [], dropped, None), tuple(over)
+            return _Window(
+                empty.astype(np.uint64), empty, empty, empty, [], [], dropped, None
+            ), tuple(over)
         if len(rows) == 1:  # of one file, and in the order of its rows
             (file,), (row,), (at,) = files, rows, ats
             key = self.order.row_keys(command.epoch, file, row)
@@ -253,14 +285,29 @@ class SourceReader:
             key = self.order.row_keys(command.epoch, file, row)
             order = np.lexsort((row, file, key))
         if command.after is not None:
-            order = order[_not_before(key[order], file[order], row[order], command.after, self.order, command.epoch)]
-        return _Window(key[order], file[order], row[order], at[order], self._joined(tables), reasons, dropped, command.after), tuple(over)
+            order = order[
+                _not_before(
+                    key[order], file[order], row[order], command.after, self.order, command.epoch
+                )
+            ]
+        return _Window(
+            key[order],
+            file[order],
+            row[order],
+            at[order],
+            self._joined(tables),
+            reasons,
+            dropped,
+            command.after,
+        ), tuple(over)
 
     def _slice(self, chunk: int, t: int) -> RawSlice:
         """What storage does not give it names itself."""
         if not (whose := getattr(self.chunks, "own_code", "")):
             return self.chunks.slice(chunk, t)
-        with self._runs(np.zeros(0, np.int64), what=f"{whose}, which is to give slice {t} of chunk {chunk},"):
+        with self._runs(
+            np.zeros(0, np.int64), what=f"{whose}, which is to give slice {t} of chunk {chunk},"
+        ):
             return self.chunks.slice(chunk, t)
 
     def _joined(self, tables: list[pa.Table]) -> list[pa.Table]:
@@ -275,9 +322,15 @@ class SourceReader:
                 return [compact(table) for table in tables]
         table = tables[0]
         # Half of a row group may keep the other half alive: the copy would cost more than the memory, which is soon read anyway.
-        return [compact(table) if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096 else table.combine_chunks()]
+        return [
+            compact(table)
+            if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096
+            else table.combine_chunks()
+        ]
 
-    def _stage_slice(self, raw: RawSlice, ids: RowIds, reasons: list[str]) -> tuple[np.ndarray, np.ndarray, Staged]:
+    def _stage_slice(
+        self, raw: RawSlice, ids: RowIds, reasons: list[str]
+    ) -> tuple[np.ndarray, np.ndarray, Staged]:
         """Run the slice stage. Returns the raw rows that are left (samples to be, or failures), and where each is."""
         bad = dict(raw.bad)
         if not bad:
@@ -287,7 +340,9 @@ class SourceReader:
                 return readable, readable, staged
         else:
             readable = np.flatnonzero(~np.isin(np.arange(len(raw.row)), list(bad)))
-            staged = self.stages.slice_stage(raw.table, RowIds(ids.epoch, ids.file, raw.row[readable]))
+            staged = self.stages.slice_stage(
+                raw.table, RowIds(ids.epoch, ids.file, raw.row[readable])
+            )
         at = np.full(len(raw.row), np.iinfo(np.int64).min)
         at[readable[staged.index]] = np.arange(len(staged.index))
         for where, reason in [*bad.items(), *((int(readable[j]), why) for j, why in staged.bad)]:
@@ -306,14 +361,31 @@ class SourceReader:
         good = np.flatnonzero(at >= 0)
         with self._runs(row):
             block = self._row_stage(window.tables, at[good])
-        index, part, content, meta = block.index, block.part, Content(block.tokens, block.items), dict(block.meta)
+        index, part, content, meta = (
+            block.index,
+            block.part,
+            Content(block.tokens, block.items),
+            dict(block.meta),
+        )
         if window.after is not None and a == 0:
-            keep = np.flatnonzero(~_already_drawn(file[good][index], row[good][index], part, window.after))
+            keep = np.flatnonzero(
+                ~_already_drawn(file[good][index], row[good][index], part, window.after)
+            )
             if len(keep) < len(index):
-                index, part, content, meta = index[keep], part[keep], content.take(keep), {n: take_rows(c, keep) for n, c in meta.items()}
+                index, part, content, meta = (
+                    index[keep],
+                    part[keep],
+                    content.take(keep),
+                    {n: take_rows(c, keep) for n, c in meta.items()},
+                )
         found = self._found(key, file, row, at, good, index, part, meta, block.bad, window)
         if len(block.long):
-            found = replace(found, long=long_of(key, file, row, good[block.long], block.lost, window.after if a == 0 else None))
+            found = replace(
+                found,
+                long=long_of(
+                    key, file, row, good[block.long], block.lost, window.after if a == 0 else None
+                ),
+            )
         window.dropped = 0
         if b == len(window.key):
             self._window = None
@@ -333,7 +405,11 @@ class SourceReader:
         others: what happens to a row must not depend on which rows a loader reads beside it."""
         blocks, first = [], 0
         for table in tables:
-            mine = np.flatnonzero((at >= first) & (at < first + table.num_rows)) if len(tables) > 1 else np.arange(len(at))
+            mine = (
+                np.flatnonzero((at >= first) & (at < first + table.num_rows))
+                if len(tables) > 1
+                else np.arange(len(at))
+            )
             try:
                 block = self.stages.row_stage(rows_of(table, at[mine] - first))
             except TransformError as error:
@@ -343,27 +419,66 @@ class SourceReader:
         return blocks[0][1] if len(blocks) == 1 else merged(blocks)
 
     def _found(
-        self, key: np.ndarray, file: np.ndarray, row: np.ndarray, at: np.ndarray, good: np.ndarray, index: np.ndarray,
-        part: np.ndarray, meta: dict[str, Any], failed: list[tuple[int, str]], window: _Window,
-    ) -> Found:  # fmt: skip
+        self,
+        key: np.ndarray,
+        file: np.ndarray,
+        row: np.ndarray,
+        at: np.ndarray,
+        good: np.ndarray,
+        index: np.ndarray,
+        part: np.ndarray,
+        meta: dict[str, Any],
+        failed: list[tuple[int, str]],
+        window: _Window,
+    ) -> Found:
         if len(good) == len(at) and not failed:  # as it nearly always is
             none = good[:0]
-            return Found(key[index], file[index], row[index], part, meta, key[none], none, none, (), window.dropped)
+            return Found(
+                key[index],
+                file[index],
+                row[index],
+                part,
+                meta,
+                key[none],
+                none,
+                none,
+                (),
+                window.dropped,
+            )
         why = {int(j): window.reasons[-1 - int(at[j])] for j in np.flatnonzero(at < 0)}
         why.update((int(good[j]), reason) for j, reason in failed)
         bad = np.array(sorted(why), np.int64)
         where = good[index]
         return Found(
-            key[where], file[where], row[where], part, meta,
-            key[bad], file[bad], row[bad], tuple(why[j] for j in bad.tolist()), window.dropped,
-        )  # fmt: skip
+            key[where],
+            file[where],
+            row[where],
+            part,
+            meta,
+            key[bad],
+            file[bad],
+            row[bad],
+            tuple(why[j] for j in bad.tolist()),
+            window.dropped,
+        )
 
 
-def _not_before(key: np.ndarray, file: np.ndarray, row: np.ndarray, after: Cursor, order: SourceOrder, epoch: int) -> np.ndarray:
+def _not_before(
+    key: np.ndarray,
+    file: np.ndarray,
+    row: np.ndarray,
+    after: Cursor,
+    order: SourceOrder,
+    epoch: int,
+) -> np.ndarray:
     """Which of the ordered rows stand at or behind the cursor. Its own row stays: pieces of it may be left."""
     limit = order.row_keys(epoch, np.array([after.file]), np.array([after.row]))[0]
-    return (key > limit) | ((key == limit) & ((file > after.file) | ((file == after.file) & (row >= after.row))))
+    return (key > limit) | (
+        (key == limit) & ((file > after.file) | ((file == after.file) & (row >= after.row)))
+    )
 
 
-def _already_drawn(file: np.ndarray, row: np.ndarray, part: np.ndarray, after: Cursor) -> np.ndarray:
+def _already_drawn(
+    file: np.ndarray, row: np.ndarray, part: np.ndarray, after: Cursor
+) -> np.ndarray:
     return (file == after.file) & (row == after.row) & (part <= after.part)

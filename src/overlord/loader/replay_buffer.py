@@ -35,7 +35,10 @@ class Since:
     def of(cursor: Cursor, order: SourceOrder) -> Since:
         if cursor.file < 0:
             return Since(cursor, -1)
-        return Since(cursor, int(order.row_keys(cursor.epoch, np.array([cursor.file]), np.array([cursor.row]))[0]))
+        return Since(
+            cursor,
+            int(order.row_keys(cursor.epoch, np.array([cursor.file]), np.array([cursor.row]))[0]),
+        )
 
     @property
     def place(self) -> Place:
@@ -49,33 +52,54 @@ class Since:
         if at > here:
             return news
         if at == here:
-            return news if news.found is None or self.key < 0 else replace(news, found=self._rest(news.found))
+            return (
+                news
+                if news.found is None or self.key < 0
+                else replace(news, found=self._rest(news.found))
+            )
         if news.error is not None:  # it cannot come as far as the cursor
             return replace(news, epoch=c.epoch, group=c.group, window=c.window)
-        if news.last and at[:2] == here[:2]:  # it has nothing in this window either, and none of the group comes after it
+        if (
+            news.last and at[:2] == here[:2]
+        ):  # it has nothing in this window either, and none of the group comes after it
             return replace(news, window=c.window, found=None)
         return None
 
     def _rest(self, found: Found) -> Found:
         """Samples behind the cursor, and the failures that a read from the cursor on would meet."""
-        n, bad = len(found) - int(self._behind(found).sum()), int(self._before(found.bad_key, found.bad_file, found.bad_row).sum())
+        n, bad = (
+            len(found) - int(self._behind(found).sum()),
+            int(self._before(found.bad_key, found.bad_file, found.bad_row).sum()),
+        )
         long = found.long
         if long is not None:  # that of the cursor's own row was counted with its sample
             long = long.take(np.flatnonzero(~self._before(long.key, long.file, long.row, own=True)))
         if not n and not bad:
             return found if long is found.long else replace(found, long=long)
         return Found(
-            found.key[n:], found.file[n:], found.row[n:], found.part[n:], {k: cut_rows(v, n, len(found)) for k, v in found.meta.items()},
-            found.bad_key[bad:], found.bad_file[bad:], found.bad_row[bad:], found.bad_reason[bad:], found.dropped,
+            found.key[n:],
+            found.file[n:],
+            found.row[n:],
+            found.part[n:],
+            {k: cut_rows(v, n, len(found)) for k, v in found.meta.items()},
+            found.bad_key[bad:],
+            found.bad_file[bad:],
+            found.bad_row[bad:],
+            found.bad_reason[bad:],
+            found.dropped,
             long,
-        )  # fmt: skip
+        )
 
     def _behind(self, found: Found) -> np.ndarray:
         c, key = self.cursor, np.uint64(self.key)
         row = (found.row > c.row) | ((found.row == c.row) & (found.part > c.part))
-        return (found.key > key) | ((found.key == key) & ((found.file > c.file) | ((found.file == c.file) & row)))
+        return (found.key > key) | (
+            (found.key == key) & ((found.file > c.file) | ((found.file == c.file) & row))
+        )
 
-    def _before(self, keys: np.ndarray, files: np.ndarray, rows: np.ndarray, own: bool = False) -> np.ndarray:
+    def _before(
+        self, keys: np.ndarray, files: np.ndarray, rows: np.ndarray, own: bool = False
+    ) -> np.ndarray:
         """Which rows stand before that of the cursor. ``own``: or are that row."""
         c, key = self.cursor, np.uint64(self.key)
         file = (files < c.file) | ((files == c.file) & (rows < c.row + own))
@@ -92,7 +116,9 @@ class Memory:
         self._dropped = 0  # rows that filters dropped in the window of the first one, told in announcements before it
         self._empty = 0  # announcements without a sample
         self._reach = Since.of(since, order).place  # nothing before it is known
-        self._over: Announce | None = None  # the last of a group, kept no longer though it might be wanted
+        self._over: Announce | None = (
+            None  # the last of a group, kept no longer though it might be wanted
+        )
         self.released = 0  # samples that will not be wanted again
 
     def add(self, news: Announce) -> None:
@@ -112,7 +138,9 @@ class Memory:
         self._first += _samples(news)
         self._empty -= not _samples(news)
         stays = self._news and _window(self._news[0]) == _window(news)
-        self._dropped = self._dropped + (news.found.dropped if news.found is not None else 0) if stays else 0
+        self._dropped = (
+            self._dropped + (news.found.dropped if news.found is not None else 0) if stays else 0
+        )
         return news
 
     def _forget_ahead(self) -> None:
@@ -127,7 +155,9 @@ class Memory:
     def since(self, since: Since) -> tuple[int, list[Announce]] | None:
         """How many samples stand before a place, and what a loader opened there would have said; None: memory does not reach so far."""
         before, dropped, announced = self._first, self._dropped, self._first
-        told = [over] if self._over is not None and (over := since.cut(self._over)) is not None else []
+        told = (
+            [over] if self._over is not None and (over := since.cut(self._over)) is not None else []
+        )
         for k, news in enumerate(self._news):
             cut = since.cut(news)
             announced += _samples(news)
@@ -135,11 +165,17 @@ class Memory:
             if cut is None:
                 continue
             if k == 0 and dropped and _window(news) == since.cursor[:3]:
-                found = Found.nothing(0) if cut.found is None else cut.found  # one without a sample may have failures
+                found = (
+                    Found.nothing(0) if cut.found is None else cut.found
+                )  # one without a sample may have failures
                 cut = replace(cut, found=replace(found, dropped=found.dropped + dropped))
             told.append(cut)
         # One that follows another may be behind what is released.
-        return None if since.place < self._reach or before < min(self.released, announced) else (before, told)
+        return (
+            None
+            if since.place < self._reach or before < min(self.released, announced)
+            else (before, told)
+        )
 
 
 def _samples(news: Announce) -> int:

@@ -19,7 +19,11 @@ class Code:
     row: np.ndarray  # with which rows of it
 
     def words(self, stages: Any, seconds: float) -> str:
-        what, row = (self.what, -1) if self.what else getattr(stages, "running", lambda thread: ("", -1))(self.thread)
+        what, row = (
+            (self.what, -1)
+            if self.what
+            else getattr(stages, "running", lambda thread: ("", -1))(self.thread)
+        )
         return f"in {what or 'transforms'} for {seconds:.0f} s" + self.where(row)
 
     def where(self, row: int = -1) -> str:
@@ -28,4 +32,8 @@ class Code:
         if not self.path:  # of several files, and shuffled
             return f", with {len(self.row)} rows"
         first, last = (row, row) if row >= 0 else (self.row.min(), self.row.max())
-        return f", with row {first} of {self.path}" if first == last else f", with rows {first} to {last} of {self.path}"
+        return (
+            f", with row {first} of {self.path}"
+            if first == last
+            else f", with rows {first} to {last} of {self.path}"
+        )

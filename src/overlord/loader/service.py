@@ -42,7 +42,9 @@ class Hosted:
     shelf: Shelf
     turn: Turn = field(default_factory=Turn)
     shadow: bool = False
-    popped: deque[tuple[int, int]] = field(default_factory=deque)  # steps not acknowledged, and the loader's front behind each
+    popped: deque[tuple[int, int]] = field(
+        default_factory=deque
+    )  # steps not acknowledged, and the loader's front behind each
     last: int = -1  # the last step it gave to, or went back to
 
     @property
@@ -76,7 +78,11 @@ class Hosted:
     def back(self, opening: Opening, step: int) -> list[Any] | None:
         """Stand where the loader stood behind a step; None: memory does not reach so far. What a shadow could not read is read again when
         it takes the other's place: nobody has heard of it, and it may be long ago."""
-        commands = None if self.shadow and self.loader.failed else self.loader.back(opening.cursor, opening.generation)
+        commands = (
+            None
+            if self.shadow and self.loader.failed
+            else self.loader.back(opening.cursor, opening.generation)
+        )
         if commands is None:
             return None
         self.settle()
@@ -89,7 +95,9 @@ class Hosted:
     def settle(self) -> None:
         """Bring the shelf where the loader stands: its front, and how far before it is kept."""
         assert self.loader.memory is not None
-        ready = max(0, self.loader.ready)  # below 0: samples that are popped as soon as they are read
+        ready = max(
+            0, self.loader.ready
+        )  # below 0: samples that are popped as soon as they are read
         if self.shelf.rows > ready:
             self.shelf.pop(self.shelf.rows - ready)
         elif self.shelf.rows < ready:
@@ -103,10 +111,15 @@ class Loading:
     """``carry_out(command) -> commands``; what work leads to goes to ``run``. With ``keeps`` it can go back over steps that were not
     acknowledged; else nothing is kept, and nothing paid."""
 
-    def __init__(self, executor: Executor, run: Callable[[Sequence[Any]], None], *, keeps: bool = False):
+    def __init__(
+        self, executor: Executor, run: Callable[[Sequence[Any]], None], *, keeps: bool = False
+    ):
         self._executor, self._run, self._keeps = executor, run, keeps
         self.generation, self._step = 0, -1  # of the last Back, and what it went back to
-        self._acked, self._released = -1, -RELEASED_TOGETHER  # the last steps taken by all, and let go
+        self._acked, self._released = (
+            -1,
+            -RELEASED_TOGETHER,
+        )  # the last steps taken by all, and let go
         self.hosted: dict[int, Hosted] = {}  # by the loader's number, in rising order
         self.held = NOTHING  # payload of samples that look-ahead passed over
         self._held_by = np.zeros(0, np.int64)  # which loader read each of them
@@ -121,7 +134,9 @@ class Loading:
         """A loader begins again where it is: what it held goes, what it had begun leads to nothing."""
         old = self.hosted[command.loader]
         old.turn.then = None
-        self.hosted[command.loader] = self._hosting(old.loader.again(command.cursor, command.generation), old.reader, old.turn)
+        self.hosted[command.loader] = self._hosting(
+            old.loader.again(command.cursor, command.generation), old.reader, old.turn
+        )
 
     def _hosting(self, loader: Loader, reader: SourceReader, turn: Turn) -> Hosted:
         if self._keeps:
@@ -156,9 +171,16 @@ class Loading:
         if back.generation < self.generation:
             return []
         if back.generation > self.generation:
-            self.generation, self._step, self._acked = back.generation, back.step, min(self._acked, back.step)
+            self.generation, self._step, self._acked = (
+                back.generation,
+                back.step,
+                min(self._acked, back.step),
+            )
             self._released = min(self._released, back.step)
-            self.held, self._held_by = NOTHING, np.zeros(0, np.int64)  # whoever plans from there on has passed over nothing
+            self.held, self._held_by = (
+                NOTHING,
+                np.zeros(0, np.int64),
+            )  # whoever plans from there on has passed over nothing
         commands: list[Any] = []
         for opening in back.openings:
             hosted = self.hosted.get(opening.loader)
@@ -171,7 +193,11 @@ class Loading:
         hosted = self.hosted.get(opening.loader)
         if hosted is not None and hosted.loader.generation >= opening.generation:
             return []
-        step = self._step if hosted is None or hosted.loader.generation < self.generation else hosted.last  # its source was opened again
+        step = (
+            self._step
+            if hosted is None or hosted.loader.generation < self.generation
+            else hosted.last
+        )  # its source was opened again
         return self._stand(opening, open, step, shadow=True)
 
     def stand(self, opening: Opening, open: Callable[[Opening], None], step: int) -> list[Any]:
@@ -189,13 +215,21 @@ class Loading:
         """What a step takes from loaders that are shadows here leaves them and goes nowhere. Returns the other pops, and what they want."""
         commands: list[Any] = []
         for hosted in (h for number in pops if (h := self.hosted[number]).shadow):
-            if step > hosted.last and hosted.loader.generation >= self.generation:  # else it was not told yet where to go on
+            if (
+                step > hosted.last and hosted.loader.generation >= self.generation
+            ):  # else it was not told yet where to go on
                 commands += hosted.pop(step, pops[hosted.loader.number])[1]
         return {number: n for number, n in pops.items() if not self.hosted[number].shadow}, commands
 
     def _stand(
-        self, opening: Opening, open: Callable[[Opening], None], step: int, *, shadow: bool, afresh: bool = False
-    ) -> list[Any]:  # fmt: skip
+        self,
+        opening: Opening,
+        open: Callable[[Opening], None],
+        step: int,
+        *,
+        shadow: bool,
+        afresh: bool = False,
+    ) -> list[Any]:
         """Bring a loader to where it stood behind a step; ``open`` opens it afresh."""
         hosted = self.hosted.get(opening.loader)
         commands = None if hosted is None or afresh else hosted.back(opening, step)
@@ -218,16 +252,26 @@ class Loading:
             case Read():
                 self._submit("read", hosted, lambda: hosted.reader.read(command), command.urgent)
             case Evaluate():
-                self._submit("evaluate", hosted, lambda: hosted.reader.evaluate(command), command.urgent, command.rows)
+                self._submit(
+                    "evaluate",
+                    hosted,
+                    lambda: hosted.reader.evaluate(command),
+                    command.urgent,
+                    command.rows,
+                )
         return ()
 
-    def _submit(self, what: str, hosted: Hosted, work: Callable[[], Any], urgent: bool, size: int = 1) -> None:
+    def _submit(
+        self, what: str, hosted: Hosted, work: Callable[[], Any], urgent: bool, size: int = 1
+    ) -> None:
         turn, name = hosted.turn, f"{what} {hosted.reader.order.name}"
         waits = getattr(hosted.reader, "waits" if what == "read" else "evaluation_waits", None)
 
         def go() -> None:
             turn.working = True
-            self._executor.submit(name, work, self._read_done(hosted), size=size, urgent=urgent, waits=waits)
+            self._executor.submit(
+                name, work, self._read_done(hosted), size=size, urgent=urgent, waits=waits
+            )
 
         if turn.working:
             turn.then = go
@@ -243,7 +287,9 @@ class Loading:
             if self.hosted.get(hosted.loader.number) is not hosted:
                 return
             if error is not None:
-                self._run(hosted.loader.handle(ReadFailed(as_exception(error, hosted.reader.order.name))))
+                self._run(
+                    hosted.loader.handle(ReadFailed(as_exception(error, hosted.reader.order.name)))
+                )
             elif isinstance(outcome, tuple):
                 evaluated, payload = outcome
                 hosted.shelf.put(payload)
@@ -256,7 +302,9 @@ class Loading:
 
         return done
 
-    def pop(self, step: int, pops: Mapping[int, int], kept: np.ndarray | None) -> tuple[list[Content], list[Any]]:
+    def pop(
+        self, step: int, pops: Mapping[int, int], kept: np.ndarray | None
+    ) -> tuple[list[Content], list[Any]]:
         """Take ``pops[l]`` samples off the front of loader l. Returns the payload, loader by loader, and what the loaders want then.
 
         With look-ahead, payload held over comes first; ``kept`` says which documents of all this stay held.
@@ -269,18 +317,28 @@ class Loading:
             commands += wanted
         if kept is None:
             return pieces, commands
-        self._acked = max(step, self._acked)  # what is held over is not kept by step: such jobs read again
+        self._acked = max(
+            step, self._acked
+        )  # what is held over is not kept by step: such jobs read again
         self._release()
         pieces.insert(0, self.held)
-        if all(p.items is None for p in pieces):  # images are left where they lie: they are most of the bytes
+        if all(
+            p.items is None for p in pieces
+        ):  # images are left where they lie: they are most of the bytes
             pieces = [Content.concat(pieces)]
-        by = np.concatenate([self._held_by, np.repeat(np.fromiter(pops, np.int64, len(pops)), list(pops.values()))])
+        by = np.concatenate(
+            [self._held_by, np.repeat(np.fromiter(pops, np.int64, len(pops)), list(pops.values()))]
+        )
         self.held, self._held_by = Content.pick(pieces, kept), by[kept]
         return pieces, commands
 
     def busy(self) -> list[str]:
         """What loaders are doing, in words."""
-        every = ((f"loader/{h.reader.order.name}/{number}", h.doing) for number, h in self.hosted.items() if not h.shadow)
+        every = (
+            (f"loader/{h.reader.order.name}/{number}", h.doing)
+            for number, h in self.hosted.items()
+            if not h.shadow
+        )
         return [f"{name} is {doing}" for name, doing in every if doing not in ("idle", "done")]
 
     def held_bytes(self) -> dict[str, int]:
@@ -302,24 +360,38 @@ class Loading:
     def figures(self) -> list[dict[str, Any]]:
         """What each loader does and has cost, as plain values."""
         return [
-            {"loader": number, "source": h.reader.order.name, "doing": h.doing, "ready": h.loader.ready,
-             "ready_bytes": h.shelf.nbytes, "kept_bytes": h.shelf.kept_bytes, "shadow": h.shadow,
-             "window_bytes": h.reader.stats.raw_bytes, "open_bytes": getattr(h.reader.chunks, "open_bytes", 0),
-             "read_s": h.reader.stats.read_s, "transform_s": h.reader.stats.staged_s + h.reader.stats.transform_s,
-             "of_samples_s": h.reader.stats.of_samples, "core_s": h.reader.stats.work[0],
-             "samples": h.reader.stats.samples, "tokens": h.reader.stats.tokens,
-             "store": getattr(h.reader.chunks, "store_metrics", None),
-             "storage": getattr(h.reader.chunks, "storage_metrics", None), "images": h.reader.stats.images,
-             "worker": isinstance(h.reader.stages, TransformWorker), "worker_pid": (pid := getattr(h.reader.stages, "pid", None)),
-             "worker_pss": pss_bytes(pid) if pid else 0}
+            {
+                "loader": number,
+                "source": h.reader.order.name,
+                "doing": h.doing,
+                "ready": h.loader.ready,
+                "ready_bytes": h.shelf.nbytes,
+                "kept_bytes": h.shelf.kept_bytes,
+                "shadow": h.shadow,
+                "window_bytes": h.reader.stats.raw_bytes,
+                "open_bytes": getattr(h.reader.chunks, "open_bytes", 0),
+                "read_s": h.reader.stats.read_s,
+                "transform_s": h.reader.stats.staged_s + h.reader.stats.transform_s,
+                "of_samples_s": h.reader.stats.of_samples,
+                "core_s": h.reader.stats.work[0],
+                "samples": h.reader.stats.samples,
+                "tokens": h.reader.stats.tokens,
+                "store": getattr(h.reader.chunks, "store_metrics", None),
+                "storage": getattr(h.reader.chunks, "storage_metrics", None),
+                "images": h.reader.stats.images,
+                "worker": isinstance(h.reader.stages, TransformWorker),
+                "worker_pid": (pid := getattr(h.reader.stages, "pid", None)),
+                "worker_pss": pss_bytes(pid) if pid else 0,
+            }
             for number, h in self.hosted.items()
-        ]  # fmt: skip
+        ]
 
     def check(self) -> None:
         for hosted in self.hosted.values():
             hosted.loader.check()
-            assert hosted.shelf.rows == max(0, hosted.loader.ready), (hosted.shelf.rows, hosted.loader.state())
+            assert hosted.shelf.rows == max(0, hosted.loader.ready), (
+                hosted.shelf.rows,
+                hosted.loader.state(),
+            )
             assert hosted.shadow or hosted.loader.ready >= 0, hosted.loader.state()
         assert len(self.held) == len(self._held_by)
-
-

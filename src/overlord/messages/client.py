@@ -23,7 +23,9 @@ def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, ClientPlaceTree | 
     return broadcast, main.axis, _needed(main.axis, broadcast, place)
 
 
-def _needed(axis: str, broadcast: tuple[str, ...], place: ClientPlaceTree) -> ClientPlaceTree | None:
+def _needed(
+    axis: str, broadcast: tuple[str, ...], place: ClientPlaceTree
+) -> ClientPlaceTree | None:
     return None if axis == "DP" and not broadcast and place.cp == place.pp == 1 else place
 
 
@@ -39,20 +41,31 @@ class Told:
     after: StreamState | Sealed
     broadcast: tuple[str, ...] = ()  # axes of more than one rank along which the trainer broadcasts
     axis: str = "DP"  # whose buckets the plan has
-    place: ClientPlaceTree | None = None  # None: every rank of a data-parallel group gets all that the group has
+    place: ClientPlaceTree | None = (
+        None  # None: every rank of a data-parallel group gets all that the group has
+    )
 
     @staticmethod
     def of(stage: Stage, after: StreamState | Sealed | None = None) -> Told:
         """The whole plan's samples, as they are."""
         p = stage.plan
         return Told(
-            p.step, stage.digest, stage.valid_tokens, p.names, np.column_stack((p.source, p.epoch, p.file, p.row, p.part, p.tokens)),
-            stage.after if after is None else after, *_shares(p),
-        )  # fmt: skip
+            p.step,
+            stage.digest,
+            stage.valid_tokens,
+            p.names,
+            np.column_stack((p.source, p.epoch, p.file, p.row, p.part, p.tokens)),
+            stage.after if after is None else after,
+            *_shares(p),
+        )
 
     def without_broadcast(self) -> Told:
         """Every rank fetches for itself."""
-        return replace(self, broadcast=(), place=None if self.place is None else _needed(self.axis, (), self.place))
+        return replace(
+            self,
+            broadcast=(),
+            place=None if self.place is None else _needed(self.axis, (), self.place),
+        )
 
     def of_rows(self, rows: np.ndarray) -> Told:
         """These samples only, in a table of their own: what one bucket's clients need to know."""
@@ -96,7 +109,9 @@ class Handed:
     wide: Mapping[str, np.ndarray]
     rows: np.ndarray  # int64 [keys, microbatches]
     microbatches: tuple[Mapping[str, np.ndarray], ...] = ()
-    encoder: Mapping[str, np.ndarray] = field(default_factory=dict)  # the rank's images and routes, exchange by exchange
+    encoder: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # the rank's images and routes, exchange by exchange
     encoder_rows: np.ndarray | None = None  # int64 [keys, exchanges]
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
     form: Form | None = None  # of ``wide``, where it is compact

@@ -176,7 +176,9 @@ class Back:
 
     generation: int
     step: int
-    openings: tuple[Opening, ...] = ()  # for loader hosts: where each of the host's loaders stands behind that step
+    openings: tuple[
+        Opening, ...
+    ] = ()  # for loader hosts: where each of the host's loaders stands behind that step
     afresh: bool = False  # loaders read again, though they may hold what is wanted
 
 
@@ -185,22 +187,6 @@ class Forget:
     """Payload held over from these loaders goes; the other held rows close ranks, and are numbered so from now on."""
 
     loaders: tuple[int, ...]
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,10 +212,10 @@ class Encoding:
     recv_perm: np.ndarray  # int64
     out_lens: np.ndarray  # int32
     microbatch: np.ndarray  # int32: of the backbone
-    position: np.ndarray  # int64: first placeholder in the un-sliced microbatch, rows laid end to end
+    position: (
+        np.ndarray
+    )  # int64: first placeholder in the un-sliced microbatch, rows laid end to end
     recv_bounds: np.ndarray  # int64 [groups + 1]
-
-
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,10 +229,16 @@ class Stage:
     digest: str
     after: StreamState | Sealed
     skipped: bool = False
-    kept: np.ndarray | None = None  # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is ever held
-    loader: np.ndarray | None = None  # int32: who read each sample of the plan; for people, never for a strategy
+    kept: np.ndarray | None = (
+        None  # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is ever held
+    )
+    loader: np.ndarray | None = (
+        None  # int32: who read each sample of the plan; for people, never for a strategy
+    )
     valid_tokens: int = 0  # with a loss, over all ranks: a plan cut for some buckets does not know
-    encoding: Encoding | None = None  # where steps are built, for their ranks; None: the job has no images
+    encoding: Encoding | None = (
+        None  # where steps are built, for their ranks; None: the job has no images
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,8 +263,12 @@ class Part:
     to: tuple[int, ...]
     take: tuple[np.ndarray, ...] = ()
     kept: np.ndarray | None = None  # the documents that stay held; None: nothing is ever held
-    items: tuple[np.ndarray, ...] = ()  # int64 [2, n]: document and number inside it; empty: no images in this step
-    plan: LoadingPlan | None = None  # for loader hooks: the samples of this host; then ``take`` has rows of it
+    items: tuple[
+        np.ndarray, ...
+    ] = ()  # int64 [2, n]: document and number inside it; empty: no images in this step
+    plan: LoadingPlan | None = (
+        None  # for loader hooks: the samples of this host; then ``take`` has rows of it
+    )
     doc: np.ndarray | None = None  # and the document of each
     generation: int = 0  # under which it was planned
     acked: int = -1  # every rank took the steps up to here: what is kept of them may go
@@ -287,30 +283,12 @@ class Placed:
     generation: int = 0  # under which it was planned
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 @dataclass(frozen=True, slots=True)
 class Finish:
     """There is no step ``step``, nor any after it."""
 
     step: int
     error: Exception | None = None
-
-
-
-
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -324,8 +302,12 @@ class StreamState:
     events: tuple[SetMixture | Skip | AddSource | SourceLost, ...] = ()
     mix_step: int = 0  # the step whose weights are in force (mix_every="epoch" keeps them)
     mix_epoch: int = 0
-    ahead: tuple[np.ndarray, ...] = ()  # look-ahead: per source the ages of samples behind the cursor; -1: drawn already
-    counts: Mapping[str, np.ndarray] = field(default_factory=dict)  # per source: see ``planner.spec.COUNTS``
+    ahead: tuple[
+        np.ndarray, ...
+    ] = ()  # look-ahead: per source the ages of samples behind the cursor; -1: drawn already
+    counts: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # per source: see ``planner.spec.COUNTS``
     weights: tuple[float, ...] = ()  # in force, where they outlive their step (mix_every="epoch")
     schedule: Mapping[str, Any] | None = None  # what a stateful schedule has learned, plain JSON
     reports: tuple[Report, ...] = ()  # of steps whose using plan is still to come, by step and rank
@@ -339,21 +321,9 @@ class Sealed:
     data: np.ndarray  # uint8
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 GROUPS_AHEAD = 8  # groups a loader may open beyond the one the planner draws from; windows in memory are bounded by the level
 
 
-STRIDE = 2**20  # generations between two recoveries: between them a source may be opened again so often
+STRIDE = (
+    2**20
+)  # generations between two recoveries: between them a source may be opened again so often

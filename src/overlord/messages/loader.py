@@ -59,7 +59,11 @@ class Long:
 
     def take(self, rows: np.ndarray) -> Long | None:
         """Return these documents; None if there are none."""
-        return Long(self.key[rows], self.file[rows], self.row[rows], self.lost[rows]) if len(rows) else None
+        return (
+            Long(self.key[rows], self.file[rows], self.row[rows], self.lost[rows])
+            if len(rows)
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +129,9 @@ class Payload:
     origin: int
     tokens: Ragged
     generation: int = 0
-    items: Ragged | None = None  # uint8: images to be encoded there, in the order in which they are planned
+    items: Ragged | None = (
+        None  # uint8: images to be encoded there, in the order in which they are planned
+    )
 
 
 @dataclass(frozen=True, slots=True)

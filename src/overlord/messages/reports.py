@@ -35,7 +35,11 @@ def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
     except TypeError:
         raise JobError([f"wanted the number of a step, found {step!r}"], where) from None
     if not 0 <= number < next_step:
-        handed = f"the last one handed out is {next_step - 1}" if next_step else "none was handed out yet"
+        handed = (
+            f"the last one handed out is {next_step - 1}"
+            if next_step
+            else "none was handed out yet"
+        )
         raise JobError([f"step {number} was not handed to this rank; {handed}"], where)
     if not isinstance(metrics, Mapping):
         raise JobError([f"wanted a mapping of metric name to number, found {metrics!r}"], where)
@@ -46,7 +50,15 @@ def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise JobError(problems[:SHOWN] + more, f"{where}, step {number}")
-    return Report(number, rank, {name: value for name, value in values.items() if value is not None and math.isfinite(value)})
+    return Report(
+        number,
+        rank,
+        {
+            name: value
+            for name, value in values.items()
+            if value is not None and math.isfinite(value)
+        },
+    )
 
 
 def _problems(name: Any, value: float | None, given: Any) -> list[str]:
@@ -54,13 +66,26 @@ def _problems(name: Any, value: float | None, given: Any) -> list[str]:
         return [f"wanted a metric name of 1 to {MAX_NAME} characters, found {name!r:.{MAX_NAME}}"]
     if value is None or (math.isfinite(value) and abs(value) > LARGEST):
         return [f"{name}: wanted a finite number (at most {LARGEST:g}), found {given!r:.80}"]
-    return [f"{name}: wanted a number of tokens, found {given!r:.80}"] if name.startswith("tokens/") and value < 0 else []
+    return (
+        [f"{name}: wanted a number of tokens, found {given!r:.80}"]
+        if name.startswith("tokens/") and value < 0
+        else []
+    )
 
 
 def _number(value: Any) -> float | None:
     """A number, or a scalar of whatever array library, as a float."""
     try:
         value = value.item() if hasattr(value, "item") else value
-        return float(value) if isinstance(value, (int, float, np.floating)) and not isinstance(value, bool) else None
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several values; a whole number beyond all floats
+        return (
+            float(value)
+            if isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
+            else None
+        )
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ):  # an array of several values; a whole number beyond all floats
         return None

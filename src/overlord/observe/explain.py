@@ -42,7 +42,9 @@ class Known:
     loaders: tuple[str, ...] = ()
 
     def whereabouts(self, source: int) -> Whereabouts:
-        return Whereabouts(index=self.indexes[source], order=self.orders[source], slice_rows=self.job.slice_rows)
+        return Whereabouts(
+            index=self.indexes[source], order=self.orders[source], slice_rows=self.job.slice_rows
+        )
 
     def path(self, source: int, file: int) -> str:
         files = self.indexes[source].files
@@ -198,26 +200,49 @@ def stage_of(step: int, stages: Sequence[Stage], following: int) -> Stage:
         if stage.plan.step == step:
             return stage
     steps = [s.plan.step for s in stages]
-    held = f"plans are kept of steps {steps[0]} to {steps[-1]}" if steps else "no step is planned yet"
-    state = "is not planned yet" if step >= following else "is no step" if step < 0 else "was planned, but its plan is no longer kept"
+    held = (
+        f"plans are kept of steps {steps[0]} to {steps[-1]}" if steps else "no step is planned yet"
+    )
+    state = (
+        "is not planned yet"
+        if step >= following
+        else "is no step"
+        if step < 0
+        else "was planned, but its plan is no longer kept"
+    )
     raise PlanError(f"it {state}", step, held)
 
 
 def explain_step(stage: Stage, known: Known) -> StepExplanation:
     plan = stage.plan
     return StepExplanation(
-        step=plan.step, skipped=stage.skipped, digest=stage.digest, samples=len(plan), tokens=int(plan.tokens.sum()),
-        unit="samples" if known.job.batch.tokens is None else "tokens", sources=_shares(plan, known),
-        weights_from=weights_from(stage, known.job), trail=tuple(plan.extra.get("trail", ())), sync=known.job.sync, fill=plan.fill(),
-        modules=tuple(_figures(plan, name, known.job) for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))),
-    )  # fmt: skip
+        step=plan.step,
+        skipped=stage.skipped,
+        digest=stage.digest,
+        samples=len(plan),
+        tokens=int(plan.tokens.sum()),
+        unit="samples" if known.job.batch.tokens is None else "tokens",
+        sources=_shares(plan, known),
+        weights_from=weights_from(stage, known.job),
+        trail=tuple(plan.extra.get("trail", ())),
+        sync=known.job.sync,
+        fill=plan.fill(),
+        modules=tuple(
+            _figures(plan, name, known.job)
+            for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))
+        ),
+    )
 
 
 def weights_from(stage: Stage, job: Job) -> str:
     """What set the weights that a step was drawn with."""
     after, step = stage.after, stage.plan.step
     assert isinstance(after, StreamState), "who explains has the planner's own stages"
-    since = "" if after.mix_step == step else f", in force since step {after.mix_step} (mix_every={job.mix_every!r})"
+    since = (
+        ""
+        if after.mix_step == step
+        else f", in force since step {after.mix_step} (mix_every={job.mix_every!r})"
+    )
     if change := latest(after.events, -1, after.mix_step):
         return f"set_mixture from step {change[0].at}{since}"
     if job.mixture is None:
@@ -236,11 +261,16 @@ def _shares(plan: LoadingPlan, known: Known) -> tuple[SourceShare, ...]:
     total, all_mixed = sum(weights.values()) or 1.0, int(mixed.sum()) or 1
     return tuple(
         SourceShare(
-            name=name, weight=float(weights.get(name, 0.0)), wanted=float(weights.get(name, 0.0)) / total,
-            realised=int(mixed[i]) / all_mixed, samples=int(samples[i]), tokens=int(tokens[i]), files=_files(plan, i, known),
+            name=name,
+            weight=float(weights.get(name, 0.0)),
+            wanted=float(weights.get(name, 0.0)) / total,
+            realised=int(mixed[i]) / all_mixed,
+            samples=int(samples[i]),
+            tokens=int(tokens[i]),
+            files=_files(plan, i, known),
         )
         for i, name in enumerate(plan.names)
-    )  # fmt: skip
+    )
 
 
 def _files(plan: LoadingPlan, source: int, known: Known) -> tuple[FileRows, ...]:
@@ -253,11 +283,16 @@ def _files(plan: LoadingPlan, source: int, known: Known) -> tuple[FileRows, ...]
     last = np.append(first[1:], len(order)) - 1
     return tuple(
         FileRows(
-            path=known.path(source, int(file[a])), file=int(file[a]), epoch=int(epoch[a]), first=int(row[a]), last=int(row[b]),
-            samples=b - a + 1, unit=known.row_unit(source),
+            path=known.path(source, int(file[a])),
+            file=int(file[a]),
+            epoch=int(epoch[a]),
+            first=int(row[a]),
+            last=int(row[b]),
+            samples=b - a + 1,
+            unit=known.row_unit(source),
         )
         for a, b in zip(first.tolist(), last.tolist(), strict=True)
-    )  # fmt: skip
+    )
 
 
 def _figures(plan: LoadingPlan, name: str, job: Job) -> ModuleFigures:
@@ -265,20 +300,33 @@ def _figures(plan: LoadingPlan, name: str, job: Job) -> ModuleFigures:
     slowest = int(loads.argmax())
     inside = np.flatnonzero(a.bucket == slowest)
     dearest = inside[np.argsort(-a.cost[inside], kind="stable")][:DEAREST]
-    held = np.bincount(a.bins(), weights=a.size, minlength=a.n_buckets * a.n_microbatches).astype(np.int64)
+    held = np.bincount(a.bins(), weights=a.size, minlength=a.n_buckets * a.n_microbatches).astype(
+        np.int64
+    )
     return ModuleFigures(
-        name=name, axis=a.axis, buckets=a.n_buckets, microbatches=a.n_microbatches, capacity=a.capacity, items=len(a.sample),
-        imbalance=plan.imbalance(name), slowest=slowest, slowest_ranks=_ranks(plan, a, job, slowest),
-        slowest_over_mean=float(loads[slowest]) / (float(loads.mean()) or 1.0), slowest_items=len(inside),
+        name=name,
+        axis=a.axis,
+        buckets=a.n_buckets,
+        microbatches=a.n_microbatches,
+        capacity=a.capacity,
+        items=len(a.sample),
+        imbalance=plan.imbalance(name),
+        slowest=slowest,
+        slowest_ranks=_ranks(plan, a, job, slowest),
+        slowest_over_mean=float(loads[slowest]) / (float(loads.mean()) or 1.0),
+        slowest_items=len(inside),
         dearest=tuple(
             Dear(
-                sample=str(plan.sample_id(int(a.sample[i]))), tokens=int(a.size[i]), cost=float(a.cost[i]),
+                sample=str(plan.sample_id(int(a.sample[i]))),
+                tokens=int(a.size[i]),
+                cost=float(a.cost[i]),
                 share=float(a.cost[i]) / (float(loads[slowest]) or 1.0),
             )
             for i in dearest.tolist()
         ),
-        peak_tokens=int(held.max()), peak_at=divmod(int(held.argmax()), a.n_microbatches),
-    )  # fmt: skip
+        peak_tokens=int(held.max()),
+        peak_at=divmod(int(held.argmax()), a.n_microbatches),
+    )
 
 
 def _ranks(plan: LoadingPlan, a: Assignment, job: Job, bucket: int) -> tuple[int, ...]:
@@ -288,18 +336,24 @@ def _ranks(plan: LoadingPlan, a: Assignment, job: Job, bucket: int) -> tuple[int
 def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
     source, chunk = _there(sample, known)
     said: dict[str, Any] = {
-        "sample": str(sample), "path": known.path(source, sample.file), "row": sample.row,
+        "sample": str(sample),
+        "path": known.path(source, sample.file),
+        "row": sample.row,
         "row_unit": known.row_unit(source),
-    }  # fmt: skip
+    }
     row = (source, sample.epoch, sample.file, sample.row)
     faults = [bad for bad in known.quarantine if (bad.source, bad.epoch, bad.file, bad.row) == row]
     for stage in reversed(known.stages):
         if (at := find(sample, stage.plan)) >= 0:
             placed = _placed(stage, at, known, said)
-            late = "".join(f" In quarantine: {bad.reason}." for bad in faults if bad.part == sample.part)  # an image was broken
+            late = "".join(
+                f" In quarantine: {bad.reason}." for bad in faults if bad.part == sample.part
+            )  # an image was broken
             return replace(placed, words=placed.words + late)
     if faults:
-        return SampleExplanation(status="quarantined", words=f"The row is in quarantine: {faults[0].reason}.", **said)
+        return SampleExplanation(
+            status="quarantined", words=f"The row is in quarantine: {faults[0].reason}.", **said
+        )
     status, words = _elsewhere(sample, source, chunk, known)
     return SampleExplanation(status=status, words=words, **said)
 
@@ -319,13 +373,24 @@ def find(sample: SampleId, plan: LoadingPlan) -> int:
 def _there(sample: SampleId, known: Known) -> tuple[int, int]:
     """Number of the source and chunk; an id that no run of the job can have is refused."""
     if sample.source not in known.names:
-        raise PlanError(f"no sample {sample}: unknown source {sample.source!r}{did_you_mean(sample.source, known.names)}")
+        raise PlanError(
+            f"no sample {sample}: unknown source {sample.source!r}{did_you_mean(sample.source, known.names)}"
+        )
     source = known.names.index(sample.source)
-    files, epochs = known.indexes[source].files, known.job.sources[source].epochs if source < len(known.job.sources) else None
+    files, epochs = (
+        known.indexes[source].files,
+        known.job.sources[source].epochs if source < len(known.job.sources) else None,
+    )
     if not 0 <= sample.file < len(files):
-        raise PlanError(f"no sample {sample}: source {sample.source!r} has files 0 to {len(files) - 1}")
+        raise PlanError(
+            f"no sample {sample}: source {sample.source!r} has files 0 to {len(files) - 1}"
+        )
     if sample.epoch < 0 or (epochs is not None and sample.epoch >= epochs):
-        counted = "epochs are" if epochs is None else f"source {sample.source!r} has {epochs} epoch{'s' * (epochs > 1)},"
+        counted = (
+            "epochs are"
+            if epochs is None
+            else f"source {sample.source!r} has {epochs} epoch{'s' * (epochs > 1)},"
+        )
         raise PlanError(f"no sample {sample}: {counted} counted from 0")
     chunk = known.whereabouts(source).chunk_of(sample.file, sample.row)
     if chunk < 0:
@@ -342,9 +407,15 @@ def _elsewhere(sample: SampleId, source: int, chunk: int, known: Known) -> tuple
     dropper = "a filter or on_long" if known.job.on_long == "drop" else "a filter"
     complete = known.start == 0 and (not known.stages or known.stages[0].plan.step == 0)
     if passed is None:
-        return "undecided", f"It is in the group that is being drawn from: not drawn yet, or dropped by {dropper}; {where}."
+        return (
+            "undecided",
+            f"It is in the group that is being drawn from: not drawn yet, or dropped by {dropper}; {where}.",
+        )
     if not passed and not complete and (known.job.look_ahead > 1 or known.job.overflow == "defer"):
-        return "undecided", f"Not drawn yet, or chosen ahead of its turn in a step whose plan is not kept; {where}."
+        return (
+            "undecided",
+            f"Not drawn yet, or chosen ahead of its turn in a step whose plan is not kept; {where}.",
+        )
     if not passed:
         return "ahead", f"Not drawn yet: {where}."
     if complete:
@@ -365,12 +436,25 @@ def _placed(stage: Stage, at: int, known: Known, said: dict[str, Any]) -> Sample
         for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))
         for i in np.flatnonzero(plan.modules[name].sample == at).tolist()
     )
-    fate = "The step was skipped: drawn, listed and not delivered." if stage.skipped else f"In step {plan.step}."
+    fate = (
+        "The step was skipped: drawn, listed and not delivered."
+        if stage.skipped
+        else f"In step {plan.step}."
+    )
     return SampleExplanation(
-        status="skipped" if stage.skipped else "placed", words=fate, step=plan.step, position=at, of_samples=len(plan),
-        substep=None if plan.substep is None else int(plan.substep[at]), tokens=int(plan.tokens[at]),
-        loader=None if stage.loader is None or not known.loaders else known.loaders[int(stage.loader[at])], placed=placed, **said,
-    )  # fmt: skip
+        status="skipped" if stage.skipped else "placed",
+        words=fate,
+        step=plan.step,
+        position=at,
+        of_samples=len(plan),
+        substep=None if plan.substep is None else int(plan.substep[at]),
+        tokens=int(plan.tokens[at]),
+        loader=None
+        if stage.loader is None or not known.loaders
+        else known.loaders[int(stage.loader[at])],
+        placed=placed,
+        **said,
+    )
 
 
 def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> Placed:
@@ -380,14 +464,30 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> Placed:
     load = float(a.cost[inside].sum())
     in_bucket, in_step = _nth(a.cost[inside], int((inside < i).sum())), _nth(a.cost, i)
     mean = float(a.cost.mean()) or 1.0
-    way = next((t for t in reversed(plan.extra.get("trail", ())) if not t.startswith("broadcast_at")), "") if name == "backbone" else ""
+    way = (
+        next(
+            (t for t in reversed(plan.extra.get("trail", ())) if not t.startswith("broadcast_at")),
+            "",
+        )
+        if name == "backbone"
+        else ""
+    )
     why = f"{ordinal(in_step)} dearest of {len(a.cost):,} in the step ({cost / mean:.2f}x the mean)"
     why += f", {ordinal(in_bucket)} of {len(inside):,} in its bucket"
     return Placed(
-        module=name, bucket=bucket, microbatch=int(a.microbatch[i]), slot=int(a.slot[i]), ranks=_ranks(plan, a, job, bucket),
-        constructor=constructors_of(place, a.axis)[bucket], size=int(a.size[i]), cost=cost, share=cost / (load or 1.0),
-        nth_of_bucket=in_bucket, nth_of_step=in_step, why=why + (f"; placed by {way}" if way else ""),
-    )  # fmt: skip
+        module=name,
+        bucket=bucket,
+        microbatch=int(a.microbatch[i]),
+        slot=int(a.slot[i]),
+        ranks=_ranks(plan, a, job, bucket),
+        constructor=constructors_of(place, a.axis)[bucket],
+        size=int(a.size[i]),
+        cost=cost,
+        share=cost / (load or 1.0),
+        nth_of_bucket=in_bucket,
+        nth_of_step=in_step,
+        why=why + (f"; placed by {way}" if way else ""),
+    )
 
 
 def _nth(costs: np.ndarray, i: int) -> int:

@@ -22,14 +22,19 @@ def text(explained: Explanation) -> str:
     return _sample(explained)
 
 
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, last_left: bool = False) -> list[str]:
+def columns(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, last_left: bool = False
+) -> list[str]:
     """Aligned rows: the first ``left`` columns are text, the others figures, the last one text again where asked."""
     cells = [list(head), *map(list, rows)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(head))]
     lines = []
     words = {*range(left), *([len(head) - 1] if last_left else [])}
     for row in cells:
-        padded = (c.ljust(w) if k in words else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True)))
+        padded = (
+            c.ljust(w) if k in words else c.rjust(w)
+            for k, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
         lines.append("  ".join(padded).rstrip())
     return lines
 
@@ -41,20 +46,36 @@ def facts(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 def _step(e: StepExplanation) -> str:
     fate = "skipped: drawn, listed and not delivered" if e.skipped else "planned"
-    lines = facts([
-        ("step", f"{e.step} ({fate})"),
-        ("holds", f"{e.samples:,} samples, {e.tokens:,} tokens; digest {e.digest}"),
-        ("weights", e.weights_from),
-        *(("" if k else "way", what) for k, what in enumerate(e.trail or ("not told by the strategy",))),
-    ])  # fmt: skip
+    lines = facts(
+        [
+            ("step", f"{e.step} ({fate})"),
+            ("holds", f"{e.samples:,} samples, {e.tokens:,} tokens; digest {e.digest}"),
+            ("weights", e.weights_from),
+            *(
+                ("" if k else "way", what)
+                for k, what in enumerate(e.trail or ("not told by the strategy",))
+            ),
+        ]
+    )
     shown = sorted(sorted(e.sources, key=lambda s: -s.samples)[:SOURCES], key=e.sources.index)
     head = ("source", "weight", f"wanted {e.unit}", "realised", "samples", "tokens", "from")
     rows = [
-        (s.name, f"{s.weight:g}", f"{s.wanted:.2%}", f"{s.realised:.2%}", f"{s.samples:,}", f"{s.tokens:,}", _from(s)) for s in shown
-    ]  # fmt: skip
+        (
+            s.name,
+            f"{s.weight:g}",
+            f"{s.wanted:.2%}",
+            f"{s.realised:.2%}",
+            f"{s.samples:,}",
+            f"{s.tokens:,}",
+            _from(s),
+        )
+        for s in shown
+    ]
     lines += ["", *columns(head, rows, last_left=True)]
     if rest := len(e.sources) - len(shown):
-        lines.append(f"and {rest} more sources with {sum(s.samples for s in e.sources) - sum(s.samples for s in shown):,} samples")
+        lines.append(
+            f"and {rest} more sources with {sum(s.samples for s in e.sources) - sum(s.samples for s in shown):,} samples"
+        )
     for m in e.modules:
         lines += ["", *_module(m, e)]
     return "\n".join(lines)
@@ -74,7 +95,10 @@ def waits(sync: str, imbalance: Mapping[str, float]) -> str:
 def _from(source: SourceShare) -> str:
     """The files that gave most, by their names alone: all paths are in the fields."""
     most = sorted(source.files, key=lambda f: -f.samples)[:FILES]
-    words = [f"f{f.file} {f.path.rpartition('/')[2] or f.path} {f.unit}s {f.first}-{f.last} ({f.samples})" for f in most]
+    words = [
+        f"f{f.file} {f.path.rpartition('/')[2] or f.path} {f.unit}s {f.first}-{f.last} ({f.samples})"
+        for f in most
+    ]
     more = [f"{len(source.files) - len(most)} more files"] if len(source.files) > len(most) else []
     return ", ".join([*words, *more]) or "nothing"
 
@@ -83,30 +107,67 @@ def _module(m: ModuleFigures, e: StepExplanation) -> list[str]:
     i = m.imbalance
     room = f" of {m.capacity:,} tokens" if m.capacity else ""
     filled = f", {e.fill:.0%} filled" if m.name == "backbone" and m.capacity else ""
-    bound = f"no placement can go below {i['bound']:.3f}" + (f" ({i['slot_bound']:.3f} by microbatch)" if "slot_bound" in i else "")
+    bound = f"no placement can go below {i['bound']:.3f}" + (
+        f" ({i['slot_bound']:.3f} by microbatch)" if "slot_bound" in i else ""
+    )
     alone = m.dearest and m.dearest[0].share * m.slowest_over_mean >= 1.0
-    why = "its dearest item alone costs more than the mean bucket" if alone else f"{m.slowest_items:,} items, the dearest of them:"
-    lines = facts([
-        (m.name, f"{m.items:,} items in {m.buckets:,} buckets ({m.axis}) x {m.microbatches} microbatches{room}{filled}"),
-        ("imbalance", f"{i['bucket']:.3f} by bucket, {i['microbatch']:.3f} by microbatch; {bound}"),
-        *([("waits", waits(e.sync, i))] if m.name == "backbone" else []),
-        ("slowest", f"bucket {m.slowest} (ranks {spans(m.slowest_ranks)}), {m.slowest_over_mean:.3f} of the mean: {why}"),
-        ("peak", f"{m.peak_tokens:,} tokens in microbatch {m.peak_at[1]} of bucket {m.peak_at[0]}"),
-    ])  # fmt: skip
-    rows = [(f"  {d.sample}", f"{d.tokens:,}", f"{d.cost:.4g}", f"{d.share:.1%}") for d in m.dearest]
-    return [*lines, *columns(("  dearest there", "tokens", "cost", "of bucket"), rows)] if rows else lines
+    why = (
+        "its dearest item alone costs more than the mean bucket"
+        if alone
+        else f"{m.slowest_items:,} items, the dearest of them:"
+    )
+    lines = facts(
+        [
+            (
+                m.name,
+                f"{m.items:,} items in {m.buckets:,} buckets ({m.axis}) x {m.microbatches} microbatches{room}{filled}",
+            ),
+            (
+                "imbalance",
+                f"{i['bucket']:.3f} by bucket, {i['microbatch']:.3f} by microbatch; {bound}",
+            ),
+            *([("waits", waits(e.sync, i))] if m.name == "backbone" else []),
+            (
+                "slowest",
+                f"bucket {m.slowest} (ranks {spans(m.slowest_ranks)}), {m.slowest_over_mean:.3f} of the mean: {why}",
+            ),
+            (
+                "peak",
+                f"{m.peak_tokens:,} tokens in microbatch {m.peak_at[1]} of bucket {m.peak_at[0]}",
+            ),
+        ]
+    )
+    rows = [
+        (f"  {d.sample}", f"{d.tokens:,}", f"{d.cost:.4g}", f"{d.share:.1%}") for d in m.dearest
+    ]
+    return (
+        [*lines, *columns(("  dearest there", "tokens", "cost", "of bucket"), rows)]
+        if rows
+        else lines
+    )
 
 
 def _sample(e: SampleExplanation) -> str:
-    rows = [("sample", e.sample), ("fate", e.words), ("from", f"{e.path or 'no file'}, {e.row_unit} {e.row:,}")]
+    rows = [
+        ("sample", e.sample),
+        ("fate", e.words),
+        ("from", f"{e.path or 'no file'}, {e.row_unit} {e.row:,}"),
+    ]
     if e.step is not None:
         drawn = f"number {e.position:,} of {e.of_samples:,} of step {e.step}, counted from 0" + (
             f"; sub-draw {e.substep}" if e.substep is not None else ""
         )
-        rows += [("drawn", drawn), ("tokens", f"{e.tokens:,}"), *([("loader", e.loader)] if e.loader else [])]
+        rows += [
+            ("drawn", drawn),
+            ("tokens", f"{e.tokens:,}"),
+            *([("loader", e.loader)] if e.loader else []),
+        ]
     for p in e.placed:
         rows += [
-            (p.module, f"bucket {p.bucket}, microbatch {p.microbatch}, slot {p.slot}; ranks {spans(p.ranks)}, {p.constructor}"),
+            (
+                p.module,
+                f"bucket {p.bucket}, microbatch {p.microbatch}, slot {p.slot}; ranks {spans(p.ranks)}, {p.constructor}",
+            ),
             ("", f"size {p.size:,}, cost {p.cost:.4g}: {p.share:.1%} of its bucket"),
             ("why there", p.why),
         ]

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def job_metrics(
-    planner: Planner | Counted, figures: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]], on_long: str
+    planner: Planner | Counted,
+    figures: Mapping[str, Any],
+    sources: Mapping[str, Mapping[str, Any]],
+    on_long: str,
 ) -> dict[str, Any]:
     """Steps, samples and tokens, what each source gave, the mix of the last steps, reports, memory. ``sources``: by name, what of storage
     and images its readers count, at nothing: it is told where none of them answers, too."""
@@ -41,12 +44,19 @@ BYTES = ("ready_bytes", "kept_bytes", "window_bytes", "open_bytes")  # of a load
 def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
     """PSS of all processes of the job: pages that they share are counted once, in equal parts. ``session`` is the process that
     launched: it has the planner unless that has one of its own, and in the local runtime all there is. Trainers elsewhere are not ours."""
-    roles = {"session": pss_bytes(), "planner": sum(part["pss"] for part in _apart(figures)), "loaders": 0, "constructors": 0}
+    roles = {
+        "session": pss_bytes(),
+        "planner": sum(part["pss"] for part in _apart(figures)),
+        "loaders": 0,
+        "constructors": 0,
+    }
     for host in figures["hosts"]:
         role = host["name"].partition("/")[0]
         roles[ROLES.get(role, role)] = roles.get(ROLES.get(role, role), 0) + host["pss"]
     rows = [*figures["loaders"], *figures.get("shadows", ())]
-    roles["workers"] = sum({(row["pid"], row["worker_pid"]): row["worker_pss"] for row in rows}.values())  # loaders may share one
+    roles["workers"] = sum(
+        {(row["pid"], row["worker_pid"]): row["worker_pss"] for row in rows}.values()
+    )  # loaders may share one
     return {role: n for role, n in roles.items() if n}
 
 
@@ -56,19 +66,34 @@ def _apart(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _by_source(
-    planner: Planner | Counted, totals: Ledger | Counted, figures: Mapping[str, Any], sources: Mapping[str, Mapping[str, Any]], on_long: str
+    planner: Planner | Counted,
+    totals: Ledger | Counted,
+    figures: Mapping[str, Any],
+    sources: Mapping[str, Mapping[str, Any]],
+    on_long: str,
 ) -> dict[str, dict[str, Any]]:
     drawn = max(1, int(totals.samples.sum()))
     weights = list(planner.weights) or [0.0] * len(sources)
     stats: dict[str, dict[str, Any]] = {
         name: {
-            "wanted": w / (sum(weights) or 1.0), "realised": int(totals.samples[i]) / drawn, "samples": int(totals.samples[i]),
-            "tokens": int(totals.tokens[i]), "quarantined": int(totals.quarantined[i]),
-            **losses(int(totals.dropped[i]), int(totals.long[i]), int(totals.lost_tokens[i]), on_long),
-            "read_s": 0.0, "transform_s": 0.0, "ready": 0, **dict.fromkeys(BYTES, 0), "shadow_bytes": 0, "bytes": 0, **at_nothing,
+            "wanted": w / (sum(weights) or 1.0),
+            "realised": int(totals.samples[i]) / drawn,
+            "samples": int(totals.samples[i]),
+            "tokens": int(totals.tokens[i]),
+            "quarantined": int(totals.quarantined[i]),
+            **losses(
+                int(totals.dropped[i]), int(totals.long[i]), int(totals.lost_tokens[i]), on_long
+            ),
+            "read_s": 0.0,
+            "transform_s": 0.0,
+            "ready": 0,
+            **dict.fromkeys(BYTES, 0),
+            "shadow_bytes": 0,
+            "bytes": 0,
+            **at_nothing,
         }
         for i, ((name, at_nothing), w) in enumerate(zip(sources.items(), weights, strict=True))
-    }  # fmt: skip
+    }
     for row in figures["loaders"]:
         s = stats[row["source"]]
         for what in ("read_s", "transform_s", "ready", *BYTES):
@@ -89,9 +114,11 @@ def losses(filtered: int, long: int, lost: int, on_long: str) -> dict[str, int]:
     """
     cut = on_long == "truncate"
     return {
-        "dropped": filtered + (0 if cut else long), "cut": long if cut else 0,
-        "cut_tokens": lost if cut else 0, "dropped_tokens": 0 if cut else lost,
-    }  # fmt: skip
+        "dropped": filtered + (0 if cut else long),
+        "cut": long if cut else 0,
+        "cut_tokens": lost if cut else 0,
+        "dropped_tokens": 0 if cut else lost,
+    }
 
 
 def added_up(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -99,7 +126,9 @@ def added_up(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for some in counts:
         for name, n in some.items():
-            out[name] = added_up([out.get(name, {}), n]) if isinstance(n, Mapping) else out.get(name, 0) + n
+            out[name] = (
+                added_up([out.get(name, {}), n]) if isinstance(n, Mapping) else out.get(name, 0) + n
+            )
     return out
 
 
@@ -108,8 +137,15 @@ def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
     steps = list(mixed)
     wide = np.zeros((3, len(steps), len(names)))
     for k, m in enumerate(steps):  # a source that joined later is not in the steps before
-        wide[:, k, : len(m.wanted)] = m.wanted, m.samples / max(1, m.samples.sum()), m.tokens / max(1, m.tokens.sum())
-    columns = {what: dict(zip(names, wide[j].T.tolist(), strict=True)) for j, what in enumerate(("wanted", "samples", "tokens"))}
+        wide[:, k, : len(m.wanted)] = (
+            m.wanted,
+            m.samples / max(1, m.samples.sum()),
+            m.tokens / max(1, m.tokens.sum()),
+        )
+    columns = {
+        what: dict(zip(names, wide[j].T.tolist(), strict=True))
+        for j, what in enumerate(("wanted", "samples", "tokens"))
+    }
     return {"step": [m.step for m in steps], **columns}
 
 
@@ -117,20 +153,45 @@ def actors(figures: Mapping[str, Any], clients: Mapping[int, Any]) -> list[dict[
     """Every part of the job, where it lives and what it does; None is a process that this machine does not know."""
     here = os.getpid()
     planners = _apart(figures) or [{"pid": here, "state": "planning"}]
-    found = [_actor("planner", "planner", p["pid"], p["state"], p.get("node", "")) for p in planners]
-    found += [_actor(host["name"], "host", host["pid"], host["state"], host.get("node", "")) for host in figures["hosts"]]
-    found += [_actor(loader_name(row), "loader", row["pid"], row["doing"]) for row in figures["loaders"]]
-    found += [_actor(_constructor_name(row), "constructor", row["pid"], row["doing"]) for row in figures["constructors"]]
-    found += [_actor(f"client/{rank}", "client", *getattr(c, "whereabouts", (here, "attached"))) for rank, c in clients.items()]
+    found = [
+        _actor("planner", "planner", p["pid"], p["state"], p.get("node", "")) for p in planners
+    ]
+    found += [
+        _actor(host["name"], "host", host["pid"], host["state"], host.get("node", ""))
+        for host in figures["hosts"]
+    ]
+    found += [
+        _actor(loader_name(row), "loader", row["pid"], row["doing"]) for row in figures["loaders"]
+    ]
+    found += [
+        _actor(_constructor_name(row), "constructor", row["pid"], row["doing"])
+        for row in figures["constructors"]
+    ]
+    found += [
+        _actor(f"client/{rank}", "client", *getattr(c, "whereabouts", (here, "attached")))
+        for rank, c in clients.items()
+    ]
     workers = [row for row in figures["loaders"] if row["worker"]]
     return found + [
-        _actor(f"worker/{r['source']}/{r['loader']}", "worker", r["worker_pid"], "running" if r["worker_pid"] else "lost") for r in workers
+        _actor(
+            f"worker/{r['source']}/{r['loader']}",
+            "worker",
+            r["worker_pid"],
+            "running" if r["worker_pid"] else "lost",
+        )
+        for r in workers
     ]
 
 
 def _actor(name: str, role: str, pid: int | None, state: str, node: str = "") -> dict[str, Any]:
     """``node``: of a cluster, where there is one."""
-    return {"name": name, "role": role, "pid": pid, "state": state, **({"node": node} if node else {})}
+    return {
+        "name": name,
+        "role": role,
+        "pid": pid,
+        "state": state,
+        **({"node": node} if node else {}),
+    }
 
 
 def _constructor_name(row: Mapping[str, Any]) -> str:

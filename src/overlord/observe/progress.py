@@ -47,7 +47,9 @@ class Meter:
     peak_pss: int = 0
     started: float = field(default_factory=time.perf_counter)
     ended: float = 0.0  # 0: it still runs
-    wanted: np.ndarray = field(default_factory=lambda: np.zeros(0))  # by source: sum over steps of the share wanted
+    wanted: np.ndarray = field(
+        default_factory=lambda: np.zeros(0)
+    )  # by source: sum over steps of the share wanted
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # by source
     source_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -66,11 +68,19 @@ class Meter:
         """By plan and not by the planner's totals, which hold prefetched steps that nobody has taken."""
         n = len(plan.names)
         if not len(self.samples):
-            self.wanted, self.samples, self.source_tokens = np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.int64)
-        weights = np.array([float(plan.extra.get("weights", {}).get(name, 0.0)) for name in plan.names])
+            self.wanted, self.samples, self.source_tokens = (
+                np.zeros(n),
+                np.zeros(n, np.int64),
+                np.zeros(n, np.int64),
+            )
+        weights = np.array(
+            [float(plan.extra.get("weights", {}).get(name, 0.0)) for name in plan.names]
+        )
         self.wanted += weights / (weights.sum() or 1.0)
         self.samples += np.bincount(plan.source, minlength=n)
-        self.source_tokens += np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
+        self.source_tokens += np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(
+            np.int64
+        )
 
     def stop(self) -> None:
         """No step comes any more: what is computed from here on costs the run nothing."""

@@ -67,10 +67,18 @@ class Report:
     attached: Sequence[tuple[str, str]] = field(default=())  # (name, text), folded away
 
     def to_html(self) -> str:
-        tiles = "".join(f'<div class="tile"><b>{escape(figure)}</b><span>{escape(what)}</span></div>' for figure, what in self.tiles)
-        parts = "\n".join(_picture(p, self.command) if isinstance(p, Picture) else _sheet(p, self.command) for p in self.parts)
+        tiles = "".join(
+            f'<div class="tile"><b>{escape(figure)}</b><span>{escape(what)}</span></div>'
+            for figure, what in self.tiles
+        )
+        parts = "\n".join(
+            _picture(p, self.command) if isinstance(p, Picture) else _sheet(p, self.command)
+            for p in self.parts
+        )
         folded = "<section><details><summary>{}</summary><pre>{}</pre></details></section>"
-        attached = "".join(folded.format(escape(name), escape(text)) for name, text in self.attached)
+        attached = "".join(
+            folded.format(escape(name), escape(text)) for name, text in self.attached
+        )
         return (
             f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(self.title)}</title>\n'
@@ -85,7 +93,9 @@ def _picture(p: Picture, command: str) -> str:
 
 def _sheet(s: Sheet, command: str) -> str:
     head = "".join(f'<th scope="col">{escape(h)}</th>' for h in s.head)
-    rows = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in s.rows)
+    rows = "\n".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in s.rows
+    )
     table = f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
     return f"<figure>\n<h2>{escape(s.title)}</h2>\n<p>{escape(s.shows)}</p>\n{table}\n{_made_by(command)}\n</figure>"
 

@@ -16,15 +16,24 @@ if TYPE_CHECKING:
     from overlord.loader.order import SourceOrder
     from overlord.sources.index import Index
 
-COUNTED = ("parquet", "arrow", "dataset", "factory")  # formats whose `row` is a number; in the others it is a byte
-_ID = re.compile(r"(?P<source>.+)/e(?P<epoch>\d+)/f(?P<file>\d+)/r(?P<row>\d+)(?:/p(?P<part>\d+))?", re.DOTALL)
+COUNTED = (
+    "parquet",
+    "arrow",
+    "dataset",
+    "factory",
+)  # formats whose `row` is a number; in the others it is a byte
+_ID = re.compile(
+    r"(?P<source>.+)/e(?P<epoch>\d+)/f(?P<file>\d+)/r(?P<row>\d+)(?:/p(?P<part>\d+))?", re.DOTALL
+)
 
 
 def parse_id(text: str) -> SampleId:
     """``web/e0/f2/r17`` or ``web/e0/f2/r17/p1``: what ``str(SampleId)`` gives."""
     found = _ID.fullmatch(text.strip())
     if found is None:
-        raise PlanError(f"wanted a sample id such as web/e0/f2/r17 (source, epoch, file, row) or web/e0/f2/r17/p1, found {text!r}")
+        raise PlanError(
+            f"wanted a sample id such as web/e0/f2/r17 (source, epoch, file, row) or web/e0/f2/r17/p1, found {text!r}"
+        )
     numbers = {name: int(found[name] or 0) for name in ("epoch", "file", "row", "part")}
     return SampleId(found["source"], **numbers)
 
@@ -40,7 +49,11 @@ class Whereabouts:
     def chunk_of(self, file: int, row: int) -> int:
         """The chunk that holds a row, or -1: there is no such row."""
         chunks = self.index.chunks
-        inside = (chunks.file == file) & (chunks.start <= row) & ((chunks.stop < 0) | (row < chunks.stop))
+        inside = (
+            (chunks.file == file)
+            & (chunks.start <= row)
+            & ((chunks.stop < 0) | (row < chunks.stop))
+        )
         at = np.flatnonzero(inside)
         return int(at[0]) if len(at) else -1
 

@@ -27,8 +27,12 @@ class SourceReport:
     schema: dict[str, str] = field(default_factory=dict)
     sampled_files: int = 0
     sampled_rows: int = 0
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the sampled documents, before on_long cuts any
-    image_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # where the last image of each ends; 0: it has none
+    tokens: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # of the sampled documents, before on_long cuts any
+    image_ends: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # where the last image of each ends; 0: it has none
     longer: int = 0  # documents that on_long deals with
     all_tokens: int = 0  # of all sampled documents
     lost: int = 0  # of these, how many on_long cuts or drops
@@ -43,7 +47,9 @@ class SourceReport:
     def reasons(self) -> list[str]:
         often = sorted(self.bad.items(), key=lambda item: (-item[1], item[0]))
         shown = [f"{n} row{'s' * (n > 1)}: {reason}" for reason, n in often[:REASONS]]
-        return shown + ([f"and {len(often) - REASONS} other reasons"] if len(often) > REASONS else [])
+        return shown + (
+            [f"and {len(often) - REASONS} other reasons"] if len(often) > REASONS else []
+        )
 
 
 REASONS = 3  # of bad rows that are told, the most frequent first

@@ -56,9 +56,19 @@ def series_color(i: int) -> str:
 
 
 def lines(
-    x: np.ndarray, series: Sequence[Line], *, about: str, x_label: str, y_label: str, y_from: float, y_to: float,
-    show: Callable[[float], str], marks: Sequence[tuple[float, str]] = (), x_ticks: Sequence[tuple[float, str]] = (), height: int = 300,
-) -> str:  # fmt: skip
+    x: np.ndarray,
+    series: Sequence[Line],
+    *,
+    about: str,
+    x_label: str,
+    y_label: str,
+    y_from: float,
+    y_to: float,
+    show: Callable[[float], str],
+    marks: Sequence[tuple[float, str]] = (),
+    x_ticks: Sequence[tuple[float, str]] = (),
+    height: int = 300,
+) -> str:
     """Lines with their names at their ends; ``marks`` are vertical lines with a word, ``x_ticks`` names for places on the axis."""
     left, right, top, bottom = 56, 130, 26, 40
     sx = _scale(float(x[0]), float(x[-1]), left, WIDTH - right)
@@ -67,7 +77,9 @@ def lines(
     for tick in _ticks(y_from, y_to, 5):
         out.append(_rule(left, sy(tick), WIDTH - right, sy(tick), "grid"))
         out.append(_text(left - 8, sy(tick) + 4, show(tick), "tick", "end"))
-    whole = [(tick, f"{int(tick)}") for tick in _ticks(float(x[0]), float(x[-1]), 8) if tick == int(tick)]
+    whole = [
+        (tick, f"{int(tick)}") for tick in _ticks(float(x[0]), float(x[-1]), 8) if tick == int(tick)
+    ]
     for tick, word in x_ticks or whole:
         out.append(_text(sx(tick), height - bottom + 18, word, "tick", "middle"))
     out.append(_text((left + WIDTH - right) / 2, height - 4, x_label, "label", "middle"))
@@ -83,7 +95,9 @@ def lines(
     return _svg(height, about, out)
 
 
-def ridges(rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, limit_label: str) -> str:
+def ridges(
+    rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, limit_label: str
+) -> str:
     """Histograms of positive values over a logarithmic axis, one row each, every row to its own height."""
     left, right, top, each, bottom = 110, 166, 24, 58, 44
     height = top + each * len(rows) + bottom
@@ -119,8 +133,16 @@ def _ridge(row: Ridge, edges: np.ndarray, sx: Scale, base: float, tall: float) -
 
 
 def bars(
-    panels: Sequence[Panel], *, about: str, bar_name: str, y_label: str, mean: float, bound: float, bound_label: str, height: int = 320,
-) -> str:  # fmt: skip
+    panels: Sequence[Panel],
+    *,
+    about: str,
+    bar_name: str,
+    y_label: str,
+    mean: float,
+    bound: float,
+    bound_label: str,
+    height: int = 320,
+) -> str:
     """Groups of stacked bars on one scale in units of ``mean``, with the mean and the bound drawn through all of them."""
     left, right, top, bottom = 56, 150, 34, 62
     most = max(float(p.stacks.sum(axis=1).max(initial=0.0)) for p in panels) / (mean or 1.0)
@@ -139,7 +161,9 @@ def bars(
     out.append(_rule(left, sy(bound), WIDTH - right, sy(bound), "bound"))
     out.append(_text(WIDTH - right + 8, sy(bound) + 4, bound_label, "tick"))
     out.append(_rule(left, sy(0), WIDTH - right, sy(0), "axis"))
-    return _svg(height, about, out + words)  # numbers last: a line through them would strike them out
+    return _svg(
+        height, about, out + words
+    )  # numbers last: a line through them would strike them out
 
 
 def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name: str) -> list[str]:
@@ -153,10 +177,22 @@ def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name
             y0, y1 = sy(low), sy(low + load)
             if load > 0:
                 says = f"{panel.label}, {bar_name} {b}, microbatch {m}: {load:.3f} of the mean {bar_name}"
-                out.append(_rect(centre - thick / 2, y1 + 1, thick, max(0.8, y0 - y1 - 2), panel.color, says))
+                out.append(
+                    _rect(
+                        centre - thick / 2, y1 + 1, thick, max(0.8, y0 - y1 - 2), panel.color, says
+                    )
+                )
             low += load
         if n <= SHOWN:
-            out.append(_text(centre, sy(0) + 16, f"{bar_name} {b}" if pitch > DIGIT * (len(bar_name) + 2) else f"{b}", "tick", "middle"))
+            out.append(
+                _text(
+                    centre,
+                    sy(0) + 16,
+                    f"{bar_name} {b}" if pitch > DIGIT * (len(bar_name) + 2) else f"{b}",
+                    "tick",
+                    "middle",
+                )
+            )
     return out
 
 
@@ -164,11 +200,28 @@ def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -
     """A number over every bar, or over the highest alone where they would lie over each other."""
     n = len(panel.stacks)
     totals = (panel.stacks.sum(axis=1) / mean).tolist() if n <= SHOWN else []
-    shown = range(len(totals)) if wide * 0.86 / n > 4 * DIGIT else [int(np.argmax(totals))] if totals else []
-    return [_text(x + wide * (0.07 + 0.86 * (b + 0.5) / n), sy(totals[b]) - 5, f"{totals[b]:.2f}", "value", "middle") for b in shown]
+    shown = (
+        range(len(totals))
+        if wide * 0.86 / n > 4 * DIGIT
+        else [int(np.argmax(totals))]
+        if totals
+        else []
+    )
+    return [
+        _text(
+            x + wide * (0.07 + 0.86 * (b + 0.5) / n),
+            sy(totals[b]) - 5,
+            f"{totals[b]:.2f}",
+            "value",
+            "middle",
+        )
+        for b in shown
+    ]
 
 
-def _end_labels(series: Sequence[Line], sy: Scale, x: float, top: float, bottom: float) -> list[str]:
+def _end_labels(
+    series: Sequence[Line], sy: Scale, x: float, top: float, bottom: float
+) -> list[str]:
     """Names at the ends of lines, pushed apart where they would lie over each other; a short stroke carries the colour."""
     order = sorted(range(len(series)), key=lambda i: sy(float(series[i].y[-1])))
     places: list[float] = []
@@ -181,12 +234,16 @@ def _end_labels(series: Sequence[Line], sy: Scale, x: float, top: float, bottom:
     out = []
     for i, at in zip(order, places, strict=True):
         end = sy(float(series[i].y[-1]))
-        out.append(f'<path class="leader" style="stroke:{series[i].color}" d="M{x + 3:.1f} {end:.1f}L{x + 16:.1f} {at:.1f}H{x + 24:.1f}"/>')
+        out.append(
+            f'<path class="leader" style="stroke:{series[i].color}" d="M{x + 3:.1f} {end:.1f}L{x + 16:.1f} {at:.1f}H{x + 24:.1f}"/>'
+        )
         out.append(_text(x + 28, at + 4, series[i].label, "name"))
     return out
 
 
-def _path(sx: Scale, sy: Scale, x: np.ndarray, y: np.ndarray, color: str, label: str, kind: str) -> str:
+def _path(
+    sx: Scale, sy: Scale, x: np.ndarray, y: np.ndarray, color: str, label: str, kind: str
+) -> str:
     points = "L".join(f"{sx(float(a)):.1f} {sy(float(b)):.1f}" for a, b in zip(x, y, strict=True))
     return f'<path class="{kind}" style="stroke:{color}" d="M{points}"><title>{escape(label)}</title></path>'
 

@@ -28,7 +28,10 @@ SOURCES = 24  # of a plan's mix that are named
 CELLS = 8  # microbatches of a bucket that are shown
 DECISIONS = 12  # of scaling, the last, at the end of a run
 REASONS = 5
-LOST = {"truncate": "cut", "drop": "dropped"}  # by ``on_long``: what happens to tokens that no sample has
+LOST = {
+    "truncate": "cut",
+    "drop": "dropped",
+}  # by ``on_long``: what happens to tokens that no sample has
 
 
 def bar(value: float, most: float, width: int) -> str:
@@ -65,33 +68,84 @@ def waiting(err: Console, what: str, total: int) -> Iterator[Callable[[Any], Non
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    with Progress(TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err, transient=True) as progress:
+    with Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+    ) as progress:
         task = progress.add_task(what, total=total)
-        yield lambda done: progress.update(task, completed=done) if isinstance(done, int) else progress.advance(task)
+        yield (
+            lambda done: (
+                progress.update(task, completed=done)
+                if isinstance(done, int)
+                else progress.advance(task)
+            )
+        )
 
 
-def run_view(job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]) -> RenderableType:
+def run_view(
+    job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]
+) -> RenderableType:
     """How a run ended: the mix, what it cost, and which rows were refused and why."""
     what = LOST.get(job.on_long, "")
-    head = ("source", "wanted", "realised", "samples", "tokens", "quarantined", "dropped", *([f"{what} tokens"] if what else []))
+    head = (
+        "source",
+        "wanted",
+        "realised",
+        "samples",
+        "tokens",
+        "quarantined",
+        "dropped",
+        *([f"{what} tokens"] if what else []),
+    )
     rows = [
         (
-            name, f"{w / meter.steps:.2%}", f"{n / meter.samples.sum():.2%}", f"{n:,}", f"{t:,}", f"{s['quarantined']:,}",
-            f"{s['dropped']:,}", *([tokens_lost(s["tokens"], s[f"{what}_tokens"])] if what else []),
+            name,
+            f"{w / meter.steps:.2%}",
+            f"{n / meter.samples.sum():.2%}",
+            f"{n:,}",
+            f"{t:,}",
+            f"{s['quarantined']:,}",
+            f"{s['dropped']:,}",
+            *([tokens_lost(s["tokens"], s[f"{what}_tokens"])] if what else []),
         )
-        for (name, s), w, n, t in zip(metrics["sources"].items(), meter.wanted, meter.samples, meter.source_tokens, strict=False)
-    ]  # fmt: skip
+        for (name, s), w, n, t in zip(
+            metrics["sources"].items(),
+            meter.wanted,
+            meter.samples,
+            meter.source_tokens,
+            strict=False,
+        )
+    ]
     memory = {k: v for k, v in metrics["memory"].items() if k not in ("pss", "roles", "budget")}
-    peak = max(meter.peak_pss, metrics["memory"]["pss"])  # the meter sees this process, at every step; metrics all, at the end
+    peak = max(
+        meter.peak_pss, metrics["memory"]["pss"]
+    )  # the meter sees this process, at every step; metrics all, at the end
     facts = [
         ("steps", f"{meter.steps:,}, {meter.tokens:,} tokens, {meter.tokens_per_s:,.0f} tokens/s"),
-        ("wait", f"{meter.wait_ms:.1f} ms/step after a first of {meter.first_wait_s * 1e3:,.0f} ms; no trainer computes in between"),
-        ("memory", f"{size(peak)} (PSS of all processes); held now: " + ", ".join(f"{k} {size(v)}" for k, v in memory.items())),
-    ]  # fmt: skip
-    facts += scaling_facts(metrics.get("scaling", {})) + placement_facts(metrics.get("placement", {}))
+        (
+            "wait",
+            f"{meter.wait_ms:.1f} ms/step after a first of {meter.first_wait_s * 1e3:,.0f} ms; no trainer computes in between",
+        ),
+        (
+            "memory",
+            f"{size(peak)} (PSS of all processes); held now: "
+            + ", ".join(f"{k} {size(v)}" for k, v in memory.items()),
+        ),
+    ]
+    facts += scaling_facts(metrics.get("scaling", {})) + placement_facts(
+        metrics.get("placement", {})
+    )
     parts: list[RenderableType] = [grid(head, rows), Text(""), _facts(facts)]
     if quarantine:
-        parts += [Text(""), Text("quarantined rows, the last ones:"), *(Text(_refused(q)) for q in quarantine[-REASONS:])]
+        parts += [
+            Text(""),
+            Text("quarantined rows, the last ones:"),
+            *(Text(_refused(q)) for q in quarantine[-REASONS:]),
+        ]
     return Group(*parts)
 
 
@@ -102,7 +156,10 @@ def tokens_lost(tokens: int, lost: int) -> str:
 
 def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What scaling has decided lately, and which sources cannot keep up; nothing where there is none."""
-    told = [("scaling", f"behind step {d['step']}: {d['words']}") for d in scaling.get("decisions", ())[-DECISIONS:]]
+    told = [
+        ("scaling", f"behind step {d['step']}: {d['words']}")
+        for d in scaling.get("decisions", ())[-DECISIONS:]
+    ]
     lacks = "{has} {what} of the {needs} that it would take: {reason}"
     short = scaling.get("cannot_keep_up", {}).items()
     return told + [("cannot keep up", f"{name} has {lacks.format_map(s)}") for name, s in short]
@@ -111,7 +168,10 @@ def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
 def placement_facts(placement: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the nodes with ranks that run more hosts than ``sidecar`` allows; nothing where there is none."""
     words = "node {node} runs {hosts} hosts of this job where {allowed} are allowed, for {for_s:.0f} s; they move when another has room"
-    return [(f"sidecar={placement['sidecar']:g} exceeded", words.format_map(row)) for row in placement.get("exceeded", ())]
+    return [
+        (f"sidecar={placement['sidecar']:g} exceeded", words.format_map(row))
+        for row in placement.get("exceeded", ())
+    ]
 
 
 def _refused(row: Mapping[str, Any]) -> str:
@@ -130,23 +190,39 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
     head = ("source", "format", "files", "chunks", "rows", "bytes", "bad rows")
     rows = [
         (
-            r.name, r.format, f"{r.files:,}", f"{r.chunks:,}", "unknown until read" if r.rows is None else f"{r.rows:,}", size(r.nbytes),
+            r.name,
+            r.format,
+            f"{r.files:,}",
+            f"{r.chunks:,}",
+            "unknown until read" if r.rows is None else f"{r.rows:,}",
+            size(r.nbytes),
             f"{r.bad_rows:,} of {r.sampled_rows:,}",
         )
         if r.format
         else (r.name, "failed", *("-",) * 5)
         for r in reports
-    ]  # fmt: skip
+    ]
     parts: list[RenderableType] = [grid(head, rows, 2), Text("")]
     for r in reports:
         if r.format:
             columns = ", ".join(f"{name}: {kind}" for name, kind in r.schema.items()) or "none"
-            looked = f"looked at {r.sampled_rows:,} rows in {r.sampled_files:,} of {r.files:,} files"
+            looked = (
+                f"looked at {r.sampled_rows:,} rows in {r.sampled_files:,} of {r.files:,} files"
+            )
             dropped = f", {r.dropped:,} dropped by a filter" if r.dropped else ""
-            longer = f", {r.longer:,} longer than the context (on_long: {job.on_long})" if r.longer else ""
+            longer = (
+                f", {r.longer:,} longer than the context (on_long: {job.on_long})"
+                if r.longer
+                else ""
+            )
             if r.lost:
                 longer += f": {r.lost:,} of {r.all_tokens:,} tokens {LOST[job.on_long]} ({r.lost / r.all_tokens:.1%})"
-            parts.append(Text.assemble((r.name, "bold"), f"  {_spread(r.tokens)}{longer}; columns {columns}; {looked}{dropped}"))
+            parts.append(
+                Text.assemble(
+                    (r.name, "bold"),
+                    f"  {_spread(r.tokens)}{longer}; columns {columns}; {looked}{dropped}",
+                )
+            )
             parts += [Text(f"  bad: {reason}") for reason in r.reasons()]
     return Group(*parts)
 
@@ -161,26 +237,54 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     """A plan by bucket: cost over the mean as a bar, tokens and samples, and the same by microbatch as far as there is room."""
     a, i = plan.main, plan.imbalance()
     shape, flat = (a.n_buckets, a.n_microbatches), a.bins()
-    tokens = np.bincount(flat, weights=plan.tokens[a.sample], minlength=shape[0] * shape[1]).reshape(shape).astype(int)
+    tokens = (
+        np.bincount(flat, weights=plan.tokens[a.sample], minlength=shape[0] * shape[1])
+        .reshape(shape)
+        .astype(int)
+    )
     samples = np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
     loads = plan.loads().sum(axis=1)
     ratio = loads / (loads.mean() or 1.0)
     long = 16 if width >= 100 else 8
     cells = max(1, min(CELLS, a.n_microbatches, (width - 42 - long) // 14))
-    head = ("bucket", "cost / mean", "", "tokens", "samples", *(f"microbatch {m}" for m in range(cells)))
+    head = (
+        "bucket",
+        "cost / mean",
+        "",
+        "tokens",
+        "samples",
+        *(f"microbatch {m}" for m in range(cells)),
+    )
     rows = [
         (
-            f"{b}", f"{ratio[b]:.3f}", bar(ratio[b], ratio.max(), long), f"{tokens[b].sum():,}", f"{samples[b].sum():,}",
+            f"{b}",
+            f"{ratio[b]:.3f}",
+            bar(ratio[b], ratio.max(), long),
+            f"{tokens[b].sum():,}",
+            f"{samples[b].sum():,}",
             *(f"{tokens[b, m]:,} ({samples[b, m]})" for m in range(cells)),
         )
         for b in range(min(a.n_buckets, BUCKETS))
-    ]  # fmt: skip
-    strategy = job.strategy if isinstance(job.strategy, str) else getattr(job.strategy, "__name__", "a function")
+    ]
+    strategy = (
+        job.strategy
+        if isinstance(job.strategy, str)
+        else getattr(job.strategy, "__name__", "a function")
+    )
     facts = [
-        ("step", f"{plan.step}: {len(plan):,} samples, {int(plan.tokens.sum()):,} tokens, placed by {strategy} on {job.place}"),
-        ("imbalance", f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; no placement can go below {i['bound']:.3f}"),
+        (
+            "step",
+            f"{plan.step}: {len(plan):,} samples, {int(plan.tokens.sum()):,} tokens, placed by {strategy} on {job.place}",
+        ),
+        (
+            "imbalance",
+            f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; no placement can go below {i['bound']:.3f}",
+        ),
         ("waits", waits(job.sync, i)),
-        ("microbatches", f"{a.n_microbatches} of {a.capacity:,} tokens on each bucket, {plan.fill():.0%} filled"),
+        (
+            "microbatches",
+            f"{a.n_microbatches} of {a.capacity:,} tokens on each bucket, {plan.fill():.0%} filled",
+        ),
         ("mix", _mix(plan)),
         ("digest", plan.digest()),
     ]
@@ -188,7 +292,12 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     more = [f"{what} {shown} to {n - 1}" for what, shown, n in hidden if n > shown]
     table = grid(head, rows)
     table.columns[2].justify = "left"
-    said = [Text("tokens (samples) by microbatch" + (f"; not shown: {', '.join(more)}" if more else ""), "dim")]
+    said = [
+        Text(
+            "tokens (samples) by microbatch" + (f"; not shown: {', '.join(more)}" if more else ""),
+            "dim",
+        )
+    ]
     return Group(_facts(facts), Text(""), table, *said)
 
 
@@ -197,4 +306,8 @@ def _mix(plan: LoadingPlan) -> str:
     counts = np.bincount(plan.source, minlength=len(plan.names))
     shown = np.sort(np.argsort(-counts, kind="stable")[:SOURCES])
     words = ", ".join(f"{plan.names[i]} {counts[i]}" for i in shown.tolist())
-    return words + (f", and {len(counts) - len(shown)} others {counts.sum() - counts[shown].sum()}" if len(counts) > len(shown) else "")
+    return words + (
+        f", and {len(counts) - len(shown)} others {counts.sum() - counts[shown].sum()}"
+        if len(counts) > len(shown)
+        else ""
+    )

@@ -12,12 +12,29 @@ import numpy as np
 
 from overlord.errors import JobError, PlanError
 from overlord.mesh import AXES, ClientPlaceTree
-from overlord.plan.plan import ITEM_COLUMNS, MAX_BINS, OPTIONAL_COLUMNS, SAMPLE_COLUMNS, Assignment, LoadingPlan
+from overlord.plan.plan import (
+    ITEM_COLUMNS,
+    MAX_BINS,
+    OPTIONAL_COLUMNS,
+    SAMPLE_COLUMNS,
+    Assignment,
+    LoadingPlan,
+)
 
 MAGIC = b"OVPL\x02"
 DTYPES = frozenset({"<i4", "<i8", "<u4", "<f8"})
 NUMBERS = ("n_buckets", "n_microbatches", "capacity")
-DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError, struct.error, JobError)
+DAMAGE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+    MemoryError,
+    struct.error,
+    JobError,
+)
 
 
 def write(plan: LoadingPlan) -> bytes:
@@ -36,10 +53,11 @@ def write(plan: LoadingPlan) -> bytes:
         head["place"] = {axis: getattr(place, axis) for axis in AXES} | {"order": list(place.order)}
     head["columns"] = {n: put(getattr(plan, n)) for n in SAMPLE_COLUMNS}
     head["modules"] = {
-        name: {n: getattr(a, n) for n in (*NUMBERS, "axis", "memory_capacity")} | {"broadcast": list(a.broadcast)}
+        name: {n: getattr(a, n) for n in (*NUMBERS, "axis", "memory_capacity")}
+        | {"broadcast": list(a.broadcast)}
         | {"columns": {n: put(getattr(a, n)) for n in (*ITEM_COLUMNS, *OPTIONAL_COLUMNS)}}
         for name, a in plan.modules.items()
-    }  # fmt: skip
+    }
     text = json.dumps(head).encode()
     return MAGIC + struct.pack("<Q", len(text)) + text + b"".join(c.tobytes() for c in columns)
 
@@ -53,7 +71,10 @@ def read(data: bytes) -> LoadingPlan:
     try:
         return _read(data).validate()
     except DAMAGE as e:
-        raise PlanError(f"the bytes of a plan are damaged: {type(e).__name__}: {e}", remedy="the file is cut or damaged") from e
+        raise PlanError(
+            f"the bytes of a plan are damaged: {type(e).__name__}: {e}",
+            remedy="the file is cut or damaged",
+        ) from e
 
 
 def _read(data: bytes) -> LoadingPlan:
@@ -85,19 +106,34 @@ def _read(data: bytes) -> LoadingPlan:
     if place is not None and place.world_size > MAX_BINS:
         raise ValueError(f"a place of {place.world_size} ranks")
     return LoadingPlan(
-        step=operator.index(head["step"]), names=tuple(str(n) for n in head["names"]), extra=dict(head["extra"]),
-        place=place, modules=modules, **columns,
-    )  # fmt: skip
+        step=operator.index(head["step"]),
+        names=tuple(str(n) for n in head["names"]),
+        extra=dict(head["extra"]),
+        place=place,
+        modules=modules,
+        **columns,
+    )
 
 
 def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Assignment:
     if any(columns[n] is None for n in ITEM_COLUMNS):
         raise ValueError(f"module {name!r} lacks a column")
     counts: dict[str, Any] = {n: operator.index(head[n]) for n in NUMBERS}
-    if counts["n_buckets"] < 1 or not 0 < counts["n_buckets"] * counts["n_microbatches"] <= MAX_BINS:  # before any is allocated
-        raise ValueError(f"{counts['n_buckets']} buckets of {counts['n_microbatches']} microbatches")
+    if (
+        counts["n_buckets"] < 1
+        or not 0 < counts["n_buckets"] * counts["n_microbatches"] <= MAX_BINS
+    ):  # before any is allocated
+        raise ValueError(
+            f"{counts['n_buckets']} buckets of {counts['n_microbatches']} microbatches"
+        )
     memory_capacity = float(head["memory_capacity"])
     if not math.isfinite(memory_capacity):
         raise ValueError(f"a memory capacity of {memory_capacity}")
     broadcast = tuple(str(b) for b in head["broadcast"])
-    return Assignment(axis=str(head["axis"]), broadcast=broadcast, memory_capacity=memory_capacity, **counts, **columns)
+    return Assignment(
+        axis=str(head["axis"]),
+        broadcast=broadcast,
+        memory_capacity=memory_capacity,
+        **counts,
+        **columns,
+    )

@@ -21,10 +21,19 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
     their sum."""
     place, main = plan.tree, plan.main
     dims = main.broadcast if broadcast else ()
-    views, bucket_of = views_of(place, main.axis, dims, batch.cp_split), place.bucket_of(main.axis).tolist()
+    views, bucket_of = (
+        views_of(place, main.axis, dims, batch.cp_split),
+        place.bucket_of(main.axis).tolist(),
+    )
     tokens, documents = _loads(main, batch, place)
     by_client = {
-        rank: _nbytes(view, int(tokens[bucket_of[rank]]), int(documents[bucket_of[rank]]), main.n_microbatches, batch)
+        rank: _nbytes(
+            view,
+            int(tokens[bucket_of[rank]]),
+            int(documents[bucket_of[rank]]),
+            main.n_microbatches,
+            batch,
+        )
         for rank, view in enumerate(views)
         if not view.nothing
     }
@@ -49,6 +58,10 @@ def _loads(main: Assignment, batch: Batch, place: ClientPlaceTree) -> tuple[np.n
 
 
 def _nbytes(view: View, tokens: int, documents: int, microbatches: int, batch: Batch) -> int:
-    per_token = sum(n for key, n in TOKEN_BYTES.items() if view.has(key)) + (batch.layout == "padded")  # attention_mask: one byte
+    per_token = sum(n for key, n in TOKEN_BYTES.items() if view.has(key)) + (
+        batch.layout == "padded"
+    )  # attention_mask: one byte
     per_document = sum(n for key, n in DOCUMENT_BYTES.items() if view.has(key))
-    return tokens // view.cp * per_token + documents * per_document + microbatches * (2 * 4 + 4)  # one more sum each, and max_seqlen
+    return (
+        tokens // view.cp * per_token + documents * per_document + microbatches * (2 * 4 + 4)
+    )  # one more sum each, and max_seqlen

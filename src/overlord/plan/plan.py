@@ -24,8 +24,12 @@ MODULES = ("backbone", "encoder")  # what constructors deliver
 SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
 ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
 OPTIONAL_COLUMNS = ("memory", "out", "offset")  # of items; None where absent
-MAX_BINS = 2**26  # microbatches over all buckets: far above any mesh, far below what would exhaust memory
-ROUNDING = 1 + 1e-9  # over a capacity of memory: sums of real numbers differ by the order of addition
+MAX_BINS = (
+    2**26
+)  # microbatches over all buckets: far above any mesh, far below what would exhaust memory
+ROUNDING = (
+    1 + 1e-9
+)  # over a capacity of memory: sums of real numbers differ by the order of addition
 MOST = 2**53  # of a size: sums of whole numbers must neither wrap round nor be rounded
 
 
@@ -50,10 +54,16 @@ class Assignment:
     size: np.ndarray  # int64: tokens that count against the capacity, document padding included
     cost: np.ndarray  # float64
     capacity: int = 0  # tokens of one microbatch; 0: none
-    broadcast: tuple[str, ...] = ()  # axes along which the trainer broadcasts: one rank of each group fetches
-    memory: np.ndarray | None = None  # float64: what an item takes of memory_capacity; None: only tokens count
+    broadcast: tuple[
+        str, ...
+    ] = ()  # axes along which the trainer broadcasts: one rank of each group fetches
+    memory: np.ndarray | None = (
+        None  # float64: what an item takes of memory_capacity; None: only tokens count
+    )
     memory_capacity: float = 0.0  # of one microbatch, in the unit of ``memory``; 0: none
-    out: np.ndarray | None = None  # int64: tokens of the backbone that an item of an encoder becomes
+    out: np.ndarray | None = (
+        None  # int64: tokens of the backbone that an item of an encoder becomes
+    )
     offset: np.ndarray | None = None  # int64: where in its sample's tokens those begin
 
     def order(self) -> np.ndarray:
@@ -89,7 +99,9 @@ class LoadingPlan:
     modules: Mapping[str, Assignment]
     substep: np.ndarray | None = None
     place: ClientPlaceTree | None = None  # the mesh it was placed on; None: a plan made by hand
-    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON values for people (strategy name, wanted weights)
+    extra: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # JSON values for people (strategy name, wanted weights)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -102,7 +114,11 @@ class LoadingPlan:
         """Where the items of a module go; one that the plan has not is refused with those it has."""
         if name not in self.modules:
             known = ", ".join(self.modules)
-            raise PlanError(f"no module {name!r}; known: {known}", self.step, "others come in by samples.plan(encoder=images)")
+            raise PlanError(
+                f"no module {name!r}; known: {known}",
+                self.step,
+                "others come in by samples.plan(encoder=images)",
+            )
         return self.modules[name]
 
     @property
@@ -117,7 +133,13 @@ class LoadingPlan:
         )
 
     def sample_id(self, i: int) -> SampleId:
-        return SampleId(self.names[int(self.source[i])], int(self.epoch[i]), int(self.file[i]), int(self.row[i]), int(self.part[i]))
+        return SampleId(
+            self.names[int(self.source[i])],
+            int(self.epoch[i]),
+            int(self.file[i]),
+            int(self.row[i]),
+            int(self.part[i]),
+        )
 
     def validate(self) -> LoadingPlan:
         """Every sample in exactly one slot of the backbone, slots dense, capacities kept, every rank served; returns itself."""
@@ -125,47 +147,89 @@ class LoadingPlan:
             raise PlanError("no module 'backbone'", self.step, "end the strategy with .plan()")
         check_modules(self.modules, self.step)
         n = len(self)
-        columns = {label: column for label in SAMPLE_COLUMNS if (column := getattr(self, label)) is not None}
+        columns = {
+            label: column
+            for label in SAMPLE_COLUMNS
+            if (column := getattr(self, label)) is not None
+        }
         if any(column.shape != (n,) for column in columns.values()):
             raise PlanError("the sample columns differ in length", self.step)
-        if wrong := [f"{label}, found {column.dtype}" for label, column in columns.items() if not _is_whole(column)]:
+        if wrong := [
+            f"{label}, found {column.dtype}"
+            for label, column in columns.items()
+            if not _is_whole(column)
+        ]:
             raise PlanError(f"wanted whole numbers in {wrong[0]}", self.step)
         if n and not 0 <= int(self.source.min()) <= int(self.source.max()) < len(self.names):
             raise PlanError(f"source outside 0..{len(self.names) - 1}", self.step)
         if n and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < MOST:
-            raise PlanError("tokens has a number that is negative or too large to be summed", self.step)
+            raise PlanError(
+                "tokens has a number that is negative or too large to be summed", self.step
+            )
         for name, a in self.modules.items():
             self._validate_columns(name, a)
             self._validate_served(name, a)
             bins = a.bins()
             self._validate_capacity(name, a, bins, "tokens", a.size, a.capacity)
             if a.memory is not None:
-                self._validate_capacity(name, a, bins, "memory", a.memory, a.memory_capacity * ROUNDING)
+                self._validate_capacity(
+                    name, a, bins, "memory", a.memory, a.memory_capacity * ROUNDING
+                )
             self._validate_slots(name, a, bins)
             self._validate_placeholders(name, a)
         main = self.main
-        if len(main.sample) != n or not np.array_equal(np.bincount(main.sample, minlength=n), np.ones(n, np.int64)):
+        if len(main.sample) != n or not np.array_equal(
+            np.bincount(main.sample, minlength=n), np.ones(n, np.int64)
+        ):
             raise PlanError(
-                "the backbone does not place every drawn sample exactly once", self.step, "a strategy neither adds nor drops samples"
+                "the backbone does not place every drawn sample exactly once",
+                self.step,
+                "a strategy neither adds nor drops samples",
             )
         return self
 
     def _validate_columns(self, name: str, a: Assignment) -> None:
         columns = {label: getattr(a, label) for label in ITEM_COLUMNS}
-        columns |= {label: getattr(a, label) for label in OPTIONAL_COLUMNS if getattr(a, label) is not None}
-        if a.n_buckets < 1 or a.n_microbatches < 1 or len({column.shape for column in columns.values()}) > 1:
-            raise PlanError(f"module {name!r}: no buckets, no microbatches, or columns of different length", self.step)
+        columns |= {
+            label: getattr(a, label) for label in OPTIONAL_COLUMNS if getattr(a, label) is not None
+        }
+        if (
+            a.n_buckets < 1
+            or a.n_microbatches < 1
+            or len({column.shape for column in columns.values()}) > 1
+        ):
+            raise PlanError(
+                f"module {name!r}: no buckets, no microbatches, or columns of different length",
+                self.step,
+            )
         if a.n_buckets * a.n_microbatches > MAX_BINS:
-            raise PlanError(f"module {name!r}: {a.n_buckets} buckets of {a.n_microbatches} microbatches are too many", self.step)
+            raise PlanError(
+                f"module {name!r}: {a.n_buckets} buckets of {a.n_microbatches} microbatches are too many",
+                self.step,
+            )
         for label, column in columns.items():
-            if not _is_whole(column) and (label not in ("cost", "memory") or column.dtype.kind != "f"):
-                raise PlanError(f"module {name!r}: wanted whole numbers in {label}, found {column.dtype}", self.step)
+            if not _is_whole(column) and (
+                label not in ("cost", "memory") or column.dtype.kind != "f"
+            ):
+                raise PlanError(
+                    f"module {name!r}: wanted whole numbers in {label}, found {column.dtype}",
+                    self.step,
+                )
             top = np.inf if label in ("cost", "memory") else MOST
-            if label not in ("sample", "bucket", "microbatch", "slot") and len(column) and not 0 <= column.min() <= column.max() < top:
-                raise PlanError(f"module {name!r}: {label} has a number that is negative, infinite or none at all", self.step)
+            if (
+                label not in ("sample", "bucket", "microbatch", "slot")
+                and len(column)
+                and not 0 <= column.min() <= column.max() < top
+            ):
+                raise PlanError(
+                    f"module {name!r}: {label} has a number that is negative, infinite or none at all",
+                    self.step,
+                )
         for label, column, bound in (
-            ("bucket", a.bucket, a.n_buckets), ("microbatch", a.microbatch, a.n_microbatches), ("sample", a.sample, len(self)),
-        ):  # fmt: skip
+            ("bucket", a.bucket, a.n_buckets),
+            ("microbatch", a.microbatch, a.n_microbatches),
+            ("sample", a.sample, len(self)),
+        ):
             if len(column) and (int(column.min()) < 0 or int(column.max()) >= bound):
                 raise PlanError(f"module {name!r}: {label} outside 0..{bound - 1}", self.step)
 
@@ -180,10 +244,19 @@ class LoadingPlan:
         if a.n_buckets != wanted:
             raise PlanError(
                 f"module {name!r}: {a.n_buckets} buckets, but {self.place} has {wanted} along {a.axis}, so some rank is not served",
-                self.step, f'call .distribute("{a.axis}") with the place the strategy is given',
-            )  # fmt: skip
+                self.step,
+                f'call .distribute("{a.axis}") with the place the strategy is given',
+            )
 
-    def _validate_capacity(self, name: str, a: Assignment, bins: np.ndarray, what: str, load: np.ndarray, capacity: float) -> None:
+    def _validate_capacity(
+        self,
+        name: str,
+        a: Assignment,
+        bins: np.ndarray,
+        what: str,
+        load: np.ndarray,
+        capacity: float,
+    ) -> None:
         if not capacity or not len(bins):
             return
         held = np.bincount(bins, weights=load, minlength=a.n_buckets * a.n_microbatches)
@@ -191,15 +264,22 @@ class LoadingPlan:
             worst = int(held.argmax())
             raise PlanError(
                 f"module {name!r}: microbatch {worst % a.n_microbatches} of bucket {worst // a.n_microbatches} holds "
-                f"{held[worst]:.12g} {'tokens' if what == 'tokens' else 'of memory'}, more than its capacity of {capacity:.12g}", self.step,
-            )  # fmt: skip
+                f"{held[worst]:.12g} {'tokens' if what == 'tokens' else 'of memory'}, more than its capacity of {capacity:.12g}",
+                self.step,
+            )
 
     def _validate_slots(self, name: str, a: Assignment, bins: np.ndarray) -> None:
         # Slots are dense when none reaches its bin's count and none stands twice.
         counts = np.bincount(bins, minlength=a.n_buckets * a.n_microbatches)
         place = (np.cumsum(counts) - counts)[bins] + a.slot
-        if len(bins) and (a.slot.min() < 0 or (a.slot >= counts[bins]).any() or np.bincount(place, minlength=len(bins)).max() > 1):
-            raise PlanError(f"module {name!r}: two items share a slot, or a slot is left empty", self.step)
+        if len(bins) and (
+            a.slot.min() < 0
+            or (a.slot >= counts[bins]).any()
+            or np.bincount(place, minlength=len(bins)).max() > 1
+        ):
+            raise PlanError(
+                f"module {name!r}: two items share a slot, or a slot is left empty", self.step
+            )
 
     def _validate_placeholders(self, name: str, a: Assignment) -> None:
         """What an item becomes stands in its own document, and no two items on one token: none is encoded twice."""
@@ -212,17 +292,23 @@ class LoadingPlan:
             i = int((end > self.tokens[a.sample]).argmax())
             raise PlanError(
                 f"module {name!r}: item {i} ends at token {end[i]} of sample {self.sample_id(int(a.sample[i]))}, which has "
-                f"{self.tokens[a.sample[i]]}", self.step,
-            )  # fmt: skip
+                f"{self.tokens[a.sample[i]]}",
+                self.step,
+            )
         sends = a.out > 0
         sample, offset, end = a.sample[sends], a.offset[sends], end[sends]
-        if ((sample[1:] < sample[:-1]) | ((sample[1:] == sample[:-1]) & (offset[1:] < offset[:-1]))).any():
+        if (
+            (sample[1:] < sample[:-1]) | ((sample[1:] == sample[:-1]) & (offset[1:] < offset[:-1]))
+        ).any():
             order = np.lexsort((offset, sample))
             sample, offset, end = sample[order], offset[order], end[order]
         shared = (sample[1:] == sample[:-1]) & (offset[1:] < end[:-1])
         if shared.any():
             i = int(sample[int(shared.argmax())])
-            raise PlanError(f"module {name!r}: two items of sample {self.sample_id(i)} stand on the same token", self.step)
+            raise PlanError(
+                f"module {name!r}: two items of sample {self.sample_id(i)} stand on the same token",
+                self.step,
+            )
 
     def routes(self, module: str = "encoder") -> Routes:
         """Which rank encodes which item, and all that one exchange of the outputs needs, for every rank."""
@@ -235,11 +321,23 @@ class LoadingPlan:
         parts: list[str | np.ndarray] = [str(self.step), "\x1f".join(self.names)]
         parts += [self.source, self.epoch, self.file, self.row, self.part, self.tokens]
         for name, a in sorted(self.modules.items()):
-            parts += [name, a.axis, f"{a.n_buckets}x{a.n_microbatches}", a.sample, a.bucket, a.microbatch, a.slot]
+            parts += [
+                name,
+                a.axis,
+                f"{a.n_buckets}x{a.n_microbatches}",
+                a.sample,
+                a.bucket,
+                a.microbatch,
+                a.slot,
+            ]
             for label in ("out", "offset"):
                 if (column := getattr(a, label)) is not None:
                     parts += [label, column]
-            dims = [d for d in broadcast_dims(a.broadcast) if self.place is None or getattr(self.place, d.lower()) > 1]
+            dims = [
+                d
+                for d in broadcast_dims(a.broadcast)
+                if self.place is None or getattr(self.place, d.lower()) > 1
+            ]
             parts += [f"broadcast {','.join(dims)}"] if dims else []
         if self.place is not None and self.place.world_size > self.place.dp:
             parts.append(f"place {self.place}")  # else the number of buckets says it all
@@ -271,7 +369,11 @@ class LoadingPlan:
     @property
     def tree(self) -> ClientPlaceTree:
         if self.place is None:
-            raise PlanError("the plan was made by hand and knows no place", self.step, "give LoadingPlan(place=...)")
+            raise PlanError(
+                "the plan was made by hand and knows no place",
+                self.step,
+                "give LoadingPlan(place=...)",
+            )
         return self.place
 
     # how good it is
@@ -286,7 +388,10 @@ class LoadingPlan:
         if total <= 0:
             return {"bucket": 1.0, "microbatch": 1.0, "bound": 1.0, "slot_bound": 1.0}
         mean = total / len(loads)
-        found = {"bucket": float(loads.sum(axis=1).max()) / mean, "microbatch": float(loads.max(axis=0).sum()) / mean}
+        found = {
+            "bucket": float(loads.sum(axis=1).max()) / mean,
+            "microbatch": float(loads.max(axis=0).sum()) / mean,
+        }
         return found | dict(zip(("bound", "slot_bound"), bounds(self.module(module)), strict=True))
 
     def summary(self) -> dict[str, Any]:
@@ -305,7 +410,9 @@ class LoadingPlan:
         """Cost by [bucket, microbatch]."""
         a = self.module(module)
         flat = a.bins()
-        return np.bincount(flat, weights=a.cost, minlength=a.n_buckets * a.n_microbatches).reshape(a.n_buckets, a.n_microbatches)
+        return np.bincount(flat, weights=a.cost, minlength=a.n_buckets * a.n_microbatches).reshape(
+            a.n_buckets, a.n_microbatches
+        )
 
     def fill(self) -> float:
         """Share of the microbatches' capacity that holds tokens."""
@@ -318,14 +425,23 @@ class LoadingPlan:
         a = self.main
         flat = a.bins()
         shape, n = (a.n_buckets, a.n_microbatches), a.n_buckets * a.n_microbatches
-        tokens = np.bincount(flat, weights=self.tokens[a.sample], minlength=n).reshape(shape).astype(int)
+        tokens = (
+            np.bincount(flat, weights=self.tokens[a.sample], minlength=n).reshape(shape).astype(int)
+        )
         samples = np.bincount(flat, minlength=n).reshape(shape)
         loads = self.loads()
         mean = loads.sum() / a.n_buckets or 1.0
-        lines = [repr(self), f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {'samples':>7}  tokens (samples) by microbatch"]
+        lines = [
+            repr(self),
+            f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {'samples':>7}  tokens (samples) by microbatch",
+        ]
         for b in range(min(a.n_buckets, 64)):
-            cells = "  ".join(f"{tokens[b, m]} ({samples[b, m]})" for m in range(min(a.n_microbatches, 16)))
-            lines.append(f"{b:>6}  {loads[b].sum() / mean:>9.3f}  {tokens[b].sum():>9}  {samples[b].sum():>7}  {cells}")
+            cells = "  ".join(
+                f"{tokens[b, m]} ({samples[b, m]})" for m in range(min(a.n_microbatches, 16))
+            )
+            lines.append(
+                f"{b:>6}  {loads[b].sum() / mean:>9.3f}  {tokens[b].sum():>9}  {samples[b].sum():>7}  {cells}"
+            )
         if a.n_buckets > 64:
             lines.append(f"... {a.n_buckets - 64} more buckets")
         return "\n".join(lines)

@@ -15,7 +15,11 @@ SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
 FIRST = ("tokens", "position_ids")  # keys of the first pipeline stage
 
 
-LAST = ("labels", "loss_mask", "source_ids")  # keys of the last one; all other keys go to every stage
+LAST = (
+    "labels",
+    "loss_mask",
+    "source_ids",
+)  # keys of the last one; all other keys go to every stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,9 @@ class View:
         return self.cp > 1 and self.split != "none" and not self.nothing
 
     def has(self, key: str) -> bool:
-        return not self.nothing and (self.first or key not in FIRST) and (self.last or key not in LAST)
+        return (
+            not self.nothing and (self.first or key not in FIRST) and (self.last or key not in LAST)
+        )
 
 
 ALL = View()
@@ -43,7 +49,9 @@ ALL = View()
 NOTHING = View(first=False, last=False, nothing=True)
 
 
-def view_of(place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], rank: int, split: str) -> View:
+def view_of(
+    place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], rank: int, split: str
+) -> View:
     """What the rank is handed. Along cp slices are cut, and stages get their own keys only, where cp and pp are no axes of buckets.
 
     A rank that fetches for others of its bucket gets the union of what they need; those others get nothing. Without ``broadcast``
@@ -53,11 +61,16 @@ def view_of(place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], rank:
 
 
 @lru_cache(maxsize=64)
-def views_of(place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], split: str) -> tuple[View, ...]:
+def views_of(
+    place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], split: str
+) -> tuple[View, ...]:
     """The same of every rank; equal views are one object."""
     seats = place.seats(axis, broadcast)
     stage, slice_ = place.along("pp"), place.along("cp")
-    staged, cut = place.pp > 1 and "pp" not in BUCKET_AXES[axis], place.cp > 1 and "cp" not in BUCKET_AXES[axis] and split != "none"
+    staged, cut = (
+        place.pp > 1 and "pp" not in BUCKET_AXES[axis],
+        place.cp > 1 and "cp" not in BUCKET_AXES[axis] and split != "none",
+    )
     first, last = np.zeros(len(seats), bool), np.zeros(len(seats), bool)
     np.logical_or.at(first, seats, not staged or stage == 0)
     np.logical_or.at(last, seats, not staged or stage == place.pp - 1)
@@ -70,7 +83,11 @@ def views_of(place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], spli
         view = NOTHING
         if seat == rank:
             stages = bool(first[rank]), bool(last[rank])
-            view = View(*stages, place.cp, int(slice_[rank]), split) if cut and lowest[rank] == highest[rank] else View(*stages)
+            view = (
+                View(*stages, place.cp, int(slice_[rank]), split)
+                if cut and lowest[rank] == highest[rank]
+                else View(*stages)
+            )
         views.append(made.setdefault(view, view))
     return tuple(views)
 
@@ -78,4 +95,6 @@ def views_of(place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], spli
 @lru_cache(maxsize=32)
 def served_ranks(place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...]) -> frozenset[int]:
     """Ranks that are handed nothing: another one fetches for them."""
-    return frozenset(np.flatnonzero(place.seats(axis, broadcast) != np.arange(place.world_size)).tolist())
+    return frozenset(
+        np.flatnonzero(place.seats(axis, broadcast) != np.arange(place.world_size)).tolist()
+    )

@@ -33,14 +33,20 @@ class Route:
     rank: int
     slot: int
     items: np.ndarray  # int64 [n]: items of the module that this rank encodes, in the order in which their rows are sent
-    send_lens: np.ndarray  # int32 [n]: rows sent of each, the first ones; fewer than it has where its document was cut
+    send_lens: (
+        np.ndarray
+    )  # int32 [n]: rows sent of each, the first ones; fewer than it has where its document was cut
     send_splits: np.ndarray  # int32 [world]: rows to every rank
     recv_splits: np.ndarray  # int32 [world]: rows from every rank
     recv_items: np.ndarray  # int64 [k]: items whose rows come, in the order of their placeholders
-    recv_perm: np.ndarray  # int64 [k]: of each, its number in the order of arrival (by sender, then placeholders)
+    recv_perm: (
+        np.ndarray
+    )  # int64 [k]: of each, its number in the order of arrival (by sender, then placeholders)
     out_lens: np.ndarray  # int32 [k]: rows of each
     recv_rows: np.ndarray  # int64 [rows]: received[recv_rows] is in the order of the placeholders
-    image_token_index: np.ndarray  # int64 [rows]: where each goes in the un-sliced packed microbatch
+    image_token_index: (
+        np.ndarray
+    )  # int64 [rows]: where each goes in the un-sliced packed microbatch
     microbatches: np.ndarray  # int32 [k]: the backbone's microbatch of each item
     docs: np.ndarray  # int32 [k]: its document in the microbatch, for the padded layout
     offsets: np.ndarray  # int64 [k]: its first placeholder in the document
@@ -71,7 +77,9 @@ class Routes:
     sent: np.ndarray  # items by slot, encoder, owner, placeholder
     received: np.ndarray  # items by slot, owner, encoder, placeholder
     wanted: np.ndarray  # items by slot, owner, placeholder
-    sent_bounds: np.ndarray  # int64 [slots * world + 1]: where each encoder's part of ``sent`` begins
+    sent_bounds: (
+        np.ndarray
+    )  # int64 [slots * world + 1]: where each encoder's part of ``sent`` begins
     owned_bounds: np.ndarray  # the same of each owner, in ``received`` and ``wanted``
 
     def __len__(self) -> int:
@@ -87,7 +95,9 @@ class Routes:
     def for_rank(self, rank: int, slot: int = 0) -> Route:
         for what, value, n in (("rank", rank, self.world_size), ("slot", slot, self.n_slots)):
             if not isinstance(value, (int, np.integer)) or not 0 <= value < n:
-                raise PlanError(f"routes of {self.module!r}: {what} {value!r} is outside 0..{n - 1}")
+                raise PlanError(
+                    f"routes of {self.module!r}: {what} {value!r} is outside 0..{n - 1}"
+                )
         at = slot * self.world_size + rank
         items = self.sent[self.sent_bounds[at] : self.sent_bounds[at + 1]]
         arriving = self.received[self.owned_bounds[at] : self.owned_bounds[at + 1]]
@@ -97,34 +107,53 @@ class Routes:
         lens = self.out[wanted]
         arrives = np.cumsum(self.out[arriving]) - self.out[arriving]
         return Route(
-            rank=rank, slot=slot, items=items, send_lens=self.out[items].astype(np.int32), send_splits=self._rows(self.owner[items], items),
-            recv_splits=self._rows(self.encoder[arriving], arriving), recv_items=wanted, recv_perm=perm, out_lens=lens.astype(np.int32),
-            recv_rows=ranges(arrives[perm], lens), image_token_index=ranges(self.position[wanted], lens),
-            microbatches=self.microbatch[wanted], docs=self.doc[wanted], offsets=self.offset[wanted],
-        )  # fmt: skip
+            rank=rank,
+            slot=slot,
+            items=items,
+            send_lens=self.out[items].astype(np.int32),
+            send_splits=self._rows(self.owner[items], items),
+            recv_splits=self._rows(self.encoder[arriving], arriving),
+            recv_items=wanted,
+            recv_perm=perm,
+            out_lens=lens.astype(np.int32),
+            recv_rows=ranges(arrives[perm], lens),
+            image_token_index=ranges(self.position[wanted], lens),
+            microbatches=self.microbatch[wanted],
+            docs=self.doc[wanted],
+            offsets=self.offset[wanted],
+        )
 
     def _rows(self, ranks: np.ndarray, items: np.ndarray) -> np.ndarray:
-        return np.bincount(ranks, weights=self.out[items], minlength=self.world_size).astype(np.int32)
+        return np.bincount(ranks, weights=self.out[items], minlength=self.world_size).astype(
+            np.int32
+        )
 
     def validate(self) -> Routes:
         """Every item is sent once, received once and wanted once, and both ends of every pair of ranks agree on the order."""
         n, w = len(self), self.world_size
         for name in ("sent", "received", "wanted"):
-            if not np.array_equal(np.bincount(getattr(self, name), minlength=n), np.ones(n, np.int64)):
+            if not np.array_equal(
+                np.bincount(getattr(self, name), minlength=n), np.ones(n, np.int64)
+            ):
                 raise PlanError(f"routes of {self.module!r}: not every item is {name} exactly once")
         for name, ranks, bounds in (
-            ("sent", self.encoder, self.sent_bounds), ("received", self.owner, self.owned_bounds),
+            ("sent", self.encoder, self.sent_bounds),
+            ("received", self.owner, self.owned_bounds),
             ("wanted", self.owner, self.owned_bounds),
-        ):  # fmt: skip
+        ):
             order = getattr(self, name)
             group = self.slot[order].astype(np.int64) * w + ranks[order]
             if not np.array_equal(group, np.repeat(np.arange(self.n_slots * w), np.diff(bounds))):
-                raise PlanError(f"routes of {self.module!r}: an item is {name} by another rank than its own")
+                raise PlanError(
+                    f"routes of {self.module!r}: an item is {name} by another rank than its own"
+                )
         # The rows that a rank sends to another must be the ones that the other takes from it, one by one.
         as_sent = self.received[by_key(self.encoder[self.received], w)]
         as_sent = as_sent[by_key(self.slot[as_sent], self.n_slots)]
         if not np.array_equal(as_sent, self.sent):
-            raise PlanError(f"routes of {self.module!r}: a sender and its receiver disagree about the order of rows")
+            raise PlanError(
+                f"routes of {self.module!r}: a sender and its receiver disagree about the order of rows"
+            )
         return self
 
 
@@ -132,25 +161,51 @@ def make_routes(plan: LoadingPlan, module: str) -> Routes:
     """The routes of a module's items to the ranks that hold their samples; validated."""
     a, b, place = plan.module(module), plan.main, plan.place
     if a.out is None or a.offset is None:
-        raise PlanError(f"module {module!r} has samples, no items to route", plan.step, "select a ragged column: .select('image_patches')")
+        raise PlanError(
+            f"module {module!r} has samples, no items to route",
+            plan.step,
+            "select a ragged column: .select('image_patches')",
+        )
     if place is None:
-        raise PlanError("the plan was made by hand and knows no place", plan.step, "give LoadingPlan(place=...)")
+        raise PlanError(
+            "the plan was made by hand and knows no place", plan.step, "give LoadingPlan(place=...)"
+        )
     w, node = place.world_size, np.empty(len(plan), np.int64)
     node[b.sample] = np.arange(len(b.sample))
     at = node[a.sample]
-    encoder, owners = _first_rank(place.bucket_of(a.axis))[a.bucket], _first_rank(place.bucket_of(b.axis))
+    encoder, owners = (
+        _first_rank(place.bucket_of(a.axis))[a.bucket],
+        _first_rank(place.bucket_of(b.axis)),
+    )
     owner, microbatch = owners[b.bucket[at]], b.microbatch[at]
     placed = _placed(a, b, owners)
     by_encoder = placed[by_key(encoder[placed], w)]
     received = by_encoder[by_key(owner[by_encoder], w)]
-    sent, received, wanted = (order[by_key(a.microbatch[order], a.n_microbatches)] for order in (by_encoder, received, placed))
+    sent, received, wanted = (
+        order[by_key(a.microbatch[order], a.n_microbatches)]
+        for order in (by_encoder, received, placed)
+    )
     kept = a.n_microbatches == b.n_microbatches and bool((a.microbatch == microbatch).all())
     return Routes(
-        module=module, world_size=w, n_slots=a.n_microbatches, per="microbatch" if kept else "iteration", encoder=encoder, owner=owner,
-        slot=a.microbatch, number=number_inside(a.sample, len(plan)), out=a.out, microbatch=microbatch, doc=b.slot[at],
-        offset=a.offset, position=starts(b)[at] + a.offset, sent=sent, received=received, wanted=wanted,
-        sent_bounds=_bounds(a.microbatch, encoder, a.n_microbatches, w), owned_bounds=_bounds(a.microbatch, owner, a.n_microbatches, w),
-    ).validate()  # fmt: skip
+        module=module,
+        world_size=w,
+        n_slots=a.n_microbatches,
+        per="microbatch" if kept else "iteration",
+        encoder=encoder,
+        owner=owner,
+        slot=a.microbatch,
+        number=number_inside(a.sample, len(plan)),
+        out=a.out,
+        microbatch=microbatch,
+        doc=b.slot[at],
+        offset=a.offset,
+        position=starts(b)[at] + a.offset,
+        sent=sent,
+        received=received,
+        wanted=wanted,
+        sent_bounds=_bounds(a.microbatch, encoder, a.n_microbatches, w),
+        owned_bounds=_bounds(a.microbatch, owner, a.n_microbatches, w),
+    ).validate()
 
 
 def _first_rank(bucket_of: np.ndarray) -> np.ndarray:

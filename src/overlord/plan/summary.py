@@ -58,14 +58,16 @@ def _module(plan: LoadingPlan, name: str) -> dict[str, Any]:
         "items": len(a.sample),
         "imbalance": plan.imbalance(name),
         "by_bucket": (loads.sum(axis=1) / mean).tolist(),  # each bucket's cost over the mean one
-        "by_slot": np.where(loads.max(axis=0) > 0, loads.max(axis=0) / slot_mean, 1.0).tolist(),  # a slot's dearest over its mean
+        "by_slot": np.where(
+            loads.max(axis=0) > 0, loads.max(axis=0) / slot_mean, 1.0
+        ).tolist(),  # a slot's dearest over its mean
         "predicted": {
             "unit": str(unit[name]) if isinstance(unit, dict) and name in unit else "cost",
             "iteration": float(loads.sum(axis=1).max()),  # ranks meet once per step
             "microbatch": float(loads.max(axis=0).sum()),  # ranks meet after every microbatch
         },
         "peak": _peak(plan, a),
-    }  # fmt: skip
+    }
     if plan.place is not None:
         found["broadcast"], found["fetchers"] = list(a.broadcast), plan.fetchers(name)
     return found
@@ -74,20 +76,36 @@ def _module(plan: LoadingPlan, name: str) -> dict[str, Any]:
 def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
     """The fullest microbatch of every bucket, and the one that would run out of memory first."""
     shape, bins = (a.n_buckets, a.n_microbatches), a.bins()
-    tokens = np.bincount(bins, weights=a.size, minlength=a.n_buckets * a.n_microbatches).astype(np.int64).reshape(shape)
+    tokens = (
+        np.bincount(bins, weights=a.size, minlength=a.n_buckets * a.n_microbatches)
+        .astype(np.int64)
+        .reshape(shape)
+    )
     # Buckets of an axis with cp in it get their microbatches unsliced.
     cut = plan.place.cp if plan.place is not None and "cp" not in BUCKET_AXES[a.axis] else 1
-    found: dict[str, Any] = {"tokens_by_bucket": tokens.max(axis=1).tolist(), "tokens_per_rank": int(-(-tokens.max() // cut))}
-    by, load, capacity = ("tokens", a.size, float(a.capacity)) if a.memory is None else ("memory", a.memory, a.memory_capacity)
+    found: dict[str, Any] = {
+        "tokens_by_bucket": tokens.max(axis=1).tolist(),
+        "tokens_per_rank": int(-(-tokens.max() // cut)),
+    }
+    by, load, capacity = (
+        ("tokens", a.size, float(a.capacity))
+        if a.memory is None
+        else ("memory", a.memory, a.memory_capacity)
+    )
     if len(bins):
         held = np.bincount(bins, weights=load, minlength=tokens.size)
         worst = int(held.argmax())
         inside = np.flatnonzero(bins == worst)
         item = int(inside[load[inside].argmax()])
         found["first_out_of_memory"] = {
-            "by": by, "bucket": worst // a.n_microbatches, "microbatch": worst % a.n_microbatches, "holds": float(held[worst]),
-            "capacity": capacity or None, "largest_sample": str(plan.sample_id(int(a.sample[item]))), "of_it": float(load[item]),
-        }  # fmt: skip
+            "by": by,
+            "bucket": worst // a.n_microbatches,
+            "microbatch": worst % a.n_microbatches,
+            "holds": float(held[worst]),
+            "capacity": capacity or None,
+            "largest_sample": str(plan.sample_id(int(a.sample[item]))),
+            "of_it": float(load[item]),
+        }
     return found
 
 
@@ -101,11 +119,13 @@ def _sources(plan: LoadingPlan) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "wanted": weights.get(name, 0.0) / total if total else None,
-            "samples": int(samples[i]), "samples_share": int(samples[i]) / max(1, len(plan)),
-            "tokens": int(tokens[i]), "tokens_share": int(tokens[i]) / max(1, int(tokens.sum())),
+            "samples": int(samples[i]),
+            "samples_share": int(samples[i]) / max(1, len(plan)),
+            "tokens": int(tokens[i]),
+            "tokens_share": int(tokens[i]) / max(1, int(tokens.sum())),
         }
         for i, name in enumerate(plan.names)
-    }  # fmt: skip
+    }
 
 
 def to_json(plan: LoadingPlan, samples: bool = True) -> str:
@@ -121,4 +141,7 @@ def _placed(plan: LoadingPlan, a: Assignment) -> list[dict[str, Any]]:
     order = a.order()
     columns = {name: getattr(a, name)[order].tolist() for name in ITEM_COLUMNS}
     ids = [str(plan.sample_id(i)) for i in columns.pop("sample")]
-    return [{"sample": ids[k]} | {name: column[k] for name, column in columns.items()} for k in range(len(ids))]
+    return [
+        {"sample": ids[k]} | {name: column[k] for name, column in columns.items()}
+        for k in range(len(ids))
+    ]

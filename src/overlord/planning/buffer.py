@@ -16,7 +16,9 @@ from overlord.planning.spec import PlannerSpec
 from overlord.planning.stream import Piece, step_meta
 from overlord.sample import Buffer, Ragged, take_rows
 
-Pieces = Sequence[tuple[int, Piece]]  # (source, run of its samples), source by source, in stream order
+Pieces = Sequence[
+    tuple[int, Piece]
+]  # (source, run of its samples), source by source, in stream order
 
 
 class Joined:
@@ -26,8 +28,12 @@ class Joined:
         self.parts = [p for _, p in pieces]
         self.where = np.array([i for i, _ in pieces], np.int64)  # source of each piece
         self.sizes = np.array([p.stop - p.start for p in self.parts], np.int64)
-        self.at = np.array([p.at[:3] for p in self.parts], np.int64).reshape(-1, 3)  # epoch, group, window of each piece
-        ids = np.concatenate([p.ids[p.start : p.stop] for p in self.parts] or [np.zeros((0, 3), np.int64)])
+        self.at = np.array([p.at[:3] for p in self.parts], np.int64).reshape(
+            -1, 3
+        )  # epoch, group, window of each piece
+        ids = np.concatenate(
+            [p.ids[p.start : p.stop] for p in self.parts] or [np.zeros((0, 3), np.int64)]
+        )
         self.file, self.row, self.part = np.ascontiguousarray(ids.T)
 
     def cursors_behind(self, cursors: np.ndarray) -> np.ndarray:
@@ -45,12 +51,21 @@ class Joined:
             return first
         shares = zip(self.sizes, self.parts, strict=True)
         return first + np.concatenate(
-            [np.full(n, p.loader) if isinstance(p.loader, int) else p.loader[p.start : p.stop] for n, p in shares]
+            [
+                np.full(n, p.loader) if isinstance(p.loader, int) else p.loader[p.start : p.stop]
+                for n, p in shares
+            ]
         )
 
 
 def gather(
-    pieces: Joined, order: np.ndarray, substep: np.ndarray | None, *, spec: PlannerSpec, state: StreamState, weights: Sequence[float]
+    pieces: Joined,
+    order: np.ndarray,
+    substep: np.ndarray | None,
+    *,
+    spec: PlannerSpec,
+    state: StreamState,
+    weights: Sequence[float],
 ) -> Buffer:
     """The samples of the pieces in the given order. Read-only: the plan is compared with these very arrays."""
     names = present(spec.names, state.events, state.step)
@@ -58,13 +73,26 @@ def gather(
     own = dict.fromkeys(name for s in spec.sources[: len(names)] for name in s.meta)
     had = {name for p in pieces.parts for name in p.found.meta} if own else ()
     buffer = Buffer(
-        names=names, source=np.repeat(pieces.where, pieces.sizes)[order].astype(np.int32),
-        epoch=np.repeat(pieces.at[:, 0], pieces.sizes)[order].astype(np.int32), file=pieces.file[order].astype(np.int32),
-        row=pieces.row[order].astype(np.int64), part=pieces.part[order].astype(np.int32), meta=meta, batch=spec.batch, step=state.step,
-        drawn=True, substep=substep, weights=dict(zip(names, weights, strict=False)), absent=tuple(n for n in own if n not in had),
+        names=names,
+        source=np.repeat(pieces.where, pieces.sizes)[order].astype(np.int32),
+        epoch=np.repeat(pieces.at[:, 0], pieces.sizes)[order].astype(np.int32),
+        file=pieces.file[order].astype(np.int32),
+        row=pieces.row[order].astype(np.int64),
+        part=pieces.part[order].astype(np.int32),
+        meta=meta,
+        batch=spec.batch,
+        step=state.step,
+        drawn=True,
+        substep=substep,
+        weights=dict(zip(names, weights, strict=False)),
+        absent=tuple(n for n in own if n not in had),
         sync=spec.sync,
-    )  # fmt: skip
-    arrays = [array for c in meta.values() for array in ((c.values, c.offsets) if isinstance(c, Ragged) else (c,))]
+    )
+    arrays = [
+        array
+        for c in meta.values()
+        for array in ((c.values, c.offsets) if isinstance(c, Ragged) else (c,))
+    ]
     for array in (buffer.source, buffer.epoch, buffer.file, buffer.row, buffer.part, *arrays):
         array.flags.writeable = False
     return buffer
@@ -72,22 +100,42 @@ def gather(
 
 def check_plan(plan: Any, buffer: Buffer, place: ClientPlaceTree) -> None:
     if not isinstance(plan, LoadingPlan):
-        raise PlanError(f"the strategy returned {type(plan).__name__}", buffer.step, "end it with .plan()")
+        raise PlanError(
+            f"the strategy returned {type(plan).__name__}", buffer.step, "end it with .plan()"
+        )
     if "backbone" in plan.modules:
         axis = plan.main.axis
         if axis not in BUCKET_AXES:
-            raise PlanError(f"the plan has buckets along {axis!r}; known: {', '.join(BUCKET_AXES)}", buffer.step, 'call .distribute("DP")')
-        if plan.main.n_buckets != (wanted := place.n_buckets(axis)):  # more would never be delivered
-            problem = f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted} along {axis}"
+            raise PlanError(
+                f"the plan has buckets along {axis!r}; known: {', '.join(BUCKET_AXES)}",
+                buffer.step,
+                'call .distribute("DP")',
+            )
+        if plan.main.n_buckets != (
+            wanted := place.n_buckets(axis)
+        ):  # more would never be delivered
+            problem = (
+                f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted} along {axis}"
+            )
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
     if plan.place is not None and plan.place != place:  # who fetches would be told wrong
-        raise PlanError(f"the plan is for {plan.place}, the job has {place}", buffer.step, "use the place the strategy is given")
+        raise PlanError(
+            f"the plan is for {plan.place}, the job has {place}",
+            buffer.step,
+            "use the place the strategy is given",
+        )
 
 
 def check_samples(plan: LoadingPlan, buffer: Buffer) -> None:
     same = plan.step == buffer.step and plan.names == buffer.names and len(plan) == len(buffer)
-    columns = ((getattr(plan, n), getattr(buffer, n)) for n in ("source", "epoch", "file", "row", "part"))
-    if not same or not all(a is b or np.array_equal(a, b) for a, b in (*columns, (plan.tokens, buffer.meta["tokens"]))):
+    columns = (
+        (getattr(plan, n), getattr(buffer, n)) for n in ("source", "epoch", "file", "row", "part")
+    )
+    if not same or not all(
+        a is b or np.array_equal(a, b) for a, b in (*columns, (plan.tokens, buffer.meta["tokens"]))
+    ):
         raise PlanError(
-            "the strategy changed the drawn samples", buffer.step, "a strategy places samples; it neither adds, drops nor reorders them"
+            "the strategy changed the drawn samples",
+            buffer.step,
+            "a strategy places samples; it neither adds, drops nor reorders them",
         )

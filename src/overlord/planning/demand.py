@@ -17,10 +17,18 @@ STRIDE = 4  # groups by which the horizon moves on
 class Demand:
     """Counts what every loader holds and was told to hold; answers with Refills."""
 
-    def __init__(self, loaders: Sequence[int], read_ahead: int, of_source: Mapping[int, int] | None = None):
+    def __init__(
+        self, loaders: Sequence[int], read_ahead: int, of_source: Mapping[int, int] | None = None
+    ):
         """``of_source``: steps that sources are read ahead which are not read as far ahead as the others."""
-        self._loaders, self._read_ahead, self._of_source = list(loaders), read_ahead, dict(of_source or {})
-        self._level = [0] * len(self._loaders)  # samples each source's loaders were last asked to hold
+        self._loaders, self._read_ahead, self._of_source = (
+            list(loaders),
+            read_ahead,
+            dict(of_source or {}),
+        )
+        self._level = [0] * len(
+            self._loaders
+        )  # samples each source's loaders were last asked to hold
         self._horizon = [-1] * len(self._loaders)  # the last group that they were told to open
         self._number()
         self._must = np.zeros(self.n_loaders, np.int64)  # what each loader was last told to reach
@@ -41,13 +49,18 @@ class Demand:
         self._horizon.append(-1)
         self._number()
         more = np.zeros(loaders, np.int64)
-        self._must, self._held = np.concatenate([self._must, more]), np.concatenate([self._held, more])
+        self._must, self._held = (
+            np.concatenate([self._must, more]),
+            np.concatenate([self._held, more]),
+        )
 
     def reopened(self, i: int) -> list[Refill]:
         """The loaders of a source begin again: they hold nothing, and have heard nothing."""
         self._held[self.of(i)] = self._must[self.of(i)] = 0
         self._horizon[i] = -1
-        return [Refill(loader, 0, self._share(i)) for loader in self.of(i)] if self._level[i] else []
+        return (
+            [Refill(loader, 0, self._share(i)) for loader in self.of(i)] if self._level[i] else []
+        )
 
     def announced(self, loader: int, samples: int) -> None:
         self._held[loader] += samples
@@ -59,7 +72,10 @@ class Demand:
 
     def nudge(self, i: int, lacking: int, behind: Sequence[int]) -> list[Refill]:
         """Ask the loaders that hold the source up, if they have done what they were asked before."""
-        commands, lacking = [], -(-lacking // self._loaders[i])  # they share it about equally; who still holds the source up is asked again
+        commands, lacking = (
+            [],
+            -(-lacking // self._loaders[i]),
+        )  # they share it about equally; who still holds the source up is asked again
         for loader in (int(self.first[i]) + k for k in behind):
             if self._held[loader] >= self._must[loader]:
                 self._must[loader] = self._held[loader] + lacking

@@ -63,7 +63,9 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     return floors
 
 
-def owed_behind(owed: Sequence[int], left: Sequence[int], weights: Sequence[float], active: Sequence[bool]) -> tuple[int, ...]:
+def owed_behind(
+    owed: Sequence[int], left: Sequence[int], weights: Sequence[float], active: Sequence[bool]
+) -> tuple[int, ...]:
     """The accounts when some drawn samples were left for later: the step was so much smaller, and so are the targets. Without that a
     job that overflows at every step owes ever more, and what is owed outweighs any mixture that is set later."""
     whole = whole_weights([w if a else 0.0 for w, a in zip(weights, active, strict=True)])
@@ -101,7 +103,9 @@ def _earliest(n: int, musts: list[int], weights: Sequence[int], owed: Sequence[i
         _, i = heap[0]
         counts[i] += 1
         if counts[i] < musts[i]:
-            heapq.heapreplace(heap, (((UNIT * (counts[i] + 1) - owed[i]) << SHIFT) // weights[i], i))
+            heapq.heapreplace(
+                heap, (((UNIT * (counts[i] + 1) - owed[i]) << SHIFT) // weights[i], i)
+            )
         else:
             heapq.heappop(heap)
     return counts
@@ -138,19 +142,39 @@ def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
         first = first + np.array(draw)
     if len(orders) == 1:
         return orders[0], None
-    return np.concatenate(orders), np.repeat(np.arange(len(orders), dtype=np.int32), [len(o) for o in orders])
+    return np.concatenate(orders), np.repeat(
+        np.arange(len(orders), dtype=np.int32), [len(o) for o in orders]
+    )
 
 
 class Drawer:
     """Draws steps from the fronts of the streams. Holds rules, no state: accounts come in and go out."""
 
-    def __init__(self, *, samples: int | None, tokens: int | None, draws: int, random: bool, seed: int, fill: bool):
-        self._amount, self._in_tokens, self._draws = samples or tokens or 0, tokens is not None, draws
+    def __init__(
+        self,
+        *,
+        samples: int | None,
+        tokens: int | None,
+        draws: int,
+        random: bool,
+        seed: int,
+        fill: bool,
+    ):
+        self._amount, self._in_tokens, self._draws = (
+            samples or tokens or 0,
+            tokens is not None,
+            draws,
+        )
         self._random, self._seed, self._fill = random, seed, fill
         self._whole: tuple[tuple[float, ...], tuple[bool, ...], list[int]] | None = None
 
     def draw(
-        self, step: int, weights: Sequence[float], owed: Sequence[int], active: Sequence[bool], fronts: Sequence[Front]
+        self,
+        step: int,
+        weights: Sequence[float],
+        owed: Sequence[int],
+        active: Sequence[bool],
+        fronts: Sequence[Front],
     ) -> Drawn | Short:
         run = _Run(step, tuple(weights), list(owed), list(active), fronts)
         counts = []
@@ -158,7 +182,9 @@ class Drawer:
         for k in range(self._draws):
             before = list(run.taken)
             amount = base + (k < more)
-            need = self._by_tokens(run, amount) if self._in_tokens else self._by_samples(run, amount)
+            need = (
+                self._by_tokens(run, amount) if self._in_tokens else self._by_samples(run, amount)
+            )
             if need:
                 return Short(need)
             counts.append(tuple(b - a for a, b in zip(before, run.taken, strict=True)))
@@ -168,7 +194,9 @@ class Drawer:
         """Whole weights over the active sources; kept, since they change only when a source leaves or the mix does."""
         active = tuple(run.active)
         if self._whole is None or self._whole[:2] != (run.weights, active):
-            whole = whole_weights([w if a else 0.0 for w, a in zip(run.weights, active, strict=True)])
+            whole = whole_weights(
+                [w if a else 0.0 for w, a in zip(run.weights, active, strict=True)]
+            )
             self._whole = (run.weights, active, whole)
         return self._whole[2]
 
@@ -208,7 +236,9 @@ class Drawer:
                 wanted = -(-run.owed[i] // UNIT)
                 count, held = run.fronts[i].samples_for(run.taken[i], wanted)
                 if held < wanted and not run.fronts[i].ended:
-                    need[i] = (ready := run.fronts[i].ready) + max(1, min(16 + ready, (wanted - held) * max(1, count) // max(1, held)))
+                    need[i] = (ready := run.fronts[i].ready) + max(
+                        1, min(16 + ready, (wanted - held) * max(1, count) // max(1, held))
+                    )
                     continue
                 run.taken[i] += count
                 run.owed[i] -= held * UNIT
@@ -225,8 +255,21 @@ class Drawer:
 class _Run:
     """The accounts while one step is drawn; thrown away if the draw turns out short."""
 
-    def __init__(self, step: int, weights: tuple[float, ...], owed: list[int], active: list[bool], fronts: Sequence[Front]):
-        self.step, self.weights, self.owed, self.active, self.fronts = step, weights, owed, active, fronts
+    def __init__(
+        self,
+        step: int,
+        weights: tuple[float, ...],
+        owed: list[int],
+        active: list[bool],
+        fronts: Sequence[Front],
+    ):
+        self.step, self.weights, self.owed, self.active, self.fronts = (
+            step,
+            weights,
+            owed,
+            active,
+            fronts,
+        )
         self.taken, self.picks, self.short = [0] * len(weights), 0, False
 
     def leave(self, i: int) -> None:

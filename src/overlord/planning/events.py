@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from overlord.messages.control import AddSource, Cursor, Report, SetMixture, Skip, SourceLost, StreamState
+from overlord.messages.control import (
+    AddSource,
+    Cursor,
+    Report,
+    SetMixture,
+    Skip,
+    SourceLost,
+    StreamState,
+)
 
 Event = SetMixture | Skip | AddSource | SourceLost
 
@@ -23,14 +31,27 @@ def latest(events: Sequence[Event], after: int, step: int) -> list[SetMixture]:
     return sorted(changes, key=lambda e: e.at)[-1:]
 
 
-def still_in_force(events: Sequence[Event], step: int, mix_step: int, lag: int = 0) -> tuple[Event, ...]:
+def still_in_force(
+    events: Sequence[Event], step: int, mix_step: int, lag: int = 0
+) -> tuple[Event, ...]:
     """The folded log behind a step: sources that were added, the mixture in force and what is still to come.
 
     Under ``mix_every="epoch"`` the mixture in force is that of ``mix_step``, and a later one waits for the next epoch. A skip
     is remembered for ``lag`` steps more: feedback from before it is not used.
     """
-    coming = (e for e in events if not isinstance(e, (AddSource, SourceLost)) and last_step(e) + (lag if isinstance(e, Skip) else 0) > step)
-    return (*joined(events), *lost(events), *latest(events, -1, mix_step), *latest(events, mix_step, step), *coming)
+    coming = (
+        e
+        for e in events
+        if not isinstance(e, (AddSource, SourceLost))
+        and last_step(e) + (lag if isinstance(e, Skip) else 0) > step
+    )
+    return (
+        *joined(events),
+        *lost(events),
+        *latest(events, -1, mix_step),
+        *latest(events, mix_step, step),
+        *coming,
+    )
 
 
 def joined(events: Sequence[Event]) -> tuple[AddSource, ...]:
@@ -46,7 +67,11 @@ def lost(events: Sequence[Event]) -> tuple[SourceLost, ...]:
 def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
     """As states hold them, whenever they were said: who joined, who was lost, and the rest, each as they were said."""
     every = tuple(events)
-    return (*joined(every), *lost(every), *(e for e in every if not isinstance(e, (AddSource, SourceLost))))
+    return (
+        *joined(every),
+        *lost(every),
+        *(e for e in every if not isinstance(e, (AddSource, SourceLost))),
+    )
 
 
 def present(names: Sequence[str], events: Sequence[Event], step: int) -> tuple[str, ...]:
@@ -75,11 +100,16 @@ def widened(state: StreamState, n: int) -> StreamState:
     if more <= 0:
         return state
     return replace(
-        state, cursors=np.concatenate([state.cursors, np.array([Cursor()] * more, np.int64)]), owed=(*state.owed, *(0,) * more),
-        active=(*state.active, *(True,) * more), weights=(*state.weights, *(0.0,) * more) if state.weights else (),
-        counts={name: np.concatenate([c, np.zeros(more, np.int64)]) for name, c in state.counts.items()},
+        state,
+        cursors=np.concatenate([state.cursors, np.array([Cursor()] * more, np.int64)]),
+        owed=(*state.owed, *(0,) * more),
+        active=(*state.active, *(True,) * more),
+        weights=(*state.weights, *(0.0,) * more) if state.weights else (),
+        counts={
+            name: np.concatenate([c, np.zeros(more, np.int64)]) for name, c in state.counts.items()
+        },
         ahead=(*state.ahead, *(np.zeros(0, np.int32),) * more) if state.ahead else (),
-    )  # fmt: skip
+    )
 
 
 class Log:
@@ -100,7 +130,9 @@ class Log:
         """Of reports only those that came in time, or a resumed run would know what this one did not."""
         self._reports[report.step, report.rank] = report
         if len(self._reports) >= self._many:
-            self._reports = {key: r for key, r in self._reports.items() if r.step >= first - self._lag}
+            self._reports = {
+                key: r for key, r in self._reports.items() if r.step >= first - self._lag
+            }
             self._many = 64 + 2 * len(self._reports)
 
     def expect(self, report: Report) -> None:
@@ -110,24 +142,40 @@ class Log:
 
     def heard(self, report: Report) -> None:
         """The planner knows of it, and has said what becomes of it."""
-        if self._unheard.get((report.step, report.rank)) is report:  # else the rank has said something else since
+        if (
+            self._unheard.get((report.step, report.rank)) is report
+        ):  # else the rank has said something else since
             del self._unheard[report.step, report.rank]
 
-    def completed(self, state: StreamState, names: Sequence[str], *, ahead: bool = False) -> StreamState:
+    def completed(
+        self, state: StreamState, names: Sequence[str], *, ahead: bool = False
+    ) -> StreamState:
         """A state of the sources of these names with all that was said since its step was planned. ``ahead``: also what was reported of
         steps behind it, for trainers that stand where they are and say nothing twice."""
         late, held = list[Event](), list(state.events)
-        for e in self._events:  # what was said twice is there twice; a state that came from another process has copies
+        for e in (
+            self._events
+        ):  # what was said twice is there twice; a state that came from another process has copies
             if e in held:
                 held.remove(e)
             elif last_step(e) >= state.step:
                 late.append(e)
-        unheard = dict(self._unheard)  # before those that were heard: what is in neither place now was nowhere
+        unheard = dict(
+            self._unheard
+        )  # before those that were heard: what is in neither place now was nowhere
         every = {**self._reports, **unheard}
-        since = {key: r for key, r in every.items() if state.step - self._lag <= r.step and (ahead or r.step < state.step)}
+        since = {
+            key: r
+            for key, r in every.items()
+            if state.step - self._lag <= r.step and (ahead or r.step < state.step)
+        }
         reports: Iterable[Report] = state.reports
         if since:
-            known: Mapping[tuple[int, int], Report] = {(r.step, r.rank): r for r in state.reports} | since
+            known: Mapping[tuple[int, int], Report] = {
+                (r.step, r.rank): r for r in state.reports
+            } | since
             reports = (known[key] for key in sorted(known))
-        events = in_order((*state.events, *(e for e in late if not isinstance(e, AddSource) or e.name in names)))
+        events = in_order(
+            (*state.events, *(e for e in late if not isinstance(e, AddSource) or e.name in names))
+        )
         return replace(widened(state, len(names)), events=events, reports=tuple(reports))

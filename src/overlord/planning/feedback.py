@@ -19,10 +19,6 @@ def promised(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
     return report.step + lag >= next_step + prefetch
 
 
-
-
-
-
 def reduced(reports: Iterable[Report]) -> dict[str, float]:
     """One value for every metric of a step: the mean over the ranks that gave it, by their ``tokens/<source>`` where all gave
     those; token counts themselves are summed. Exactly rounded sums, so the order of the ranks does not matter."""
@@ -61,7 +57,9 @@ class Feedback:
     def add(self, report: Report, planned: int) -> None:
         self._counts["received"] += 1
         if self.in_time(report, planned):
-            self._steps.setdefault(report.step, {})[report.rank] = report  # the last word of a rank counts
+            self._steps.setdefault(report.step, {})[report.rank] = (
+                report  # the last word of a rank counts
+            )
         elif self.takes:
             self._counts["late"] += 1
 
@@ -83,7 +81,14 @@ class Feedback:
         self._counts = Counter(before._counts)
 
     def pending(self) -> tuple[Report, ...]:
-        return tuple(self._steps[step][rank] for step in sorted(self._steps) for rank in sorted(self._steps[step]))
+        return tuple(
+            self._steps[step][rank]
+            for step in sorted(self._steps)
+            for rank in sorted(self._steps[step])
+        )
 
     def counts(self) -> dict[str, int]:
-        return {**{name: self._counts[name] for name in ("received", "used", "late")}, "pending": sum(map(len, self._steps.values()))}
+        return {
+            **{name: self._counts[name] for name in ("received", "used", "late")},
+            "pending": sum(map(len, self._steps.values())),
+        }

@@ -24,7 +24,9 @@ class _Record:
 
     pieces: list[Piece] = field(default_factory=list)
     age: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    number: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the payload's row, as the last stage left it
+    number: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # of the payload's row, as the last stage left it
     loader: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def open(self) -> int:
@@ -48,11 +50,15 @@ class Reserve:
         """Samples of the source that are here to be drawn."""
         return self._open[i]
 
-    def pull(self, i: int, pieces: Sequence[Piece], loader: np.ndarray, age: np.ndarray | None = None) -> None:
+    def pull(
+        self, i: int, pieces: Sequence[Piece], loader: np.ndarray, age: np.ndarray | None = None
+    ) -> None:
         """Samples from the front of a stream; with ``age`` they are those of a restored state, some of them taken."""
         record, n = self._records[i], len(loader)
         record.pieces += pieces
-        record.age = np.concatenate([record.age, np.zeros(n, np.int32) if age is None else age[:n].astype(np.int32)])
+        record.age = np.concatenate(
+            [record.age, np.zeros(n, np.int32) if age is None else age[:n].astype(np.int32)]
+        )
         record.number = np.concatenate([record.number, np.full(n, PENDING, np.int64)])
         record.loader = np.concatenate([record.loader, loader])
         self._open[i] = record.open()
@@ -62,7 +68,9 @@ class Reserve:
         record = self._records[i]
         held = record.number[(record.age != TAKEN) & (record.number != PENDING)]
         for other in self._records if len(held) else ():
-            other.number[other.number > held[-1]] -= len(held)  # a source's held rows are numbered through
+            other.number[other.number > held[-1]] -= len(
+                held
+            )  # a source's held rows are numbered through
         self.held -= len(held)
         self._records[i], self._open[i] = _Record(), 0
         return record.age, len(held)
@@ -70,10 +78,18 @@ class Reserve:
     def number(self, n_loaders: int) -> np.ndarray:
         """Give the rows pulled since the last stage their numbers: behind the held ones, loader by loader. Returns pops by loader."""
         pending = [(r, np.flatnonzero(r.number == PENDING)) for r in self._records]
-        loader = np.concatenate([r.loader[rows] for r, rows in pending]) if pending else np.zeros(0, np.int64)
+        loader = (
+            np.concatenate([r.loader[rows] for r, rows in pending])
+            if pending
+            else np.zeros(0, np.int64)
+        )
         number = np.empty(len(loader), np.int64)
         number[np.argsort(loader, kind="stable")] = self.held + np.arange(len(loader))
-        for (record, rows), mine in zip(pending, np.split(number, np.cumsum([len(rows) for _, rows in pending])[:-1]), strict=True):
+        for (record, rows), mine in zip(
+            pending,
+            np.split(number, np.cumsum([len(rows) for _, rows in pending])[:-1]),
+            strict=True,
+        ):
             record.number[rows] = mine
         return np.bincount(loader, minlength=n_loaders)
 
@@ -88,16 +104,24 @@ class Reserve:
             kept.append(start + np.flatnonzero(r.age != TAKEN)[: counts[i]])
         rows = np.concatenate(kept)
         return Candidates(
-            sources=tuple(sources), pieces=tuple((i, p) for i, r in zip(sources, records, strict=True) for p in r.pieces),
-            rows=rows, age=age[rows], number=np.concatenate([r.number for r in records])[rows], first=first,
-        )  # fmt: skip
+            sources=tuple(sources),
+            pieces=tuple((i, p) for i, r in zip(sources, records, strict=True) for p in r.pieces),
+            rows=rows,
+            age=age[rows],
+            number=np.concatenate([r.number for r in records])[rows],
+            first=first,
+        )
 
-    def settle(self, candidates: Candidates, taken: np.ndarray, cursors: np.ndarray, *, left: bool = False) -> np.ndarray:
+    def settle(
+        self, candidates: Candidates, taken: np.ndarray, cursors: np.ndarray, *, left: bool = False
+    ) -> np.ndarray:
         """``taken[j]``: candidate j was drawn; those passed over for it are a step older, or all others when they were ``left``.
         Moves cursors; returns the payload rows that stay, in order."""
         for k, i in enumerate(candidates.sources):
             record = self._records[i]
-            mine = (candidates.rows >= candidates.first[k]) & (candidates.rows < candidates.first[k + 1])
+            mine = (candidates.rows >= candidates.first[k]) & (
+                candidates.rows < candidates.first[k + 1]
+            )
             rows = candidates.rows[mine] - candidates.first[k]
             last = np.flatnonzero(taken[mine])[-1:]  # those behind it just wait for their turn
             record.age[rows if left else rows[: int(last[0]) if len(last) else 0]] += 1
@@ -124,13 +148,22 @@ class Reserve:
             piece = record.pieces[0]
             size = piece.stop - piece.start
             last = piece.start + min(n, size) - 1
-            cursors[i] = (*piece.at[:3], piece.found.file[last], piece.found.row[last], piece.found.part[last])
+            cursors[i] = (
+                *piece.at[:3],
+                piece.found.file[last],
+                piece.found.row[last],
+                piece.found.part[last],
+            )
             if n < size:
                 record.pieces[0] = piece._replace(start=piece.start + n)
             else:
                 record.pieces.pop(0)
             n -= min(n, size)
-        record.age, record.number, record.loader = record.age[gone:], record.number[gone:], record.loader[gone:]
+        record.age, record.number, record.loader = (
+            record.age[gone:],
+            record.number[gone:],
+            record.loader[gone:],
+        )
 
     def ages(self) -> tuple[np.ndarray, ...]:
         """What a state holds: for each source one age per sample behind its cursor, as far as it was pulled."""

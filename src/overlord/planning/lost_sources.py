@@ -28,17 +28,31 @@ class Leaving(Answers):
         state = self._state
         broken = {i: error for i in sorted(need) if (error := self._streams[i].error) is not None}
         known, specs = {e.name for e in lost(state.events)}, self.spec.sources
-        leave = all(specs[i].leaves and specs[i].name not in known and isinstance(error, StorageError) for i, error in broken.items())
-        others = any(w and a for i, (w, a) in enumerate(zip(self._weights, state.active, strict=True)) if i not in broken)
-        as_it_was = self._begun != state.step or (self._unbegun is not None and self._unbegun.active == state.active)
+        leave = all(
+            specs[i].leaves and specs[i].name not in known and isinstance(error, StorageError)
+            for i, error in broken.items()
+        )
+        others = any(
+            w and a
+            for i, (w, a) in enumerate(zip(self._weights, state.active, strict=True))
+            if i not in broken
+        )
+        as_it_was = self._begun != state.step or (
+            self._unbegun is not None and self._unbegun.active == state.active
+        )
         if not leave or not others or not as_it_was or state.step < self.floor:
             return []
-        return [SourceLost(state.step, self.spec.sources[i].name, _reason(error)) for i, error in broken.items()]
+        return [
+            SourceLost(state.step, self.spec.sources[i].name, _reason(error))
+            for i, error in broken.items()
+        ]
 
     def _lose(self, event: SourceLost) -> None:
         """An event of the log: asked for by this planner, or by one that it stands for."""
         if event.name not in self.spec.names:
-            raise PlanError(f"unknown source {event.name!r}{did_you_mean(event.name, self.spec.names)}")
+            raise PlanError(
+                f"unknown source {event.name!r}{did_you_mean(event.name, self.spec.names)}"
+            )
         if any(e.name == event.name for e in lost(self._state.events)):
             return  # asked for twice, since others were heard meanwhile
         here = event.at == self._state.step
@@ -46,7 +60,9 @@ class Leaving(Answers):
             self.refuse_planned(event.at)
         if self.ended is not None:
             return
-        if here and self._begun == event.at:  # the step begins without it, as it will when it is planned again
+        if (
+            here and self._begun == event.at
+        ):  # the step begins without it, as it will when it is planned again
             assert self._unbegun is not None
             self._state, self._begun = self._unbegun, -1
         self._state = replace(self._state, events=in_order((*self._state.events, event)))
@@ -65,7 +81,9 @@ class Leaving(Answers):
             self._replay.pop(i, None)
             if self._reserve is not None and self._reserve.give_back(i)[1]:
                 commands.append(Forget(tuple(self._demand.of(i))))
-        ahead = state.ahead and tuple(a[:0] if i in leaving else a for i, a in enumerate(state.ahead))
+        ahead = state.ahead and tuple(
+            a[:0] if i in leaving else a for i, a in enumerate(state.ahead)
+        )
         self._state = replace(state, active=tuple(active), owed=tuple(owed), ahead=ahead)
         return commands
 
@@ -75,7 +93,10 @@ class Leaving(Answers):
         weighed = [s.name for s, w in zip(self.spec.sources, self._weights, strict=True) if w]
         if not weighed or any(name not in reasons for name in weighed):
             return None
-        return StorageError(weighed[0], f"it was given up, and the mixture weighs no other source: {reasons[weighed[0]]}")
+        return StorageError(
+            weighed[0],
+            f"it was given up, and the mixture weighs no other source: {reasons[weighed[0]]}",
+        )
 
 
 def _reason(error: Exception) -> str:

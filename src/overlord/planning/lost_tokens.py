@@ -24,9 +24,16 @@ class Losses:
         self._found.update(new)
         return new
 
-    def warnings(self, counts: Mapping[str, np.ndarray], names: Sequence[str], on_long: str, context: int) -> list[str]:
+    def warnings(
+        self, counts: Mapping[str, np.ndarray], names: Sequence[str], on_long: str, context: int
+    ) -> list[str]:
         """Return a sentence for each source that ``found`` returns."""
-        return [_words(names[i], int(counts["tokens"][i]), int(counts["lost_tokens"][i]), on_long, context) for i in self.found(counts)]
+        return [
+            _words(
+                names[i], int(counts["tokens"][i]), int(counts["lost_tokens"][i]), on_long, context
+            )
+            for i in self.found(counts)
+        ]
 
 
 def share(tokens: int, lost: int) -> float:

@@ -28,11 +28,18 @@ class _Front:
         return stop - start, int(self._ends[stop] - self._ends[start])
 
 
-def draw_by_hand(buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int, look_ahead: int) -> Buffer:
+def draw_by_hand(
+    buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int, look_ahead: int
+) -> Buffer:
     """The candidates of step ``buffer.step``, drawn with nothing owed by the exact rule of docs/stream.md."""
-    if not isinstance(look_ahead, int) or look_ahead < 1 or (look_ahead > 1 and buffer.batch.samples is None):
+    if (
+        not isinstance(look_ahead, int)
+        or look_ahead < 1
+        or (look_ahead > 1 and buffer.batch.samples is None)
+    ):
         raise PlanError(
-            f"look_ahead: wanted a whole number of at least 1 (above 1 with a batch in samples), found {look_ahead!r}", buffer.step
+            f"look_ahead: wanted a whole number of at least 1 (above 1 with a batch in samples), found {look_ahead!r}",
+            buffer.step,
         )
     if callable(schedule) and (problem := cannot_take(schedule, ("step", "feedback"))):
         raise PlanError(f"mix: {problem}", buffer.step)
@@ -43,12 +50,29 @@ def draw_by_hand(buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: 
     tokens = buffer.column("tokens")
     assert isinstance(tokens, np.ndarray)
     rows = [np.flatnonzero(buffer.source == i) for i in range(len(buffer.names))]
-    drawer = Drawer(samples=buffer.batch.samples, tokens=buffer.batch.tokens, draws=1, random=draw == "random", seed=seed, fill=True)
+    drawer = Drawer(
+        samples=buffer.batch.samples,
+        tokens=buffer.batch.tokens,
+        draws=1,
+        random=draw == "random",
+        seed=seed,
+        fill=True,
+    )
     n = len(rows)
-    drawn = drawer.draw(buffer.step, weights, [0] * n, [True] * n, [_Front(tokens[r]) for r in rows])
+    drawn = drawer.draw(
+        buffer.step, weights, [0] * n, [True] * n, [_Front(tokens[r]) for r in rows]
+    )
     assert isinstance(drawn, Drawn), "every front has ended, so nothing can be missing"
-    shown = np.concatenate([r[: look_ahead * k] for r, k in zip(rows, drawn.counts[0], strict=True)]) if rows else np.zeros(0, np.int64)
-    found = replace(buffer.take(shown), wanted=drawn.counts, weights=dict(zip(buffer.names, weights, strict=True)))
+    shown = (
+        np.concatenate([r[: look_ahead * k] for r, k in zip(rows, drawn.counts[0], strict=True)])
+        if rows
+        else np.zeros(0, np.int64)
+    )
+    found = replace(
+        buffer.take(shown),
+        wanted=drawn.counts,
+        weights=dict(zip(buffer.names, weights, strict=True)),
+    )
     if look_ahead == 1 or not hasattr(schedule, "prefer"):
         return found
     return replace(found, scores=checked_scores(schedule.prefer(buffer.step, found), found))

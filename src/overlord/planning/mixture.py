@@ -26,7 +26,14 @@ class Mixture:
     """Weights for one step after another. It owns its schedule: nobody else may call it."""
 
     def __init__(
-        self, schedule: Schedule | Mapping[str, float], *, every: str, lag: int, takes_feedback: bool, state: StreamState, floor: int = 0
+        self,
+        schedule: Schedule | Mapping[str, float],
+        *,
+        every: str,
+        lag: int,
+        takes_feedback: bool,
+        state: StreamState,
+        floor: int = 0,
     ):
         self._schedule, self._every = schedule, every
         self._fixed = isinstance(schedule, Mapping)
@@ -34,9 +41,14 @@ class Mixture:
         if self._stateful and state.schedule is not None:
             schedule.load_state_dict(state.schedule)  # type: ignore[union-attr]
         self._lag = lag if takes_feedback else 0
-        self._asked, self._floor = state.step - 1, floor  # the last step the schedule was asked for; the first it never was
+        self._asked, self._floor = (
+            state.step - 1,
+            floor,
+        )  # the last step the schedule was asked for; the first it never was
         self._said: Weights = ()
-        self._known: tuple[Any, tuple[str, ...], list[float]] | None = None  # weights that fixed numbers gave, kept: they seldom change
+        self._known: tuple[Any, tuple[str, ...], list[float]] | None = (
+            None  # weights that fixed numbers gave, kept: they seldom change
+        )
         self.feedback = Feedback(lag, takes_feedback, state.reports, floor)
         self.weights: list[float] = list(state.weights)
 
@@ -59,43 +71,78 @@ class Mixture:
             return replace(state, mix_step=state.step)
         joins = any(e.at == state.step for e in joined(state.events))
         epoch = self._lowest_epoch(state)
-        again = state.mix_step == state.step  # a blocked draw is tried again: its epoch was looked at
+        again = (
+            state.mix_step == state.step
+        )  # a blocked draw is tried again: its epoch was looked at
         if self.weights and not again and not joins and epoch <= state.mix_epoch:
             return state
         self.weights = self._weigh(state, own)
         if joins:  # a source that joins brings its own first epoch
             epoch = self._lowest_epoch(state)
-        return replace(state, mix_step=state.step, mix_epoch=state.mix_epoch if again and not joins else epoch)
+        return replace(
+            state, mix_step=state.step, mix_epoch=state.mix_epoch if again and not joins else epoch
+        )
 
     def _ask(self, state: StreamState) -> None:
         if self._asked == state.step:
             return
-        feedback = self.feedback.use(state.step, skipped(state.events, state.step - self.lag, state.step)) if self.feedback.takes else {}
+        feedback = (
+            self.feedback.use(state.step, skipped(state.events, state.step - self.lag, state.step))
+            if self.feedback.takes
+            else {}
+        )
         self._asked = state.step
-        self._said = self._schedule if isinstance(self._schedule, Mapping) else self._schedule(state.step, feedback)
+        self._said = (
+            self._schedule
+            if isinstance(self._schedule, Mapping)
+            else self._schedule(state.step, feedback)
+        )
 
     def _weigh(self, state: StreamState, own: Mapping[str, float]) -> list[float]:
         change = latest(state.events, -1, state.step)
         given = change[0].weights if change else self._said
         here = tuple(e.name for e in joined(state.events) if e.at <= state.step)
-        if self._known is not None and self._known[0] is given and self._known[1] == here and len(self._known[2]) == len(own):
+        if (
+            self._known is not None
+            and self._known[0] is given
+            and self._known[1] == here
+            and len(self._known[2]) == len(own)
+        ):
             return self._known[2]
         try:
-            weights = beside(given, own, joined(state.events), state.step, as_shares=not change and not self._fixed)
+            weights = beside(
+                given,
+                own,
+                joined(state.events),
+                state.step,
+                as_shares=not change and not self._fixed,
+            )
         except JobError as e:
             raise PlanError("; ".join(e.problems), state.step, "mend the schedule") from None
         self._known = (given, here, weights) if change or self._fixed else None
         return weights
 
-    def foreseen(self, state: StreamState, step: int, own: Mapping[str, float]) -> list[float] | None:
+    def foreseen(
+        self, state: StreamState, step: int, own: Mapping[str, float]
+    ) -> list[float] | None:
         """The weights of a later step, where they follow from its number and from what was said; else None. Schedules that people wrote
         are asked once for every step, in order, and so not before their time."""
         change = latest(state.events, -1, step)
-        if not change and (self._every == "epoch" or not (self._fixed or follows_from_step(self._schedule))):
+        if not change and (
+            self._every == "epoch" or not (self._fixed or follows_from_step(self._schedule))
+        ):
             return None
         try:
-            given = change[0].weights if change else self._schedule if isinstance(self._schedule, Mapping) else self._schedule(step, {})
-            return beside(given, own, joined(state.events), step, as_shares=not change and not self._fixed)
+            given = (
+                change[0].weights
+                if change
+                else self._schedule
+                if isinstance(self._schedule, Mapping)
+                else self._schedule(step, {})
+            )
+            return beside(
+                given, own, joined(state.events), step, as_shares=not change and not self._fixed
+            )
         except JobError:  # it will be told when the step comes
             return None
 
@@ -122,11 +169,19 @@ class Mixture:
             made: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
         except (TypeError, ValueError) as e:
             what = f"the schedule's state_dict() is no plain JSON: {e}"
-            raise PlanError(what, self._asked, "it must hold numbers, text, lists and dicts") from None
+            raise PlanError(
+                what, self._asked, "it must hold numbers, text, lists and dicts"
+            ) from None
         return made or None
 
 
-def beside(given: Weights, own: Mapping[str, float], added: Sequence[AddSource], step: int, as_shares: bool = False) -> list[float]:
+def beside(
+    given: Weights,
+    own: Mapping[str, float],
+    added: Sequence[AddSource],
+    step: int,
+    as_shares: bool = False,
+) -> list[float]:
     """One weight for every source. A source added in mid-run weighs nothing before its step; from then on what the mixture gives
     it, and its own weight beside the others' where the mixture does not name it. ``as_shares``: a schedule's numbers have a scale
     of their own that may change from step to step, so there the share counts that its weight has among the sources' own."""
@@ -141,8 +196,14 @@ def beside(given: Weights, own: Mapping[str, float], added: Sequence[AddSource],
     if isinstance(given, Mapping):
         new = {e.name: own[e.name] for e in added if e.name not in coming}
         first = names[: len(names) - len(added)]
-        scale = _scale([plain(given.get(n, 0.0)) for n in first], [own[n] for n in first]) if as_shares else 1.0
-        given = {n: w * scale for n, w in new.items()} | {n: w for n, w in given.items() if n not in coming}
+        scale = (
+            _scale([plain(given.get(n, 0.0)) for n in first], [own[n] for n in first])
+            if as_shares
+            else 1.0
+        )
+        given = {n: w * scale for n, w in new.items()} | {
+            n: w for n, w in given.items() if n not in coming
+        }
     weights = by_source(given, names)
     return [0.0 if name in coming else w for name, w in zip(names, weights, strict=True)]
 

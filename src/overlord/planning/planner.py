@@ -34,7 +34,7 @@ from overlord.messages.control import (
     Stage,
     StreamState,
 )
-from overlord.messages.loader import Announce  # fmt: skip
+from overlord.messages.loader import Announce
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.buffer import Joined, check_plan, check_samples
 from overlord.planning.demand import Demand
@@ -56,34 +56,62 @@ Command = Refill | Stage | Finish | Forget | Open | SourceLost
 class Planner(Leaving):
     """``handle(event) -> commands``. One per job."""
 
-    def __init__(self, spec: PlannerSpec, state: StreamState | None = None, *, generation: int = 0, floor: int = 0):
+    def __init__(
+        self,
+        spec: PlannerSpec,
+        state: StreamState | None = None,
+        *,
+        generation: int = 0,
+        floor: int = 0,
+    ):
         """``generation``: of all loaders at first. ``floor``: the first step that was never planned; those before it are planned again, and
         closed to all that is said now, or they would not come out the same."""
         self.spec, self.generation, self.floor = spec, generation, floor
         state = state or initial_state(spec)
         self._state = state
-        self._streams = [_stream(s, Cursor(*c)) for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)]
+        self._streams = [
+            _stream(s, Cursor(*c))
+            for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)
+        ]
         self._demand = Demand([s.loaders for s in spec.sources], spec.read_ahead, spec.ahead_of)
-        self._generations = [generation] * len(spec.sources)  # of each source's loaders: one more whenever it is opened again
+        self._generations = [generation] * len(
+            spec.sources
+        )  # of each source's loaders: one more whenever it is opened again
         draws = spec.batch.microbatches if spec.mix_every == "microbatch" else 1
         self._drawer = Drawer(
-            samples=spec.batch.samples, tokens=spec.batch.tokens, draws=draws, random=spec.draw == "random",
-            seed=spec.seed, fill=spec.until != "first",
-        )  # fmt: skip
+            samples=spec.batch.samples,
+            tokens=spec.batch.tokens,
+            draws=draws,
+            random=spec.draw == "random",
+            seed=spec.seed,
+            fill=spec.until != "first",
+        )
         self._consumed = Paces()  # rank -> last step it was handed
-        self._outstanding: list[int] = []  # planned steps to be delivered that some rank has not taken
+        self._outstanding: list[
+            int
+        ] = []  # planned steps to be delivered that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
-        self._reserve = Reserve(len(spec.sources)) if spec.leaves_holes or any(map(len, state.ahead)) else None
-        self._replay = {i: ages for i, ages in enumerate(state.ahead) if len(ages)}  # pulled before the state was saved
+        self._reserve = (
+            Reserve(len(spec.sources)) if spec.leaves_holes or any(map(len, state.ahead)) else None
+        )
+        self._replay = {
+            i: ages for i, ages in enumerate(state.ahead) if len(ages)
+        }  # pulled before the state was saved
         self._finished: Finish | None = None
         self._stop: Finish | None = None  # of one who cannot go on behind it
-        self._ended: Finish | None = None  # found by the planner before this one, which nothing that is said since may move
+        self._ended: Finish | None = (
+            None  # found by the planner before this one, which nothing that is said since may move
+        )
         self._unbegun = None
         self._begun = -1  # a step whose weights were charged to the accounts already: a draw gave nothing, the next one waits
         self._mixture = Mixture(
-            spec.schedule, every=spec.mix_every, lag=spec.feedback_lag, takes_feedback=spec.takes_feedback, state=state,
+            spec.schedule,
+            every=spec.mix_every,
+            lag=spec.feedback_lag,
+            takes_feedback=spec.takes_feedback,
+            state=state,
             floor=floor,
-        )  # fmt: skip
+        )
         self._weights: list[float] = self._mixture.weights
         self.ledger = Ledger(state, len(spec.sources))
 
@@ -93,7 +121,9 @@ class Planner(Leaving):
         self._stop, self._ended = before._stop, before._finished or before._ended
         self.ledger.adopt(before.ledger)
         self._mixture.feedback.adopt(before._mixture.feedback)
-        self._consumed = Paces((rank, max(step, self._state.step - 1)) for rank, step in before._consumed.items())
+        self._consumed = Paces(
+            (rank, max(step, self._state.step - 1)) for rank, step in before._consumed.items()
+        )
         return self._plan_ahead()
 
     # events
@@ -104,10 +134,16 @@ class Planner(Leaving):
                 source = self._demand.source_of[event.loader]
                 if event.generation != self._generations[source]:
                     return []
-                self._demand.announced(event.loader, len(event.found) if event.found is not None else 0)
+                self._demand.announced(
+                    event.loader, len(event.found) if event.found is not None else 0
+                )
                 stream, group = self._streams[source], self._streams[source].group
                 stream.add(event, event.loader - int(self._demand.first[source]))
-                commands: list[Command] = [*self._demand.move_horizon(source, stream.group)] if stream.group > group else []
+                commands: list[Command] = (
+                    [*self._demand.move_horizon(source, stream.group)]
+                    if stream.group > group
+                    else []
+                )
                 if source not in self._waiting:
                     return commands  # nothing waits for it
                 if not self._satisfied():
@@ -146,12 +182,18 @@ class Planner(Leaving):
         return self._plan_ahead()
 
     def _add_event(self, event: SetMixture | Skip) -> None:
-        self.refuse_planned(event.at if isinstance(event, SetMixture) else min(event.steps, default=self.open_step))
+        self.refuse_planned(
+            event.at if isinstance(event, SetMixture) else min(event.steps, default=self.open_step)
+        )
         if isinstance(event, SetMixture):
             if problems := mixture_problems(event.weights, self.spec.names):
                 raise PlanError("; ".join(problems))
             if names := nothing_to_draw(event.weights, self._state.events, event.at):
-                raise PlanError(f"all that the mixture weighs, {', '.join(names)}, joins later", event.at, "name a later step")
+                raise PlanError(
+                    f"all that the mixture weighs, {', '.join(names)}, joins later",
+                    event.at,
+                    "name a later step",
+                )
             event = said_of_all(event, self.spec.names)
         if self._ended is None:
             self._state = replace(self._state, events=(*self._state.events, event))
@@ -160,7 +202,10 @@ class Planner(Leaving):
         """One more source, behind all others: their numbers, cursors and accounts stay as they are."""
         at, state = new.event.at, self._state
         if ended := self.ended:
-            raise PlanError(f"the job ends before step {ended.step}", remedy="there is no step left for a source to join")
+            raise PlanError(
+                f"the job ends before step {ended.step}",
+                remedy="there is no step left for a source to join",
+            )
         self.refuse_planned(at)
         if new.source.name in self.spec.names:
             raise PlanError(f"there is a source {new.source.name!r} already")
@@ -192,7 +237,10 @@ class Planner(Leaving):
                 self._replay[i] = ages
             if held:
                 commands.append(Forget(tuple(self._demand.of(i))))
-        commands += [Open(loader, cursor, self._generations[i], self._state.step - 1) for loader in self._demand.of(i)]
+        commands += [
+            Open(loader, cursor, self._generations[i], self._state.step - 1)
+            for loader in self._demand.of(i)
+        ]
         ahead = self._demand.reopened(i)
         self._waiting = {}  # a draw that waits asks anew
         return [*commands, *(ahead if self._state.active[i] else ()), *self._plan_ahead()]
@@ -204,12 +252,20 @@ class Planner(Leaving):
         while self._window_is_open():
             try:
                 planned = self._plan_step()
-            except (StopIteration, SystemExit, GeneratorExit) as error:  # in a trainer's loop they would look like the end of the data
+            except (
+                StopIteration,
+                SystemExit,
+                GeneratorExit,
+            ) as error:  # in a trainer's loop they would look like the end of the data
                 what = f"the strategy or the schedule raised {told(error)}"
-                planned = self._finish(PlanError(what, self._state.step, "it must end neither the program nor a loop"))
+                planned = self._finish(
+                    PlanError(what, self._state.step, "it must end neither the program nor a loop")
+                )
             except Exception as error:  # a strategy is the user's code: whatever it raises ends the job at this step, as it is
                 if (where := where_raised(error)) or not isinstance(error, OverlordError):
-                    error.add_note(f"raised by the strategy or the schedule while step {self._state.step} was planned{where}")
+                    error.add_note(
+                        f"raised by the strategy or the schedule while step {self._state.step} was planned{where}"
+                    )
                 planned = self._finish(error)
             commands += planned
             if self._waiting or self._finished:
@@ -235,7 +291,9 @@ class Planner(Leaving):
         self._mix()
         state = self._state
         while True:
-            drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, self._fronts())
+            drawn = self._drawer.draw(
+                state.step, self._weights, state.owed, state.active, self._fronts()
+            )
             if isinstance(drawn, Short):
                 return self._wait({i: n - self._open(i) for i, n in drawn.need.items()})
             if any(map(sum, drawn.counts)):
@@ -252,7 +310,11 @@ class Planner(Leaving):
         if self._reserve is not None and (need := self._pull(self._reserve, drawn)):
             return self._wait(need)
         self._waiting = {}
-        stage = self._stage(drawn) if self._reserve is None else self._stage_chosen(self._reserve, drawn)
+        stage = (
+            self._stage(drawn)
+            if self._reserve is None
+            else self._stage_chosen(self._reserve, drawn)
+        )
         if not stage.skipped:
             self._outstanding.append(stage.plan.step)
         return [stage, *self._demand.keep_ahead(np.sum(drawn.counts, axis=0))]
@@ -262,19 +324,35 @@ class Planner(Leaving):
     def _pull_again(self) -> dict[int, int]:
         """After a restart: bring back what had been pulled; or say what is missing for it."""
         assert self._reserve is not None
-        if need := {i: len(a) for i, a in self._replay.items() if self._streams[i].ready < len(a) and not self._streams[i].ended}:
+        if need := {
+            i: len(a)
+            for i, a in self._replay.items()
+            if self._streams[i].ready < len(a) and not self._streams[i].ended
+        }:
             return need
         for i, ages in self._replay.items():
-            pieces, _ = self._streams[i].take(min(len(ages), self._streams[i].ready))  # the failures on the way are listed already
-            self._reserve.pull(i, pieces, Joined([(i, p) for p in pieces]).holders(self._demand.first), ages)
+            pieces, _ = self._streams[i].take(
+                min(len(ages), self._streams[i].ready)
+            )  # the failures on the way are listed already
+            self._reserve.pull(
+                i, pieces, Joined([(i, p) for p in pieces]).holders(self._demand.first), ages
+            )
             self.ledger.counted_before(i, self._streams[i].passed)
         self._replay = {}
         return {}
 
     def _pull(self, reserve: Reserve, drawn: Drawn) -> dict[int, int]:
         """Bring the candidates of a draw into the reserve; or say what is missing for it."""
-        wanted = {i: n - reserve.open(i) for i, n in enumerate(counts_of(drawn.counts, self.spec.look_ahead)) if n > reserve.open(i)}
-        if need := {i: n for i, n in wanted.items() if self._streams[i].ready < n and not self._streams[i].ended}:
+        wanted = {
+            i: n - reserve.open(i)
+            for i, n in enumerate(counts_of(drawn.counts, self.spec.look_ahead))
+            if n > reserve.open(i)
+        }
+        if need := {
+            i: n
+            for i, n in wanted.items()
+            if self._streams[i].ready < n and not self._streams[i].ended
+        }:
             return need
         for i, n in wanted.items():
             pieces, bad = self._streams[i].take(min(n, self._streams[i].ready))
@@ -290,13 +368,19 @@ class Planner(Leaving):
         order, substep = step_positions(drawn.counts)
         shown = np.arange(len(candidates.rows)) if spec.look_ahead > 1 else order
         pieces = Joined(candidates.pieces)
-        buffer = self._gather(pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None)
+        buffer = self._gather(
+            pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None
+        )
         loader = pieces.holders(self._demand.first)[candidates.rows[shown]]
-        buffer = replace(buffer, age=candidates.age[shown], max_age=spec.max_age, overflow=spec.overflow)
+        buffer = replace(
+            buffer, age=candidates.age[shown], max_age=spec.max_age, overflow=spec.overflow
+        )
         if spec.look_ahead > 1:
             buffer = replace(buffer, drawn=False, wanted=drawn.counts)
             if spec.prefer is not None:
-                buffer = replace(buffer, scores=checked_scores(spec.prefer(state.step, buffer), buffer))
+                buffer = replace(
+                    buffer, scores=checked_scores(spec.prefer(state.step, buffer), buffer)
+                )
         plan = spec.strategy(buffer, spec.place)
         check_plan(plan, buffer, spec.place)
         rows = rows_of(plan, buffer)
@@ -308,10 +392,14 @@ class Planner(Leaving):
         taken[shown[rows]] = True
         doc, cursors = candidates.number[shown[rows]], state.cursors.copy()
         kept = reserve.settle(candidates, taken, cursors, left=spec.look_ahead == 1)
-        left = (np.sum(drawn.counts, axis=0) - np.bincount(plan.source, minlength=len(spec.sources))).tolist()
+        left = (
+            np.sum(drawn.counts, axis=0) - np.bincount(plan.source, minlength=len(spec.sources))
+        ).tolist()
         active = tuple(a or n > 0 for a, n in zip(drawn.active, left, strict=True))
         owed = owed_behind(drawn.owed, left, self._weights, active) if any(left) else drawn.owed
-        return self._staged(plan, pops, doc, loader[rows], cursors, replace(drawn, owed=owed, active=active), kept)
+        return self._staged(
+            plan, pops, doc, loader[rows], cursors, replace(drawn, owed=owed, active=active), kept
+        )
 
     def _wait(self, need: dict[int, int]) -> list[Command]:
         """Ask for what the draw lacks. A stream that broke before it is where the job ends; of several that did, the first source's
@@ -320,13 +408,19 @@ class Planner(Leaving):
         if self._satisfied():
             if leave := self._asks_to_leave(need):
                 return [*leave]
-            return self._finish(next(error for i in sorted(need) if (error := self._streams[i].error) is not None))
+            return self._finish(
+                next(error for i in sorted(need) if (error := self._streams[i].error) is not None)
+            )
         return [command for i in sorted(need) for command in self._nudge(i)]
 
     def _nudge(self, i: int) -> list[Command]:
         stream = self._streams[i]
         lacking = self._waiting[i] - stream.ready
-        return [] if lacking <= 0 or stream.ended or stream.error else [*self._demand.nudge(i, lacking, stream.behind())]
+        return (
+            []
+            if lacking <= 0 or stream.ended or stream.error
+            else [*self._demand.nudge(i, lacking, stream.behind())]
+        )
 
     def _end_here(self, finish: Finish) -> list[Command]:
         self._finished = self._stop = finish
@@ -364,7 +458,10 @@ class Planner(Leaving):
                     self.ledger.list_bad(i, bad)
         order, substep = step_positions(drawn.counts)
         joint = Joined(pieces)
-        buffer, loader = self._gather(joint, order, substep), joint.holders(self._demand.first)[order]
+        buffer, loader = (
+            self._gather(joint, order, substep),
+            joint.holders(self._demand.first)[order],
+        )
         plan = spec.strategy(buffer, spec.place)
         check_plan(plan, buffer, spec.place)
         check_samples(plan, buffer)
@@ -376,12 +473,20 @@ class Planner(Leaving):
         by_stream = np.lexsort((order, loader))
         doc = np.empty(len(loader), np.int64)
         doc[by_stream] = np.arange(len(loader))
-        return self._staged(plan, pops, doc, loader, joint.cursors_behind(self._state.cursors), drawn)
+        return self._staged(
+            plan, pops, doc, loader, joint.cursors_behind(self._state.cursors), drawn
+        )
 
     def _staged(
-        self, plan: LoadingPlan, pops: np.ndarray, doc: np.ndarray, loader: np.ndarray, cursors: np.ndarray, drawn: Drawn,
+        self,
+        plan: LoadingPlan,
+        pops: np.ndarray,
+        doc: np.ndarray,
+        loader: np.ndarray,
+        cursors: np.ndarray,
+        drawn: Drawn,
         kept: np.ndarray | None = None,
-    ) -> Stage:  # fmt: skip
+    ) -> Stage:
         """Close the step: accounts, counts and the state behind it."""
         state = self._state
         self._demand.popped(pops)
@@ -389,17 +494,33 @@ class Planner(Leaving):
         self._see_off(drawn.active)
         self.ledger.see_passed([s.passed for s in self._streams])
         self._state = replace(
-            state, step=state.step + 1, cursors=cursors, owed=drawn.owed, active=drawn.active, counts=self.ledger.counts(),
+            state,
+            step=state.step + 1,
+            cursors=cursors,
+            owed=drawn.owed,
+            active=drawn.active,
+            counts=self.ledger.counts(),
             events=still_in_force(state.events, state.step, state.mix_step, self._mixture.lag),
-            ahead=() if self._reserve is None else self._reserve.ages(), **self._mixture.saved(),
-        )  # fmt: skip
+            ahead=() if self._reserve is None else self._reserve.ages(),
+            **self._mixture.saved(),
+        )
         unseen = skipped(state.events, state.step, state.step + 1)
         valid = valid_tokens(plan, self.spec.images)
         digest = plan.digest()
         if plan.place is None:  # made by hand: who gets what of it is still told by the mesh
             plan = replace(plan, place=self.spec.place)
-        return Stage(plan, pops, doc, digest, self._state, unseen, kept, loader.astype(np.int32), valid)
+        return Stage(
+            plan, pops, doc, digest, self._state, unseen, kept, loader.astype(np.int32), valid
+        )
 
 
 def _stream(s: SourceSpec, cursor: Cursor) -> SourceStream:
-    return SourceStream(s.name, loaders=s.loaders, n_groups=s.n_groups, epochs=s.epochs, max_bad=s.max_bad, cursor=cursor, files=s.files)
+    return SourceStream(
+        s.name,
+        loaders=s.loaders,
+        n_groups=s.n_groups,
+        epochs=s.epochs,
+        max_bad=s.max_bad,
+        cursor=cursor,
+        files=s.files,
+    )

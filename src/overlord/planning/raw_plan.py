@@ -32,7 +32,11 @@ def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("
             return {"bucket": columns["row"] % place.dp, "microbatch": np.zeros(len(columns["row"]), int)}
     """
     dims = (broadcast,) if isinstance(broadcast, str) else tuple(broadcast)
-    return RawPlan(fn=checked_function(fn, "plan_raw", ("columns", "place", "batch", "step")), axis=axis, broadcast=dims)
+    return RawPlan(
+        fn=checked_function(fn, "plan_raw", ("columns", "place", "batch", "step")),
+        axis=axis,
+        broadcast=dims,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +54,32 @@ class RawPlan:
 
     def __call__(self, buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
         graph = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute(self.axis)
-        buffer = graph.buffer  # look-ahead has chosen from candidates, overflow="defer" has left out what does not fit
-        columns: dict[str, Any] = Columns({n: getattr(buffer, n) for n in IDS} | dict(buffer.meta), buffer.step)
+        buffer = (
+            graph.buffer
+        )  # look-ahead has chosen from candidates, overflow="defer" has left out what does not fit
+        columns: dict[str, Any] = Columns(
+            {n: getattr(buffer, n) for n in IDS} | dict(buffer.meta), buffer.step
+        )
         if buffer.substep is not None:
             columns["substep"] = buffer.substep
-        said = self._checked(self.fn(columns, place, buffer.batch, buffer.step), buffer, place.n_buckets(self.axis))
+        said = self._checked(
+            self.fn(columns, place, buffer.batch, buffer.step), buffer, place.n_buckets(self.axis)
+        )
         if "cost" in said:
             graph = graph.cost(lambda _: said["cost"])
         graph.check_sizes(buffer.batch.context)
         microbatches = max(buffer.batch.microbatches, int(said["microbatch"].max(initial=0)) + 1)
-        found = Placement(bucket=said["bucket"], microbatch=said["microbatch"], n_microbatches=microbatches, way="raw")
-        plan = graph.placed(found, self.__name__, buffer.batch.context).broadcast_at(*self.broadcast).plan()
+        found = Placement(
+            bucket=said["bucket"],
+            microbatch=said["microbatch"],
+            n_microbatches=microbatches,
+            way="raw",
+        )
+        plan = (
+            graph.placed(found, self.__name__, buffer.batch.context)
+            .broadcast_at(*self.broadcast)
+            .plan()
+        )
         if "slot" not in said:
             return plan
         return replace(plan, modules={"backbone": replace(plan.main, slot=said["slot"])}).validate()
@@ -77,11 +96,17 @@ class RawPlan:
             kinds = "iuf" if key == "cost" else "iu"
             if array.shape != (len(buffer),) or (array.dtype.kind not in kinds and len(buffer)):
                 wanted = f"{len(buffer)} {'numbers' if key == 'cost' else 'whole numbers'}"
-                raise PlanError(f"{self.__name__}: wanted {wanted} for {key}, found {array.dtype} {array.shape}", buffer.step)
+                raise PlanError(
+                    f"{self.__name__}: wanted {wanted} for {key}, found {array.dtype} {array.shape}",
+                    buffer.step,
+                )
             top = n_buckets if key == "bucket" else 2**31
             if key != "cost" and len(array) and not 0 <= int(array.min()) <= int(array.max()) < top:
                 raise PlanError(f"{self.__name__}: {key} is outside 0..{top - 1}", buffer.step)
-        return {key: array.astype(np.float64 if key == "cost" else np.int32) for key, array in arrays.items()}
+        return {
+            key: array.astype(np.float64 if key == "cost" else np.int32)
+            for key, array in arrays.items()
+        }
 
 
 RawFn = Callable[[dict[str, Any], ClientPlaceTree, "Batch", int], Mapping[str, Any]]

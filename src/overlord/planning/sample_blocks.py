@@ -17,17 +17,29 @@ def sorted_found(found: Found) -> tuple[Found, np.ndarray]:
     """Return the samples and rows in the order of their window, and the order of the samples."""
     order = np.lexsort((found.part, found.row, found.file, found.key))
     bad = np.lexsort((found.bad_row, found.bad_file, found.bad_key))
-    long = None if found.long is None else found.long.take(np.lexsort((found.long.row, found.long.file, found.long.key)))
+    long = (
+        None
+        if found.long is None
+        else found.long.take(np.lexsort((found.long.row, found.long.file, found.long.key)))
+    )
     return replace(take(found, order, bad), long=long), order
 
 
 def take(found: Found, rows: np.ndarray, bad: np.ndarray) -> Found:
     """Return some of the samples and of the quarantined rows; what was dropped, and long documents, stay as they are."""
     return Found(
-        found.key[rows], found.file[rows], found.row[rows], found.part[rows], {n: take_rows(c, rows) for n, c in found.meta.items()},
-        found.bad_key[bad], found.bad_file[bad], found.bad_row[bad], tuple(found.bad_reason[j] for j in bad.tolist()), found.dropped,
+        found.key[rows],
+        found.file[rows],
+        found.row[rows],
+        found.part[rows],
+        {n: take_rows(c, rows) for n, c in found.meta.items()},
+        found.bad_key[bad],
+        found.bad_file[bad],
+        found.bad_row[bad],
+        tuple(found.bad_reason[j] for j in bad.tolist()),
+        found.dropped,
         found.long,
-    )  # fmt: skip
+    )
 
 
 def concat(parts: Sequence[Found]) -> Found:
@@ -40,21 +52,40 @@ def concat(parts: Sequence[Found]) -> Found:
     meta = {n: join_rows([p.meta[n] for p in full]) for n in full[0].meta}
     reasons = tuple(r for p in parts for r in p.bad_reason)
     return Found(
-        join("key"), join("file"), join("row"), join("part"), meta,
-        join("bad_key"), join("bad_file"), join("bad_row"), reasons, sum(p.dropped for p in parts), _longs([p.long for p in parts]),
-    )  # fmt: skip
+        join("key"),
+        join("file"),
+        join("row"),
+        join("part"),
+        meta,
+        join("bad_key"),
+        join("bad_file"),
+        join("bad_row"),
+        reasons,
+        sum(p.dropped for p in parts),
+        _longs([p.long for p in parts]),
+    )
 
 
 def _longs(parts: Sequence[Long | None]) -> Long | None:
     some = [p for p in parts if p is not None]
     if len(some) < 2:
         return some[0] if some else None
-    return Long(*(np.concatenate([getattr(p, name) for p in some]) for name in ("key", "file", "row", "lost")))
+    return Long(
+        *(
+            np.concatenate([getattr(p, name) for p in some])
+            for name in ("key", "file", "row", "lost")
+        )
+    )
 
 
 def last_key(parts: Sequence[Found]) -> int | None:
     """Return the highest key that was announced, of a sample or of a row without one."""
-    keys = [int(k[-1]) for p in parts for k in (p.key, p.bad_key, *(() if p.long is None else (p.long.key,))) if len(k)]
+    keys = [
+        int(k[-1])
+        for p in parts
+        for k in (p.key, p.bad_key, *(() if p.long is None else (p.long.key,)))
+        if len(k)
+    ]
     return max(keys) if keys else None
 
 
@@ -72,9 +103,18 @@ def split(parts: list[Found], bound: int | None) -> tuple[list[Found], list[Foun
             rest.append(part)
         else:
             a, b, c = cuts
-            before, behind = (None if part.long is None else part.long.take(rows) for rows in (np.arange(c), np.arange(c, len(keys[2]))))
+            before, behind = (
+                None if part.long is None else part.long.take(rows)
+                for rows in (np.arange(c), np.arange(c, len(keys[2])))
+            )
             final.append(replace(take(part, np.arange(a), np.arange(b)), long=before))
-            rest.append(replace(take(part, np.arange(a, len(part)), np.arange(b, len(part.bad_key))), dropped=0, long=behind))
+            rest.append(
+                replace(
+                    take(part, np.arange(a, len(part)), np.arange(b, len(part.bad_key))),
+                    dropped=0,
+                    long=behind,
+                )
+            )
     return final, rest
 
 
@@ -85,14 +125,22 @@ def rank_of_bad(found: Found) -> np.ndarray:
 
 def rank_of_long(found: Found) -> np.ndarray:
     """Return how many samples stand before each long document; where it was cut, this is the number of its own sample."""
-    return NO_ROWS if found.long is None else _rank(found, found.long.key, found.long.file, found.long.row)
+    return (
+        NO_ROWS
+        if found.long is None
+        else _rank(found, found.long.key, found.long.file, found.long.row)
+    )
 
 
 def _rank(found: Found, key: np.ndarray, file: np.ndarray, row: np.ndarray) -> np.ndarray:
     if not len(key):
         return NO_ROWS
     order = np.lexsort(  # stable: a row stands before the sample that was made of it
-        (np.concatenate([row, found.row]), np.concatenate([file, found.file]), np.concatenate([key, found.key]))
+        (
+            np.concatenate([row, found.row]),
+            np.concatenate([file, found.file]),
+            np.concatenate([key, found.key]),
+        )
     )
     is_row = order < len(key)
     return np.cumsum(~is_row)[is_row]

@@ -31,7 +31,9 @@ def choose(candidates: Buffer, scores: np.ndarray | None) -> Buffer:
     """The step's samples, drawn from candidates that stand source by source in stream order."""
     rows = _picked(candidates, None if scores is None else checked_scores(scores, candidates))
     order, substep = step_positions(candidates.wanted)
-    return replace(candidates.take(rows[order]), drawn=True, substep=substep, wanted=(), age=None, scores=None)
+    return replace(
+        candidates.take(rows[order]), drawn=True, substep=substep, wanted=(), age=None, scores=None
+    )
 
 
 def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
@@ -42,14 +44,19 @@ def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
     if found.shape != candidates.source.shape or np.isnan(found).any():
         raise PlanError(
             f"prefer: wanted {len(candidates)} numbers, one for each candidate, found shape {found.shape}"
-            + (" with some that are no number" if np.isnan(found).any() else ""), candidates.step,
-        )  # fmt: skip
+            + (" with some that are no number" if np.isnan(found).any() else ""),
+            candidates.step,
+        )
     return found
 
 
 def preferred(prefer: Any, candidates: Buffer, place: ClientPlaceTree) -> np.ndarray:
     """What the strategy's own function says of the candidates, checked."""
-    problem = cannot_take(prefer, ("candidates", "place")) if callable(prefer) else f"wanted a function, found {type(prefer).__name__}"
+    problem = (
+        cannot_take(prefer, ("candidates", "place"))
+        if callable(prefer)
+        else f"wanted a function, found {type(prefer).__name__}"
+    )
     if problem:
         raise PlanError(f"prefer: {problem}", candidates.step)
     return checked_scores(prefer(candidates, place), candidates)
@@ -57,7 +64,11 @@ def preferred(prefer: Any, candidates: Buffer, place: ClientPlaceTree) -> np.nda
 
 def overdue(candidates: Buffer) -> np.ndarray:
     """Which candidates were passed over as often as they may be."""
-    return np.zeros(len(candidates), bool) if candidates.age is None else candidates.age >= candidates.max_age
+    return (
+        np.zeros(len(candidates), bool)
+        if candidates.age is None
+        else candidates.age >= candidates.max_age
+    )
 
 
 def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
@@ -65,10 +76,16 @@ def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
     wanted = np.sum(candidates.wanted, axis=0)
     counts = np.bincount(candidates.source, minlength=len(wanted))
     if (counts < wanted).any():
-        raise PlanError("some candidates of the draw are missing", candidates.step, "call .mix() before .select(sources=...)")
+        raise PlanError(
+            "some candidates of the draw are missing",
+            candidates.step,
+            "call .mix() before .select(sources=...)",
+        )
     if scores is None:
         scores = np.zeros(len(candidates))
-    best = np.lexsort((scores, ~overdue(candidates), candidates.source))  # stable: ties stay in stream order
+    best = np.lexsort(
+        (scores, ~overdue(candidates), candidates.source)
+    )  # stable: ties stay in stream order
     rank = np.arange(len(best)) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.sort(best[rank < np.repeat(wanted, counts)])
 
@@ -78,7 +95,9 @@ def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np
 
     Packing is best fit, the last resort of every balance method, so that whatever fits here fits there without more microbatches.
     """
-    first = np.argsort(-buffer.age, kind="stable") if buffer.age is not None else np.arange(len(buffer))
+    first = (
+        np.argsort(-buffer.age, kind="stable") if buffer.age is not None else np.arange(len(buffer))
+    )
     enough, too_many = 0, len(first) + 1
     while too_many - enough > 1:
         n = (enough + too_many) // 2 if too_many <= len(first) else len(first)
@@ -96,12 +115,22 @@ def rows_of(plan: LoadingPlan, buffer: Buffer) -> np.ndarray:
     else:
         there, asked = _hashes(buffer), _hashes(plan)
         order = np.argsort(there, kind="stable")
-        rows = order[np.minimum(np.searchsorted(there[order], asked), max(0, len(order) - 1))] if len(order) else np.zeros(0, np.int64)
-        known = len(rows) == len(asked) and all(np.array_equal(getattr(buffer, n)[rows], getattr(plan, n)) for n in IDENTITY)
+        rows = (
+            order[np.minimum(np.searchsorted(there[order], asked), max(0, len(order) - 1))]
+            if len(order)
+            else np.zeros(0, np.int64)
+        )
+        known = len(rows) == len(asked) and all(
+            np.array_equal(getattr(buffer, n)[rows], getattr(plan, n)) for n in IDENTITY
+        )
         known = known and len(np.unique(rows)) == len(rows)
     known = known and np.array_equal(plan.tokens, np.asarray(buffer.meta["tokens"])[rows])
     if not known or plan.names != buffer.names or plan.step != buffer.step:
-        raise PlanError("the strategy changed the drawn samples", buffer.step, "a strategy chooses and places samples; it adds none")
+        raise PlanError(
+            "the strategy changed the drawn samples",
+            buffer.step,
+            "a strategy chooses and places samples; it adds none",
+        )
     return rows
 
 
@@ -112,20 +141,36 @@ def _hashes(columns: Buffer | LoadingPlan) -> np.ndarray:
 def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
     """A plan's rows must be a whole choice in the order of the step; with ``left_allowed`` some may be missing, but not all."""
     if not buffer.wanted:
-        if len(rows) == 0 or (np.diff(rows) <= 0).any() or (len(rows) < len(buffer) and not left_allowed):
-            raise PlanError("the strategy dropped samples, or changed their order", buffer.step, "a strategy places what was drawn")
+        if (
+            len(rows) == 0
+            or (np.diff(rows) <= 0).any()
+            or (len(rows) < len(buffer) and not left_allowed)
+        ):
+            raise PlanError(
+                "the strategy dropped samples, or changed their order",
+                buffer.step,
+                "a strategy places what was drawn",
+            )
         return
     wanted = np.sum(buffer.wanted, axis=0)
     counts = np.bincount(buffer.source[rows], minlength=len(wanted))
     if not np.array_equal(counts, wanted):
         i = int(np.flatnonzero(counts != wanted)[0])
         raise PlanError(
-            f"the strategy chose {counts[i]} samples of {buffer.names[i]!r}, the draw wants {wanted[i]}", buffer.step, "call .mix()"
+            f"the strategy chose {counts[i]} samples of {buffer.names[i]!r}, the draw wants {wanted[i]}",
+            buffer.step,
+            "call .mix()",
         )
     if (~np.isin(np.flatnonzero(overdue(buffer)), rows)).sum() > _unavoidable(buffer, wanted):
-        raise PlanError(f"the strategy passed over a sample for more than max_age={buffer.max_age} steps", buffer.step, "call .mix()")
+        raise PlanError(
+            f"the strategy passed over a sample for more than max_age={buffer.max_age} steps",
+            buffer.step,
+            "call .mix()",
+        )
     if not np.array_equal(np.sort(rows)[step_positions(buffer.wanted)[0]], rows):
-        raise PlanError("the strategy changed the order of the step", buffer.step, "call .mix(), which keeps it")
+        raise PlanError(
+            "the strategy changed the order of the step", buffer.step, "call .mix(), which keeps it"
+        )
 
 
 def _unavoidable(buffer: Buffer, wanted: np.ndarray) -> int:

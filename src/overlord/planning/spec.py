@@ -34,7 +34,9 @@ class SourceSpec:
     files: tuple[str, ...] = ()  # paths, for errors
     meta: tuple[str, ...] = ()  # names of its own metadata
     leaves: bool = False  # when its storage is given up, it leaves and the job goes on
-    weight: float = 0.0  # its own: what counts where it was added in mid-run and the mixture does not name it
+    weight: float = (
+        0.0  # its own: what counts where it was added in mid-run and the mixture does not name it
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +55,20 @@ class PlannerSpec:
     feedback_lag: int = 8
     takes_feedback: bool = False
     prefetch: int = 4
-    read_ahead: int = 2  # steps' worth of samples that loaders hold ready beyond the step being drawn
-    ahead_of: Mapping[int, int] = field(default_factory=dict)  # the same for sources whose reads are slow now and then
+    read_ahead: int = (
+        2  # steps' worth of samples that loaders hold ready beyond the step being drawn
+    )
+    ahead_of: Mapping[int, int] = field(
+        default_factory=dict
+    )  # the same for sources whose reads are slow now and then
     look_ahead: int = 1  # a step chooses each source's n samples among its first look_ahead * n
     max_age: int = 8  # steps a sample may be passed over
-    prefer: Callable[[int, Buffer], np.ndarray] | None = None  # the schedule's choice among candidates
-    overflow: str = "grow"  # "defer": what does not fit a step's microbatches is left for a later one
+    prefer: Callable[[int, Buffer], np.ndarray] | None = (
+        None  # the schedule's choice among candidates
+    )
+    overflow: str = (
+        "grow"  # "defer": what does not fit a step's microbatches is left for a later one
+    )
     sync: str = "microbatch"  # when ranks wait for each other
     images: bool = False  # some source has images: every plan must say who encodes them
 
@@ -107,7 +117,11 @@ class Mixed:
 
 
 COUNTS = ("samples", "tokens", "quarantined", "dropped", "long", "lost_tokens")
-PASSED = ("dropped", "long", "lost_tokens")  # counted by streams as they are passed: rows, documents, tokens
+PASSED = (
+    "dropped",
+    "long",
+    "lost_tokens",
+)  # counted by streams as they are passed: rows, documents, tokens
 
 
 class Ledger:
@@ -116,12 +130,16 @@ class Ledger:
     def __init__(self, state: StreamState, n_sources: int):
         self.samples, self.tokens, self.quarantined, self.dropped, self.long, self.lost_tokens = (
             np.array(state.counts.get(name, np.zeros(n_sources)), np.int64) for name in COUNTS
-        )  # fmt: skip
+        )
         self.mixed: deque[Mixed] = deque(maxlen=KEPT_MIX)
         self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
-        self.spoiled: dict[tuple[int, Quarantined], None] = {}  # with the step; heard of late, so in no count of a state
+        self.spoiled: dict[
+            tuple[int, Quarantined], None
+        ] = {}  # with the step; heard of late, so in no count of a state
         self._listed = int(self.quarantined.sum())  # rows up to the last one listed, in all
-        self._before = np.stack([self.dropped, self.long, self.lost_tokens], axis=1)  # what streams count starts at 0
+        self._before = np.stack(
+            [self.dropped, self.long, self.lost_tokens], axis=1
+        )  # what streams count starts at 0
 
     def widen(self) -> None:
         """One more source."""
@@ -131,7 +149,10 @@ class Ledger:
 
     def count(self, plan: LoadingPlan, weights: Sequence[float], active: Sequence[bool]) -> None:
         n = len(self.samples)
-        samples, tokens = np.bincount(plan.source, minlength=n), np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
+        samples, tokens = (
+            np.bincount(plan.source, minlength=n),
+            np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64),
+        )
         self.samples += samples
         self.tokens += tokens
         wanted = np.where(active, weights, 0.0)
@@ -148,8 +169,12 @@ class Ledger:
     def spoil(self, event: Spoiled) -> None:
         """Samples that were delivered with an image missing. They count for the record only, never for ``max_bad``: when a step is
         built must not decide where the stream ends."""
-        for (source, epoch, file, row, part), reason in zip(event.ids.tolist(), event.reasons, strict=True):
-            self.spoiled[event.step, Quarantined(source, epoch, file, row, reason, part)] = None  # a step may be built twice
+        for (source, epoch, file, row, part), reason in zip(
+            event.ids.tolist(), event.reasons, strict=True
+        ):
+            self.spoiled[event.step, Quarantined(source, epoch, file, row, reason, part)] = (
+                None  # a step may be built twice
+            )
         while len(self.spoiled) > KEPT_BAD:
             del self.spoiled[next(iter(self.spoiled))]
 
@@ -160,7 +185,18 @@ class Ledger:
 
     def bad_rows(self) -> list[Quarantined]:
         """All that is listed, late news behind the rest and in one order: constructors are not heard in any."""
-        late = sorted(self.spoiled, key=lambda s: (s[0], s[1].source, s[1].epoch, s[1].file, s[1].row, s[1].part, s[1].reason))
+        late = sorted(
+            self.spoiled,
+            key=lambda s: (
+                s[0],
+                s[1].source,
+                s[1].epoch,
+                s[1].file,
+                s[1].row,
+                s[1].part,
+                s[1].reason,
+            ),
+        )
         return [*self.quarantine, *(bad for _, bad in late)]
 
     def counted_before(self, i: int, passed: Sequence[int], sign: int = 1) -> None:
@@ -170,7 +206,9 @@ class Ledger:
 
     def see_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
         """Bring the counts of ``PASSED`` up to date with what the stream of every source has passed."""
-        counts = np.fromiter(chain.from_iterable(passed), np.int64, self._before.size).reshape(self._before.shape)
+        counts = np.fromiter(chain.from_iterable(passed), np.int64, self._before.size).reshape(
+            self._before.shape
+        )
         self.dropped, self.long, self.lost_tokens = np.ascontiguousarray((self._before + counts).T)
 
     def counts(self) -> dict[str, np.ndarray]:
@@ -179,4 +217,6 @@ class Ledger:
 
 def initial_state(spec: PlannerSpec) -> StreamState:
     n = len(spec.sources)
-    return StreamState(step=0, cursors=np.array([Cursor()] * n, np.int64), owed=(0,) * n, active=(True,) * n)
+    return StreamState(
+        step=0, cursors=np.array([Cursor()] * n, np.int64), owed=(0,) * n, active=(True,) * n
+    )

@@ -9,7 +9,13 @@ from typing import Any
 from overlord.messages.control import AddSource, Report, SetMixture, Skip, SourceLost
 from overlord.planning.events import Event
 
-KEYS = ("version", "job", "fingerprint", "step", "cursors")  # of the keys of a state, those by which it is known for one
+KEYS = (
+    "version",
+    "job",
+    "fingerprint",
+    "step",
+    "cursors",
+)  # of the keys of a state, those by which it is known for one
 EACH = ("files", "transforms", "reading")  # parts of a fingerprint that every source has
 
 
@@ -28,7 +34,12 @@ def event_out(event: Event) -> dict[str, Any]:
     if isinstance(event, SetMixture):
         return {"event": "set_mixture", "at": event.at, "weights": dict(event.weights)}
     if isinstance(event, AddSource):
-        return {"event": "add_source", "at": event.at, "name": event.name, "fingerprint": event.fingerprint}
+        return {
+            "event": "add_source",
+            "at": event.at,
+            "name": event.name,
+            "fingerprint": event.fingerprint,
+        }
     if isinstance(event, SourceLost):
         return {"event": "source_lost", "at": event.at, "name": event.name, "reason": event.reason}
     return {"event": "skip", "steps": list(event.steps)}
@@ -77,7 +88,11 @@ def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str,
 
 def fingerprint_in(saved: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """All parts, each source's spelled out."""
-    out = {part: value for part, value in saved.items() if part not in {f"each source: {one}" for one in EACH}}
+    out = {
+        part: value
+        for part, value in saved.items()
+        if part not in {f"each source: {one}" for one in EACH}
+    }
     for part in EACH:
         if (common := saved.get(f"each source: {part}")) is not None:
             out = {f"source {name}: {part}": common for name in names} | out

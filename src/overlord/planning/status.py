@@ -45,13 +45,22 @@ class Answers:
         return 0 if self._reserve is None else self._reserve.open(i)
 
     def _fronts(self) -> Sequence[Extended | SourceStream]:
-        return self._streams if self._reserve is None else [Extended(s, self._reserve.open(i)) for i, s in enumerate(self._streams)]
+        return (
+            self._streams
+            if self._reserve is None
+            else [Extended(s, self._reserve.open(i)) for i, s in enumerate(self._streams)]
+        )
 
     def _satisfied(self) -> bool:
-        return all(self._streams[i].ready >= n or self._streams[i].ended or self._streams[i].error for i, n in self._waiting.items())
+        return all(
+            self._streams[i].ready >= n or self._streams[i].ended or self._streams[i].error
+            for i, n in self._waiting.items()
+        )
 
     def _gather(self, pieces: Joined, order: np.ndarray, substep: np.ndarray | None) -> Buffer:
-        return gather(pieces, order, substep, spec=self.spec, state=self._state, weights=self._weights)
+        return gather(
+            pieces, order, substep, spec=self.spec, state=self._state, weights=self._weights
+        )
 
     def state(self) -> StreamState:
         return self._state
@@ -59,7 +68,9 @@ class Answers:
     def summary_buffer(self) -> Buffer:
         """All samples that are ready and not drawn, source by source in stream order: candidates for what-if, never for a plan."""
         opened = [self._open(i) for i in range(len(self._streams))]
-        held = self._reserve.candidates(opened) if self._reserve is not None and any(opened) else None
+        held = (
+            self._reserve.candidates(opened) if self._reserve is not None and any(opened) else None
+        )
         pieces = list(held.pieces) if held else []
         first = sum(p.stop - p.start for _, p in pieces)
         pieces += [(i, piece) for i, stream in enumerate(self._streams) for piece in stream.ahead()]
@@ -67,7 +78,9 @@ class Answers:
             nothing: dict[str, dict[str, Any]] = {name: {"tokens": []} for name in self.spec.names}
             return Buffer.from_columns(nothing, batch=self.spec.batch, step=self._state.step)
         source = np.repeat([i for i, _ in pieces], [p.stop - p.start for _, p in pieces])
-        rows = np.concatenate([held.rows if held else np.zeros(0, np.int64), np.arange(first, len(source))])
+        rows = np.concatenate(
+            [held.rows if held else np.zeros(0, np.int64), np.arange(first, len(source))]
+        )
         buffer = self._gather(Joined(pieces), rows[np.argsort(source[rows], kind="stable")], None)
         return replace(buffer, drawn=False)
 
@@ -98,7 +111,11 @@ class Answers:
     def opening(self, loader: int) -> tuple[Cursor, int, Refill]:
         """Where the plans stand in a loader's source, its generation, and what the loader was told: for one that is to follow it."""
         source = self._demand.source_of[loader]
-        return Cursor(*self._state.cursors[source].tolist()), self._generations[source], self._demand.told(loader)
+        return (
+            Cursor(*self._state.cursors[source].tolist()),
+            self._generations[source],
+            self._demand.told(loader),
+        )
 
     def took(self, rank: int) -> int:
         """The last step that a rank has taken."""
@@ -106,7 +123,10 @@ class Answers:
 
     def refuse_planned(self, step: int) -> None:
         if step < self.open_step:
-            raise PlanError(f"step {step} is planned already", remedy=f"the first step that can still change is {self.open_step}")
+            raise PlanError(
+                f"step {step} is planned already",
+                remedy=f"the first step that can still change is {self.open_step}",
+            )
 
     @property
     def taken(self) -> int | None:
@@ -120,7 +140,11 @@ class Answers:
     def shares(self, step: int | None = None) -> np.ndarray:
         """What every source weighs among those that take part: in the step planned last, or, as far as is known, in a later one."""
         own = {s.name: s.weight for s in self.spec.sources}
-        weights = (None if step is None else self._mixture.foreseen(self._state, step, own)) or self._weights or [0.0] * len(own)
+        weights = (
+            (None if step is None else self._mixture.foreseen(self._state, step, own))
+            or self._weights
+            or [0.0] * len(own)
+        )
         wanted = np.where(self._state.active, weights, 0.0)
         return wanted / (wanted.sum() or 1.0)
 
@@ -141,7 +165,11 @@ class Answers:
 
     def waits_for(self) -> list[str]:
         """Sources that the next step is waiting for."""
-        short = (i for i, n in sorted(self._waiting.items()) if self._streams[i].ready < n and not self._streams[i].ended)
+        short = (
+            i
+            for i, n in sorted(self._waiting.items())
+            if self._streams[i].ready < n and not self._streams[i].ended
+        )
         return [self.spec.sources[i].name for i in short]
 
     def waiting_for(self) -> str:
@@ -154,7 +182,11 @@ class Answers:
                 for i, n in sorted(self._waiting.items())
                 if self._streams[i].ready < n and not self._streams[i].ended
             ]
-            return f"samples that step {self._state.step} draws: " + ", ".join(rows[:5]) + (", ..." if len(rows) > 5 else "")
+            return (
+                f"samples that step {self._state.step} draws: "
+                + ", ".join(rows[:5])
+                + (", ..." if len(rows) > 5 else "")
+            )
         slow = min(self._consumed, key=lambda r: self._consumed[r]) if self._consumed else -1
         if slow >= 0 and len(self._outstanding) >= self.spec.prefetch:
             return f"rank {slow}, which holds {self.spec.prefetch} steps it has not taken (it took step {self._consumed[slow]} last)"
@@ -165,6 +197,15 @@ class Answers:
         for stream in self._streams:
             stream.check()
         # What is deferred is owed, and weights that move leave more than a sample open.
-        constant = isinstance(self.spec.schedule, Mapping) and not self._state.events and self.spec.overflow == "grow"
-        if self.spec.batch.samples and self.spec.draw == "exact" and constant and all(self._state.active):
+        constant = (
+            isinstance(self.spec.schedule, Mapping)
+            and not self._state.events
+            and self.spec.overflow == "grow"
+        )
+        if (
+            self.spec.batch.samples
+            and self.spec.draw == "exact"
+            and constant
+            and all(self._state.active)
+        ):
             assert all(abs(o) < 2**40 for o in self._state.owed), "an account is a whole sample off"

@@ -26,7 +26,9 @@ from overlord.planning.selection import hold_long
 from overlord.sample import Buffer, Ragged
 
 Strategy = Callable[[Buffer, ClientPlaceTree], LoadingPlan]
-DENSE_12B = transformer(hidden=4608, layers=45, heads=36)  # the backbone of the Overlord paper (arXiv 2504.09844); only ratios matter
+DENSE_12B = transformer(
+    hidden=4608, layers=45, heads=36
+)  # the backbone of the Overlord paper (arXiv 2504.09844); only ratios matter
 VIT_1B = vit_1b  # its encoder
 IMAGES = "image_patches"  # the metadata that says how many patches each image of a sample has
 
@@ -41,9 +43,20 @@ def packed(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
     graph, n, context = _samples(buffer, place), place.n_buckets("DP"), buffer.batch.context
     graph.check_sizes(context)
     sizes = graph.sizes()
-    m = max(buffer.batch.microbatches, int(binpack.next_fit(sizes, context).max(initial=0)) // n + 1)
-    bins = cut_inside(np.zeros(len(sizes), np.int64), sizes, n_parents=1, n_bins=n * m, capacity=context, by_count=False)
-    found = Placement(bucket=bins % np.int32(n), microbatch=bins // np.int32(n), n_microbatches=m, way="even cuts")
+    m = max(
+        buffer.batch.microbatches, int(binpack.next_fit(sizes, context).max(initial=0)) // n + 1
+    )
+    bins = cut_inside(
+        np.zeros(len(sizes), np.int64),
+        sizes,
+        n_parents=1,
+        n_bins=n * m,
+        capacity=context,
+        by_count=False,
+    )
+    found = Placement(
+        bucket=bins % np.int32(n), microbatch=bins // np.int32(n), n_microbatches=m, way="even cuts"
+    )
     return _plan(graph.placed(found, "pack", context))
 
 
@@ -65,14 +78,28 @@ def backbone_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
 
 def encoder_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
     """Equal encoder cost over all ranks, once per step; the samples themselves are dealt out as they come."""
-    images = DGraph.from_buffer(buffer, place).mix().select(IMAGES).distribute("WORLD").cost(VIT_1B).balance("greedy")
+    images = (
+        DGraph.from_buffer(buffer, place)
+        .mix()
+        .select(IMAGES)
+        .distribute("WORLD")
+        .cost(VIT_1B)
+        .balance("greedy")
+    )
     return _samples(buffer, place).balance("none").broadcast_at("TP").plan(encoder=images)
 
 
 def vlm(
-    encoder: CostFn | str = VIT_1B, backbone: CostFn | str = DENSE_12B, *, per: str = "iteration", joint: bool | None = None,
-    merge: int = 1, images: str = IMAGES, method: str = "greedy", objective: str | None = None,
-) -> Strategy:  # fmt: skip
+    encoder: CostFn | str = VIT_1B,
+    backbone: CostFn | str = DENSE_12B,
+    *,
+    per: str = "iteration",
+    joint: bool | None = None,
+    merge: int = 1,
+    images: str = IMAGES,
+    method: str = "greedy",
+    objective: str | None = None,
+) -> Strategy:
     """A strategy for models with an encoder: images are balanced over all ranks, samples over replicas.
 
     ``encoder`` and ``backbone`` are what an image and a sample cost, in one unit. ``per``: the encoder runs once per step
@@ -91,12 +118,20 @@ def vlm(
         texts = drawn.select("tokens").distribute("DP").cost(backbone)
         weighed = _weighed_with(texts, items) if together else texts
         samples = weighed.balance(method, objective=objective).broadcast_at("TP")
-        samples = replace(samples, costs=texts.costs)  # what is told of the backbone is its own cost
+        samples = replace(
+            samples, costs=texts.costs
+        )  # what is told of the backbone is its own cost
         everywhere = per == "iteration" and not together
-        return samples.plan(encoder=items.balance(method) if everywhere else items.follow(samples, method, per=per, stay=together))
+        return samples.plan(
+            encoder=items.balance(method)
+            if everywhere
+            else items.follow(samples, method, per=per, stay=together)
+        )
 
     costs = ", ".join(fingerprint_of(named(cost)) for cost in (encoder, backbone))
-    vlm_hybrid.fingerprint = f"vlm({costs}, {per}, {joint}, {merge}, {images}, {method}, {objective})"  # type: ignore[attr-defined]
+    vlm_hybrid.fingerprint = (
+        f"vlm({costs}, {per}, {joint}, {merge}, {images}, {method}, {objective})"  # type: ignore[attr-defined]
+    )
     return vlm_hybrid
 
 
@@ -104,7 +139,11 @@ def _weighed_with(samples: DGraph, items: DGraph) -> DGraph:
     """Samples that cost what they and their items cost."""
     assert samples.costs is not None
     assert items.costs is not None
-    return replace(samples, costs=samples.costs + np.bincount(items.sample, weights=items.costs, minlength=len(samples.costs)))
+    return replace(
+        samples,
+        costs=samples.costs
+        + np.bincount(items.sample, weights=items.costs, minlength=len(samples.costs)),
+    )
 
 
 vlm_hybrid = vlm()
@@ -119,16 +158,27 @@ def _plan(samples: DGraph) -> LoadingPlan:
     buffer, samples = samples.buffer, samples.broadcast_at("TP")
     if not isinstance(buffer.meta.get(IMAGES), Ragged) and IMAGES not in buffer.absent:
         return samples.plan()
-    images = DGraph.from_buffer(buffer, samples.tree).mix().select(IMAGES).distribute("WORLD").cost(VIT_1B)
+    images = (
+        DGraph.from_buffer(buffer, samples.tree)
+        .mix()
+        .select(IMAGES)
+        .distribute("WORLD")
+        .cost(VIT_1B)
+    )
     return samples.plan(encoder=images.follow(samples, "none", stay=True))
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
-        "vanilla": vanilla, "packed": packed, "llm_balance": llm_balance, "backbone_balance": backbone_balance,
-        "look_ahead_balance": look_ahead_balance, "encoder_balance": encoder_balance, "vlm_hybrid": vlm_hybrid,
+        "vanilla": vanilla,
+        "packed": packed,
+        "llm_balance": llm_balance,
+        "backbone_balance": backbone_balance,
+        "look_ahead_balance": look_ahead_balance,
+        "encoder_balance": encoder_balance,
+        "vlm_hybrid": vlm_hybrid,
     }
-)  # fmt: skip
+)
 
 
 def resolve(strategy: Any) -> Strategy:
@@ -136,5 +186,7 @@ def resolve(strategy: Any) -> Strategy:
     if callable(strategy):
         return strategy
     if strategy not in STRATEGIES:
-        raise JobError([f"strategy: unknown strategy {strategy!r}{did_you_mean(strategy, STRATEGIES)}"])
+        raise JobError(
+            [f"strategy: unknown strategy {strategy!r}{did_you_mean(strategy, STRATEGIES)}"]
+        )
     return STRATEGIES[strategy]

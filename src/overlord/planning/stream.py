@@ -16,7 +16,15 @@ import numpy as np
 from overlord.errors import SourceError
 from overlord.messages.control import Cursor
 from overlord.messages.loader import Announce, Found
-from overlord.planning.sample_blocks import concat, last_key, rank_of_bad, rank_of_long, sorted_found, split, take
+from overlord.planning.sample_blocks import (
+    concat,
+    last_key,
+    rank_of_bad,
+    rank_of_long,
+    sorted_found,
+    split,
+    take,
+)
 from overlord.sample import Column, Ragged, cut_rows, join_rows, no_items
 
 
@@ -41,7 +49,9 @@ class _Segment:
     @property
     def trails(self) -> bool:
         """Return whether rows without a sample may follow its last sample."""
-        return len(self.bad_at) > 0 or (len(self.long_at) > 0 and int(self.long_at[-1]) >= self.size)
+        return len(self.bad_at) > 0 or (
+            len(self.long_at) > 0 and int(self.long_at[-1]) >= self.size
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -70,24 +80,46 @@ class SourceStream:
     """One source's front. A pure value machine: announcements in, samples out."""
 
     def __init__(
-        self, name: str, *, loaders: int, n_groups: int, epochs: int | None, max_bad: int, cursor: Cursor, files: Sequence[str] = ()
+        self,
+        name: str,
+        *,
+        loaders: int,
+        n_groups: int,
+        epochs: int | None,
+        max_bad: int,
+        cursor: Cursor,
+        files: Sequence[str] = (),
     ):
         self._files = files  # their paths, for errors
-        self.name, self._n_loaders, self._n_groups, self._epochs, self._max_bad = name, loaders, n_groups, epochs, max_bad
+        self.name, self._n_loaders, self._n_groups, self._epochs, self._max_bad = (
+            name,
+            loaders,
+            n_groups,
+            epochs,
+            max_bad,
+        )
         self._at = Cursor(cursor.epoch, cursor.group, cursor.window)  # the window being merged
         self._shares: dict[tuple[int, int, int], list[_Share]] = {}
-        self._lasts: dict[tuple[int, int], list[int | None]] = {}  # (epoch, group) -> the last window of each loader, once known
+        self._lasts: dict[
+            tuple[int, int], list[int | None]
+        ] = {}  # (epoch, group) -> the last window of each loader, once known
         self._segments: deque[_Segment] = deque()
         self._ready = 0
         self._epoch_has_sample = cursor.file >= 0
         self._epoch_long = 0  # documents of the epoch being merged that lost tokens
         self._bad_run, self._bad_said = 0, ""  # failures in a row; what was wrong with the last
         self._exhausted = epochs is not None and cursor.epoch >= epochs
-        self._failed: dict[int, tuple[tuple[int, int, int], Exception]] = {}  # loader -> the window it cannot go on from, and why
-        self._drops: deque[tuple[Cursor, int]] = deque()  # rows that filters dropped in windows not yet behind the samples taken
+        self._failed: dict[
+            int, tuple[tuple[int, int, int], Exception]
+        ] = {}  # loader -> the window it cannot go on from, and why
+        self._drops: deque[tuple[Cursor, int]] = (
+            deque()
+        )  # rows that filters dropped in windows not yet behind the samples taken
         self.error: Exception | None = None  # the stream breaks behind the ready samples
         self.dropped = 0  # in windows behind the samples taken
-        self.long = self.lost = 0  # documents that lost tokens up to the last sample taken, and how many tokens
+        self.long = self.lost = (
+            0  # documents that lost tokens up to the last sample taken, and how many tokens
+        )
 
     @property
     def ready(self) -> int:
@@ -131,12 +163,16 @@ class SourceStream:
             self._failed[ordinal] = ((news.epoch, news.group, news.window), news.error)
             self._advance()
             return
-        shares = self._shares.setdefault((news.epoch, news.group, news.window), [_Share() for _ in range(self._n_loaders)])
+        shares = self._shares.setdefault(
+            (news.epoch, news.group, news.window), [_Share() for _ in range(self._n_loaders)]
+        )
         if news.found is not None:
             shares[ordinal].parts.append(news.found)
         shares[ordinal].closed |= news.closes
         if news.last:
-            self._lasts.setdefault((news.epoch, news.group), [None] * self._n_loaders)[ordinal] = news.window
+            self._lasts.setdefault((news.epoch, news.group), [None] * self._n_loaders)[ordinal] = (
+                news.window
+            )
         self._advance()
 
     def _advance(self) -> None:
@@ -145,12 +181,21 @@ class SourceStream:
             shares = self._shares.setdefault(at, [_Share() for _ in range(self._n_loaders)])
             lasts = self._lasts.get(at[:2], [None] * self._n_loaders)
             # A loader done with the group has nothing in later windows and says no more about them.
-            closed = [s.closed or (last is not None and at[2] > last) for s, last in zip(shares, lasts, strict=True)]
+            closed = [
+                s.closed or (last is not None and at[2] > last)
+                for s, last in zip(shares, lasts, strict=True)
+            ]
             self._merge(shares, closed)
             if not all(closed):
-                broken = [self._failed[k][1] for k, over in enumerate(closed) if not over and self._fails_at(k, at)]
+                broken = [
+                    self._failed[k][1]
+                    for k, over in enumerate(closed)
+                    if not over and self._fails_at(k, at)
+                ]
                 if len(broken) == closed.count(False) and self.error is None:
-                    self.error = broken[0]  # nobody is left to wait for: samples behind these can never be ordered
+                    self.error = broken[
+                        0
+                    ]  # nobody is left to wait for: samples behind these can never be ordered
                 return
             del self._shares[at]
             self._next_window(lasts)
@@ -200,7 +245,9 @@ class SourceStream:
         assert isinstance(lengths, np.ndarray)
         np.cumsum(lengths, out=tokens[1:])
         ids = np.stack([found.file, found.row, found.part], axis=1, dtype=np.int64)
-        self._segments.append(_Segment(self._at, found, loader, tokens, bad_at, ids, len(found), rank_of_long(found)))
+        self._segments.append(
+            _Segment(self._at, found, loader, tokens, bad_at, ids, len(found), rank_of_long(found))
+        )
         self._ready += len(found)
         self._epoch_has_sample |= len(found) > 0
 
@@ -217,10 +264,11 @@ class SourceStream:
             if self._bad_run >= self._max_bad:
                 file, row = int(found.bad_file[j]), int(found.bad_row[j])
                 self.error = SourceError(
-                    self.name, f"{self._bad_run} rows in a row could not be used; the last: row {row}: {found.bad_reason[j]}",
+                    self.name,
+                    f"{self._bad_run} rows in a row could not be used; the last: row {row}: {found.bad_reason[j]}",
                     self._files[file] if file < len(self._files) else f"file {file}",
                     remedy=f"mend the source (overlord inspect shows it), filter these rows, or raise max_bad{_tokenize(self._bad_said)}",
-                )  # fmt: skip
+                )
                 return goods, j + 1
         if previous < len(found):
             self._bad_run = 0
@@ -243,9 +291,13 @@ class SourceStream:
 
     def _no_sample(self, epoch: int) -> SourceError:
         lost = f"epoch {epoch} gave no sample: every row was quarantined or dropped by a filter"
-        remedy = f"look at session.quarantine() and at the source's filters{_tokenize(self._bad_said)}"
+        remedy = (
+            f"look at session.quarantine() and at the source's filters{_tokenize(self._bad_said)}"
+        )
         if n := self._epoch_long:
-            lost += f", or is longer than the context (on_long='drop'; {n:,} document{'s' * (n > 1)})"
+            lost += (
+                f", or is longer than the context (on_long='drop'; {n:,} document{'s' * (n > 1)})"
+            )
             remedy = "raise the context, or let on_long split long documents; " + remedy
         return SourceError(self.name, lost + self._bad_said, remedy=remedy)
 
@@ -254,9 +306,10 @@ class SourceStream:
         at = (self._at.epoch, self._at.group, self._at.window)
         shares, lasts = self._shares.get(at), self._lasts.get(at[:2], [None] * self._n_loaders)
         return [
-            k for k, last in enumerate(lasts)
+            k
+            for k, last in enumerate(lasts)
             if (shares is None or not shares[k].closed) and (last is None or at[2] <= last)
-        ]  # fmt: skip
+        ]
 
     def take(self, n: int) -> tuple[list[Piece], list[BadRow]]:
         """The next n samples, and the quarantined rows passed on the way."""
@@ -270,7 +323,9 @@ class SourceStream:
             if b > a:
                 pieces.append(Piece(segment.at, segment.found, segment.loader, segment.ids, a, b))
             if len(segment.bad_at):
-                bad += _bad_rows(segment, np.flatnonzero((segment.bad_at < b) & (segment.bad_at >= a)))
+                bad += _bad_rows(
+                    segment, np.flatnonzero((segment.bad_at < b) & (segment.bad_at >= a))
+                )
             self._count_long(segment, a, b)
             n -= b - a
             # A used-up segment is left only to reach the next sample, so that failures behind the last one stay unlisted.
@@ -296,7 +351,9 @@ class SourceStream:
 
     def ahead(self) -> list[Piece]:
         """Everything that is ready, left where it is."""
-        return [Piece(s.at, s.found, s.loader, s.ids, s.start, s.size) for s in self._segments if s.left]
+        return [
+            Piece(s.at, s.found, s.loader, s.ids, s.start, s.size) for s in self._segments if s.left
+        ]
 
     def rest(self) -> list[BadRow]:
         """Failures behind the last sample taken: of an exhausted source those at its end, of a broken one those that broke it.
@@ -307,7 +364,9 @@ class SourceStream:
         self._drops.clear()
         for s in self._segments if not self._ready else ():
             self._count_long(s, s.start)
-        return [row for s in self._segments for row in _bad_rows(s, np.flatnonzero(s.bad_at >= s.start))]
+        return [
+            row for s in self._segments for row in _bad_rows(s, np.flatnonzero(s.bad_at >= s.start))
+        ]
 
     def check(self) -> None:
         assert self._ready == sum(s.left for s in self._segments), (self.name, self._ready)
@@ -315,7 +374,11 @@ class SourceStream:
 
 def _tokenize(said: str) -> str:
     """Token ids that are missing in every row are most often text that nobody tokenizes."""
-    return "; text becomes token ids by Tokenize in the source's transforms" if said.endswith(": tokens is null or missing") else ""
+    return (
+        "; text becomes token ids by Tokenize in the source's transforms"
+        if said.endswith(": tokens is null or missing")
+        else ""
+    )
 
 
 def step_meta(pieces: Sequence[Piece]) -> dict[str, Column]:
@@ -327,16 +390,25 @@ def step_meta(pieces: Sequence[Piece]) -> dict[str, Column]:
     meta: dict[str, Column] = {}
     first = pieces[0].found.meta
     if all(p.found.meta.keys() == first.keys() for p in pieces):
-        return {name: join_rows([cut_rows(p.found.meta[name], p.start, p.stop) for p in pieces]) for name in first}
+        return {
+            name: join_rows([cut_rows(p.found.meta[name], p.start, p.stop) for p in pieces])
+            for name in first
+        }
     for name in dict.fromkeys(name for p in pieces for name in p.found.meta):
         held = [p.found.meta.get(name) for p in pieces]
         if any(c is None for c in held) and not any(isinstance(c, Ragged) for c in held):
             continue
-        cut = [no_items(p.stop - p.start) if c is None else cut_rows(c, p.start, p.stop) for c, p in zip(held, pieces, strict=True)]
+        cut = [
+            no_items(p.stop - p.start) if c is None else cut_rows(c, p.start, p.stop)
+            for c, p in zip(held, pieces, strict=True)
+        ]
         meta[name] = join_rows(cut)
     return meta
 
 
 def _bad_rows(segment: _Segment, which: np.ndarray) -> list[BadRow]:
     f = segment.found
-    return [(segment.at.epoch, int(f.bad_file[j]), int(f.bad_row[j]), f.bad_reason[j]) for j in which.tolist()]
+    return [
+        (segment.at.epoch, int(f.bad_file[j]), int(f.bad_row[j]), f.bad_reason[j])
+        for j in which.tolist()
+    ]

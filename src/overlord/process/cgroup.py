@@ -23,15 +23,35 @@ def cores(root: Path | None = None) -> int:
 def memory_bytes(root: Path | None = None) -> int:
     """Bytes that this process and those beside it in its group may hold."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    said = [_read(f / name) for f in _folders(root or ROOT, "memory") for name in ("memory.max", "memory.limit_in_bytes")]
-    return min([machine, *(int(words[0]) for words in said if words and words[0].isdecimal() and int(words[0]) > 0)])
+    said = [
+        _read(f / name)
+        for f in _folders(root or ROOT, "memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+    ]
+    return min(
+        [
+            machine,
+            *(
+                int(words[0])
+                for words in said
+                if words and words[0].isdecimal() and int(words[0]) > 0
+            ),
+        ]
+    )
 
 
 def _quotas(root: Path) -> Iterator[float]:
     """Cores by each group that has a bound: microseconds of work over those of a period."""
     for folder in _folders(root, "cpu"):
-        words = _read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us") + _read(folder / "cpu.cfs_period_us")
-        if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[0]) and int(words[1]):
+        words = _read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us") + _read(
+            folder / "cpu.cfs_period_us"
+        )
+        if (
+            len(words) == 2
+            and all(word.isdecimal() for word in words)
+            and int(words[0])
+            and int(words[1])
+        ):
             yield int(words[0]) / int(words[1])
 
 

@@ -21,9 +21,15 @@ from overlord import import_path
 # Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these pages with all others. What
 # stands here must start no Python thread when imported (a fork does not copy threads), and is best what every host needs.
 PRELOAD = (
-    "numpy", "overlord.process.preload", "overlord.rpc.process_server", "overlord.transforms.transform_process", "overlord.cluster.loader_worker",
-    "overlord.cluster.constructor_worker", "overlord.cluster.coordinator_actor", "overlord.process.frozen_heap",
-)  # fmt: skip
+    "numpy",
+    "overlord.process.preload",
+    "overlord.rpc.process_server",
+    "overlord.transforms.transform_process",
+    "overlord.cluster.loader_worker",
+    "overlord.cluster.constructor_worker",
+    "overlord.cluster.coordinator_actor",
+    "overlord.process.frozen_heap",
+)
 
 # A child that is sent something of the program's main file imports that file again.
 UNGUARDED = (
@@ -33,7 +39,9 @@ UNGUARDED = (
 
 
 _starting = threading.Lock()
-_server: Any = getattr(forkserver, "_forkserver", None)  # private to Python; whatever is missing in it, we do without
+_server: Any = getattr(
+    forkserver, "_forkserver", None
+)  # private to Python; whatever is missing in it, we do without
 
 
 class _Popen(popen_forkserver.Popen):
@@ -47,7 +55,9 @@ class _Popen(popen_forkserver.Popen):
         try:
             reduction.dump(process_obj, sent)
             if b"__main__" not in sent.getbuffer().tobytes():
-                prepared = {key: value for key, value in prepared.items() if not key.startswith("init_main")}
+                prepared = {
+                    key: value for key, value in prepared.items() if not key.startswith("init_main")
+                }
             first = io.BytesIO()
             reduction.dump(prepared, first)
         finally:
@@ -95,7 +105,9 @@ def context() -> ForkServerContext:
     asked = [] if asked == ["__main__"] else asked  # Python's default: see _Popen
     missing = [name for name in PRELOAD if name not in asked]
     if missing:
-        found.set_forkserver_preload(missing + asked)  # how Arrow has its memory is decided by who loads it first
+        found.set_forkserver_preload(
+            missing + asked
+        )  # how Arrow has its memory is decided by who loads it first
     return found
 
 
@@ -116,7 +128,11 @@ def _ensure_server() -> None:
 
     Python starts it with ``-c``, and an interpreter so started looks in its working directory first.
     """
-    if _server is None or not hasattr(_server, "ensure_running") or _runs(getattr(_server, "_forkserver_pid", None)):
+    if (
+        _server is None
+        or not hasattr(_server, "ensure_running")
+        or _runs(getattr(_server, "_forkserver_pid", None))
+    ):
         return
     with _starting, _environment(import_path.settings()):
         _server.ensure_running()
@@ -124,7 +140,10 @@ def _ensure_server() -> None:
 
 def _runs(pid: int | None) -> bool:
     try:
-        return pid is not None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        return (
+            pid is not None
+            and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        )
     except ChildProcessError:
         return False
 
@@ -161,7 +180,10 @@ def _remove_socket(server: int) -> None:
 def share_server() -> None:
     """In a child: its own children come from the same fork server. Python's ``ensure_running`` says so too, but starts a server for
     every child that has children, which costs 50 MB and a third of a second each."""
-    if getattr(_server, "_forkserver_address", None) is not None and getattr(_server, "_forkserver_alive_fd", None) is not None:
+    if (
+        getattr(_server, "_forkserver_address", None) is not None
+        and getattr(_server, "_forkserver_alive_fd", None) is not None
+    ):
         _server.ensure_running = lambda: None
 
 
@@ -172,12 +194,16 @@ def die_with_parent() -> None:
     lock, and user code in C may hold that for ever.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or not hasattr(fcntl, "F_SETSIG"):  # Linux only; elsewhere the end of the socket has to do
+    if parent is None or not hasattr(
+        fcntl, "F_SETSIG"
+    ):  # Linux only; elsewhere the end of the socket has to do
         return
     with suppress(OSError):  # a sandbox that does not know it
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+        fcntl.fcntl(
+            parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC
+        )
     if select.select([parent.sentinel], [], [], 0)[0]:  # it went before we asked
         os._exit(1)
 

@@ -28,7 +28,11 @@ class _Sieve(pickle.Pickler):
     """Pickles, but finds what only this process has: it goes by name, and the name is missed only where it arrives."""
 
     def reducer_override(self, found: Any) -> Any:
-        if isinstance(found, FunctionType | type) and found.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        if (
+            isinstance(found, FunctionType | type)
+            and found.__module__ == "__main__"
+            and not hasattr(sys.modules["__main__"], "__file__")
+        ):
             raise pickle.PicklingError(
                 f"{found.__qualname__} was defined in a notebook, at a prompt or by -c, where no other process finds it"
             )

@@ -64,11 +64,16 @@ try:
         from ray._private import worker as ray_worker
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as missing:  # said where the runtime is asked for, with what to do
-    raise JobError([f"runtime: 'ray' needs Ray, which cannot be imported ({missing}); {pip_install('ray')}"], "launch") from missing
+    raise JobError(
+        [f"runtime: 'ray' needs Ray, which cannot be imported ({missing}); {pip_install('ray')}"],
+        "launch",
+    ) from missing
 
 _raylet: Any = ray._raylet  # its stubs do not know all of it
 log = logging.getLogger("overlord")
-if sys.excepthook is ray_worker.custom_excepthook:  # it tells the head of an exception first: where that is gone, an hour later
+if (
+    sys.excepthook is ray_worker.custom_excepthook
+):  # it tells the head of an exception first: where that is gone, an hour later
     sys.excepthook = ray_worker.normal_excepthook
 
 DIED = "its process died without a word: it was killed, crashed or ran out of memory"
@@ -77,10 +82,17 @@ UNAVAILABLE = "it cannot be reached: its process stands still, or its node is aw
 MAX_IDLE = 16  # processes that wait for an actor of their name
 STORE_BYTES = 80 * 2**20  # near the least that Ray takes: no payload passes through its store
 PING_S = 2.0  # for the head to answer
-HOLD_S = 120.0  # for what others asked of Ray to come to an end: a start may have to wait for the head
+HOLD_S = (
+    120.0  # for what others asked of Ray to come to an end: a start may have to wait for the head
+)
 END_S = 15.0  # for what is under way in Ray, when the last holder leaves
 DEAF_S = 8.0  # for the Ray of this node to say that this process may leave it
-OWN = ("CPU", "GPU", "memory", "object_store_memory")  # resources that Ray counts by itself; all others have the names somebody gave them
+OWN = (
+    "CPU",
+    "GPU",
+    "memory",
+    "object_store_memory",
+)  # resources that Ray counts by itself; all others have the names somebody gave them
 KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
 ALIVE = 0  # of a node, as the head has it
 NOBODYS = "00" * 27 + "01"  # the id of no cluster
@@ -88,9 +100,11 @@ NOBODYS = "00" * 27 + "01"  # the id of no cluster
 # its cluster's head ends the whole program after a minute: a trainer must not die of that. Up to 2.55 Ray hides GPUs from actors that ask
 # for none, and warns at every start that later versions do not; the last setting makes all versions alike.
 SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}  # fmt: skip
+}
 _prints = ray_worker.print_to_stdstream
 
 
@@ -109,7 +123,9 @@ def actor_of(place: Place, **named: str) -> Any:
     """What Ray makes actors of; what it does not take is said here."""
     found = place.options() | named
     if place.node:
-        found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=place.node, soft=False)
+        found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+            node_id=place.node, soft=False
+        )
     return _hosted().options(**found)
 
 
@@ -122,7 +138,9 @@ def _hosted() -> Any:
 def _ping() -> None:
     client = ray_worker.global_worker.gcs_client
     host, _, port = client.address.rpartition(":")
-    socket.create_connection((host, int(port)), PING_S).close()  # where nobody listens this is known at once
+    socket.create_connection(
+        (host, int(port)), PING_S
+    ).close()  # where nobody listens this is known at once
     client.internal_kv_keys(b"overlord", None, timeout=PING_S)
 
 
@@ -135,7 +153,9 @@ class Cluster:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._holders = 0
-        self._owed: deque[None] = deque()  # one for each that left and is not counted yet: Ray may hang, or somebody interrupt it
+        self._owed: deque[None] = (
+            deque()
+        )  # one for each that left and is not counted yet: Ray may hang, or somebody interrupt it
         self.trusted = False  # whoever sent us here has looked whether it asks for a token
         self._terminated = Terminated()
         self._ours = False  # whether it ends with us
@@ -143,7 +163,9 @@ class Cluster:
         self.address: str | None = None
         self._folder: Folder | None = None
         self._set_here: list[str] = []  # what we have put into the environment
-        self._idle: list[tuple[Key, Any, int]] = []  # actors that have left, whose processes are there; their ids, on this machine
+        self._idle: list[
+            tuple[Key, Any, int]
+        ] = []  # actors that have left, whose processes are there; their ids, on this machine
         self._numbers = itertools.count(1)
         self._pid = 0  # a forked copy of this process has no part in it
         self._run = ""  # tells the names of one connection from those of another
@@ -182,8 +204,13 @@ class Cluster:
         """What nobody holds any more ends; also what was interrupted when it should have."""
         if os.getpid() != self._pid:
             return
-        if not self._lock.acquire(timeout=END_S):  # Ray has hung in a start: to wait for it would hang whoever closes a session
-            log.warning("Ray did not come to an end with what it was asked for in %g s, and is left as it is", END_S)
+        if not self._lock.acquire(
+            timeout=END_S
+        ):  # Ray has hung in a start: to wait for it would hang whoever closes a session
+            log.warning(
+                "Ray did not come to an end with what it was asked for in %g s, and is left as it is",
+                END_S,
+            )
             return
         try:
             self._settle()
@@ -215,7 +242,9 @@ class Cluster:
     def _leave(self) -> None:
         while self._idle:
             _, actor, pid = self._idle.pop()
-            end_process(actor, pid)  # also by its number: Ray does nothing without its head, nor where the raylet stands still
+            end_process(
+                actor, pid
+            )  # also by its number: Ray does nothing without its head, nor where the raylet stands still
         if self._ours:
             self._end()
 
@@ -226,7 +255,9 @@ class Cluster:
 
     # actors
 
-    def start(self, key: Key, home: Home, code: bytes, wanted: Callable[[], bool]) -> tuple[Any, Future[Any], bool] | None:
+    def start(
+        self, key: Key, home: Home, code: bytes, wanted: Callable[[], bool]
+    ) -> tuple[Any, Future[Any], bool] | None:
         """An actor, its life, which is done when that is over, and whether its process waited for it; None: nobody wants it any more.
         Waits for the head. Under the lock: Ray starts a cluster for who asks when it is gone."""
         if not self._head.wait(wanted):
@@ -248,7 +279,10 @@ class Cluster:
         job, name, place = key
         if place.num_cpus:  # it would wait for what those have that wait for it
             self._make_room(place.node)
-        named = {"name": f"{name}#{next(self._numbers)}", "namespace": f"overlord-{job}-{self._run}"}
+        named = {
+            "name": f"{name}#{next(self._numbers)}",
+            "namespace": f"overlord-{job}-{self._run}",
+        }
         return actor_of(place, **named).remote(), False
 
     def _make_room(self, node: str | None) -> None:
@@ -269,7 +303,11 @@ class Cluster:
 
     def has_process(self, actor: Any) -> bool | None:
         """Whether Ray has found a process for it; one for which its node has no room has none. None: the head is away."""
-        return bool(ray_state.actors(actor._actor_id.hex()).get("Address", {}).get("Port")) if self._head.answers() else None
+        return (
+            bool(ray_state.actors(actor._actor_id.hex()).get("Address", {}).get("Port"))
+            if self._head.answers()
+            else None
+        )
 
     def nodes(self) -> list[Node]:
         """Those that live, and what they have left; while the head is away, those that lived before."""
@@ -290,10 +328,19 @@ class Cluster:
     def _with_idle(self, node: Node) -> Node:
         """What processes have that wait for an actor is there for the next one."""
         waiting = [place for (_, _, place), _, _ in list(self._idle) if place.node == node.id]
-        cores, memory, more = sum(p.num_cpus for p in waiting), sum(p.memory or 0.0 for p in waiting), dict(node.idle_resources)
+        cores, memory, more = (
+            sum(p.num_cpus for p in waiting),
+            sum(p.memory or 0.0 for p in waiting),
+            dict(node.idle_resources),
+        )
         for key, value in (pair for place in waiting for pair in place.resources):
             more[key] = more.get(key, 0.0) + value
-        return replace(node, idle_cores=node.idle_cores + cores, idle_memory=node.idle_memory + memory, idle_resources=more)
+        return replace(
+            node,
+            idle_cores=node.idle_cores + cores,
+            idle_memory=node.idle_memory + memory,
+            idle_resources=more,
+        )
 
     def node_id(self, node: str, actor: str) -> str:
         """A node by its name, address or id."""
@@ -302,14 +349,24 @@ class Cluster:
             if found.is_called(node):
                 return found.id
         if not self.far:
-            raise JobError([f"node {node!r} was asked for, but this runtime has one machine; leave node out"], f"actor {actor!r}")
-        raise JobError([f"unknown node {node!r}{did_you_mean(node, [n.name for n in known])}"], f"actor {actor!r}")
+            raise JobError(
+                [f"node {node!r} was asked for, but this runtime has one machine; leave node out"],
+                f"actor {actor!r}",
+            )
+        raise JobError(
+            [f"unknown node {node!r}{did_you_mean(node, [n.name for n in known])}"],
+            f"actor {actor!r}",
+        )
 
     # connecting
 
     def _begin(self, address: str | None) -> None:
         self._set(SETTINGS)
-        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "overlord"}
+        settings: dict[str, Any] = {
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "namespace": "overlord",
+        }
         settings["job_config"] = config = ray.job_config.JobConfig()
         config._py_driver_sys_path = FirstHere()
         try:
@@ -317,10 +374,16 @@ class Cluster:
             self._set({MODE: "token"})
             if address is None:
                 if refused:
-                    warn("the cluster of this machine that is started", "every user of this machine")
+                    warn(
+                        "the cluster of this machine that is started", "every user of this machine"
+                    )
                 self._folder = Folder()
                 self._set({} if token_named() else {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
-                settings |= {"num_cpus": n_cores(), "include_dashboard": False, "object_store_memory": STORE_BYTES}
+                settings |= {
+                    "num_cpus": n_cores(),
+                    "include_dashboard": False,
+                    "object_store_memory": STORE_BYTES,
+                }
                 settings |= {"_temp_dir": str(self._folder.for_ray)}
             else:
                 reach(address)
@@ -330,7 +393,11 @@ class Cluster:
                 check_joined(_nodes_at(address), address)
             _as_it_is_now()
             # The pool is for workers: Ray loads Arrow in them before they do anything of ours.
-            with environment_kept(), system_pool(), _loopback() if address is None else contextlib.nullcontext():
+            with (
+                environment_kept(),
+                system_pool(),
+                _loopback() if address is None else contextlib.nullcontext(),
+            ):
                 self._terminated = Terminated()
                 try:
                     ray.init(address or "local", **settings)
@@ -341,7 +408,9 @@ class Cluster:
             if isinstance(fault, Exception):
                 raise JobError([_cannot(address, fault)], "launch") from fault
             raise
-        ray_worker.print_to_stdstream = _said_by_ray  # Ray prints a paragraph for every process that is killed
+        ray_worker.print_to_stdstream = (
+            _said_by_ray  # Ray prints a paragraph for every process that is killed
+        )
 
     def _end(self) -> None:
         try:
@@ -350,7 +419,9 @@ class Cluster:
             with not_waited_for(_socket_of_node(), DEAF_S):
                 try:
                     ray.shutdown()
-                except BaseException:  # Ctrl-C: half of a cluster would stay for as long as the program lives
+                except (
+                    BaseException
+                ):  # Ctrl-C: half of a cluster would stay for as long as the program lives
                     ray.shutdown()
                     raise
         finally:
@@ -389,17 +460,28 @@ def _living_nodes() -> list[Node]:
 
 
 def _node(found: Mapping[str, Any], idle: Mapping[str, Any]) -> Node:
-    given = {key: float(value) for key, value in found["Resources"].items() if key not in OWN and not key.startswith("node:")}
+    given = {
+        key: float(value)
+        for key, value in found["Resources"].items()
+        if key not in OWN and not key.startswith("node:")
+    }
     return Node(
-        id=found["NodeID"], name=found.get("NodeName", ""), address=found.get("NodeManagerAddress", ""), labels=found.get("Labels", {}),
-        idle_cores=float(idle.get("CPU", 0.0)), idle_memory=float(idle.get("memory", 0.0)), resources=given,
+        id=found["NodeID"],
+        name=found.get("NodeName", ""),
+        address=found.get("NodeManagerAddress", ""),
+        labels=found.get("Labels", {}),
+        idle_cores=float(idle.get("CPU", 0.0)),
+        idle_memory=float(idle.get("memory", 0.0)),
+        resources=given,
         idle_resources={key: float(idle.get(key, 0.0)) for key in given},
-    )  # fmt: skip
+    )
 
 
 def _wake_own() -> None:
     """One that was stopped would be killed where it stands, and what it started would live on for a minute."""
-    for started in ray_worker._global_node.all_processes.values() if ray_worker._global_node else ():
+    for started in (
+        ray_worker._global_node.all_processes.values() if ray_worker._global_node else ()
+    ):
         for one in started:
             with contextlib.suppress(OSError):
                 os.kill(one.process.pid, signal.SIGCONT)
@@ -425,7 +507,9 @@ def end_process(actor: Any, pid: int) -> None:
     """For good. ``pid``: of this machine, or 0. Ray asks a process to go, gives one that stands still five seconds, and needs its head."""
     kill(actor)
     with contextlib.suppress(OSError):
-        if pid and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):  # and not another one that has its number by now
+        if pid and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(
+            b"ray::"
+        ):  # and not another one that has its number by now
             os.kill(pid, signal.SIGKILL)
 
 
@@ -434,7 +518,9 @@ def pickled(name: str, code: tuple[Any, ...]) -> bytes:
     try:
         found: bytes = ray.cloudpickle.dumps(code)
     except Exception as fault:
-        raise JobError([f"factory or arguments cannot be sent to another process: {fault}"], f"actor {name!r}") from fault
+        raise JobError(
+            [f"factory or arguments cannot be sent to another process: {fault}"], f"actor {name!r}"
+        ) from fault
     return found
 
 
@@ -470,11 +556,18 @@ def keep(factory: type, name: str) -> Any:
     try:
         return ray.remote(factory).options(**options).remote(name)
     except exceptions.ActorAlreadyExistsError:
-        raise JobError([f"a job called {name!r} has just been submitted to this cluster by somebody else"], "submit") from None
+        raise JobError(
+            [f"a job called {name!r} has just been submitted to this cluster by somebody else"],
+            "submit",
+        ) from None
 
 
 def kept() -> list[str]:
-    return sorted(found["name"] for found in ray.util.list_named_actors(all_namespaces=True) if found["namespace"] == KEPT)
+    return sorted(
+        found["name"]
+        for found in ray.util.list_named_actors(all_namespaces=True)
+        if found["namespace"] == KEPT
+    )
 
 
 def kept_by(name: str) -> Any:
@@ -493,7 +586,9 @@ def ask(actor: Any, method: str, *args: Any, timeout_s: float, what: str) -> Any
         raise DataStall(what, timeout_s) from None
     except exceptions.RayTaskError as fault:
         raise (
-            fault.cause if isinstance(fault.cause, OverlordError) else OverlordError(f"{type(fault.cause).__name__}: {fault.cause}")
+            fault.cause
+            if isinstance(fault.cause, OverlordError)
+            else OverlordError(f"{type(fault.cause).__name__}: {fault.cause}")
         ) from None
     except exceptions.RayError as fault:
         raise ActorLost(actor_name(actor), reason_of(fault)) from None
@@ -515,7 +610,9 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, exceptions.ActorUnavailableError):
         return UNAVAILABLE
     said = " ".join(" ".join(str(error).strip().splitlines()[-1:]).split())
-    if "unexpectedly exits with a connection error" in said:  # all that Ray knows of a signal, a crash or os._exit
+    if (
+        "unexpectedly exits with a connection error" in said
+    ):  # all that Ray knows of a signal, a crash or os._exit
         return DIED
     if "never ran" in said:  # what Ray says of an actor that did, when its node is gone
         return GONE
@@ -559,7 +656,9 @@ def _lets_in(address: str, with_token: bool) -> bool:
             os.environ[MODE] = "disabled"
         _as_it_is_now()
         try:
-            _raylet.GcsClient(address=address, cluster_id=NOBODYS).internal_kv_keys(b"overlord", None, timeout=PING_S)
+            _raylet.GcsClient(address=address, cluster_id=NOBODYS).internal_kv_keys(
+                b"overlord", None, timeout=PING_S
+            )
         except exceptions.AuthenticationError as fault:
             return "InvalidAuthToken" not in str(fault)
     return True
@@ -568,7 +667,11 @@ def _lets_in(address: str, with_token: bool) -> bool:
 def _nodes_at(address: str) -> list[tuple[str, str]]:
     """Addresses and sockets of the nodes of a cluster that live. Ray looks for one of this machine for a minute."""
     found = _raylet.GcsClient(address=address).get_all_node_info(timeout=PING_S)
-    return [(node.node_manager_address, node.raylet_socket_name) for node in found.values() if node.state == ALIVE]
+    return [
+        (node.node_manager_address, node.raylet_socket_name)
+        for node in found.values()
+        if node.state == ALIVE
+    ]
 
 
 def head_now() -> str:
@@ -580,7 +683,10 @@ def _is_connected_to(address: str) -> bool:
     """One head may have several addresses, as that of a service before it: the cluster's id tells."""
     try:
         reach(address)
-        there, here = _raylet.GcsClient(address=address).cluster_id, ray_worker.global_worker.gcs_client.cluster_id
+        there, here = (
+            _raylet.GcsClient(address=address).cluster_id,
+            ray_worker.global_worker.gcs_client.cluster_id,
+        )
     except Exception:  # nobody is there, or lets us in
         return False
     return bool(there == here)
@@ -594,7 +700,11 @@ def _refuse_another(address: str | None, now: str, why: str) -> None:
 
 
 def _cannot(address: str | None, fault: Exception) -> str:
-    words = str(fault) if isinstance(fault, (Unwelcome, OverlordError)) else f"{type(fault).__name__}: {str(fault)[:500]}"
+    words = (
+        str(fault)
+        if isinstance(fault, (Unwelcome, OverlordError))
+        else f"{type(fault).__name__}: {str(fault)[:500]}"
+    )
     if address is None:
         return f"runtime: 'ray' could not start a cluster of this machine: {words}"
     if isinstance(fault, Unwelcome):

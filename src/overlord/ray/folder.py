@@ -25,7 +25,9 @@ UNFINISHED = "ov-new-"  # a folder that has no lock yet
 LOCK = "lock"
 RAY = "r"  # inside the folder: Ray gives what it makes mode 0777, whatever the umask is
 MAX_ROOT = 16  # letters: a socket's path has 107, of which Ray's own part takes 65, the folder 24 and ``RAY`` 2
-MAKING_S = 3600.0  # far above what it takes to make a folder: who has not done so by then was killed
+MAKING_S = (
+    3600.0  # far above what it takes to make a folder: who has not done so by then was killed
+)
 
 
 class Terminated:
@@ -47,7 +49,9 @@ class Terminated:
     def restore(self) -> None:
         """It is not any more; one that somebody else has set meanwhile stays. Only in the thread in which Ray could set its own."""
         if self._rays is not None and signal.getsignal(signal.SIGTERM) is self._rays:
-            with contextlib.suppress(ValueError, TypeError):  # not of this thread; or set by another language
+            with contextlib.suppress(
+                ValueError, TypeError
+            ):  # not of this thread; or set by another language
                 signal.signal(signal.SIGTERM, self._before)
 
 
@@ -63,7 +67,9 @@ class Folder:
         remove_left(root)
         made = make_private(root, UNFINISHED)
         self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        with contextlib.suppress(OSError):  # where files cannot be locked, others cannot either, and leave it alone
+        with contextlib.suppress(
+            OSError
+        ):  # where files cannot be locked, others cannot either, and leave it alone
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Others see the name only now that the lock is held: one that is being made is not taken for one that was left.
         self.path = root / f"{FOLDER}{os.getpid()}-{made.name.removeprefix(UNFINISHED)}"
@@ -122,10 +128,16 @@ def _root() -> Path:
     why = exposed(root) if len(str(root)) <= MAX_ROOT else "too long"
     if why and root != standard:
         if why != "too long":
-            log.warning("%s is not used for the files of Ray, /tmp is: other accounts can change it, since %s", root, why)
+            log.warning(
+                "%s is not used for the files of Ray, /tmp is: other accounts can change it, since %s",
+                root,
+                why,
+            )
         root, why = standard, exposed(standard)
     if why:
-        raise NotPrivate(f"{root}: expected a folder where other accounts cannot rename files of this one, got one where {why}; {REMEDY}")
+        raise NotPrivate(
+            f"{root}: expected a folder where other accounts cannot rename files of this one, got one where {why}; {REMEDY}"
+        )
     return root
 
 
@@ -138,4 +150,6 @@ def environment_kept() -> Iterator[None]:
     finally:
         for key in os.environ.keys() - before.keys():
             del os.environ[key]
-        os.environ.update({key: value for key, value in before.items() if os.environ.get(key) != value})
+        os.environ.update(
+            {key: value for key, value in before.items() if os.environ.get(key) != value}
+        )

@@ -18,7 +18,9 @@ LOOK_S = 0.5
 class Head:
     """``ping`` returns when the head has answered, and raises when it has not within a second or two."""
 
-    def __init__(self, address: str, ping: Callable[[], object], *, patience_s: float | None = None):
+    def __init__(
+        self, address: str, ping: Callable[[], object], *, patience_s: float | None = None
+    ):
         self.address, self._ping = address, ping
         self._patience_s = patience_s
         self._missed_since: float | None = None
@@ -29,7 +31,9 @@ class Head:
         try:
             self._ping()
         except Exception:
-            if self._missed_since is None or asked - self._missed_at > self._patience:  # it may have been there: nobody has asked
+            if (
+                self._missed_since is None or asked - self._missed_at > self._patience
+            ):  # it may have been there: nobody has asked
                 self._missed_since = asked
             self._missed_at = time.monotonic()
             return False

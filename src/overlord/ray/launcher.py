@@ -72,7 +72,9 @@ class RayControl(Peers):
 
     _kind = RayRecord
 
-    def __init__(self, address: str | None = None, *, job: str = "overlord", ports: range | None = None):
+    def __init__(
+        self, address: str | None = None, *, job: str = "overlord", ports: range | None = None
+    ):
         CLUSTER.hold(address)
         try:
             warn_if_exposed()
@@ -83,15 +85,30 @@ class RayControl(Peers):
             CLUSTER.release()
             raise
         self._job, self._machine_id, self._pid = job, this_machine(), os.getpid()
-        self._news = Hands(1, "ray")  # what Ray says is heard in a thread of ours: in its own nothing may be asked of it
-        self._starts = Hands(1, "ray-starts")  # whoever wants an actor must not wait for Ray, whose head may be gone
-        self._home = {"address": self.address, "token": self.token, "path": tuple(p for p in sys.path if p)}
-        atexit.register(self._at_exit)  # before Ray's own, which was registered first and ends actors under a session that is not closed
+        self._news = Hands(
+            1, "ray"
+        )  # what Ray says is heard in a thread of ours: in its own nothing may be asked of it
+        self._starts = Hands(
+            1, "ray-starts"
+        )  # whoever wants an actor must not wait for Ray, whose head may be gone
+        self._home = {
+            "address": self.address,
+            "token": self.token,
+            "path": tuple(p for p in sys.path if p),
+        }
+        atexit.register(
+            self._at_exit
+        )  # before Ray's own, which was registered first and ends actors under a session that is not closed
 
     # starting
 
     def spawn(
-        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: Somewhere = None
+        self,
+        factory: Callable[..., Any],
+        *args: Any,
+        name: str,
+        resources: Mapping[str, float] | None = None,
+        node: Somewhere = None,
     ) -> Handle:
         return Actors.spawn(self, factory, *args, name=name, resources=resources, node=node)
 
@@ -106,22 +123,35 @@ class RayControl(Peers):
     def asked(self) -> dict[str, dict[str, float]]:
         """What Ray was asked for, for every actor: cores, memory in bytes, and kinds of the cluster's own."""
         places = {r.name: r.place for r in self._living() if r.place is not None}
-        return {name: {"cores": p.num_cpus, "memory": p.memory or 0.0, **dict(p.resources)} for name, p in places.items()}
+        return {
+            name: {"cores": p.num_cpus, "memory": p.memory or 0.0, **dict(p.resources)}
+            for name, p in places.items()
+        }
 
     def _place(self, name: str, resources: Mapping[str, float], node: Somewhere) -> Place:
         others = {key: value for key, value in resources.items() if key not in ("cpus", "memory")}
-        there, labels = (CLUSTER.node_id(node, name), {}) if isinstance(node, str) else (None, node or {})
+        there, labels = (
+            (CLUSTER.node_id(node, name), {}) if isinstance(node, str) else (None, node or {})
+        )
         place = Place(
-            num_cpus=resources.get("cpus", 0.0), memory=resources.get("memory"), resources=tuple(sorted(others.items())), node=there,
+            num_cpus=resources.get("cpus", 0.0),
+            memory=resources.get("memory"),
+            resources=tuple(sorted(others.items())),
+            node=there,
             labels=tuple(sorted(labels.items())),
-        )  # fmt: skip
+        )
         try:
             actor_of(place)
         except (TypeError, ValueError) as fault:
-            raise JobError([f"resources: {dict(resources)!r} is nothing that Ray can give: {fault}"], f"actor {name!r}") from fault
+            raise JobError(
+                [f"resources: {dict(resources)!r} is nothing that Ray can give: {fault}"],
+                f"actor {name!r}",
+            ) from fault
         return place
 
-    def _start(self, record: PeerRecord, factory: Callable[..., Any], args: tuple[Any, ...]) -> Handle:
+    def _start(
+        self, record: PeerRecord, factory: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Handle:
         assert isinstance(record, RayRecord)
         code = pickled(record.name, (factory, args))
         record.ticket = next(self._tickets)
@@ -137,7 +167,11 @@ class RayControl(Peers):
         try:
             started = CLUSTER.start(self._key(record), home, code, lambda: not record.killed)
         except Exception as fault:
-            words = str(fault) if isinstance(fault, OverlordError) else f"{type(fault).__name__}: {str(fault)[:500]}"
+            words = (
+                str(fault)
+                if isinstance(fault, OverlordError)
+                else f"{type(fault).__name__}: {str(fault)[:500]}"
+            )
             self.died(record.ticket, f"Ray cannot start it: {words}")
             return
         if started is None:
@@ -161,12 +195,18 @@ class RayControl(Peers):
             self._look_later(record, actor, home, code)
 
     def _is_awaited(self, record: RayRecord) -> bool:
-        return record.link is None and record.reason is None and not record.killed and not self._closed
+        return (
+            record.link is None and record.reason is None and not record.killed and not self._closed
+        )
 
     def _never_began(self, record: RayRecord, life: Future[Any]) -> bool:
         """Its process had died while it waited for an actor: of memory, with its node."""
         assert record.handle is not None
-        return record.handle.pid is None and self._is_awaited(record) and has_no_process(life.exception())
+        return (
+            record.handle.pid is None
+            and self._is_awaited(record)
+            and has_no_process(life.exception())
+        )
 
     def _tell_that_it_waits(self, record: RayRecord) -> None:
         if self._is_awaited(record):
@@ -180,9 +220,17 @@ class RayControl(Peers):
         if there is None:
             self._look_later(record, actor, home, code)
             return
-        log.warning("%s was not given %s on its node in %g s, and is started without", record.name, record.place.wanted, PROCESS_S)
+        log.warning(
+            "%s was not given %s on its node in %g s, and is started without",
+            record.name,
+            record.place.wanted,
+            PROCESS_S,
+        )
         with record.order:  # a ticket of its own: one that has come to life just now is nobody
-            record.actor, record.place = None, replace(record.place, num_cpus=0.0, memory=None, resources=())
+            record.actor, record.place = (
+                None,
+                replace(record.place, num_cpus=0.0, memory=None, resources=()),
+            )
             del self._by_ticket[record.ticket]
             record.ticket = next(self._tickets)
             self._by_ticket[record.ticket] = record
@@ -190,13 +238,20 @@ class RayControl(Peers):
         self._begin(record, replace(home, ticket=record.ticket), code)
 
     def _look_later(self, record: RayRecord, actor: Any, home: Home, code: bytes) -> None:
-        after(PROCESS_S, lambda: self._starts.do(lambda: self._ask_for_nothing(record, actor, home, code)))
+        after(
+            PROCESS_S,
+            lambda: self._starts.do(lambda: self._ask_for_nothing(record, actor, home, code)),
+        )
 
     def _whom(self, future: Future[Any]) -> str:
         if isinstance(future, Answer):
             for record in self._living():
                 if record.name == future.actor and record.link is None:
-                    where = f"on {no_room(record.place, CLUSTER.nodes())}" if record.place.waits else "for which Ray has no process yet"
+                    where = (
+                        f"on {no_room(record.place, CLUSTER.nodes())}"
+                        if record.place.waits
+                        else "for which Ray has no process yet"
+                    )
                     return f"{record.name} to be started, {where}"
         return super()._whom(future)
 
@@ -210,7 +265,9 @@ class RayControl(Peers):
         if record.reason is None:
             self._kill(record)
             if not self._in_callback() and not record.gone.wait(KILL_S):
-                raise DataStall(f"the process of actor {handle.name!r} to end after it was killed", KILL_S)
+                raise DataStall(
+                    f"the process of actor {handle.name!r} to end after it was killed", KILL_S
+                )
 
     def _kill(self, record: PeerRecord, why: str = KILLED) -> None:
         """One whose link is closed leaves by itself, also where Ray can do nothing; if no word comes of it, it is given up."""
@@ -234,7 +291,12 @@ class RayControl(Peers):
 
     def _cut_off(self, name: str, ticket: int, why: str) -> None:
         """Its link ended: nearly always because its process did, which Ray tells by itself. One that lives is of no use."""
-        after(CUT_S, lambda: self._end_by_name(name, ticket, f"its link ended, and Ray did not say of what: {why}"))
+        after(
+            CUT_S,
+            lambda: self._end_by_name(
+                name, ticket, f"its link ended, and Ray did not say of what: {why}"
+            ),
+        )
 
     def _life_over(self, record: RayRecord, actor: Any, life: Future[Any]) -> None:
         """Ray says that it is over. What the actor said before still counts: the end of its link says that all was read."""
@@ -259,7 +321,11 @@ class RayControl(Peers):
         one that is there they stay, and it is told where, unless it can be seen that there are none."""
         if lines := record.words.last() if record.near else []:
             log.warning("%s said last:\n  %s", record.name, "\n  ".join(lines))
-        return f"; {where}" if CLUSTER.far and (where := record.words.where) and (lines or not record.near) else ""
+        return (
+            f"; {where}"
+            if CLUSTER.far and (where := record.words.where) and (lines or not record.near)
+            else ""
+        )
 
     def _ended(self, record: PeerRecord) -> None:
         assert isinstance(record, RayRecord)
@@ -300,17 +366,28 @@ class RayControl(Peers):
         if os.getpid() != self._pid:  # a forked copy of the program: the actors are not its own
             return
         if self._in_callback():
-            raise OverlordError("shutdown waits for the thread that runs callbacks; call it from another thread")
-        self._end_by(lambda: [
-            lambda: self._dismiss_all(timeout_s), lambda: self._server.close(HURRY_S), self._starts.close, self._news.close,
-            CLUSTER.leave, CLUSTER.settle, lambda: atexit.unregister(self._at_exit),
-        ])  # fmt: skip
+            raise OverlordError(
+                "shutdown waits for the thread that runs callbacks; call it from another thread"
+            )
+        self._end_by(
+            lambda: [
+                lambda: self._dismiss_all(timeout_s),
+                lambda: self._server.close(HURRY_S),
+                self._starts.close,
+                self._news.close,
+                CLUSTER.leave,
+                CLUSTER.settle,
+                lambda: atexit.unregister(self._at_exit),
+            ]
+        )
 
     def _dismiss_all(self, timeout_s: float) -> None:
         records = [r for r in self._living() if isinstance(r, RayRecord)]
         for record in self._dismiss(records, timeout_s, self._kill):
             record.gone.wait(HURRY_S)
-            self._over(record, SHUT_DOWN, quiet=True)  # one that stands still is ended by Ray in a few seconds
+            self._over(
+                record, SHUT_DOWN, quiet=True
+            )  # one that stands still is ended by Ray in a few seconds
 
     def _at_exit(self) -> None:
         self.shutdown(HURRY_S)

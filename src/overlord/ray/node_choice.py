@@ -45,13 +45,17 @@ class Layout:
     ranks_of: tuple[tuple[int, ...], ...] = ()  # by constructor host
     share: float = 0.5  # of the idle cores and memory of machines that have ranks: of constructors there, and of loaders what is left
     reserve: bool = False  # a loader host for which there is no room is left to the cluster, which may get another machine for it
-    labels: Mapping[str, str] = field(default_factory=dict)  # of machines for hosts that need not be beside ranks
-    resources: Mapping[str, float] = field(default_factory=dict)  # that each of those hosts asks for, besides a core and memory
+    labels: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of machines for hosts that need not be beside ranks
+    resources: Mapping[str, float] = field(
+        default_factory=dict
+    )  # that each of those hosts asks for, besides a core and memory
 
     def suits(self, node: Node) -> bool:
-        return all(has_label(node.labels, key, wanted) for key, wanted in self.labels.items()) and all(
-            node.resources.get(key, 0.0) >= wanted for key, wanted in self.resources.items()
-        )
+        return all(
+            has_label(node.labels, key, wanted) for key, wanted in self.labels.items()
+        ) and all(node.resources.get(key, 0.0) >= wanted for key, wanted in self.resources.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,9 @@ class Spot:
     resources: Mapping[str, float] = field(default_factory=dict)
 
     def fits(self, node: Node) -> bool:
-        enough = all(node.idle_resources.get(key, 0.0) >= wanted for key, wanted in self.resources.items())
+        enough = all(
+            node.idle_resources.get(key, 0.0) >= wanted for key, wanted in self.resources.items()
+        )
         return enough and node.idle_cores >= self.cores and node.idle_memory >= self.memory
 
 
@@ -73,7 +79,9 @@ def has_label(labels: Mapping[str, str], key: str, wanted: str) -> bool:
     """``wanted`` as Ray writes it: ``cpu``, ``!spot``, ``in(a, b)``, ``!in(a, b)``. A machine without the label is unlike any value."""
     found, negated = labels.get(key), wanted.startswith("!")
     listed = _ONE_OF.fullmatch(wanted.removeprefix("!"))
-    values = [value.strip() for value in listed[1].split(",")] if listed else [wanted.removeprefix("!")]
+    values = (
+        [value.strip() for value in listed[1].split(",")] if listed else [wanted.removeprefix("!")]
+    )
     return (found in values) != negated
 
 
@@ -83,21 +91,31 @@ def without_job(node: Node, ours: Iterable[Spot]) -> Node:
     for key, amount in (pair for spot in held for pair in spot.resources.items()):
         more[key] = more.get(key, 0.0) + amount
     return replace(
-        node, idle_cores=node.idle_cores + math.fsum(spot.cores for spot in held),
+        node,
+        idle_cores=node.idle_cores + math.fsum(spot.cores for spot in held),
         idle_memory=node.idle_memory + sum(spot.memory for spot in held),
-        idle_resources={key: node.idle_resources.get(key, 0.0) + amount for key, amount in more.items()},
-    )  # fmt: skip
+        idle_resources={
+            key: node.idle_resources.get(key, 0.0) + amount for key, amount in more.items()
+        },
+    )
 
 
 def at_most(node: Node, before: Node) -> Node:
     """What was asked for a moment ago may not be missing from a machine's figures yet: so it has no more than when they had settled."""
     return replace(
-        node, idle_cores=min(node.idle_cores, before.idle_cores), idle_memory=min(node.idle_memory, before.idle_memory),
-        idle_resources={key: min(idle, before.idle_resources.get(key, 0.0)) for key, idle in node.idle_resources.items()},
-    )  # fmt: skip
+        node,
+        idle_cores=min(node.idle_cores, before.idle_cores),
+        idle_memory=min(node.idle_memory, before.idle_memory),
+        idle_resources={
+            key: min(idle, before.idle_resources.get(key, 0.0))
+            for key, idle in node.idle_resources.items()
+        },
+    )
 
 
-def choose(name: str, nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: int = 0) -> Spot:
+def choose(
+    name: str, nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: int = 0
+) -> Spot:
     """The place for a host of so many bytes: ``placed`` says where the others are, by name of host. There is at least one node."""
     trainers = [n for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)]
     load = Counter(spot.node for host, spot in placed.items() if host != name)
@@ -109,22 +127,40 @@ def choose(name: str, nodes: Sequence[Node], layout: Layout, placed: Mapping[str
                 taken[spot.node, key] += amount
 
     def has_room(n: Node, share: float) -> bool:
-        return int(n.idle_cores * share) > load[n.id] and held[n.id] + memory <= n.idle_memory * share
+        return (
+            int(n.idle_cores * share) > load[n.id] and held[n.id] + memory <= n.idle_memory * share
+        )
 
     def has_more(n: Node) -> bool:
-        return all(n.idle_resources.get(key, 0.0) >= taken[n.id, key] + wanted for key, wanted in layout.resources.items())
+        return all(
+            n.idle_resources.get(key, 0.0) >= taken[n.id, key] + wanted
+            for key, wanted in layout.resources.items()
+        )
 
     if (beside := _beside(name, trainers, layout)) is not None:
-        return Spot(node=beside.id, cores=1.0, memory=memory) if has_room(beside, 1.0) else Spot(node=beside.id)
+        return (
+            Spot(node=beside.id, cores=1.0, memory=memory)
+            if has_room(beside, 1.0)
+            else Spot(node=beside.id)
+        )
     suited = [n for n in nodes if layout.suits(n)]
-    for some, share in (([n for n in suited if n in trainers], layout.share), ([n for n in suited if n not in trainers], 1.0)):
+    for some, share in (
+        ([n for n in suited if n in trainers], layout.share),
+        ([n for n in suited if n not in trainers], 1.0),
+    ):
         if room := [n for n in some if has_room(n, share) and has_more(n)]:
             best = min(room, key=lambda n: (load[n.id] - int(n.idle_cores * share), n.id))
             return Spot(node=best.id, cores=1.0, memory=memory, resources=layout.resources)
-    if layout.reserve or not suited:  # what was asked for by name is waited for, and nothing else taken in its place
+    if (
+        layout.reserve or not suited
+    ):  # what was asked for by name is waited for, and nothing else taken in its place
         return Spot(node="", cores=1.0, memory=memory, resources=layout.resources)
-    some = [n for n in suited if n.idle_cores >= 1] or suited  # a head is often told to have no cores, so that it is left alone
-    return Spot(node=min(some, key=lambda n: (load[n.id] / max(1.0, n.idle_cores), n.id)).id)  # none has room: the least crowded
+    some = [
+        n for n in suited if n.idle_cores >= 1
+    ] or suited  # a head is often told to have no cores, so that it is left alone
+    return Spot(
+        node=min(some, key=lambda n: (load[n.id] / max(1.0, n.idle_cores), n.id)).id
+    )  # none has room: the least crowded
 
 
 def _beside(name: str, trainers: Sequence[Node], layout: Layout) -> Node | None:
@@ -132,7 +168,11 @@ def _beside(name: str, trainers: Sequence[Node], layout: Layout) -> Node | None:
     kind, _, number = name.partition("/")
     if kind != CONSTRUCTOR or int(number) >= len(layout.ranks_of):
         return None
-    ranks = Counter(layout.rank_nodes[rank] for rank in layout.ranks_of[int(number)] if rank < len(layout.rank_nodes))
+    ranks = Counter(
+        layout.rank_nodes[rank]
+        for rank in layout.ranks_of[int(number)]
+        if rank < len(layout.rank_nodes)
+    )
     found = (n for called, _ in ranks.most_common() for n in trainers if n.is_called(called))
     return next(found, None)
 
@@ -156,7 +196,9 @@ class Surplus:
     leave: tuple[str, ...]
 
 
-def surplus(nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]) -> list[Surplus]:
+def surplus(
+    nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]
+) -> list[Surplus]:
     """Return the nodes that run more hosts than their share allows, those with ranks first.
 
     ``nodes`` are as they would be without the job; ``memory`` is what each host needs. Hosts that were given a core keep it, also where
@@ -167,8 +209,14 @@ def surplus(nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], m
         ranks = any(node.is_called(rank_node) for rank_node in layout.rank_nodes)
         share = layout.share if ranks else 1.0
         there = [host for host, spot in placed.items() if spot.node == node.id]
-        allowed = max(int(node.idle_cores * share), sum(host.startswith(CONSTRUCTOR) for host in there))
-        without = sorted((host for host in there if host.startswith(LOADER) and not placed[host].cores), key=_number, reverse=True)
+        allowed = max(
+            int(node.idle_cores * share), sum(host.startswith(CONSTRUCTOR) for host in there)
+        )
+        without = sorted(
+            (host for host in there if host.startswith(LOADER) and not placed[host].cores),
+            key=_number,
+            reverse=True,
+        )
         held, leave = sum(memory.get(host, 0) for host in there), list[str]()
         for host in without:
             if len(there) - len(leave) <= allowed and held <= node.idle_memory * share:
@@ -176,17 +224,30 @@ def surplus(nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], m
             leave.append(host)
             held -= memory.get(host, 0)
         if leave:
-            found.append(Surplus(node=node, hosts=len(there), allowed=allowed, has_ranks=ranks, leave=tuple(leave)))
+            found.append(
+                Surplus(
+                    node=node,
+                    hosts=len(there),
+                    allowed=allowed,
+                    has_ranks=ranks,
+                    leave=tuple(leave),
+                )
+            )
     return sorted(found, key=lambda s: (not s.has_ranks, s.node.id))
 
 
-def moves(nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]) -> dict[str, Spot]:
+def moves(
+    nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]
+) -> dict[str, Spot]:
     """Return the loader hosts that are to move to nodes with room, as those that joined: off nodes that run more than they may."""
     found, now = dict[str, Spot](), dict(placed)
     for crowded in surplus(nodes, layout, placed, memory):
         for host in crowded.leave:
             spot = choose(host, nodes, layout, now, memory.get(host, 0))
-            if spot.cores and spot.node not in ("", crowded.node.id):  # else there is no room for it anywhere
+            if spot.cores and spot.node not in (
+                "",
+                crowded.node.id,
+            ):  # else there is no room for it anywhere
                 found[host] = now[host] = spot
     return found
 
@@ -197,14 +258,18 @@ def _number(host: str) -> int:
 
 def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
     """Return the node without ranks that is best for the planner, which asks for nothing; None where all nodes have ranks."""
-    others = [n for n in nodes if not any(n.is_called(rank_node) for rank_node in layout.rank_nodes)]
+    others = [
+        n for n in nodes if not any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
+    ]
     suited = [n for n in others if layout.suits(n)] or others
     return max(suited, key=lambda n: (n.idle_cores, n.id), default=None)
 
 
 def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
     """Of a machine that the cluster is to find: none with ranks, whose share is used up."""
-    trainers = sorted(n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes))
+    trainers = sorted(
+        n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
+    )
     return {**layout.labels, **({NODE_ID: f"!in({','.join(trainers)})"} if trainers else {})}
 
 
@@ -249,17 +314,34 @@ def by_one_name(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]
 def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
     """What is wrong with what was asked for, in words: a machine that is not there would be passed over, and its ranks served from
     elsewhere."""
-    missing = dict.fromkeys(called for called in layout.rank_nodes if not any(n.is_called(called) for n in nodes))
+    missing = dict.fromkeys(
+        called for called in layout.rank_nodes if not any(n.is_called(called) for n in nodes)
+    )
     known = ", ".join(sorted(n.name or n.address or n.id for n in nodes))
-    found = [f"rank_nodes: no node of the cluster is called {called!r}; there are {known}" for called in missing]
+    found = [
+        f"rank_nodes: no node of the cluster is called {called!r}; there are {known}"
+        for called in missing
+    ]
     if layout.rank_nodes and len(layout.rank_nodes) != ranks:
         found.append(
             f"rank_nodes: wanted a node for each of {ranks} ranks, found {len(layout.rank_nodes)}: name them by rank, from rank 0 on"
         )
-    if not layout.reserve and not any(layout.suits(n) for n in nodes):  # with it, a machine that has them may come
-        found += [f"node_labels: no node of the cluster has {_both(layout.labels)}; there are {_told(nodes)}"] if layout.labels else []
+    if not layout.reserve and not any(
+        layout.suits(n) for n in nodes
+    ):  # with it, a machine that has them may come
         found += (
-            [f"node_resources: no node of the cluster has {_both(layout.resources)}; there are {_told(nodes)}"] if layout.resources else []
+            [
+                f"node_labels: no node of the cluster has {_both(layout.labels)}; there are {_told(nodes)}"
+            ]
+            if layout.labels
+            else []
+        )
+        found += (
+            [
+                f"node_resources: no node of the cluster has {_both(layout.resources)}; there are {_told(nodes)}"
+            ]
+            if layout.resources
+            else []
         )
     return found
 
@@ -270,11 +352,31 @@ def _both(wanted: Mapping[str, object]) -> str:
 
 def _told(nodes: Sequence[Node]) -> str:
     """Machines with what was given to them; Ray's own labels tell nothing."""
-    given = [(n, {**{key: value for key, value in n.labels.items() if not key.startswith("ray.io/")}, **n.resources}) for n in nodes[:8]]
-    return "; ".join(f"{n.name or n.address or n.id} with {_both(has) or 'none'}"[:200] for n, has in given)
+    given = [
+        (
+            n,
+            {
+                **{key: value for key, value in n.labels.items() if not key.startswith("ray.io/")},
+                **n.resources,
+            },
+        )
+        for n in nodes[:8]
+    ]
+    return "; ".join(
+        f"{n.name or n.address or n.id} with {_both(has) or 'none'}"[:200] for n, has in given
+    )
 
 
 def cores_for_loading(nodes: Sequence[Node], layout: Layout) -> int:
     """Cores that loader hosts, and constructor hosts among them, may use in all."""
-    trainers = {n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)}
-    return max(1, sum(int(n.idle_cores * (layout.share if n.id in trainers else 1.0)) for n in nodes if layout.suits(n)))
+    trainers = {
+        n.id for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
+    }
+    return max(
+        1,
+        sum(
+            int(n.idle_cores * (layout.share if n.id in trainers else 1.0))
+            for n in nodes
+            if layout.suits(n)
+        ),
+    )

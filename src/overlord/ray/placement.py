@@ -33,11 +33,19 @@ class Place:
     def wanted(self) -> str:
         """What is asked for, in words."""
         found = f"{self.num_cpus:g} core{'s' * (self.num_cpus != 1)} and {(self.memory or 0.0) / 2**20:.0f} MB"
-        return found + "".join(f" and {key}={value:g}" for key, value in self.resources) + "".join(f", {k}={v}," for k, v in self.labels)
+        return (
+            found
+            + "".join(f" and {key}={value:g}" for key, value in self.resources)
+            + "".join(f", {k}={v}," for k, v in self.labels)
+        )
 
     def options(self) -> dict[str, Any]:
         """In Ray's words, but for the node."""
-        found: dict[str, Any] = {"num_cpus": self.num_cpus, "max_restarts": 0, "max_task_retries": 0}
+        found: dict[str, Any] = {
+            "num_cpus": self.num_cpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
         if self.memory:
             found["memory"] = self.memory
         if self.resources:
@@ -50,7 +58,14 @@ class Place:
 def no_room(place: Place, nodes: Sequence[Node]) -> str:
     """What is waited for where Ray was asked for more than any node has idle."""
     kinds = [key for key, _ in place.resources]  # what is asked for by name may be what is missing
-    more = [" and ".join(f"{key}={n.idle_resources.get(key, 0.0):g}" for key in kinds) for n in nodes]
-    had = [f"{n.name or n.address} {n.idle_cores:g} cores and {n.idle_memory / 2**20:.0f} MB" for n in nodes]
-    idle = ", ".join(f"{one} and {kept}" if kept else one for one, kept in zip(had, more, strict=True))
+    more = [
+        " and ".join(f"{key}={n.idle_resources.get(key, 0.0):g}" for key in kinds) for n in nodes
+    ]
+    had = [
+        f"{n.name or n.address} {n.idle_cores:g} cores and {n.idle_memory / 2**20:.0f} MB"
+        for n in nodes
+    ]
+    idle = ", ".join(
+        f"{one} and {kept}" if kept else one for one, kept in zip(had, more, strict=True)
+    )
     return f"a node with {place.wanted} idle (there are {idle or 'none'}): an autoscaler may add one, or others leave"

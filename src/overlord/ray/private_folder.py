@@ -36,10 +36,14 @@ def rename_private(made: Path, path: Path) -> None:
     try:
         os.rename(made, path)
     except OSError as fault:
-        raise NotPrivate(f"{path}: expected a free name, got {_found(path)} ({fault.strerror}); remove it, or {REMEDY}") from fault
+        raise NotPrivate(
+            f"{path}: expected a free name, got {_found(path)} ({fault.strerror}); remove it, or {REMEDY}"
+        ) from fault
     after = os.lstat(path)
     if (after.st_dev, after.st_ino) != (before.st_dev, before.st_ino):
-        raise NotPrivate(f"{path}: expected the folder that was just renamed, got {_found(path)}; {REMEDY}")
+        raise NotPrivate(
+            f"{path}: expected the folder that was just renamed, got {_found(path)}; {REMEDY}"
+        )
     check_private(path)
 
 
@@ -47,7 +51,9 @@ def check_private(path: Path) -> None:
     """Raise ``NotPrivate`` unless ``path`` is a folder of this account, and no symlink, that no other account can enter."""
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & OTHERS:
-        raise NotPrivate(f"{path}: expected a folder of account {os.geteuid()} with mode 0700, got {_found(path)}; {REMEDY}")
+        raise NotPrivate(
+            f"{path}: expected a folder of account {os.geteuid()} with mode 0700, got {_found(path)}; {REMEDY}"
+        )
 
 
 def exposed(path: Path, *, owners: bool = True) -> str:
@@ -56,7 +62,10 @@ def exposed(path: Path, *, owners: bool = True) -> str:
     ``owners=False`` accepts folders of any owner and looks at their modes alone. A folder that others cannot enter hides all below it.
     """
     trusted = trusted_owners() if owners else None
-    written, real = Path(os.path.abspath(path)), Path(os.path.realpath(path))  # a symlink is as safe as where it lies and where it leads
+    written, real = (
+        Path(os.path.abspath(path)),
+        Path(os.path.realpath(path)),
+    )  # a symlink is as safe as where it lies and where it leads
     return _first_open(written, trusted) or (_first_open(real, trusted) if real != written else "")
 
 
@@ -72,7 +81,11 @@ def _first_open(path: Path, trusted: set[int] | None) -> str:
         if stat.S_ISDIR(found.st_mode) and not found.st_mode & OTHERS:
             return ""
         # In a folder with the sticky bit, as /tmp, only the owner of an entry renames or removes it.
-        if stat.S_ISDIR(found.st_mode) and found.st_mode & WRITERS and not found.st_mode & stat.S_ISVTX:
+        if (
+            stat.S_ISDIR(found.st_mode)
+            and found.st_mode & WRITERS
+            and not found.st_mode & stat.S_ISVTX
+        ):
             return f"{one} has mode {stat.S_IMODE(found.st_mode):04o}"
     return ""
 
@@ -93,5 +106,11 @@ def _found(path: Path) -> str:
         found = os.lstat(path)
     except OSError as fault:
         return f"nothing ({fault.strerror})"
-    kind = "a symlink" if stat.S_ISLNK(found.st_mode) else "a folder" if stat.S_ISDIR(found.st_mode) else "a file"
+    kind = (
+        "a symlink"
+        if stat.S_ISLNK(found.st_mode)
+        else "a folder"
+        if stat.S_ISDIR(found.st_mode)
+        else "a file"
+    )
     return f"{kind} of account {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}"

@@ -29,7 +29,10 @@ def not_waited_for(path: str, seconds: float) -> Iterator[None]:
 
 def _give_up(path: str, seconds: float) -> None:
     if hang_up(path):
-        log.warning("Ray's process of this node has not answered for %g s that this program leaves it, which is not waited for", seconds)
+        log.warning(
+            "Ray's process of this node has not answered for %g s that this program leaves it, which is not waited for",
+            seconds,
+        )
 
 
 def hang_up(path: str) -> int:

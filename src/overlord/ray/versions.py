@@ -35,7 +35,9 @@ def check_version(version: str) -> None:
         raise JobError([problem], "launch")
     if minor(version) not in {minor(tested) for tested in TESTED} and version not in _warned:
         _warned.add(version)
-        words = "Ray %s was not tested with this package: expected %s to %s. If something breaks, %s"
+        words = (
+            "Ray %s was not tested with this package: expected %s to %s. If something breaks, %s"
+        )
         log.warning(words, version, _shown(FIRST), _shown(LAST), pip_install("ray"))
 
 

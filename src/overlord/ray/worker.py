@@ -37,7 +37,9 @@ class Home:
     address: str
     token: str
     ticket: int
-    environ: Mapping[str, str] | None = None  # of the program; None: on another machine, which has its own
+    environ: Mapping[str, str] | None = (
+        None  # of the program; None: on another machine, which has its own
+    )
     directory: str = ""
     path: tuple[str, ...] = ()  # where Python looks for modules
 
@@ -49,19 +51,31 @@ class Body:
     """What Ray calls an actor: one method, which is its whole life."""
 
     def live(
-        self, home: Home, interface: str, code: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], words: Mapping[str, Any]
-    ) -> int | None:  # fmt: skip
+        self,
+        home: Home,
+        interface: str,
+        code: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
+        words: Mapping[str, Any],
+    ) -> int | None:
         """Until it is asked to leave (None), or leaves by itself: with this exit code. ``code``: factory and arguments, as they came.
         ``words``: where its output is, for who is left without it."""
         _take_over(home, interface)
-        hello = {"name": home.name, "ticket": home.ticket, "pid": os.getpid(), "machine": this_machine(), "words": words}
+        hello = {
+            "name": home.name,
+            "ticket": home.ticket,
+            "pid": os.getpid(),
+            "machine": this_machine(),
+            "words": words,
+        }
         link, _ = dial(home.address, home.token, hello, timeout_s=DIAL_S)
         link.max_held = 0  # messages are kept for long: copied
         link.waits_for_slots = False
         line = Line(link)
         performer = Performer(home.name, line.reply)
         try:
-            if performer.build(lambda: _made(*code())):  # it has said who it is: what stands still or fails from here on is known
+            if performer.build(
+                lambda: _made(*code())
+            ):  # it has said who it is: what stands still or fails from here on is known
                 line.serve(performer)
                 performer.close()
         except SystemExit as e:
@@ -126,7 +140,9 @@ class Line:
 def this_machine() -> str:
     """What tells two processes that each can signal the other by its number; empty where that cannot be known."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            "/proc/self/ns/pid"
+        )
     except OSError:
         return ""
 
@@ -134,7 +150,11 @@ def this_machine() -> str:
 def _take_over(home: Home, interface: str) -> None:
     """The surroundings of the program now; those of the worker are from when the cluster was started."""
     if home.environ is not None:
-        for key in [k for k in os.environ if k not in home.environ and k != NODE and not k.startswith("RAY_")]:
+        for key in [
+            k
+            for k in os.environ
+            if k not in home.environ and k != NODE and not k.startswith("RAY_")
+        ]:
             del os.environ[key]
         os.environ.update({k: v for k, v in home.environ.items() if not k.startswith("RAY_")})
         os.chdir(home.directory)

@@ -13,7 +13,11 @@ from typing import Any
 from overlord.rpc.actors import SAID
 
 LINES, BYTES = 20, 4096  # of each file, at most
-MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray puts into these files for itself
+MARKS = (
+    ":job_id:",
+    ":actor_name:",
+    ":task_name:",
+)  # lines that Ray puts into these files for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +31,21 @@ class Words:
     @staticmethod
     def into(node: str, files: Sequence[str]) -> dict[str, Any]:
         """Said by the actor, of itself."""
-        return {"node": node, "files": {path: Path(path).stat().st_size for path in files if path and Path(path).exists()}}
+        return {
+            "node": node,
+            "files": {
+                path: Path(path).stat().st_size for path in files if path and Path(path).exists()
+            },
+        }
 
     @staticmethod
     def of(said: Any) -> Words:
         match said:
             case {"node": str(node), "files": dict(files)}:
-                return Words(node, {str(path): int(begun) for path, begun in files.items() if type(begun) is int})
+                return Words(
+                    node,
+                    {str(path): int(begun) for path, begun in files.items() if type(begun) is int},
+                )
             case _:
                 return Words()
 

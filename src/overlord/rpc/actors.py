@@ -64,12 +64,19 @@ class Control(Protocol):
     """What a backend does; ``docs/control.md`` says each word of it."""
 
     def spawn(
-        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: Somewhere = None
+        self,
+        factory: Callable[..., Any],
+        *args: Any,
+        name: str,
+        resources: Mapping[str, float] | None = None,
+        node: Somewhere = None,
     ) -> Handle: ...
     def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]: ...
     def tell(self, handle: Handle, method: str, *args: Any) -> None: ...
     def get(self, future: Future[Any], timeout_s: float) -> Any: ...
-    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> tuple[list[Future[Any]], list[Future[Any]]]: ...
+    def wait(
+        self, futures: Sequence[Future[Any]], timeout_s: float
+    ) -> tuple[list[Future[Any]], list[Future[Any]]]: ...
     def lookup(self, name: str) -> Handle: ...
     def kill(self, handle: Handle) -> None: ...
     def on_death(self, handle: Handle, callback: OnDeath) -> None: ...
@@ -113,7 +120,9 @@ class Record:
         else:
             answer.set_exception(value)
 
-    def ended(self, reason: str, *, fault: BaseException | None = None, quiet: bool = False) -> bool:
+    def ended(
+        self, reason: str, *, fault: BaseException | None = None, quiet: bool = False
+    ) -> bool:
         """The actor is no more: whoever waits for it is told, once. ``quiet``: it left because it was asked to, which is no death."""
         with self._lock:
             if self.reason is not None:
@@ -162,7 +171,10 @@ class Actors(Generic[R]):
     def _place(self, name: str, resources: Mapping[str, float], node: Somewhere) -> Any:
         """Where an actor is to be, in the backend's own words."""
         if node is not None:
-            raise JobError([f"node {node!r} was asked for, but this runtime has one machine; leave node out"], f"actor {name!r}")
+            raise JobError(
+                [f"node {node!r} was asked for, but this runtime has one machine; leave node out"],
+                f"actor {name!r}",
+            )
 
     def _send(self, record: R, number: int, header: bytes, columns: list[np.ndarray]) -> None:
         """Hand a call over without waiting for anyone."""
@@ -174,7 +186,12 @@ class Actors(Generic[R]):
     # for everyone
 
     def spawn(
-        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: Somewhere = None
+        self,
+        factory: Callable[..., Any],
+        *args: Any,
+        name: str,
+        resources: Mapping[str, float] | None = None,
+        node: Somewhere = None,
     ) -> Handle:
         """Start an actor; returns before its factory has run, so that many start together. ``resources`` is a hint for backends that
         place actors; these run on this machine, and know no other ``node``."""
@@ -184,7 +201,10 @@ class Actors(Generic[R]):
         with self._names_lock:
             self._check_open(name)
             if name in self._names:
-                raise JobError(["the name is taken by a living actor; kill that first, or take another name"], f"actor {name!r}")
+                raise JobError(
+                    ["the name is taken by a living actor; kill that first, or take another name"],
+                    f"actor {name!r}",
+                )
             self._names[name] = record
         try:
             record.handle = self._start(record, factory, args)
@@ -225,9 +245,15 @@ class Actors(Generic[R]):
 
     def _whom(self, future: Future[Any]) -> str:
         """What an answer that does not come waits for."""
-        return f"actor {future.actor!r} to answer {future.method!r}" if isinstance(future, Answer) else "a future"
+        return (
+            f"actor {future.actor!r} to answer {future.method!r}"
+            if isinstance(future, Answer)
+            else "a future"
+        )
 
-    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> tuple[list[Future[Any]], list[Future[Any]]]:
+    def wait(
+        self, futures: Sequence[Future[Any]], timeout_s: float
+    ) -> tuple[list[Future[Any]], list[Future[Any]]]:
         """Until one has its answer (or its error), or the deadline: those that have, and those that have not, in the order given."""
         concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_COMPLETED)
         ready = {id(f) for f in futures if f.done()}
@@ -238,7 +264,11 @@ class Actors(Generic[R]):
             known = {record.name: record.handle for record in self._names.values()}
         handle = known.get(name)
         if handle is None:
-            raise ActorLost(name, "there is no actor of this name" + (did_you_mean(name, known) if known else "; there is none at all"))
+            raise ActorLost(
+                name,
+                "there is no actor of this name"
+                + (did_you_mean(name, known) if known else "; there is none at all"),
+            )
         return handle
 
     def on_death(self, handle: Handle, callback: OnDeath) -> None:
@@ -269,7 +299,9 @@ class Actors(Generic[R]):
             raise OverlordError(f"{handle} is of another control plane")
         return handle._record
 
-    def _over(self, record: R, reason: str, *, fault: BaseException | None = None, quiet: bool = False) -> bool:
+    def _over(
+        self, record: R, reason: str, *, fault: BaseException | None = None, quiet: bool = False
+    ) -> bool:
         """The name is free before anyone is told, so that whoever is told can start another under it."""
         with self._names_lock:
             if self._names.get(record.name) is record:
@@ -280,15 +312,23 @@ class Actors(Generic[R]):
         with self._names_lock:
             return list(self._names.values())
 
-    def _dismiss(self, records: Sequence[R], timeout_s: float, kill: Callable[[R], None]) -> list[R]:
+    def _dismiss(
+        self, records: Sequence[R], timeout_s: float, kill: Callable[[R], None]
+    ) -> list[R]:
         """Ask these to finish their calls and leave. Those that had not at the deadline, and were killed for it."""
         deadline = time.monotonic() + timeout_s
         try:
             for record in records:
                 record.leaving = True
                 self._send(record, ITSELF, b"", [])
-            late = [record for record in records if not record.gone.wait(max(0.0, deadline - time.monotonic()))]
-        except BaseException:  # Ctrl-C: nobody wants to wait any more, and who is not asked again must not stay
+            late = [
+                record
+                for record in records
+                if not record.gone.wait(max(0.0, deadline - time.monotonic()))
+            ]
+        except (
+            BaseException
+        ):  # Ctrl-C: nobody wants to wait any more, and who is not asked again must not stay
             for record in records:
                 if not record.gone.is_set():
                     kill(record)

@@ -14,7 +14,11 @@ from overlord.rpc.actors import SHUT_DOWN, SHUTDOWN_S, Actors, Handle, Record, l
 from overlord.rpc.server import ITSELF, Performer, exit_code, factory_failed, open_reply
 
 KILLED = "killed"
-_LEAVE: tuple[int, bytes, list[np.ndarray]] = (ITSELF, b"", [])  # a call like others, behind those that were made before
+_LEAVE: tuple[int, bytes, list[np.ndarray]] = (
+    ITSELF,
+    b"",
+    [],
+)  # a call like others, behind those that were made before
 
 
 class ThreadRecord(Record):
@@ -48,19 +52,32 @@ class LocalControl(Actors[ThreadRecord]):
             if record.thread is not threading.current_thread():
                 record.thread.join(max(0.0, deadline - time.monotonic()))
             if self._over(record, SHUT_DOWN, quiet=True):
-                log.warning("actor %s did not leave in %.1f s and was given up", record.name, timeout_s)
+                log.warning(
+                    "actor %s did not leave in %.1f s and was given up", record.name, timeout_s
+                )
 
-    def _start(self, record: ThreadRecord, factory: Callable[..., Any], args: tuple[Any, ...]) -> Handle:
-        record.thread = threading.Thread(target=self._live, args=(record, factory, args), name=f"overlord actor {record.name}", daemon=True)
+    def _start(
+        self, record: ThreadRecord, factory: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Handle:
+        record.thread = threading.Thread(
+            target=self._live,
+            args=(record, factory, args),
+            name=f"overlord actor {record.name}",
+            daemon=True,
+        )
         record.thread.start()
         return Handle(record.name, None, record)
 
-    def _send(self, record: ThreadRecord, number: int, header: bytes, columns: list[np.ndarray]) -> None:
+    def _send(
+        self, record: ThreadRecord, number: int, header: bytes, columns: list[np.ndarray]
+    ) -> None:
         record.inbox.put((number, header, columns))
 
     # in the actor's thread
 
-    def _live(self, record: ThreadRecord, factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _live(
+        self, record: ThreadRecord, factory: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
         faults: list[Exception] = []
 
         def reply(number: int, header: bytes, columns: list[np.ndarray]) -> None:

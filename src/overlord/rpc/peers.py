@@ -35,7 +35,9 @@ REPLY_S = 30.0  # for it to take an answer: far above what it needs while it liv
 LOOK_S = 60.0  # between two looks whether a silent link is still wanted
 KILL_S = 8.0  # for a process to be gone, when somebody else kills it
 CUT_S = 1.0  # between the end of a link and the word that the process died, in either order
-UNBOUNDED = 2**62  # of bytes that wait for an actor: a pump must not wait for one that is stuck, which is noticed otherwise
+UNBOUNDED = (
+    2**62
+)  # of bytes that wait for an actor: a pump must not wait for one that is stuck, which is noticed otherwise
 
 
 class PeerRecord(Record):
@@ -47,13 +49,21 @@ class PeerRecord(Record):
         self.link: ServerLink | None = None
         self.early: list[tuple[int, bytes, list[np.ndarray]]] = []
         self.order = threading.Lock()  # what was asked before it came goes first
-        self.end: tuple[str, BaseException | None] | None = None  # how it ended, while what it said before is still being read
+        self.end: tuple[str, BaseException | None] | None = (
+            None  # how it ended, while what it said before is still being read
+        )
 
     def came(self, link: ServerLink, pid: int | None) -> None:
         with self.order:
             if self.link is not None or self.reason is not None:
-                raise OverlordError(f"{self.name} with ticket {self.ticket} is here already, or was given up")
-            link.max_held, link.max_queued_bytes, link.waits_for_slots = 0, UNBOUNDED, False  # what it says is kept for long: copied
+                raise OverlordError(
+                    f"{self.name} with ticket {self.ticket} is here already, or was given up"
+                )
+            link.max_held, link.max_queued_bytes, link.waits_for_slots = (
+                0,
+                UNBOUNDED,
+                False,
+            )  # what it says is kept for long: copied
             assert self.handle is not None
             self.link, self.handle.pid = link, pid
             for call in self.early:
@@ -65,7 +75,9 @@ class PeerRecord(Record):
             if self.link is None:
                 self.early.append((number, header, columns))
             else:
-                with contextlib.suppress(ActorLost):  # how it ended is told by who started it, and then to all who wait
+                with contextlib.suppress(
+                    ActorLost
+                ):  # how it ended is told by who started it, and then to all who wait
                     self.link.send((number, header, columns), timeout_s=0.0)
 
 
@@ -82,7 +94,9 @@ class Peers(Actors[PeerRecord]):
 
     _kind = PeerRecord
 
-    def __init__(self, *, end: Ender = _nobody, cut: Ender | None = None, machine: Machine | None = None) -> None:
+    def __init__(
+        self, *, end: Ender = _nobody, cut: Ender | None = None, machine: Machine | None = None
+    ) -> None:
         super().__init__()
         self.token = secrets.token_urlsafe(24)
         self._end, self._cut = end, cut
@@ -90,7 +104,11 @@ class Peers(Actors[PeerRecord]):
         self._by_ticket: dict[int, PeerRecord] = {}
         self._of_link: dict[ServerLink, PeerRecord] = {}
         self._server = Server(
-            token=self.token, on_open=self._opened, on_message=self._message, on_close=self._lost_link, **(machine or Machine()).inside()
+            token=self.token,
+            on_open=self._opened,
+            on_message=self._message,
+            on_close=self._lost_link,
+            **(machine or Machine()).inside(),
         )
         self.address = self._server.address
 
@@ -121,8 +139,17 @@ class Peers(Actors[PeerRecord]):
         self._over(record, record.end[0], fault=record.end[1])
         record.gone.set()
 
-    def spawn(self, factory: Callable[..., Any], *args: Any, name: str, resources: Any = None, node: Somewhere = None) -> Handle:
-        raise OverlordError(f"actor {name!r}: actors are started where the job was launched; here they are expected")
+    def spawn(
+        self,
+        factory: Callable[..., Any],
+        *args: Any,
+        name: str,
+        resources: Any = None,
+        node: Somewhere = None,
+    ) -> Handle:
+        raise OverlordError(
+            f"actor {name!r}: actors are started where the job was launched; here they are expected"
+        )
 
     def kill(self, handle: Handle) -> None:
         self.kill_all([handle])
@@ -132,8 +159,15 @@ class Peers(Actors[PeerRecord]):
         records, deadline = [self._mine(handle) for handle in handles], time.monotonic() + KILL_S
         for record in records:
             self._end(record.name, record.ticket, "killed")
-        if late := [r.name for r in records if r.reason is None and not r.gone.wait(max(0.0, deadline - time.monotonic()))]:
-            raise DataStall(f"the process of actor {', '.join(map(repr, late))} to end after it was killed", KILL_S)
+        if late := [
+            r.name
+            for r in records
+            if r.reason is None and not r.gone.wait(max(0.0, deadline - time.monotonic()))
+        ]:
+            raise DataStall(
+                f"the process of actor {', '.join(map(repr, late))} to end after it was killed",
+                KILL_S,
+            )
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
         """The actors live on, and are nobody's: who started them ends them."""
@@ -142,7 +176,9 @@ class Peers(Actors[PeerRecord]):
                 self._over(record, SHUT_DOWN, quiet=True)
             self._server.close(timeout_s)
 
-    def _send(self, record: PeerRecord, number: int, header: bytes, columns: list[np.ndarray]) -> None:
+    def _send(
+        self, record: PeerRecord, number: int, header: bytes, columns: list[np.ndarray]
+    ) -> None:
         record.put(number, header, columns)
 
     # in the server's thread
@@ -151,7 +187,9 @@ class Peers(Actors[PeerRecord]):
         name, ticket, pid = hello.get("name"), hello.get("ticket"), hello.get("pid")
         record = self._by_ticket.get(ticket) if type(ticket) is int else None
         if record is None or record.name != name or type(pid) is not int:
-            raise OverlordError(f"wanted an actor that is expected, found {name!r:.60} with ticket {ticket!r:.20}")
+            raise OverlordError(
+                f"wanted an actor that is expected, found {name!r:.60} with ticket {ticket!r:.20}"
+            )
         record.came(link, pid)
         self._of_link[link] = record
         return {}
@@ -162,7 +200,9 @@ class Peers(Actors[PeerRecord]):
             case (int(number), bytes(header), list(columns)):
                 record.answered(number, *open_reply(record.name, header, columns))
             case _:
-                raise OverlordError(f"wanted an answer of {record.name}, found {type(value).__name__}")
+                raise OverlordError(
+                    f"wanted an answer of {record.name}, found {type(value).__name__}"
+                )
 
     def _lost_link(self, link: ServerLink, reason: str) -> None:
         record = self._of_link.pop(link)
@@ -194,13 +234,22 @@ def fault_of(control: Control, dead: Handle) -> BaseException | None:
 class Dial(Protocol):
     """How a link is made; ``channel.server.dial`` where the machine is a real one."""
 
-    def __call__(self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float) -> tuple[Link, dict[str, Any]]: ...
+    def __call__(
+        self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float
+    ) -> tuple[Link, dict[str, Any]]: ...
 
 
 class Sibling:
     """The other side: an actor that takes calls from whoever it was sent to last, beside those of the one who started it."""
 
-    def __init__(self, name: str, actor: object, *, dial: Dial = dial, leave: Callable[[int], None] = os._exit):
+    def __init__(
+        self,
+        name: str,
+        actor: object,
+        *,
+        dial: Dial = dial,
+        leave: Callable[[int], None] = os._exit,
+    ):
         self._name, self._actor, self._dial, self._leave = name, actor, dial, leave
         self._lock = threading.Lock()
         self._sent = 0  # how often
@@ -214,7 +263,12 @@ class Sibling:
         if former is not None:
             former.close("another one calls from here on")
         hello = {"name": self._name, "ticket": ticket, "pid": os.getpid()}
-        threading.Thread(target=self._go, args=(sent, address, token, hello), name=f"overlord-calls-{ticket}", daemon=True).start()
+        threading.Thread(
+            target=self._go,
+            args=(sent, address, token, hello),
+            name=f"overlord-calls-{ticket}",
+            daemon=True,
+        ).start()
 
     def _go(self, sent: int, address: str, token: str, hello: dict[str, Any]) -> None:
         while self._sent == sent:
@@ -238,7 +292,9 @@ class Sibling:
     def _serve(self, link: Link) -> None:
         performer = Performer(self._name, lambda *reply: self._reply(link, *reply))
         performer.build(lambda: self._actor)
-        with contextlib.suppress(ActorLost, FrameError):  # the one who called is gone; another will say where to come
+        with contextlib.suppress(
+            ActorLost, FrameError
+        ):  # the one who called is gone; another will say where to come
             while self._link is link:
                 if (call := link.recv(LOOK_S)) is TIMEOUT:
                     continue

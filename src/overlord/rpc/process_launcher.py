@@ -31,7 +31,9 @@ from overlord.rpc.server import ITSELF, factory_failed, open_reply
 from overlord.transport.socket_io import Inbox, Outbox
 
 KILL_S = 5.0  # for a killed process to be gone; one that waits for a disk may take its time
-MAX_WAITING_BYTES = 2**30  # of calls an actor has not taken: it is stuck, and to go on would fill the memory
+MAX_WAITING_BYTES = (
+    2**30
+)  # of calls an actor has not taken: it is stuck, and to go on would fill the memory
 READS = 16  # of one actor in a row, before others get their turn
 
 
@@ -57,7 +59,9 @@ class ProcessRecord(Record):
                 return False
             waiting = len(self.outbox) > 0
             if waiting and self.outbox.nbytes + parcel.nbytes > MAX_WAITING_BYTES:
-                raise DataStall(f"actor {self.name!r} to take its calls", time.monotonic() - self.moved_at)
+                raise DataStall(
+                    f"actor {self.name!r} to take its calls", time.monotonic() - self.moved_at
+                )
             self.outbox.put(parcel)
             return not waiting and not self._write()
 
@@ -112,7 +116,9 @@ class ProcessControl(Actors[ProcessRecord]):
         self._waker.setblocking(False)
         self._todo: deque[Callable[[], None]] = deque()
         self._stop = False
-        self._start_lock = threading.Lock()  # for Python's own list of processes, which a start looks through
+        self._start_lock = (
+            threading.Lock()
+        )  # for Python's own list of processes, which a start looks through
         self._selector.register(self._woken, selectors.EVENT_READ, self._wake_up)
         self._thread = threading.Thread(target=self._run, name="overlord control", daemon=True)
         self._thread.start()
@@ -132,18 +138,27 @@ class ProcessControl(Actors[ProcessRecord]):
         record = self._mine(handle)
         record.kill()
         if threading.current_thread() is not self._thread and not record.gone.wait(KILL_S):
-            raise DataStall(f"the process of actor {handle.name!r} to end after it was killed", KILL_S)
+            raise DataStall(
+                f"the process of actor {handle.name!r} to end after it was killed", KILL_S
+            )
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
         """Every actor finishes its calls, is closed and goes; one that has not at the deadline is killed."""
         if os.getpid() != self._pid:  # a forked copy of the program: the actors are not its own
             return
         if threading.current_thread() is self._thread:
-            raise OverlordError("shutdown waits for the thread that runs callbacks; call it from another thread")
-        self._end_by(lambda: [
-            lambda: self._dismiss_all(timeout_s), lambda: self._post(self._end), lambda: self._thread.join(KILL_S), self._waker.close,
-            lambda: atexit.unregister(self._at_exit),
-        ])  # fmt: skip
+            raise OverlordError(
+                "shutdown waits for the thread that runs callbacks; call it from another thread"
+            )
+        self._end_by(
+            lambda: [
+                lambda: self._dismiss_all(timeout_s),
+                lambda: self._post(self._end),
+                lambda: self._thread.join(KILL_S),
+                self._waker.close,
+                lambda: atexit.unregister(self._at_exit),
+            ]
+        )
 
     def _dismiss_all(self, timeout_s: float) -> None:
         with self._start_lock:
@@ -156,18 +171,25 @@ class ProcessControl(Actors[ProcessRecord]):
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise OverlordError("this process was forked from the one that has the actors; only that one can call them")
+            raise OverlordError(
+                "this process was forked from the one that has the actors; only that one can call them"
+            )
 
     # starting
 
-    def _start(self, record: ProcessRecord, factory: Callable[..., Any], args: tuple[Any, ...]) -> Handle:
+    def _start(
+        self, record: ProcessRecord, factory: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Handle:
         self._check_process()
         ours, theirs = socket.socketpair()
         with self._start_lock:
             try:
                 self._check_open(record.name)
                 process = forkserver.process(
-                    target=serve, args=(theirs, record.name, dict(os.environ), factory, args), name=record.name, daemon=False
+                    target=serve,
+                    args=(theirs, record.name, dict(os.environ), factory, args),
+                    name=record.name,
+                    daemon=False,
                 )
                 _begin(process, record.name, factory, args)
             except BaseException:
@@ -181,7 +203,9 @@ class ProcessControl(Actors[ProcessRecord]):
         self._post(lambda: self._watch(record))
         return record.handle
 
-    def _send(self, record: ProcessRecord, number: int, header: bytes, columns: list[np.ndarray]) -> None:
+    def _send(
+        self, record: ProcessRecord, number: int, header: bytes, columns: list[np.ndarray]
+    ) -> None:
         if record.put(number, header, columns):
             self._post(lambda: self._want(record, selectors.EVENT_READ | selectors.EVENT_WRITE))
 
@@ -211,8 +235,12 @@ class ProcessControl(Actors[ProcessRecord]):
             self._todo.popleft()()
 
     def _watch(self, record: ProcessRecord) -> None:
-        self._selector.register(record.sock, selectors.EVENT_READ, lambda events: self._ready(record, events))
-        self._selector.register(record.process.sentinel, selectors.EVENT_READ, lambda _: self._ended(record))
+        self._selector.register(
+            record.sock, selectors.EVENT_READ, lambda events: self._ready(record, events)
+        )
+        self._selector.register(
+            record.process.sentinel, selectors.EVENT_READ, lambda _: self._ended(record)
+        )
 
     def _want(self, record: ProcessRecord, events: int) -> None:
         if not record.closed and record.sock in self._selector.get_map():
@@ -225,7 +253,9 @@ class ProcessControl(Actors[ProcessRecord]):
             # Its end comes with that of the process, but for one that is still being started and fails. Should a process have
             # closed it and live, or have sent nonsense, it is of no use to anyone.
             self._selector.unregister(record.sock)
-            if record.started or record.broken:  # nonsense may come in one read with the word that it has started
+            if (
+                record.started or record.broken
+            ):  # nonsense may come in one read with the word that it has started
                 record.kill()
 
     def _read(self, record: ProcessRecord, times: int) -> bool:
@@ -245,7 +275,9 @@ class ProcessControl(Actors[ProcessRecord]):
             return False
         return True
 
-    def _handle(self, record: ProcessRecord, number: int, header: memoryview, columns: list[np.ndarray]) -> None:
+    def _handle(
+        self, record: ProcessRecord, number: int, header: memoryview, columns: list[np.ndarray]
+    ) -> None:
         ok, value = open_reply(record.name, header, columns)
         if number != ITSELF:
             record.answered(number, ok, value)
@@ -283,23 +315,34 @@ def _reason(record: ProcessRecord, code: int | None) -> str:
     return f"its process ended before it could start ({how}) and said why on stderr; it may miss a module{forkserver.UNGUARDED}"
 
 
-def _begin(process: ForkServerProcess, name: str, factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _begin(
+    process: ForkServerProcess, name: str, factory: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     try:
         process.start()
     except (EOFError, ConnectionError) as e:
-        raise ActorLost(name, f"the fork server ended when it was to start it{forkserver.UNGUARDED}") from e
+        raise ActorLost(
+            name, f"the fork server ended when it was to start it{forkserver.UNGUARDED}"
+        ) from e
     except Exception as e:
         if what := _unsendable(factory, args):
             remedy = "use a function or a class of a module, not a lambda or an inner one, and arguments that can be pickled"
-            raise JobError([f"{what} cannot be sent to a process: {e}; {remedy}"], f"actor {name!r}") from e
+            raise JobError(
+                [f"{what} cannot be sent to a process: {e}; {remedy}"], f"actor {name!r}"
+            ) from e
         raise
 
 
 def _unsendable(factory: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    for what, value in (("the factory", factory), *((f"argument {i} of the factory", a) for i, a in enumerate(args, 1))):
+    for what, value in (
+        ("the factory", factory),
+        *((f"argument {i} of the factory", a) for i, a in enumerate(args, 1)),
+    ):
         try:
             ForkingPickler.dumps(value)
-        except Exception:  # PicklingError, AttributeError, TypeError, or what a class of the user raises
+        except (
+            Exception
+        ):  # PicklingError, AttributeError, TypeError, or what a class of the user raises
             return f"{what} {value!r:.80}"
     return ""
 

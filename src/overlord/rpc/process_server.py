@@ -27,7 +27,9 @@ from overlord.transport.socket_io import FRAME, Inbox, Parcel
 
 _NUMBER = struct.Struct("<Q")
 HANGUP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
-_kept: list[socket.socket] = []  # the parent takes the end of the socket for the end of the process, so it must not come sooner
+_kept: list[
+    socket.socket
+] = []  # the parent takes the end of the socket for the end of the process, so it must not come sooner
 
 
 class Line:
@@ -71,16 +73,26 @@ def room(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 
-def serve(sock: socket.socket, name: str, environ: Mapping[str, str], factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def serve(
+    sock: socket.socket,
+    name: str,
+    environ: Mapping[str, str],
+    factory: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     """The life of the process. Factory and arguments came with its start, the one place where code crosses."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to leave
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent says when to leave
     forkserver.die_with_parent()
     forkserver.share_server()
     threading.Thread(target=_watch, args=(sock,), name="overlord watch", daemon=True).start()
     _kept.append(sock)
     _take_over(environ)
     line = Line(sock)
-    line.reply(ITSELF, *encode((True, None)))  # started: what fails from here on is no fault of the program's main file
+    line.reply(
+        ITSELF, *encode((True, None))
+    )  # started: what fails from here on is no fault of the program's main file
     performer = Performer(name, line.reply)
     try:
         if not performer.build(lambda: factory(*args)):

@@ -66,8 +66,14 @@ class Performer:
         found = None if method.startswith("_") else getattr(self._actor, method, None)
         if callable(found):
             return found
-        known = [n for n in dir(self._actor) if not n.startswith("_") and callable(getattr(type(self._actor), n, None))]
-        raise AttributeError(f"actor {self.name!r} has no method {method!r}; it has: {', '.join(known) or 'none'}")
+        known = [
+            n
+            for n in dir(self._actor)
+            if not n.startswith("_") and callable(getattr(type(self._actor), n, None))
+        ]
+        raise AttributeError(
+            f"actor {self.name!r} has no method {method!r}; it has: {', '.join(known) or 'none'}"
+        )
 
     def _later(self, number: int, method: str, future: Future[Any]) -> None:
         try:
@@ -82,12 +88,20 @@ class Performer:
             self._say_where(method, value)
         if number == NOBODY:
             if not ok:
-                log.error("%s of actor %s failed, and nobody waits for it: %s", method, self.name, value, exc_info=value)
+                log.error(
+                    "%s of actor %s failed, and nobody waits for it: %s",
+                    method,
+                    self.name,
+                    value,
+                    exc_info=value,
+                )
             return
         try:
             self._reply(number, *encode((ok, value)))
         except FrameError as e:
-            where = f"what {method!r} of actor {self.name!r} returned{e.where.removeprefix('value[1]')}"
+            where = (
+                f"what {method!r} of actor {self.name!r} returned{e.where.removeprefix('value[1]')}"
+            )
             self._reply(number, *encode((False, FrameError(e.problem, where, e.remedy))))
 
     def _say_where(self, method: str, error: BaseException) -> None:

@@ -65,9 +65,16 @@ class Registry:
     """Where clients say that they are there. In the server's thread; what it leads to is posted to the pump."""
 
     def __init__(
-        self, token: str, welcome: Callable[[int], dict[str, Any]], *, generation: int, prefetch: int,
-        came: Callable[[Linked], None], went: Callable[[Linked, str], None], heard: Callable[[Linked, Any], None],
-    ):  # fmt: skip
+        self,
+        token: str,
+        welcome: Callable[[int], dict[str, Any]],
+        *,
+        generation: int,
+        prefetch: int,
+        came: Callable[[Linked], None],
+        went: Callable[[Linked, str], None],
+        heard: Callable[[Linked, Any], None],
+    ):
         self._welcome, self._generation = welcome, generation
         self._came, self._went, self._heard = came, went, heard
         self._lock = threading.Lock()
@@ -75,7 +82,12 @@ class Registry:
         self._of_link: dict[Link, Linked] = {}
         self._open = True
         self._server = Server(
-            token=token, on_open=self._opened, on_message=self._message, on_close=self._closed, hold=prefetch, tcp=not HAS_SHARED_MEMORY
+            token=token,
+            on_open=self._opened,
+            on_message=self._message,
+            on_close=self._closed,
+            hold=prefetch,
+            tcp=not HAS_SHARED_MEMORY,
         )
         self.address = self._server.address
 
@@ -91,7 +103,12 @@ class Registry:
 
     def _opened(self, link: ServerLink, hello: Mapping[str, Any]) -> dict[str, Any]:
         rank, address, pid = (hello.get(name) for name in ("rank", "address", "pid"))
-        if hello.get("role") != "constructor" or type(rank) is not int or not isinstance(address, str) or type(pid) is not int:
+        if (
+            hello.get("role") != "constructor"
+            or type(rank) is not int
+            or not isinstance(address, str)
+            or type(pid) is not int
+        ):
             raise OverlordError(f"wanted a client that builds its steps, found {hello!r:.100}")
         if hello.get("generation") != self._generation:
             raise OverlordError(f"rank {rank}: {MOVED}")
@@ -102,9 +119,14 @@ class Registry:
                 raise OverlordError(f"rank {rank}: {GONE}")
             former, self._clients[rank] = self._clients.get(rank), client
             self._of_link[link] = client
-        link.max_queued_bytes = UNBOUNDED  # the prefetch window bounds it, and the pump must not wait for a slow client
+        link.max_queued_bytes = (
+            UNBOUNDED  # the prefetch window bounds it, and the pump must not wait for a slow client
+        )
         if former is not None:
-            dismiss(former, f"rank {rank}: another client of this rank has connected and takes this one's place")
+            dismiss(
+                former,
+                f"rank {rank}: another client of this rank has connected and takes this one's place",
+            )
         self._came(client)
         return welcome
 
@@ -118,7 +140,9 @@ class Registry:
             case (int(number), answer):
                 client.answered(number, answer)
             case _:
-                raise OverlordError(f"wanted Took, Finish or an answer from a client, found {type(value).__name__}")
+                raise OverlordError(
+                    f"wanted Took, Finish or an answer from a client, found {type(value).__name__}"
+                )
 
     def _closed(self, link: Link, reason: str) -> None:
         with self._lock:
@@ -151,9 +175,14 @@ class DirectHost(ProcessHost):
             return lambda *args: self._pump.post(lambda: None if self._closed else act(*args))
 
         self._registry = Registry(
-            self._token, self._welcome, generation=self._number, prefetch=self.blueprint.options.prefetch,
-            came=post(self._came), went=post(self._went), heard=post(self._heard),
-        )  # fmt: skip
+            self._token,
+            self._welcome,
+            generation=self._number,
+            prefetch=self.blueprint.options.prefetch,
+            came=post(self._came),
+            went=post(self._went),
+            heard=post(self._heard),
+        )
 
     def _n_constructors(self) -> int:
         return len(self._ranks)
@@ -163,7 +192,12 @@ class DirectHost(ProcessHost):
         if rank not in self._bucket_of:
             raise OverlordError(f"rank {rank}: wanted 0 to {len(self._bucket_of) - 1}")
         options = self.blueprint.options
-        settings = {"batch": asdict(job.batch), "multiple": job.document_multiple, "check": options.check, "broadcast": options.broadcast}
+        settings = {
+            "batch": asdict(job.batch),
+            "multiple": job.document_multiple,
+            "check": options.check,
+            "broadcast": options.broadcast,
+        }
         return {"bucket": self._bucket_of[rank], **settings}
 
     # clients that come and go, in the pump
@@ -182,7 +216,12 @@ class DirectHost(ProcessHost):
         one that ended in order was closed, or its session is moving, and others tell."""
         for remote in list(self._loaders.values()):
             remote.out.append(("leave", client.rank))
-        if self._begun and client.rank in self._attached and not client.left and self.planner.finished is None:
+        if (
+            self._begun
+            and client.rank in self._attached
+            and not client.left
+            and self.planner.finished is None
+        ):
             self._lost(client, reason)
         client.lost = client.lost or reason
         self.run()
@@ -196,7 +235,13 @@ class DirectHost(ProcessHost):
     def _begin(self) -> None:
         if not self._begun and self._attached and self._registry.close_for(self._attached):
             self._begun = True
-            self.run([command for rank in sorted(self._attached) for command in self.planner.handle(Attach(rank))])
+            self.run(
+                [
+                    command
+                    for rank in sorted(self._attached)
+                    for command in self.planner.handle(Attach(rank))
+                ]
+            )
 
     def attach(self, mailboxes: Mapping[int, Any]) -> None:
         """Clients of these ranks are expected; planning begins when they are there."""
@@ -234,7 +279,9 @@ class DirectHost(ProcessHost):
         """A client of this process builds as any other; when these cores are closed the session says why."""
         where = lambda generation: None if self._closed else self.address_for(rank)  # noqa: E731
         address, token = self.address_for(rank)
-        return DirectInbox(rank=rank, address=address, token=token, where=where, generation=self._number)
+        return DirectInbox(
+            rank=rank, address=address, token=token, where=where, generation=self._number
+        )
 
     # steps
 
@@ -244,11 +291,23 @@ class DirectHost(ProcessHost):
 
     def _served_by_others(self, cuts: Cuts) -> frozenset[int]:
         """Ranks to which the trainer broadcasts."""
-        told = Told.of(next(iter(cuts.placed.values())).stage) if cuts.placed and self.blueprint.options.broadcast else None
-        return frozenset() if told is None or told.place is None else served_ranks(told.place, told.axis, told.broadcast)
+        told = (
+            Told.of(next(iter(cuts.placed.values())).stage)
+            if cuts.placed and self.blueprint.options.broadcast
+            else None
+        )
+        return (
+            frozenset()
+            if told is None or told.place is None
+            else served_ranks(told.place, told.axis, told.broadcast)
+        )
 
-    def add_source(self, new: Any, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
-        links = [("constructor", c.rank, c.address, self._token) for c in self._clients() if not c.lost]
+    def add_source(
+        self, new: Any, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None
+    ) -> None:
+        links = [
+            ("constructor", c.rank, c.address, self._token) for c in self._clients() if not c.lost
+        ]
         self._loaders[prepared].out += links
         super().add_source(new, prepared, budget_bytes, joined)
 
@@ -262,13 +321,20 @@ class DirectHost(ProcessHost):
             few = ", ".join(map(str, absent[:16])) + (", ..." if len(absent) > 16 else "")
             words = "without constructors no step is planned before all have come, and loaded the state that one of them loaded"
             return f"the clients of ranks {few}: {words}"
-        if rank not in self._constructors:  # it has left, or never came: those that are waited for are attached
+        if (
+            rank not in self._constructors
+        ):  # it has left, or never came: those that are waited for are attached
             return f"client/{rank}, which is not there"
         return super().waiting_for(rank)
 
     def kill(self, name: str) -> None:
         if name.startswith("client/"):
-            raise JobError([f"{name}: a client lives in its trainer's process, which is not the session's to kill"], "kill")
+            raise JobError(
+                [
+                    f"{name}: a client lives in its trainer's process, which is not the session's to kill"
+                ],
+                "kill",
+            )
         super().kill(name)
 
     def _processes(self) -> list[Remote]:

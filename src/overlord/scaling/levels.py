@@ -21,7 +21,9 @@ class Cluster:
     level: float
 
 
-def clusters_of(costs: Sequence[float], names: Sequence[str], size: int = CLUSTER) -> tuple[Cluster, ...]:
+def clusters_of(
+    costs: Sequence[float], names: Sequence[str], size: int = CLUSTER
+) -> tuple[Cluster, ...]:
     """The sources from the dearest to the cheapest (ties: by name), cut after ``size`` and where costs fall to less than half."""
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], names[i]))
     groups: list[list[int]] = []
@@ -32,7 +34,10 @@ def clusters_of(costs: Sequence[float], names: Sequence[str], size: int = CLUSTE
             groups.append([i])
     means = [math.fsum(costs[i] for i in g) / len(g) for g in groups]
     unit = _unit(means, math.fsum(costs) / max(1, len(costs)))
-    return tuple(Cluster(sources=tuple(g), mean=m, level=m / unit if unit else 1.0) for g, m in zip(groups, means, strict=True))
+    return tuple(
+        Cluster(sources=tuple(g), mean=m, level=m / unit if unit else 1.0)
+        for g, m in zip(groups, means, strict=True)
+    )
 
 
 def _unit(means: Sequence[float], mean: float) -> float:

@@ -21,7 +21,6 @@ SOURCES_PER_HOST = 25  # 300 sources in 12 processes held 6 MB each, in 100 proc
 NAMED = 4  # sources of a host that its reason names
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLoad:
     """What reading one source takes, as far as it is known before anything was read."""
@@ -44,7 +43,9 @@ class SourceLoad:
             and self.state >= 0
             and self.free_s >= 0
         ):
-            raise ValueError(f"{self.name}: share, cost and memory are at least 0 and finite, max_loaders at least 1; found {self}")
+            raise ValueError(
+                f"{self.name}: share, cost and memory are at least 0 and finite, max_loaders at least 1; found {self}"
+            )
 
     @property
     def locked(self) -> float:
@@ -75,7 +76,9 @@ class Hosting:
     def to_table(self) -> str:
         """For people."""
         head = f"{sum(self.loaders)} loaders of {len(self.loaders)} sources in {self.n_hosts} hosts, the busiest does {self.slowest:.0%}"
-        return "\n".join([head, *(f"  host {h:<3} {reason}" for h, reason in enumerate(self.reasons))])
+        return "\n".join(
+            [head, *(f"  host {h:<3} {reason}" for h, reason in enumerate(self.reasons))]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,12 @@ class _Rules:
             return self.counts
         alone = self.strict and self.per_host == 1
         return tuple(
-            self.named.get(load.name, 1 if alone else min(load.max_loaders, cores, max(1, math.ceil(self.fair(load, cores)))))
+            self.named.get(
+                load.name,
+                1
+                if alone
+                else min(load.max_loaders, cores, max(1, math.ceil(self.fair(load, cores)))),
+            )
             for load in self.loads
         )
 
@@ -120,14 +128,29 @@ class _Rules:
         """What is placed, in the order of placing: split sources while every host has room, then the heaviest first."""
         made, first = [], 0
         for i, (load, n) in enumerate(zip(self.loads, self.loaders(cores), strict=True)):
-            groups = [range(first, first + n)] if self.together else [range(first + k, first + k + 1) for k in range(n)]
-            made += [_Part(i, tuple(g), load.cost / len(groups), load.memory / len(groups), len(groups) > 1) for g in groups]
+            groups = (
+                [range(first, first + n)]
+                if self.together
+                else [range(first + k, first + k + 1) for k in range(n)]
+            )
+            made += [
+                _Part(
+                    i, tuple(g), load.cost / len(groups), load.memory / len(groups), len(groups) > 1
+                )
+                for g in groups
+            ]
             first += n
         return sorted(made, key=lambda p: (not p.split, -p.cost, -p.memory, p.source))
 
     def n_hosts(self, cores: int, parts: Sequence[_Part]) -> int:
-        light = [self.loads[p.source] for p in parts if not p.split and self.fair(self.loads[p.source], cores) <= 1]
-        held = math.ceil(math.fsum(load.locked * max(0.0, self.fair(load, cores)) for load in light))  # locks that are busy all the time
+        light = [
+            self.loads[p.source]
+            for p in parts
+            if not p.split and self.fair(self.loads[p.source], cores) <= 1
+        ]
+        held = math.ceil(
+            math.fsum(load.locked * max(0.0, self.fair(load, cores)) for load in light)
+        )  # locks that are busy all the time
         n = max(1, min(cores, len(parts) - len(light) + max(held, -(-len(light) // self.per_host))))
         if self.strict:
             n = max(n, -(-len(parts) // self.per_host))
@@ -141,9 +164,15 @@ class _Rules:
 
 
 def plan_hosts(
-    loads: Sequence[SourceLoad], *, cores: int, sources_per_host: int | None = None, loaders: Mapping[str, int] | None = None,
-    together: bool = False, memory_bytes: int | None = None, counts: Sequence[int] | None = None,
-) -> Hosting:  # fmt: skip
+    loads: Sequence[SourceLoad],
+    *,
+    cores: int,
+    sources_per_host: int | None = None,
+    loaders: Mapping[str, int] | None = None,
+    together: bool = False,
+    memory_bytes: int | None = None,
+    counts: Sequence[int] | None = None,
+) -> Hosting:
     """Loaders and hosts for these sources on so many cores for loading.
 
     ``min(cores, sources / 25)`` hosts, and one more for every loader of a source that is more than a core's fair share of the work. Light
@@ -152,13 +181,24 @@ def plan_hosts(
     of its own. ``loaders`` fixes the number for the sources it names, ``counts`` for all (by ``scaling.partition``, which has reasons of
     its own). ``together`` keeps all loaders of a source on one host.
     """
-    for name, value in (("cores", cores), ("sources_per_host", sources_per_host), ("memory_bytes", memory_bytes), ("sources", len(loads))):
+    for name, value in (
+        ("cores", cores),
+        ("sources_per_host", sources_per_host),
+        ("memory_bytes", memory_bytes),
+        ("sources", len(loads)),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"{name}: wanted at least 1, found {value}")
     rules = _Rules(
-        tuple(loads), dict(loaders or {}), None if counts is None else tuple(counts), sources_per_host or SOURCES_PER_HOST,
-        sources_per_host is not None, together, memory_bytes, math.fsum(load.cost for load in loads),
-    )  # fmt: skip
+        tuple(loads),
+        dict(loaders or {}),
+        None if counts is None else tuple(counts),
+        sources_per_host or SOURCES_PER_HOST,
+        sources_per_host is not None,
+        together,
+        memory_bytes,
+        math.fsum(load.cost for load in loads),
+    )
     return _explained(rules, _layout(rules, cores) if counts is not None else _best(rules, cores))
 
 
@@ -213,7 +253,9 @@ def _layout(rules: _Rules, cores: int) -> _Layout:
     return _Layout(cores, parts, host, n)
 
 
-def _placed(parts: Sequence[_Part], n_hosts: int, limit: int, memory_bytes: int | None) -> list[int] | None:
+def _placed(
+    parts: Sequence[_Part], n_hosts: int, limit: int, memory_bytes: int | None
+) -> list[int] | None:
     """A host for every part, each to the one with least to do; None where memory does not allow it."""
     heap = [(0.0, 0, h) for h in range(n_hosts)]
     sources: list[set[int]] = [set() for _ in range(n_hosts)]
@@ -228,14 +270,20 @@ def _placed(parts: Sequence[_Part], n_hosts: int, limit: int, memory_bytes: int 
         while heap and (part.source in sources[heap[0][2]] or not may(part, heap[0][2])):
             passed.append(heapq.heappop(heap))
         # Every host has a loader of this source, or no room: then a second one of it, where there is.
-        found = heapq.heappop(heap) if heap else min((p for p in passed if may(part, p[2])), default=None)
+        found = (
+            heapq.heappop(heap)
+            if heap
+            else min((p for p in passed if may(part, p[2])), default=None)
+        )
         if found is None:
             return None
         h = found[2]
         sources[h].add(part.source)
         memory[h] += part.memory
         where.append(h)
-        for entry in [p for p in passed if p is not found] + [(found[0] + part.cost, len(sources[h]), h)]:
+        for entry in [p for p in passed if p is not found] + [
+            (found[0] + part.cost, len(sources[h]), h)
+        ]:
             heapq.heappush(heap, entry)
     return where
 
@@ -248,14 +296,22 @@ def _explained(rules: _Rules, layout: _Layout) -> Hosting:
         for loader in part.loaders:
             host_of[loader] = h
     costs = [c / total for c in layout.costs]
-    reasons = [_reason(rules, parts, costs[h], memory[h], loaders) for h, parts in enumerate(layout.on())]
+    reasons = [
+        _reason(rules, parts, costs[h], memory[h], loaders) for h, parts in enumerate(layout.on())
+    ]
     return Hosting(
-        loaders=loaders, host_of=tuple(host_of), n_hosts=layout.n_hosts, costs=tuple(costs), memory=tuple(map(math.ceil, memory)),
+        loaders=loaders,
+        host_of=tuple(host_of),
+        n_hosts=layout.n_hosts,
+        costs=tuple(costs),
+        memory=tuple(map(math.ceil, memory)),
         reasons=tuple(reasons),
-    )  # fmt: skip
+    )
 
 
-def _reason(rules: _Rules, parts: Sequence[_Part], cost: float, memory: float, loaders: Sequence[int]) -> str:
+def _reason(
+    rules: _Rules, parts: Sequence[_Part], cost: float, memory: float, loaders: Sequence[int]
+) -> str:
     """What a host does, its heavy sources first, and why they are split."""
     mine = sorted({p.source for p in parts})
     mine.sort(key=lambda i: -rules.loads[i].cost / loaders[i])
@@ -264,16 +320,16 @@ def _reason(rules: _Rules, parts: Sequence[_Part], cost: float, memory: float, l
         load, n = rules.loads[i], sum(p.source == i for p in parts)
         what = load.name
         if loaders[i] > 1:
-            why = "as asked" if load.name in rules.named else f"{load.cost / (rules.total or 1.0):.0%} of the work"
+            why = (
+                "as asked"
+                if load.name in rules.named
+                else f"{load.cost / (rules.total or 1.0):.0%} of the work"
+            )
             what += f" ({loaders[i] if rules.together else n} of its {loaders[i]} loaders; {why})"
         told.append(what)
     more = f" and {len(mine) - NAMED} more" if len(mine) > NAMED else ""
     said = f"{cost:.1%} of the work, {memory / 2**20:,.0f} MB, {len(mine)} source{'s' * (len(mine) != 1)}: {', '.join(told)}{more}"
     over = rules.memory_bytes is not None and memory > rules.memory_bytes
-    return said + (f"; above {rules.memory_bytes} bytes, which one loader alone needs" if over else "")
-
-
-
-
-
-
+    return said + (
+        f"; above {rules.memory_bytes} bytes, which one loader alone needs" if over else ""
+    )

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-HOST_BYTES = 110 * 2**20  # a loader host with its libraries, nothing opened: 86 to 130 MB where it was measured
+HOST_BYTES = (
+    110 * 2**20
+)  # a loader host with its libraries, nothing opened: 86 to 130 MB where it was measured
 BUILDER_BYTES = 60 * 2**20  # a constructor host
-WINDOW_BYTES = 8 * 2**20  # of a loader: files and the open window. 3 to 5 MB where rows are text; images hold more
-READY, OPEN, BUILT = 0.4, 0.2, 0.4  # of the rest: samples held ready, files in the middle of a read, payload and assembled steps
+WINDOW_BYTES = (
+    8 * 2**20
+)  # of a loader: files and the open window. 3 to 5 MB where rows are text; images hold more
+READY, OPEN, BUILT = (
+    0.4,
+    0.2,
+    0.4,
+)  # of the rest: samples held ready, files in the middle of a read, payload and assembled steps
 LEAST = 16 * 2**20  # of the rest: less would have loaders wait for each other at every step
 
 
@@ -37,10 +45,15 @@ class Budget:
 
     def __str__(self) -> str:
         parts = {
-            "processes": self.processes, "windows": self.windows, "samples ready": self.buffer_bytes, "open files": self.open_bytes,
+            "processes": self.processes,
+            "windows": self.windows,
+            "samples ready": self.buffer_bytes,
+            "open files": self.open_bytes,
             "steps": self.shared_bytes,
-        }  # fmt: skip
-        return f"{shown(self.total)}: " + ", ".join(f"{name} {shown(n)}" for name, n in parts.items() if n)
+        }
+        return f"{shown(self.total)}: " + ", ".join(
+            f"{name} {shown(n)}" for name, n in parts.items() if n
+        )
 
 
 def parse_bytes(value: int | str) -> int:
@@ -48,12 +61,18 @@ def parse_bytes(value: int | str) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         found = value
     else:
-        number = value.upper().strip().removesuffix("B").removesuffix("I") if isinstance(value, str) else ""
+        number = (
+            value.upper().strip().removesuffix("B").removesuffix("I")
+            if isinstance(value, str)
+            else ""
+        )
         unit = UNITS.get(number[-1:], 1)
         number = (number[:-1] if unit > 1 else number).rstrip()
         found = int(float(number) * unit) if number.replace(".", "", 1).isdecimal() else 0
     if found < 1:
-        raise ValueError(f"wanted bytes, as in '64GB', '512MB' or a whole number above 0, found {value!r}")
+        raise ValueError(
+            f"wanted bytes, as in '64GB', '512MB' or a whole number above 0, found {value!r}"
+        )
     return found
 
 
@@ -63,15 +82,24 @@ def split(total: int, *, loaders: int, loader_hosts: int = 0, constructor_hosts:
     windows = loaders * WINDOW_BYTES
     rest = total - processes - windows
     if rest < LEAST:
-        hosts = f"{loader_hosts + constructor_hosts} processes take {shown(processes)}, " if processes else ""
+        hosts = (
+            f"{loader_hosts + constructor_hosts} processes take {shown(processes)}, "
+            if processes
+            else ""
+        )
         raise ValueError(
             f"wanted at least {shown(processes + windows + LEAST)}, found {shown(total)}: {hosts}{loaders} loaders with a window each "
             f"{shown(windows)}, and {shown(LEAST)} is the least to read ahead with"
         )
     return Budget(
-        total=total, processes=processes, windows=windows, buffer_bytes=int(READY * rest), open_bytes=int(OPEN * rest),
-        shared_bytes=int(BUILT * rest), hosts=loader_hosts + constructor_hosts,
-    )  # fmt: skip
+        total=total,
+        processes=processes,
+        windows=windows,
+        buffer_bytes=int(READY * rest),
+        open_bytes=int(OPEN * rest),
+        shared_bytes=int(BUILT * rest),
+        hosts=loader_hosts + constructor_hosts,
+    )
 
 
 def shown(nbytes: float) -> str:

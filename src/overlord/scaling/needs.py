@@ -43,7 +43,9 @@ class Need:
     later: float
     rooms: tuple[float, ...]  # that each of its hosts has for it, the least first
     per_host: float
-    beside: tuple[tuple[float, int], ...] = ()  # room on other hosts that could read it, the most first, and which
+    beside: tuple[
+        tuple[float, int], ...
+    ] = ()  # room on other hosts that could read it, the most first, and which
 
     @property
     def most(self) -> float:
@@ -55,7 +57,10 @@ class Need:
 
     def fewest(self, busy: float) -> int:
         """Return the number of hosts that suffices if none is to be busier than ``busy``, whichever hosts go."""
-        return next((n for n in range(1, len(self.rooms)) if self.most <= busy * math.fsum(self.rooms[:n])), len(self.rooms))
+        return next(
+            (n for n in range(1, len(self.rooms)) if self.most <= busy * math.fsum(self.rooms[:n])),
+            len(self.rooms),
+        )
 
     def grant(self, target: float, free: int, most: int) -> Grant:
         """Return the hosts that bring it to ``target``: up to ``free`` new ones, then those there are with room, ``most`` in all."""
@@ -91,9 +96,15 @@ def needs_of(demands: Sequence[Demand], lanes: float) -> dict[str, Need]:
 def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[int, float]) -> Need:
     alone = useful(lanes, d.locked)
     others = sorted(
-        ((min(lanes - threads.get(h, 0.0), (1 - lock.get(h, 0.0)) / (d.locked or 1.0), alone), h) for h in d.able), reverse=True
+        (
+            (min(lanes - threads.get(h, 0.0), (1 - lock.get(h, 0.0)) / (d.locked or 1.0), alone), h)
+            for h in d.able
+        ),
+        reverse=True,
     )
-    apart = min(1.0, d.processes / (d.locked * len(d.hosts))) if d.locked and d.hosts else 1.0  # several places share a lock
+    apart = (
+        min(1.0, d.processes / (d.locked * len(d.hosts))) if d.locked and d.hosts else 1.0
+    )  # several places share a lock
 
     def room(h: int) -> float:
         free = lanes - (threads[h] - min(d.each, alone))
@@ -112,4 +123,6 @@ def cores_used(demands: Sequence[Demand], lanes: float, hosts: int) -> float:
         for h in d.hosts:
             free[h] = free.get(h, 0.0) + (1 - d.locked) * d.each
             held[h] = held.get(h, 0.0) + d.locked * d.each
-    return math.fsum(min(lanes, max(1.0, free[h] + min(1.0, held[h]))) for h in free) + max(0, hosts - len(free))
+    return math.fsum(min(lanes, max(1.0, free[h] + min(1.0, held[h]))) for h in free) + max(
+        0, hosts - len(free)
+    )

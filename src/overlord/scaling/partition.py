@@ -40,8 +40,15 @@ class Limits:
     worth_s: float = 0.0  # a source that costs less by step is not split
 
     def __post_init__(self) -> None:
-        numbers = {n: getattr(self, n) for n in ("batch", "per_source", "per_actor", "sources_per_host", "cluster")}
-        if wrong := [f"{n}: wanted at least 1, found {v}" for n, v in numbers.items() if v is not None and v < 1]:
+        numbers = {
+            n: getattr(self, n)
+            for n in ("batch", "per_source", "per_actor", "sources_per_host", "cluster")
+        }
+        if wrong := [
+            f"{n}: wanted at least 1, found {v}"
+            for n, v in numbers.items()
+            if v is not None and v < 1
+        ]:
             raise ValueError("; ".join(wrong))
 
     def most(self, load: SourceLoad) -> int:
@@ -49,7 +56,10 @@ class Limits:
         if self.sources_per_host == 1 or load.cost * (self.batch or 1) < self.worth_s:
             return 1
         here = self.per_actor if self.together else None
-        return max(1, min(n for n in (load.max_loaders, self.batch, self.per_source, here) if n is not None))
+        return max(
+            1,
+            min(n for n in (load.max_loaders, self.batch, self.per_source, here) if n is not None),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +71,20 @@ class Resources:
     beside_s: float = 0.0  # seconds of constructors, planner and hand-over for every drawn sample
 
     def __post_init__(self) -> None:
-        if self.cores < 1 or (self.memory_bytes is not None and self.memory_bytes < 1) or not 0 <= self.beside_s < math.inf:
-            raise ValueError(f"wanted at least 1 core and 1 byte, and beside_s of at least 0, found {self}")
+        if (
+            self.cores < 1
+            or (self.memory_bytes is not None and self.memory_bytes < 1)
+            or not 0 <= self.beside_s < math.inf
+        ):
+            raise ValueError(
+                f"wanted at least 1 core and 1 byte, and beside_s of at least 0, found {self}"
+            )
 
     def for_loading(self, work_s: float) -> int:
         """Cores that are left to loaders when constructors and planner keep up with them."""
-        return max(1, round(self.cores * work_s / (work_s + self.beside_s))) if work_s else self.cores
+        return (
+            max(1, round(self.cores * work_s / (work_s + self.beside_s))) if work_s else self.cores
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,19 +136,31 @@ class Partition:
         if demand <= self.rate * (1 + CLOSE):
             return ""
         cores = math.ceil(demand * self.sample_s - CLOSE)
-        more = f"it takes {cores} cores in all" if cores > self.resources.cores else "more cores would not help"
+        more = (
+            f"it takes {cores} cores in all"
+            if cores > self.resources.cores
+            else "more cores would not help"
+        )
         said = f"{1 - self.rate / demand:.1%} of the demand are not met; {more}, and what holds it back is {self.bound}"
         return "; ".join([said, *self._short_of_loaders(demand)])
 
     def _short_of_loaders(self, demand: float) -> list[str]:
         """The sources that could not keep up on any number of cores, those first that are the furthest from it."""
         wanted = [(math.ceil(demand * s.cost - CLOSE), s) for s in self.shares]
-        short = sorted(((n, s) for n, s in wanted if n > s.most), key=lambda found: (-found[0] / found[1].most, found[1].source))
-        said = [f"on any number of cores source {s.source!r} would take {n} loaders and can have {s.why_not_more}" for n, s in short[:TOLD]]
+        short = sorted(
+            ((n, s) for n, s in wanted if n > s.most),
+            key=lambda found: (-found[0] / found[1].most, found[1].source),
+        )
+        said = [
+            f"on any number of cores source {s.source!r} would take {n} loaders and can have {s.why_not_more}"
+            for n, s in short[:TOLD]
+        ]
         return said + [f"{len(short) - TOLD} more are short of loaders too"] * (len(short) > TOLD)
 
 
-def partition(loads: Sequence[SourceLoad], resources: Resources, limits: Limits | None = None) -> Partition:
+def partition(
+    loads: Sequence[SourceLoad], resources: Resources, limits: Limits | None = None
+) -> Partition:
     """Loaders and hosts for these sources. ``cost`` of a load is in seconds of one core for every sample that the mixture draws.
     The order of the sources does not matter: they are placed in the order of their names."""
     if not loads:
@@ -142,7 +172,10 @@ def partition(loads: Sequence[SourceLoad], resources: Resources, limits: Limits 
     if resources.memory_bytes is not None and made.fits:
         free = _Search(named, replace(resources, memory_bytes=None), limits).best()
         if free.rate > made.rate * (1 + CLOSE):
-            made = replace(made, bound=f"memory: with {free.memory / 2**20:,.0f} MB it would be {free.rate / made.rate - 1:.0%} faster")
+            made = replace(
+                made,
+                bound=f"memory: with {free.memory / 2**20:,.0f} MB it would be {free.rate / made.rate - 1:.0%} faster",
+            )
     return _in_order(made, order)
 
 
@@ -168,7 +201,9 @@ class _Search:
         self.loads, self.resources, self.limits = loads, resources, limits
         self.work = math.fsum(load.cost for load in loads)
         self.cores = resources.for_loading(self.work)
-        self.clusters = clusters_of([load.cost for load in loads], [load.name for load in loads], limits.cluster)
+        self.clusters = clusters_of(
+            [load.cost for load in loads], [load.name for load in loads], limits.cluster
+        )
         self.level = {i: c for c in self.clusters for i in c.sources}
         self.workers = total_workers(self.clusters)
 
@@ -199,16 +234,22 @@ class _Search:
 
     def _placed(self, counts: Sequence[int], room: int) -> Hosting:
         return plan_hosts(
-            self.loads, cores=room, sources_per_host=self.limits.sources_per_host, loaders=self.limits.loaders,
-            together=self.limits.together, counts=counts,
-        )  # fmt: skip
+            self.loads,
+            cores=room,
+            sources_per_host=self.limits.sources_per_host,
+            loaders=self.limits.loaders,
+            together=self.limits.together,
+            counts=counts,
+        )
 
     def _trimmed(self, best: _Tried) -> _Tried:
         """The same rate with fewer loaders, where one source holds up all and the others need not be ready before it."""
         if not best.seconds:
             return best
         counts = [
-            n if load.name in self.limits.loaders else min(n, max(1, math.ceil(load.cost / best.seconds - CLOSE)))
+            n
+            if load.name in self.limits.loaders
+            else min(n, max(1, math.ceil(load.cost / best.seconds - CLOSE)))
             for load, n in zip(self.loads, best.hosting.loaders, strict=True)
         ]
         hosting = self._placed(counts, best.room)
@@ -220,7 +261,10 @@ class _Search:
         """Loaders of every source, by its cluster's level, and by its own share: the mean may hide a source that holds up all."""
         for wanted in (self._by_level, self._by_share):
             yield tuple(
-                self.limits.loaders.get(load.name, min(self.limits.most(load), max(1, math.ceil(wanted(i, cores) - CLOSE))))
+                self.limits.loaders.get(
+                    load.name,
+                    min(self.limits.most(load), max(1, math.ceil(wanted(i, cores) - CLOSE))),
+                )
                 for i, load in enumerate(self.loads)
             )
 
@@ -241,25 +285,48 @@ class _Search:
         most = self.limits.per_actor
         if most is None:
             return True
-        return all(n <= most for load, on in zip(self.loads, _on_hosts(hosting), strict=True) if load.name not in self.limits.loaders
-                   for n in on.values())  # fmt: skip
+        return all(
+            n <= most
+            for load, on in zip(self.loads, _on_hosts(hosting), strict=True)
+            if load.name not in self.limits.loaders
+            for n in on.values()
+        )
 
     def _judged(self, hosting: Hosting, cores: int, room: int) -> _Tried:
         threads = -(-self.cores // hosting.n_hosts)
         memory = hosting.n_hosts * HOST_BYTES + sum(load.memory for load in self.loads)
-        memory += sum(load.state * (len(on) - 1) for load, on in zip(self.loads, _on_hosts(hosting), strict=True))
-        return _Tried(replace(hosting, threads=threads), cores, room, max(self._parts(hosting, threads).values()), memory)
+        memory += sum(
+            load.state * (len(on) - 1)
+            for load, on in zip(self.loads, _on_hosts(hosting), strict=True)
+        )
+        return _Tried(
+            replace(hosting, threads=threads),
+            cores,
+            room,
+            max(self._parts(hosting, threads).values()),
+            memory,
+        )
 
     def _parts(self, hosting: Hosting, threads: int) -> dict[str, float]:
         """Seconds by drawn sample of what may be the slowest: all cores together, a host, its interpreter lock, a loader."""
-        slowest = max(range(len(self.loads)), key=lambda i: (self.loads[i].cost / hosting.loaders[i], self.loads[i].name))
+        slowest = max(
+            range(len(self.loads)),
+            key=lambda i: (self.loads[i].cost / hosting.loaders[i], self.loads[i].name),
+        )
         load, n = self.loads[slowest], hosting.loaders[slowest]
         on = f"{threads} thread{'s' * (threads != 1)}"
         return {
-            f"the {self.resources.cores} cores, which are all busy": (self.work + self.resources.beside_s) / self.resources.cores,
+            f"the {self.resources.cores} cores, which are all busy": (
+                self.work + self.resources.beside_s
+            )
+            / self.resources.cores,
             f"source {load.name!r}, which has {self._why(load, n)}": load.cost / n,
-            f"a host that does {hosting.slowest:.0%} of the work on {on}": hosting.slowest * self.work / worth(threads),
-            "a host whose code holds the interpreter lock, which one thread at a time has": self._locked(hosting),
+            f"a host that does {hosting.slowest:.0%} of the work on {on}": hosting.slowest
+            * self.work
+            / worth(threads),
+            "a host whose code holds the interpreter lock, which one thread at a time has": self._locked(
+                hosting
+            ),
         }
 
     def _locked(self, hosting: Hosting) -> float:
@@ -276,9 +343,11 @@ class _Search:
         if load.name in limits.loaders:
             return f"{n} as loaders= says"
         known = {
-            "its open chunks allow (shuffle_chunks)": load.max_loaders, "a batch has samples": limits.batch,
-            "per_source allows": limits.per_source, "sources_per_host=1 allows": 1 if limits.sources_per_host == 1 else None,
-        }  # fmt: skip
+            "its open chunks allow (shuffle_chunks)": load.max_loaders,
+            "a batch has samples": limits.batch,
+            "per_source allows": limits.per_source,
+            "sources_per_host=1 allows": 1 if limits.sources_per_host == 1 else None,
+        }
         by = next((words for words, most in known.items() if most is not None and n >= most), "")
         return f"{n} loader{'s' * (n != 1)}" + (f", as many as {by}" if by else f", {else_}")
 
@@ -303,11 +372,17 @@ class _Search:
         parts = self._parts(hosting, hosting.threads)
         on = _on_hosts(hosting)
         return Partition(
-            hosting=hosting, shares=tuple(self._share(i, best, len(on[i])) for i in range(len(self.loads))), clusters=self.clusters,
-            resources=self.resources, loading_cores=self.cores, block=best.cores / self.workers if self.workers else 0.0,
-            rate=1 / best.seconds if best.seconds and fits else 0.0 if not fits else math.inf, sample_s=self.work + self.resources.beside_s,
-            memory=best.memory, bound=max(parts, key=lambda words: parts[words]) if fits else "memory",
-        )  # fmt: skip
+            hosting=hosting,
+            shares=tuple(self._share(i, best, len(on[i])) for i in range(len(self.loads))),
+            clusters=self.clusters,
+            resources=self.resources,
+            loading_cores=self.cores,
+            block=best.cores / self.workers if self.workers else 0.0,
+            rate=1 / best.seconds if best.seconds and fits else 0.0 if not fits else math.inf,
+            sample_s=self.work + self.resources.beside_s,
+            memory=best.memory,
+            bound=max(parts, key=lambda words: parts[words]) if fits else "memory",
+        )
 
     def _share(self, i: int, best: _Tried, actors: int) -> Share:
         load, n = self.loads[i], best.hosting.loaders[i]
@@ -315,7 +390,11 @@ class _Search:
         work = load.cost / self.work if self.work else 0.0
         wanted = max(cores, self._by_share(i, best.cores))
         keeps_up = n < min(self.limits.most(load), math.ceil(wanted - CLOSE))
-        why = self._why(load, n, "as many as keep up with the slowest source" if keeps_up else "its share of the cores")
+        why = self._why(
+            load,
+            n,
+            "as many as keep up with the slowest source" if keeps_up else "its share of the cores",
+        )
         if load.name in self.limits.loaders:
             reason = "as loaders= says"
         elif n == 1:
@@ -324,9 +403,18 @@ class _Search:
             reason = f"{work:.0%} of the work is worth {wanted:.1f} cores; {why}"
         most = self.limits.loaders.get(load.name, self.limits.most(load))
         return Share(
-            source=load.name, cluster=cluster, level=self.level[i].level, cores=cores, loaders=n, actors=actors, work=work, reason=reason,
-            cost=load.cost, most=most, why_not_more=self._why(load, most),
-        )  # fmt: skip
+            source=load.name,
+            cluster=cluster,
+            level=self.level[i].level,
+            cores=cores,
+            loaders=n,
+            actors=actors,
+            work=work,
+            reason=reason,
+            cost=load.cost,
+            most=most,
+            why_not_more=self._why(load, most),
+        )
 
 
 def _tried_cores(most: int) -> Iterator[int]:
@@ -358,4 +446,6 @@ def _in_order(made: Partition, order: Sequence[int]) -> Partition:
     host_of = tuple(h for k in back for h in hosting.host_of[firsts[k] : firsts[k + 1]])
     clusters = tuple(replace(c, sources=tuple(order[k] for k in c.sources)) for c in made.clusters)
     hosting = replace(hosting, loaders=tuple(hosting.loaders[k] for k in back), host_of=host_of)
-    return replace(made, hosting=hosting, shares=tuple(made.shares[k] for k in back), clusters=clusters)
+    return replace(
+        made, hosting=hosting, shares=tuple(made.shares[k] for k in back), clusters=clusters
+    )

@@ -44,7 +44,9 @@ class SourceProfile:
 
     def __post_init__(self) -> None:
         found = [
-            f"{n}: wanted text, found {getattr(self, n)!r:.40}" for n in ("name", "fingerprint") if not isinstance(getattr(self, n), str)
+            f"{n}: wanted text, found {getattr(self, n)!r:.40}"
+            for n in ("name", "fingerprint")
+            if not isinstance(getattr(self, n), str)
         ]
         for n in ("samples", "buffer_bytes", "file_bytes"):
             if not _is_int(v := getattr(self, n)) or not 0 <= v <= MOST:
@@ -86,7 +88,10 @@ class SourceProfile:
             return new
         if not new.samples:
             return self
-        changed: dict[str, Any] = {n: _between(getattr(self, n), getattr(new, n), weight) for n in ("read_s", "transform_s", "tokens")}
+        changed: dict[str, Any] = {
+            n: _between(getattr(self, n), getattr(new, n), weight)
+            for n in ("read_s", "transform_s", "tokens")
+        }
         for n in ("transfer_s", "core_s", "buffer_bytes", "file_bytes"):
             a, b = getattr(self, n), getattr(new, n)
             mean = _between(a, b, weight) if a and b else a or b
@@ -112,23 +117,36 @@ class JobProfile:
         """This profile refreshed by a newer one; what another machine measured is replaced, not averaged."""
         if new.machine != self.machine:
             return replace(new, sources={**self.sources, **new.sources})
-        both = {name: self.sources[name].merged(p, weight) if name in self.sources else p for name, p in new.sources.items()}
+        both = {
+            name: self.sources[name].merged(p, weight) if name in self.sources else p
+            for name, p in new.sources.items()
+        }
         return replace(self, sources={**self.sources, **both})
 
     def known(self, fingerprints: Mapping[str, str]) -> JobProfile:
         """Those profiles alone that are of these sources as they are now."""
-        fits = {n: p for n, p in self.sources.items() if p.samples and p.fingerprint == fingerprints.get(n)}
+        fits = {
+            n: p
+            for n, p in self.sources.items()
+            if p.samples and p.fingerprint == fingerprints.get(n)
+        }
         return replace(self, sources=fits)
 
     def file_share(self) -> float:
         """The part of all memory that is file access state (Fig. 4 of the paper); 0 where nothing was measured."""
-        file, both = (sum(getattr(p, n) for p in self.sources.values()) for n in ("file_bytes", "memory"))
+        file, both = (
+            sum(getattr(p, n) for p in self.sources.values()) for n in ("file_bytes", "memory")
+        )
         return file / both if both else 0.0
 
     # plain JSON, with a sum over it: a file that was cut short or edited is not to decide anything
 
     def to_plain(self) -> dict[str, Any]:
-        body = {"version": VERSION, "machine": self.machine, "sources": [asdict(self.sources[n]) for n in sorted(self.sources)]}
+        body = {
+            "version": VERSION,
+            "machine": self.machine,
+            "sources": [asdict(self.sources[n]) for n in sorted(self.sources)],
+        }
         return {**body, "sum": _sum(body)}
 
     @staticmethod
@@ -142,7 +160,9 @@ class JobProfile:
         if not isinstance(body.get("machine"), str) or not isinstance(body.get("sources"), list):
             raise BadProfile("wanted 'machine', a text, and 'sources', a list")
         if value.get("sum") != _sum(body):
-            raise BadProfile("its sum is not that of what it holds: it was cut short, or written by hand")
+            raise BadProfile(
+                "its sum is not that of what it holds: it was cut short, or written by hand"
+            )
         return JobProfile.of((_source_in(v) for v in body["sources"]), body["machine"])
 
 
@@ -154,7 +174,11 @@ def cdf(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
 
 def _source_in(value: Any) -> SourceProfile:
     if not isinstance(value, Mapping) or sorted(map(str, value)) != sorted(_NAMES):
-        found = ", ".join(sorted(map(str, value))) if isinstance(value, Mapping) else type(value).__name__
+        found = (
+            ", ".join(sorted(map(str, value)))
+            if isinstance(value, Mapping)
+            else type(value).__name__
+        )
         raise BadProfile(f"a source: wanted {', '.join(_NAMES)}, found {found:.200}")
     return SourceProfile(**{str(k): v for k, v in value.items()})
 

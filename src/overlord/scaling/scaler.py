@@ -27,25 +27,55 @@ class Limits:
     """What scaling may use, and how patient it is."""
 
     cores: int  # that loader hosts may use; never more hosts than that
-    lanes: float = 1.0  # cores that a host's threads can use, where their code releases the interpreter lock
-    memory_bytes: int | None = None  # of all loader hosts; one more is taken to hold what one holds now
+    lanes: float = (
+        1.0  # cores that a host's threads can use, where their code releases the interpreter lock
+    )
+    memory_bytes: int | None = (
+        None  # of all loader hosts; one more is taken to hold what one holds now
+    )
     interval_s: float = 1.0  # between two looks
     window: int = 4  # looks that are averaged
-    patience: int = 2  # looks in a row that must agree before a source gets more; 1 would follow every hiccup
-    idle_patience: int = 6  # and before it gets less: a host that is missed costs more than one that idles
-    cool_down_s: float = 5.0  # after a change before the same source is looked at again: its figures are of before
+    patience: int = (
+        2  # looks in a row that must agree before a source gets more; 1 would follow every hiccup
+    )
+    idle_patience: int = (
+        6  # and before it gets less: a host that is missed costs more than one that idles
+    )
+    cool_down_s: float = (
+        5.0  # after a change before the same source is looked at again: its figures are of before
+    )
     foresight_s: float = 10.0  # how far into a schedule's future is looked: about what it takes until a new host has taken over
     target: float = 0.7  # of what its hosts can do; the rest is for slow moments
     high: float = 0.85  # above it a source gets more
     low: float = 0.55  # it gets less where one host less would be below this: far enough below `target` that noise does not undo it
 
     def __post_init__(self) -> None:
-        whole = {"cores": self.cores, "window": self.window, "patience": self.patience, "idle_patience": self.idle_patience}
-        wrong = [f"{name}: wanted at least 1, found {value!r}" for name, value in whole.items() if not isinstance(value, int) or value < 1]
-        times = {"interval_s": self.interval_s, "cool_down_s": self.cool_down_s, "foresight_s": self.foresight_s, "lanes": self.lanes}
-        wrong += [f"{name}: wanted a number above 0, found {value!r}" for name, value in times.items() if not 0 < value < math.inf]
+        whole = {
+            "cores": self.cores,
+            "window": self.window,
+            "patience": self.patience,
+            "idle_patience": self.idle_patience,
+        }
+        wrong = [
+            f"{name}: wanted at least 1, found {value!r}"
+            for name, value in whole.items()
+            if not isinstance(value, int) or value < 1
+        ]
+        times = {
+            "interval_s": self.interval_s,
+            "cool_down_s": self.cool_down_s,
+            "foresight_s": self.foresight_s,
+            "lanes": self.lanes,
+        }
+        wrong += [
+            f"{name}: wanted a number above 0, found {value!r}"
+            for name, value in times.items()
+            if not 0 < value < math.inf
+        ]
         if not 0 < self.low < self.target < self.high <= 1:
-            wrong.append(f"wanted 0 < low < target < high <= 1, found {self.low}, {self.target}, {self.high}")
+            wrong.append(
+                f"wanted 0 < low < target < high <= 1, found {self.low}, {self.target}, {self.high}"
+            )
         if wrong:
             raise ValueError("; ".join(wrong))
 
@@ -93,7 +123,9 @@ class Scale:
     hosts: int  # from here on
     had: int
     reason: str
-    on: tuple[int, ...] = ()  # of these, hosts that read other sources already; those that are missing are started
+    on: tuple[
+        int, ...
+    ] = ()  # of these, hosts that read other sources already; those that are missing are started
 
     def __str__(self) -> str:
         return f"{self.source}: {self.had} -> {self.hosts} loader hosts: {self.reason}"
@@ -154,10 +186,16 @@ class Scaler:
 
     def __init__(self, limits: Limits, read_ahead: int = 2, *, fixed: bool = False):
         self.limits, self._read_ahead, self.fixed = limits, read_ahead, fixed
-        self._all = self._used = 0.0  # cores that all sources together take, and that their hosts can use
+        self._all = self._used = (
+            0.0  # cores that all sources together take, and that their hosts can use
+        )
         self._known: dict[str, _Known] = {}
-        self._paces: deque[Observed] = deque(maxlen=4 * limits.window)  # waits are told when they are over, and may be long
-        self.pace = 0.0  # steps a second that trainers would take if they never waited; 0: not known yet
+        self._paces: deque[Observed] = deque(
+            maxlen=4 * limits.window
+        )  # waits are told when they are over, and may be long
+        self.pace = (
+            0.0  # steps a second that trainers would take if they never waited; 0: not known yet
+        )
         self.waited = 0.0  # share of their time that they do
         self.rate = 0.0  # steps a second that they do take
 
@@ -169,7 +207,10 @@ class Scaler:
         if not self.pace:
             return []  # nobody has taken a step lately
         demands = self._demands(observed)
-        self._used, needs = cores_used(demands, self.limits.lanes, observed.hosts), needs_of(demands, self.limits.lanes)
+        self._used, needs = (
+            cores_used(demands, self.limits.lanes, observed.hosts),
+            needs_of(demands, self.limits.lanes),
+        )
         decisions: list[Decision] = [*self._read_aheads(observed)]
         self._count(observed, needs)
         if observed.changing:
@@ -177,12 +218,20 @@ class Scaler:
         ups, short = self._ups(observed, needs, now)
         if self.fixed:
             return [*decisions, *short]
-        return [*decisions, *short, *(ups[:1] or self._downs(observed, needs, now, pressed=self._is_pressed())[:1])]
+        return [
+            *decisions,
+            *short,
+            *(ups[:1] or self._downs(observed, needs, now, pressed=self._is_pressed())[:1]),
+        ]
 
     def figures(self) -> dict[str, dict[str, float]]:
         """What is known of every source, for people."""
         return {
-            name: {"share": k.share, "seconds_per_sample": k.cost_s, "locked": self._locked(k.looks[-1][0])}
+            name: {
+                "share": k.share,
+                "seconds_per_sample": k.cost_s,
+                "locked": self._locked(k.looks[-1][0]),
+            }
             for name, k in self._known.items()
         }
 
@@ -205,7 +254,10 @@ class Scaler:
         seconds = math.fsum(o.seconds * (s.processes or len(s.hosts)) for s, o in known.looks)
         if not seconds:
             return None
-        return measured_part(math.fsum(s.took_s for s, _ in known.looks) / seconds, math.fsum(s.busy_s for s, _ in known.looks) / seconds)
+        return measured_part(
+            math.fsum(s.took_s for s, _ in known.looks) / seconds,
+            math.fsum(s.busy_s for s, _ in known.looks) / seconds,
+        )
 
     def _locked(self, seen: SourceSeen) -> float:
         """Return the locked part of a source: as measured, else as its code lets assume."""
@@ -213,7 +265,10 @@ class Scaler:
         return known.locked if known.locked is not None else locked_part(known.cost_s, seen.free_s)
 
     def _see_pace(self) -> None:
-        seconds, taken = math.fsum(o.seconds for o in self._paces), math.fsum(o.taken for o in self._paces)
+        seconds, taken = (
+            math.fsum(o.seconds for o in self._paces),
+            math.fsum(o.taken for o in self._paces),
+        )
         waited = min(seconds, math.fsum(o.waited_s for o in self._paces))
         self.waited = waited / seconds if seconds else 0.0
         # One that only ever waits would take any number: it is told from one that computes by a twentieth of its time.
@@ -230,15 +285,30 @@ class Scaler:
             known = self._known[s.name]
             # What was needed a moment ago may be needed again in a moment: mixtures that learn go up and down.
             shares = max(s.share, known.share), s.ahead
-            now, later = (self.pace * self._samples(s, share, per_step) * known.cost_s for share in shares)
-            found.append(Demand(s.name, now, later, self._locked(s), s.hosts, s.processes or len(s.hosts), s.able))
+            now, later = (
+                self.pace * self._samples(s, share, per_step) * known.cost_s for share in shares
+            )
+            found.append(
+                Demand(
+                    s.name,
+                    now,
+                    later,
+                    self._locked(s),
+                    s.hosts,
+                    s.processes or len(s.hosts),
+                    s.able,
+                )
+            )
         self._all = math.fsum(d.now for d in found)
         return found
 
     def _samples(self, seen: SourceSeen, share: float, per_step: float) -> float:
         """Of a step. Weights of batches in tokens are shares of tokens: there what was drawn says how many samples that is."""
         looks = self._known[seen.name].looks
-        drawn, meant = math.fsum(s.drawn for s, _ in looks), math.fsum(s.share * o.planned for s, o in looks)
+        drawn, meant = (
+            math.fsum(s.drawn for s, _ in looks),
+            math.fsum(s.share * o.planned for s, o in looks),
+        )
         return drawn * share / meant if drawn and meant else per_step * share
 
     def _count(self, observed: Observed, needs: dict[str, Need]) -> None:
@@ -261,9 +331,15 @@ class Scaler:
 
     # what is decided
 
-    def _ups(self, observed: Observed, needs: dict[str, Need], now: float) -> tuple[list[Scale], list[CannotKeepUp]]:
+    def _ups(
+        self, observed: Observed, needs: dict[str, Need], now: float
+    ) -> tuple[list[Scale], list[CannotKeepUp]]:
         ups, short, crowded = list[Scale](), list[CannotKeepUp](), set[int]()
-        ready = [s for s in observed.sources if self._known[s.name].above >= self.limits.patience and self._cool(s, now)]
+        ready = [
+            s
+            for s in observed.sources
+            if self._known[s.name].above >= self.limits.patience and self._cool(s, now)
+        ]
         # The heaviest first: on a host that several sources share, it alone goes elsewhere, and the others have room then.
         for s in sorted(ready, key=lambda s: (-needs[s.name].most, s.name)):
             if crowded & set(s.hosts):
@@ -273,16 +349,36 @@ class Scaler:
             grant = need.grant(self.limits.target, self._free(observed), s.most - had)
             hosts = had + grant.new + len(grant.on)
             if hosts > had:
-                ups.append(self._changed(Scale(source=s.name, hosts=hosts, had=had, reason=self._why(s, need), on=grant.on), now))
+                ups.append(
+                    self._changed(
+                        Scale(
+                            source=s.name,
+                            hosts=hosts,
+                            had=had,
+                            reason=self._why(s, need),
+                            on=grant.on,
+                        ),
+                        now,
+                    )
+                )
             if grant.short and self._is_news(s.name, hosts + grant.short):
                 short.append(self._short(s, need, hosts, hosts + grant.short))
             if ups:
                 break
-        return ups, short + [self._slow_storage(s, needs[s.name]) for s in observed.sources if self._is_slow(s, needs[s.name])]
+        return ups, short + [
+            self._slow_storage(s, needs[s.name])
+            for s in observed.sources
+            if self._is_slow(s, needs[s.name])
+        ]
 
     def _short(self, seen: SourceSeen, need: Need, hosts: int, wanted: int) -> CannotKeepUp:
         if not self.fixed:
-            return CannotKeepUp(source=seen.name, hosts=hosts, wanted=wanted, reason=self._why_not(seen, need, hosts))
+            return CannotKeepUp(
+                source=seen.name,
+                hosts=hosts,
+                wanted=wanted,
+                reason=self._why_not(seen, need, hosts),
+            )
         why = f"{self._rates(seen, need.most)}, trainers wait {self.waited:.0%} of their time; "
         if self._locked(seen) > LOCKED:
             why += "its code holds the interpreter lock: workers='processes', or runtime='process' with autoscale=True, give it more"
@@ -290,7 +386,9 @@ class Scaler:
             why += "loaders= and autoscale=True give it more"
         if self._all > self.limits.cores:
             why += f"; all sources together take {self._all:.2g} cores of {self.limits.cores}, so that alone is not enough"
-        return CannotKeepUp(source=seen.name, hosts=hosts, wanted=wanted, reason=why, what="loaders")
+        return CannotKeepUp(
+            source=seen.name, hosts=hosts, wanted=wanted, reason=why, what="loaders"
+        )
 
     def _is_news(self, source: str, wanted: int) -> bool:
         """Said once, and again when it is another matter."""
@@ -303,11 +401,20 @@ class Scaler:
     def _waits_for_storage(self, seen: SourceSeen, need: Need) -> bool:
         """Trainers wait for it though its hosts have room: what it waits for is no core."""
         known = self._known[seen.name]
-        return self.waited > 0.1 and known.waited_for > 0 and need.most < need.room and known.took_s > 2 * known.cost_s
+        return (
+            self.waited > 0.1
+            and known.waited_for > 0
+            and need.most < need.room
+            and known.took_s > 2 * known.cost_s
+        )
 
     def _is_slow(self, seen: SourceSeen, need: Need) -> bool:
         known = self._known[seen.name]
-        if known.waited_for < self.limits.idle_patience or not self._waits_for_storage(seen, need) or not known.cost_s:
+        if (
+            known.waited_for < self.limits.idle_patience
+            or not self._waits_for_storage(seen, need)
+            or not known.cost_s
+        ):
             return False
         wanted = math.ceil(need.most / known.cost_s * known.took_s)
         return wanted > seen.most and self._is_news(seen.name, wanted)
@@ -316,19 +423,34 @@ class Scaler:
         known = self._known[seen.name]
         why = f"a sample takes {known.took_s * 1e3:.3g} ms, of a core {known.cost_s * 1e3:.3g} ms: it waits for storage, for whom its "
         why += "transforms ask, or for the interpreter's lock (workers='processes'); so many loaders= wait side by side"
-        return CannotKeepUp(source=seen.name, hosts=seen.most, wanted=known.short, what="loaders", reason=why)
+        return CannotKeepUp(
+            source=seen.name, hosts=seen.most, wanted=known.short, what="loaders", reason=why
+        )
 
     def _free(self, observed: Observed) -> int:
-        free = min(self.limits.cores - observed.hosts, math.floor(self.limits.cores - self._used + SPARE))
-        if self.limits.memory_bytes is not None:  # before anybody has looked how much a host holds, there is no room for one
-            free = min(free, self.limits.memory_bytes // observed.host_bytes - observed.hosts if observed.host_bytes else 0)
+        free = min(
+            self.limits.cores - observed.hosts, math.floor(self.limits.cores - self._used + SPARE)
+        )
+        if (
+            self.limits.memory_bytes is not None
+        ):  # before anybody has looked how much a host holds, there is no room for one
+            free = min(
+                free,
+                self.limits.memory_bytes // observed.host_bytes - observed.hosts
+                if observed.host_bytes
+                else 0,
+            )
         return max(0, free)
 
-    def _downs(self, observed: Observed, needs: dict[str, Need], now: float, pressed: bool) -> list[Scale]:
+    def _downs(
+        self, observed: Observed, needs: dict[str, Need], now: float, pressed: bool
+    ) -> list[Scale]:
         """``pressed``: another source needs hosts and there are none: then nobody keeps what it does not need for long."""
         patience = self.limits.patience if pressed else self.limits.idle_patience
         downs = []
-        for s in sorted(observed.sources, key=lambda s: (needs[s.name].most - needs[s.name].room, s.name)):
+        for s in sorted(
+            observed.sources, key=lambda s: (needs[s.name].most - needs[s.name].room, s.name)
+        ):
             if self._known[s.name].below < patience or not self._cool(s, now):
                 continue
             need, had = needs[s.name], len(s.hosts)

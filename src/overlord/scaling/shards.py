@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 
 
-def spread(where: Sequence[int], hosts: Sequence[int], crowded: Container[int] = ()) -> tuple[int, ...]:
+def spread(
+    where: Sequence[int], hosts: Sequence[int], crowded: Container[int] = ()
+) -> tuple[int, ...]:
     """A host for every share, of these hosts alone; few shares move. Each has one at least, where there are so many; those that are
     ``crowded``, since they read other sources too, have half as many as the others, and these differ by one at most.
 
@@ -30,7 +32,9 @@ def spread(where: Sequence[int], hosts: Sequence[int], crowded: Container[int] =
     return tuple(free.pop(0) if h is None else h for h in found)
 
 
-def _allotted(held: Mapping[int, int], n: int, hosts: Sequence[int], crowded: Container[int]) -> dict[int, int]:
+def _allotted(
+    held: Mapping[int, int], n: int, hosts: Sequence[int], crowded: Container[int]
+) -> dict[int, int]:
     """How many shares each host is to have. Of hosts with equal claims, who has most now has one more: fewer shares move then."""
     weight = {h: 0.5 if h in crowded else 1.0 for h in hosts}
     ideal = {h: n * w / math.fsum(weight.values()) for h, w in weight.items()}
@@ -41,13 +45,17 @@ def _allotted(held: Mapping[int, int], n: int, hosts: Sequence[int], crowded: Co
     return counts
 
 
-def kept(hosts: Sequence[int], n: int, others: Mapping[int, int], first: Callable[[int], bool]) -> list[int]:
+def kept(
+    hosts: Sequence[int], n: int, others: Mapping[int, int], first: Callable[[int], bool]
+) -> list[int]:
     """The n of a source's hosts that go on reading it, where it needs no more. Those that read other sources stay for those anyway, then
     those that were there ``first``: who is left over has nothing to do, and can be ended. ``others``: loaders of other sources by host."""
     return sorted(sorted(hosts, key=lambda h: (not others.get(h), not first(h), h))[:n])
 
 
-def widened(loaders: Sequence[int], host_of: Sequence[int], shares: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def widened(
+    loaders: Sequence[int], host_of: Sequence[int], shares: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Loaders per source and the host of each, with every source cut into ``shares`` where it had fewer: on the same hosts, in turn."""
     counts, where, first = [], list[int](), 0
     for n, wanted in zip(loaders, shares, strict=True):

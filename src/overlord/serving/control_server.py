@@ -31,22 +31,39 @@ HANDS = 4  # threads that carry out requests
 CLOSE_S = 0.5  # for last words to be sent; whoever does not read them finds the link closed
 
 
-
-
 class FrontDoor:
     """The server of a session. Control links are answered here; data links go to ``delivery``, if the steps are served here too."""
 
-    def __init__(self, serving: Serving, delivery: Delivery | None, *, token: str, host: str, port: int, ring: Ring | None):
+    def __init__(
+        self,
+        serving: Serving,
+        delivery: Delivery | None,
+        *,
+        token: str,
+        host: str,
+        port: int,
+        ring: Ring | None,
+    ):
         self._serving, self._delivery = serving, delivery
-        self.session_id = secrets.token_hex(8)  # a client that comes again must find the session it left
+        self.session_id = secrets.token_hex(
+            8
+        )  # a client that comes again must find the session it left
         self._ranks: dict[ServerLink, int] = {}  # of control links
-        self._served: set[ServerLink] = set()  # those of ranks that take no steps here, beside the one who takes theirs
+        self._served: set[ServerLink] = (
+            set()
+        )  # those of ranks that take no steps here, beside the one who takes theirs
         self._lock = threading.Lock()
         self._hands, self._telling = Hands(HANDS, "front"), Hands(1, "why")
         self._server = Server(
-            token=token, on_open=self._opened, on_message=self._message, on_close=self._closed, ring=ring, host=host, port=port,
+            token=token,
+            on_open=self._opened,
+            on_message=self._message,
+            on_close=self._closed,
+            ring=ring,
+            host=host,
+            port=port,
             hold=serving.prefetch,
-        )  # fmt: skip
+        )
         self.address = self._server.address
 
     # in the server's thread
@@ -56,7 +73,9 @@ class FrontDoor:
         if role == "client" and self._delivery is not None:
             return self._delivery.opened(link, hello)
         if role not in ("control", "served") or type(rank) is not int:
-            raise OverlordError(f"wanted a hello with role 'control' and a rank, found {hello!r:.100}")
+            raise OverlordError(
+                f"wanted a hello with role 'control' and a rank, found {hello!r:.100}"
+            )
         if role == "served":
             self._serving.admit_served(rank)
             with self._lock:
@@ -65,12 +84,16 @@ class FrontDoor:
             return {"session": self.session_id}
         self._serving.admit(rank)
         with self._lock:
-            former = [other for other, r in self._ranks.items() if r == rank and other not in self._served]
+            former = [
+                other for other, r in self._ranks.items() if r == rank and other not in self._served
+            ]
             self._ranks[link] = rank
             for other in former:
                 del self._ranks[other]
         for other in former:
-            words = f"rank {rank}: another client of this rank has connected and takes this one's place"
+            words = (
+                f"rank {rank}: another client of this rank has connected and takes this one's place"
+            )
             log.warning("%s", words)
             _last_word(other, OverlordError(words))
         self._serving.came(rank, link.peer)
@@ -82,7 +105,11 @@ class FrontDoor:
             if self._delivery is not None:
                 self._delivery.message(link, value)
             return
-        if not isinstance(value, dict) or type(value.get("id")) is not int or not isinstance(value.get("ask"), str):
+        if (
+            not isinstance(value, dict)
+            or type(value.get("id")) is not int
+            or not isinstance(value.get("ask"), str)
+        ):
             raise OverlordError(f"wanted a request with 'ask' and 'id', found {value!r:.100}")
         hands = self._telling if value["ask"] == "why" else self._hands
         hands.do(lambda: self._answer(link, rank, value))
@@ -149,7 +176,9 @@ class Seat:
         """Its process, where it is one of this machine, and whether it is there."""
         kind, _, number = self.peer.partition(" ")
         state = "connected" if self.there else "went away" if self.peer else "not connected yet"
-        return int(number) if kind == "process" and self.there and number.isdecimal() else None, state
+        return int(
+            number
+        ) if kind == "process" and self.there and number.isdecimal() else None, state
 
     @property
     def absent(self) -> str:
@@ -157,7 +186,11 @@ class Seat:
         if self.there:
             return ""
         for_s = time.monotonic() - self.since
-        return f"whose client ({self.peer}) went away {for_s:.0f} s ago" if self.peer else "which has not connected yet"
+        return (
+            f"whose client ({self.peer}) went away {for_s:.0f} s ago"
+            if self.peer
+            else "which has not connected yet"
+        )
 
 
 class Elsewhere:
@@ -181,4 +214,9 @@ class Elsewhere:
 
 def where_it_stands(state: State, generation: int, constructor: tuple[str, str]) -> dict[str, Any]:
     """What a client needs to take its next step."""
-    return {"state": sealed(state), "generation": generation, "constructor": constructor[0], "token": constructor[1]}
+    return {
+        "state": sealed(state),
+        "generation": generation,
+        "constructor": constructor[0],
+        "token": constructor[1],
+    }

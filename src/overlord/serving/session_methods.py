@@ -23,7 +23,11 @@ class ServingMethods:
     _serving: Serving | None
 
     def serve(  # type: ignore[misc]
-        self: Session, host: str = "127.0.0.1", port: int = 0, token: str | None = None, ranks: Iterable[int] | None = None
+        self: Session,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        ranks: Iterable[int] | None = None,
     ) -> Served:
         """Let clients in other processes connect; print the result, and set it in their environment. Call it before the first step.
 
@@ -43,7 +47,9 @@ class ServingMethods:
                 self._host.listen(host, token)
             with self._lock:
                 wanted = self._to_serve(wanted)
-                serving = self._serving = Serving(self, host=host, port=port, token=token, ranks=wanted)
+                serving = self._serving = Serving(
+                    self, host=host, port=port, token=token, ranks=wanted
+                )
                 serving.furnish(self._host, listen=False)
                 for rank in wanted:
                     self._inboxes[rank] = (self._generation, self._new_box(rank))
@@ -53,19 +59,25 @@ class ServingMethods:
     def _to_serve(self: Session, ranks: Iterable[int] | None) -> list[int]:  # type: ignore[misc]
         """Under the lock: those of them that have no client here."""
         if self._begun:
-            raise OverlordError("serve: the first step was asked for already; call serve() before iterating a client")
+            raise OverlordError(
+                "serve: the first step was asked for already; call serve() before iterating a client"
+            )
         return sorted(set(_ranks(self.job.place, ranks)) - set(self._clients))
 
     def _refuse_to_serve(self: Session, host: str, token: Any) -> None:  # type: ignore[misc]
         if not isinstance(token, str) or not token:
-            raise JobError(["token: wanted a text that is not empty, or None for one that is made up"], "serve")
+            raise JobError(
+                ["token: wanted a text that is not empty, or None for one that is made up"], "serve"
+            )
         if not self._options.constructors and not is_loopback(host):
             words = "without constructors payload goes to clients through shared memory, so they live on this machine: leave it out"
             raise JobError([f"host: {words}"], "serve")
 
     def _new_box(self: Session, rank: int) -> Any:  # type: ignore[misc]
         """Where a rank's steps go; under the lock."""
-        if self._serving is not None and (rank not in self._clients or isinstance(self._clients[rank], Seat)):
+        if self._serving is not None and (
+            rank not in self._clients or isinstance(self._clients[rank], Seat)
+        ):
             return self._serving.box(rank, self._generation)
         return self._host.inbox(rank, self._start_state.step)
 

@@ -59,7 +59,9 @@ class Serving:
         self.prefetch: int = session._options.prefetch
         self._joined: set[int] = set()  # ranks that a change of the mesh brought
         self._left: set[int] = set()
-        self.excused: frozenset[int] = frozenset()  # ranks that are served by a broadcast: they take no steps here, and may ask
+        self.excused: frozenset[int] = (
+            frozenset()
+        )  # ranks that are served by a broadcast: they take no steps here, and may ask
         self._bind = host
         self._afters: dict[int, StreamState] = {}  # of the steps that some client has still to take
         self._last = -1  # the last step that is to be taken
@@ -69,7 +71,9 @@ class Serving:
         self.delivery = Delivery(took=self.took) if here else None
         if self.delivery is not None:
             self.delivery.on_took = lambda box, step: self.took(box.rank, step, box)
-        self._front = FrontDoor(self, self.delivery, token=token, host=host, port=port, ring=self._ring)
+        self._front = FrontDoor(
+            self, self.delivery, token=token, host=host, port=port, ring=self._ring
+        )
         self.served = Served(self._front.address, token)
 
     def furnish(self, host: Any, *, listen: bool = True) -> None:
@@ -86,9 +90,19 @@ class Serving:
 
     def again(self, host: str, port: int, token: str | None, ranks: Iterable[int] | None) -> Served:
         """Asked for a second time: there is one door, so what is asked for must be what there is, or nothing in particular."""
-        asked = {"host": host, "port": port, "token": token, "ranks": None if ranks is None else sorted(set(ranks))}
+        asked = {
+            "host": host,
+            "port": port,
+            "token": token,
+            "ranks": None if ranks is None else sorted(set(ranks)),
+        }
         port_here = Address.parse(self.served.address).port
-        here = {"host": self._bind, "port": port_here, "token": self.served.token, "ranks": sorted(self.ranks)}
+        here = {
+            "host": self._bind,
+            "port": port_here,
+            "token": self.served.token,
+            "ranks": sorted(self.ranks),
+        }
         nothing = {"host": "127.0.0.1", "port": 0, "token": None, "ranks": None}
         if wrong := [name for name in asked if asked[name] not in (nothing[name], here[name])]:
             words = f"{', '.join(wrong)}: the session is served already at {self.served.address}, and not as asked for now"
@@ -96,7 +110,11 @@ class Serving:
         return self.served
 
     def box(self, rank: int, generation: int) -> Outbox | Elsewhere:
-        return Elsewhere(rank, generation) if self.delivery is None else self.delivery.box(rank, generation)
+        return (
+            Elsewhere(rank, generation)
+            if self.delivery is None
+            else self.delivery.box(rank, generation)
+        )
 
     def _note(self, stage: Stage) -> None:
         """In the pump, or in a thread that hears what a planner elsewhere says: one that came in the place of another may say of a step
@@ -123,10 +141,17 @@ class Serving:
             before = session._taken.get(rank, -1)
             if (of is not None and box is not of) or step < max(before, session._start_state.step):
                 return  # after a loss constructors count every rank as having taken all up to where planning begins: that says nothing
-            session._inboxes[rank] = (session._generation, box)  # whoever takes a step of a generation has joined it
+            session._inboxes[rank] = (
+                session._generation,
+                box,
+            )  # whoever takes a step of a generation has joined it
             with self._lock:
                 seat._state = self._afters.get(step, seat._state)
-                slowest = min([step, *session._taken.values()]) if len(session._taken) == len(session._clients) else -1
+                slowest = (
+                    min([step, *session._taken.values()])
+                    if len(session._taken) == len(session._clients)
+                    else -1
+                )
                 for old in [s for s in self._afters if s < slowest]:
                     del self._afters[old]
             seat.steps, seat.waited_s = seat.steps + (step > before), getattr(box, "waited_s", 0.0)
@@ -144,9 +169,13 @@ class Serving:
             if isinstance(session._clients.get(rank), Seat):
                 return
         if rank in self._left:
-            raise OverlordError(f"rank {rank}: its client was closed, and no step is kept for it since")
+            raise OverlordError(
+                f"rank {rank}: its client was closed, and no step is kept for it since"
+            )
         known = f"; served to others are ranks {_few(sorted(self.ranks))}"
-        raise OverlordError(f"rank {rank} has its client in the session's own process, or none at all{known}")
+        raise OverlordError(
+            f"rank {rank} has its client in the session's own process, or none at all{known}"
+        )
 
     def excuse(self, ranks: Iterable[int], idle: Iterable[int]) -> None:
         """Trainers broadcast to these ranks what another of them fetches: they may ask for the state, and report, and take no steps. For
@@ -177,7 +206,11 @@ class Serving:
     def _seat(self, rank: int) -> Seat:
         if (seat := self._seat_or_none(rank)) is None:
             place = self._session.job.place
-            gone = not_in_the_mesh(rank, place) if rank >= place.world_size else f"the client of rank {rank} is closed"
+            gone = (
+                not_in_the_mesh(rank, place)
+                if rank >= place.world_size
+                else f"the client of rank {rank} is closed"
+            )
             raise OverlordError(gone)
         return seat
 
@@ -191,11 +224,17 @@ class Serving:
             return words
         session = self._session
         with session._lock:
-            slowest = min(session._taken.values()) if len(session._taken) == len(session._clients) else -1
-            absent = [s for s in self.seats if s.absent and session._taken.get(s.rank, -1) <= slowest]
+            slowest = (
+                min(session._taken.values()) if len(session._taken) == len(session._clients) else -1
+            )
+            absent = [
+                s for s in self.seats if s.absent and session._taken.get(s.rank, -1) <= slowest
+            ]
         if not absent:
             return words
-        named = "; ".join(f"rank {s.rank}, {s.absent}" for s in absent[:8]) + (f"; and {len(absent) - 8} more" if len(absent) > 8 else "")
+        named = "; ".join(f"rank {s.rank}, {s.absent}" for s in absent[:8]) + (
+            f"; and {len(absent) - 8} more" if len(absent) > 8 else ""
+        )
         return f"{named} ({self.prefetch} steps are kept, and none is planned beyond them)"
 
     @property
@@ -206,14 +245,21 @@ class Serving:
         if finish is None:
             return False
         with session._lock:
-            return all(session._taken.get(rank, -1) >= min(self._last, finish.step - 1) for rank in session._clients)
+            return all(
+                session._taken.get(rank, -1) >= min(self._last, finish.step - 1)
+                for rank in session._clients
+            )
 
     def wait_until_left(self, timeout_s: float) -> bool:
         """Until no client of another process needs the session any more: it has left, or it is gone."""
         deadline = time.monotonic() + timeout_s
         while waiting := [seat for seat in self.seats if seat.there or not seat.peer]:
             if time.monotonic() >= deadline:
-                log.warning("closing, though %s not left in %.0f s", _have([s.rank for s in waiting]), timeout_s)
+                log.warning(
+                    "closing, though %s not left in %.0f s",
+                    _have([s.rank for s in waiting]),
+                    timeout_s,
+                )
                 return False
             time.sleep(0.05)
         return True
@@ -223,14 +269,24 @@ class Serving:
     def carry_out(self, rank: int, request: Mapping[str, Any], *, served: bool = False) -> Any:
         """``served``: of a rank that takes no steps here. It has no box that would tell whether the session was moved since."""
         todo: dict[str, Callable[[int, Mapping[str, Any]], Any]] = {
-            "start": self._start, "where": self._where, "why": self._why, "export": self._export, "rewind": self._rewind,
-            "report": self._report, "refused": self._refused, "detach": self._detach, "crashed": self._crashed,
-        }  # fmt: skip
+            "start": self._start,
+            "where": self._where,
+            "why": self._why,
+            "export": self._export,
+            "rewind": self._rewind,
+            "report": self._report,
+            "refused": self._refused,
+            "detach": self._detach,
+            "crashed": self._crashed,
+        }
         if served:
             todo = {name: todo[name] for name in ("why", "export", "report", "refused")}
         if (act := todo.get(request["ask"])) is None:
             raise OverlordError(f"wanted one of {', '.join(todo)}, found {request['ask']!r:.60}")
-        if served and request.get("generation", self._session._generation) != self._session._generation:
+        if (
+            served
+            and request.get("generation", self._session._generation) != self._session._generation
+        ):
             raise OverlordError(f"rank {rank}: {MOVED}")
         return act(rank, request)
 
@@ -244,8 +300,15 @@ class Serving:
             generation = session._generation
             state: State = seat._state if joined == generation else session._start_state
         o = session._options
-        about: dict[str, Any] = {"job": session.job.name, "world_size": session.job.place.world_size, "prefetch": self.prefetch}
-        about |= {"constructors": session._options.constructors, "microbatches": session.job.batch.microbatches}
+        about: dict[str, Any] = {
+            "job": session.job.name,
+            "world_size": session.job.place.world_size,
+            "prefetch": self.prefetch,
+        }
+        about |= {
+            "constructors": session._options.constructors,
+            "microbatches": session.job.batch.microbatches,
+        }
         stalls = {"stall_warn_s": float(o.stall_warn_s), "stall_limit_s": float(o.stall_limit_s)}
         return where_it_stands(state, generation, self._address(rank)) | about | stalls
 
@@ -273,7 +336,11 @@ class Serving:
         session = self._session
         with session._lock:
             box = session._inboxes[rank][1] if rank in session._inboxes else None
-            return box if box is not None and generation == session._generation else Elsewhere(rank, -1)
+            return (
+                box
+                if box is not None and generation == session._generation
+                else Elsewhere(rank, -1)
+            )
 
     def _where(self, rank: int, request: Mapping[str, Any]) -> dict[str, Any]:
         session = self._session
@@ -282,8 +349,12 @@ class Serving:
             state, generation = seat._state, session._generation
             if generation not in (request.get("generation"), joined):
                 raise OverlordError(f"rank {rank}: {MOVED}")
-        moved = generation != request.get("generation")  # it must hear of that though its constructor is away: what it has is of before
-        return where_it_stands(state, generation, self._address(rank) if moved else session._constructor_address(rank))
+        moved = generation != request.get(
+            "generation"
+        )  # it must hear of that though its constructor is away: what it has is of before
+        return where_it_stands(
+            state, generation, self._address(rank) if moved else session._constructor_address(rank)
+        )
 
     def _why(self, rank: int, request: Mapping[str, Any]) -> str:
         return self._session._why(rank)
@@ -293,14 +364,18 @@ class Serving:
         box = self._current(rank, request.get("generation"))
         with session._lock:
             seat, (joined, now) = self._seat_or_none(rank), session._inboxes.get(rank, (-1, box))
-            if seat is not None and box is not now and joined == session._generation:  # the whole session was moved, this rank with it
+            if (
+                seat is not None and box is not now and joined == session._generation
+            ):  # the whole session was moved, this rank with it
                 state, box = seat._state, now
         return session._export_of(rank, box, state)
 
     def _rewind(self, rank: int, request: Mapping[str, Any]) -> dict[str, Any]:
         session, (generation, took) = self._session, request["took"]
         with session._lock:
-            again = generation != session._generation and rank not in session._taken  # perhaps: the first answer was lost with its link
+            again = (
+                generation != session._generation and rank not in session._taken
+            )  # perhaps: the first answer was lost with its link
             if took >= 0 and rank in session._inboxes and generation == session._generation:
                 session._taken.setdefault(rank, took)
         box, state = session._rewind(rank, request["state"], request["allow"], again=again)
@@ -330,7 +405,9 @@ class Serving:
         self._left.add(rank)
         generation, step = request["took"]
         with self._session._lock, self._lock:  # its last word on another link may come later
-            if (seat := self._seat_or_none(rank)) is not None and generation == self._session._generation:
+            if (
+                seat := self._seat_or_none(rank)
+            ) is not None and generation == self._session._generation:
                 seat._state = self._afters.get(step, seat._state)
         self._session._detach(rank)
         if self.delivery is not None:
@@ -366,8 +443,12 @@ class Serving:
 
 
 def _have(ranks: list[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {_few(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+    return (
+        f"rank{'' if len(ranks) == 1 else 's'} {_few(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+    )
 
 
 def _few(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "") if ranks else "none"
+    return (
+        ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "") if ranks else "none"
+    )

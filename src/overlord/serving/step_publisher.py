@@ -64,8 +64,14 @@ class Slabs:
 class Outbox:
     """The steps of one rank on their way out. ``put`` and ``end`` run in the pump and never wait."""
 
-    def __init__(self, delivery: Delivery, rank: int, generation: int | None, former: Outbox | None = None):
-        self.rank, self.generation, self.former = rank, generation, former  # former: of the generation before
+    def __init__(
+        self, delivery: Delivery, rank: int, generation: int | None, former: Outbox | None = None
+    ):
+        self.rank, self.generation, self.former = (
+            rank,
+            generation,
+            former,
+        )  # former: of the generation before
         if former is not None:
             former.retire()
         self._delivery = delivery
@@ -113,7 +119,11 @@ class Outbox:
             if drop:
                 self._steps.clear()
             if self._ended is None or error is not None:
-                self._ended = Ended(error if error is None or isinstance(error, Exception) else ActorLost("the pump", repr(error)))
+                self._ended = Ended(
+                    error
+                    if error is None or isinstance(error, Exception)
+                    else ActorLost("the pump", repr(error))
+                )
                 self._send(self._ended)
 
     def resume(self) -> None:
@@ -134,13 +144,17 @@ class Outbox:
             return
         try:
             self._link.send(value, timeout_s=0.0)
-        except ActorLost as lost:  # what its client said before it died is still to be heard, and then its end
+        except (
+            ActorLost
+        ) as lost:  # what its client said before it died is still to be heard, and then its end
             log.debug("rank %d: %s", self.rank, lost)
         except DataStall as stall:
             log.debug("rank %d: its link is given up: %s", self.rank, stall)
             link, self._link = self._link, None
             link.close()
-        except FrameError as fault:  # a hook made an array that cannot travel: this rank ends, and says why
+        except (
+            FrameError
+        ) as fault:  # a hook made an array that cannot travel: this rank ends, and says why
             self._ended = Ended(fault)
             self._send(self._ended)
 
@@ -169,7 +183,9 @@ class Outbox:
         if self._ended is not None:
             self._send(self._ended)
 
-    def took(self, link: Link, step: int, waited_s: float, generation: int | None = None) -> int | None:
+    def took(
+        self, link: Link, step: int, waited_s: float, generation: int | None = None
+    ) -> int | None:
         """Under the lock: the step, if this is news. Those up to it may go. One that was never sent is not believed, unless the client
         came with it from a process of before; and one that was taken before the session was moved is not the one of that number here."""
         if generation not in (None, self.generation) or link is not self._link:
@@ -219,14 +235,28 @@ class Outbox:
 class Delivery:
     """The boxes of all ranks served here, and the callbacks of a channel server for the links of their clients."""
 
-    def __init__(self, *, took: Callable[[int, int], None], welcome: Callable[[int], dict[str, Any]] = lambda rank: {}):
-        self.lock = threading.RLock()  # put runs in the pump, the rest in the server's thread; held for a moment only
+    def __init__(
+        self,
+        *,
+        took: Callable[[int, int], None],
+        welcome: Callable[[int], dict[str, Any]] = lambda rank: {},
+    ):
+        self.lock = (
+            threading.RLock()
+        )  # put runs in the pump, the rest in the server's thread; held for a moment only
         self._took, self._welcome = took, welcome
-        self.on_took: Callable[[Outbox, int], None] | None = None  # in place of ``took``, for whoever has boxes of several generations
+        self.on_took: Callable[[Outbox, int], None] | None = (
+            None  # in place of ``took``, for whoever has boxes of several generations
+        )
         self._boxes: dict[int, Outbox] = {}
         self._of_link: dict[Link, Outbox] = {}
-        self._made: dict[int, tuple[Bucket, Handed, list[int]]] = {}  # by identity of the bucket; the last counts who keeps it
-        self._latest: tuple[int, set[int]] = (-1, set())  # the last step of which something was made, and what: others may be put the same
+        self._made: dict[
+            int, tuple[Bucket, Handed, list[int]]
+        ] = {}  # by identity of the bucket; the last counts who keeps it
+        self._latest: tuple[int, set[int]] = (
+            -1,
+            set(),
+        )  # the last step of which something was made, and what: others may be put the same
         self._seals: dict[int, tuple[State, Told]] = {}
         self.n_made = 0
 
@@ -243,13 +273,19 @@ class Delivery:
         """The rank left, or is served otherwise."""
         with self.lock:
             if (box := self._boxes.pop(rank, None)) is not None and box._link is not None:
-                self.dismiss(box._link, Ended(OverlordError(why or f"the client of rank {rank} is closed")))
+                self.dismiss(
+                    box._link, Ended(OverlordError(why or f"the client of rank {rank} is closed"))
+                )
 
     def carry(self, rank: int, state: State) -> None:
         """The session was moved to a state, and its clients with it: an open link of the generation before goes on there."""
         with self.lock:
             box = self._boxes.get(rank)
-            former, link = (None, None) if box is None or box.former is None else (box.former, box.former._link)
+            former, link = (
+                (None, None)
+                if box is None or box.former is None
+                else (box.former, box.former._link)
+            )
             if box is not None and former is not None and link is not None:
                 former._link = None
                 box._link, self._of_link[link] = link, box
@@ -282,7 +318,13 @@ class Delivery:
             if bucket.wide is not None:
                 handed = Handed(part, bounds - first, *bucket.part(), form=bucket.form)
             else:  # of a hook, which builds what it likes
-                handed = Handed(part, bounds - first, {}, np.zeros((0, len(bucket)), np.int64), tuple(bucket.microbatches))
+                handed = Handed(
+                    part,
+                    bounds - first,
+                    {},
+                    np.zeros((0, len(bucket)), np.int64),
+                    tuple(bucket.microbatches),
+                )
             if bucket.encoder is not None:
                 encoder, rows = bucket.encoder.part(0, bucket.encoder.n)
                 handed = replace(handed, encoder=encoder, encoder_rows=rows, per=bucket.per)
@@ -300,7 +342,9 @@ class Delivery:
         """Under the lock."""
         if (made := self._made.get(id(bucket))) is not None:
             made[2][0] -= 1
-            if id(bucket) not in self._latest[1]:  # a quick client may have taken it before it was put for the others of its bucket
+            if (
+                id(bucket) not in self._latest[1]
+            ):  # a quick client may have taken it before it was put for the others of its bucket
                 self._forget_unkept(id(bucket))
 
     def _forget_unkept(self, bucket: int) -> None:
@@ -319,11 +363,15 @@ class Delivery:
     # callbacks of the server, in its thread
 
     def opened(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
-        rank, next_step, generation = (_whole(hello, name) for name in ("rank", "next", "generation"))
+        rank, next_step, generation = (
+            _whole(hello, name) for name in ("rank", "next", "generation")
+        )
         with self.lock:
             box = self._boxes.get(rank)
             if box is None:
-                raise OverlordError(f"rank {rank} is not served here; served are ranks {sorted(self._boxes)}")
+                raise OverlordError(
+                    f"rank {rank} is not served here; served are ranks {sorted(self._boxes)}"
+                )
             if box.generation not in (None, generation):
                 raise OverlordError(f"rank {rank}: {MOVED}")
             box.connect(link, next_step)
@@ -335,8 +383,14 @@ class Delivery:
             raise OverlordError(f"wanted Took from a client, found {type(value).__name__}")
         with self.lock:
             box = self._of_link.get(link)
-            step = None if box is None else box.took(link, value.step, value.waited_s, value.generation)
-        if step is not None and box is not None:  # outside the lock: whoever is told has locks of its own
+            step = (
+                None
+                if box is None
+                else box.took(link, value.step, value.waited_s, value.generation)
+            )
+        if (
+            step is not None and box is not None
+        ):  # outside the lock: whoever is told has locks of its own
             self.heard(box, step)
 
     def heard(self, box: Outbox, step: int) -> None:

@@ -123,8 +123,15 @@ class PlannedEngine:
     """``ProcessHost`` as the session sees it, while the real one is in the planner's process."""
 
     def __init__(
-        self, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0, *, control: Control, machine: Machine
-    ):  # fmt: skip
+        self,
+        blueprint: Blueprint,
+        state: StreamState | None,
+        pump: Pump,
+        generation: int = 0,
+        *,
+        control: Control,
+        machine: Machine,
+    ):
         self._pump, self._number = pump, generation
         self._boxes: list[RemoteInbox] = []  # of clients in this process
         self.on_stage: list[Callable[[Any], None]] = []
@@ -134,15 +141,24 @@ class PlannedEngine:
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         self._parts = Parts(blueprint, generation, self._heard, control, machine)
         self.planner, self.plans = FarPlanner(self._parts), FarPlans(self._parts)
-        self._bucket_of = {rank: b for b, ranks in enumerate(blueprint.job.place.buckets("DP")) for rank in ranks}
+        self._bucket_of = {
+            rank: b for b, ranks in enumerate(blueprint.job.place.buckets("DP")) for rank in ranks
+        }
         self._addresses: dict[Any, str] = {}  # of constructor hosts, by handle
         self._known: dict[str, str] = {}  # the last one by name
         self._outside: dict[Any, str] = {}
-        self._asked: dict[tuple[Any, str], Future[Any]] = {}  # of constructor hosts: answers that are here, or to come
+        self._asked: dict[
+            tuple[Any, str], Future[Any]
+        ] = {}  # of constructor hosts: answers that are here, or to come
         self._asking = threading.Lock()
         self._door: tuple[str, str] | None = None
-        self._without: tuple[int, Blueprint | None] = (-1, None)  # the host of the last source that was to join, and the job before it
-        self._deaf: threading.Timer | None = None  # when it is over: until those are ended who did not hear so
+        self._without: tuple[int, Blueprint | None] = (
+            -1,
+            None,
+        )  # the host of the last source that was to join, and the job before it
+        self._deaf: threading.Timer | None = (
+            None  # when it is over: until those are ended who did not hear so
+        )
         self._closed = False
         self.recoveries: list[dict[str, Any]] = []
         self.journal = UNWRITTEN  # of this process: the planner writes
@@ -195,7 +211,11 @@ class PlannedEngine:
         stands still tells nobody, and no planner is there to miss it: it is ended, and its clients find that out."""
         finish, control = Finish(self._parts.acked + 1, error), self._parts.control
         self.planner.finished = self.planner.finished or finish
-        hosts = [h for name, h in list(self._parts.hosts.items()) if name.startswith("constructor-host/") and h.alive and not self._closed]
+        hosts = [
+            h
+            for name, h in list(self._parts.hosts.items())
+            if name.startswith("constructor-host/") and h.alive and not self._closed
+        ]
         told = {host: control.call(host, "do", [finish]) for host in hosts}
 
         def end_the_deaf() -> None:
@@ -239,7 +259,12 @@ class PlannedEngine:
     def inbox(self, rank: int, next_step: int) -> InsideBox:
         prefetch = self._parts.blueprint.options.prefetch
         return InsideBox(
-            rank, lambda: self.address_for(rank), next_step=next_step, generation=self._number, prefetch=prefetch, beside=self._boxes
+            rank,
+            lambda: self.address_for(rank),
+            next_step=next_step,
+            generation=self._number,
+            prefetch=prefetch,
+            beside=self._boxes,
         )
 
     def address_for(self, rank: int) -> tuple[str, str]:
@@ -256,7 +281,9 @@ class PlannedEngine:
         self._door, self._parts.watched = (host, token), True
         self._parts.ask("watch")
         for rank in self._bucket_of:
-            with contextlib.suppress(DataStall):  # it is being started again: whoever connects is told where it is then
+            with contextlib.suppress(
+                DataStall
+            ):  # it is being started again: whoever connects is told where it is then
                 self._outside_for(rank, START_S)
 
     def outside(self, rank: int) -> tuple[str, str]:
@@ -292,7 +319,10 @@ class PlannedEngine:
 
     def _missed(self, name: str) -> Exception:
         finish = self.planner.finished
-        if finish is not None and (isinstance(finish.error, ActorLost) or (finish.error is not None and self._parts.is_over)):
+        if finish is not None and (
+            isinstance(finish.error, ActorLost)
+            or (finish.error is not None and self._parts.is_over)
+        ):
             return finish.error
         return DataStall(f"{name} to be started again", 0.0)
 
@@ -346,19 +376,30 @@ class PlannedEngine:
             if not self._closed and not isinstance(fault, (ActorLost, DataStall)):
                 raise
             if not self._closed:  # else the session was moved, or is over
-                log.warning("no planner hears the report of rank %d on step %d: %s", report.rank, report.step, fault)
+                log.warning(
+                    "no planner hears the report of rank %d on step %d: %s",
+                    report.rank,
+                    report.step,
+                    fault,
+                )
             return None
 
     def _all_reported(self, mark: int) -> None:
         """In the pump, behind every report that was made before the planner asked."""
-        with contextlib.suppress(OverlordError):  # the session is moved, or over: whoever asked is gone
+        with contextlib.suppress(
+            OverlordError
+        ):  # the session is moved, or over: whoever asked is gone
             self._parts.ask("all_reported", mark)
 
     def _keep(self, report: Report) -> None:
         """A planner has accepted it, and may die before it is written: the next one is told of it as it begins."""
         job, prefetch = self._parts.blueprint.job, self._parts.blueprint.options.prefetch
         oldest = report.step - job.feedback_lag - prefetch
-        kept = {key: r for key, r in self._parts.reports.items() if r.step >= oldest} if self._parts.reports else {}
+        kept = (
+            {key: r for key, r in self._parts.reports.items() if r.step >= oldest}
+            if self._parts.reports
+            else {}
+        )
         self._parts.reports = kept | {(report.step, report.rank): report}
 
     def prepare_source(self, blueprint: Blueprint) -> int:
@@ -366,10 +407,14 @@ class PlannedEngine:
         parts, i = self._parts, len(blueprint.job.sources) - 1
         before, h = parts.blueprint, parts.next_host
         parts.next_host += 1
-        parts.blueprint = blueprint.with_loaders((*parts.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE)
+        parts.blueprint = blueprint.with_loaders(
+            (*parts.hosting.loaders, blueprint.loaders_of(i)), SIDE_BY_SIDE
+        )
         parts.kits[h], self._without = (i,), (h, before)
         try:
-            host = parts.recipes.loader_host(h, [i], parts.blueprint.openings(i, Cursor()), self._constructor_addresses())
+            host = parts.recipes.loader_host(
+                h, [i], parts.blueprint.openings(i, Cursor()), self._constructor_addresses()
+            )
             parts.prepared(host)
             parts.control.get(parts.control.call(host, "do", []), START_S)
         except BaseException:
@@ -395,7 +440,13 @@ class PlannedEngine:
         if host is not None and not self._closed:
             self._parts.recipes.end(prepared, host)
 
-    def add_source(self, new: NewSource, prepared: int, budget_bytes: int, joined: Callable[[], None] = lambda: None) -> None:
+    def add_source(
+        self,
+        new: NewSource,
+        prepared: int,
+        budget_bytes: int,
+        joined: Callable[[], None] = lambda: None,
+    ) -> None:
         parts = self._parts
         host, n = parts.hosts[f"loader-host/{prepared}"], new.source.loaders
         if not host.alive:
@@ -403,7 +454,14 @@ class PlannedEngine:
 
         def ask() -> None:
             fingerprint = dict(parts.blueprint.fingerprint)
-            parts.ask("add_source", new, prepared, fingerprint, budget_bytes, done=lambda: new.event in parts.ask("said"))
+            parts.ask(
+                "add_source",
+                new,
+                prepared,
+                fingerprint,
+                budget_bytes,
+                done=lambda: new.event in parts.ask("said"),
+            )
 
         def takes_part() -> None:
             parts.joined(prepared, n)
@@ -425,7 +483,11 @@ class PlannedEngine:
         if self.absent or planner is None:
             return self.absent
         try:
-            return str(self._parts.control.get(self._parts.control.call(planner, "waiting_for", rank), WHY_S))
+            return str(
+                self._parts.control.get(
+                    self._parts.control.call(planner, "waiting_for", rank), WHY_S
+                )
+            )
         except DataStall as silent:
             return f"the planner, which does not say what it does ({silent})"
         except ActorLost as lost:
@@ -435,13 +497,18 @@ class PlannedEngine:
         figures: dict[str, Any] = self._parts.ask("figures")
         for what, n in self._parts.written_before().items():
             figures["journal"][what] = figures["journal"].get(what, 0) + n
-        return figures | {"recoveries": list(self.recoveries), "placement": self._parts.recipes.placement.figures()}
+        return figures | {
+            "recoveries": list(self.recoveries),
+            "placement": self._parts.recipes.placement.figures(),
+        }
 
     def kill(self, name: str) -> None:
         """For drills: the real thing."""
         every = {PLANNER: self._parts.planner, **self._parts.hosts}
         if (handle := every.get(name)) is None:
-            raise JobError([f"no process of this job is called {name!r}; there are {', '.join(every)}"], "kill")
+            raise JobError(
+                [f"no process of this job is called {name!r}; there are {', '.join(every)}"], "kill"
+            )
         self._parts.control.kill(handle)
 
     def broke(self, error: Exception) -> None:

@@ -42,7 +42,9 @@ class Changes:
     _closed: bool
     _host: Engine
     _inboxes: dict[int, tuple[int, Box]]
-    _joining: Blueprint | None  # with the source that is to join: a planner elsewhere may know of it first
+    _joining: (
+        Blueprint | None
+    )  # with the source that is to join: a planner elsewhere may know of it first
     _lock: threading.RLock
     _learns: bool
     _log: Log
@@ -65,12 +67,16 @@ class Changes:
     def set_mixture(self, weights: Mapping[str, float], at: int | None = None) -> int:
         """New weights from step ``at`` on (default: the first step not yet planned); returns that step."""
         if not isinstance(weights, Mapping):
-            raise PlanError(f"set_mixture: wanted a mapping of source name to weight, found {weights!r}")
+            raise PlanError(
+                f"set_mixture: wanted a mapping of source name to weight, found {weights!r}"
+            )
         [step] = _steps("set_mixture", [] if at is None else [at]) or [None]
         given = {name: plain(weight) for name, weight in weights.items()}
 
         def act() -> int:
-            return self._at(step, lambda at: self._add(said_of_all(SetMixture(at, given), self.job.names)))
+            return self._at(
+                step, lambda at: self._add(said_of_all(SetMixture(at, given), self.job.names))
+            )
 
         self._refuse_closed()
         return int(self._pump.ask(act, "the planner"))
@@ -126,9 +132,13 @@ class Changes:
 
     def _slowest(self) -> int:
         """The lowest step at which a client's state stands."""
-        return min((c._state.step for c in list(self._clients.values())), default=self._start_state.step)
+        return min(
+            (c._state.step for c in list(self._clients.values())), default=self._start_state.step
+        )
 
-    def add_source(self, source: Source, at: int | None = None, *, loaders: int | None = None) -> int:
+    def add_source(
+        self, source: Source, at: int | None = None, *, loaders: int | None = None
+    ) -> int:
         """One more source, drawn from step ``at`` on (default: the first step not yet planned); returns that step.
 
         It weighs its own ``weight`` beside what the mixture gives the others, unless the mixture names it. Nothing else in the
@@ -139,7 +149,9 @@ class Changes:
         [step] = _steps("add_source", [] if at is None else [at]) or [None]
         self._refuse_closed()
         with self._moving:
-            self._pump.ask(lambda: self._host.settle(), "the planner")  # one that was given up may have joined since
+            self._pump.ask(
+                lambda: self._host.settle(), "the planner"
+            )  # one that was given up may have joined since
             if step is not None:  # said before a long look at the files, too
                 self._pump.ask(lambda: self._host.planner.refuse_planned(step), "the planner")
             before, host = self._blueprint.workers, self._host
@@ -190,9 +202,14 @@ class Changes:
         The stream stays what it is: the source is read again from where the draw stands."""
         self._refuse_closed()
         if source not in self.job.names:
-            raise JobError([f"unknown source {source!r}{did_you_mean(source, self.job.names)}"], "move")
+            raise JobError(
+                [f"unknown source {source!r}{did_you_mean(source, self.job.names)}"], "move"
+            )
         if not hosts:
-            raise JobError(["wanted the loader host to move to, as in session.move('web', 'loader-host/1')"], "move")
+            raise JobError(
+                ["wanted the loader host to move to, as in session.move('web', 'loader-host/1')"],
+                "move",
+            )
         self._pump.ask(lambda: self._host.move(self.job.names.index(source), hosts), "the planner")
 
     def scale(self, source: str, hosts: int) -> bool:
@@ -200,9 +217,15 @@ class Changes:
         those before them hold. False: it is read so already, or another change is under way. The stream stays what it is."""
         self._refuse_closed()
         if source not in self.job.names:
-            raise JobError([f"unknown source {source!r}{did_you_mean(source, self.job.names)}"], "scale")
+            raise JobError(
+                [f"unknown source {source!r}{did_you_mean(source, self.job.names)}"], "scale"
+            )
         [n] = _steps("scale", [hosts])
-        return bool(self._pump.ask(lambda: self._host.spread(self.job.names.index(source), n), "the planner"))
+        return bool(
+            self._pump.ask(
+                lambda: self._host.spread(self.job.names.index(source), n), "the planner"
+            )
+        )
 
     def kill(self, name: str) -> None:
         """End a process of the job at once, as a crash would. For drills; ``metrics()["actors"]`` lists their names."""
@@ -221,7 +244,9 @@ class Changes:
                 self._refused += 1
             raise
         with self._lock:
-            if rank not in self._inboxes and (self._serving is None or rank not in self._serving.excused):
+            if rank not in self._inboxes and (
+                self._serving is None or rank not in self._serving.excused
+            ):
                 raise OverlordError(f"the client of rank {rank} is closed")
             if rank in self._inboxes and self._inboxes[rank][1] is not inbox:
                 return  # another rank moved the session: the step belongs to what is over
@@ -230,9 +255,16 @@ class Changes:
             lost = len(metrics) - len(report.metrics)
             told, self._refused = self._refused, self._refused + (lost > 0)
         if lost and not told:
-            log.warning("rank %d, step %d: %d reported values are infinite or no numbers and are left out", rank, report.step, lost)
+            log.warning(
+                "rank %d, step %d: %d reported values are infinite or no numbers and are left out",
+                rank,
+                report.step,
+                lost,
+            )
         if warn:
-            log.warning("reports reach no schedule: the mixture has no state and no takes_feedback = True")
+            log.warning(
+                "reports reach no schedule: the mixture has no state and no takes_feedback = True"
+            )
 
     def _send(self, report: Report, promised: bool) -> None:
         """Under the lock: to the planner of now. One that is in time for sure is in states from here on, wherever the planner is."""
@@ -244,7 +276,11 @@ class Changes:
     def _is_promised(self, report: Report, next_step: int) -> bool:
         """Under the lock. Of ranks that are served by a broadcast it is not known: another takes steps ahead of them."""
         excused = self._serving is not None and report.rank in self._serving.excused
-        return self._learns and not excused and promised(report, next_step, self.job.feedback_lag, self._options.prefetch)
+        return (
+            self._learns
+            and not excused
+            and promised(report, next_step, self.job.feedback_lag, self._options.prefetch)
+        )
 
     def _take_report(self, host: Engine, said: Log, report: Report) -> None:
         """In the pump. What comes too late is dropped, so it must not be in a state either."""

@@ -46,15 +46,23 @@ class Questions:
     def _blueprint_of(self, n: int, blueprint: Blueprint | None = None) -> Blueprint:
         """For what a planner says of so many sources: one elsewhere may have let a source join, and its answer be on the way."""
         known, joining = blueprint or self._blueprint, self._joining
-        return joining if joining is not None and len(known.job.names) < n == len(joining.job.names) else known
+        return (
+            joining
+            if joining is not None and len(known.job.names) < n == len(joining.job.names)
+            else known
+        )
 
     def plan(self, step: int) -> LoadingPlan:
         """The plan of a recent step (the last 256 are kept)."""
         step = step_number("plan", step)
-        found, steps = self._pump.ask(lambda: (self._host.plans.of(step), self._host.plans.steps()), "the planner")
+        found, steps = self._pump.ask(
+            lambda: (self._host.plans.of(step), self._host.plans.steps()), "the planner"
+        )
         if not found:
             held = f"{min(steps)} to {max(steps)}" if steps else "none"
-            raise PlanError(f"step {step} is not planned yet, or no longer held", step, f"steps held: {held}")
+            raise PlanError(
+                f"step {step} is not planned yet, or no longer held", step, f"steps held: {held}"
+            )
         return found[-1].plan
 
     def graph(self, step: int) -> DGraph:
@@ -66,7 +74,9 @@ class Questions:
         known = self._pump.ask(self._known, "the planner")
         stage = stage_of(step, known.stages, known.state.step)
         assert stage.loader is not None
-        return planned_graph(stage.plan, self.job.batch, self.job.place, stage.loader, known.loaders, self.job.sync)
+        return planned_graph(
+            stage.plan, self.job.batch, self.job.place, stage.loader, known.loaders, self.job.sync
+        )
 
     def explain(self, what: int | str | SampleId) -> Explanation:
         """A step by its number: which rows, which weights, how it was placed. A sample by its id: where it went, and why."""
@@ -79,10 +89,16 @@ class Questions:
 
         host, made = self._host, self._blueprint
         return Known(
-            job=self.job, names=host.planner.spec.names, indexes=tuple(made.indexes), orders=tuple(made.orders),
-            stages=tuple(host.plans), quarantine=tuple(host.planner.ledger.bad_rows()), state=host.planner.state(),
-            start=self._start_state.step, loaders=tuple(loader_name(row) for row in host.figures()["loaders"]),
-        )  # fmt: skip
+            job=self.job,
+            names=host.planner.spec.names,
+            indexes=tuple(made.indexes),
+            orders=tuple(made.orders),
+            stages=tuple(host.plans),
+            quarantine=tuple(host.planner.ledger.bad_rows()),
+            state=host.planner.state(),
+            start=self._start_state.step,
+            loaders=tuple(loader_name(row) for row in host.figures()["loaders"]),
+        )
 
     def summary_buffer(self) -> Buffer:
         """What the planner sees now: metadata of all samples that are ready and not drawn, source by source in stream order.
@@ -98,10 +114,19 @@ class Questions:
         rows = self._pump.ask(lambda: self._host.planner.ledger.bad_rows(), "the planner")
         indexes = self._blueprint.indexes
         return [
-            {"source": self.job.names[q.source], "epoch": q.epoch, "file": q.file, "row": q.row, "part": q.part,
-             "path": indexes[q.source].files[q.file].path if q.file < len(indexes[q.source].files) else "", "reason": q.reason}
+            {
+                "source": self.job.names[q.source],
+                "epoch": q.epoch,
+                "file": q.file,
+                "row": q.row,
+                "part": q.part,
+                "path": indexes[q.source].files[q.file].path
+                if q.file < len(indexes[q.source].files)
+                else "",
+                "reason": q.reason,
+            }
             for q in rows
-        ]  # fmt: skip
+        ]
 
     def profile(self) -> JobProfile:
         """What sources cost, with what loaders measured up to now; it is kept for the next launch."""
@@ -120,12 +145,21 @@ class Questions:
     def _budget(self) -> dict[str, int]:
         """What may be held ahead of the draw, in bytes: samples ready, files being read, and by each host steps on their way."""
         options = self._blueprint.options
-        return {"ready": options.buffer_bytes, "open": options.open_bytes, "steps": ring_bytes(options)}
+        return {
+            "ready": options.buffer_bytes,
+            "open": options.open_bytes,
+            "steps": ring_bytes(options),
+        }
 
     def _metrics(self) -> dict[str, Any]:
         figures = self._host.figures()
         planner = counted(self._host)
-        found = job_metrics(planner, figures, self._blueprint_of(len(planner.totals.samples)).at_nothing(), self.job.on_long)
+        found = job_metrics(
+            planner,
+            figures,
+            self._blueprint_of(len(planner.totals.samples)).at_nothing(),
+            self.job.on_long,
+        )
         for name, event in self._lost.items():
             found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
         found["memory"]["budget"] = self._budget()
@@ -134,7 +168,10 @@ class Questions:
             "uptime_s": time.monotonic() - self._started,
             "feedback": {**found["feedback"], "invalid": self._refused},
             "files": added_up([self._blueprint.handles.metrics(), *figures.get("files", ())]),
-            "clients": {r: _client_row(c, figures.get("clients", {}).get(r, {})) for r, c in list(self._clients.items())},
+            "clients": {
+                r: _client_row(c, figures.get("clients", {}).get(r, {}))
+                for r, c in list(self._clients.items())
+            },
             "actors": actors(figures, dict(self._clients)),
             "transfer": figures.get("transfer", {}),
             "recoveries": figures.get("recoveries", []),
@@ -147,7 +184,10 @@ class Questions:
 
 def _client_row(client: Client, told: Mapping[str, Any]) -> dict[str, Any]:
     """``told``: by its constructor host, which alone knows of a client in another process."""
-    waited_s, ready = max(client.waited_s, told.get("waited_s", 0.0)), max(len(client._inbox), told.get("kept", 0))
+    waited_s, ready = (
+        max(client.waited_s, told.get("waited_s", 0.0)),
+        max(len(client._inbox), told.get("kept", 0)),
+    )
     return {"steps": max(client.steps, told.get("steps", 0)), "waited_s": waited_s, "ready": ready}
 
 

@@ -19,7 +19,12 @@ from overlord.setup.removed_sources import left_behind
 
 
 def launch(
-    job: Job, runtime: str = "local", resume: Mapping[str, Any] | str | None = None, *, allow: tuple[str, ...] = (), **options: Any
+    job: Job,
+    runtime: str = "local",
+    resume: Mapping[str, Any] | str | None = None,
+    *,
+    allow: tuple[str, ...] = (),
+    **options: Any,
 ) -> Session:
     """Start a job. ``runtime``: ``"local"`` embeds it in this process, ``"process"`` hosts its loaders and constructors in processes
     of this machine, ``"ray"`` on a Ray cluster. ``resume``: a state to go on from; ``"auto"``: behind the last step that all ranks took, as
@@ -51,25 +56,53 @@ def launch(
         why = {"ray": "on a cluster every client would take links from all nodes"}.get(
             runtime, "in one process there is no hop to leave out"
         )
-        raise JobError([f"constructors: False is for runtime='process', where it is measured; {why}: leave it out"], "launch")
+        raise JobError(
+            [
+                f"constructors: False is for runtime='process', where it is measured; {why}: leave it out"
+            ],
+            "launch",
+        )
     if given.ports is not None and runtime == "local":
-        raise JobError(["ports: in one process nobody listens but session.serve, which has a port= of its own: leave it out"], "launch")
+        raise JobError(
+            [
+                "ports: in one process nobody listens but session.serve, which has a port= of its own: leave it out"
+            ],
+            "launch",
+        )
     if given.reserve is True and (runtime != "ray" or given.address is None):
         raise JobError(
-            ["reserve: True is for runtime='ray' with the address of a cluster; one machine cannot get more: leave it out"], "launch"
+            [
+                "reserve: True is for runtime='ray' with the address of a cluster; one machine cannot get more: leave it out"
+            ],
+            "launch",
         )
     if given.shadows in ("heavy", "all") and given.failover and runtime == "local":
-        raise JobError([f"shadows: {given.shadows!r} is for runtime='process'; what is in one process is lost together"], "launch")
+        raise JobError(
+            [
+                f"shadows: {given.shadows!r} is for runtime='process'; what is in one process is lost together"
+            ],
+            "launch",
+        )
     if runtime == "ray" and (problems := given.problems(job)):  # before a cluster is started
         raise JobError(problems, "launch")
-    let_go = keep(runtime, given.address)  # a cluster is there while files are indexed; then the session has it
+    let_go = keep(
+        runtime, given.address
+    )  # a cluster is there while files are indexed; then the session has it
     try:
-        return _launched(job, runtime, resume, allow, budgeted(runtime, job, sized(runtime, job, given)))
+        return _launched(
+            job, runtime, resume, allow, budgeted(runtime, job, sized(runtime, job, given))
+        )
     finally:
         let_go()
 
 
-def _launched(job: Job, runtime: str, resume: Mapping[str, Any] | str | None, allow: tuple[str, ...], given: Options) -> Session:
+def _launched(
+    job: Job,
+    runtime: str,
+    resume: Mapping[str, Any] | str | None,
+    allow: tuple[str, ...],
+    given: Options,
+) -> Session:
     if runtime == "process":
         from overlord.process import forkserver  # processes: for those who ask for them
 
@@ -94,19 +127,30 @@ def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[st
         found.append(f"runtime: wanted {known}, found {runtime!r}")
     if isinstance(resume, str) and resume == "auto":
         if job.journal is None:
-            found.append("resume: 'auto' goes on from the job's journal, and it has none: name one in Job.journal, or give a state")
+            found.append(
+                "resume: 'auto' goes on from the job's journal, and it has none: name one in Job.journal, or give a state"
+            )
     elif isinstance(resume, (str, PathLike)):
         found.append(_no_state(resume))
     elif resume is not None and not isinstance(resume, Mapping):
-        found.append(f"resume: wanted a state as state_dict() gives it, found {type(resume).__name__}")
+        found.append(
+            f"resume: wanted a state as state_dict() gives it, found {type(resume).__name__}"
+        )
     if not isinstance(allow, (tuple, list)) or not all(isinstance(part, str) for part in allow):
-        found.append(f"allow: wanted a tuple of parts of the fingerprint, as in ('seed',), found {allow!r}")
+        found.append(
+            f"allow: wanted a tuple of parts of the fingerprint, as in ('seed',), found {allow!r}"
+        )
     return found
 
 
 def _no_state(resume: str | PathLike[str]) -> str:
     """What is no file by its name, nor there, was to be the one word there is."""
-    word = isinstance(resume, str) and not Path(resume).suffix and "/" not in resume and not Path(resume).exists()
+    word = (
+        isinstance(resume, str)
+        and not Path(resume).suffix
+        and "/" not in resume
+        and not Path(resume).exists()
+    )
     if isinstance(resume, str) and word:
         return f"resume: wanted a state, or 'auto' (from the job's journal), found {resume!r}{did_you_mean(resume.lower(), ['auto'])}"
     name = str(resume)

@@ -35,8 +35,20 @@ from overlord.loader.reader import SourceReader
 from overlord.loader.service import Loading
 from overlord.messages.client import Told
 from overlord.messages.constructor import Build, Deliver, End, Release
-from overlord.messages.control import Attach, Consumed, Cursor, Detach, Finish, Forget, Open, Refill, SourceLost, Stage, StreamState
-from overlord.messages.loader import Announce, Evaluate, Read  # fmt: skip
+from overlord.messages.control import (
+    Attach,
+    Consumed,
+    Cursor,
+    Detach,
+    Finish,
+    Forget,
+    Open,
+    Refill,
+    SourceLost,
+    Stage,
+    StreamState,
+)
+from overlord.messages.loader import Announce, Evaluate, Read
 from overlord.planning.images.encoding import Encodings
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource
@@ -53,25 +65,42 @@ log = logging.getLogger("overlord")
 __all__ = ["Done", "Executor", "Host", "KeptPlans", "Mailbox"]
 
 
-
-
 class Host(Written, Watching):
     """All cores of a job and what they hold: payload, staged steps, built microbatches."""
 
     def __init__(
-        self, *, planner: Planner, loaders: Sequence[Loader], readers: Sequence[SourceReader], assemblers: Sequence[Assembler],
-        batch: Batch, multiple: int, executor: Executor, check: bool = False, hooks: Sequence[Hook] = (), seed: int = 0,
-        images: PixelForm | None = None, broadcast: bool = True,
-    ):  # fmt: skip
+        self,
+        *,
+        planner: Planner,
+        loaders: Sequence[Loader],
+        readers: Sequence[SourceReader],
+        assemblers: Sequence[Assembler],
+        batch: Batch,
+        multiple: int,
+        executor: Executor,
+        check: bool = False,
+        hooks: Sequence[Hook] = (),
+        seed: int = 0,
+        images: PixelForm | None = None,
+        broadcast: bool = True,
+    ):
         super().__init__(check=check)
         self.planner, self._executor = planner, executor
         self.loading = Loading(executor, self.run)
         for loader, reader in zip(loaders, readers, strict=True):
             self.loading.open(loader, reader)
         self.building = Building(
-            assemblers, batch=batch, multiple=multiple, executor=executor, run=self.run, cannot=self.event,
-            hooks=of_kind(hooks, CONSTRUCTOR), images=images, broadcast=broadcast, spoiled=self.event,
-        )  # fmt: skip
+            assemblers,
+            batch=batch,
+            multiple=multiple,
+            executor=executor,
+            run=self.run,
+            cannot=self.event,
+            hooks=of_kind(hooks, CONSTRUCTOR),
+            images=images,
+            broadcast=broadcast,
+            spoiled=self.event,
+        )
         self._images, self._batch, self._multiple = images, batch, multiple
         self._pop_hooks, self._seed = of_kind(hooks, LOADER), seed
         self._taken = -1  # the last step that all clients took
@@ -102,7 +131,9 @@ class Host(Written, Watching):
         here = [rank for rank in ranks if rank in self.building.mailboxes]
         self._taken = max(self._taken, step)
         self._queue.extend(self.building.consumed(here, step))
-        self.run([command for rank in here for command in self.planner.handle(Consumed(rank, step))])
+        self.run(
+            [command for rank in here for command in self.planner.handle(Consumed(rank, step))]
+        )
         self._was_taken()
 
     def inbox(self, rank: int, next_step: int) -> Inbox:
@@ -117,7 +148,11 @@ class Host(Written, Watching):
         """They hold nothing yet; worker processes are the blueprint's."""
 
     def add_source(
-        self, new: NewSource, cores: Sequence[tuple[Loader, SourceReader]], budget_bytes: int, joined: Callable[[], None] = lambda: None
+        self,
+        new: NewSource,
+        cores: Sequence[tuple[Loader, SourceReader]],
+        budget_bytes: int,
+        joined: Callable[[], None] = lambda: None,
     ) -> None:
         """A source joins, with loaders behind all others; the planner refuses before anything has changed. ``joined`` is called
         when it has, before a step with the source reaches anyone."""
@@ -165,26 +200,40 @@ class Host(Written, Watching):
         if stage.skipped:
             return
         if stage.kept is not None:  # what stays held would keep all it was popped with alive
-            pieces, stage = [Content.pick(pieces, stage.doc)], replace(stage, doc=np.arange(len(stage.doc)))
+            pieces, stage = (
+                [Content.pick(pieces, stage.doc)],
+                replace(stage, doc=np.arange(len(stage.doc))),
+            )
         staged = StagedStep(stage, Ragged.concat([p.tokens for p in pieces]))
         if self._images is not None:
             staged = self._with_images(staged, Scattered.of(pieces))
         if self._pop_hooks:
-            self._executor.submit("loader hooks", lambda: self._popped(staged), self._pop_done(stage), urgent=True)
+            self._executor.submit(
+                "loader hooks", lambda: self._popped(staged), self._pop_done(stage), urgent=True
+            )
         else:  # ahead of what the planner asked loaders for: a step is what a trainer waits for
             self._queue.extendleft(reversed(self.building.staged(staged, Told.of(stage))))
 
     def _with_images(self, staged: StagedStep, found: Scattered | None) -> StagedStep:
         """Who encodes what; the images themselves lie as they were popped."""
         stage, ranks = staged.stage, self.building.served()
-        made, items = Encodings(stage.plan, self._batch, self._multiple), found or Scattered([], np.zeros(len(staged.tokens), np.int64))
+        made, items = (
+            Encodings(stage.plan, self._batch, self._multiple),
+            found or Scattered([], np.zeros(len(staged.tokens), np.int64)),
+        )
         wanted = made.encoded_by(ranks)
         doc, number = stage.doc[made.sample[wanted]], made.routes.number[wanted]
         assert (number < items.counts[doc]).all(), "more images are planned than documents have"
-        return replace(staged, stage=replace(stage, encoding=made.of(ranks, items.first[doc] + number)), items=items)
+        return replace(
+            staged,
+            stage=replace(stage, encoding=made.of(ranks, items.first[doc] + number)),
+            items=items,
+        )
 
     def _popped(self, staged: StagedStep) -> StagedStep:
-        doc, tokens = popped_by(self._pop_hooks, staged.plan, staged.stage.doc, staged.tokens, self._seed)
+        doc, tokens = popped_by(
+            self._pop_hooks, staged.plan, staged.stage.doc, staged.tokens, self._seed
+        )
         return replace(staged, stage=replace(staged.stage, doc=doc), tokens=tokens)
 
     def _pop_done(self, stage: Stage) -> Done:
@@ -203,7 +252,9 @@ class Host(Written, Watching):
         if self._scaler is None:
             self._watch(onlooker(options, self.planner.spec.read_ahead))
         if self.planner.finished is None and self.building.mailboxes:
-            self._conclude(self._observed(now, {0: self.loading.gauge()}, self._taken, waited_s, hosts=1), now)
+            self._conclude(
+                self._observed(now, {0: self.loading.gauge()}, self._taken, waited_s, hosts=1), now
+            )
 
     def _numbers(self, source: int) -> range:
         loaders = [s.loaders for s in self.planner.spec.sources]
@@ -212,24 +263,42 @@ class Host(Written, Watching):
 
     def _n_processes(self, source: int) -> int:
         """Return 1, this process; loaders with worker processes have one each."""
-        mine = [self.loading.hosted[n].reader.stages for n in self._numbers(source) if n in self.loading.hosted]
+        mine = [
+            self.loading.hosted[n].reader.stages
+            for n in self._numbers(source)
+            if n in self.loading.hosted
+        ]
         return len(mine) if any(isinstance(stages, TransformWorker) for stages in mine) else 1
 
     def _free_s(self, source: int) -> float:
         """Return 0 where nothing but code of the user's can be what takes long in this process."""
         hosted = self.loading.hosted.get(self._numbers(source)[0])
         transforms = () if hosted is None else getattr(hosted.reader.stages, "transforms", ())
-        own, heavy = any(t.user_code for t in transforms), any(t.kind in ("tokenize", "images") for t in transforms)
+        own, heavy = (
+            any(t.user_code for t in transforms),
+            any(t.kind in ("tokenize", "images") for t in transforms),
+        )
         return 0.0 if own and not heavy else math.inf
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
-        raise JobError(["all loaders live in this process; runtime='process' has hosts to move them to"], "move")
+        raise JobError(
+            ["all loaders live in this process; runtime='process' has hosts to move them to"],
+            "move",
+        )
 
     def spread(self, source: int, n: int) -> bool:
-        raise JobError(["all loaders live in this process; runtime='process' has hosts to spread them over"], "scale")
+        raise JobError(
+            ["all loaders live in this process; runtime='process' has hosts to spread them over"],
+            "scale",
+        )
 
     def kill(self, name: str) -> None:
-        raise JobError([f"{name!r}: all actors live in this process; with runtime='process' there are others to kill"], "kill")
+        raise JobError(
+            [
+                f"{name!r}: all actors live in this process; with runtime='process' there are others to kill"
+            ],
+            "kill",
+        )
 
     # what people ask
 
@@ -283,19 +352,34 @@ class Host(Written, Watching):
         self.building.check()
 
 
-def local_runtime(blueprint: Blueprint, executor: Executor, state: StreamState | None = None) -> Host:
+def local_runtime(
+    blueprint: Blueprint, executor: Executor, state: StreamState | None = None
+) -> Host:
     """Build the planner, loaders and constructors of a job in this process, at a state."""
     job, options, planner = blueprint.job, blueprint.options, blueprint.planner(state)
     cursors = planner.state().cursors.tolist()
-    cores = [core for i in range(len(job.sources)) for core in blueprint.loaders_for(i, Cursor(*cursors[i]))]
+    cores = [
+        core
+        for i in range(len(job.sources))
+        for core in blueprint.loaders_for(i, Cursor(*cursors[i]))
+    ]
     host = Host(
-        planner=planner, loaders=[loader for loader, _ in cores], readers=[reader for _, reader in cores],
+        planner=planner,
+        loaders=[loader for loader, _ in cores],
+        readers=[reader for _, reader in cores],
         assemblers=[
-            Assembler(b, ranks, options.build_ahead or options.prefetch) for b, ranks in enumerate(job.place.buckets("DP"))
+            Assembler(b, ranks, options.build_ahead or options.prefetch)
+            for b, ranks in enumerate(job.place.buckets("DP"))
         ],
-        batch=job.batch, multiple=job.document_multiple, executor=executor, check=options.check,
-        hooks=tuple(job.hooks), seed=job.seed, images=blueprint.images, broadcast=options.broadcast,
-    )  # fmt: skip
+        batch=job.batch,
+        multiple=job.document_multiple,
+        executor=executor,
+        check=options.check,
+        hooks=tuple(job.hooks),
+        seed=job.seed,
+        images=blueprint.images,
+        broadcast=options.broadcast,
+    )
     if options.memory is not None and options.ring_bytes is not None:
         host.building.slabs = SlabPool(options.ring_bytes)
     return host

@@ -43,7 +43,14 @@ STALLS = ("stall_warn_s", "stall_limit_s", "on_stall")
 _calls = count()  # every rank joins the same jobs in the same order
 
 
-def join(job: Job, *, rank: int | None = None, timeout_s: float = 600.0, leave_s: float = 60.0, **launch_options: Any) -> Client:
+def join(
+    job: Job,
+    *,
+    rank: int | None = None,
+    timeout_s: float = 600.0,
+    leave_s: float = 60.0,
+    **launch_options: Any,
+) -> Client:
     """Return the client of this process's rank. Rank 0 launches the job and serves it, the others connect.
 
     Rank and world size are those of ``torch.distributed`` where it is initialised, else ``RANK`` and ``WORLD_SIZE``. The world size must
@@ -77,15 +84,21 @@ def checked_world(job: Job) -> World | None:
     here, place = world_here("join"), job.place
     if here is not None and here.size != place.world_size:
         raise JobError(
-            [f"place: wanted the {here.size} ranks of {here.named}, found {place.world_size} in {place}; give the job that mesh, "
-             f"as ClientPlaceTree.from_env(world_size={here.size}) does. "
-             "For a job of this process alone: overlord.launch(job), then session.client(rank)"], "join",
-        )  # fmt: skip
+            [
+                f"place: wanted the {here.size} ranks of {here.named}, found {place.world_size} in {place}; give the job that mesh, "
+                f"as ClientPlaceTree.from_env(world_size={here.size}) does. "
+                "For a job of this process alone: overlord.launch(job), then session.client(rank)"
+            ],
+            "join",
+        )
     if here is None and place.world_size > 1:
         raise JobError(
-            [f"place: expected one rank, since this process has neither a process group nor RANK and WORLD_SIZE, got {place.world_size} in "
-             f"{place}; {JOINED}. For all ranks in one process: overlord.launch(job), then session.client(rank)"], "join",
-        )  # fmt: skip
+            [
+                f"place: expected one rank, since this process has neither a process group nor RANK and WORLD_SIZE, got {place.world_size} in "
+                f"{place}; {JOINED}. For all ranks in one process: overlord.launch(job), then session.client(rank)"
+            ],
+            "join",
+        )
     return here
 
 
@@ -106,7 +119,9 @@ def _serve(job: Job, store: _Board, leave_s: float, launch_options: dict[str, An
     return _owning(session, client, leave_s, store)
 
 
-def _owning(session: Session, client: Client, leave_s: float, store: _Board | None = None) -> Client:
+def _owning(
+    session: Session, client: Client, leave_s: float, store: _Board | None = None
+) -> Client:
     """Closing this client ends the session, once nobody else needs it. Where rank 0 keeps the store, it lives as long."""
     client.session, leave = session, client._close
 
@@ -132,8 +147,13 @@ class _Board:
 
     def __init__(self, rank: int, world: int, timeout_s: float, stalls: Mapping[str, Any]):
         self._rank, self._world, self._deadline = rank, world, time.monotonic() + timeout_s
-        self._least_s = min(HEARD_S, timeout_s)  # for the others to come behind a launch that took all the time there was
-        self._warn_s, self._on_stall = float(stalls.get("stall_warn_s", WARN_S)), stalls.get("on_stall")
+        self._least_s = min(
+            HEARD_S, timeout_s
+        )  # for the others to come behind a launch that took all the time there was
+        self._warn_s, self._on_stall = (
+            float(stalls.get("stall_warn_s", WARN_S)),
+            stalls.get("on_stall"),
+        )
         self._store = _store(rank, world, timeout_s)
         self._key = f"overlord/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_calls)}"
         self._store.set(f"{self._key}/node/{rank}", _node())
@@ -142,7 +162,11 @@ class _Board:
         self._set(self._key, value)
 
     def read(self) -> dict[str, Any]:
-        self._until(self._key, lambda: "rank 0 to launch the job and to say where it serves it", self._deadline)
+        self._until(
+            self._key,
+            lambda: "rank 0 to launch the job and to say where it serves it",
+            self._deadline,
+        )
         said = self._get(self._key)
         self._store.add(f"{self._key}/read", 1)
         return said
@@ -152,14 +176,23 @@ class _Board:
         rank does not go on, and so nobody can."""
         wrong, came, gave_up = (f"{self._key}/{name}" for name in ("wrong", "came", "gave_up"))
         if self._store.check([gave_up]):
-            raise JobError([f"this rank comes too late: {self._store.get(gave_up).decode()}; raise timeout_s"], "join")
+            raise JobError(
+                [f"this rank comes too late: {self._store.get(gave_up).decode()}; raise timeout_s"],
+                "join",
+            )
         if problem:
-            self._store.set(wrong, f"rank {self._rank} joined with another job than rank 0: {problem}")
+            self._store.set(
+                wrong, f"rank {self._rank} joined with another job than rank 0: {problem}"
+            )
         self._store.set(f"{came}/{self._rank}", "")
         if self._store.add(came, 1) == self._world or problem:
             self._store.set(f"{self._key}/all", "")
         try:
-            self._until(f"{self._key}/all", self._missing, max(self._deadline, time.monotonic() + self._least_s))
+            self._until(
+                f"{self._key}/all",
+                self._missing,
+                max(self._deadline, time.monotonic() + self._least_s),
+            )
         except DataStall as stall:
             self._store.set(gave_up, str(stall))
             raise
@@ -171,16 +204,25 @@ class _Board:
         if said := os.environ.get("LOCAL_WORLD_SIZE"):
             if not said.isdecimal():
                 raise JobError(
-                    [f"LOCAL_WORLD_SIZE: expected a whole number, got {said!r}; unset it, or let the launcher set the ranks of each node"],
+                    [
+                        f"LOCAL_WORLD_SIZE: expected a whole number, got {said!r}; unset it, or let the launcher set the ranks of each node"
+                    ],
                     "join",
                 )
             return int(said) >= self._world
         for rank in range(self._world):
             self._until(f"{self._key}/node/{rank}", lambda: self._missing("node"), self._deadline)
-        return len({bytes(self._store.get(f"{self._key}/node/{rank}")) for rank in range(self._world)}) == 1
+        return (
+            len({bytes(self._store.get(f"{self._key}/node/{rank}")) for rank in range(self._world)})
+            == 1
+        )
 
     def _missing(self, noted: str = "came") -> str:
-        absent = [rank for rank in range(self._world) if not self._store.check([f"{self._key}/{noted}/{rank}"])]
+        absent = [
+            rank
+            for rank in range(self._world)
+            if not self._store.check([f"{self._key}/{noted}/{rank}"])
+        ]
         return f"{ranks(absent)} to join; every rank of the world must call it, with the same job"
 
     def add_note(self, name: str, value: dict[str, Any]) -> None:
@@ -219,7 +261,10 @@ class _Board:
         try:
             return bool(self._store.check([key]))
         except RuntimeError as fault:
-            raise ActorLost("the store in which ranks meet", f"whoever keeps it (torchrun, or rank 0) has ended: {fault}") from fault
+            raise ActorLost(
+                "the store in which ranks meet",
+                f"whoever keeps it (torchrun, or rank 0) has ended: {fault}",
+            ) from fault
 
     def _stalls(self, words: str, seconds: float) -> None:
         if self._on_stall is not None:
@@ -242,13 +287,18 @@ class _Board:
     def wait_until_all_read(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(Exception):  # the store has gone, and with it those who would read
-            while self._store.add(f"{self._key}/read", 0) < self._world - 1 and time.monotonic() < deadline:
+            while (
+                self._store.add(f"{self._key}/read", 0) < self._world - 1
+                and time.monotonic() < deadline
+            ):
                 time.sleep(LOOK_S)
 
 
 def ranks(some: Sequence[int]) -> str:
     """``rank 1``, or ``ranks 1, 2``; of very many the first ones."""
-    listed = ", ".join(map(str, some[:SHOWN])) + (f" and {len(some) - SHOWN} more" if len(some) > SHOWN else "")
+    listed = ", ".join(map(str, some[:SHOWN])) + (
+        f" and {len(some) - SHOWN} more" if len(some) > SHOWN else ""
+    )
     return f"rank{'s' if len(some) != 1 else ''} {listed}"
 
 
@@ -257,17 +307,26 @@ def _store(rank: int, world: int, timeout_s: float) -> Any:
     try:
         import torch.distributed as dist
     except ImportError as fault:
-        raise JobError([f"the ranks of torchrun meet in torch's store, and torch cannot be imported: {fault}"], "join") from fault
+        raise JobError(
+            [f"the ranks of torchrun meet in torch's store, and torch cannot be imported: {fault}"],
+            "join",
+        ) from fault
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     start = time.monotonic()
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise JobError([f"{', '.join(missing)}: not set; {JOINED}"], "join")
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s)))
+        store, _, _ = next(
+            dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s))
+        )
     except dist.DistError as fault:  # its text speaks of sockets
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise DataStall(f"the {world} ranks of the world to meet at {where}", time.monotonic() - start, rank=rank) from fault
+        raise DataStall(
+            f"the {world} ranks of the world to meet at {where}",
+            time.monotonic() - start,
+            rank=rank,
+        ) from fault
     return store
 
 
@@ -275,7 +334,10 @@ def _node() -> str:
     """Name the machine of this process, and its network where containers have their own."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
+        found += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            str(os.stat("/proc/self/ns/net").st_ino),
+        ]
     return " ".join(found)
 
 
@@ -291,7 +353,10 @@ def serving_host(board: _Board) -> str:
             if not ipaddress.ip_address(found).is_loopback and _is_here(found):
                 return found
     raise JobError(
-        ["ranks live on several nodes, and no address of this one was found that they can reach; set OVERLORD_HOST on rank 0"], "join"
+        [
+            "ranks live on several nodes, and no address of this one was found that they can reach; set OVERLORD_HOST on rank 0"
+        ],
+        "join",
     )
 
 

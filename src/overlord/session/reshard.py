@@ -47,10 +47,14 @@ class Resharding:
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _restart(self, blueprint: Blueprint, state: StreamState, mark: str, *, together: bool = False) -> None:
+    def _restart(
+        self, blueprint: Blueprint, state: StreamState, mark: str, *, together: bool = False
+    ) -> None:
         raise NotImplementedError
 
-    def reshard(self, place: ClientPlaceTree, at: int | None = None, *, timeout_s: float = 60.0) -> int:
+    def reshard(
+        self, place: ClientPlaceTree, at: int | None = None, *, timeout_s: float = 60.0
+    ) -> int:
         """Go on with another mesh from the first step that no rank was handed; returns that step. Its samples, and those of all steps
         behind it, are what they were going to be: they are placed anew, never drawn anew.
 
@@ -69,7 +73,10 @@ class Resharding:
             raise JobError([problem], "reshard")
         with self._moving, self._standing(at, timeout_s) as state:
             # Of now: a source may have joined meanwhile. All of them: a state that is loaded later is gone on from under this mesh.
-            blueprint, every = self._blueprint.placed(place), [b.placed(place) for b in self._blueprints]
+            blueprint, every = (
+                self._blueprint.placed(place),
+                [b.placed(place) for b in self._blueprints],
+            )
             self._begun = False  # new ranks may come until a step is asked for
             self._restart(blueprint, state, mark_of(blueprint, state), together=True)
             self._blueprints = every
@@ -101,14 +108,22 @@ class Resharding:
                 raise DataStall(f"{behind} before the mesh is changed; {REMEDY}", waited)
             if waited >= warn_at:
                 warn_at = waited + WARN_AGAIN_S
-                log.warning("reshard has waited %.0f s for %s; %s, or it is given up after %.0f s", waited, behind, REMEDY, timeout_s)
+                log.warning(
+                    "reshard has waited %.0f s for %s; %s, or it is given up after %.0f s",
+                    waited,
+                    behind,
+                    REMEDY,
+                    timeout_s,
+                )
             time.sleep(LOOK_S)
 
     def _stands_at(self, clients: dict[int, Any]) -> StreamState:
         from overlord.session.session import opened
 
         if not clients:
-            raise OverlordError("reshard: no client is open, so there is nothing to go on from; launch the job with the new place")
+            raise OverlordError(
+                "reshard: no client is open, so there is nothing to go on from; launch the job with the new place"
+            )
         state = opened(next(iter(clients.values()))._state)
         return self._log.completed(state, self._blueprint.job.names)
 
@@ -124,7 +139,11 @@ def _apart(steps: dict[int, int], at: int | None) -> str:
         return ""
     wanted = max(steps.values()) if at is None else at
     if past := [rank for rank, step in steps.items() if step > wanted]:
-        raise PlanError(f"rank {past[0]} was handed step {steps[past[0]] - 1} already", wanted, "all ranks must stop before the step")
+        raise PlanError(
+            f"rank {past[0]} was handed step {steps[past[0]] - 1} already",
+            wanted,
+            "all ranks must stop before the step",
+        )
     behind = [rank for rank, step in steps.items() if step < wanted]
     if not behind:
         return ""

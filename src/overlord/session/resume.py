@@ -26,8 +26,12 @@ MAY_GROW = ("sources", "mixture")  # parts of a fingerprint that another number 
 
 
 def launch_with_journal(
-    job: Job, runtime: str, resume: Mapping[str, Any] | str | None, allow: Sequence[str], options: Options
-) -> Session:  # fmt: skip
+    job: Job,
+    runtime: str,
+    resume: Mapping[str, Any] | str | None,
+    allow: Sequence[str],
+    options: Options,
+) -> Session:
     """The journal is held before files are indexed: who is refused is told at once."""
     assert job.journal is not None
     if resume is None:
@@ -37,7 +41,10 @@ def launch_with_journal(
     try:
         begin = _by_state(resume) if isinstance(resume, Mapping) else _by_journal
         blueprint, state, beginning = begin(
-            profiled(Blueprint(job, options, _left(job, resume, found)), runtime), journal, found, tuple(allow)
+            profiled(Blueprint(job, options, _left(job, resume, found)), runtime),
+            journal,
+            found,
+            tuple(allow),
         )
     except BaseException:
         journal.close()
@@ -53,35 +60,57 @@ def _left(job: Job, resume: Mapping[str, Any] | str | None, found: Recovered) ->
     """Sources that are not read any more behind where it goes on."""
     if isinstance(resume, Mapping):
         return left_behind(resume, job.shuffle_chunks)
-    saved = {} if found.empty else exported(found.state(found.acked), job.name, found.names, found.fingerprint)
+    saved = (
+        {}
+        if found.empty
+        else exported(found.state(found.acked), job.name, found.names, found.fingerprint)
+    )
     return left_behind(saved, job.shuffle_chunks)
 
 
 Begun = tuple[Blueprint, StreamState | None, Beginning]
 
 
-def _by_journal(blueprint: Blueprint, journal: Journal, found: Recovered, allow: tuple[str, ...]) -> Begun:
+def _by_journal(
+    blueprint: Blueprint, journal: Journal, found: Recovered, allow: tuple[str, ...]
+) -> Begun:
     """Behind the last step that all ranks took. Steps that were planned behind it come again, and are compared with what they were."""
     if found.empty:
         return blueprint, None, Beginning(journal)
     saved = exported(found.state(found.acked), blueprint.job.name, found.names, found.fingerprint)
     blueprint = blueprint.fitting(saved)
     state = blueprint.restore(saved, allow)
-    if blueprint.fingerprint != found.fingerprint:  # as ``allow`` says: what was planned does not come again
+    if (
+        blueprint.fingerprint != found.fingerprint
+    ):  # as ``allow`` says: what was planned does not come again
         why = f"{found.why}; but the job is another (allow), and so are the steps from here on"
         return blueprint, state, Beginning(journal, Resumed(state.step, why), anew=True)
-    elsewhere = slots_of(blueprint.job) != found.place  # the same samples in every step, in other slots
-    return blueprint, state, Beginning(journal, Resumed(state.step, found.why), found.next_step, anew=elsewhere)
+    elsewhere = (
+        slots_of(blueprint.job) != found.place
+    )  # the same samples in every step, in other slots
+    return (
+        blueprint,
+        state,
+        Beginning(journal, Resumed(state.step, found.why), found.next_step, anew=elsewhere),
+    )
 
 
-def _by_state(resume: Mapping[str, Any]) -> Callable[[Blueprint, Journal, Recovered, tuple[str, ...]], Begun]:
-    def begin(blueprint: Blueprint, journal: Journal, found: Recovered, allow: tuple[str, ...]) -> Begun:
+def _by_state(
+    resume: Mapping[str, Any],
+) -> Callable[[Blueprint, Journal, Recovered, tuple[str, ...]], Begun]:
+    def begin(
+        blueprint: Blueprint, journal: Journal, found: Recovered, allow: tuple[str, ...]
+    ) -> Begun:
         """Trainers know best where they stand: the journal begins anew there."""
         blueprint = blueprint.fitting(resume)
         state = blueprint.restore(resume, allow)
         if not found.empty:
             _same_job(found.fingerprint, blueprint, allow)
-        why = f"it is where the given state stands; {found.why}" if not found.empty else "it is where the given state stands"
+        why = (
+            f"it is where the given state stands; {found.why}"
+            if not found.empty
+            else "it is where the given state stands"
+        )
         return blueprint, state, Beginning(journal, Resumed(state.step, why), anew=not found.empty)
 
     return begin
@@ -90,7 +119,9 @@ def _by_state(resume: Mapping[str, Any]) -> Callable[[Blueprint, Journal, Recove
 def _same_job(then: Mapping[str, str], blueprint: Blueprint, allow: Sequence[str]) -> None:
     """The state fits the job; whether the journal is the same job's. Sources may have joined since the state was saved."""
     now = blueprint.fingerprint
-    parts = [p for p in sorted({*then} & {*now}) if then[p] != now[p] and p not in (*MAY_GROW, *allow)]
+    parts = [
+        p for p in sorted({*then} & {*now}) if then[p] != now[p] and p not in (*MAY_GROW, *allow)
+    ]
     if parts:
         remedy = f"the journal is another job's: give this one a journal of its own, or pass allow=({', '.join(map(repr, parts))},)"
         differ = {p: (then[p], now[p]) for p in parts}

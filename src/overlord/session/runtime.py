@@ -31,7 +31,11 @@ if TYPE_CHECKING:
     from overlord.session.cluster_runtime import FarPlanner, FarPlans
 
 OF_NODES = ("rank_nodes", "node_labels", "node_resources")  # options that name nodes of a cluster
-RUNTIMES = {"local": "in this process", "process": "in processes of this machine", "ray": "on a Ray cluster"}
+RUNTIMES = {
+    "local": "in this process",
+    "process": "in processes of this machine",
+    "ray": "on a Ray cluster",
+}
 
 
 class Engine(Protocol):
@@ -44,7 +48,9 @@ class Engine(Protocol):
 
     on_stage: list[Any]
     on_lost: list[Any]
-    on_late: list[Any]  # told of events that were given up by who said them, and have happened since
+    on_late: list[
+        Any
+    ]  # told of events that were given up by who said them, and have happened since
     journal: Unwritten  # of the session: what is planned is written before anyone acts on it
 
     def settle(self) -> None: ...
@@ -56,7 +62,9 @@ class Engine(Protocol):
     def report(self, report: Report) -> bool | None: ...
     def prepare_source(self, blueprint: Blueprint) -> Any: ...
     def drop_prepared(self, prepared: Any) -> None: ...
-    def add_source(self, new: NewSource, prepared: Any, budget_bytes: int, joined: Callable[[], None] = ...) -> None: ...
+    def add_source(
+        self, new: NewSource, prepared: Any, budget_bytes: int, joined: Callable[[], None] = ...
+    ) -> None: ...
     def inbox(self, rank: int, next_step: int) -> Box: ...
     def waiting_for(self, rank: int) -> str: ...
     def move(self, source: int, hosts: Sequence[str]) -> None: ...
@@ -67,7 +75,9 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def make_engine(runtime: str, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0) -> Engine:
+def make_engine(
+    runtime: str, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0
+) -> Engine:
     """Cores at a state, ready to be pumped."""
     if runtime != "local":
         return _apart(*make_control(runtime, blueprint), blueprint, state, pump, generation)
@@ -79,16 +89,31 @@ def make_engine(runtime: str, blueprint: Blueprint, state: StreamState | None, p
         raise
 
 
-def _apart(control: Control, machine: Machine, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int) -> Engine:
-    from overlord.cluster.coordinator import ProcessHost  # processes and sockets: for those who ask for them
+def _apart(
+    control: Control,
+    machine: Machine,
+    blueprint: Blueprint,
+    state: StreamState | None,
+    pump: Pump,
+    generation: int,
+) -> Engine:
+    from overlord.cluster.coordinator import (
+        ProcessHost,
+    )  # processes and sockets: for those who ask for them
     from overlord.runtime.direct import DirectHost
     from overlord.session.cluster_runtime import PlannedEngine
 
     options = blueprint.options
     try:
-        if blueprint.job.journal is not None and options.failover and options.constructors:  # a planner that can come back can be lost
-            return PlannedEngine(blueprint, state, pump, generation, control=control, machine=machine)
-        return (ProcessHost if options.constructors else DirectHost)(blueprint, state, control, pump, generation, machine)
+        if (
+            blueprint.job.journal is not None and options.failover and options.constructors
+        ):  # a planner that can come back can be lost
+            return PlannedEngine(
+                blueprint, state, pump, generation, control=control, machine=machine
+            )
+        return (ProcessHost if options.constructors else DirectHost)(
+            blueprint, state, control, pump, generation, machine
+        )
     except BaseException:
         control.shutdown(HURRY_S)
         raise
@@ -116,7 +141,9 @@ def sized(runtime: str, job: Job, options: Options) -> Options:
     from overlord.ray.cluster import CLUSTER
 
     if not CLUSTER.far:
-        _refuse_nodes(options, "this machine is the whole cluster: give its address, or leave it out")
+        _refuse_nodes(
+            options, "this machine is the whole cluster: give its address, or leave it out"
+        )
         return options
     layout = layout_asked(options)
     if found := problems(nodes := CLUSTER.nodes(), layout, job.place.world_size):
@@ -125,36 +152,56 @@ def sized(runtime: str, job: Job, options: Options) -> Options:
     cores, buckets = cores_for_loading(nodes, layout), len(list(job.place.buckets("DP")))
     beside = len(set(layout.rank_nodes)) or max(1, cores // CORES_PER_CONSTRUCTOR)
     constructors = options.constructor_hosts or min(buckets, beside)
-    hosts = options.hosts or max(1, cores - constructors)  # constructor hosts come first, and have a core each
+    hosts = options.hosts or max(
+        1, cores - constructors
+    )  # constructor hosts come first, and have a core each
     return replace(
-        options, hosts=hosts, constructor_hosts=constructors, workers=options.workers or hosts, rank_nodes=layout.rank_nodes or None
+        options,
+        hosts=hosts,
+        constructor_hosts=constructors,
+        workers=options.workers or hosts,
+        rank_nodes=layout.rank_nodes or None,
     )
 
 
 def _refuse_nodes(options: Options, why: str) -> None:
     """What would be passed over is told: whoever names nodes counts on them."""
     if named := [name for name in OF_NODES if getattr(options, name)]:
-        raise JobError([f"{name}: {getattr(options, name)!r:.80} was asked for, but {why}" for name in named], "launch")
+        raise JobError(
+            [f"{name}: {getattr(options, name)!r:.80} was asked for, but {why}" for name in named],
+            "launch",
+        )
 
 
 def budgeted(runtime: str, job: Job, options: Options) -> Options:
     """One budget for a machine, as bounds of what is held there. Of hosts as many are counted as there may be, on this one machine."""
     if options.memory is None:
         return options
-    loaders = sum((options.loaders or {}).get(name, 1) for name in job.names) * (1 if options.shadows == "none" else 2)
+    loaders = sum((options.loaders or {}).get(name, 1) for name in job.names) * (
+        1 if options.shadows == "none" else 2
+    )
     hosts = builders = 0
     if runtime != "local":
-        per_host = -(-len(job.sources) // options.sources_per_host) if options.sources_per_host else 1
+        per_host = (
+            -(-len(job.sources) // options.sources_per_host) if options.sources_per_host else 1
+        )
         hosts = max(per_host, min(options.hosts or n_cores(), loaders))
         builders = options.constructor_hosts or max(1, n_cores() // CORES_PER_CONSTRUCTOR)
     try:
-        found = split(parse_bytes(options.memory), loaders=loaders, loader_hosts=hosts, constructor_hosts=builders)
+        found = split(
+            parse_bytes(options.memory),
+            loaders=loaders,
+            loader_hosts=hosts,
+            constructor_hosts=builders,
+        )
     except ValueError as problem:
         raise JobError([f"memory: {problem}"], "launch") from None
     return replace(
-        options, buffer_bytes=min(options.buffer_bytes, found.buffer_bytes), open_bytes=min(options.open_bytes, found.open_bytes),
+        options,
+        buffer_bytes=min(options.buffer_bytes, found.buffer_bytes),
+        open_bytes=min(options.open_bytes, found.open_bytes),
         ring_bytes=min(options.ring_bytes or found.ring_bytes, found.ring_bytes),
-    )  # fmt: skip
+    )
 
 
 def keep(runtime: str, address: str | None) -> Callable[[], None]:
@@ -176,7 +223,9 @@ def keep(runtime: str, address: str | None) -> Callable[[], None]:
 
 def dismiss(host: Engine) -> None:
     """The parts of a host that is closed, if that was interrupted before they were asked to leave."""
-    control = getattr(host, "_control", None) or getattr(getattr(host, "_parts", None), "control", None)
+    control = getattr(host, "_control", None) or getattr(
+        getattr(host, "_parts", None), "control", None
+    )
     if control is not None:
         control.shutdown(HURRY_S)
 

@@ -16,7 +16,14 @@ from overlord.client.direct import DirectInbox
 from overlord.client.local_queue import InsideBox
 from overlord.concurrency.event_loop import Pump
 from overlord.concurrency.platform import Machine
-from overlord.errors import ActorLost, DataStall, JobError, JournalError, OverlordError, StateMismatch
+from overlord.errors import (
+    ActorLost,
+    DataStall,
+    JobError,
+    JournalError,
+    OverlordError,
+    StateMismatch,
+)
 from overlord.hashing import digest
 from overlord.job.job import Job
 from overlord.journal.write_ahead import UNWRITTEN, Beginning
@@ -48,11 +55,18 @@ class Session(Questions, Changes, ServingMethods, Resharding):
     """A running job. Use it as a context manager, or call ``close``."""
 
     def __init__(
-        self, job: Job, blueprint: Blueprint, state: StreamState | None, runtime: str = "local", beginning: Beginning | None = None
-    ):  # fmt: skip
+        self,
+        job: Job,
+        blueprint: Blueprint,
+        state: StreamState | None,
+        runtime: str = "local",
+        beginning: Beginning | None = None,
+    ):
         self.job, self._blueprint, self._runtime = job, blueprint, runtime
         self._joining: Blueprint | None = None
-        self._blueprints = [blueprint]  # with each source that joined, one more: a state may be of before
+        self._blueprints = [
+            blueprint
+        ]  # with each source that joined, one more: a state may be of before
         self._options = blueprint.options
         self._clients: dict[int, Client] = {}
         self._inboxes: dict[int, tuple[int, Box]] = {}  # rank -> (generation, inbox)
@@ -91,7 +105,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             getattr(self, "_let_go", lambda: None)()
             raise
         self._pump.start(self._broke)
-        self._refresher = Refresher(blueprint, self._figures) if blueprint.options.partition == "auto" else None
+        self._refresher = (
+            Refresher(blueprint, self._figures) if blueprint.options.partition == "auto" else None
+        )
         if self._refresher is not None:
             self._refresher.start()
         self._stop_looking = self._watch_here(blueprint.options)
@@ -111,16 +127,29 @@ class Session(Questions, Changes, ServingMethods, Resharding):
                     f"rank {rank}: the first step was asked for already, and no step is kept for a rank that comes later; open the "
                     "clients of all ranks of this process before iterating, or load a state on every rank"
                 )
-            inbox = self._host.inbox(rank, self._start_state.step) if seated is None else seated  # an empty one is false
+            inbox = (
+                self._host.inbox(rank, self._start_state.step) if seated is None else seated
+            )  # an empty one is false
             self._inboxes[rank] = (self._generation, inbox)
             client = self._clients[rank] = Client(
-                rank, inbox, begin=self._begin, consumed=lambda box, step: self._consumed(rank, box, step),
-                waiting_for=lambda: self._why(rank), export=lambda box, state: self._export_of(rank, box, state),
-                rewind=lambda state, allow: self._rewind(rank, state, allow), start=self._start_state,
-                report=lambda box, step, metrics, next_step: self._report(rank, box, step, metrics, next_step),
-                close=lambda: self._detach(rank), stall_warn_s=self._options.stall_warn_s, stall_limit_s=self._options.stall_limit_s,
-                on_stall=self._options.on_stall, microbatches=self.job.batch.microbatches, world_size=self.job.place.world_size,
-            )  # fmt: skip
+                rank,
+                inbox,
+                begin=self._begin,
+                consumed=lambda box, step: self._consumed(rank, box, step),
+                waiting_for=lambda: self._why(rank),
+                export=lambda box, state: self._export_of(rank, box, state),
+                rewind=lambda state, allow: self._rewind(rank, state, allow),
+                start=self._start_state,
+                report=lambda box, step, metrics, next_step: self._report(
+                    rank, box, step, metrics, next_step
+                ),
+                close=lambda: self._detach(rank),
+                stall_warn_s=self._options.stall_warn_s,
+                stall_limit_s=self._options.stall_limit_s,
+                on_stall=self._options.on_stall,
+                microbatches=self.job.batch.microbatches,
+                world_size=self.job.place.world_size,
+            )
             return client
 
     def _begin(self) -> None:
@@ -140,14 +169,20 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         def look() -> None:
             host, waits = self._host, [client.waited_s for client in list(self._clients.values())]
             if isinstance(host, Host) and waits:
-                self._pump.post(lambda: host.look(options, math.fsum(waits) / len(waits), time.monotonic()))
+                self._pump.post(
+                    lambda: host.look(options, math.fsum(waits) / len(waits), time.monotonic())
+                )
 
         return Machine().every(options.watch_s, look, "overlord watch")
 
     def _attach(self, host: Engine) -> None:
         """In the pump. Who takes part is asked here: one who closed since this was sent for would hold up all others for ever."""
         with self._lock:
-            boxes = {rank: inbox for rank, (_, inbox) in self._inboxes.items()} if host is self._host else {}
+            boxes = (
+                {rank: inbox for rank, (_, inbox) in self._inboxes.items()}
+                if host is self._host
+                else {}
+            )
         host.attach(boxes)
 
     def _consumed(self, rank: int, inbox: Box, step: int) -> None:
@@ -156,13 +191,19 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         if isinstance(inbox, (InsideBox, DirectInbox)):  # its constructor host is to know
             inbox.took(step)
         with self._lock:
-            if rank in self._inboxes and self._inboxes[rank][1] is inbox:  # else the client is closed, or of a generation that is over
+            if (
+                rank in self._inboxes and self._inboxes[rank][1] is inbox
+            ):  # else the client is closed, or of a generation that is over
                 self._taken[rank] = step
                 self._tell()
 
     def _tell(self) -> None:
         """Under the lock: the slowest of all clients may have moved on, or left."""
-        if self._taken and len(self._taken) == len(self._clients) and min(self._taken.values()) > self._told:
+        if (
+            self._taken
+            and len(self._taken) == len(self._clients)
+            and min(self._taken.values()) > self._told
+        ):
             self._told = slowest = min(self._taken.values())
             host, ranks = self._host, list(self._taken)
             self._pump.post(lambda: host.consumed(ranks, slowest))
@@ -193,7 +234,10 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             return missing
 
         def act() -> str:
-            for r, step in taken.items():  # what the pump was not told yet: who really is the slowest
+            for (
+                r,
+                step,
+            ) in taken.items():  # what the pump was not told yet: who really is the slowest
                 host.consumed([r], step)
             return host.waiting_for(rank)
 
@@ -209,8 +253,13 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         """The stream behind the last step that every client was handed. Plain JSON values."""
         with self._lock:  # a rank that has not loaded the state yet to which another moved the session was handed nothing behind it
             here = {rank: self._inboxes[rank][0] == self._generation for rank in self._clients}
-            behind = [client._state if here[rank] else self._start_state for rank, client in self._clients.items()]
-            slowest = min(behind, key=lambda s: s.step) if behind else self._left or self._start_state
+            behind = [
+                client._state if here[rank] else self._start_state
+                for rank, client in self._clients.items()
+            ]
+            slowest = (
+                min(behind, key=lambda s: s.step) if behind else self._left or self._start_state
+            )
             blueprint, said = self._blueprint, self._log
         return self._export(slowest, blueprint, said)
 
@@ -235,7 +284,10 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         try:  # behind the reports that are on their way to the planner
             done: dict[str, Any] = self._pump.ask(act, "the planner")
             return done
-        except (ActorLost, DataStall):  # a planner that is away for long: what it has not heard is in no state
+        except (
+            ActorLost,
+            DataStall,
+        ):  # a planner that is away for long: what it has not heard is in no state
             return act()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
@@ -246,12 +298,16 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             if self._serving is not None:
                 self._serving.carry()
 
-    def _restore(self, saved: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Blueprint, StreamState]:
+    def _restore(
+        self, saved: Mapping[str, Any], allow: tuple[str, ...]
+    ) -> tuple[Blueprint, StreamState]:
         """A state, and the blueprint with the sources there were: it may be of a step before some of them joined."""
         names = saved.get("cursors") if isinstance(saved, Mapping) else None
         known = set(names) if isinstance(names, Mapping) else set()
         error: StateMismatch | None = None
-        for one in [b for b in reversed(self._blueprints) if set(b.job.names) == known] or [self._blueprint]:
+        for one in [b for b in reversed(self._blueprints) if set(b.job.names) == known] or [
+            self._blueprint
+        ]:
             try:
                 blueprint = one.fitting(saved)
                 return blueprint, blueprint.restore(saved, allow)
@@ -260,7 +316,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         assert error is not None
         raise error
 
-    def _rewind(self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...], *, again: bool = False) -> tuple[Box, StreamState]:
+    def _rewind(
+        self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...], *, again: bool = False
+    ) -> tuple[Box, StreamState]:
         """One rank loads a state. The first opens a generation; the others join it, and must load the same state. ``again``: it may have
         said so before, and not have heard the answer."""
         blueprint, restored = self._restore(state, allow)
@@ -269,23 +327,37 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             if rank not in self._inboxes:
                 raise OverlordError(f"the client of rank {rank} is closed")
             if self._inboxes[rank][0] == self._generation:
-                lost = self._host.planner.finished is not None and isinstance(self._host.planner.finished.error, (ActorLost, JournalError))
-                if mark != self._mark or (self._taken and not again) or lost:  # else it stands there already, and so does everyone
+                lost = self._host.planner.finished is not None and isinstance(
+                    self._host.planner.finished.error, (ActorLost, JournalError)
+                )
+                if (
+                    mark != self._mark or (self._taken and not again) or lost
+                ):  # else it stands there already, and so does everyone
                     self._restart(blueprint, restored, mark)
             elif mark != self._mark:
-                differ = _apart(blueprint.export(restored), self._blueprint.export(self._start_state))
+                differ = _apart(
+                    blueprint.export(restored), self._blueprint.export(self._start_state)
+                )
                 problem = f"rank {rank} loads a state of this job that is not the one to which another rank has moved the session"
                 raise StateMismatch(differ, "load the same state on every rank", problem)
             # A state that this rank saved for itself holds its own reports; that of the first rank may be a moment older.
-            own = [report for report in restored.reports if report.rank == rank and report not in self._start_state.reports]
+            own = [
+                report
+                for report in restored.reports
+                if report.rank == rank and report not in self._start_state.reports
+            ]
             with self._lock:
                 for report in own:
-                    self._send(report, promised=True)  # nothing is planned further ahead before all have taken a step
+                    self._send(
+                        report, promised=True
+                    )  # nothing is planned further ahead before all have taken a step
                 inbox = self._inboxes[rank][1]
                 self._inboxes[rank] = (self._generation, inbox)
             return inbox, self._start_state
 
-    def _restart(self, blueprint: Blueprint, state: StreamState, mark: str, *, together: bool = False) -> None:
+    def _restart(
+        self, blueprint: Blueprint, state: StreamState, mark: str, *, together: bool = False
+    ) -> None:
         """New cores at a state; the old ones and all they hold are dropped. ``together``: all clients are moved there at once."""
         if self._closed:
             raise OverlordError("the session is closed")
@@ -300,10 +372,16 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             old.journal = UNWRITTEN
             host = self._new_engine(blueprint, state)
             self._listen_to(host)
-            self._pump.ask(lambda: Beginning(self._journal, anew=True).write(host, blueprint), "the journal", MOVE_S)
+            self._pump.ask(
+                lambda: Beginning(self._journal, anew=True).write(host, blueprint),
+                "the journal",
+                MOVE_S,
+            )
             if self._serving is not None:
                 self._serving.furnish(host)
-            start_state = host.planner.state()  # it may have to be waited for, which nobody may do under the lock
+            start_state = (
+                host.planner.state()
+            )  # it may have to be waited for, which nobody may do under the lock
         except BaseException as error:  # nothing is left to serve anyone: they are to know why
             if host is not None:
                 host.close()
@@ -316,15 +394,26 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             self._lost = {event.name: event for event in lost(self._start_state.events)}
             self._taken, self._told, self._log = {}, -1, Log(self.job.feedback_lag)
             world = self.job.place.world_size
-            joined = {rank: self._generation if together else generation for rank, (generation, _) in boxes.items() if rank < world}
-            self._inboxes = {rank: (generation, self._new_box(rank)) for rank, generation in joined.items()}
+            joined = {
+                rank: self._generation if together else generation
+                for rank, (generation, _) in boxes.items()
+                if rank < world
+            }
+            self._inboxes = {
+                rank: (generation, self._new_box(rank)) for rank, generation in joined.items()
+            }
             left = {rank: self._clients.pop(rank) for rank in list(self._clients) if rank >= world}
             for rank, client in self._clients.items() if together else ():
                 client._inbox, client._state = self._inboxes[rank][1], self._start_state
             begun = self._begun
-        for rank, (_, inbox) in boxes.items() if together else ():  # a connected one is carried over, and hears of nothing else
+        for rank, (_, inbox) in (
+            boxes.items() if together else ()
+        ):  # a connected one is carried over, and hears of nothing else
             if isinstance(self._clients.get(rank) or left.get(rank), Client):
-                inbox.end(OverlordError(not_in_the_mesh(rank, self.job.place) if rank in left else MOVED), drop=True)
+                inbox.end(
+                    OverlordError(not_in_the_mesh(rank, self.job.place) if rank in left else MOVED),
+                    drop=True,
+                )
         if self._closed:  # while this was under way: what it closed was replaced
             in_turn(self._parts_to_close())
             raise OverlordError("the session is closed")
@@ -336,17 +425,25 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         options = blueprint.options
         for left in reversed(range(1 + (options.max_restarts if options.failover else 0))):
             try:
-                return make_engine(self._runtime, blueprint, state, self._pump, self._generation + 1)
+                return make_engine(
+                    self._runtime, blueprint, state, self._pump, self._generation + 1
+                )
             except ActorLost as fault:
                 if not left or self._closed:
                     raise
-                log.warning("%s is lost while the session is moved: %s; all parts are started once more", fault.name, fault.reason)
+                log.warning(
+                    "%s is lost while the session is moved: %s; all parts are started once more",
+                    fault.name,
+                    fault.reason,
+                )
         raise AssertionError("the last attempt returns or raises")
 
     # the end
 
     def _broke(self, error: BaseException) -> None:
-        if not isinstance(error, Exception):  # in a trainer's thread it would end what it was never meant for
+        if not isinstance(
+            error, Exception
+        ):  # in a trainer's thread it would end what it was never meant for
             error = ActorLost("the pump", f"{type(error).__name__}: {error}")
         for _, inbox in list(self._inboxes.values()):
             inbox.end(error)
@@ -356,7 +453,11 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         """Stop everything. Safe to call twice, and from a signal's handler. Whatever interrupts it, the rest is done all the same, and who
         calls it again does what was interrupted."""
         self._closed = True
-        first = [self._stop_looking, *([] if self._refresher is None else [self._refresher.close]), self._pump.stop]
+        first = [
+            self._stop_looking,
+            *([] if self._refresher is None else [self._refresher.close]),
+            self._pump.stop,
+        ]
         self._ending.go(lambda: [*first, *self._parts_to_close()])
 
     def _parts_to_close(self) -> Steps:
@@ -367,9 +468,14 @@ class Session(Questions, Changes, ServingMethods, Resharding):
                 inbox.end(OverlordError("the session is closed"))
 
         return [
-            end_inboxes, host.close, lambda: dismiss(host), self._blueprint.close, lambda: self._journal.close(self._told),
-            *([] if serving is None else [serving.close]), self._let_go,
-        ]  # fmt: skip
+            end_inboxes,
+            host.close,
+            lambda: dismiss(host),
+            self._blueprint.close,
+            lambda: self._journal.close(self._told),
+            *([] if serving is None else [serving.close]),
+            self._let_go,
+        ]
 
     def __enter__(self) -> Session:
         return self
@@ -395,4 +501,7 @@ def mark_of(blueprint: Blueprint, state: StreamState) -> str:
 def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """What tells two states apart: the step, or of the same step all that differs, such as an event said between the two."""
     parts = [p for p in sorted({*one, *other} - {"reports"}) if one.get(p) != other.get(p)]
-    return {p: (f"{one.get(p)!s:.80}", f"{other.get(p)!s:.80}") for p in (["step"] if "step" in parts else parts)}
+    return {
+        p: (f"{one.get(p)!s:.80}", f"{other.get(p)!s:.80}")
+        for p in (["step"] if "step" in parts else parts)
+    }

@@ -16,9 +16,20 @@ from overlord.setup.prepared_job import _mixture_text, _source_of
 from overlord.transforms.tokenize import Tokenize
 
 PLAIN = (
-    "seed", "until", "draw", "mix_every", "look_ahead", "max_age", "overflow", "shuffle_chunks", "slice_rows", "chunk_bytes",
-    "feedback_lag", "on_long", "sync",
-)  # fmt: skip
+    "seed",
+    "until",
+    "draw",
+    "mix_every",
+    "look_ahead",
+    "max_age",
+    "overflow",
+    "shuffle_chunks",
+    "slice_rows",
+    "chunk_bytes",
+    "feedback_lag",
+    "on_long",
+    "sync",
+)
 SHOWN = 120  # longer texts are compared, and shown, as digests
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in some process
 
@@ -28,7 +39,9 @@ def parts_of(job: Job) -> dict[str, str]:
     parts = {name: repr(getattr(job, name)) for name in PLAIN}
     parts |= {f"batch.{f.name}": repr(getattr(job.batch, f.name)) for f in fields(Batch)}
     parts |= {f"place.{axis}": repr(getattr(job.place, axis)) for axis in AXES}
-    parts["strategy"] = repr(job.strategy) if isinstance(job.strategy, str) else _function(job.strategy)
+    parts["strategy"] = (
+        repr(job.strategy) if isinstance(job.strategy, str) else _function(job.strategy)
+    )
     parts["mixture"] = _short(_mixture_text(job))
     parts["hooks"] = ", ".join(map(_function, job.hooks)) or "none"
     parts["sources"] = _short(", ".join(job.names))
@@ -45,11 +58,18 @@ def difference(job: Job, rank: int, said: Mapping[str, str]) -> JobError | None:
     mine = parts_of(job)
     problems = [
         f"{part}: wanted {said.get(part, 'nothing')}, as on rank 0, found {mine.get(part, 'nothing')} on rank {rank}"
-        for part in sorted({*said, *mine}) if said.get(part) != mine.get(part)
-    ]  # fmt: skip
+        for part in sorted({*said, *mine})
+        if said.get(part) != mine.get(part)
+    ]
     if not problems:
         return None
-    return JobError([*problems[:-1], f"{problems[-1]}; make the same Job on every rank: only that of rank 0 is launched"], "join")
+    return JobError(
+        [
+            *problems[:-1],
+            f"{problems[-1]}; make the same Job on every rank: only that of rank 0 is launched",
+        ],
+        "join",
+    )
 
 
 def _function(given: Any) -> str:

@@ -49,14 +49,22 @@ class Bounds:
 def fingerprint_of(kit: SourceKit) -> str:
     """Return a digest of all that costs depend on: files, transforms, the size of a slice, the context and ``on_long``."""
     pipeline = kit.pipeline
-    return digest(kit.index.fingerprint, pipeline.fingerprint, str(kit.read.slice_rows), str(pipeline.context), pipeline.on_long)
+    return digest(
+        kit.index.fingerprint,
+        pipeline.fingerprint,
+        str(kit.read.slice_rows),
+        str(pipeline.context),
+        pipeline.on_long,
+    )
 
 
 def machine() -> str:
     """What seconds were measured on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+        model = next(
+            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+        )
     except OSError:
         model = ""
     return f"{model or platform.machine()}, {os.cpu_count() or 1} cores"
@@ -84,7 +92,9 @@ class _Timed:
         return self.stages.row_stage(table)
 
 
-def measure(kit: SourceKit, bounds: Bounds, over: Callable[[], bool] = lambda: False) -> SourceProfile:
+def measure(
+    kit: SourceKit, bounds: Bounds, over: Callable[[], bool] = lambda: False
+) -> SourceProfile:
     """The profile of one source; without samples where none came within the bounds. ``over``: whether to stop before they are reached.
     What is wrong with the source is raised as reading it would."""
     cache = HandleCache(max_open=64)
@@ -104,7 +114,14 @@ def measure(kit: SourceKit, bounds: Bounds, over: Callable[[], bool] = lambda: F
 class _Probe:
     """Windows of single chunks in stream order, until the bounds are reached, and what they took."""
 
-    def __init__(self, kit: SourceKit, chunks: ChunkReader, stages: Stages, bounds: Bounds, over: Callable[[], bool]):
+    def __init__(
+        self,
+        kit: SourceKit,
+        chunks: ChunkReader,
+        stages: Stages,
+        bounds: Bounds,
+        over: Callable[[], bool],
+    ):
         self._kit, self._bounds, self._over = kit, bounds, over
         self._clock: Clock = lambda: np.array([time.perf_counter(), core_s(stages)])
         self._stages = _Timed(stages, self._clock)
@@ -136,7 +153,13 @@ class _Probe:
         self._transform_s = self._transform_s + staged
         rows = window.rows + self._stages.dropped - dropped
         self._rows += rows
-        self._covered += rows if not self._whole(chunk) else int(self._kit.index.chunks.rows[chunk]) if not t else 0
+        self._covered += (
+            rows
+            if not self._whole(chunk)
+            else int(self._kit.index.chunks.rows[chunk])
+            if not t
+            else 0
+        )
         self._raw_bytes += window.nbytes
         left = min(window.rows, self._bounds.rows - self._evaluated)
         while left > 0 and not self._late():
@@ -145,7 +168,10 @@ class _Probe:
 
     def _whole(self, chunk: int) -> bool:
         """Whether the first slice of a chunk pays for all of them: small row groups are decoded in one go."""
-        return self._kit.index.format == "parquet" and 0 <= int(self._kit.index.chunks.nbytes[chunk]) <= SMALL_ROW_GROUP
+        return (
+            self._kit.index.format == "parquet"
+            and 0 <= int(self._kit.index.chunks.nbytes[chunk]) <= SMALL_ROW_GROUP
+        )
 
     def _evaluate(self, most: int) -> int:
         start = self._clock()
@@ -160,17 +186,33 @@ class _Probe:
     def profile(self, file_bytes: int) -> SourceProfile:
         kit, n, fingerprint = self._kit, self.samples, fingerprint_of(self._kit)
         if not n:
-            return SourceProfile(name=kit.index.source, fingerprint=fingerprint, samples=0, read_s=0.0, transform_s=0.0, tokens=0.0)
+            return SourceProfile(
+                name=kit.index.source,
+                fingerprint=fingerprint,
+                samples=0,
+                read_s=0.0,
+                transform_s=0.0,
+                tokens=0.0,
+            )
         window = min(kit.order.group_size, len(kit.index.chunks)) * kit.read.slice_rows
         window = min(window, kit.index.rows) if kit.index.rows is not None else window
-        row_bytes = self._raw_bytes / self._rows + sum(p.nbytes for p in self._pieces) / self._evaluated
+        row_bytes = (
+            self._raw_bytes / self._rows + sum(p.nbytes for p in self._pieces) / self._evaluated
+        )
         read = np.maximum(0.0, self._read_s) / max(1, self._covered) * self._rows / n * self._part
         transform = np.maximum(0.0, self._transform_s) / n
         return SourceProfile(
-            name=kit.index.source, fingerprint=fingerprint, samples=n, tokens=self._tokens / n,
-            read_s=float(read[0]), transform_s=float(transform[0]), core_s=float(read[1] + transform[1]),
-            transfer_s=_transfer_s(self._pieces), buffer_bytes=round(row_bytes * window), file_bytes=file_bytes,
-        )  # fmt: skip
+            name=kit.index.source,
+            fingerprint=fingerprint,
+            samples=n,
+            tokens=self._tokens / n,
+            read_s=float(read[0]),
+            transform_s=float(transform[0]),
+            core_s=float(read[1] + transform[1]),
+            transfer_s=_transfer_s(self._pieces),
+            buffer_bytes=round(row_bytes * window),
+            file_bytes=file_bytes,
+        )
 
     @property
     def _part(self) -> float:
@@ -213,8 +255,21 @@ def _file_bytes(kit: SourceKit, bounds: Bounds) -> int:
 
 
 class _Mallinfo(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_size_t) for n in
-                ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]  # fmt: skip
+    _fields_ = [
+        (n, ctypes.c_size_t)
+        for n in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 def heap_bytes() -> int:

@@ -31,7 +31,9 @@ class Options:
     """Launch options: none of them changes the stream."""
 
     prefetch: int = 4
-    build_ahead: int | None = None  # steps of the window that are built; None: all in one process, 2 in several, the others wait as payload
+    build_ahead: int | None = (
+        None  # steps of the window that are built; None: all in one process, 2 in several, the others wait as payload
+    )
     loaders: Mapping[str, int] | None = None  # loaders per source; 1 where not named
     workers: int | None = None  # threads that read, transform and build
     # Steps' worth of samples held ready beyond the draw; None: 2 where one process reads, 8 where several do. All sources must have theirs
@@ -44,72 +46,140 @@ class Options:
     memory: int | str | None = None
     cache_dir: str | Path | None = None
     stall_warn_s: float = 30.0
-    stall_limit_s: float = 540.0  # below the ten minutes after which NCCL ends a job without saying why
-    on_stall: Callable[[str, float], None] | None = None  # told (what is waited for, seconds) in place of the warning
+    stall_limit_s: float = (
+        540.0  # below the ten minutes after which NCCL ends a job without saying why
+    )
+    on_stall: Callable[[str, float], None] | None = (
+        None  # told (what is waited for, seconds) in place of the warning
+    )
     check: bool = False  # check every core's invariants after every command (slow; for tests)
     progress: Callable[[int, int], None] | None = None  # told (sources indexed, of how many)
-    sources_per_host: int | None = None  # sources that share a loader host; None: about 25, fewer hosts than cores
+    sources_per_host: int | None = (
+        None  # sources that share a loader host; None: about 25, fewer hosts than cores
+    )
     hosts: int | None = None  # cores that loader hosts may use; None: all of this machine
-    constructor_hosts: int | None = None  # processes that constructors share; None: one for sixteen cores
-    ring_bytes: int | None = None  # of shared memory that one host may use; None: a quarter of the memory that there is
+    constructor_hosts: int | None = (
+        None  # processes that constructors share; None: one for sixteen cores
+    )
+    ring_bytes: int | None = (
+        None  # of shared memory that one host may use; None: a quarter of the memory that there is
+    )
     constructors: bool = True  # False: loader hosts send to every client, and each builds for itself; for measurement
     broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts say
     failover: bool = True  # False: a part that is lost ends the job
-    lost_after_s: float = 15.0  # a part that answers nothing for so long is taken for dead, killed and replaced
+    lost_after_s: float = (
+        15.0  # a part that answers nothing for so long is taken for dead, killed and replaced
+    )
     max_restarts: int = 3  # of one part without a step taken by all in between: then the job ends with what it died of
     shadows: str = "none"  # loaders with a stand-by in another host: those of the sources that cost most ("heavy"), or "all"
-    address: str | None = None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
-    rank_nodes: Sequence[str] | None = None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
+    address: str | None = (
+        None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
+    )
+    rank_nodes: Sequence[str] | None = (
+        None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
+    )
     sidecar: float = 0.5  # of the idle cores of those nodes, for constructors and then loaders; beyond it these go to nodes without ranks
-    node_labels: Mapping[str, str] | None = None  # of nodes for hosts that need not be beside ranks, as Ray writes them: {"pool": "cpu"}
-    node_resources: Mapping[str, float] | None = None  # of the cluster's own kinds, that each of those hosts asks for: {"scratch": 1}
+    node_labels: Mapping[str, str] | None = (
+        None  # of nodes for hosts that need not be beside ranks, as Ray writes them: {"pool": "cpu"}
+    )
+    node_resources: Mapping[str, float] | None = (
+        None  # of the cluster's own kinds, that each of those hosts asks for: {"scratch": 1}
+    )
     reserve: bool = False  # True: hosts for which no node has room wait for Ray, and its autoscaler, to find one
-    ports: str | None = None  # "7000-7099": TCP ports at which hosts listen for others; None: any that is free
-    partition: str | None = "auto"  # loaders by what sources cost, as measured; "off" or None: by what their index says
+    ports: str | None = (
+        None  # "7000-7099": TCP ports at which hosts listen for others; None: any that is free
+    )
+    partition: str | None = (
+        "auto"  # loaders by what sources cost, as measured; "off" or None: by what their index says
+    )
     watch_s: float = 2.0  # between two looks at loaders and trainers: who is to be read further ahead, who cannot keep up; 0: nobody looks
-    autoscale: bool | Mapping[str, Any] = False  # hosts for a source as it needs them; a mapping: True, with other limits (scaling.Limits)
+    autoscale: bool | Mapping[str, Any] = (
+        False  # hosts for a source as it needs them; a mapping: True, with other limits (scaling.Limits)
+    )
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
         """Options by name; unknown ones are told with those there are."""
         known = [f.name for f in fields(Options)]
         if unknown := [name for name in given if name not in known]:
-            raise JobError([f"unknown option {name!r}{did_you_mean(name, known)}" for name in unknown], "launch")
+            raise JobError(
+                [f"unknown option {name!r}{did_you_mean(name, known)}" for name in unknown],
+                "launch",
+            )
         return Options(**given)
 
     def problems(self, job: Job) -> list[str]:
         found: list[str] = []
-        for name, least in (("prefetch", 1), ("buffer_bytes", 1), ("open_bytes", 1), ("open_files", 1)):
+        for name, least in (
+            ("prefetch", 1),
+            ("buffer_bytes", 1),
+            ("open_bytes", 1),
+            ("open_files", 1),
+        ):
             if not _is_int(getattr(self, name)) or getattr(self, name) < least:
-                found.append(f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}")
+                found.append(
+                    f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}"
+                )
         for name in ("stall_warn_s", "stall_limit_s", "watch_s"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 <= value < math.inf
+            ):
                 found.append(f"{name}: wanted a number of seconds, found {value!r}")
-        for name in ("build_ahead", "read_ahead", "workers", "hosts", "constructor_hosts", "sources_per_host", "ring_bytes"):
+        for name in (
+            "build_ahead",
+            "read_ahead",
+            "workers",
+            "hosts",
+            "constructor_hosts",
+            "sources_per_host",
+            "ring_bytes",
+        ):
             if (value := getattr(self, name)) is not None and (not _is_int(value) or value < 1):
                 found.append(f"{name}: wanted a whole number of at least 1, found {value!r}")
         if self.address is not None:
             found += address_problems(self.address)
-        if isinstance(self.sidecar, bool) or not isinstance(self.sidecar, (int, float)) or not 0 <= self.sidecar <= 1:
+        if (
+            isinstance(self.sidecar, bool)
+            or not isinstance(self.sidecar, (int, float))
+            or not 0 <= self.sidecar <= 1
+        ):
             found.append(f"sidecar: wanted a share from 0 to 1, found {self.sidecar!r}")
-        if (given := self.rank_nodes) is not None and not (_is_list(given) and all(isinstance(n, str) for n in given)):
-            found.append(f"rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found {given!r:.200}")
+        if (given := self.rank_nodes) is not None and not (
+            _is_list(given) and all(isinstance(n, str) for n in given)
+        ):
+            found.append(
+                f"rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found {given!r:.200}"
+            )
         found += self._node_problems()
         if self.partition is not None and self.partition not in PARTITION:
-            known = did_you_mean(self.partition, PARTITION) if isinstance(self.partition, str) else f"; there are {', '.join(PARTITION)}"
-            found.append(f"partition: wanted how loaders are given to sources, found {self.partition!r}{known}")
+            known = (
+                did_you_mean(self.partition, PARTITION)
+                if isinstance(self.partition, str)
+                else f"; there are {', '.join(PARTITION)}"
+            )
+            found.append(
+                f"partition: wanted how loaders are given to sources, found {self.partition!r}{known}"
+            )
         if not isinstance(self.reserve, bool):
             found.append(f"reserve: wanted True or False, found {self.reserve!r}")
         if self.ports is not None and port_range(self.ports) is None:
-            found.append(f"ports: wanted the first and the last, as in '7000-7099', found {self.ports!r}")
+            found.append(
+                f"ports: wanted the first and the last, as in '7000-7099', found {self.ports!r}"
+            )
         found += self._constructor_problems(job) + self._failover_problems(job)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
             found.append(f"cache_dir: wanted a directory, found {self.cache_dir!r}")
         if self.on_stall is not None and not callable(self.on_stall):
-            found.append(f"on_stall: wanted a function of (what is waited for, seconds), found {self.on_stall!r}")
+            found.append(
+                f"on_stall: wanted a function of (what is waited for, seconds), found {self.on_stall!r}"
+            )
         if self.progress is not None and not callable(self.progress):
-            found.append(f"progress: wanted a function of (sources indexed, of how many), found {self.progress!r}")
+            found.append(
+                f"progress: wanted a function of (sources indexed, of how many), found {self.progress!r}"
+            )
         found += self._loader_problems(job) + self._scaling_problems() + self._memory_problems()
         return found or self._lag_problems(job)
 
@@ -123,23 +193,49 @@ class Options:
     def _node_problems(self) -> list[str]:
         found, labels, resources = [], self.node_labels, self.node_resources
         if labels is not None and not (
-            isinstance(labels, Mapping) and all(isinstance(x, str) and x for pair in labels.items() for x in pair)
+            isinstance(labels, Mapping)
+            and all(isinstance(x, str) and x for pair in labels.items() for x in pair)
         ):
-            found.append(f"node_labels: wanted labels with their values, as in {{'pool': 'cpu'}}, found {labels!r:.200}")
-        if resources is not None and not (isinstance(resources, Mapping) and all(map(_is_amount, resources, resources.values()))):
-            found.append(f"node_resources: wanted amounts of the cluster's own kinds, as in {{'scratch': 1}}, found {resources!r:.200}")
-        elif common := [name for name in resources or () if name.lower() in ("cpu", "cpus", "gpu", "memory", "object_store_memory")]:
-            found.append(f"node_resources: {common[0]!r} is asked for by itself (hosts=, memory=) or not at all: leave it out")
+            found.append(
+                f"node_labels: wanted labels with their values, as in {{'pool': 'cpu'}}, found {labels!r:.200}"
+            )
+        if resources is not None and not (
+            isinstance(resources, Mapping) and all(map(_is_amount, resources, resources.values()))
+        ):
+            found.append(
+                f"node_resources: wanted amounts of the cluster's own kinds, as in {{'scratch': 1}}, found {resources!r:.200}"
+            )
+        elif common := [
+            name
+            for name in resources or ()
+            if name.lower() in ("cpu", "cpus", "gpu", "memory", "object_store_memory")
+        ]:
+            found.append(
+                f"node_resources: {common[0]!r} is asked for by itself (hosts=, memory=) or not at all: leave it out"
+            )
         return found
 
     def _loader_problems(self, job: Job) -> list[str]:
         if self.loaders is None:
             return []
         if not isinstance(self.loaders, Mapping):
-            return [f"loaders: wanted a number for each source by name, as in {{{job.names[0]!r}: 3}}, found {self.loaders!r}"]
-        found = [f"loaders: unknown source {name!r}{did_you_mean(name, job.names)}" for name in self.loaders if name not in job.names]
-        wrong = {name: n for name, n in self.loaders.items() if name in job.names and (not _is_int(n) or n < 1)}
-        return found + [f"loaders: wanted a whole number of at least 1 for {name!r}, found {n!r}" for name, n in wrong.items()]
+            return [
+                f"loaders: wanted a number for each source by name, as in {{{job.names[0]!r}: 3}}, found {self.loaders!r}"
+            ]
+        found = [
+            f"loaders: unknown source {name!r}{did_you_mean(name, job.names)}"
+            for name in self.loaders
+            if name not in job.names
+        ]
+        wrong = {
+            name: n
+            for name, n in self.loaders.items()
+            if name in job.names and (not _is_int(n) or n < 1)
+        }
+        return found + [
+            f"loaders: wanted a whole number of at least 1 for {name!r}, found {n!r}"
+            for name, n in wrong.items()
+        ]
 
     def _scaling_problems(self) -> list[str]:
         if isinstance(self.autoscale, bool):
@@ -148,7 +244,10 @@ class Options:
         if not isinstance(self.autoscale, Mapping):
             return [f"autoscale: wanted True, False, or limits by name, found {self.autoscale!r}"]
         if unknown := [name for name in self.autoscale if name not in known]:
-            return [f"autoscale: unknown limit {name!r}{did_you_mean(str(name), known)}" for name in unknown]
+            return [
+                f"autoscale: unknown limit {name!r}{did_you_mean(str(name), known)}"
+                for name in unknown
+            ]
         try:
             Limits(**{"cores": 1, **self.autoscale})
         except (TypeError, ValueError) as problem:
@@ -156,29 +255,59 @@ class Options:
         return []
 
     def _failover_problems(self, job: Job) -> list[str]:
-        found = [] if isinstance(self.failover, bool) else [f"failover: wanted True or False, found {self.failover!r}"]
+        found = (
+            []
+            if isinstance(self.failover, bool)
+            else [f"failover: wanted True or False, found {self.failover!r}"]
+        )
         after = self.lost_after_s
-        if isinstance(after, bool) or not isinstance(after, (int, float)) or not 0 < after < math.inf:
+        if (
+            isinstance(after, bool)
+            or not isinstance(after, (int, float))
+            or not 0 < after < math.inf
+        ):
             found.append(f"lost_after_s: wanted a number of seconds above 0, found {after!r}")
         if not _is_int(self.max_restarts) or self.max_restarts < 0:
-            found.append(f"max_restarts: wanted a whole number of at least 0, found {self.max_restarts!r}")
+            found.append(
+                f"max_restarts: wanted a whole number of at least 0, found {self.max_restarts!r}"
+            )
         if self.shadows not in SHADOWS:
-            known = did_you_mean(self.shadows, SHADOWS) if isinstance(self.shadows, str) else f"; there are {', '.join(SHADOWS)}"
-            found.append(f"shadows: wanted whose loaders have a stand-by, found {self.shadows!r}{known}")
+            known = (
+                did_you_mean(self.shadows, SHADOWS)
+                if isinstance(self.shadows, str)
+                else f"; there are {', '.join(SHADOWS)}"
+            )
+            found.append(
+                f"shadows: wanted whose loaders have a stand-by, found {self.shadows!r}{known}"
+            )
         elif self.shadows != "none" and not (self.failover and self.constructors):
-            found.append(f"shadows: {self.shadows!r} takes the place of what is lost, and without failover nothing does: leave it out")
+            found.append(
+                f"shadows: {self.shadows!r} takes the place of what is lost, and without failover nothing does: leave it out"
+            )
         elif self.shadows != "none" and (job.look_ahead > 1 or job.overflow == "defer"):
-            found.append(f"shadows: {self.shadows!r} is of no use with look_ahead or overflow='defer': there all loaders read again")
+            found.append(
+                f"shadows: {self.shadows!r} is of no use with look_ahead or overflow='defer': there all loaders read again"
+            )
         return found
 
     def _constructor_problems(self, job: Job) -> list[str]:
-        if wrong := [name for name in ("constructors", "broadcast") if not isinstance(getattr(self, name), bool)]:
-            return [f"{name}: wanted True or False, found {getattr(self, name)!r}" for name in wrong]
+        if wrong := [
+            name
+            for name in ("constructors", "broadcast")
+            if not isinstance(getattr(self, name), bool)
+        ]:
+            return [
+                f"{name}: wanted True or False, found {getattr(self, name)!r}" for name in wrong
+            ]
         if not self.constructors and PixelForm.of(job.sources) is not None:
-            return ["constructors: without them clients build, and images are decoded by constructors only: leave it out"]
+            return [
+                "constructors: without them clients build, and images are decoded by constructors only: leave it out"
+            ]
         if self.constructors or not of_kind(job.hooks, CONSTRUCTOR):
             return []
-        return ["constructors: without them clients build, and code does not travel to them: leave out the job's constructor_do_plan"]
+        return [
+            "constructors: without them clients build, and code does not travel to them: leave out the job's constructor_do_plan"
+        ]
 
     def _lag_problems(self, job: Job) -> list[str]:
         """A plan must not be made before the report it uses can have come; jobs without feedback have no such bound."""
@@ -194,7 +323,9 @@ def address_problems(said: object) -> list[str]:
     """Of a cluster's head. Ray itself takes other words too, and what it finds for them may be of a cluster that is dead."""
     if isinstance(said, str) and _HOST_PORT.fullmatch(said):
         return []
-    return [f"address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found {said!r}"]
+    return [
+        f"address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found {said!r}"
+    ]
 
 
 def port_range(said: object) -> range | None:

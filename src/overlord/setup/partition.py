@@ -29,7 +29,9 @@ log = logging.getLogger("overlord")
 # a sample of a step of two thousand, and a sample costs about this to be handed over where nobody has measured it.
 BUILD_S, PLAN_S, TRANSFER_S = 1e-8, 3e-6, 1e-6
 WORTH_S = 0.005  # of work in a step: below it, threads of one process gain nothing by a second loader (see INLINE_S)
-MEMORY = 0.8  # of the machine's, for loader hosts: what is predicted to need more gets fewer of them
+MEMORY = (
+    0.8  # of the machine's, for loader hosts: what is predicted to need more gets fewer of them
+)
 
 
 def weights_of(blueprint: Blueprint) -> list[float]:
@@ -53,7 +55,10 @@ def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
         return list(told)
     job, shares, found = blueprint.job, shares_of(blueprint), list[SourceLoad]()
     how = {"shuffle_chunks": job.shuffle_chunks, "slice_rows": job.slice_rows}
-    guesses = [load_of(s, p, i, 1.0, **how) for s, p, i in zip(job.sources, blueprint.pipelines, blueprint.indexes, strict=True)]
+    guesses = [
+        load_of(s, p, i, 1.0, **how)
+        for s, p, i in zip(job.sources, blueprint.pipelines, blueprint.indexes, strict=True)
+    ]
     off = _off(blueprint, guesses)
     for i, (guess, share) in enumerate(zip(guesses, shares, strict=True)):
         p = _profile(blueprint, i)
@@ -61,7 +66,9 @@ def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
         load = replace(guess, share=share, cost=share * seconds)
         if blueprint.processes_of(i):
             load = replace(load, free_s=0.0 if scales(blueprint) else math.inf)
-        found.append(load if p is None else replace(load, memory=p.memory or load.memory, state=p.file_bytes))
+        found.append(
+            load if p is None else replace(load, memory=p.memory or load.memory, state=p.file_bytes)
+        )
     return found
 
 
@@ -98,7 +105,9 @@ def tokens_of(blueprint: Blueprint) -> list[float]:
 
 
 def _profile(blueprint: Blueprint, i: int) -> SourceProfile | None:
-    return None if blueprint.profile is None else blueprint.profile.sources.get(blueprint.job.names[i])
+    return (
+        None if blueprint.profile is None else blueprint.profile.sources.get(blueprint.job.names[i])
+    )
 
 
 def sample_tokens(blueprint: Blueprint) -> float:
@@ -109,7 +118,11 @@ def sample_tokens(blueprint: Blueprint) -> float:
 def batch_samples(blueprint: Blueprint) -> int:
     """Samples of a step."""
     batch = blueprint.job.batch
-    return batch.samples if batch.samples is not None else max(1, round((batch.tokens or 1) / max(1.0, sample_tokens(blueprint))))
+    return (
+        batch.samples
+        if batch.samples is not None
+        else max(1, round((batch.tokens or 1) / max(1.0, sample_tokens(blueprint))))
+    )
 
 
 def beside_s(blueprint: Blueprint) -> float:
@@ -122,21 +135,36 @@ def beside_s(blueprint: Blueprint) -> float:
 
 
 def partition_of(
-    blueprint: Blueprint, *, cores: int | None = None, memory_bytes: int | None = None, per_source: int | None = None,
-    per_actor: int | None = None, worth_s: float = 0.0, cluster: int = CLUSTER,
-) -> Partition:  # fmt: skip
+    blueprint: Blueprint,
+    *,
+    cores: int | None = None,
+    memory_bytes: int | None = None,
+    per_source: int | None = None,
+    per_actor: int | None = None,
+    worth_s: float = 0.0,
+    cluster: int = CLUSTER,
+) -> Partition:
     """A job's partition; ``hosts=`` of its launch says how many cores are for loading alone."""
     options, job = blueprint.options, blueprint.job
     alone = cores is None and options.hosts is not None
     return partition(
         loads_of(blueprint),
-        Resources(cores=cores or options.hosts or n_cores(), memory_bytes=memory_bytes, beside_s=0.0 if alone else beside_s(blueprint)),
+        Resources(
+            cores=cores or options.hosts or n_cores(),
+            memory_bytes=memory_bytes,
+            beside_s=0.0 if alone else beside_s(blueprint),
+        ),
         Limits(
-            batch=batch_samples(blueprint), per_source=per_source, per_actor=per_actor, loaders=dict(options.loaders or {}),
-            sources_per_host=options.sources_per_host, together=bool(of_kind(job.hooks, LOADER)), worth_s=worth_s,
+            batch=batch_samples(blueprint),
+            per_source=per_source,
+            per_actor=per_actor,
+            loaders=dict(options.loaders or {}),
+            sources_per_host=options.sources_per_host,
+            together=bool(of_kind(job.hooks, LOADER)),
+            worth_s=worth_s,
             cluster=cluster,
         ),
-    )  # fmt: skip
+    )
 
 
 def hosting_of(blueprint: Blueprint) -> Hosting:
@@ -160,15 +188,22 @@ def _cores_to_come(options: Options) -> int:
 def _guessed(blueprint: Blueprint) -> Hosting:
     options = blueprint.options
     return plan_hosts(
-        loads_of(blueprint), cores=options.hosts or n_cores(), sources_per_host=options.sources_per_host, loaders=options.loaders,
+        loads_of(blueprint),
+        cores=options.hosts or n_cores(),
+        sources_per_host=options.sources_per_host,
+        loaders=options.loaders,
         together=bool(of_kind(blueprint.job.hooks, LOADER)),
-    )  # fmt: skip
+    )
 
 
 def _partitioned(blueprint: Blueprint) -> Hosting:
-    made = partition_of(blueprint, memory_bytes=None if blueprint.options.address is not None else machine_memory())
+    made = partition_of(
+        blueprint, memory_bytes=None if blueprint.options.address is not None else machine_memory()
+    )
     if not made.fits:
-        log.warning("job %r: %s; it runs with the fewest hosts", blueprint.job.name, made.shortfall(0.0))
+        log.warning(
+            "job %r: %s; it runs with the fewest hosts", blueprint.job.name, made.shortfall(0.0)
+        )
     return made.hosting
 
 
@@ -187,7 +222,9 @@ def profiled(blueprint: Blueprint, runtime: str) -> Blueprint:
             if found != blueprint.profile:
                 save(path_of(blueprint.given, blueprint.options.cache_dir), found)
             blueprint.profile = found
-    if runtime != "local" or (blueprint.options.partition != "auto" and not blueprint.options.autoscale):
+    if runtime != "local" or (
+        blueprint.options.partition != "auto" and not blueprint.options.autoscale
+    ):
         return blueprint
     loaders = _loaders_here(blueprint)
     return blueprint if set(loaders) == {1} else blueprint.with_loaders(loaders, READ_AHEAD)
@@ -202,8 +239,14 @@ def _loaders_here(blueprint: Blueprint) -> list[int]:
         loaders = list(partition_of(blueprint, cores=threads, worth_s=WORTH_S).hosting.loaders)
     if not options.autoscale:
         return loaders
-    fixed = [blueprint.kit(i).processes or name in (options.loaders or {}) for i, name in enumerate(blueprint.job.names)]
-    return [n if stays else max(n, min(load.shares, threads)) for n, stays, load in zip(loaders, fixed, loads_of(blueprint), strict=True)]
+    fixed = [
+        blueprint.kit(i).processes or name in (options.loaders or {})
+        for i, name in enumerate(blueprint.job.names)
+    ]
+    return [
+        n if stays else max(n, min(load.shares, threads))
+        for n, stays, load in zip(loaders, fixed, loads_of(blueprint), strict=True)
+    ]
 
 
 def joining(blueprint: Blueprint, runtime: str) -> Blueprint:
@@ -213,7 +256,9 @@ def joining(blueprint: Blueprint, runtime: str) -> Blueprint:
     made.options = options = replace(blueprint.options, loaders=others)
     if options.partition == "auto":
         found, have = known(made), blueprint.profile or JobProfile()
-        have = replace(found if not have.sources else have, sources={**found.sources, **have.sources})
+        have = replace(
+            found if not have.sources else have, sources={**found.sources, **have.sources}
+        )
         made.profile, loads = have, loads_of(made)
         if _matters(loads[-1:], batch_samples(made), options):
             made.profile = quick(made, loads, have, only={name})
@@ -225,16 +270,27 @@ def joining(blueprint: Blueprint, runtime: str) -> Blueprint:
 def _loaders_apart(blueprint: Blueprint) -> int:
     """Of the last source, where it gets a host of its own, or more of them later."""
     n = partition_of(blueprint).hosting.loaders[-1] if blueprint.options.partition == "auto" else 1
-    return max(n, min(loads_of(blueprint)[-1].shares, _cores_to_come(blueprint.options))) if scales(blueprint) else n
+    return (
+        max(n, min(loads_of(blueprint)[-1].shares, _cores_to_come(blueprint.options)))
+        if scales(blueprint)
+        else n
+    )
 
 
 def _matters(loads: Sequence[SourceLoad], samples: int, options: Options) -> bool:
     """Whether it is worth a look how dear sources are: not where a step is nothing, or one core does it all."""
-    return (options.hosts or n_cores()) > 1 and samples * sum(load.cost for load in loads) >= WORTH_S
+    return (options.hosts or n_cores()) > 1 and samples * sum(
+        load.cost for load in loads
+    ) >= WORTH_S
 
 
 def scales(blueprint: Blueprint) -> bool:
     """Whether sources get more processes, and fewer, as the mixture and the pace of trainers change. A loader hook is shown all that a
     step takes from a source, so there its loaders stay together; without failover nothing is kept that a loader could be moved with."""
     options = blueprint.options
-    return bool(options.autoscale) and options.constructors and options.failover and not of_kind(blueprint.job.hooks, LOADER)
+    return (
+        bool(options.autoscale)
+        and options.constructors
+        and options.failover
+        and not of_kind(blueprint.job.hooks, LOADER)
+    )

@@ -28,7 +28,15 @@ from overlord.planning.raw_plan import RawPlan
 from overlord.planning.schedule import bind
 from overlord.planning.schedule.base import has_state, learns
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
-from overlord.planning.state_json import event_in, event_out, fingerprint_in, fingerprint_out, no_state, reports_in, reports_out
+from overlord.planning.state_json import (
+    event_in,
+    event_out,
+    fingerprint_in,
+    fingerprint_out,
+    no_state,
+    reports_in,
+    reports_out,
+)
 from overlord.planning.strategies import resolve
 from overlord.scaling.profile import JobProfile
 from overlord.setup.options import Options, n_workers
@@ -65,10 +73,24 @@ def open_loader(
     """One logical loader at a place of its source's stream. ``shared``: a worker process that others of the source have too."""
     o, worker = opening, shared or (TransformWorker(kit.pipeline) if kit.processes else None)
     loader = Loader(
-        o.loader, kit.order, epochs=kit.epochs, loader=o.share, loaders=o.shares, cursor=o.cursor, budget_bytes=o.budget_bytes,
+        o.loader,
+        kit.order,
+        epochs=kit.epochs,
+        loader=o.share,
+        loaders=o.shares,
+        cursor=o.cursor,
+        budget_bytes=o.budget_bytes,
         generation=o.generation,
-    )  # fmt: skip
-    return loader, SourceReader(kit.order, ChunkReader(kit.index, options=kit.read, cache=handles), worker or kit.pipeline), worker
+    )
+    return (
+        loader,
+        SourceReader(
+            kit.order,
+            ChunkReader(kit.index, options=kit.read, cache=handles),
+            worker or kit.pipeline,
+        ),
+        worker,
+    )
 
 
 class Blueprint:
@@ -81,26 +103,45 @@ class Blueprint:
         if problems := options.problems(job):
             raise JobError(problems, "launch")
         self.job, self.options = job, options
-        self.given: Job  # as it was written; ``job`` has its schedule told what only the sources know
+        self.given: (
+            Job  # as it was written; ``job`` has its schedule told what only the sources know
+        )
         self.added: tuple[str, ...]  # sources that joined in mid-run, the last ones
         self.strategy = resolve(job.strategy)
         self.pipelines = [
-            Pipeline(s.name, s.transforms, seed=job.seed, context=job.batch.context, on_long=job.on_long) for s in job.sources
-        ]  # fmt: skip
+            Pipeline(
+                s.name, s.transforms, seed=job.seed, context=job.batch.context, on_long=job.on_long
+            )
+            for s in job.sources
+        ]
         self.indexes = build_some(
-            [IndexSpec(s.name, s.uri, s.format, self._read_options(s, p)) for s, p in zip(job.sources, self.pipelines, strict=True)],
-            left or {}, cache_dir=options.cache_dir or default_cache_dir(), workers=2 * n_workers(options), progress=options.progress,
-        )  # fmt: skip
+            [
+                IndexSpec(s.name, s.uri, s.format, self._read_options(s, p))
+                for s, p in zip(job.sources, self.pipelines, strict=True)
+            ],
+            left or {},
+            cache_dir=options.cache_dir or default_cache_dir(),
+            workers=2 * n_workers(options),
+            progress=options.progress,
+        )
         self.given, self.added = job, ()
         self.job = job = _bound(job, self.indexes)
         self.handles = HandleCache(max_open=options.open_files, max_bytes=options.open_bytes)
         self.orders = [_order(job, s, i) for s, i in zip(job.sources, self.indexes, strict=True)]
         self.fingerprint = fingerprint(job, self.indexes, self.pipelines)
-        self.floor = 0  # the first step that was never planned, where steps of before are planned again
+        self.floor = (
+            0  # the first step that was never planned, where steps of before are planned again
+        )
         self._workers: list[TransformWorker] = []
 
     def _read_options(self, source: Any, pipeline: Pipeline) -> ReadOptions:
-        return ReadOptions(self.job.slice_rows, self.job.chunk_bytes, source.max_sample_bytes, pipeline.columns, pipeline.refused)
+        return ReadOptions(
+            self.job.slice_rows,
+            self.job.chunk_bytes,
+            source.max_sample_bytes,
+            pipeline.columns,
+            pipeline.refused,
+        )
 
     @property
     def images(self) -> PixelForm | None:
@@ -112,22 +153,41 @@ class Blueprint:
     def _source_spec(self, i: int) -> SourceSpec:
         source = self.job.sources[i]
         return SourceSpec(
-            name=source.name, n_groups=self.orders[i].n_groups, epochs=source.epochs, max_bad=source.max_bad, loaders=self.loaders_of(i),
+            name=source.name,
+            n_groups=self.orders[i].n_groups,
+            epochs=source.epochs,
+            max_bad=source.max_bad,
+            loaders=self.loaders_of(i),
             leaves=source.on_lost == "leave",
-            files=tuple(f.path for f in self.indexes[i].files), meta=self.pipelines[i].meta_names, weight=float(source.weight),
-        )  # fmt: skip
+            files=tuple(f.path for f in self.indexes[i].files),
+            meta=self.pipelines[i].meta_names,
+            weight=float(source.weight),
+        )
 
     def planner(self, state: StreamState | None = None) -> Planner:
         """The planner core at a state."""
         job, options, schedule = self.job, self.options, schedule_of(self.job, self.added)
         spec = PlannerSpec(
             sources=tuple(self._source_spec(i) for i in range(len(job.sources))),
-            batch=job.batch, place=job.place, strategy=self.strategy, schedule=schedule, seed=job.seed, until=job.until,
-            draw=job.draw, mix_every=job.mix_every, feedback_lag=job.feedback_lag, takes_feedback=learns(job.mixture),
-            look_ahead=job.look_ahead, max_age=job.max_age, prefer=getattr(schedule, "prefer", None), overflow=job.overflow,
-            prefetch=options.prefetch, read_ahead=options.read_ahead or READ_AHEAD, images=self.images is not None,
+            batch=job.batch,
+            place=job.place,
+            strategy=self.strategy,
+            schedule=schedule,
+            seed=job.seed,
+            until=job.until,
+            draw=job.draw,
+            mix_every=job.mix_every,
+            feedback_lag=job.feedback_lag,
+            takes_feedback=learns(job.mixture),
+            look_ahead=job.look_ahead,
+            max_age=job.max_age,
+            prefer=getattr(schedule, "prefer", None),
+            overflow=job.overflow,
+            prefetch=options.prefetch,
+            read_ahead=options.read_ahead or READ_AHEAD,
+            images=self.images is not None,
             sync=job.sync,
-        )  # fmt: skip
+        )
         return Planner(spec, state or initial_state(spec), floor=self.floor)
 
     def floored(self, floor: int) -> Blueprint:
@@ -140,7 +200,9 @@ class Blueprint:
         """This blueprint with so many loaders for each source, that read so many steps ahead where nobody said how many."""
         other = copy.copy(self)
         by_name = dict(zip(self.job.names, loaders, strict=True))
-        other.options = replace(self.options, loaders=by_name, read_ahead=self.options.read_ahead or read_ahead)
+        other.options = replace(
+            self.options, loaders=by_name, read_ahead=self.options.read_ahead or read_ahead
+        )
         return other
 
     def placed(self, place: ClientPlaceTree) -> Blueprint:
@@ -169,9 +231,13 @@ class Blueprint:
         """All that it takes to read a source, here or in another process."""
         source = self.job.sources[i]
         return SourceKit(
-            order=self.orders[i], index=self.indexes[i], read=self._read_options(source, self.pipelines[i]), pipeline=self.pipelines[i],
-            epochs=source.epochs, processes=self.processes_of(i),
-        )  # fmt: skip
+            order=self.orders[i],
+            index=self.indexes[i],
+            read=self._read_options(source, self.pipelines[i]),
+            pipeline=self.pipelines[i],
+            epochs=source.epochs,
+            processes=self.processes_of(i),
+        )
 
     def processes_of(self, i: int) -> bool:
         """Return whether a source's transforms run in worker processes."""
@@ -193,7 +259,9 @@ class Blueprint:
     @property
     def budget_bytes(self) -> int:
         """What one loader may hold ready."""
-        return max(1, self.options.buffer_bytes // sum(map(self.loaders_of, range(len(self.job.sources)))))
+        return max(
+            1, self.options.buffer_bytes // sum(map(self.loaders_of, range(len(self.job.sources))))
+        )
 
     # sources that join
 
@@ -204,17 +272,31 @@ class Blueprint:
         more = copy.copy(self)
         more.given = replace(self.given, sources=(*self.given.sources, source))
         more.job = job = replace(self.job, sources=more.given.sources)
-        more.options = replace(self.options, loaders={**(self.options.loaders or {}), source.name: loaders})
+        more.options = replace(
+            self.options, loaders={**(self.options.loaders or {}), source.name: loaders}
+        )
         if problems := more.options.problems(job):
             raise JobError(problems, "add_source")
         if self.images is None and more.images is not None:
             problem = f"source {source.name!r} has images, and the job began without: list a source with images from the start, at weight 0"
             raise JobError([problem], "add_source")
-        pipeline = Pipeline(source.name, source.transforms, seed=job.seed, context=job.batch.context, on_long=job.on_long)
+        pipeline = Pipeline(
+            source.name,
+            source.transforms,
+            seed=job.seed,
+            context=job.batch.context,
+            on_long=job.on_long,
+        )
         [index] = build_indexes(
-            [IndexSpec(source.name, source.uri, source.format, self._read_options(source, pipeline))],
-            cache_dir=self.options.cache_dir or default_cache_dir(), workers=2 * n_workers(self.options), progress=self.options.progress,
-        )  # fmt: skip
+            [
+                IndexSpec(
+                    source.name, source.uri, source.format, self._read_options(source, pipeline)
+                )
+            ],
+            cache_dir=self.options.cache_dir or default_cache_dir(),
+            workers=2 * n_workers(self.options),
+            progress=self.options.progress,
+        )
         more.pipelines, more.indexes = [*self.pipelines, pipeline], [*self.indexes, index]
         more.orders = [*self.orders, _order(job, source, index)]
         more.added = (*self.added, source.name)
@@ -224,7 +306,10 @@ class Blueprint:
     def new_source(self, at: int) -> NewSource:
         """The last source as it joins."""
         name = self.job.names[-1]
-        return NewSource(event=AddSource(at, name, source_mark(self.fingerprint, name)), source=self._source_spec(-1))
+        return NewSource(
+            event=AddSource(at, name, source_mark(self.fingerprint, name)),
+            source=self._source_spec(-1),
+        )
 
     def fitting(self, saved: Any) -> Blueprint:
         """This blueprint with a schedule that knows the sources it knew when the state was saved: not those that joined later."""
@@ -262,26 +347,49 @@ class Blueprint:
         """A state from its JSON form, after checking that it belongs to this job."""
         if problem := no_state(saved):
             wrapped = isinstance(saved, Mapping) and "stream" in saved
-            remedy = "it is one of a Dataset or StatefulLoader: load it there, or json.loads its 'stream'" if wrapped else SAVE_ONE
+            remedy = (
+                "it is one of a Dataset or StatefulLoader: load it there, or json.loads its 'stream'"
+                if wrapped
+                else SAVE_ONE
+            )
             raise StateMismatch({}, remedy, problem)
         if saved["version"] != STATE_VERSION:
-            raise StateMismatch({"version": (str(saved["version"]), str(STATE_VERSION))}, OTHER_STATE, "the state has another form")
+            raise StateMismatch(
+                {"version": (str(saved["version"]), str(STATE_VERSION))},
+                OTHER_STATE,
+                "the state has another form",
+            )
         try:
             self._check_fingerprint(saved, allow)
             state = self._state_of(saved)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
             damage = {"form": ("damaged", f"{type(e).__name__}: {e}")}
-            raise StateMismatch(damage, "save and load what state_dict() gave, unchanged", "the state is damaged") from e
+            raise StateMismatch(
+                damage, "save and load what state_dict() gave, unchanged", "the state is damaged"
+            ) from e
         if self.job.batch.tokens is not None and any(map(len, state.ahead)):
             remedy = "go on with a batch in samples and look_ahead=1 until a state has no 'ahead', and change the batch there"
-            raise StateMismatch({"ahead": ("samples that were passed over", "a batch in tokens, which takes none but the first")}, remedy)
+            raise StateMismatch(
+                {
+                    "ahead": (
+                        "samples that were passed over",
+                        "a batch in tokens, which takes none but the first",
+                    )
+                },
+                remedy,
+            )
         if state.schedule is not None:
             try:  # on a copy: nothing is to be changed by a state that does not fit
                 copy.deepcopy(self.job.mixture).load_state_dict(copy.deepcopy(state.schedule))
             except Exception as e:
-                if {"mixture", "schedule"} & set(allow):  # another mixture is meant, and begins to learn
+                if {"mixture", "schedule"} & set(
+                    allow
+                ):  # another mixture is meant, and begins to learn
                     return replace(state, schedule=None)
-                raise StateMismatch({"schedule": ("what it had learned", told(e))}, "pass allow=('schedule',) to let it begin anew") from e
+                raise StateMismatch(
+                    {"schedule": ("what it had learned", told(e))},
+                    "pass allow=('schedule',) to let it begin anew",
+                ) from e
         return state
 
     def _state_of(self, saved: Mapping[str, Any]) -> StreamState:
@@ -290,39 +398,72 @@ class Blueprint:
         if any(len(c) != len(Cursor()) for c in saved["cursors"].values()):
             raise ValueError("a cursor is six numbers")
         # Where fewer files are left than the cursor has passed (``allow``), its epoch is over.
-        cursors = [c if c.group < o.n_groups else Cursor(c.epoch + 1) for c, o in zip(cursors, self.orders, strict=True)]
+        cursors = [
+            c if c.group < o.n_groups else Cursor(c.epoch + 1)
+            for c, o in zip(cursors, self.orders, strict=True)
+        ]
         return StreamState(
             step=int(saved["step"]),
             cursors=np.array(cursors, np.int64),
             owed=tuple(int(saved["owed"].get(n, 0)) for n in names),
             active=tuple(bool(saved["active"].get(n, True)) for n in names),
-            events=tuple(e for e in map(event_in, saved["events"]) if not isinstance(e, AddSource) or e.name in names),
-            mix_step=int(saved["mix"][0]), mix_epoch=int(saved["mix"][1]),
-            ahead=tuple(np.array(saved["ahead"].get(n, ()), np.int32) for n in names) if saved.get("ahead") else (),
-            counts={k: np.array([v.get(n, 0) for n in names], np.int64) for k, v in saved["counts"].items()},
-            weights=tuple(float(saved["weights"].get(n, 0.0)) for n in names) if "weights" in saved else (),
-            schedule=dict(saved["schedule"]) if "schedule" in saved and has_state(self.job.mixture) else None,
+            events=tuple(
+                e
+                for e in map(event_in, saved["events"])
+                if not isinstance(e, AddSource) or e.name in names
+            ),
+            mix_step=int(saved["mix"][0]),
+            mix_epoch=int(saved["mix"][1]),
+            ahead=tuple(np.array(saved["ahead"].get(n, ()), np.int32) for n in names)
+            if saved.get("ahead")
+            else (),
+            counts={
+                k: np.array([v.get(n, 0) for n in names], np.int64)
+                for k, v in saved["counts"].items()
+            },
+            weights=tuple(float(saved["weights"].get(n, 0.0)) for n in names)
+            if "weights" in saved
+            else (),
+            schedule=dict(saved["schedule"])
+            if "schedule" in saved and has_state(self.job.mixture)
+            else None,
             reports=reports_in(saved.get("reports", {})),
-        )  # fmt: skip
+        )
 
     def _check_fingerprint(self, saved: Mapping[str, Any], allow: tuple[str, ...]) -> None:
         then, now = fingerprint_in(saved["fingerprint"], list(saved["cursors"])), self.fingerprint
-        differ = {p: (then.get(p, "nothing"), now.get(p, "nothing")) for p in sorted({*then, *now}) if then.get(p) != now.get(p)}
+        differ = {
+            p: (then.get(p, "nothing"), now.get(p, "nothing"))
+            for p in sorted({*then, *now})
+            if then.get(p) != now.get(p)
+        }
         absent = []
         for event in map(event_in, saved["events"]):
             if not isinstance(event, AddSource):
                 continue
             if event.name not in self.job.names:
                 absent.append(event.name)
-                differ[f"source {event.name}: added"] = (f"at step {event.at}", "not among the job's sources")
-            elif not any(p.startswith(f"source {event.name}: ") for p in differ) and event.fingerprint != source_mark(now, event.name):
-                differ[f"source {event.name}: added"] = (event.fingerprint, source_mark(now, event.name))
+                differ[f"source {event.name}: added"] = (
+                    f"at step {event.at}",
+                    "not among the job's sources",
+                )
+            elif not any(
+                p.startswith(f"source {event.name}: ") for p in differ
+            ) and event.fingerprint != source_mark(now, event.name):
+                differ[f"source {event.name}: added"] = (
+                    event.fingerprint,
+                    source_mark(now, event.name),
+                )
         differ = {p: v for p, v in differ.items() if p not in allow}
         if not differ:
             return
         if "batch" in differ:
             differ["batch"] = batch_in_words(*differ["batch"], self.job)
-        parts = f"({', '.join(repr(p) for p in sorted(differ))},)" if len(differ) <= MOST else "tuple(error.differences)"
+        parts = (
+            f"({', '.join(repr(p) for p in sorted(differ))},)"
+            if len(differ) <= MOST
+            else "tuple(error.differences)"
+        )
         remedy = f"pass allow={parts}; the stream then goes on, but is not the one that was saved"
         problem = "the state belongs to another job"
         if saved["job"] != self.job.name:
@@ -340,7 +481,9 @@ def batch_in_words(saved: str, found: str, job: Job) -> tuple[str, str]:
     return f"{saved}, a digest of {', '.join(fields)}", f"{found}, which is {here}"
 
 
-def exported(state: StreamState, job: str, names: Sequence[str], fingerprint: Mapping[str, str]) -> dict[str, Any]:
+def exported(
+    state: StreamState, job: str, names: Sequence[str], fingerprint: Mapping[str, str]
+) -> dict[str, Any]:
     """A state as plain JSON values, by the names of its sources."""
     return {
         "version": STATE_VERSION,
@@ -352,15 +495,26 @@ def exported(state: StreamState, job: str, names: Sequence[str], fingerprint: Ma
         "active": dict(zip(names, state.active, strict=True)),
         "events": [event_out(e) for e in state.events],
         "mix": [state.mix_step, state.mix_epoch],
-        **({"ahead": ahead} if (ahead := {n: a.tolist() for n, a in zip(names, state.ahead, strict=False) if len(a)}) else {}),
-        "counts": {k: {name: n for name, n in zip(names, v.tolist(), strict=True) if n} for k, v in state.counts.items()},
+        **(
+            {"ahead": ahead}
+            if (
+                ahead := {n: a.tolist() for n, a in zip(names, state.ahead, strict=False) if len(a)}
+            )
+            else {}
+        ),
+        "counts": {
+            k: {name: n for name, n in zip(names, v.tolist(), strict=True) if n}
+            for k, v in state.counts.items()
+        },
         **({"weights": dict(zip(names, state.weights, strict=True))} if state.weights else {}),
         **({"schedule": dict(state.schedule)} if state.schedule else {}),
         **({"reports": reports_out(state.reports)} if state.reports else {}),
     }
 
 
-def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline], added: tuple[str, ...] = ()) -> dict[str, str]:
+def fingerprint(
+    job: Job, indexes: list[Index], pipelines: list[Pipeline], added: tuple[str, ...] = ()
+) -> dict[str, str]:
     """What shapes the stream, part by part, so that a mismatch can be named. ``place`` and ``sync`` are left out: a state fits any
     mesh and any trainer, which changes the slots of a step and not its samples.
 
@@ -369,9 +523,16 @@ def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline], added
     parts = {
         "sources": digest(*job.names),
         "seed": str(job.seed),
-        "batch": digest(json.dumps({k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM}, sort_keys=True)),
+        "batch": digest(
+            json.dumps(
+                {k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM},
+                sort_keys=True,
+            )
+        ),
         "mixture": digest(_mixture_text(job)),
-        "strategy": job.strategy if isinstance(job.strategy, str) else "function " + digest(_source_of(job.strategy)),
+        "strategy": job.strategy
+        if isinstance(job.strategy, str)
+        else "function " + digest(_source_of(job.strategy)),
     }
     for name in (
         "until",
@@ -403,19 +564,29 @@ def fingerprint(job: Job, indexes: list[Index], pipelines: list[Pipeline], added
 
 def source_mark(parts: Mapping[str, str], name: str) -> str:
     """One digest of a source's parts of a fingerprint."""
-    return digest(*(f"{part}={parts[part]}" for part in sorted(parts) if part.startswith(f"source {name}: ")))
+    return digest(
+        *(f"{part}={parts[part]}" for part in sorted(parts) if part.startswith(f"source {name}: "))
+    )
 
 
 def _order(job: Job, source: Source, index: Index) -> SourceOrder:
     return SourceOrder(
-        name=source.name, n_chunks=len(index.chunks), seed=job.seed, shuffle=source.shuffle, shuffle_chunks=job.shuffle_chunks
-    )  # fmt: skip
+        name=source.name,
+        n_chunks=len(index.chunks),
+        seed=job.seed,
+        shuffle=source.shuffle,
+        shuffle_chunks=job.shuffle_chunks,
+    )
 
 
 def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:
     """The job with its schedule told what only the job and its files know: weights and sizes of the sources it began with."""
     sources = [(s, i) for s, i in zip(job.sources, indexes, strict=True) if s.name not in added]
-    mixture = bind(job.mixture, {s.name: float(s.weight) for s, _ in sources}, {s.name: i.rows for s, i in sources})
+    mixture = bind(
+        job.mixture,
+        {s.name: float(s.weight) for s, _ in sources},
+        {s.name: i.rows for s, i in sources},
+    )
     return job if mixture is job.mixture else replace(job, mixture=mixture)
 
 
@@ -428,7 +599,12 @@ def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
     try:
         return copy.deepcopy(job.mixture)
     except Exception as e:
-        raise JobError([f"mixture: a schedule is copied for every run of the job, and this one cannot be: {e}"], "launch") from e
+        raise JobError(
+            [
+                f"mixture: a schedule is copied for every run of the job, and this one cannot be: {e}"
+            ],
+            "launch",
+        ) from e
 
 
 def _mixture_text(job: Job) -> str:

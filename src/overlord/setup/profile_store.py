@@ -36,7 +36,9 @@ log = logging.getLogger("overlord")
 LARGEST = 2**26  # bytes of a file that may be a profile: a hundred thousand sources have less
 QUICK = Bounds(rows=64, seconds=0.1, memory=False)  # of one source, at launch
 ALL_S = 0.4  # of all of them together: a start is not to be felt
-FEWEST = 64  # samples of a source between two refreshes: fewer tell more of chance than of the source
+FEWEST = (
+    64  # samples of a source between two refreshes: fewer tell more of chance than of the source
+)
 LEAVE_S = 0.2  # for a refresh that is under way when the job ends; it is left behind then
 EVERY_S = (15.0, 600.0)  # between two refreshes: the first, and as it doubles the last
 
@@ -69,7 +71,11 @@ def load(path: Path | str) -> JobProfile:
     except FileNotFoundError:
         pass  # nothing was kept yet
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("profile %s is not used, and sources are measured again: %s", shown(path), f"{error}"[:300])
+        log.warning(
+            "profile %s is not used, and sources are measured again: %s",
+            shown(path),
+            f"{error}"[:300],
+        )
     return JobProfile()
 
 
@@ -91,7 +97,11 @@ def _fetched(uri: str) -> bytes:
     entry = remote.look(path)
     if entry is None or entry.file is None:
         raise FileNotFoundError(path)
-    return bytes(remote.read(entry.file, 0, min(entry.file.size, LARGEST + 1))) if entry.file.size else b""
+    return (
+        bytes(remote.read(entry.file, 0, min(entry.file.size, LARGEST + 1)))
+        if entry.file.size
+        else b""
+    )
 
 
 def _put(uri: str, profile: JobProfile) -> bool:
@@ -102,7 +112,11 @@ def _put(uri: str, profile: JobProfile) -> bool:
         remote.tally.hasty = True  # it is asked once: the next refresh comes anyway
         remote.replace(path, json.dumps(profile.to_plain()).encode())
     except (OSError, ValueError, Later) as error:
-        log.warning("profile %s is not kept: %s", shown(uri), str(error) or "the store did not answer as it should")
+        log.warning(
+            "profile %s is not kept: %s",
+            shown(uri),
+            str(error) or "the store did not answer as it should",
+        )
         return False
     return True
 
@@ -138,17 +152,28 @@ def fingerprints(blueprint: Blueprint) -> dict[str, str]:
 
 def known(blueprint: Blueprint) -> JobProfile:
     """What is kept of the job's sources as they are now."""
-    return load(path_of(blueprint.given, blueprint.options.cache_dir)).known(fingerprints(blueprint))
+    return load(path_of(blueprint.given, blueprint.options.cache_dir)).known(
+        fingerprints(blueprint)
+    )
 
 
-def quick(blueprint: Blueprint, loads: Sequence[SourceLoad], have: JobProfile, only: Container[str] | None = None) -> JobProfile:
+def quick(
+    blueprint: Blueprint,
+    loads: Sequence[SourceLoad],
+    have: JobProfile,
+    only: Container[str] | None = None,
+) -> JobProfile:
     """What is known, and a quick look at the others that may be heavy, the heaviest first, side by side, within ``ALL_S`` for all.
     ``only``: at none but these.
 
     Only what is safe and cheap is run: transforms of this package over files on a disk of this machine. Code of yours, stores, mounts and
     datasets are measured by ``overlord profile``, or while the job runs.
     """
-    news = [i for i, load in enumerate(loads) if load.cost > 0 and load.name not in have.sources and (only is None or load.name in only)]
+    news = [
+        i
+        for i, load in enumerate(loads)
+        if load.cost > 0 and load.name not in have.sources and (only is None or load.name in only)
+    ]
     wanted = [i for i in news if _probed(blueprint, i)]
     if not wanted:
         return have
@@ -168,18 +193,27 @@ def quick(blueprint: Blueprint, loads: Sequence[SourceLoad], have: JobProfile, o
                 continue
             found.append(made)
 
-    threads = [threading.Thread(target=work, name="overlord-probe", daemon=True) for _ in range(min(len(wanted), n_cores()))]
+    threads = [
+        threading.Thread(target=work, name="overlord-probe", daemon=True)
+        for _ in range(min(len(wanted), n_cores()))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()) + 0.1)  # one that hangs in a read is left behind
+        thread.join(
+            max(0.0, deadline - time.monotonic()) + 0.1
+        )  # one that hangs in a read is left behind
     return have.merge(JobProfile.of([p for p in list(found) if p.samples], machine()))
 
 
 def _probed(blueprint: Blueprint, i: int) -> bool:
     pipeline, index = blueprint.pipelines[i], blueprint.indexes[i]
     kinds = {t.kind for t in pipeline.transforms}
-    if not kinds & {"tokenize", "images"} or any(t.user_code for t in pipeline.transforms) or blueprint.kit(i).processes:
+    if (
+        not kinds & {"tokenize", "images"}
+        or any(t.user_code for t in pipeline.transforms)
+        or blueprint.kit(i).processes
+    ):
         return False
     if index.access.fs is None or not index.access.local or not index.files:
         return False
@@ -199,7 +233,9 @@ class Refresher:
         self._path, self._figures = path_of(blueprint.given, blueprint.options.cache_dir), figures
         self._fingerprints, self._machine = fingerprints(blueprint), machine()
         self.profile: JobProfile = blueprint.profile or JobProfile()
-        self._before: dict[tuple[str, int], dict[str, float]] = {}  # what each loader had counted when it was asked last
+        self._before: dict[
+            tuple[str, int], dict[str, float]
+        ] = {}  # what each loader had counted when it was asked last
         self._sums: dict[str, dict[str, float]] = {}  # of sources, since they were last merged
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="overlord-profile", daemon=True)
@@ -212,10 +248,15 @@ class Refresher:
         all is kept where the job that lists it finds it."""
         marks, name = fingerprints(blueprint), blueprint.job.names[-1]
         with self._lock:
-            self._path, self._fingerprints = path_of(blueprint.given, blueprint.options.cache_dir), marks
+            self._path, self._fingerprints = (
+                path_of(blueprint.given, blueprint.options.cache_dir),
+                marks,
+            )
             seen = None if blueprint.profile is None else blueprint.profile.sources.get(name)
             if seen is not None and name not in self.profile.sources:
-                self.profile = self.profile.merge(JobProfile.of([seen], self.profile.machine or self._machine))
+                self.profile = self.profile.merge(
+                    JobProfile.of([seen], self.profile.machine or self._machine)
+                )
 
     def close(self) -> None:
         self._over.set()
@@ -250,20 +291,33 @@ class Refresher:
             if not now["samples"]:  # nothing yet, or its host does not answer
                 continue
             before = self._before.get((row["source"], row["loader"]), {})
-            if now["samples"] < before.get("samples", 0.0):  # it was started again, and counts from nothing
+            if now["samples"] < before.get(
+                "samples", 0.0
+            ):  # it was started again, and counts from nothing
                 before = {}
             self._before[row["source"], row["loader"]] = now
             mine = self._sums.setdefault(row["source"], dict.fromkeys(now, 0.0))
             for n, value in now.items():
                 mine[n] += value - before.get(n, 0.0)
-            buffers[row["source"]] = buffers.get(row["source"], 0) + row.get("ready_bytes", 0) + row.get("kept_bytes", 0)
-        enough = [name for name, s in self._sums.items() if name in self._fingerprints and s["samples"] >= FEWEST]
+            buffers[row["source"]] = (
+                buffers.get(row["source"], 0) + row.get("ready_bytes", 0) + row.get("kept_bytes", 0)
+            )
+        enough = [
+            name
+            for name, s in self._sums.items()
+            if name in self._fingerprints and s["samples"] >= FEWEST
+        ]
         return [self._of(name, self._sums.pop(name), buffers.get(name, 0)) for name in enough]
 
     def _of(self, name: str, sums: Mapping[str, float], buffer_bytes: int) -> SourceProfile:
         n = sums["samples"]
         return SourceProfile(
-            name=name, fingerprint=self._fingerprints[name], samples=int(n), read_s=max(0.0, sums["read_s"]) / n,
-            transform_s=max(0.0, sums["transform_s"]) / n, core_s=max(0.0, sums["core_s"]) / n,
-            tokens=max(0.0, sums["tokens"]) / n, buffer_bytes=buffer_bytes,
-        )  # fmt: skip
+            name=name,
+            fingerprint=self._fingerprints[name],
+            samples=int(n),
+            read_s=max(0.0, sums["read_s"]) / n,
+            transform_s=max(0.0, sums["transform_s"]) / n,
+            core_s=max(0.0, sums["core_s"]) / n,
+            tokens=max(0.0, sums["tokens"]) / n,
+            buffer_bytes=buffer_bytes,
+        )

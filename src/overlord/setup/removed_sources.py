@@ -13,8 +13,23 @@ from overlord.sources.index import Left
 def left_behind(saved: Mapping[str, Any], shuffle_chunks: int) -> dict[str, Left]:
     """Sources that have left by the step of a saved state: their storage was given up."""
     try:
-        gone = [e for e in map(event_in, saved["events"]) if isinstance(e, SourceLost) and e.at <= saved["step"]]
+        gone = [
+            e
+            for e in map(event_in, saved["events"])
+            if isinstance(e, SourceLost) and e.at <= saved["step"]
+        ]
         groups = {e.name: int(saved["cursors"][e.name][1]) + 1 for e in gone}
-        return {e.name: Left(saved["fingerprint"][f"source {e.name}: files"], groups[e.name] * shuffle_chunks) for e in gone}
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):  # no state at all: to be said by ``restore``
+        return {
+            e.name: Left(
+                saved["fingerprint"][f"source {e.name}: files"], groups[e.name] * shuffle_chunks
+            )
+            for e in gone
+        }
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+    ):  # no state at all: to be said by ``restore``
         return {}

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 def load_of(
-    source: Source, pipeline: Pipeline, index: Index, share: float, *, shuffle_chunks: int = 8, slice_rows: int = 256
+    source: Source,
+    pipeline: Pipeline,
+    index: Index,
+    share: float,
+    *,
+    shuffle_chunks: int = 8,
+    slice_rows: int = 256,
 ) -> SourceLoad:
     """A source's load from its index alone. Rough: it assumes that rows are alike, that all their bytes are text where they are
     tokenized, and that compressed lines are a third of what they hold; a row is 2 kB where only reading tells how many there are.
@@ -25,7 +31,10 @@ def load_of(
     Windows take one slice of each chunk of a group, and loaders own whole chunks: more loaders than a group has chunks would wait.
     """
     held, row_bytes = _held(index)
-    kinds, code = [t.kind for t in pipeline.transforms], sum(t.user_code for t in pipeline.transforms)
+    kinds, code = (
+        [t.kind for t in pipeline.transforms],
+        sum(t.user_code for t in pipeline.transforms),
+    )
     read_s = row_bytes * (READ_S if index.format in ("parquet", "arrow") else PARSE_S)
     encode_s = row_bytes * TOKENIZE_S * kinds.count("tokenize")
     seconds = read_s + encode_s + CODE_S * code
@@ -34,10 +43,14 @@ def load_of(
     rows_of_code = index.format in OWN_CODE
     window = open_chunks * slice_rows * row_bytes
     return SourceLoad(
-        name=source.name, share=share, cost=share * seconds, memory=int(HANDLES + min(2 * window, held or 2 * window)),
-        max_loaders=max(1, open_chunks), shares=max(1, open_chunks) if may_be_heavy else 1,
+        name=source.name,
+        share=share,
+        cost=share * seconds,
+        memory=int(HANDLES + min(2 * window, held or 2 * window)),
+        max_loaders=max(1, open_chunks),
+        shares=max(1, open_chunks) if may_be_heavy else 1,
         free_s=encode_s + (0.0 if rows_of_code else read_s) if code or rows_of_code else math.inf,
-    )  # fmt: skip
+    )
 
 
 def _held(index: Index) -> tuple[int, float]:
@@ -66,7 +79,9 @@ TOKENIZE_S = 4e-7  # per byte of text: 2.45 MB per CPU second
 CODE_S = 2e-5  # per row and transform of the user's
 
 
-HEAVY_ROW_S = 1e-4  # a row that costs less never needs a second process: ten thousand a second come from one
+HEAVY_ROW_S = (
+    1e-4  # a row that costs less never needs a second process: ten thousand a second come from one
+)
 
 
 ROW_BYTES = 2048  # of a row, where nobody knows how many rows there are

@@ -50,8 +50,16 @@ class Arrow:
             raise lacks_columns(missing, known)
         check_refused(known, options)
         with ExitStack() as stack:
-            found = next(b for b in _batches(_open(files, file, stack), files, file, options) if isinstance(b, str) or b.num_rows)
-        return no_rows_chunk() if isinstance(found, str) and found == NO_ROWS else make_chunks([(0, -1, 0, -1, file.size)])
+            found = next(
+                b
+                for b in _batches(_open(files, file, stack), files, file, options)
+                if isinstance(b, str) or b.num_rows
+            )
+        return (
+            no_rows_chunk()
+            if isinstance(found, str) and found == NO_ROWS
+            else make_chunks([(0, -1, 0, -1, file.size)])
+        )
 
     def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
         if not file.size:
@@ -62,12 +70,16 @@ class Arrow:
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
         return 2**22  # of a batch that is read whole; else next to nothing
 
-    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+    def read(
+        self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
+    ) -> Iterator[RawSlice]:
         if int(chunks.unit[i]) < 0:
             yield cols.no_rows(options, skip)
             return
         at, n, step = 0, 0, options.slice_rows
-        held: list[pa.RecordBatch | str] = []  # what makes up the slice in hand; a text is one lost row
+        held: list[
+            pa.RecordBatch | str
+        ] = []  # what makes up the slice in hand; a text is one lost row
         with ExitStack() as stack:
             for item in _batches(_open(files, file, stack), files, file, options):
                 taken, size = 0, 1 if isinstance(item, str) else item.num_rows
@@ -103,19 +115,28 @@ def _open(files: Files, file: File, stack: ExitStack) -> Opened:
             try:
                 reader = _named(pa.ipc.open_file(source, options=_OPTIONS))
                 footer = int.from_bytes(source.read_at(4, file.size - 10), "little")
-                return Opened(reader, False, _sparse(files, source, 8, file.size - 10 - footer, reader.schema))
+                return Opened(
+                    reader, False, _sparse(files, source, 8, file.size - 10 - footer, reader.schema)
+                )
             except BROKEN as error:
                 if is_fault(error):
                     raise
                 # what a broken footer leads to may still be read in order
         source.seek(start := 8 if head[:6] == MAGIC else 0)
         reader = _named(pa.ipc.open_stream(source, options=_OPTIONS))
-        return Opened(reader, start > 0 or tail != END_MARK, _sparse(files, source, start, file.size, reader.schema))
+        return Opened(
+            reader,
+            start > 0 or tail != END_MARK,
+            _sparse(files, source, start, file.size, reader.schema),
+        )
     except BROKEN as error:
         if is_fault(error):
             raise
         files.check_readable(file)
-        raise BadFile(f"wanted Arrow IPC, found a file that begins with {head!r}: {_first_line(error)}", _REMEDY) from error
+        raise BadFile(
+            f"wanted Arrow IPC, found a file that begins with {head!r}: {_first_line(error)}",
+            _REMEDY,
+        ) from error
 
 
 def _named(reader: Any) -> Any:
@@ -124,23 +145,37 @@ def _named(reader: Any) -> Any:
     return reader
 
 
-def _sparse(files: Files, source: pa.NativeFile, start: int, stop: int, schema: pa.Schema) -> Messages | None:
+def _sparse(
+    files: Files, source: pa.NativeFile, start: int, stop: int, schema: pa.Schema
+) -> Messages | None:
     """Far away a few long reads are better than many short ones; and dictionaries are known to pyarrow's readers only."""
-    return Messages(source, start, stop) if files.local and not any(_has_dictionary(field.type) for field in schema) else None
+    return (
+        Messages(source, start, stop)
+        if files.local and not any(_has_dictionary(field.type) for field in schema)
+        else None
+    )
 
 
 def _has_dictionary(kind: pa.DataType) -> bool:
     if isinstance(kind, pa.BaseExtensionType):
         return _has_dictionary(kind.storage_type)
-    return bool(pa.types.is_dictionary(kind)) or any(_has_dictionary(kind.field(k).type) for k in range(kind.num_fields))
+    return bool(pa.types.is_dictionary(kind)) or any(
+        _has_dictionary(kind.field(k).type) for k in range(kind.num_fields)
+    )
 
 
-def _batches(opened: Opened, files: Files, file: File, options: ReadOptions) -> Iterator[Batch | str]:
+def _batches(
+    opened: Opened, files: Files, file: File, options: ReadOptions
+) -> Iterator[Batch | str]:
     """Record batches, then a text if rows were lost: how many, nobody knows."""
     reader, rows, n = opened.reader, 0, 0
     count = getattr(reader, "num_record_batches", None)
     try:
-        for batch in _whole(reader, count, options) if opened.sparse is None else opened.sparse.batches(reader.schema, options.columns):
+        for batch in (
+            _whole(reader, count, options)
+            if opened.sparse is None
+            else opened.sparse.batches(reader.schema, options.columns)
+        ):
             rows, n = rows + batch.num_rows, n + 1
             yield batch
         if count is not None and n != count:
@@ -168,7 +203,9 @@ def _slice(at: int, held: list[pa.RecordBatch | str], options: ReadOptions, last
     lost = [(n, piece) for piece in held if isinstance(piece, str)]  # at most one, the last
     if not batches:
         return cols.slice_of(at, len(lost), cols.empty(0, options.columns), lost, last)
-    table, bad = cols.sound(pa.Table.from_batches(batches), options.max_sample_bytes, every_column=True)
+    table, bad = cols.sound(
+        pa.Table.from_batches(batches), options.max_sample_bytes, every_column=True
+    )
     return cols.slice_of(at, n + len(lost), cols.compact(table), bad + lost, last)
 
 

@@ -20,7 +20,9 @@ def numpy_of(array: pa.Array) -> np.ndarray:
     memory = array.buffers()[1]
     if pt.is_boolean(kind):  # a bit each
         bits = np.frombuffer(memory, np.uint8) if n else np.zeros(0, np.uint8)
-        return np.unpackbits(bits, bitorder="little")[array.offset : array.offset + n].view(np.bool_)
+        return np.unpackbits(bits, bitorder="little")[array.offset : array.offset + n].view(
+            np.bool_
+        )
     dtype = np.dtype(kind.to_pandas_dtype())  # Arrow's name for a numpy type
     if not n:
         return np.zeros(0, dtype)
@@ -32,4 +34,6 @@ def arrow_of(values: np.ndarray) -> pa.Array:
     if values.dtype.kind not in "iuf" or not values.dtype.isnative:
         return pa.array(values)
     values = np.ascontiguousarray(values)
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+    return pa.Array.from_buffers(
+        pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
+    )

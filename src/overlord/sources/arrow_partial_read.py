@@ -37,7 +37,11 @@ class Feed:
 
     def __init__(self, handle: pa.NativeFile, start: int, stop: int):
         self._handle, self._stop = handle, stop
-        self.at, self.body, self.meta = start, start, b""  # of the next read; where a body begins; what stands before it
+        self.at, self.body, self.meta = (
+            start,
+            start,
+            b"",
+        )  # of the next read; where a body begins; what stands before it
         self.whole = False  # the body is really read
         self._pages = mmap.mmap(-1, 1)
         self.nothing = pa.py_buffer(self._pages)
@@ -45,11 +49,15 @@ class Feed:
     def begin(self, start: int, whole: bool) -> None:
         """The message at this place is read next."""
         head, left = self.take(start, USUAL_META), self._stop - start
-        prefix = 8 if head[:4] == b"\xff\xff\xff\xff" else 4  # before version 0.15 there was no mark
+        prefix = (
+            8 if head[:4] == b"\xff\xff\xff\xff" else 4
+        )  # before version 0.15 there was no mark
         end = prefix + max(0, int.from_bytes(head[prefix - 4 : prefix], "little", signed=True))
         if end > min(MAX_META, left):
             raise ValueError(f"wanted {end} bytes of metadata at byte {start}, found {left}")
-        self.meta = head[:end] if end <= len(head) else head + self.take(start + len(head), end - len(head))
+        self.meta = (
+            head[:end] if end <= len(head) else head + self.take(start + len(head), end - len(head))
+        )
         self.at, self.body, self.whole = start, start + end, whole
 
     def insert(self, start: int, data: bytes) -> None:
@@ -106,7 +114,11 @@ class Messages:
                 return
             if message.type != "record batch":
                 continue
-            batch = self._small(message, schema, columns) if feed.whole else self._over_nothing(message, schema, columns, start)
+            batch = (
+                self._small(message, schema, columns)
+                if feed.whole
+                else self._over_nothing(message, schema, columns, start)
+            )
             if batch is None:
                 yield from self._unpacked(start, schema, columns)
                 return
@@ -116,24 +128,34 @@ class Messages:
         self._feed.begin(start, whole)
         return pa.ipc.read_message(self._source)
 
-    def _small(self, message: Any, schema: pa.Schema, columns: Sequence[str] | None) -> Batch | None:
+    def _small(
+        self, message: Any, schema: pa.Schema, columns: Sequence[str] | None
+    ) -> Batch | None:
         try:
             return Batch(checked(pa.ipc.read_record_batch(message, schema), columns))
         except BROKEN:
             return None  # the wanted columns may be good
 
-    def _over_nothing(self, message: Any, schema: pa.Schema, columns: Sequence[str] | None, start: int) -> Batch | None:
+    def _over_nothing(
+        self, message: Any, schema: pa.Schema, columns: Sequence[str] | None, start: int
+    ) -> Batch | None:
         """A batch whose rows can be read by themselves; None: Arrow wants its bytes."""
         feed, body = self._feed, self._feed.body
         first, stop = feed.nothing.address, feed.nothing.address + feed.nothing.size
         try:
             batch = pa.ipc.read_record_batch(message, schema)
             batch.validate()  # sizes; to look into an array that has others than it says ends the process
-            used = (b for column in batch.columns for b in column.buffers() if b is not None and b.size)
+            used = (
+                b for column in batch.columns for b in column.buffers() if b is not None and b.size
+            )
             if not all(first <= b.address and b.address + b.size <= stop for b in used):
                 return None
             batch = selected(batch, columns)
-            ends = [(buffer.address - first + at, n) for column in batch.columns for buffer, at, n in ends_of(column)]
+            ends = [
+                (buffer.address - first + at, n)
+                for column in batch.columns
+                for buffer, at, n in ends_of(column)
+            ]
         except (Unusual, *BROKEN):
             return None
         with feed.shown(ends):
@@ -143,15 +165,21 @@ class Messages:
             return pa.py_buffer(feed.take(body + buffer.address - first + a, b - a))
 
         def whole() -> pa.RecordBatch:
-            return selected(pa.ipc.read_record_batch(self._message(start, whole=True), schema), columns)
+            return selected(
+                pa.ipc.read_record_batch(self._message(start, whole=True), schema), columns
+            )
 
         return Batch(batch, get, whole)
 
-    def _unpacked(self, start: int, schema: pa.Schema, columns: Sequence[str] | None) -> Iterator[Batch]:
+    def _unpacked(
+        self, start: int, schema: pa.Schema, columns: Sequence[str] | None
+    ) -> Iterator[Batch]:
         """All from here on by pyarrow's reader, which unpacks no other columns."""
         self._feed.insert(start, schema.serialize().to_pybytes())
         wanted = [schema.get_field_index(name) for name in columns or ()]
-        reader = pa.ipc.open_stream(self._source, options=pa.ipc.IpcReadOptions(use_threads=False, included_fields=wanted))
+        reader = pa.ipc.open_stream(
+            self._source, options=pa.ipc.IpcReadOptions(use_threads=False, included_fields=wanted)
+        )
         for batch in reader:
             yield Batch(checked(batch, columns))
 
@@ -174,7 +202,12 @@ def _in_memory(buffer: pa.Buffer, a: int, b: int) -> pa.Buffer:
 class Batch:
     """Columns of a record batch, in memory or over nothing (``get`` reads their buffers, ``whole`` all of it)."""
 
-    def __init__(self, batch: pa.RecordBatch, get: Get = _in_memory, whole: Callable[[], pa.RecordBatch] | None = None) -> None:
+    def __init__(
+        self,
+        batch: pa.RecordBatch,
+        get: Get = _in_memory,
+        whole: Callable[[], pa.RecordBatch] | None = None,
+    ) -> None:
         self._batch, self._get, self._whole = batch, get, whole
         self.num_rows: int = batch.num_rows
 
@@ -183,10 +216,16 @@ class Batch:
             arrays = [rows_of(column, first, stop, self._get) for column in self._batch.columns]
         except Unusual:
             if self._whole is None:
-                return self._batch.slice(first, stop - first)  # whoever checks the rows says which are broken
+                return self._batch.slice(
+                    first, stop - first
+                )  # whoever checks the rows says which are broken
             self._batch, self._get, self._whole = self._whole(), _in_memory, None
             return self.rows(first, stop)
-        return pa.RecordBatch.from_arrays(arrays, schema=self._batch.schema) if arrays else self._batch.slice(first, stop - first)
+        return (
+            pa.RecordBatch.from_arrays(arrays, schema=self._batch.schema)
+            if arrays
+            else self._batch.slice(first, stop - first)
+        )
 
 
 def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
@@ -198,7 +237,11 @@ def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
     if not pt.is_struct(kind) and (len(buffers) < 2 or buffers[1] is None):
         raise Unusual
     start = first & ~7  # bits are read from a whole byte on, and all else from the same row on
-    valid = get(buffers[0], start // 8, -(-stop // 8)) if array.null_count and buffers[0] is not None else None
+    valid = (
+        get(buffers[0], start // 8, -(-stop // 8))
+        if array.null_count and buffers[0] is not None
+        else None
+    )
     parts, children = [valid], list[pa.Array]()
     if _is_fixed(kind):
         parts.append(get(buffers[1], start * kind.bit_width // 8, -(-stop * kind.bit_width // 8)))
@@ -208,7 +251,13 @@ def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
         width = number.itemsize
         offsets = np.frombuffer(get(buffers[1], start * width, (stop + 1) * width), number)
         a, b = int(offsets[0]), int(offsets[-1])
-        size = len(array.values) if _is_list(kind) else buffers[2].size if buffers[2] is not None else 0
+        size = (
+            len(array.values)
+            if _is_list(kind)
+            else buffers[2].size
+            if buffers[2] is not None
+            else 0
+        )
         if a < 0 or b > size or (offsets[1:] < offsets[:-1]).any():
             raise Unusual
         parts.append(pa.py_buffer(offsets - offsets[0]))
@@ -218,7 +267,9 @@ def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
             parts.append(get(buffers[2], a, b) if b > a else pa.py_buffer(b""))
     else:
         raise Unusual
-    return pa.Array.from_buffers(kind, stop - start, parts, children=children or None).slice(first - start)
+    return pa.Array.from_buffers(kind, stop - start, parts, children=children or None).slice(
+        first - start
+    )
 
 
 def ends_of(array: pa.Array) -> Iterator[tuple[pa.Buffer, int, int]]:
@@ -249,4 +300,6 @@ def _offsets_of(kind: pa.DataType) -> np.dtype[Any] | None:
     """The type of offsets, where values or items have a length of their own."""
     if pt.is_large_string(kind) or pt.is_large_binary(kind) or pt.is_large_list(kind):
         return np.dtype(np.int64)
-    return np.dtype(np.int32) if pt.is_string(kind) or pt.is_binary(kind) or pt.is_list(kind) else None
+    return (
+        np.dtype(np.int32) if pt.is_string(kind) or pt.is_binary(kind) or pt.is_list(kind) else None
+    )

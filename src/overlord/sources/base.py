@@ -31,20 +31,34 @@ class BadFile(ValueError):
         return self.problem
 
 
-TEXTS = ("text", "content", "raw_content", "body", "txt")  # names that columns of text often have, the usual ones first
+TEXTS = (
+    "text",
+    "content",
+    "raw_content",
+    "body",
+    "txt",
+)  # names that columns of text often have, the usual ones first
 
 
 def text_columns(schema: Mapping[str, str]) -> list[str]:
     """Columns that may hold text: by their type, those of the usual names first."""
-    flat = {name: kind for name, kind in schema.items() if "<" not in kind and not name.startswith("__")}
-    found = [name for name, kind in flat.items() if "string" in kind or ("binary" in kind and name in TEXTS)]
+    flat = {
+        name: kind for name, kind in schema.items() if "<" not in kind and not name.startswith("__")
+    }
+    found = [
+        name
+        for name, kind in flat.items()
+        if "string" in kind or ("binary" in kind and name in TEXTS)
+    ]
     return sorted(found, key=lambda name: TEXTS.index(name) if name in TEXTS else len(TEXTS))
 
 
 def lacks_columns(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
     """Return what to raise for a file without columns that transforms name."""
     wanted = f"wanted the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
-    remedy = tokenize_it(missing, schema) or "name a column that every file has, or write the file again"
+    remedy = (
+        tokenize_it(missing, schema) or "name a column that every file has, or write the file again"
+    )
     return BadFile(f"{wanted}, found {', '.join(schema) or 'none'}", remedy)
 
 
@@ -71,11 +85,17 @@ class Unreachable(OSError):
 
 def is_fault(error: BaseException) -> bool:
     """Whether storage is at fault and not the data: decoders raise OSError too, but only what the system said has an errno."""
-    return isinstance(error, Unreachable) or (isinstance(error, OSError) and error.errno is not None)
+    return isinstance(error, Unreachable) or (
+        isinstance(error, OSError) and error.errno is not None
+    )
 
 
 def short_read(missing: int) -> Unreachable:
-    return Unreachable(f"a read ended {missing} bytes before the end of the file", "check the disk or the mount", "short read")
+    return Unreachable(
+        f"a read ended {missing} bytes before the end of the file",
+        "check the disk or the mount",
+        "short read",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +172,9 @@ class Format(Protocol):
         """About how many bytes an open `read` keeps between two slices; the handle cache counts with it."""
         ...
 
-    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+    def read(
+        self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
+    ) -> Iterator[RawSlice]:
         """Chunk i front to back, from slice number ``skip`` on (cheaper than reading and dropping them).
 
         Every slice but the last holds ``slice_rows`` raw rows; at least one slice comes, the final one with ``last``
@@ -175,9 +197,13 @@ def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
     """Chunks of one file from (start, stop, unit, rows, nbytes) each; column `file` is 0."""
     table = np.array(rows, np.int64).reshape(len(rows), 5)
     return Chunks(
-        np.zeros(len(rows), np.int32), table[:, 0].copy(), table[:, 1].copy(), table[:, 2].astype(np.int32),
-        table[:, 3].copy(), table[:, 4].copy(),
-    )  # fmt: skip
+        np.zeros(len(rows), np.int32),
+        table[:, 0].copy(),
+        table[:, 1].copy(),
+        table[:, 2].astype(np.int32),
+        table[:, 3].copy(),
+        table[:, 4].copy(),
+    )
 
 
 def no_rows_chunk() -> Chunks:

@@ -87,7 +87,11 @@ class HandleCache:
         """``opens``, ``reopens`` (among them), ``reads``, ``evictions``; ``open`` and ``bytes`` now."""
         with self._lock:
             counts = dict(self._counts)
-        return counts | {"evictions": self._handles.evictions, "open": len(self._handles), "bytes": self._handles.nbytes}
+        return counts | {
+            "evictions": self._handles.evictions,
+            "open": len(self._handles),
+            "bytes": self._handles.nbytes,
+        }
 
 
 HANDLES = HandleCache()
@@ -98,7 +102,13 @@ _READERS = count()
 class ChunkReader:
     """Slices of one source's chunks. Threads may share it; two of them at the same chunk are right, but slow."""
 
-    def __init__(self, index: Index, options: ReadOptions, cache: HandleCache | None = None, clock: Clock = CLOCK):
+    def __init__(
+        self,
+        index: Index,
+        options: ReadOptions,
+        cache: HandleCache | None = None,
+        clock: Clock = CLOCK,
+    ):
         self.index, self.options = index, options
         self.tally = Tally(index.source, clock)
         self._files = index.access.counted(self.tally)
@@ -113,7 +123,14 @@ class ChunkReader:
         try:
             if self._files.fs is None or self._files.remote:
                 return self._slice(chunk, t, file)
-            return persist(lambda: self._checked(chunk, t, file), why, path=file.path, done="read", tally=self.tally, gave_up=gave_up)
+            return persist(
+                lambda: self._checked(chunk, t, file),
+                why,
+                path=file.path,
+                done="read",
+                tally=self.tally,
+                gave_up=gave_up,
+            )
         except (OSError, ValueError) as error:  # BadFile and what Arrow raises are among the latter
             raise self._error(file, error) from error
 
@@ -122,7 +139,9 @@ class ChunkReader:
         try:
             found = self._slice(chunk, t, file)
         except (OSError, ValueError) as error:
-            if not isinstance(getattr(error, "errno", None), int):  # not said by the system: what makes no sense may be another file's
+            if not isinstance(
+                getattr(error, "errno", None), int
+            ):  # not said by the system: what makes no sense may be another file's
                 self._files.check_unchanged(file)
             raise
         if self._files.local or found.bad:
@@ -145,7 +164,10 @@ class ChunkReader:
             handle.close()
         else:
             handle.next = t + 1
-            held = self._format.held_bytes(self.index.chunks, chunk, self.options) + self._files.read_ahead
+            held = (
+                self._format.held_bytes(self.index.chunks, chunk, self.options)
+                + self._files.read_ahead
+            )
             self._cache.put(key, handle, held)
         return found
 
@@ -212,10 +234,15 @@ class ChunkReader:
         if self.tally.clock.now() - attempt.began < SLOW_S:
             return None
         # A request of a store is not cut off but ends by itself: it may take twice as long.
-        seconds, limit = attempt.idle_s(self.tally.clock), deadline_s() * (2 if self._files.remote else 1) + SLACK_S
+        seconds, limit = (
+            attempt.idle_s(self.tally.clock),
+            deadline_s() * (2 if self._files.remote else 1) + SLACK_S,
+        )
         if seconds < limit:
             return None
-        problem = f"a read has not ended for {seconds:.1f} s" + (f"; before it: {attempt.seen[-1].text}" if attempt.seen else "")
+        problem = f"a read has not ended for {seconds:.1f} s" + (
+            f"; before it: {attempt.seen[-1].text}" if attempt.seen else ""
+        )
         self.tally.failed("stalled")
         self.tally.gave_up()
         self.tally.end(attempt)
@@ -233,7 +260,9 @@ class ChunkReader:
         self._cache.count("opens")
         if t:
             self._cache.count("reopens")
-        return Handle(self._format.read(self._files, file, self.index.chunks, chunk, self.options, t), t)
+        return Handle(
+            self._format.read(self._files, file, self.index.chunks, chunk, self.options, t), t
+        )
 
     def _error(self, file: File, error: OSError | ValueError) -> SourceError:
         if isinstance(error, Unreachable):
@@ -241,5 +270,8 @@ class ChunkReader:
         if isinstance(error, BadFile):
             return SourceError(self.index.source, error.problem, file.path, error.remedy)
         return SourceError(
-            self.index.source, f"cannot be read: {scrub(str(error))}", file.path, "check the disk or store; data is never skipped for it"
+            self.index.source,
+            f"cannot be read: {scrub(str(error))}",
+            file.path,
+            "check the disk or store; data is never skipped for it",
         )

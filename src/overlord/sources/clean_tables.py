@@ -16,7 +16,9 @@ from overlord.sources.mixed_columns import column_of
 Bad = list[tuple[int, str]]
 
 
-def table_of(values: dict[str, list[Any]], n: int, *, decoded: bool = False) -> tuple[pa.Table, Bad]:
+def table_of(
+    values: dict[str, list[Any]], n: int, *, decoded: bool = False
+) -> tuple[pa.Table, Bad]:
     """Build a table of n rows that holds every value unchanged; rows with a value that no column can hold are bad.
 
     ``decoded``: the values come from a JSON decoder.
@@ -37,7 +39,9 @@ def empty(n: int = 0, names: Sequence[str] | None = None) -> pa.Table:
     return pa.table({name: pa.nulls(n) for name in ("_", *(names or ()))}).select(list(names or ()))
 
 
-def columns_of(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None) -> dict[str, list[Any]]:
+def columns_of(
+    rows: Sequence[dict[str, Any]], columns: Sequence[str] | None
+) -> dict[str, list[Any]]:
     """Dicts as columns; all names in order of first appearance where none are asked for. A missing value is None."""
     names = list(dict.fromkeys(k for row in rows for k in row)) if columns is None else columns
     return {str(name): [row.get(name) for row in rows] for name in names}
@@ -52,7 +56,9 @@ def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
             columns.pop(name, None)
 
 
-def sound(table: pa.Table, max_sample_bytes: int, every_column: bool = False) -> tuple[pa.Table, Bad]:
+def sound(
+    table: pa.Table, max_sample_bytes: int, every_column: bool = False
+) -> tuple[pa.Table, Bad]:
     """Takes rows out that hold text that is no UTF-8, or that are too large. ``table`` may be a view.
 
     ``every_column``: offsets inside the arrays come from the file and cannot be trusted either.
@@ -65,7 +71,9 @@ def sound(table: pa.Table, max_sample_bytes: int, every_column: bool = False) ->
             view.validate(full=True)
         except pa.ArrowInvalid:
             bad.update(_broken_rows(view))
-    if bad or (table.get_total_buffer_size() > max_sample_bytes and table.nbytes > max_sample_bytes):
+    if bad or (
+        table.get_total_buffer_size() > max_sample_bytes and table.nbytes > max_sample_bytes
+    ):
         for i in range(table.num_rows):
             if i not in bad and (size := table.slice(i, 1).nbytes) > max_sample_bytes:
                 bad[i] = too_large(size, max_sample_bytes)
@@ -85,7 +93,11 @@ def _broken_rows(view: pa.Table) -> dict[int, str]:
             try:
                 view.slice(i, 1).select([name]).validate(full=True)
             except pa.ArrowInvalid as error:
-                reason = "bytes that are no UTF-8" if "UTF8" in str(error) else str(error).rpartition("Invalid: ")[2]
+                reason = (
+                    "bytes that are no UTF-8"
+                    if "UTF8" in str(error)
+                    else str(error).rpartition("Invalid: ")[2]
+                )
                 bad.setdefault(i, f"column {name!r}: {reason}")
     return bad
 
@@ -96,7 +108,9 @@ def _has_text(kind: pa.DataType) -> bool:
         return any(_has_text(kind.field(k).type) for k in range(kind.num_fields))
     if pa.types.is_dictionary(kind):
         return _has_text(kind.value_type)
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
 
 
 def too_large(size: int, limit: int) -> str:
@@ -105,14 +119,20 @@ def too_large(size: int, limit: int) -> str:
 
 def compact(table: pa.Table) -> pa.Table:
     """The same rows in memory of their own, so that the row group or file they were cut from can go."""
-    return pa.table([_own(column) for column in table.columns], schema=table.schema) if table.num_columns else table
+    return (
+        pa.table([_own(column) for column in table.columns], schema=table.schema)
+        if table.num_columns
+        else table
+    )
 
 
 def _own(column: pa.ChunkedArray) -> pa.Array:
     pieces = [c for c in column.chunks if len(c)]
     if not pieces:
         return pa.nulls(0, column.type)
-    if len(pieces) == 1 and len(pieces[0]) > 1:  # concat_arrays hands back a lone array as it is; two halves force a copy
+    if (
+        len(pieces) == 1 and len(pieces[0]) > 1
+    ):  # concat_arrays hands back a lone array as it is; two halves force a copy
         pieces = [pieces[0].slice(0, 1), pieces[0].slice(1)]
     try:
         return pa.concat_arrays(pieces)

@@ -40,7 +40,9 @@ def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
         while data:
             if unpacker.eof:
                 unpacker, inside = zlib.decompressobj(31), False
-            if not inside and not (data := data.lstrip(b"\0")):  # some writers pad with zeros after a member
+            if not inside and not (
+                data := data.lstrip(b"\0")
+            ):  # some writers pad with zeros after a member
                 break
             inside, before = True, unpacker.copy()
             try:
@@ -96,7 +98,9 @@ def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
         raise Broken("the zstd data ends early: the file is cut short")
 
 
-def split_lines(pieces: Iterator[bytes], start: int, stop: int | None, limit: int, partial: bool) -> Iterator[Line]:
+def split_lines(
+    pieces: Iterator[bytes], start: int, stop: int | None, limit: int, partial: bool
+) -> Iterator[Line]:
     """Lines that start in [start, stop), blank ones too; ``pieces`` begin at ``start``, or one byte before if ``partial``.
 
     With ``partial`` the text up to the first line break belongs to the line before and is dropped. A line of more than

@@ -18,7 +18,18 @@ from overlord.sources.base import BadFile, File, Unreachable
 from overlord.sources.retry import CLOCK, Clock, Failure, kinds_in_words, tries_in_words
 
 T = TypeVar("T")
-DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs"}  # kinds of file systems
+DISKS = {
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "btrfs",
+    "f2fs",
+    "zfs",
+    "overlay",
+    "tmpfs",
+    "ramfs",
+}  # kinds of file systems
 MOUNTS = Path("/proc/self/mountinfo")
 FEW_PAUSES_S = (0.1, 0.5)
 
@@ -55,10 +66,16 @@ def check_same(file: File) -> os.stat_result:
         raise BadFile(f"no usable path: {error}") from error
     if not stat.S_ISREG(found.st_mode):
         what = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
-        raise Unreachable(f"the file changed since the source was indexed: wanted a file, found {what}", UNDER_RUN, "changed")
+        raise Unreachable(
+            f"the file changed since the source was indexed: wanted a file, found {what}",
+            UNDER_RUN,
+            "changed",
+        )
     if found.st_size != file.size or not _same_time(file.mtime_ns, found.st_mtime_ns):
         said = f"wanted {file.size} bytes of {_moment(file.mtime_ns)}, found {found.st_size} bytes of {_moment(found.st_mtime_ns)}"
-        raise Unreachable(f"the file changed since the source was indexed: {said}", UNDER_RUN, "changed")
+        raise Unreachable(
+            f"the file changed since the source was indexed: {said}", UNDER_RUN, "changed"
+        )
     return found
 
 
@@ -87,7 +104,9 @@ def why(error: Exception) -> Failure | None:
         return Failure("gone", f"the file is gone since the source was indexed ({text})", _BACK)
     if error.errno in _DENIED:
         return Failure("denied", f"the file may not be read any more ({text})", _MAY)
-    return Failure(errno.errorcode.get(error.errno, str(error.errno)), f"cannot be read: {text}", _DISK)
+    return Failure(
+        errno.errorcode.get(error.errno, str(error.errno)), f"cannot be read: {text}", _DISK
+    )
 
 
 def briefly(once: Callable[[], T], clock: Clock = CLOCK) -> T:
@@ -99,7 +118,9 @@ def briefly(once: Callable[[], T], clock: Clock = CLOCK) -> T:
         except OSError as error:
             if isinstance(error, Unreachable) and error.kind != "short read":
                 raise
-            if not isinstance(error, Unreachable) and (error.errno is None or error.errno in (*_GONE, *_DENIED)):
+            if not isinstance(error, Unreachable) and (
+                error.errno is None or error.errno in (*_GONE, *_DENIED)
+            ):
                 raise
         clock.sleep(pause)
     return once()
@@ -107,4 +128,6 @@ def briefly(once: Callable[[], T], clock: Clock = CLOCK) -> T:
 
 def gave_up(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
     last = seen[-1]
-    return Unreachable(last.text + tries_in_words(seen, took_s) + kinds_in_words(seen), last.remedy, last.kind)
+    return Unreachable(
+        last.text + tries_in_words(seen, took_s) + kinds_in_words(seen), last.remedy, last.kind
+    )

@@ -41,7 +41,9 @@ class Files:
     held: Any = None  # a map-style dataset or a Factory
 
     @staticmethod
-    def resolve(path: Any, *, source: str = "", suffixes: Sequence[str] = ()) -> tuple[Files, tuple[File, ...]]:
+    def resolve(
+        path: Any, *, source: str = "", suffixes: Sequence[str] = ()
+    ) -> tuple[Files, tuple[File, ...]]:
         """The files that a glob, directory, file, URI, or a list of these names, sorted by path.
 
         ``suffixes`` are what counts as data inside a directory. Globs know ``*``, ``?``, ``[...]`` and ``**``; in a URI
@@ -57,7 +59,11 @@ class Files:
             ways.append(way)
             found += way._expand(rest, name, source, tuple(suffixes))
         if any(way.fs != ways[0].fs for way in ways):
-            raise SourceError(source, "wanted all files on one filesystem, found several", remedy="make one source for each store")
+            raise SourceError(
+                source,
+                "wanted all files on one filesystem, found several",
+                remedy="make one source for each store",
+            )
         found.sort(key=lambda f: f.path)
         _refuse_twice(found, source, ways[0].local)
         return ways[0], tuple(found)
@@ -74,7 +80,11 @@ class Files:
 
     def counted(self, tally: Tally) -> Files:
         """The same way for a job that runs: what is asked of a store is counted there."""
-        return replace(self, fs=replace(self.fs, tally=tally, patient=True)) if isinstance(self.fs, Remote) else self
+        return (
+            replace(self, fs=replace(self.fs, tally=tally, patient=True))
+            if isinstance(self.fs, Remote)
+            else self
+        )
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
         """A file for random access; a store is told the ``ranges`` that will be read. Reads release the interpreter lock."""
@@ -86,13 +96,19 @@ class Files:
 
     def check_unchanged(self, file: File) -> os.stat_result | None:
         """Rows are found by offsets of the index, so another file than the one that was indexed must not be read by them."""
-        if self.fs is None or isinstance(self.fs, Remote):  # every read of a store says which version it wants
+        if self.fs is None or isinstance(
+            self.fs, Remote
+        ):  # every read of a store says which version it wants
             return None
         if self.local:
             return check_same(file)
         info = self.fs.get_file_info(file.path)
         if not info.is_file:
-            raise Unreachable("the file is gone since the source was indexed", "put it back, or start a new run without it", "gone")
+            raise Unreachable(
+                "the file is gone since the source was indexed",
+                "put it back, or start a new run without it",
+                "gone",
+            )
         if info.size != file.size:
             problem = f"the file changed since the source was indexed: wanted {file.size} bytes, found {info.size}"
             raise Unreachable(problem, UNDER_RUN, "changed")
@@ -118,11 +134,15 @@ class Files:
         assert self.fs is not None
         is_uri = bool(SCHEME.match(name))
         try:
-            if isinstance(self.fs, Remote) and _is_glob(rest, is_uri):  # a request less for every source
+            if isinstance(self.fs, Remote) and _is_glob(
+                rest, is_uri
+            ):  # a request less for every source
                 return self._glob(rest, name, source, is_uri)
             found = self._look(rest)
             if found is None and not _is_glob(rest, is_uri):
-                raise SourceError(source, "no such file or directory", name, self._nearby(rest, name, is_uri))
+                raise SourceError(
+                    source, "no such file or directory", name, self._nearby(rest, name, is_uri)
+                )
             if found is None:
                 return self._glob(rest, name, source, is_uri)
             return [found.file] if found.file else self._directory(rest, name, source, suffixes)
@@ -130,23 +150,34 @@ class Files:
             raise SourceError(source, error.problem, name, error.remedy) from error
         except UnicodeDecodeError as error:  # the library lists all of a directory, or nothing
             problem = f"wanted names of files that are UTF-8, found {error.object!r}"
-            raise SourceError(source, problem, name, "rename that file, or move it elsewhere") from error
+            raise SourceError(
+                source, problem, name, "rename that file, or move it elsewhere"
+            ) from error
         except (OSError, re.error) as error:
             raise SourceError(source, f"cannot be listed: {scrub(str(error))}", name) from error
 
-    def _directory(self, path: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
+    def _directory(
+        self, path: str, name: str, source: str, suffixes: tuple[str, ...]
+    ) -> list[File]:
         depth = len(path.rstrip("/")) + 1
         # A plain .json beside data (dataset_info.json) describes it; name such files by a glob to read them as lines.
         suffixes = tuple(s for s in suffixes if s != ".json")
         entries = [
-            e for e in self._list(path, recursive=True)
-            if e.path.endswith(suffixes or "") and not any(p[0] in "._" for p in e.path[depth:].split("/") if p)
-        ]  # fmt: skip
+            e
+            for e in self._list(path, recursive=True)
+            if e.path.endswith(suffixes or "")
+            and not any(p[0] in "._" for p in e.path[depth:].split("/") if p)
+        ]
         _refuse_odd(entries, source)
         found = [e.file for e in entries if e.file]
         if not found:
             wanted = f" that ends in {', '.join(suffixes)}" if suffixes else ""
-            raise SourceError(source, f"the directory holds no file{wanted}", name, "names that start with '_' or '.' are ignored")
+            raise SourceError(
+                source,
+                f"the directory holds no file{wanted}",
+                name,
+                "names that start with '_' or '.' are ignored",
+            )
         return found
 
     def _glob(self, pattern: str, name: str, source: str, is_uri: bool) -> list[File]:
@@ -154,13 +185,22 @@ class Files:
         first = next(k for k, part in enumerate(parts) if _is_glob(part, is_uri))
         base = "/".join(parts[:first]) or "/"
         matches = re.compile(_glob_regex("/".join(parts[first:]), is_uri)).fullmatch
-        entries, depth = self._list(base, recursive=first < len(parts) - 1), len(base.rstrip("/")) + 1
+        entries, depth = (
+            self._list(base, recursive=first < len(parts) - 1),
+            len(base.rstrip("/")) + 1,
+        )
         _refuse_odd([e for e in entries if matches(e.path[depth:])], source)
         files = [e.file for e in entries if e.file]
-        found = [f for f in files if f.path == pattern] or [f for f in files if matches(f.path[depth:])]
+        found = [f for f in files if f.path == pattern] or [
+            f for f in files if matches(f.path[depth:])
+        ]
         if not found:
             seen = sorted(f.path[depth:] for f in files)
-            holds = f"{base} holds {len(seen)} files, for example {seen[0]}" if seen else f"{base} is empty or does not exist"
+            holds = (
+                f"{base} holds {len(seen)} files, for example {seen[0]}"
+                if seen
+                else f"{base} is empty or does not exist"
+            )
             raise SourceError(source, "the pattern matches no file", name, holds)
         return found
 
@@ -174,7 +214,11 @@ class Files:
             holds = f"did you mean {close[0]}?"
         else:
             holds = f"{folder} holds {len(seen)} entries, for example {seen[0]}"
-        start = "" if is_uri or os.path.isabs(os.path.expanduser(name)) else "; relative paths start at the working directory"
+        start = (
+            ""
+            if is_uri or os.path.isabs(os.path.expanduser(name))
+            else "; relative paths start at the working directory"
+        )
         return holds + start
 
     def _look(self, path: str) -> Entry | None:
@@ -201,7 +245,11 @@ class Files:
             selector = pafs.FileSelector(path, allow_not_found=True, recursive=deep)
             return [_entry(info) for info in briefly(lambda: fs.get_file_info(selector))]
 
-        return _walk(base, recursive, lambda path: listed(path, False)) if self.local else listed(base, recursive)
+        return (
+            _walk(base, recursive, lambda path: listed(path, False))
+            if self.local
+            else listed(base, recursive)
+        )
 
 
 def _exactly(handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]]) -> pa.NativeFile:
@@ -273,11 +321,16 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
         if (here := (stat.st_dev, stat.st_ino)) in above:
             if any(part[0] in "._" for part in path[len(base) :].split("/") if part):
                 continue  # what is hidden is not read
-            raise BadFile(f"{path} is a link back to a directory that it lies in: the files there would be read twice", "remove the link")
+            raise BadFile(
+                f"{path} is a link back to a directory that it lies in: the files there would be read twice",
+                "remove the link",
+            )
         entries = listed(path)
         known = {e.path.rpartition("/")[2] for e in entries}
         lost = [f"{path.rstrip('/')}/{name}" for name in os.listdir(path) if name not in known]
-        found += entries + [Entry(p, None, NOWHERE) for p in lost if os.path.islink(p) and not os.path.exists(p)]
+        found += entries + [
+            Entry(p, None, NOWHERE) for p in lost if os.path.islink(p) and not os.path.exists(p)
+        ]
         if recursive:
             left += [(e.path, above | {here}) for e in entries if e.file is None and not e.odd]
     return found
@@ -288,7 +341,12 @@ def _refuse_odd(entries: Sequence[Entry], source: str) -> None:
     odd = sorted((e.path, e.odd) for e in entries if e.odd)
     if odd:
         more = f"; and {len(odd) - 1} more like it" if len(odd) > 1 else ""
-        raise SourceError(source, f"wanted a file, found {odd[0][1]}{more}", odd[0][0], "mend it, or leave it out of what is listed")
+        raise SourceError(
+            source,
+            f"wanted a file, found {odd[0][1]}{more}",
+            odd[0][0],
+            "mend it, or leave it out of what is listed",
+        )
 
 
 def _is_glob(path: str, is_uri: bool) -> bool:
@@ -322,10 +380,19 @@ def _refuse_twice(found: Sequence[File], source: str, local: bool) -> None:
         alike: dict[tuple[int, int], list[str]] = {}
         for file in found:
             alike.setdefault((file.size, file.mtime_ns), []).append(file.path)
-        twice = [f"{a} and {b}" for paths in alike.values() if len(paths) > 1 for a, b in _same_inode(paths)]
+        twice = [
+            f"{a} and {b}"
+            for paths in alike.values()
+            if len(paths) > 1
+            for a, b in _same_inode(paths)
+        ]
     if twice:
         shown = "; ".join(twice[:3]) + (f" and {len(twice) - 3} more" if len(twice) > 3 else "")
-        raise SourceError(source, f"the same file is listed twice: {shown}", remedy="its rows would be read twice; list it once")
+        raise SourceError(
+            source,
+            f"the same file is listed twice: {shown}",
+            remedy="its rows would be read twice; list it once",
+        )
 
 
 def _same_inode(paths: Iterable[str]) -> list[tuple[str, str]]:

@@ -12,7 +12,14 @@ from overlord.sources.parquet import Parquet
 from overlord.sources.python_objects import DatasetFormat, FactoryFormat
 from overlord.sources.webdataset import WebDataset
 
-_ALL: tuple[Format, ...] = (Parquet(), Jsonl(), WebDataset(), Arrow(), DatasetFormat(), FactoryFormat())
+_ALL: tuple[Format, ...] = (
+    Parquet(),
+    Jsonl(),
+    WebDataset(),
+    Arrow(),
+    DatasetFormat(),
+    FactoryFormat(),
+)
 FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
 ALIASES = {"webdataset": "tar", "json": "jsonl", "ndjson": "jsonl", "ipc": "arrow"}
 SUFFIXES = tuple(suffix for f in FORMATS.values() for suffix in f.suffixes)
@@ -21,7 +28,11 @@ SUFFIXES = tuple(suffix for f in FORMATS.values() for suffix in f.suffixes)
 def format_named(name: str, source: str) -> Format:
     found = FORMATS.get(ALIASES.get(name, name))
     if found is None:
-        raise SourceError(source, f"unknown format {name!r}", remedy=f"known formats: {', '.join(sorted(FORMATS))}")
+        raise SourceError(
+            source,
+            f"unknown format {name!r}",
+            remedy=f"known formats: {', '.join(sorted(FORMATS))}",
+        )
     return found
 
 
@@ -29,15 +40,28 @@ def format_of(files: Sequence[File], source: str) -> Format:
     """The one format that the names of all files end in."""
     first: dict[str, str] = {}
     for file in files:
-        name = next((f.name for f in FORMATS.values() if file.path.lower().endswith(f.suffixes or ("\0",))), "")
+        name = next(
+            (f.name for f in FORMATS.values() if file.path.lower().endswith(f.suffixes or ("\0",))),
+            "",
+        )
         first.setdefault(name, file.path)
     if "" in first:
-        raise SourceError(source, f"the format of {first['']} is not known by its name", remedy=f"give format=; {known_formats()}")
+        raise SourceError(
+            source,
+            f"the format of {first['']} is not known by its name",
+            remedy=f"give format=; {known_formats()}",
+        )
     if len(first) > 1:
         shown = ", ".join(f"{name} ({path})" for name, path in sorted(first.items()))
-        raise SourceError(source, f"wanted files of one format, found {shown}", remedy="make one source for each format")
+        raise SourceError(
+            source,
+            f"wanted files of one format, found {shown}",
+            remedy="make one source for each format",
+        )
     return FORMATS[next(iter(first))]
 
 
 def known_formats() -> str:
-    return "known formats: " + ", ".join(f"{f.name} ({' '.join(f.suffixes)})" for f in FORMATS.values() if f.suffixes)
+    return "known formats: " + ", ".join(
+        f"{f.name} ({' '.join(f.suffixes)})" for f in FORMATS.values() if f.suffixes
+    )

@@ -21,7 +21,17 @@ import numpy as np
 
 from overlord.errors import SourceError
 from overlord.hashing import digest
-from overlord.sources.base import BadFile, Chunks, File, Format, ReadOptions, Unreachable, concat_chunks, make_chunks, no_rows_chunk
+from overlord.sources.base import (
+    BadFile,
+    Chunks,
+    File,
+    Format,
+    ReadOptions,
+    Unreachable,
+    concat_chunks,
+    make_chunks,
+    no_rows_chunk,
+)
 from overlord.sources.file_errors import briefly
 from overlord.sources.files import Files
 from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
@@ -55,7 +65,9 @@ class Index:
     format: str
     files: tuple[File, ...]
     chunks: Chunks
-    schema: dict[str, str] | None  # of the first file, where the format says so without reading data
+    schema: (
+        dict[str, str] | None
+    )  # of the first file, where the format says so without reading data
     fingerprint: str
     access: Files  # the way to the files
 
@@ -103,19 +115,37 @@ class _Work:
 
 
 def build_index(
-    name: str, path: Any, format: str | None = None, options: ReadOptions | None = None,
-    *, cache_dir: str | Path | None = None, workers: int = 8,
-) -> Index:  # fmt: skip
+    name: str,
+    path: Any,
+    format: str | None = None,
+    options: ReadOptions | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+    workers: int = 8,
+) -> Index:
     """The index of one source. Raises SourceError, with all bad files of the source in it."""
-    return build_indexes([SourceSpec(name, path, format, options or ReadOptions())], cache_dir=cache_dir, workers=workers)[0]
+    return build_indexes(
+        [SourceSpec(name, path, format, options or ReadOptions())],
+        cache_dir=cache_dir,
+        workers=workers,
+    )[0]
 
 
 def build_indexes(
-    specs: Sequence[SourceSpec], *, cache_dir: str | Path | None = None, workers: int = 8, progress: Progress | None = None
+    specs: Sequence[SourceSpec],
+    *,
+    cache_dir: str | Path | None = None,
+    workers: int = 8,
+    progress: Progress | None = None,
 ) -> list[Index]:
     """All sources together, so that one large source and many small ones share the threads; ``progress(done, total)`` counts sources."""
-    made = all(isinstance(spec.path, Factory) for spec in specs)  # by functions: there is nothing to look at, and nothing that hangs
-    cache, pool = Path(cache_dir) if cache_dir is not None else None, InTurn() if made else SideBySide(workers, "overlord-index")
+    made = all(
+        isinstance(spec.path, Factory) for spec in specs
+    )  # by functions: there is nothing to look at, and nothing that hangs
+    cache, pool = (
+        Path(cache_dir) if cache_dir is not None else None,
+        InTurn() if made else SideBySide(workers, "overlord-index"),
+    )
     started = pool.map(lambda spec, at: _start(spec, cache, at), specs)
     works = [w for w in started if isinstance(w, _Work)]
     _look_at_all(pool, [(w, batch) for w in works for batch in _missing(w)], len(specs), progress)
@@ -135,24 +165,40 @@ class Left:
 
 def build_some(specs: Sequence[SourceSpec], left: Mapping[str, Left], **how: Any) -> list[Index]:
     """The same where some sources have left: those that are not there any more, or not as they were, have an index without files."""
-    built = {index.source: index for index in build_indexes([s for s in specs if s.name not in left], **how)}
+    built = {
+        index.source: index
+        for index in build_indexes([s for s in specs if s.name not in left], **how)
+    }
     for spec in specs:
         if (gone := left.get(spec.name)) is None:
             continue
         try:
             [index] = build_indexes([spec], **how)
-            problem = "" if index.fingerprint == gone.fingerprint else "its files are others than they were"
+            problem = (
+                ""
+                if index.fingerprint == gone.fingerprint
+                else "its files are others than they were"
+            )
         except SourceError as error:
             problem = str(error)
         if problem:
-            log.warning("source %r has left the job and is not needed, and it cannot be read: %s", spec.name, problem)
+            log.warning(
+                "source %r has left the job and is not needed, and it cannot be read: %s",
+                spec.name,
+                problem,
+            )
             chunks = concat_chunks([no_rows_chunk()] * gone.chunks)
             index = Index(spec.name, "jsonl", (), chunks, None, gone.fingerprint, Files(None))
         built[spec.name] = index
     return [built[spec.name] for spec in specs]
 
 
-def _look_at_all(pool: SideBySide | InTurn, tasks: Sequence[tuple[_Work, list[File]]], n: int, progress: Progress | None) -> None:
+def _look_at_all(
+    pool: SideBySide | InTurn,
+    tasks: Sequence[tuple[_Work, list[File]]],
+    n: int,
+    progress: Progress | None,
+) -> None:
     left = Counter(id(work) for work, _ in tasks)
     finished = n - len(left)
 
@@ -170,7 +216,9 @@ def _look_at_all(pool: SideBySide | InTurn, tasks: Sequence[tuple[_Work, list[Fi
 
 def default_cache_dir() -> Path:
     """Where indexes are kept when nothing else is said: ``$OVERLORD_CACHE``, or the user's cache directory."""
-    base = os.environ.get("OVERLORD_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "overlord")
+    base = os.environ.get("OVERLORD_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "overlord"
+    )
     return Path(base) / "index"
 
 
@@ -198,9 +246,17 @@ def _start(spec: SourceSpec, cache: Path | None, at: At) -> _Work | SourceError:
             return SourceError(spec.name, problem, remedy="a dataset needs __len__ and __getitem__")
         given = format_named(spec.format, spec.name) if spec.format else None
         at(spec.name, shown(spec.path), LISTING)
-        access, files = Files.resolve(spec.path, source=spec.name, suffixes=given.suffixes if given else SUFFIXES)
+        access, files = Files.resolve(
+            spec.path, source=spec.name, suffixes=given.suffixes if given else SUFFIXES
+        )
         fmt = given or format_of(files, spec.name)
-        work = _Work(spec, fmt, access, files, _cache_file(cache, spec, fmt) if cache and fmt.indexed else None)
+        work = _Work(
+            spec,
+            fmt,
+            access,
+            files,
+            _cache_file(cache, spec, fmt) if cache and fmt.indexed else None,
+        )
         _from_cache(work)
         return work
     except SourceError as error:
@@ -253,7 +309,13 @@ def _look_at(task: tuple[_Work, list[File]], at: At) -> _Work:
         except (BadFile, Unreachable) as error:
             work.problems.append((file.path, error.problem, error.remedy))
         except (OSError, ValueError) as error:  # Arrow's errors are among the latter
-            work.problems.append((file.path, f"cannot be read: {scrub(str(error))}", "check that the file is there and may be read"))
+            work.problems.append(
+                (
+                    file.path,
+                    f"cannot be read: {scrub(str(error))}",
+                    "check that the file is there and may be read",
+                )
+            )
     return work
 
 
@@ -267,8 +329,21 @@ def _finish(work: _Work) -> Index | SourceError:
     chunks = concat_chunks(parts)
     if (chunks.unit < 0).all():
         where = work.spec.path if isinstance(work.spec.path, str) else ""
-        return SourceError(name, f"none of its {len(work.files)} files has any row", where, "leave the source out, or give it data")
-    return Index(name, work.format.name, work.files, chunks, work.schema, _fingerprint(work, chunks), work.access)
+        return SourceError(
+            name,
+            f"none of its {len(work.files)} files has any row",
+            where,
+            "leave the source out, or give it data",
+        )
+    return Index(
+        name,
+        work.format.name,
+        work.files,
+        chunks,
+        work.schema,
+        _fingerprint(work, chunks),
+        work.access,
+    )
 
 
 def _fingerprint(work: _Work, chunks: Chunks) -> str:
@@ -277,16 +352,28 @@ def _fingerprint(work: _Work, chunks: Chunks) -> str:
     if work.access.held is not None:
         return digest(work.format.name, fingerprint_of(work.access.held), *structure)
     parts = [f.path.split("/") for f in work.files]
-    shared = [len(set(level)) == 1 for level in zip(*(p[:-1] for p in parts), strict=False)]  # not commonpath: a URI holds '//'
+    shared = [
+        len(set(level)) == 1 for level in zip(*(p[:-1] for p in parts), strict=False)
+    ]  # not commonpath: a URI holds '//'
     root = shared.index(False) if False in shared else len(shared)
     names = "\0".join("/".join(p[root:]) for p in parts)
-    return digest(work.format.name, names, np.array([f.size for f in work.files], np.int64), *structure)
+    return digest(
+        work.format.name, names, np.array([f.size for f in work.files], np.int64), *structure
+    )
 
 
-def _write_cache(path: Path, schema: dict[str, str] | None, files: Sequence[File], parts: Sequence[Chunks]) -> None:
+def _write_cache(
+    path: Path, schema: dict[str, str] | None, files: Sequence[File], parts: Sequence[Chunks]
+) -> None:
     """Into a file of its own first: a reader never sees half an entry. Not being able to write is no reason to fail."""
-    tables = [np.stack([c.start, c.stop, c.unit, c.rows, c.nbytes], axis=1).astype(np.int64) for c in parts]
-    entries = [_FileEntry(f.path, f.size, f.mtime_ns, f.version, t.tobytes()) for f, t in zip(files, tables, strict=True)]
+    tables = [
+        np.stack([c.start, c.stop, c.unit, c.rows, c.nbytes], axis=1).astype(np.int64)
+        for c in parts
+    ]
+    entries = [
+        _FileEntry(f.path, f.size, f.mtime_ns, f.version, t.tobytes())
+        for f, t in zip(files, tables, strict=True)
+    ]
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
@@ -306,11 +393,15 @@ def _bad_files(source: str, problems: Sequence[tuple[str, str, str]], total: int
     shown = "".join(f"\n  - {path}: {problem}" for path, problem, _ in problems[:SHOWN])
     more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     remedies = "; ".join(dict.fromkeys(remedy for _, _, remedy in problems if remedy))
-    return SourceError(source, f"{len(problems)} of its {total} files cannot be used{shown}{more}", remedy=remedies)
+    return SourceError(
+        source, f"{len(problems)} of its {total} files cannot be used{shown}{more}", remedy=remedies
+    )
 
 
 def _one_error(errors: Sequence[SourceError]) -> SourceError:
     if len(errors) == 1:
         return errors[0]
     names = ", ".join(e.source for e in errors)
-    return SourceError(names, f"{len(errors)} sources cannot be used" + "".join(f"\n- {e}" for e in errors))
+    return SourceError(
+        names, f"{len(errors)} sources cannot be used" + "".join(f"\n- {e}" for e in errors)
+    )

@@ -16,7 +16,16 @@ import pyarrow as pa
 
 from overlord.extras import pip_install
 from overlord.sources import clean_tables as cols
-from overlord.sources.base import NO_ROWS, BadFile, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.sources.base import (
+    NO_ROWS,
+    BadFile,
+    Chunks,
+    File,
+    RawSlice,
+    ReadOptions,
+    make_chunks,
+    no_rows_chunk,
+)
 from overlord.sources.decompress import Line, gunzip, plain, split_lines, unzstd
 from overlord.sources.files import BLOCK
 
@@ -41,7 +50,9 @@ class Jsonl:
             return make_chunks([(0, -1, 0, -1, file.size)])
         starts = range(0, file.size, options.chunk_bytes)
         stops = [min(s + options.chunk_bytes, file.size) for s in starts]
-        return make_chunks([(a, b, k, -1, b - a) for k, (a, b) in enumerate(zip(starts, stops, strict=True))])
+        return make_chunks(
+            [(a, b, k, -1, b - a) for k, (a, b) in enumerate(zip(starts, stops, strict=True))]
+        )
 
     def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
         return None
@@ -50,7 +61,9 @@ class Jsonl:
         # A decompressor's window is 32 kB for gzip and at most 8 MB for zstd as commonly written.
         return 2 * BLOCK if int(chunks.stop[i]) >= 0 else 2**21
 
-    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+    def read(
+        self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
+    ) -> Iterator[RawSlice]:
         if int(chunks.unit[i]) < 0:
             rows = [Line(0, b"", NO_ROWS)] if not skip else []
             yield _slice(rows, options, True)
@@ -59,7 +72,9 @@ class Jsonl:
             yield from _slices(_lines(handle, file, chunks, i, options), options, skip)
 
 
-def _lines(handle: pa.NativeFile, file: File, chunks: Chunks, i: int, options: ReadOptions) -> Iterator[Line]:
+def _lines(
+    handle: pa.NativeFile, file: File, chunks: Chunks, i: int, options: ReadOptions
+) -> Iterator[Line]:
     start, stop, limit = int(chunks.start[i]), int(chunks.stop[i]), options.max_sample_bytes
     unpack = _UNPACK.get(_suffix(file.path))
     if unpack is None:
@@ -94,7 +109,11 @@ def _slices(lines: Iterator[Line], options: ReadOptions, skip: int) -> Iterator[
 
 def _slice(rows: Sequence[Line], options: ReadOptions, last: bool) -> RawSlice:
     offsets = np.array([line.offset for line in rows], np.int64)
-    names = None if options.columns is None else (*options.columns, *(c for c in options.refused if c not in options.columns))
+    names = (
+        None
+        if options.columns is None
+        else (*options.columns, *(c for c in options.refused if c not in options.columns))
+    )
     values, bad = _decode(rows, names)
     good = len(rows) - len(bad)
     if names is None:
@@ -104,7 +123,9 @@ def _slice(rows: Sequence[Line], options: ReadOptions, last: bool) -> RawSlice:
     cols.check_values(columns, options)
     table, misfits = cols.table_of(columns, good, decoded=True)
     if misfits:
-        numbers = np.delete(np.arange(len(rows)), [i for i, _ in bad])  # misfits count readable rows only
+        numbers = np.delete(
+            np.arange(len(rows)), [i for i, _ in bad]
+        )  # misfits count readable rows only
         bad = sorted(bad + [(int(numbers[i]), reason) for i, reason in misfits])
     return RawSlice(offsets, table, bad, last)
 
@@ -133,7 +154,9 @@ def _decoder(columns: tuple[str, ...] | None) -> msgspec.json.Decoder[Any]:
     if columns is None:
         return msgspec.json.Decoder(dict)
     fields = [(f"f{k}", Any, None) for k in range(len(columns))]
-    kind = msgspec.defstruct("Row", fields, rename={f"f{k}": name for k, name in enumerate(columns)}, gc=False)
+    kind = msgspec.defstruct(
+        "Row", fields, rename={f"f{k}": name for k, name in enumerate(columns)}, gc=False
+    )
     return msgspec.json.Decoder(kind)
 
 

@@ -49,7 +49,9 @@ class Lru(Generic[K, V]):
                 gone.append(self._drop(key))
             self._items[key] = (value, nbytes)
             self.nbytes += nbytes
-            while len(self._items) > 1 and (len(self._items) > self.max_items or self.nbytes > self.max_bytes):
+            while len(self._items) > 1 and (
+                len(self._items) > self.max_items or self.nbytes > self.max_bytes
+            ):
                 gone.append(self._drop(next(iter(self._items))))
                 self.evictions += 1
         self._let_go(gone)

@@ -19,7 +19,9 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
-MAX_DEPTH = 100  # levels of nesting; beyond, the result would depend on how much stack the caller has left
+MAX_DEPTH = (
+    100  # levels of nesting; beyond, the result would depend on how much stack the caller has left
+)
 Bad = dict[int, str]  # row -> reason
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
@@ -47,7 +49,9 @@ class MixedType(pa.ExtensionType):  # type: ignore[misc]
     @classmethod
     def __arrow_ext_deserialize__(cls, storage: pa.DataType, serialized: bytes) -> MixedType:
         if storage != pa.large_binary():
-            raise TypeError(f"overlord.mixed: expected the storage type large_binary, got {storage}")
+            raise TypeError(
+                f"overlord.mixed: expected the storage type large_binary, got {storage}"
+            )
         return cls()
 
     def __arrow_ext_scalar_class__(self) -> type[MixedScalar]:
@@ -106,7 +110,10 @@ def groups(array: pa.Array) -> tuple[list[tuple[np.ndarray, pa.Array]], Bad]:
             alone.setdefault(one.type, []).append((i, one))
         else:
             bad[i] = f"{shown(value)}: expected values of one type, got several"
-    found = [(np.array([i for i, _ in held]), pa.concat_arrays([one for _, one in held])) for held in alone.values()]
+    found = [
+        (np.array([i for i, _ in held]), pa.concat_arrays([one for _, one in held]))
+        for held in alone.values()
+    ]
     return found, bad
 
 
@@ -125,7 +132,9 @@ def _certain(kind: pa.DataType) -> bool:
     return pt.is_integer(kind) or pt.is_string(kind) or pt.is_boolean(kind) or pt.is_null(kind)
 
 
-def _exact(values: Iterable[Any], kind: pa.DataType, *, lenient: bool = False, depth: int = 0) -> bool:
+def _exact(
+    values: Iterable[Any], kind: pa.DataType, *, lenient: bool = False, depth: int = 0
+) -> bool:
     """Return whether an array of this type holds each value as Arrow would hold it alone.
 
     ``lenient``: whole and fractional numbers count as one type, and structs may lack fields.
@@ -135,13 +144,24 @@ def _exact(values: Iterable[Any], kind: pa.DataType, *, lenient: bool = False, d
     some = [v for v in values if v is not None]
     if pt.is_list(kind):
         if all(isinstance(v, (list, tuple)) for v in some):
-            return _exact(chain.from_iterable(some), kind.value_type, lenient=lenient, depth=depth + 1)
-        return all(isinstance(v, np.ndarray) and v.dtype != object for v in some) and len({v.dtype for v in some}) == 1
+            return _exact(
+                chain.from_iterable(some), kind.value_type, lenient=lenient, depth=depth + 1
+            )
+        return (
+            all(isinstance(v, np.ndarray) and v.dtype != object for v in some)
+            and len({v.dtype for v in some}) == 1
+        )
     if pt.is_struct(kind):
         names = tuple(field.name for field in kind)
-        if not all(type(v) is dict and (tuple(v) == names or (lenient and set(v) <= set(names))) for v in some):
+        if not all(
+            type(v) is dict and (tuple(v) == names or (lenient and set(v) <= set(names)))
+            for v in some
+        ):
             return False
-        return all(_exact([v.get(f.name) for v in some], f.type, lenient=lenient, depth=depth + 1) for f in kind)
+        return all(
+            _exact([v.get(f.name) for v in some], f.type, lenient=lenient, depth=depth + 1)
+            for f in kind
+        )
     if kinds := {_kind(t) for t in set(map(type, some))}:
         if lenient and kinds == {"integer", "float"}:
             return True
@@ -198,7 +218,9 @@ def _converted(value: Any, depth: int) -> Any:
     if pt.is_temporal(found.type):
         unit, zone = getattr(found.type, "unit", ""), getattr(found.type, "tz", None)
         name = str(found.type).partition("[")[0]
-        return msgspec.msgpack.Ext(_TEMPORAL, msgspec.msgpack.encode([name, unit, zone, found.value]))
+        return msgspec.msgpack.Ext(
+            _TEMPORAL, msgspec.msgpack.encode([name, unit, zone, found.value])
+        )
     plain = found.as_py()
     if isinstance(plain, decimal.Decimal):
         return msgspec.msgpack.Ext(_DECIMAL, str(plain).encode())
@@ -219,8 +241,14 @@ def _extension(code: int, data: memoryview) -> Any:
     if code == _DECIMAL:
         return decimal.Decimal(bytes(data).decode())
     name, unit, zone, value = msgspec.msgpack.decode(data)
-    kinds = {"timestamp": lambda: pa.timestamp(unit, zone), "duration": lambda: pa.duration(unit), "time32": lambda: pa.time32(unit),
-             "time64": lambda: pa.time64(unit), "date32": pa.date32, "date64": pa.date64}  # fmt: skip
+    kinds = {
+        "timestamp": lambda: pa.timestamp(unit, zone),
+        "duration": lambda: pa.duration(unit),
+        "time32": lambda: pa.time32(unit),
+        "time64": lambda: pa.time64(unit),
+        "date32": pa.date32,
+        "date64": pa.date64,
+    }
     return pa.scalar(value, kinds[name]()).as_py()
 
 

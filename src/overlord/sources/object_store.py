@@ -29,7 +29,17 @@ T = TypeVar("T")
 TIMEOUT_S = 20.0  # without a byte
 CONNECT_S = 5.0
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(?:[/?#]\S*)?", re.IGNORECASE)
-_ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "OVERLORD_STORE_", "HTTP_", "HTTPS_", "ALL_PROXY", "NO_PROXY", "SSL_CERT")
+_ENVIRONMENT = (
+    "AWS_",
+    "GOOGLE_",
+    "AZURE_",
+    "OVERLORD_STORE_",
+    "HTTP_",
+    "HTTPS_",
+    "ALL_PROXY",
+    "NO_PROXY",
+    "SSL_CERT",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,9 @@ class Remote:
     region: str = ""
     anonymous: bool = False
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
-    patient: bool = field(default=False, compare=False, repr=False)  # a job runs: objects that went or changed may come back
+    patient: bool = field(
+        default=False, compare=False, repr=False
+    )  # a job runs: objects that went or changed may come back
 
     @staticmethod
     def of(uri: str) -> tuple[Remote, str]:
@@ -66,7 +78,9 @@ class Remote:
             return Entry(path, None)
         client, key = self._client(), self._key(path)
         try:
-            return Entry(path, self._file(self._persist(path, "looked up", lambda: client.head(key))))
+            return Entry(
+                path, self._file(self._persist(path, "looked up", lambda: client.head(key)))
+            )
         except Unreachable as error:
             if error.kind != "gone":
                 raise
@@ -83,8 +97,15 @@ class Remote:
             return found["objects"], found["common_prefixes"]
 
         metas, prefixes = self._persist(base, "listed", everything)
-        folders = {prefix, *prefixes} | {path[:i] for m in metas for path in [m["path"]] for i, c in enumerate(path) if c == "/"}
-        entries = [Entry(f.path, f) for m in metas if m["size"] or m["path"] not in folders for f in [self._file(m)]]
+        folders = {prefix, *prefixes} | {
+            path[:i] for m in metas for path in [m["path"]] for i, c in enumerate(path) if c == "/"
+        }
+        entries = [
+            Entry(f.path, f)
+            for m in metas
+            if m["size"] or m["path"] not in folders
+            for f in [self._file(m)]
+        ]
         return entries + [Entry(f"{self.root}/{p}", None) for p in prefixes]
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
@@ -94,7 +115,9 @@ class Remote:
         from overlord.sources.range_file import RangeFile
 
         client = self._client()
-        return pa.PythonFile(RangeFile(lambda a, b: self._read(client, file, a, b), file.size, ranges), mode="r")
+        return pa.PythonFile(
+            RangeFile(lambda a, b: self._read(client, file, a, b), file.size, ranges), mode="r"
+        )
 
     def read(self, file: File, start: int, stop: int) -> memoryview:
         """Exactly these bytes of exactly this version of the object."""
@@ -108,7 +131,9 @@ class Remote:
             from obstore.exceptions import AlreadyExistsError
 
             try:
-                client.put(key, data, mode="create", use_multipart=False)  # an upload in parts would write over what is there
+                client.put(
+                    key, data, mode="create", use_multipart=False
+                )  # an upload in parts would write over what is there
             except AlreadyExistsError:
                 return False
             return True
@@ -118,7 +143,9 @@ class Remote:
     def replace(self, path: str, data: bytes) -> None:
         """Puts an object, whatever is there."""
         client, key = self._client(), self._key(path)
-        self._persist(path, "written", lambda: client.put(key, data, use_multipart=False), len(data))
+        self._persist(
+            path, "written", lambda: client.put(key, data, use_multipart=False), len(data)
+        )
 
     def delete(self, paths: Sequence[str]) -> None:
         """Objects that are not there are no fault: somebody was quicker, or an answer was lost."""
@@ -142,31 +169,54 @@ class Remote:
             if (found.size, _version(found)) != (file.size, _version(file)):
                 raise WrongAnswer("changed", f"wanted {_named(file)}, found {_named(found)}")
             if tuple(answer.range) != (start, stop):
-                raise WrongAnswer("other range", f"asked for bytes {start} to {stop}, answered with {answer.range[0]} to {answer.range[1]}")
+                raise WrongAnswer(
+                    "other range",
+                    f"asked for bytes {start} to {stop}, answered with {answer.range[0]} to {answer.range[1]}",
+                )
             data = memoryview(answer.bytes())
             if len(data) != stop - start:
                 raise WrongAnswer("short body", f"wanted {stop - start} bytes, found {len(data)}")
             return data
 
-        return self._persist(file.path, f"read (bytes {start} to {stop})", once, stop - start, self.patient)
+        return self._persist(
+            file.path, f"read (bytes {start} to {stop})", once, stop - start, self.patient
+        )
 
-    def _persist(self, path: str, done: str, once: Callable[[], T], nbytes: int = 0, patient: bool = False) -> T:
+    def _persist(
+        self, path: str, done: str, once: Callable[[], T], nbytes: int = 0, patient: bool = False
+    ) -> T:
         """Calls until it works, the failure is one that lasts, or the deadline passes. What is raised holds no secret."""
-        result = persist(once, in_mid_run if patient else why, path=path, done=done, tally=self.tally, gave_up=gave_up)
+        result = persist(
+            once,
+            in_mid_run if patient else why,
+            path=path,
+            done=done,
+            tally=self.tally,
+            gave_up=gave_up,
+        )
         self.tally.got(nbytes)
         return result
 
     def _client(self) -> Any:
         given = sorted((k, v) for k, v in os.environ.items() if k.upper().startswith(_ENVIRONMENT))
-        return _connect(self.root, self.region, self.anonymous, blake2b(repr(given).encode()).digest())
+        return _connect(
+            self.root, self.region, self.anonymous, blake2b(repr(given).encode()).digest()
+        )
 
     def _key(self, path: str) -> str:
         return path[len(self.root) :].strip("/")
 
     def _file(self, meta: Any) -> File:
         version = str(meta["e_tag"] or "")
-        version = version if version.startswith("W/") else version.strip('"')  # listings of Azure leave out the quotes
-        return File(f"{self.root}/{meta['path']}", meta["size"], _nanoseconds(meta["last_modified"]), version)
+        version = (
+            version if version.startswith("W/") else version.strip('"')
+        )  # listings of Azure leave out the quotes
+        return File(
+            f"{self.root}/{meta['path']}",
+            meta["size"],
+            _nanoseconds(meta["last_modified"]),
+            version,
+        )
 
 
 @lru_cache(maxsize=64)
@@ -175,15 +225,23 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
     try:
         from obstore.store import from_url
     except ImportError:
-        raise Unreachable("reading object stores needs the package obstore", pip_install("store"), "not installed") from None
+        raise Unreachable(
+            "reading object stores needs the package obstore", pip_install("store"), "not installed"
+        ) from None
     _check_endpoints(root)
     config: dict[str, Any] = {"region": region} if region else {}
     config |= {"skip_signature": True} if anonymous else _profile(root)
-    plain = any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "ALLOW_HTTP"))
+    plain = any(
+        os.environ.get(name, "").lower() in ("1", "true", "yes")
+        for name in ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "ALLOW_HTTP")
+    )
     options = {
-        "allow_http": plain, "connect_timeout": f"{CONNECT_S}s", "read_timeout": f"{seconds_of('OVERLORD_STORE_TIMEOUT_S', TIMEOUT_S)}s",
-        "timeout": f"{deadline_s()}s", "user_agent": "overlord",
-    }  # fmt: skip
+        "allow_http": plain,
+        "connect_timeout": f"{CONNECT_S}s",
+        "read_timeout": f"{seconds_of('OVERLORD_STORE_TIMEOUT_S', TIMEOUT_S)}s",
+        "timeout": f"{deadline_s()}s",
+        "user_agent": "overlord",
+    }
     failure: Failure
     try:
         return from_url(root, client_options=options, retry_config={"max_retries": 0}, **config)
@@ -194,16 +252,24 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
 
 def _check_endpoints(root: str) -> None:
     """The library takes what it is given and ends in a panic at the first request, which is no error that a program can handle."""
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if root.startswith("s3") else ()
+    names = (
+        ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if root.startswith("s3") else ()
+    )
     for name in names:
-        if (given := os.environ.get(name, "")) and not _ENDPOINT.fullmatch(given):  # it may hold a secret, and is not repeated
+        if (given := os.environ.get(name, "")) and not _ENDPOINT.fullmatch(
+            given
+        ):  # it may hold a secret, and is not repeated
             problem = f"{name}: wanted http://host:port or https://host, found one without http://, without a host, or with a space in it"
             raise Unreachable(problem, "mend the environment", "setup")
 
 
 def _profile(root: str) -> dict[str, Any]:
     """Profiles of ~/.aws are read by boto3, if one is asked for and no key is given."""
-    if not root.startswith("s3") or not os.environ.get("AWS_PROFILE") or os.environ.get("AWS_ACCESS_KEY_ID"):
+    if (
+        not root.startswith("s3")
+        or not os.environ.get("AWS_PROFILE")
+        or os.environ.get("AWS_ACCESS_KEY_ID")
+    ):
         return {}
     remedy = "pip install boto3, or set AWS_ACCESS_KEY_ID"
     try:
@@ -213,7 +279,10 @@ def _profile(root: str) -> dict[str, Any]:
     except ImportError:
         problem = "AWS_PROFILE is set, and profiles are read by the package boto3"
     except Exception as error:
-        problem, remedy = f"AWS_PROFILE: {scrub(str(error))}", "name a profile of your AWS configuration, or set AWS_ACCESS_KEY_ID"
+        problem, remedy = (
+            f"AWS_PROFILE: {scrub(str(error))}",
+            "name a profile of your AWS configuration, or set AWS_ACCESS_KEY_ID",
+        )
     raise Unreachable(problem, remedy, "setup")
 
 

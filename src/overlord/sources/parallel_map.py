@@ -21,7 +21,9 @@ log = logging.getLogger("overlord")
 
 T = TypeVar("T")
 R = TypeVar("R")
-At = Callable[[str, str, int], None]  # a source, the path of it that a thread begins to wait for, and how many deadlines that may take
+At = Callable[
+    [str, str, int], None
+]  # a source, the path of it that a thread begins to wait for, and how many deadlines that may take
 
 TELL_S = 10.0  # of silence, then it is told; and again each time it has doubled
 
@@ -37,7 +39,12 @@ class Wait:
 class InTurn:
     """The same for work that waits for nothing: starting threads would take longer."""
 
-    def map(self, work: Callable[[T, At], R], items: Sequence[T], done: Callable[[R], None] = lambda _: None) -> list[R]:
+    def map(
+        self,
+        work: Callable[[T, At], R],
+        items: Sequence[T],
+        done: Callable[[R], None] = lambda _: None,
+    ) -> list[R]:
         found = []
         for item in items:
             found.append(work(item, lambda *what: None))
@@ -51,10 +58,18 @@ class SideBySide:
     def __init__(self, workers: int, name: str):
         self._workers, self._name = max(1, workers), name
 
-    def map(self, work: Callable[[T, At], R], items: Sequence[T], done: Callable[[R], None] = lambda _: None) -> list[R]:
+    def map(
+        self,
+        work: Callable[[T, At], R],
+        items: Sequence[T],
+        done: Callable[[R], None] = lambda _: None,
+    ) -> list[R]:
         """What comes of each, in their order; ``done`` is told of each as it comes. Raises what one raises, and StorageError if one waits
         longer than it may."""
-        todo, answers = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, Any, BaseException | None]]()
+        todo, answers = (
+            queue.SimpleQueue[int](),
+            queue.SimpleQueue[tuple[int, Any, BaseException | None]](),
+        )
         waits: dict[int, Wait] = {}  # of each thread
         for k in range(len(items)):
             todo.put(k)
@@ -67,7 +82,9 @@ class SideBySide:
                 except queue.Empty:
                     return
                 try:
-                    answers.put((k, work(items[k], lambda *what: waits.__setitem__(me, Wait(*what))), None))
+                    answers.put(
+                        (k, work(items[k], lambda *what: waits.__setitem__(me, Wait(*what))), None)
+                    )
                 except BaseException as error:
                     answers.put((k, None, error))
                 waits.pop(me, None)
@@ -95,7 +112,12 @@ class SideBySide:
         if oldest is None or (seconds := now - oldest.since) <= min(told, limit):
             return told
         if seconds > limit * oldest.deadlines + SLACK_S:
-            raise StorageError(oldest.source, f"no answer for {seconds:.0f} s", oldest.path, "the disk or the mount hangs: look at it")
+            raise StorageError(
+                oldest.source,
+                f"no answer for {seconds:.0f} s",
+                oldest.path,
+                "the disk or the mount hangs: look at it",
+            )
         if seconds > told:
             log.warning("source %r, %s: no answer for %.0f s", oldest.source, oldest.path, seconds)
             return told * 2

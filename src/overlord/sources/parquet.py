@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from overlord.sources.files import Files
 
 SMALL_ROW_GROUP = 4 * 2**20  # bytes of the needed columns, decoded
-READ_BUFFER = 2**16  # bytes per column; 64 kB and 1 MB read equally fast, and this is held per open column
+READ_BUFFER = (
+    2**16
+)  # bytes per column; 64 kB and 1 MB read equally fast, and this is held per open column
 PAGE = 2**20  # what writers aim at for one page
 
 # Far above any real file (a footer of 100 MB parses), far below what a hostile one could make the parser allocate.
@@ -62,11 +64,15 @@ class _Footer:
     """A parsed footer."""
 
     metadata: Any  # pyarrow's
-    layout: Layout | None  # kept for files in stores, whose byte ranges are asked for with every row group
+    layout: (
+        Layout | None
+    )  # kept for files in stores, whose byte ranges are asked for with every row group
 
     @property
     def nbytes(self) -> int:
-        columns = len(self.layout.leaves) * len(self.layout.groups) if self.layout is not None else 0
+        columns = (
+            len(self.layout.leaves) * len(self.layout.groups) if self.layout is not None else 0
+        )
         return int(self.metadata.serialized_size) + columns * _COLUMN_BYTES
 
 
@@ -82,13 +88,22 @@ class Parquet:
         known, layout = _looked_at(files, file)
         wanted = _column_ids(known, layout, options)
         check_refused(known, options)
-        if hidden := [c for c in layout.encrypted if options.columns is None or c in options.columns]:
-            raise BadFile(f"expected columns that can be read, got encrypted ones: {', '.join(map(repr, hidden))}", _DECRYPT)
+        if hidden := [
+            c for c in layout.encrypted if options.columns is None or c in options.columns
+        ]:
+            raise BadFile(
+                f"expected columns that can be read, got encrypted ones: {', '.join(map(repr, hidden))}",
+                _DECRYPT,
+            )
         if not layout.rows:
             return no_rows_chunk()
         out, first = [], 0
         for g, group in enumerate(layout.groups):
-            nbytes = group.nbytes if wanted is None else sum(group.columns[j].uncompressed for j in wanted)
+            nbytes = (
+                group.nbytes
+                if wanted is None
+                else sum(group.columns[j].uncompressed for j in wanted)
+            )
             out.append((first, first + group.rows, g, group.rows, nbytes))
             first += group.rows
         return make_chunks(out)
@@ -101,9 +116,13 @@ class Parquet:
         if nbytes <= SMALL_ROW_GROUP:
             return nbytes
         open_columns = len(options.columns) if options.columns else 4
-        return open_columns * (READ_BUFFER + 2 * PAGE) + nbytes * min(options.slice_rows, rows) // rows
+        return (
+            open_columns * (READ_BUFFER + 2 * PAGE) + nbytes * min(options.slice_rows, rows) // rows
+        )
 
-    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+    def read(
+        self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
+    ) -> Iterator[RawSlice]:
         first, rows, step = int(chunks.start[i]), int(chunks.rows[i]), options.slice_rows
         if int(chunks.unit[i]) < 0:
             yield cols.no_rows(options, skip)
@@ -125,12 +144,16 @@ class Parquet:
             except _BROKEN as error:
                 if is_fault(error):
                     raise
-                files.check_readable(file, *_byte_range(files, file, group))  # raises if the disk is at fault
+                files.check_readable(
+                    file, *_byte_range(files, file, group)
+                )  # raises if the disk is at fault
                 if looked_again:
                     reason = f"row group {group} is corrupt: {_first_line(error)}"
                     break
                 looked_again = True  # the disk may have been at fault for a moment
-                tables = _slices(files, file, footer, group, int(chunks.nbytes[i]), options, done // step)
+                tables = _slices(
+                    files, file, footer, group, int(chunks.nbytes[i]), options, done // step
+                )
                 continue
             done += want
             yield cols.slice_of(first + done - want, want, table, bad, done == rows)
@@ -152,13 +175,26 @@ def _blank(footer: _Footer, options: ReadOptions) -> pa.Table:
     return _select(footer.metadata.schema.to_arrow_schema().empty_table(), options)
 
 
-def _slices(files: Files, file: File, footer: _Footer, group: int, nbytes: int, options: ReadOptions, skip: int) -> Iterator[pa.Table]:
+def _slices(
+    files: Files,
+    file: File,
+    footer: _Footer,
+    group: int,
+    nbytes: int,
+    options: ReadOptions,
+    skip: int,
+) -> Iterator[pa.Table]:
     """Tables of ``slice_rows`` rows from slice ``skip`` on; the last may be shorter. Raises what pyarrow raises."""
     step = options.slice_rows
     if nbytes <= SMALL_ROW_GROUP:
         try:
-            with _open(files, file, footer, joined(_byte_ranges(footer, file, group, options))) as reader:
-                whole = _select(reader.read_row_group(group, columns=_names(options), use_threads=False), options)
+            with _open(
+                files, file, footer, joined(_byte_ranges(footer, file, group, options))
+            ) as reader:
+                whole = _select(
+                    reader.read_row_group(group, columns=_names(options), use_threads=False),
+                    options,
+                )
         except _BROKEN as error:
             if is_fault(error):
                 raise
@@ -171,7 +207,9 @@ def _slices(files: Files, file: File, footer: _Footer, group: int, nbytes: int, 
                     yield whole.slice(at, step)
             return
     with _open(files, file, footer, _byte_ranges(footer, file, group, options)) as reader:
-        batches = reader.iter_batches(batch_size=step, row_groups=[group], columns=_names(options), use_threads=False)
+        batches = reader.iter_batches(
+            batch_size=step, row_groups=[group], columns=_names(options), use_threads=False
+        )
         for t, table in enumerate(_regroup(batches, step)):
             if t >= skip:
                 yield _select(table, options)
@@ -197,10 +235,17 @@ def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]
 
 
 @contextmanager
-def _open(files: Files, file: File, footer: _Footer, ranges: Sequence[tuple[int, int]]) -> Iterator[pq.ParquetFile]:
+def _open(
+    files: Files, file: File, footer: _Footer, ranges: Sequence[tuple[int, int]]
+) -> Iterator[pq.ParquetFile]:
     with files.open(file, ranges) as handle:  # a ParquetFile does not close what it was handed
         yield pq.ParquetFile(
-            handle, metadata=footer.metadata, pre_buffer=False, buffer_size=READ_BUFFER, page_checksum_verification=True, **_LIMITS
+            handle,
+            metadata=footer.metadata,
+            pre_buffer=False,
+            buffer_size=READ_BUFFER,
+            page_checksum_verification=True,
+            **_LIMITS,
         )
 
 
@@ -242,12 +287,18 @@ def _footer_bytes(files: Files, file: File) -> bytes:
     with files.open(file) as handle:
         tail = _bytes_at(handle, max(0, file.size - _TAIL), file.size)
         if (mark := tail[-4:]) == _ENCRYPTED_MARK:
-            raise BadFile("expected a footer that can be read, got an encrypted one", "write the file again without encryption")
+            raise BadFile(
+                "expected a footer that can be read, got an encrypted one",
+                "write the file again without encryption",
+            )
         if mark != _MARK:
             raise BadFile(f"wanted the mark PAR1 at the end, found {mark!r}", _REMEDY)
         size = int.from_bytes(tail[-8:-4], "little")
         if size > file.size - 8:
-            raise BadFile(f"the footer cannot be read: expected {size} bytes of it, got a file of {file.size}", _REMEDY)
+            raise BadFile(
+                f"the footer cannot be read: expected {size} bytes of it, got a file of {file.size}",
+                _REMEDY,
+            )
         if size + 8 > len(tail):
             tail = _bytes_at(handle, file.size - 8 - size, file.size)
     return tail[-8 - size : -8]
@@ -266,7 +317,9 @@ def _parsed(footer: bytes) -> Any:
     try:
         with pq.ParquetFile(held, pre_buffer=False, **_LIMITS) as reader:
             metadata = reader.metadata
-            [f.name for f in metadata.schema.to_arrow_schema()]  # fails here and not later where names or types make no sense
+            [
+                f.name for f in metadata.schema.to_arrow_schema()
+            ]  # fails here and not later where names or types make no sense
     except _BROKEN as error:
         raise BadFile(f"the footer cannot be read: {_first_line(error)}", _REMEDY) from error
     return metadata
@@ -295,14 +348,22 @@ def _column_ids(known: Mapping[str, str], layout: Layout, options: ReadOptions) 
     return [j for j, leaf in enumerate(layout.leaves) if leaf in wanted]
 
 
-def _byte_ranges(footer: _Footer, file: File, group: int, options: ReadOptions) -> list[tuple[int, int]]:
+def _byte_ranges(
+    footer: _Footer, file: File, group: int, options: ReadOptions
+) -> list[tuple[int, int]]:
     """Where the needed columns of a row group lie; a disk need not be told."""
     if (layout := footer.layout) is None:
         return []
     wanted = None if options.columns is None else set(options.columns)
-    found = [c for leaf, c in zip(layout.leaves, layout.groups[group].columns, strict=True) if wanted is None or leaf in wanted]
+    found = [
+        c
+        for leaf, c in zip(layout.leaves, layout.groups[group].columns, strict=True)
+        if wanted is None or leaf in wanted
+    ]
     ranges = [(c.start, c.start + c.compressed) for c in found]
-    return [(a, b) for a, b in ranges if 0 <= a < b <= file.size]  # others are read as pyarrow asks for them, and fail there
+    return [
+        (a, b) for a, b in ranges if 0 <= a < b <= file.size
+    ]  # others are read as pyarrow asks for them, and fail there
 
 
 def _byte_range(files: Files, file: File, group: int) -> tuple[int, int]:

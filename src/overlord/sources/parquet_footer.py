@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_DEPTH = 64  # levels of nesting; real footers have six
-_I32, _I64, _BINARY, _LIST, _SET, _MAP, _STRUCT = 5, 6, 8, 9, 10, 11, 12  # types of the compact protocol
+_I32, _I64, _BINARY, _LIST, _SET, _MAP, _STRUCT = (
+    5,
+    6,
+    8,
+    9,
+    10,
+    11,
+    12,
+)  # types of the compact protocol
 _INTEGERS = (_I32, _I64, 4)
 _FIXED = {3: 1, 7: 8}  # bytes of types of a fixed size
 
@@ -50,7 +58,12 @@ class Layout:
     @property
     def encrypted(self) -> list[str]:
         """Names of the top-level columns of which a part is encrypted, in file order."""
-        hidden = {leaf for group in self.groups for leaf, column in zip(self.leaves, group.columns, strict=True) if column.encrypted}
+        hidden = {
+            leaf
+            for group in self.groups
+            for leaf, column in zip(self.leaves, group.columns, strict=True)
+            if column.encrypted
+        }
         return [name for name in dict.fromkeys(self.leaves) if name in hidden]
 
 
@@ -68,7 +81,9 @@ def parse(footer: bytes) -> Layout:
     layout.groups = [_group(g, len(layout.leaves), i) for i, g in enumerate(found[4])]
     if sum(g.rows for g in layout.groups) != layout.rows:
         rows = sum(g.rows for g in layout.groups)
-        raise BrokenFooter(f"the footer contradicts itself: {layout.rows} rows, but its row groups have {rows}")
+        raise BrokenFooter(
+            f"the footer contradicts itself: {layout.rows} rows, but its row groups have {rows}"
+        )
     return layout
 
 
@@ -91,13 +106,17 @@ def _leaves(elements: list[dict[int, Any]]) -> list[str]:
             name = element.get(4, b"").decode(errors="replace")
         children = element.get(5, 0)
         if children < 0 or len(left) > MAX_DEPTH:
-            raise BrokenFooter(f"the schema in the footer has an element with {children} children at level {len(left)}")
+            raise BrokenFooter(
+                f"the schema in the footer has an element with {children} children at level {len(left)}"
+            )
         if children:
             left.append(children)
         else:
             leaves.append(name)
     if at != len(elements):
-        raise BrokenFooter(f"the schema in the footer has {len(elements)} elements, of which {at} belong to its root")
+        raise BrokenFooter(
+            f"the schema in the footer has {len(elements)} elements, of which {at} belong to its root"
+        )
     return leaves
 
 
@@ -112,7 +131,12 @@ def _group(found: dict[int, Any], leaves: int, number: int) -> RowGroup:
 
 def _column(found: dict[int, Any]) -> Column:
     meta = found.get(3, {})
-    return Column(meta.get(6, 0), meta.get(7, 0), meta.get(11) or meta.get(9, 0), 8 in found or 9 in found or 3 not in found)
+    return Column(
+        meta.get(6, 0),
+        meta.get(7, 0),
+        meta.get(11) or meta.get(9, 0),
+        8 in found or 9 in found or 3 not in found,
+    )
 
 
 # Thrift's compact protocol. A _Keep lists the fields of a struct to keep: number -> (type, fields of the inner struct to keep).
@@ -246,7 +270,9 @@ def _size(data: bytes, at: int) -> tuple[int, int]:
 
 def _check_size(data: bytes, at: int, size: int) -> None:
     if size > len(data) - at:  # every element takes a byte at least
-        raise BrokenFooter(f"the footer has a list of {size} elements in {max(0, len(data) - at)} bytes")
+        raise BrokenFooter(
+            f"the footer has a list of {size} elements in {max(0, len(data) - at)} bytes"
+        )
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

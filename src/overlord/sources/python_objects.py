@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from overlord.errors import JobError
 from overlord.hashing import digest
 from overlord.sources import clean_tables as cols
-from overlord.sources.base import BadFile, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.sources.base import (
+    BadFile,
+    Chunks,
+    File,
+    RawSlice,
+    ReadOptions,
+    make_chunks,
+    no_rows_chunk,
+)
 from overlord.user_code import told
 
 if TYPE_CHECKING:
@@ -31,11 +39,17 @@ class Factory:
     fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        problems = [] if callable(self.fn) else [f"fn: wanted a function of a shard's number, found {self.fn!r}"]
+        problems = (
+            []
+            if callable(self.fn)
+            else [f"fn: wanted a function of a shard's number, found {self.fn!r}"]
+        )
         if not isinstance(self.shards, int) or isinstance(self.shards, bool) or self.shards < 1:
             problems.append(f"shards: wanted a whole number of at least 1, found {self.shards!r}")
         elif not problems and self.shards > 1 and not _takes_shard(self.fn):
-            problems.append(f"fn: wanted a function of a shard's number, since there are {self.shards} shards; this one takes no argument")
+            problems.append(
+                f"fn: wanted a function of a shard's number, since there are {self.shards} shards; this one takes no argument"
+            )
         if problems:
             raise JobError(problems, "factory")
 
@@ -63,8 +77,13 @@ def held(name: str, dataset: Any) -> Any:
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if sized and not isinstance(dataset, (str, bytes, Mapping, type)):
         return dataset
-    problem = f"from_dataset: wanted an object with __len__ and __getitem__ by number, found {dataset!r}"
-    raise JobError([f"{problem}; an iterable goes in by Source.from_factory, files by Source(name, uri)"], f"source {name!r}")
+    problem = (
+        f"from_dataset: wanted an object with __len__ and __getitem__ by number, found {dataset!r}"
+    )
+    raise JobError(
+        [f"{problem}; an iterable goes in by Source.from_factory, files by Source(name, uri)"],
+        f"source {name!r}",
+    )
 
 
 def _takes_shard(fn: Callable[..., Any]) -> bool:
@@ -89,7 +108,9 @@ class DatasetFormat:
             return no_rows_chunk()
         step = options.slice_rows * CHUNK_SLICES
         starts = range(0, file.size, step)
-        return make_chunks([(a, b, k, b - a, 0) for k, a in enumerate(starts) for b in (min(a + step, file.size),)])
+        return make_chunks(
+            [(a, b, k, b - a, 0) for k, a in enumerate(starts) for b in (min(a + step, file.size),)]
+        )
 
     def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
         return None
@@ -97,7 +118,9 @@ class DatasetFormat:
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
         return 0
 
-    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+    def read(
+        self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
+    ) -> Iterator[RawSlice]:
         start, stop, step = int(chunks.start[i]), int(chunks.stop[i]), options.slice_rows
         if len(files.held) != file.size:
             problem = f"the dataset had {file.size} rows when it was indexed, now it has {len(files.held)}"
@@ -126,7 +149,9 @@ class FactoryFormat:
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
         return 2**16  # nobody knows; bounded by number
 
-    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+    def read(
+        self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
+    ) -> Iterator[RawSlice]:
         step, left, at = options.slice_rows, skip * options.slice_rows, 0
         held: list[Any] = []
         for row in _rows(files.held, int(chunks.file[i])):
@@ -171,7 +196,9 @@ def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSli
     if options.refused:
         cols.check_values(cols.columns_of(good, options.refused), options)
     table, misfits = cols.table_of(cols.columns_of(good, options.columns), len(good))
-    return cols.slice_of(at, len(rows), table, sorted(bad + [(numbers[i], reason) for i, reason in misfits]), last)
+    return cols.slice_of(
+        at, len(rows), table, sorted(bad + [(numbers[i], reason) for i, reason in misfits]), last
+    )
 
 
 def _plain(value: Any) -> Any:

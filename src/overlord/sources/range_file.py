@@ -11,8 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 FIRST = 2**18  # bytes of a run's first request: a skipping reader wastes no more
-READ_AHEAD = 2**20  # bytes of the following ones; 25 MB/s a place at 30 ms a request, more than a core decodes
-TAIL = 2**16  # the end of a file is asked for once: footers are read backwards, in two or three pieces
+READ_AHEAD = (
+    2**20
+)  # bytes of the following ones; 25 MB/s a place at 30 ms a request, more than a core decodes
+TAIL = (
+    2**16
+)  # the end of a file is asked for once: footers are read backwards, in two or three pieces
 GAP = 2**16  # ranges this near to each other are one
 RUNS = 8
 
@@ -34,9 +38,12 @@ class RangeFile:
     closed = False
 
     def __init__(
-        self, fetch: Callable[[int, int], memoryview], size: int, ranges: Sequence[tuple[int, int]] = (),
+        self,
+        fetch: Callable[[int, int], memoryview],
+        size: int,
+        ranges: Sequence[tuple[int, int]] = (),
         end: Callable[[], None] | None = None,
-    ):  # fmt: skip
+    ):
         self._fetch, self._size, self._at, self._end = fetch, size, 0, end
         self._ranges = sorted(ranges)
         self._most = max(RUNS, len(self._ranges))
@@ -89,10 +96,14 @@ class RangeFile:
     def _begin(self, start: int, stop: int) -> _Run:
         known = self._end_of_range(start)
         first = min(start, max(0, self._size - TAIL)) if known is None else start
-        end = min(known, start + READ_AHEAD) if known is not None else min(self._size, start + FIRST)
+        end = (
+            min(known, start + READ_AHEAD) if known is not None else min(self._size, start + FIRST)
+        )
         if len(self._runs) >= self._most:
             self._runs.pop(0)
-        return _Run(first, self._fetch(first, max(stop, end)), READ_AHEAD if known is not None else FIRST)
+        return _Run(
+            first, self._fetch(first, max(stop, end)), READ_AHEAD if known is not None else FIRST
+        )
 
     def _go_on(self, run: _Run, start: int, stop: int) -> None:
         """The run moves on to ``start``: what it holds from there on is kept, what follows is asked for."""

@@ -41,17 +41,21 @@ class Failure:
     tries: int = FOR_EVER
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Clock:
     """Time, sleep and chance, so that tests need none of them."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    chance: Callable[[], float] = random.random  # spreads many readers' tries; it decides when, never what
-    worked: Callable[[int], float] = lambda thread: worked_s(thread)  # seconds that a thread has had a core
-    worked_here: Callable[[], float] = time.thread_time  # the same of this thread, a hundred times cheaper
+    chance: Callable[[], float] = (
+        random.random
+    )  # spreads many readers' tries; it decides when, never what
+    worked: Callable[[int], float] = lambda thread: worked_s(
+        thread
+    )  # seconds that a thread has had a core
+    worked_here: Callable[[], float] = (
+        time.thread_time
+    )  # the same of this thread, a hundred times cheaper
 
 
 def worked_s(thread: int) -> float:
@@ -146,19 +150,34 @@ class Tally:
     def metrics(self) -> dict[str, Any]:
         """Of a store: what was asked of it."""
         with self._lock:
-            return {"requests": self.requests, "bytes": self.bytes, "retries": self.retries, "errors": dict(self.errors)}
+            return {
+                "requests": self.requests,
+                "bytes": self.bytes,
+                "retries": self.retries,
+                "errors": dict(self.errors),
+            }
 
     def trouble(self) -> dict[str, Any]:
         """Of any storage: what went wrong, and what it cost. ``waited_s`` counts what is under way."""
         with self._lock:
             waited = self.waited_s + sum(map(self._waited, self._under_way))
-            return {"retries": self.retries, "errors": dict(self.errors), "waited_s": waited, "given_up": self.given_up}
+            return {
+                "retries": self.retries,
+                "errors": dict(self.errors),
+                "waited_s": waited,
+                "given_up": self.given_up,
+            }
 
 
 def persist(
-    once: Callable[[], T], why: Callable[[Exception], Failure | None], *, path: str, done: str, tally: Tally,
+    once: Callable[[], T],
+    why: Callable[[Exception], Failure | None],
+    *,
+    path: str,
+    done: str,
+    tally: Tally,
     gave_up: Callable[[str, str, Sequence[Failure], float], Unreachable],
-) -> T:  # fmt: skip
+) -> T:
     """Calls until it works, the failure is one that lasts, or the deadline passes. What is raised holds no secret; what ``why`` knows
     nothing about is no fault of storage, and raised as it is."""
     clock, limit, attempt = tally.clock, deadline_s(), tally.begin(path)
@@ -170,7 +189,12 @@ def persist(
             try:
                 result = once()
                 if seen:
-                    log.warning("%s: well again after %.1f s and %d tries", _where(tally, path), clock.now() - attempt.began, len(seen) + 1)
+                    log.warning(
+                        "%s: well again after %.1f s and %d tries",
+                        _where(tally, path),
+                        clock.now() - attempt.began,
+                        len(seen) + 1,
+                    )
                 return result
             except Exception as error:
                 if (failure := why(error)) is None:
@@ -180,13 +204,20 @@ def persist(
             tally.failed(failure.kind, put_off=tally.hasty)
             if tally.hasty:
                 raise Later
-            pause = min(FIRST_PAUSE_S * 2 ** min(len(seen) - 1, 20), LONGEST_PAUSE_S) * (0.5 + clock.chance() / 2)
+            pause = min(FIRST_PAUSE_S * 2 ** min(len(seen) - 1, 20), LONGEST_PAUSE_S) * (
+                0.5 + clock.chance() / 2
+            )
             took = clock.now() - attempt.began
             if sum(f.kind == failure.kind for f in seen) >= failure.tries or took >= limit:
                 tally.gave_up()
                 raise gave_up(path, done, seen, took)
             if len(seen) == 1:
-                log.warning("%s: %s; it is tried again for up to %g s", _where(tally, path), failure.text, limit)
+                log.warning(
+                    "%s: %s; it is tried again for up to %g s",
+                    _where(tally, path),
+                    failure.text,
+                    limit,
+                )
             clock.sleep(min(pause, limit - took))  # the last try is at the deadline
     finally:
         tally.end(attempt)
@@ -212,7 +243,11 @@ def seconds_of(variable: str, otherwise: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise Unreachable(f"{variable}: wanted a number of seconds above 0, found {given!r}", "mend the environment", "setup")
+        raise Unreachable(
+            f"{variable}: wanted a number of seconds above 0, found {given!r}",
+            "mend the environment",
+            "setup",
+        )
     return value
 
 

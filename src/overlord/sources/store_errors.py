@@ -47,15 +47,31 @@ def why(error: Exception) -> Failure:
     if isinstance(error, Unreachable):
         return Failure(error.kind, error.problem, error.remedy, 1)
     if "non-partial response" in text:
-        return Failure("whole object", "a range was asked for and the whole object was sent", _RANGES, FEW)
+        return Failure(
+            "whole object", "a range was asked for and the whole object was sent", _RANGES, FEW
+        )
     if "UnexpectedRange" in text:
         return Failure("other range", shown, _RANGES, FEW)
     if "BadScheme" in text:
-        return Failure("setup", "the endpoint is plain http, which is not allowed", "set AWS_ALLOW_HTTP=true if that is meant", 1)
+        return Failure(
+            "setup",
+            "the endpoint is plain http, which is not allowed",
+            "set AWS_ALLOW_HTTP=true if that is meant",
+            1,
+        )
     if "169.254.16" in text or "metadata.google" in text:
-        return Failure("denied", "the environment has no keys, and this machine has no role that gives some", _KEYS, FEW)
+        return Failure(
+            "denied",
+            "the environment has no keys, and this machine has no role that gives some",
+            _KEYS,
+            FEW,
+        )
     if status is not None:
-        return _by_status(int(status[1]), code, f"{status[1]} {(status[2] or '').strip()}{f', {code}' if code else ''}")
+        return _by_status(
+            int(status[1]),
+            code,
+            f"{status[1]} {(status[2] or '').strip()}{f', {code}' if code else ''}",
+        )
     if isinstance(error, FileNotFoundError):
         return Failure("gone", shown, _UNDER_RUN, 1)
     kinds = _KIND.findall(text)
@@ -78,14 +94,26 @@ def _by_status(status: int, code: str, shown: str) -> Failure:
     if status in (408, 429) or (status >= 500 and status != 501) or code in _PASSING:
         return Failure(str(status), shown)
     if status == 404:
-        return Failure("gone", shown, "check the name of the bucket" if code == "NoSuchBucket" else _UNDER_RUN, 1)
+        return Failure(
+            "gone",
+            shown,
+            "check the name of the bucket" if code == "NoSuchBucket" else _UNDER_RUN,
+            1,
+        )
     if status in (412, 416):  # nothing past the end that the index knows is ever asked for
         return Failure("changed", shown, _UNDER_RUN, 1)
     if status in (401, 403) or code in ("ExpiredToken", "InvalidToken"):
         return Failure("denied", shown, _KEYS, 1)
     if 300 <= status < 400:
-        return Failure("setup", shown, "the bucket lies in another region: set AWS_REGION, or ?region= in the URI", 1)
-    return Failure(str(status), shown, "the store refuses the request; check endpoint, bucket and region", 1)
+        return Failure(
+            "setup",
+            shown,
+            "the bucket lies in another region: set AWS_REGION, or ?region= in the URI",
+            1,
+        )
+    return Failure(
+        str(status), shown, "the store refuses the request; check endpoint, bucket and region", 1
+    )
 
 
 def _wrong(error: WrongAnswer) -> Failure:
@@ -100,10 +128,16 @@ def gave_up(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unr
     """The error for what was tried: what, how often, for how long, what came of it, what to do."""
     last, tried = seen[-1], tries_in_words(seen, took_s)
     if last.kind == "gone":
-        return Unreachable(f"the object is gone or was never there ({last.text}){tried}", last.remedy, last.kind)
+        return Unreachable(
+            f"the object is gone or was never there ({last.text}){tried}", last.remedy, last.kind
+        )
     if last.kind == "changed":
-        return Unreachable(f"the object changed since it was indexed ({last.text}){tried}", last.remedy, last.kind)
-    return Unreachable(f"could not be {done}{tried}: {last.text}" + kinds_in_words(seen), last.remedy, last.kind)
+        return Unreachable(
+            f"the object changed since it was indexed ({last.text}){tried}", last.remedy, last.kind
+        )
+    return Unreachable(
+        f"could not be {done}{tried}: {last.text}" + kinds_in_words(seen), last.remedy, last.kind
+    )
 
 
 def _shown(text: str) -> str:

@@ -19,9 +19,15 @@ BLOCK_SIZE = 512
 MAX_HEADER = 2**20  # bytes of one pax or long-name header; real ones have hundreds
 _ZEROS = bytes(BLOCK_SIZE)
 _KINDS = {
-    b"1": "a hard link", b"2": "a symbolic link", b"3": "a character device", b"4": "a block device",
-    b"6": "a fifo", b"S": "a sparse file", b"M": "a part of a multi-volume archive", b"V": "a volume label",
-}  # fmt: skip
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a character device",
+    b"4": "a block device",
+    b"6": "a fifo",
+    b"S": "a sparse file",
+    b"M": "a part of a multi-volume archive",
+    b"V": "a volume label",
+}
 
 
 class Member(NamedTuple):
@@ -71,17 +77,25 @@ def members(cursor: Cursor) -> Iterator[Member]:
             return
         if len(block) < BLOCK_SIZE:
             where = "inside a header" if block else "without its end mark"
-            raise BrokenTar(first, f"the tar file ends {where} at byte {at + len(block)}: it is cut short")
+            raise BrokenTar(
+                first, f"the tar file ends {where} at byte {at + len(block)}: it is cut short"
+            )
         _check(block, first)
         kind, size = block[156:157], _size(block, pax, first)
         data, following = at + BLOCK_SIZE, at + BLOCK_SIZE + -(-size // BLOCK_SIZE) * BLOCK_SIZE
         if kind in (b"5", b"1", b"2", b"3", b"4", b"6"):
             following = data if kind != b"5" or size == 0 else following
         if following > data and data + size > cursor.size:
-            raise BrokenTar(first, f"the tar file ends inside a member at byte {cursor.size}, wanted {data + size}: it is cut short")
+            raise BrokenTar(
+                first,
+                f"the tar file ends inside a member at byte {cursor.size}, wanted {data + size}: it is cut short",
+            )
         if kind in (b"x", b"X", b"L", b"K", b"g"):
             if size > MAX_HEADER:
-                raise BrokenTar(first, f"an extended header of {size} bytes at byte {at}; at most {MAX_HEADER} are accepted")
+                raise BrokenTar(
+                    first,
+                    f"an extended header of {size} bytes at byte {at}; at most {MAX_HEADER} are accepted",
+                )
             body = cursor.read(data, size)
             if kind in (b"x", b"X"):
                 pax = _pax(body, first)
@@ -95,7 +109,9 @@ def members(cursor: Cursor) -> Iterator[Member]:
         long_name, pax = b"", {}
 
 
-def _member(block: bytes, kind: bytes, pax: dict[str, bytes], long_name: bytes, place: tuple[int, int, int]) -> Member:
+def _member(
+    block: bytes, kind: bytes, pax: dict[str, bytes], long_name: bytes, place: tuple[int, int, int]
+) -> Member:
     raw = pax.get("path") or long_name or _short_name(block)
     problem = ""
     try:
@@ -156,7 +172,13 @@ def _pax(body: bytes, first: int) -> dict[str, bytes]:
         digits = body[at:blank] if blank > 0 else b""
         end = at + int(digits) if digits.isdigit() else -1
         record = body[blank + 1 : end - 1]
-        if blank < 0 or end <= blank + 1 or end > len(body) or body[end - 1 : end] != b"\n" or b"=" not in record:
+        if (
+            blank < 0
+            or end <= blank + 1
+            or end > len(body)
+            or body[end - 1 : end] != b"\n"
+            or b"=" not in record
+        ):
             raise BrokenTar(first, "a broken pax header")
         key, _, value = record.partition(b"=")
         records[key.decode(errors="replace")] = value

@@ -18,7 +18,15 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.sources import clean_tables as cols
-from overlord.sources.base import NO_ROWS, Chunks, File, RawSlice, ReadOptions, make_chunks, no_rows_chunk
+from overlord.sources.base import (
+    NO_ROWS,
+    Chunks,
+    File,
+    RawSlice,
+    ReadOptions,
+    make_chunks,
+    no_rows_chunk,
+)
 from overlord.sources.files import BLOCK
 from overlord.sources.tar import BrokenTar, Cursor, Member, members
 
@@ -60,7 +68,9 @@ class WebDataset:
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
         return 2 * BLOCK
 
-    def read(self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0) -> Iterator[RawSlice]:
+    def read(
+        self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
+    ) -> Iterator[RawSlice]:
         step, left = options.slice_rows, skip * options.slice_rows
         held: list[Group] = []
         with files.open(file) as handle:
@@ -99,17 +109,27 @@ def _groups(cursor: Cursor, options: ReadOptions, skip: int) -> Iterator[Group]:
     yield group or Group("", 0, problem=NO_ROWS)
 
 
-def _add(cursor: Cursor, group: Group, extension: str, member: Member, options: ReadOptions, load: bool) -> None:
+def _add(
+    cursor: Cursor, group: Group, extension: str, member: Member, options: ReadOptions, load: bool
+) -> None:
     if member.problem:
         group.refuse(f"member {member.name!r} {member.problem}")
     elif member.name.lower().endswith(REFUSED):
         group.refuse(f"member {member.name!r} is a pickle, which could run code")
     elif extension in group.values:
         group.refuse(f"member {member.name!r} is there twice")
-    group.size += member.size  # all members: whether a row is too large must not depend on who reads it
+    group.size += (
+        member.size
+    )  # all members: whether a row is too large must not depend on who reads it
     if group.size > options.max_sample_bytes:
-        group.refuse(f"the sample has more than {options.max_sample_bytes} bytes, the source's max_sample_bytes")
-    if load and not group.problem and (options.columns is None or any(_holds(c, extension) for c in options.columns)):
+        group.refuse(
+            f"the sample has more than {options.max_sample_bytes} bytes, the source's max_sample_bytes"
+        )
+    if (
+        load
+        and not group.problem
+        and (options.columns is None or any(_holds(c, extension) for c in options.columns))
+    ):
         group.values[extension] = _bytes(cursor, member)
     else:
         group.values.setdefault(extension, None)
@@ -140,7 +160,11 @@ def _listed(group: Group, column: str) -> list[bytes | None]:
 
 def _by_number(name: str) -> list[tuple[int, int, str]]:
     """Digits count as numbers, so that 2 comes before 10."""
-    return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in re.split(r"([0-9]+)", name) if part]
+    return [
+        (0, int(part), part) if part.isdecimal() else (1, 0, part)
+        for part in re.split(r"([0-9]+)", name)
+        if part
+    ]
 
 
 def _column(groups: Sequence[Group], name: str) -> pa.Array:
@@ -154,13 +178,19 @@ def _column(groups: Sequence[Group], name: str) -> pa.Array:
 def _bytes(cursor: Cursor, member: Member) -> bytes:
     data = cursor.read(member.data, member.size)
     if len(data) != member.size:
-        raise OSError(f"wanted {member.size} bytes of member {member.name!r}, the file gave {len(data)}")
+        raise OSError(
+            f"wanted {member.size} bytes of member {member.name!r}, the file gave {len(data)}"
+        )
     return data
 
 
 def _slice(groups: Sequence[Group], options: ReadOptions, last: bool) -> RawSlice:
     good = [g for g in groups if not g.problem]
-    names = options.columns if options.columns is not None else (KEY, *dict.fromkeys(e for g in good for e in g.values))
+    names = (
+        options.columns
+        if options.columns is not None
+        else (KEY, *dict.fromkeys(e for g in good for e in g.values))
+    )
     arrays = {name: _column(good, name) for name in names}
     table = pa.table(arrays) if arrays else cols.empty(len(good))
     bad = [(i, g.problem) for i, g in enumerate(groups) if g.problem]

@@ -11,14 +11,24 @@ from typing import TYPE_CHECKING, Any
 from overlord.extras import pip_install
 
 _HOME = {
-    "tensors": "overlord.torch.tensors", "TensorStep": "overlord.torch.tensors", "TensorMicrobatch": "overlord.torch.tensors",
+    "tensors": "overlord.torch.tensors",
+    "TensorStep": "overlord.torch.tensors",
+    "TensorMicrobatch": "overlord.torch.tensors",
     "DevicePrefetcher": "overlord.torch.device_prefetch",
-    "Dataset": "overlord.torch.dataset", "StatefulLoader": "overlord.torch.dataset",
-    "LoaderState": "overlord.torch.checkpoint", "save_state": "overlord.torch.checkpoint", "load_state": "overlord.torch.checkpoint",
-    "token_loss": "overlord.torch.loss", "source_losses": "overlord.torch.loss", "token_losses": "overlord.torch.loss",
-    "join": "overlord.torch.rendezvous", "BroadcastClient": "overlord.torch.broadcast_client",
-    **dict.fromkeys(("route", "place_rows", "Exchange", "tied", "share_rows"), "overlord.torch.image_routing"),
-}  # fmt: skip
+    "Dataset": "overlord.torch.dataset",
+    "StatefulLoader": "overlord.torch.dataset",
+    "LoaderState": "overlord.torch.checkpoint",
+    "save_state": "overlord.torch.checkpoint",
+    "load_state": "overlord.torch.checkpoint",
+    "token_loss": "overlord.torch.loss",
+    "source_losses": "overlord.torch.loss",
+    "token_losses": "overlord.torch.loss",
+    "join": "overlord.torch.rendezvous",
+    "BroadcastClient": "overlord.torch.broadcast_client",
+    **dict.fromkeys(
+        ("route", "place_rows", "Exchange", "tied", "share_rows"), "overlord.torch.image_routing"
+    ),
+}
 _MODULES = {"adapters": "overlord.torch.adapters"}
 
 __all__ = [*_HOME, *_MODULES]
@@ -31,7 +41,9 @@ def __getattr__(name: str) -> Any:
         module = import_module(_MODULES.get(name) or _HOME[name])
     except ModuleNotFoundError as missing:
         if missing.name is not None and missing.name.partition(".")[0] == "torch":
-            raise ImportError(f"overlord.torch.{name} needs torch: {pip_install('torch')}") from missing
+            raise ImportError(
+                f"overlord.torch.{name} needs torch: {pip_install('torch')}"
+            ) from missing
         raise
     value: Any = module if name in _MODULES else getattr(module, name)
     globals()[name] = value

@@ -70,25 +70,56 @@ class BroadcastClient(Client):
     """
 
     def __init__(
-        self, service: Service, view: View, wire: Wire, clients: Mapping[int, Client], *, split: tuple[str, tuple[str, ...]], start: State,
-        asking: Callable[[], Any], leave: Callable[[BroadcastClient], None], farewells: Farewells, microbatches: int | None = None,
+        self,
+        service: Service,
+        view: View,
+        wire: Wire,
+        clients: Mapping[int, Client],
+        *,
+        split: tuple[str, tuple[str, ...]],
+        start: State,
+        asking: Callable[[], Any],
+        leave: Callable[[BroadcastClient], None],
+        farewells: Farewells,
+        microbatches: int | None = None,
         world_size: int | None = None,
-    ):  # fmt: skip
-        self.service, self._view, self._wire, self._clients, self._split = service, view, wire, dict(clients), split
+    ):
+        self.service, self._view, self._wire, self._clients, self._split = (
+            service,
+            view,
+            wire,
+            dict(clients),
+            split,
+        )
         self._own = self._clients.get(service.rank)
         self._slabs = SlabPool()  # for what the trainer widens
         self._asking, self._leave, self._farewells, self._asked = asking, leave, farewells, None
         self._over: BaseException | None = None  # why no frame comes any more
-        self._early: deque[dict[str, Any]] = deque()  # frames that came to a call they were not meant for
+        self._early: deque[dict[str, Any]] = (
+            deque()
+        )  # frames that came to a call they were not meant for
         self._images: Step | None = None  # of this rank's own, for the step whose frame is to come
         self._gone = False
-        self._last: dict[str, Any] | None = None  # the state behind the last step, once there is no other
+        self._last: dict[str, Any] | None = (
+            None  # the state behind the last step, once there is no other
+        )
         self.bytes_fetched = 0
         super().__init__(
-            service.rank, Place(), begin=lambda: None, consumed=lambda box, step: None, waiting_for=lambda: "", export=self._state_of,
-            rewind=self._load, report=self._say, start=start, close=self._end, stall_warn_s=0.0, stall_limit_s=0.0,
-            microbatches=microbatches, world_size=world_size,
-        )  # fmt: skip
+            service.rank,
+            Place(),
+            begin=lambda: None,
+            consumed=lambda box, step: None,
+            waiting_for=lambda: "",
+            export=self._state_of,
+            rewind=self._load,
+            report=self._say,
+            start=start,
+            close=self._end,
+            stall_warn_s=0.0,
+            stall_limit_s=0.0,
+            microbatches=microbatches,
+            world_size=world_size,
+        )
         self.session = None if self._own is None else self._own.session
         atexit.register(self._at_exit)
 
@@ -112,7 +143,9 @@ class BroadcastClient(Client):
         finally:
             self.waited_s += time.monotonic() - start
         part = next(p for p in parts if p["seat"] == self.service.seat)
-        assert own is None or own.step == part["told"].step, "images of one step and text of another"
+        assert own is None or own.step == part["told"].step, (
+            "images of one step and text of another"
+        )
         return part["told"], self._mine(part, own)
 
     def _fetch(self) -> tuple[Step, list[dict[str, Any]]]:
@@ -137,8 +170,9 @@ class BroadcastClient(Client):
             raise PlanError(
                 f"the first plan split along {self._split[0]} and broadcast at {', '.join(self._split[1]) or 'nothing'}, this one along "
                 f"{told[0]} and at {', '.join(told[1]) or 'nothing'}; process groups are made once",
-                step.step, "let the strategy name the same axes in every step, or pass broadcast=False",
-            )  # fmt: skip
+                step.step,
+                "let the strategy name the same axes in every step, or pass broadcast=False",
+            )
 
     def _hear(self, what: str, *, loading: bool = False) -> dict[str, Any]:
         """The next frame. ``loading``: that the session moved while the fetcher took a step ahead is no error to who follows it there."""
@@ -155,7 +189,9 @@ class BroadcastClient(Client):
     def _hear_step(self) -> dict[str, Any]:
         frame = self._hear(f"step {self._state.step}")
         if frame["kind"] in ("loaded", "refused"):
-            self._early.appendleft(frame)  # for the call that is to come: a thread that prefetches may be here before it
+            self._early.appendleft(
+                frame
+            )  # for the call that is to come: a thread that prefetches may be here before it
             raise self._apart("loaded a state", "asked for a step")
         self._inbox.generation = frame["generation"]  # type: ignore[attr-defined]
         if frame["kind"] == "end":
@@ -187,17 +223,30 @@ class BroadcastClient(Client):
     def _mine(self, part: Mapping[str, Any], own: Step | None) -> Bucket:
         """This rank's view of its seat's microbatches; with the images it encodes, which no other rank gets."""
         wide = Wide.of_part(part["wide"], part["rows"]) if part["wide"] else None
-        bucket = Bucket(np.arange(int(part["bounds"][-1])), part["bounds"], wide, form=part["form"], slab=self._slabs)
+        bucket = Bucket(
+            np.arange(int(part["bounds"][-1])),
+            part["bounds"],
+            wide,
+            form=part["form"],
+            slab=self._slabs,
+        )
         if wide is not None and bucket.form is not None and not self._view.sliced:
             wide, form = seen(wide, bucket.form, self._view)
             bucket = replace(bucket, wide=wide, form=form)
         else:
             whole = part["microbatches"] if wide is None else bucket.microbatches
-            bucket = replace(bucket, wide=None, form=None, built=tuple(narrow(arrays, self._view) for arrays in whole))
+            bucket = replace(
+                bucket,
+                wide=None,
+                form=None,
+                built=tuple(narrow(arrays, self._view) for arrays in whole),
+            )
         if own is not None:
             return replace(bucket, encoder=own._bucket.encoder, per=own._bucket.per)
         if part["encoder"] and self.service.seat == self.rank:
-            return replace(bucket, encoder=Wide.of_part(part["encoder"], part["encoder_rows"]), per=part["per"])
+            return replace(
+                bucket, encoder=Wide.of_part(part["encoder"], part["encoder_rows"]), per=part["per"]
+            )
         return bucket
 
     # state
@@ -215,7 +264,9 @@ class BroadcastClient(Client):
     def _state_of(self, box: Box, state: State) -> dict[str, Any]:
         if self._own is not None:
             mine = self._own
-            now = state is self._state and self._back is None  # else it is one of before, by a mark or by a step that was refused
+            now = (
+                state is self._state and self._back is None
+            )  # else it is one of before, by a mark or by a step that was refused
             return mine.state_dict() if now else mine.state_dict((mine._inbox, state))
         if self._last is not None and state.step == self._state.step:  # a mark is a copy
             return dict(self._last)
@@ -244,11 +295,19 @@ class BroadcastClient(Client):
                 client.load_state_dict(state, allow)
         except BaseException as error:
             with contextlib.suppress(OverlordError):
-                self._wire.say({"kind": "refused", "generation": self._generation, "error": as_said(error, self.rank)})
+                self._wire.say(
+                    {
+                        "kind": "refused",
+                        "generation": self._generation,
+                        "error": as_said(error, self.rank),
+                    }
+                )
             raise
         self._over = None
         after = sealed(self._own_client._state)
-        self._wire.say({"kind": "loaded", "generation": self._generation, "after": after, "mark": mark})
+        self._wire.say(
+            {"kind": "loaded", "generation": self._generation, "after": after, "mark": mark}
+        )
         return self._inbox, after
 
     def _load_too(self, state: Mapping[str, Any], allow: tuple[str, ...], mark: str) -> State:
@@ -286,13 +345,19 @@ class BroadcastClient(Client):
             log.warning("rank %d: the end of the stream was not heard by all: %s", self.rank, why)
 
     def _fail(self, error: BaseException) -> None:
-        self._over = error if isinstance(error, Exception) else OverlordError(f"rank {self.rank} was stopped by {type(error).__name__}")
+        self._over = (
+            error
+            if isinstance(error, Exception)
+            else OverlordError(f"rank {self.rank} was stopped by {type(error).__name__}")
+        )
         with contextlib.suppress(OverlordError):  # they are gone too
             self._wire.say({"kind": "error", "generation": 0, "error": as_said(error, self.rank)})
             self._wire.flush(limit_s=OTHERS_S)
 
     def _end(self) -> None:
-        if self._gone:  # a prefetcher has closed it, say, and now its own ``with`` does: it leaves once
+        if (
+            self._gone
+        ):  # a prefetcher has closed it, say, and now its own ``with`` does: it leaves once
             return
         self._gone = True
         atexit.unregister(self._at_exit)
@@ -318,15 +383,27 @@ class BroadcastClient(Client):
         """What the broadcast saves and costs: ranks that fetch, bytes that came from constructors and by broadcast, memory of frames."""
         s = self.service
         return {
-            "rank": s.rank, "fetches": s.fetches, "fetcher": s.fetcher, "group": list(s.members), "connections": len(self._clients),
-            "fetching_ranks": s.fetchers, "steps": self.steps, "bytes_fetched": self.bytes_fetched, "bytes_broadcast": self._wire.nbytes,
-            "held_bytes": self._wire.held_bytes, "waited_s": self.waited_s,
-        }  # fmt: skip
+            "rank": s.rank,
+            "fetches": s.fetches,
+            "fetcher": s.fetcher,
+            "group": list(s.members),
+            "connections": len(self._clients),
+            "fetching_ranks": s.fetchers,
+            "steps": self.steps,
+            "bytes_fetched": self.bytes_fetched,
+            "bytes_broadcast": self._wire.nbytes,
+            "held_bytes": self._wire.held_bytes,
+            "waited_s": self.waited_s,
+        }
 
     def __repr__(self) -> str:
         f = self.figures()
         moved = f"{f['bytes_fetched']} bytes fetched, " if self.service.fetches else ""
-        fetching = "1 rank fetches" if self.service.fetchers == 1 else f"{self.service.fetchers} ranks fetch"
+        fetching = (
+            "1 rank fetches"
+            if self.service.fetchers == 1
+            else f"{self.service.fetchers} ranks fetch"
+        )
         return f"BroadcastClient({self.service}; {fetching}; next step {self._state.step}, {moved}{f['bytes_broadcast']} broadcast)"
 
 
@@ -338,12 +415,23 @@ def _part(seat: int, step: Step, images: bool) -> dict[str, Any]:
     told = step._told.of_rows(bucket.samples[first:stop])
     none: tuple[Mapping[str, np.ndarray], np.ndarray] = ({}, np.zeros((0, len(bucket)), np.int64))
     wide, rows = bucket.part() if bucket.wide is not None else none
-    encoder, encoder_rows = bucket.encoder.part(0, bucket.encoder.n) if images and bucket.encoder is not None else none
+    encoder, encoder_rows = (
+        bucket.encoder.part(0, bucket.encoder.n) if images and bucket.encoder is not None else none
+    )
     return {
-        "seat": seat, "told": replace(told, after=sealed(told.after)), "bounds": bounds - first, "wide": wide, "rows": rows,
-        "microbatches": [] if bucket.wide is not None else [dict(arrays) for arrays in bucket.microbatches],
-        "encoder": encoder, "encoder_rows": encoder_rows, "per": bucket.per, "form": bucket.form,
-    }  # fmt: skip
+        "seat": seat,
+        "told": replace(told, after=sealed(told.after)),
+        "bounds": bounds - first,
+        "wide": wide,
+        "rows": rows,
+        "microbatches": []
+        if bucket.wide is not None
+        else [dict(arrays) for arrays in bucket.microbatches],
+        "encoder": encoder,
+        "encoder_rows": encoder_rows,
+        "per": bucket.per,
+        "form": bucket.form,
+    }
 
 
 def sealed(state: State) -> Sealed:

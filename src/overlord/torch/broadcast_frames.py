@@ -35,23 +35,36 @@ log = logging.getLogger("overlord")
 WAIT_S = 0.5  # torch cannot be interrupted in a wait: Ctrl-C is heard between two, and who has left
 POLL_S = 0.001  # between looks at a device's collective, which has no wait of its own
 AHEAD = 2  # frames that the fetcher may be ahead of the slowest rank it serves
-SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")  # where in its own source a library was when it failed
+SOURCE_LINE = re.compile(
+    r"^\[[^\]]*:\d+\]\s*"
+)  # where in its own source a library was when it failed
 
 
 class Wire:
     """A process group as a one-way channel: one rank says, the others hear. The one who says does not wait for them to listen."""
 
     def __init__(
-        self, service: Service, group: Any, device: torch.device, limit_s: float, *, stall_warn_s: float = WARN_S,
-        on_stall: Callable[[str, float], None] | None = None, farewells: Farewells | None = None,
-    ):  # fmt: skip
-        if device.type == "cuda" and device.index is None:  # a thread that prefetches would take the first one, whatever the rank's is
+        self,
+        service: Service,
+        group: Any,
+        device: torch.device,
+        limit_s: float,
+        *,
+        stall_warn_s: float = WARN_S,
+        on_stall: Callable[[str, float], None] | None = None,
+        farewells: Farewells | None = None,
+    ):
+        if (
+            device.type == "cuda" and device.index is None
+        ):  # a thread that prefetches would take the first one, whatever the rank's is
             device = torch.device("cuda", torch.cuda.current_device())
         self._service, self._group, self._device, self._limit_s = service, group, device, limit_s
         self._warn_s, self._on_stall, self._farewells = stall_warn_s, on_stall, farewells
         self._memory = SlabPool()
         self._said: deque[tuple[list[Any], list[torch.Tensor], int]] = deque()
-        self._lock = threading.Lock()  # of ``_said``: who closes waits beside a thread that prefetches
+        self._lock = (
+            threading.Lock()
+        )  # of ``_said``: who closes waits beside a thread that prefetches
         self._closed = False
         self._broken: Exception | None = None  # why frames cannot be told apart any more
         self.frames = self.nbytes = 0
@@ -66,7 +79,10 @@ class Wire:
         for piece in pack(header, columns):
             room[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
             at += len(piece)
-        tensors = [torch.tensor([len(room)], device=self._device), torch.from_numpy(room).to(self._device)]
+        tensors = [
+            torch.tensor([len(room)], device=self._device),
+            torch.from_numpy(room).to(self._device),
+        ]
         works = [self._broadcast(tensor) for tensor in tensors]
         with self._lock:
             self._said.append((works, tensors, self.frames))
@@ -81,7 +97,12 @@ class Wire:
                     return
                 first = self._said[0]
             for work in first[0]:
-                self._wait(work, f"{ranks(_others(self._service))} to take what rank {self._service.rank} broadcasts", limit_s, first[2])
+                self._wait(
+                    work,
+                    f"{ranks(_others(self._service))} to take what rank {self._service.rank} broadcasts",
+                    limit_s,
+                    first[2],
+                )
             with self._lock:
                 if self._said and self._said[0] is first:
                     self._said.popleft()
@@ -96,7 +117,9 @@ class Wire:
             return self._heard(what)
         except BaseException as fault:
             stopped = f"rank {self._service.rank} stopped ({type(fault).__name__}) while it waited for rank {self._service.fetcher}, and "
-            lost = OverlordError(f"{stopped}cannot tell any more where what that broadcasts begins: join again")
+            lost = OverlordError(
+                f"{stopped}cannot tell any more where what that broadcasts begins: join again"
+            )
             self._broken = fault if isinstance(fault, Exception) else lost
             raise
 
@@ -106,7 +129,11 @@ class Wire:
         self._wait(self._broadcast(size), who, frame=self.frames)
         n = int(size)
         room = self._memory(n)[:n]
-        tensor = torch.from_numpy(room) if self._device.type == "cpu" else torch.empty(n, dtype=torch.uint8, device=self._device)
+        tensor = (
+            torch.from_numpy(room)
+            if self._device.type == "cpu"
+            else torch.empty(n, dtype=torch.uint8, device=self._device)
+        )
         self._wait(self._broadcast(tensor), who, frame=self.frames)
         if self._device.type != "cpu":
             torch.from_numpy(room).copy_(tensor)
@@ -133,7 +160,12 @@ class Wire:
             raise self._lost(fault, self.frames) from fault
 
     def _wait(self, work: Any, who: str, limit_s: float | None = None, frame: int = 0) -> None:
-        look_at, start, limit_s, warn_at = WAIT_S, time.monotonic(), self._limit_s if limit_s is None else limit_s, self._warn_s
+        look_at, start, limit_s, warn_at = (
+            WAIT_S,
+            time.monotonic(),
+            self._limit_s if limit_s is None else limit_s,
+            self._warn_s,
+        )
         while not work.is_completed():
             if self._closed:
                 raise OverlordError(f"the client of rank {self._service.rank} is closed")
@@ -150,7 +182,9 @@ class Wire:
                 time.sleep(POLL_S)
                 continue
             try:
-                work.wait(timedelta(seconds=max(0.01, min(WAIT_S, limit_s - waited))))  # 0 would mean for ever
+                work.wait(
+                    timedelta(seconds=max(0.01, min(WAIT_S, limit_s - waited)))
+                )  # 0 would mean for ever
                 return
             except RuntimeError as fault:  # it lasts, or it failed
                 if work.is_completed():
@@ -177,8 +211,12 @@ class Wire:
         whom = f"rank {self._service.fetcher}, which fetches for this one,"
         if self._service.fetches:
             whom = ranks(others) if len(others) == 1 else f"one of {ranks(others)}"
-        text = shortened(SOURCE_LINE.sub("", next(iter(str(fault).splitlines()), "")).partition(". ")[0])  # then it gives advice
-        return ActorLost(whom, f"its process has ended, or the network between has failed; torch says: {text}")
+        text = shortened(
+            SOURCE_LINE.sub("", next(iter(str(fault).splitlines()), "")).partition(". ")[0]
+        )  # then it gives advice
+        return ActorLost(
+            whom, f"its process has ended, or the network between has failed; torch says: {text}"
+        )
 
 
 def _others(service: Service) -> list[int]:
@@ -189,4 +227,6 @@ def as_said(error: BaseException, rank: int) -> Exception:
     """An error in a form that travels, and that ends a loop nowhere in silence."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return ActorLost(f"rank {rank}, which fetches for this one,", f"it was stopped by {in_short(error)}")
+    return ActorLost(
+        f"rank {rank}, which fetches for this one,", f"it was stopped by {in_short(error)}"
+    )

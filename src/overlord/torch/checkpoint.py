@@ -38,8 +38,12 @@ class LoaderState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping) or not isinstance(text := state.get(KEY), str):
-            found = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise StateMismatch({"form": (f"{found or 'nothing'}", f"a string under {KEY!r}")}, REMEDY)
+            found = (
+                ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            )
+            raise StateMismatch(
+                {"form": (f"{found or 'nothing'}", f"a string under {KEY!r}")}, REMEDY
+            )
         loaded = _parsed(text, "the checkpoint")
         if self.allow:
             self.loader.load_state_dict(loaded, self.allow)

@@ -25,7 +25,9 @@ class InWorker:
 
     def __next__(self) -> Any:
         if self._failed:
-            raise SystemExit(0)  # torch's queue holds the error and is flushed at exit; torch reports any other status as a crash
+            raise SystemExit(
+                0
+            )  # torch's queue holds the error and is flushed at exit; torch reports any other status as a crash
         try:
             return next(self._items)
         except StopIteration:
@@ -46,16 +48,25 @@ def refuse_workers(has_job: bool, ranks: int) -> None:
     info = get_worker_info()
     if info.num_workers > 1:
         raise JobError(
-            [f"num_workers: wanted 0 or 1, found {info.num_workers}; each worker would launch the whole job and give every step again. "
-             "Loaders and constructors of a session work in parallel: see launch(loaders=, workers=, runtime=)"], "Dataset",
-        )  # fmt: skip
+            [
+                f"num_workers: wanted 0 or 1, found {info.num_workers}; each worker would launch the whole job and give every step again. "
+                "Loaders and constructors of a session work in parallel: see launch(loaders=, workers=, runtime=)"
+            ],
+            "Dataset",
+        )
     if not has_job:
         raise JobError(
-            ["num_workers: wanted 0 with a client, found 1; a session does not survive a fork. Give the Job, which is then launched in "
-             "the worker, or use num_workers=0: steps are prefetched either way"], "Dataset",
-        )  # fmt: skip
+            [
+                "num_workers: wanted 0 with a client, found 1; a session does not survive a fork. Give the Job, which is then launched in "
+                "the worker, or use num_workers=0: steps are prefetched either way"
+            ],
+            "Dataset",
+        )
     if (size := max(ranks, world_size())) > 1:
         raise JobError(
-            [f"num_workers: wanted 0 where ranks share a session (WORLD_SIZE={size}), found 1; rank 0's worker "
-             "would end, and the session with it, while others still take steps. Steps are prefetched without workers too"], "Dataset",
-        )  # fmt: skip
+            [
+                f"num_workers: wanted 0 where ranks share a session (WORLD_SIZE={size}), found 1; rank 0's worker "
+                "would end, and the session with it, while others still take steps. Steps are prefetched without workers too"
+            ],
+            "Dataset",
+        )

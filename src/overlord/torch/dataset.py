@@ -26,9 +26,12 @@ log = logging.getLogger("overlord")
 
 def _refuse_collating(batch: Any, **_: Any) -> Any:
     raise JobError(
-        ["batch_size: wanted None in the DataLoader, found a number; an item of a Dataset is a whole step, or microbatch, which is a batch "
-         "already: DataLoader(dataset, batch_size=None)"], "Dataset",
-    )  # fmt: skip
+        [
+            "batch_size: wanted None in the DataLoader, found a number; an item of a Dataset is a whole step, or microbatch, which is a batch "
+            "already: DataLoader(dataset, batch_size=None)"
+        ],
+        "Dataset",
+    )
 
 
 default_collate_fn_map.update({TensorStep: _refuse_collating, TensorMicrobatch: _refuse_collating})
@@ -45,29 +48,53 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
     """
 
     def __init__(
-        self, source: Any, *, microbatches: bool = False, transform: Callable[[Any], Any] | None = None, rank: int | None = None,
-        rewind: bool = False, wrap: Callable[[Any], Any] | None = None, **launch_options: Any,
-    ):  # fmt: skip
+        self,
+        source: Any,
+        *,
+        microbatches: bool = False,
+        transform: Callable[[Any], Any] | None = None,
+        rank: int | None = None,
+        rewind: bool = False,
+        wrap: Callable[[Any], Any] | None = None,
+        **launch_options: Any,
+    ):
         self.job = source if isinstance(source, Job) else None
         if self.job is None and not (hasattr(source, "__next__") and hasattr(source, "state_dict")):
-            raise JobError([f"wanted a Job, or a client of one, found {type(source).__name__}"], "Dataset")
+            raise JobError(
+                [f"wanted a Job, or a client of one, found {type(source).__name__}"], "Dataset"
+            )
         if self.job is None and (launch_options or rank is not None):
             raise JobError(
-                [f"{', '.join([*launch_options] or ['rank'])}: for a Job; the client that was given is launched already"], "Dataset"
+                [
+                    f"{', '.join([*launch_options] or ['rank'])}: for a Job; the client that was given is launched already"
+                ],
+                "Dataset",
             )
         self.microbatches, self.transform, self.rewind = microbatches, transform, rewind
         self._rank, self._options, self._wrap = rank, launch_options, wrap
         self._client: Any = None if self.job is not None else (wrap(source) if wrap else source)
-        self._first: State | None = self._client.state_dict() if rewind and self._client is not None else None  # where a pass may start
+        self._first: State | None = (
+            self._client.state_dict() if rewind and self._client is not None else None
+        )  # where a pass may start
         self._pending: Position | None = None  # loaded before there was a client to load it
         self._allow: tuple[str, ...] = ()
         self._loaded = False  # a state was loaded, from which the next pass goes on
-        self._trail, self._passes, self._empty = Trail(nothing_ahead), 0, 0  # of this pass; passes begun; passes without an item in a row
+        self._trail, self._passes, self._empty = (
+            Trail(nothing_ahead),
+            0,
+            0,
+        )  # of this pass; passes begun; passes without an item in a row
         self._taken: TensorStep | None = None  # a step taken from the client and not accepted yet
-        self._before: Callable[[], State] = dict  # the stream before the step that was taken or is handed out in parts
+        self._before: Callable[[], State] = (
+            dict  # the stream before the step that was taken or is handed out in parts
+        )
         self._rest: deque[Any] = deque()  # microbatches still to come of it
-        self._skip = self._out = 0  # microbatches to leave out of the next step; handed out of this one
-        self._plan: str | None = None  # the plan that the microbatches to leave out, or handed out, are of
+        self._skip = self._out = (
+            0  # microbatches to leave out of the next step; handed out of this one
+        )
+        self._plan: str | None = (
+            None  # the plan that the microbatches to leave out, or handed out, are of
+        )
         self._ranks = 1  # of the world that a worker was started in
 
     @property
@@ -105,7 +132,11 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
 
     def _mesh_size(self) -> int:
         """Return the ranks that share the session."""
-        known = self.job.place.world_size if self.job is not None else getattr(self._client, "world_size", None)
+        known = (
+            self.job.place.world_size
+            if self.job is not None
+            else getattr(self._client, "world_size", None)
+        )
         return known or 1
 
     def _items(self) -> Iterator[Any]:
@@ -155,7 +186,12 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
                 return False
             check_count(step, self._per_step())
             self._same_plan(step)
-            self._rest, self._out, self._skip, self._plan = deque(list(step)[self._skip :]), self._skip, 0, step.plan_digest
+            self._rest, self._out, self._skip, self._plan = (
+                deque(list(step)[self._skip :]),
+                self._skip,
+                0,
+                step.plan_digest,
+            )
             self._taken = None
         return True
 
@@ -167,15 +203,22 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         """Microbatches that were handed out are those of one plan; under another mesh they hold other samples."""
         if self._skip and self._plan not in (None, step.plan_digest):
             raise StateMismatch(
-                {f"the plan of step {step.step}": (f"{self._plan}, with {self._skip} microbatches handed out", step.plan_digest)},
+                {
+                    f"the plan of step {step.step}": (
+                        f"{self._plan}, with {self._skip} microbatches handed out",
+                        step.plan_digest,
+                    )
+                },
                 "a state of the middle of a step is good for the same mesh and strategy only; save at the end of a step, or load its "
                 "'stream', which begins this step anew",
-            )  # fmt: skip
+            )
 
     def __len__(self) -> int:
         """Return the items of the whole job, where its ``until`` is a number and a source that repeats keeps the stream from ending."""
         if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
-            raise TypeError("the number of items is known for a Job whose until is a number and which has a source with epochs=None")
+            raise TypeError(
+                "the number of items is known for a Job whose until is a number and which has a source with epochs=None"
+            )
         return self.job.until * (self.job.batch.microbatches if self.microbatches else 1)
 
     # state
@@ -194,7 +237,11 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         """Return this place. ``after``: the stream after the last step of the client."""
         if self._rest:
             return Position(self._before, self._out, self._plan)
-        return Position(after if self._taken is None else self._before, self._skip, self._plan if self._skip else None)
+        return Position(
+            after if self._taken is None else self._before,
+            self._skip,
+            self._plan if self._skip else None,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
         """Go on from a saved state: one of this object, or a client's."""
@@ -239,15 +286,22 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         """For workers that are spawned. What a pickler would say of a session is no help."""
         if self._client is not None:
             raise JobError(
-                ["num_workers: wanted 0 with a client, or with a Job that is iterated already; a session does not travel to another "
-                 "process. Give the Job, which is then launched in the worker"], "Dataset",
-            )  # fmt: skip
+                [
+                    "num_workers: wanted 0 with a client, or with a Job that is iterated already; a session does not travel to another "
+                    "process. Give the Job, which is then launched in the worker"
+                ],
+                "Dataset",
+            )
         return {**self.__dict__, "_ranks": world_size()}
 
 
 def _endless(job: Job) -> bool:
     """Whether some source always has samples; a mixture of its own may draw from none of those, so that all must."""
-    repeats = [source.epochs is None for source in job.sources if job.mixture is not None or source.weight > 0]
+    repeats = [
+        source.epochs is None
+        for source in job.sources
+        if job.mixture is not None or source.weight > 0
+    ]
     return all(repeats) if job.mixture is not None else any(repeats)
 
 
@@ -276,9 +330,18 @@ class StatefulLoader:
     prefetch_factor = None
 
     def __init__(
-        self, source: Any, *, device: Any = None, depth: int = 2, pin: bool = True, microbatches: bool = False,
-        transform: Callable[[Any], Any] | None = None, rank: int | None = None, rewind: bool = False, **launch_options: Any,
-    ):  # fmt: skip
+        self,
+        source: Any,
+        *,
+        device: Any = None,
+        depth: int = 2,
+        pin: bool = True,
+        microbatches: bool = False,
+        transform: Callable[[Any], Any] | None = None,
+        rank: int | None = None,
+        rewind: bool = False,
+        **launch_options: Any,
+    ):
         def on_device(client: Any) -> Any:
             from overlord.torch.device_prefetch import DevicePrefetcher
 
@@ -286,7 +349,13 @@ class StatefulLoader:
 
         wrap = None if device is None else on_device
         self.dataset = Dataset(
-            source, microbatches=microbatches, transform=transform, rank=rank, rewind=rewind, wrap=wrap, **launch_options
+            source,
+            microbatches=microbatches,
+            transform=transform,
+            rank=rank,
+            rewind=rewind,
+            wrap=wrap,
+            **launch_options,
         )
 
     def __iter__(self) -> Iterator[Any]:

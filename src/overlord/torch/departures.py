@@ -30,7 +30,12 @@ class Farewells:
     """The notes of one group, each read once."""
 
     def __init__(self, board: _Board, service: Service):
-        self._board, self._service, self._left, self._lock = board, service, list[Left](), threading.Lock()
+        self._board, self._service, self._left, self._lock = (
+            board,
+            service,
+            list[Left](),
+            threading.Lock(),
+        )
 
     def leave(self, frames: int, step: int, fault: BaseException | None) -> None:
         if fault is None:

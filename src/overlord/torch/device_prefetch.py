@@ -19,10 +19,21 @@ from overlord.job.job import Job
 from overlord.torch.microbatch_info import Facts
 from overlord.torch.pinned_memory import Placing, Staging
 from overlord.torch.saved_state import State, state_behind
-from overlord.torch.tensors import HOST_KEYS, TensorMicrobatch, TensorStep, about, detached_samples, slots_of, tensor_of, why_missing
+from overlord.torch.tensors import (
+    HOST_KEYS,
+    TensorMicrobatch,
+    TensorStep,
+    about,
+    detached_samples,
+    slots_of,
+    tensor_of,
+    why_missing,
+)
 
 LOOK_S = 1.0  # between looks whether the thread still lives
-HOLD_BACK_S = 0.02  # the thread lets a trainer that just got a step go first, while another is ready
+HOLD_BACK_S = (
+    0.02  # the thread lets a trainer that just got a step go first, while another is ready
+)
 HOLD_BACK = 0.1  # but no longer than this share of the time between two steps
 PAUSE_S = 60.0  # for the thread to come back from the client, before a state is loaded
 LEAVE_S = 10.0  # for it to end, once the client is closed
@@ -42,14 +53,26 @@ class DevicePrefetcher:
     ``waited_s``: how long the trainer has waited here. ``close`` closes the client too.
     """
 
-    def __init__(self, client: Any, device: torch.device | str = "cuda", depth: int = 2, pin: bool = True):
+    def __init__(
+        self, client: Any, device: torch.device | str = "cuda", depth: int = 2, pin: bool = True
+    ):
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
-            raise JobError([f"depth: wanted a whole number of at least 1, found {depth!r}"], "DevicePrefetcher")
+            raise JobError(
+                [f"depth: wanted a whole number of at least 1, found {depth!r}"], "DevicePrefetcher"
+            )
         if not hasattr(client, "__next__"):
-            words = "; open one: overlord.torch.join(job), or session.client(rank)" if isinstance(client, Job) else ""
-            raise JobError([f"wanted a client, found {type(client).__name__}{words}"], "DevicePrefetcher")
+            words = (
+                "; open one: overlord.torch.join(job), or session.client(rank)"
+                if isinstance(client, Job)
+                else ""
+            )
+            raise JobError(
+                [f"wanted a client, found {type(client).__name__}{words}"], "DevicePrefetcher"
+            )
         self.client, self.device, self.depth = client, torch.device(device), depth
-        if self.device.type == "cuda" and self.device.index is None:  # the thread's own current device is 0, whatever the trainer's is
+        if (
+            self.device.type == "cuda" and self.device.index is None
+        ):  # the thread's own current device is 0, whatever the trainer's is
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.waited_s, self.steps = 0.0, 0
         self._staging = Staging(self.device, pin) if self.device.type == "cuda" else None
@@ -95,12 +118,22 @@ class DevicePrefetcher:
         if self._thread is None and self._end is None:
             self._start()
         start = time.monotonic()
-        self._pause_s, self._asked_at = min(HOLD_BACK_S, HOLD_BACK * (start - self._asked_at)), start
+        self._pause_s, self._asked_at = (
+            min(HOLD_BACK_S, HOLD_BACK * (start - self._asked_at)),
+            start,
+        )
         with self._changed:
             while not self._ready and self._end is None:
                 self._changed.wait(LOOK_S)
-                if not self._ready and self._end is None and self._thread is not None and not self._thread.is_alive():
-                    raise ActorLost(f"the prefetching thread of rank {self.rank}", "it ended without a word")
+                if (
+                    not self._ready
+                    and self._end is None
+                    and self._thread is not None
+                    and not self._thread.is_alive()
+                ):
+                    raise ActorLost(
+                        f"the prefetching thread of rank {self.rank}", "it ended without a word"
+                    )
             if not self._ready:
                 self.waited_s += time.monotonic() - start
                 assert self._end is not None
@@ -177,8 +210,15 @@ class DevicePrefetcher:
         return self
 
     def __exit__(self, kind: object, value: object, *_: object) -> None:
-        if kind is not None and not (isinstance(value, SystemExit) and not value.code) and hasattr(self.client, "_failed"):
-            self.client._failed, self.client._fault = True, value  # as its own ``with`` would say: other ranks need not be waited for
+        if (
+            kind is not None
+            and not (isinstance(value, SystemExit) and not value.code)
+            and hasattr(self.client, "_failed")
+        ):
+            self.client._failed, self.client._fault = (
+                True,
+                value,
+            )  # as its own ``with`` would say: other ranks need not be waited for
         self.close()
 
     def __repr__(self) -> str:
@@ -188,8 +228,12 @@ class DevicePrefetcher:
 
     def _start(self) -> None:
         self._stopping = False
-        self._behind = self._behind or state_behind(self.client)  # a state that was refused leaves steps here, and the trainer behind them
-        self._thread = threading.Thread(target=self._run, name=f"overlord-prefetch-{self.rank}", daemon=True)
+        self._behind = self._behind or state_behind(
+            self.client
+        )  # a state that was refused leaves steps here, and the trainer behind them
+        self._thread = threading.Thread(
+            target=self._run, name=f"overlord-prefetch-{self.rank}", daemon=True
+        )
         self._thread.start()
 
     def _stop(self, seconds: float) -> None:
@@ -203,7 +247,9 @@ class DevicePrefetcher:
         thread.join(seconds)
         if thread.is_alive():
             self._thread = thread
-            raise DataStall("the prefetching thread, which waits for its client", seconds, rank=self.rank)
+            raise DataStall(
+                "the prefetching thread, which waits for its client", seconds, rank=self.rank
+            )
 
     def _run(self) -> None:
         end: BaseException | None = None
@@ -211,11 +257,15 @@ class DevicePrefetcher:
             while self._has_room():
                 ready = self._staged(next(self.client))
                 with self._changed:
-                    if not self._closed:  # also when it is to stop: a state may be refused, and the stream goes on
+                    if (
+                        not self._closed
+                    ):  # also when it is to stop: a state may be refused, and the stream goes on
                         self._ready.append(ready)
                     self._changed.notify_all()
                 del ready
-        except BaseException as fault:  # StopIteration too: told to the trainer behind the steps that came before it
+        except (
+            BaseException
+        ) as fault:  # StopIteration too: told to the trainer behind the steps that came before it
             end = fault
         with self._changed:
             if end is not None and not self._stopping:
@@ -234,16 +284,25 @@ class DevicePrefetcher:
     def _staged(self, step: Step | TensorStep) -> _Ready:
         behind = state_behind(self.client)
         if self._staging is None or isinstance(step, TensorStep):
-            return _Ready(TensorStep.of(step, None if self.device.type == "cpu" else self.device), behind, None)
+            return _Ready(
+                TensorStep.of(step, None if self.device.type == "cpu" else self.device),
+                behind,
+                None,
+            )
         microbatches, slots = list(step), list(slots_of(step))
-        arrays = [{k: np.asarray(v) for k, v in mb.items() if k not in HOST_KEYS} for mb in (*microbatches, *slots)]
+        arrays = [
+            {k: np.asarray(v) for k, v in mb.items() if k not in HOST_KEYS}
+            for mb in (*microbatches, *slots)
+        ]
         copied, found = self._staging.copy([a for mb in arrays for a in mb.values()])
         made = []
         for mb, moved in zip((*microbatches, *slots), arrays, strict=True):
             on_device = {key: found.popleft() for key in moved}
             kept = {key: tensor_of(np.array(mb[key])) for key in mb if key in HOST_KEYS}
             all_keys = {key: on_device[key] if key in on_device else kept[key] for key in mb}
-            facts = Facts.of({key: moved.get(key, kept.get(key)) for key in mb})  # not of mb, which would widen its arrays once more
+            facts = Facts.of(
+                {key: moved.get(key, kept.get(key)) for key in mb}
+            )  # not of mb, which would widen its arrays once more
             made.append(TensorMicrobatch(all_keys, detached_samples(mb), facts, why_missing(mb)))
         n = len(microbatches)
         return _Ready(TensorStep(about(step), made[:n], made[n:]), behind, copied)

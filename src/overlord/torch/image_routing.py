@@ -32,7 +32,12 @@ log = logging.getLogger("overlord")
 
 Group = Any  # a ProcessGroup, or None for all ranks
 GRADIENTS = ("sum", "own")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # as numbers, to compare them between ranks
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+)  # as numbers, to compare them between ranks
 _agreed: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()  # by process group
 
 
@@ -40,13 +45,22 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     """Rows to their ranks; backward sends each gradient to where its row came from."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, anchor: torch.Tensor, sends: list[int], gets: list[int], group: Group) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        anchor: torch.Tensor,
+        sends: list[int],
+        gets: list[int],
+        group: Group,
+    ) -> torch.Tensor:
         ctx.sends, ctx.gets, ctx.group = sends, gets, group
         return _exchanged(rows, sends, gets, group)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         """The anchor's gradient is nothing: it stands for ranks that have no rows and must still come here."""
         back = _exchanged(grads[0], ctx.gets, ctx.sends, ctx.group)
         return back, back.new_zeros(()), None, None, None
@@ -65,14 +79,20 @@ def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = Non
     and dtype. ``maps``: one of ``step.encoder``. ``lens``: rows of each image where some have more than their document took
     (it was cut); the first ones are sent. ``group`` must have all ranks of the plan, in their order.
     """
-    sends, gets = (_field(maps, name).astype(np.int64).tolist() for name in ("send_splits", "recv_splits"))
+    sends, gets = (
+        _field(maps, name).astype(np.int64).tolist() for name in ("send_splits", "recv_splits")
+    )
     rows = _cut(rows, maps, lens)
     if len(rows) != sum(sends):
-        raise PlanError(f"route: wanted the {sum(sends)} rows that the plan sends from this rank, found {len(rows)}; give the encoder's "
-                        "rows in the order of item_ids, and lens= where it makes more than send_lens")  # fmt: skip
+        raise PlanError(
+            f"route: wanted the {sum(sends)} rows that the plan sends from this rank, found {len(rows)}; give the encoder's "
+            "rows in the order of item_ids, and lens= where it makes more than send_lens"
+        )
     world = dist.get_world_size(group)
     if world != len(sends):
-        raise PlanError(f"route: wanted a group of the plan's {len(sends)} ranks, found one of {world}")
+        raise PlanError(
+            f"route: wanted a group of the plan's {len(sends)} ranks, found one of {world}"
+        )
     _agree(rows, world, group)
     anchor = rows.new_zeros((), requires_grad=rows.is_floating_point() and torch.is_grad_enabled())
     got: torch.Tensor = _AllToAll.apply(rows, anchor, sends, gets, group)
@@ -85,16 +105,26 @@ def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
     key = dist.group.WORLD if group is None else group
     if (known := _agreed.get(key)) is not None:
         if not len(rows) and rows.dtype != known:  # rightly so, where all have changed it
-            log.warning("rank %d routes 0 rows of %s, and before of %s: others must send that too", dist.get_rank(), rows.dtype, known)
+            log.warning(
+                "rank %d routes 0 rows of %s, and before of %s: others must send that too",
+                dist.get_rank(),
+                rows.dtype,
+                known,
+            )
         _agreed[key] = rows.dtype
         return
     code = DTYPES.index(rows.dtype) if rows.dtype in DTYPES else len(DTYPES)
     mine = torch.tensor([code, *rows.shape[1:2]], device=rows.device)
     every = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(every, mine, group=group)
-    said = [f"rank {r}: {[*DTYPES, 'another'][c]}, width {width}" for r, (c, width) in enumerate(t.tolist() for t in every)]
+    said = [
+        f"rank {r}: {[*DTYPES, 'another'][c]}, width {width}"
+        for r, (c, width) in enumerate(t.tolist() for t in every)
+    ]
     if len({words.partition(":")[2] for words in said}) > 1:
-        raise PlanError(f"route: wanted rows of one dtype and width on all ranks, also where there are none, found {'; '.join(said)}")
+        raise PlanError(
+            f"route: wanted rows of one dtype and width on all ranks, also where there are none, found {'; '.join(said)}"
+        )
     _agreed[key] = rows.dtype
 
 
@@ -104,8 +134,10 @@ def _cut(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
         return rows
     made, wanted = np.asarray(lens, np.int64), _field(maps, "send_lens").astype(np.int64)
     if made.shape != wanted.shape or (made < wanted).any() or made.sum() != len(rows):
-        raise PlanError(f"route: wanted for each of {len(wanted)} images at least the rows that are sent, {int(wanted.sum())} in all, "
-                        f"found lens of {len(made)} images and {len(rows)} rows")  # fmt: skip
+        raise PlanError(
+            f"route: wanted for each of {len(wanted)} images at least the rows that are sent, {int(wanted.sum())} in all, "
+            f"found lens of {len(made)} images and {len(rows)} rows"
+        )
     if np.array_equal(made, wanted):
         return rows
     starts = np.cumsum(made) - made
@@ -119,7 +151,9 @@ class Exchange:
     def __init__(self, rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = None):
         self._routed = route(rows, maps, group, lens=lens)
         self._wants = self._routed.requires_grad
-        self.rows = self._routed.detach().requires_grad_(self._wants)  # gradients of all microbatches gather here
+        self.rows = self._routed.detach().requires_grad_(
+            self._wants
+        )  # gradients of all microbatches gather here
         self._index = _field(maps, "image_token_index")
         counts, of = _field(maps, "out_lens"), _field(maps, "image_microbatch", "microbatches")
         self._microbatch = np.repeat(of, counts)
@@ -138,7 +172,9 @@ class Exchange:
         self._routed.backward(grad)
 
 
-def place_rows(embeddings: torch.Tensor, rows: torch.Tensor, index: Any, positions: Any = None) -> torch.Tensor:
+def place_rows(
+    embeddings: torch.Tensor, rows: torch.Tensor, index: Any, positions: Any = None
+) -> torch.Tensor:
     """Embeddings with these rows in place of those of their placeholders; gradients reach both.
 
     ``embeddings``: [T, width], or [1, T, width]. ``index``: where in the un-sliced microbatch each row goes. ``positions``: for a CP
@@ -153,8 +189,12 @@ def place_rows(embeddings: torch.Tensor, rows: torch.Tensor, index: Any, positio
         mine = np.flatnonzero(here[order[found]] == at) if len(here) else np.zeros(0, np.int64)
         rows, at = rows.index_select(0, _index(mine, rows.device)), order[found[mine]]
     if len(at) and int(at.max()) >= len(flat):
-        raise PlanError(f"place_rows: wanted places in {len(flat)} tokens, found {int(at.max())}; a CP slice needs positions=")
-    return flat.index_copy(0, _index(at, flat.device), rows.to(flat.dtype)).reshape(embeddings.shape)
+        raise PlanError(
+            f"place_rows: wanted places in {len(flat)} tokens, found {int(at.max())}; a CP slice needs positions="
+        )
+    return flat.index_copy(0, _index(at, flat.device), rows.to(flat.dtype)).reshape(
+        embeddings.shape
+    )
 
 
 def tied(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -166,9 +206,21 @@ class _Share(torch.autograd.Function):  # type: ignore[misc]
     """The first rank's rows on all; backward adds up what they mean to each, or takes the first's word for all."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, anchor: torch.Tensor, n: int, first: int, sums: bool, group: Group) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        anchor: torch.Tensor,
+        n: int,
+        first: int,
+        sums: bool,
+        group: Group,
+    ) -> torch.Tensor:
         ctx.n, ctx.first, ctx.sums, ctx.group, ctx.had = n, first, sums, group, len(rows)
-        shared = rows.contiguous().clone() if dist.get_rank() == first else rows.new_empty((n, *rows.shape[1:]))
+        shared = (
+            rows.contiguous().clone()
+            if dist.get_rank() == first
+            else rows.new_empty((n, *rows.shape[1:]))
+        )
         if n:
             dist.broadcast(shared, first, group=group)
         return shared
@@ -183,20 +235,28 @@ class _Share(torch.autograd.Function):  # type: ignore[misc]
         return mine, grad.new_zeros(()), None, None, None, None
 
 
-def share_rows(rows: torch.Tensor, index: Any, group: Group, *, gradients: str = "sum") -> tuple[torch.Tensor, np.ndarray]:
+def share_rows(
+    rows: torch.Tensor, index: Any, group: Group, *, gradients: str = "sum"
+) -> tuple[torch.Tensor, np.ndarray]:
     """Rows and places of the group's first rank, on all of its ranks: for TP and CP, whose ranks embed tokens of the same bucket.
 
     ``gradients``: ``"sum"`` where each rank uses them for other tokens (CP); ``"own"`` where all compute the same, and the first
     rank's gradient is the whole one already (TP, whose layers add it up).
     """
     if gradients not in GRADIENTS:
-        raise PlanError(f"share_rows: unknown gradients={gradients!r}; known: {', '.join(GRADIENTS)}")
+        raise PlanError(
+            f"share_rows: unknown gradients={gradients!r}; known: {', '.join(GRADIENTS)}"
+        )
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    counts = torch.tensor([len(rows), len(index) if dist.get_rank() == first else 0], device=rows.device)
+    counts = torch.tensor(
+        [len(rows), len(index) if dist.get_rank() == first else 0], device=rows.device
+    )
     dist.broadcast(counts, first, group=group)
     count, indexed = counts.tolist()
     if count != indexed:  # on all ranks, or the others would wait for the one that sees it
-        raise PlanError(f"share_rows: wanted a place for each row on rank {first}, found {count} rows and {indexed} places in index")
+        raise PlanError(
+            f"share_rows: wanted a place for each row on rank {first}, found {count} rows and {indexed} places in index"
+        )
     places = torch.empty(count, dtype=torch.int64, device=rows.device)
     if dist.get_rank() == first:
         places = _index(np.asarray(index, np.int64), rows.device)
@@ -216,7 +276,9 @@ def _field(maps: Any, *names: str) -> np.ndarray:
         if not isinstance(maps, Mapping) and hasattr(maps, name):
             return np.asarray(getattr(maps, name))
     has = ", ".join(maps) if isinstance(maps, Mapping) else type(maps).__name__
-    raise PlanError(f"route: wanted {names[0]!r} in the maps, found {has}; give one of step.encoder, or plan.routes().for_rank(rank, slot)")
+    raise PlanError(
+        f"route: wanted {names[0]!r} in the maps, found {has}; give one of step.encoder, or plan.routes().for_rank(rank, slot)"
+    )
 
 
 def _index(index: np.ndarray, device: torch.device) -> torch.Tensor:

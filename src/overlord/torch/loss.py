@@ -20,9 +20,16 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 def token_loss(
-    logits: torch.Tensor, labels: torch.Tensor | None, global_valid_tokens: int, *, gradients: str = "sum", dp_size: int | None = None,
-    loss_mask: torch.Tensor | None = None, head: Head | None = None, chunk: int = CHUNK,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    global_valid_tokens: int,
+    *,
+    gradients: str = "sum",
+    dp_size: int | None = None,
+    loss_mask: torch.Tensor | None = None,
+    head: Head | None = None,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
     """A microbatch's part of the step's loss: add these up, over microbatches and ranks, and it is the mean over all tokens.
 
     ``logits`` [tokens, words] with shifted ``labels`` [tokens], or losses of tokens, [tokens], with labels or ``loss_mask``; a
@@ -31,28 +38,44 @@ def token_loss(
     ``head``, ``chunk``: as in ``token_losses``.
     """
     if gradients not in GRADIENTS:
-        raise JobError([f"unknown gradients={gradients!r}; known: {', '.join(GRADIENTS)}"], "token_loss")
+        raise JobError(
+            [f"unknown gradients={gradients!r}; known: {', '.join(GRADIENTS)}"], "token_loss"
+        )
     if gradients == "mean" and (dp_size is None or dp_size < 1):
-        raise JobError([f"dp_size: wanted the number of ranks that gradients are averaged over, found {dp_size!r}"], "token_loss")
+        raise JobError(
+            [
+                f"dp_size: wanted the number of ranks that gradients are averaged over, found {dp_size!r}"
+            ],
+            "token_loss",
+        )
     losses = _flat_losses(logits, labels, head, chunk)
     if loss_mask is not None:
         mask = loss_mask.reshape(-1).to(losses.dtype)
-        losses = losses.masked_fill(mask == 0, 0) * mask  # what is masked may be infinite: a model's loss of a label that is none
+        losses = (
+            losses.masked_fill(mask == 0, 0) * mask
+        )  # what is masked may be infinite: a model's loss of a label that is none
     elif labels is None:
-        raise JobError(["labels, or loss_mask with losses of tokens: wanted one of them, found neither"], "token_loss")
+        raise JobError(
+            ["labels, or loss_mask with losses of tokens: wanted one of them, found neither"],
+            "token_loss",
+        )
     else:
         losses = losses.masked_fill(labels.reshape(-1) == IGNORE, 0)
     scale = (dp_size or 1) if gradients == "mean" else 1
     return losses.sum() * (scale / max(1, int(global_valid_tokens)))
 
 
-def _flat_losses(logits: torch.Tensor, labels: torch.Tensor | None, head: Head | None, chunk: int) -> torch.Tensor:
+def _flat_losses(
+    logits: torch.Tensor, labels: torch.Tensor | None, head: Head | None, chunk: int
+) -> torch.Tensor:
     if labels is None or (head is None and logits.numel() == labels.numel()):
         return logits.reshape(-1)
     return token_losses(logits, labels, head=head, chunk=chunk)
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor, *, head: Head | None = None, chunk: int = CHUNK) -> torch.Tensor:
+def token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, *, head: Head | None = None, chunk: int = CHUNK
+) -> torch.Tensor:
     """Cross entropy of each token, [tokens], in float32 at least; 0 where there is no label.
 
     Computed ``chunk`` tokens at a time and again in backward, so that float32 logits exist for one chunk only. With ``head`` the first
@@ -60,13 +83,20 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, *, head: Head | Non
     """
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if len(flat) != len(wanted):
-        raise JobError([f"wanted as many labels as rows of logits, {len(flat)}, found {len(wanted)}"], "token_losses")
+        raise JobError(
+            [f"wanted as many labels as rows of logits, {len(flat)}, found {len(wanted)}"],
+            "token_losses",
+        )
     if chunk < 1:
         raise JobError([f"chunk: wanted at least 1 token, found {chunk}"], "token_losses")
     again = len(flat) > chunk and torch.is_grad_enabled()
     parts = []
     for rows, targets in zip(flat.split(chunk), wanted.split(chunk), strict=True):
-        parts.append(checkpoint(_chunk, rows, targets, head, use_reentrant=False) if again else _chunk(rows, targets, head))
+        parts.append(
+            checkpoint(_chunk, rows, targets, head, use_reentrant=False)
+            if again
+            else _chunk(rows, targets, head)
+        )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -76,7 +106,9 @@ def _chunk(rows: torch.Tensor, targets: torch.Tensor, head: Head | None) -> torc
     return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
 
-def source_losses(losses: Any, microbatches: Any, names: Sequence[str], *, positions: Any = None) -> dict[str, float]:
+def source_losses(
+    losses: Any, microbatches: Any, names: Sequence[str], *, positions: Any = None
+) -> dict[str, float]:
     """Mean loss and tokens of every source that this rank met, for ``client.report``: ``{"loss/web": 2.31, "tokens/web": 8192}``.
 
     ``losses``: of each token, as ``token_losses`` gives them, for one microbatch, or lists of both for all of a step: the device is asked
@@ -84,13 +116,17 @@ def source_losses(losses: Any, microbatches: Any, names: Sequence[str], *, posit
     """
     many = isinstance(microbatches, (list, tuple))
     all_losses, all_mbs = (list(losses), list(microbatches)) if many else ([losses], [microbatches])
-    places = [None] * len(all_mbs) if positions is None else list(positions) if many else [positions]
+    places = (
+        [None] * len(all_mbs) if positions is None else list(positions) if many else [positions]
+    )
     if not len(all_losses) == len(all_mbs) == len(places):
         counts = f"{len(all_losses)} losses, {len(all_mbs)} microbatches, {len(places)} positions"
         raise JobError([f"wanted as many of each, found {counts}"], "source_losses")
     if not all_mbs:
         return {}
-    totals = sum(_by_source(*given, len(names)) for given in zip(all_losses, all_mbs, places, strict=True))
+    totals = sum(
+        _by_source(*given, len(names)) for given in zip(all_losses, all_mbs, places, strict=True)
+    )
     sums, counts_of = torch.as_tensor(totals).tolist()
     found: dict[str, float] = {}
     for name, loss, tokens in zip(names, sums, counts_of, strict=True):
@@ -104,14 +140,25 @@ def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: i
     flat = losses.detach().reshape(-1).double()
     if positions is None and (whole := _tokens_of_all(mb)) > len(flat):
         raise JobError(
-            [f"positions: wanted for a slice of {len(flat)} of {whole} tokens, cut for context parallelism; give those of its tokens in "
-             "the whole microbatch (overlord.constructor.rank_views.slice_index)"], "source_losses",
-        )  # fmt: skip
-    labels, ids, bounds = (as_tensor(mb[key]).to(flat.device) for key in ("labels", "source_ids", "cu_seqlens_padded"))
-    at = torch.arange(len(flat), device=flat.device) if positions is None else torch.as_tensor(positions, device=flat.device)
+            [
+                f"positions: wanted for a slice of {len(flat)} of {whole} tokens, cut for context parallelism; give those of its tokens in "
+                "the whole microbatch (overlord.constructor.rank_views.slice_index)"
+            ],
+            "source_losses",
+        )
+    labels, ids, bounds = (
+        as_tensor(mb[key]).to(flat.device) for key in ("labels", "source_ids", "cu_seqlens_padded")
+    )
+    at = (
+        torch.arange(len(flat), device=flat.device)
+        if positions is None
+        else torch.as_tensor(positions, device=flat.device)
+    )
     document = torch.searchsorted(bounds[1:].to(torch.int64), at.to(torch.int64), right=True)
     weight = (labels.reshape(-1) != IGNORE).double()
-    source = ids.to(torch.int64)[document.clamp(max=len(ids) - 1)].clamp(min=0)  # -1: an empty microbatch, whose tokens weigh nothing
+    source = ids.to(torch.int64)[document.clamp(max=len(ids) - 1)].clamp(
+        min=0
+    )  # -1: an empty microbatch, whose tokens weigh nothing
     into = torch.zeros(2, n, dtype=torch.float64, device=flat.device)
     return into.index_add_(1, source, torch.stack((torch.where(weight > 0, flat, 0.0), weight)))
 
@@ -121,4 +168,6 @@ def _tokens_of_all(mb: Mapping[str, Any]) -> int:
     if isinstance(mb, TensorMicrobatch):
         return mb.facts.tokens
     bounds = mb["cu_seqlens_padded"]
-    return -1 if isinstance(bounds, torch.Tensor) and bounds.device.type != "cpu" else int(bounds[-1])
+    return (
+        -1 if isinstance(bounds, torch.Tensor) and bounds.device.type != "cpu" else int(bounds[-1])
+    )

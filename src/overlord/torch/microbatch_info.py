@@ -34,9 +34,17 @@ class Facts:
         if isinstance(known, Facts):
             return known
         # The last is all that a stage in the middle has of the padded layout, which alone has it.
-        token_keys = [key for key in ("tokens", "labels", "position_ids", "loss_mask", "attention_mask") if key in microbatch]
+        token_keys = [
+            key
+            for key in ("tokens", "labels", "position_ids", "loss_mask", "attention_mask")
+            if key in microbatch
+        ]
         first = microbatch[token_keys[0]] if token_keys else None
-        arrays = {key: _array(microbatch[key]) for key in ("tokens", "labels", "cu_seqlens", "cu_seqlens_padded") if key in microbatch}
+        arrays = {
+            key: _array(microbatch[key])
+            for key in ("tokens", "labels", "cu_seqlens", "cu_seqlens_padded")
+            if key in microbatch
+        }
         bounds = arrays.get("cu_seqlens_padded")
         facts = Facts(
             tokens=int(bounds[-1]) if bounds is not None and len(bounds) else -1,
@@ -44,7 +52,13 @@ class Facts:
             longest=int(microbatch["max_seqlen"]) if "max_seqlen" in microbatch else -1,
             padded=first is not None and len(first.shape) == 2,
         )
-        return Facts(tokens=facts.tokens, here=facts.here, longest=facts.longest, padded=facts.padded, labels=_labels(arrays, facts.sliced))
+        return Facts(
+            tokens=facts.tokens,
+            here=facts.here,
+            longest=facts.longest,
+            padded=facts.padded,
+            labels=_labels(arrays, facts.sliced),
+        )
 
 
 def _array(values: Any) -> np.ndarray:

@@ -49,10 +49,14 @@ def fill(buffer: np.ndarray, arrays: Sequence[np.ndarray], offsets: Sequence[int
             done.add(o)
 
 
-def views(flat: torch.Tensor, arrays: Sequence[np.ndarray], offsets: Sequence[int]) -> deque[torch.Tensor]:
+def views(
+    flat: torch.Tensor, arrays: Sequence[np.ndarray], offsets: Sequence[int]
+) -> deque[torch.Tensor]:
     """The arrays again, as parts of one tensor of bytes."""
     return deque(
-        flat[o : o + array.nbytes].view(tensor_of(array[:0] if array.ndim else array).dtype).reshape(array.shape)
+        flat[o : o + array.nbytes]
+        .view(tensor_of(array[:0] if array.ndim else array).dtype)
+        .reshape(array.shape)
         for array, o in zip(arrays, offsets, strict=True)
     )
 
@@ -68,7 +72,9 @@ class Staging:
 
     def copy(self, arrays: Sequence[np.ndarray]) -> tuple[Placing, deque[torch.Tensor]]:
         """Starts the copy; the tensors may be used after ``hand_over``, the arrays at once."""
-        with torch.cuda.device(self._device):  # a thread's own is the first one, and pinning would open a context there
+        with torch.cuda.device(
+            self._device
+        ):  # a thread's own is the first one, and pinning would open a context there
             return self._copied(arrays)
 
     def _copied(self, arrays: Sequence[np.ndarray]) -> tuple[Placing, deque[torch.Tensor]]:
@@ -77,7 +83,9 @@ class Staging:
         if self._events[k] is not None:
             self._events[k].synchronize()  # what was in this buffer has left it
         if len(self._buffers[k]) < total:
-            self._buffers[k] = torch.empty(total + total // 4, dtype=torch.uint8, pin_memory=self._pin)
+            self._buffers[k] = torch.empty(
+                total + total // 4, dtype=torch.uint8, pin_memory=self._pin
+            )
         fill(self._buffers[k].numpy(), arrays, offsets)
         with torch.cuda.stream(self._stream):
             flat = torch.empty(total, dtype=torch.uint8, device=self._device)

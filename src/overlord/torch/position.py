@@ -59,8 +59,14 @@ def position_of(state: Any) -> Position:
         except ValueError as fault:
             raise StateMismatch({"stream": (str(fault), "JSON")}, REMEDY) from fault
     if not (stream is None or isinstance(stream, Mapping)):
-        raise StateMismatch({"stream": (type(stream).__name__, "a mapping as JSON, or nothing")}, REMEDY)
-    return Position(Saved(None if stream is None else dict(stream)), int(state.get("microbatches") or 0), state.get("plan"))
+        raise StateMismatch(
+            {"stream": (type(stream).__name__, "a mapping as JSON, or nothing")}, REMEDY
+        )
+    return Position(
+        Saved(None if stream is None else dict(stream)),
+        int(state.get("microbatches") or 0),
+        state.get("plan"),
+    )
 
 
 class Trail:

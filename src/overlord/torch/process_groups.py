@@ -42,12 +42,23 @@ def service_of(place: ClientPlaceTree, rank: int, axis: str, broadcast: Sequence
     seats = place.seats(axis, broadcast)
     members = np.flatnonzero(served == served[rank])
     return Service(
-        rank=rank, fetcher=int(served[rank]), seat=int(seats[rank]), members=tuple(members.tolist()),
-        seats=tuple(np.unique(seats[members]).tolist()), fetchers=len(np.unique(served)),
-    )  # fmt: skip
+        rank=rank,
+        fetcher=int(served[rank]),
+        seat=int(seats[rank]),
+        members=tuple(members.tolist()),
+        seats=tuple(np.unique(seats[members]).tolist()),
+        fetchers=len(np.unique(served)),
+    )
 
 
-def make_group(place: ClientPlaceTree, rank: int, broadcast: Sequence[str], *, backend: str | None, timeout_s: float) -> Any:
+def make_group(
+    place: ClientPlaceTree,
+    rank: int,
+    broadcast: Sequence[str],
+    *,
+    backend: str | None,
+    timeout_s: float,
+) -> Any:
     """The process group of the ranks with this rank's fetcher; None where it fetches for itself alone.
 
     Every rank of the world calls this, and makes all the groups in the same order: torch wants it so.
@@ -58,15 +69,27 @@ def make_group(place: ClientPlaceTree, rank: int, broadcast: Sequence[str], *, b
         return None
     if not dist.is_available() or not dist.is_initialized():
         raise JobError(
-            [f"the plan broadcasts at {', '.join(broadcast)}, which needs process groups: call torch.distributed.init_process_group() "
-             "before overlord.torch.join, or pass broadcast=False and let every rank fetch its own"],
+            [
+                f"the plan broadcasts at {', '.join(broadcast)}, which needs process groups: call torch.distributed.init_process_group() "
+                "before overlord.torch.join, or pass broadcast=False and let every rank fetch its own"
+            ],
             "join",
-        )  # fmt: skip
+        )
     if (world := dist.get_world_size()) != place.world_size:
-        raise JobError([f"place: wanted the {world} ranks of the process group, found {place.world_size} in {place}"], "join")
+        raise JobError(
+            [
+                f"place: wanted the {world} ranks of the process group, found {place.world_size} in {place}"
+            ],
+            "join",
+        )
     for fetcher, count in zip(fetchers.tolist(), counts.tolist(), strict=True):
         if count > 1:
             ranks = np.flatnonzero(served == fetcher).tolist()
-            made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend, group_desc=f"overlord-{fetcher}")
+            made = dist.new_group(
+                ranks,
+                timeout=timedelta(seconds=timeout_s),
+                backend=backend,
+                group_desc=f"overlord-{fetcher}",
+            )
             mine = made if rank in ranks else mine
     return mine

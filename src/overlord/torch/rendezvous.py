@@ -20,7 +20,15 @@ from overlord.job.job import Job
 from overlord.messages.control import Sealed
 from overlord.plan.rank_view import view_of
 from overlord.session.launch import launch
-from overlord.session.rendezvous import HEARD_S, LOOK_S, STALLS, _Board, _owning, checked_world, serving_host
+from overlord.session.rendezvous import (
+    HEARD_S,
+    LOOK_S,
+    STALLS,
+    _Board,
+    _owning,
+    checked_world,
+    serving_host,
+)
 from overlord.session.rendezvous import join as plain_join
 from overlord.setup.job_agreement import difference, parts_of
 from overlord.torch.broadcast_client import BroadcastClient, sealed
@@ -37,9 +45,15 @@ AFTER_S = 60.0  # behind our own deadline, which says who is waited for; torch's
 
 
 def join(
-    job: Job, *, rank: int | None = None, timeout_s: float = 600.0, leave_s: float = 60.0, device: str | torch.device | None = None,
-    wait_s: float = 1800.0, **launch_options: Any,
-) -> Client:  # fmt: skip
+    job: Job,
+    *,
+    rank: int | None = None,
+    timeout_s: float = 600.0,
+    leave_s: float = 60.0,
+    device: str | torch.device | None = None,
+    wait_s: float = 1800.0,
+    **launch_options: Any,
+) -> Client:
     """Return the client of this process's rank, after ``init_process_group``; every rank of the world calls it.
 
     Where the plan broadcasts (``broadcast_at``) one rank of each group fetches and the others get their part from it, in a process
@@ -52,14 +66,21 @@ def join(
     if here is None or here.size == 1:
         return plain_join(job, rank=rank, timeout_s=timeout_s, leave_s=leave_s, **launch_options)
     rank = here.rank if rank is None else rank
-    board = _Board(rank, here.size, timeout_s, {name: launch_options[name] for name in STALLS if name in launch_options})
+    board = _Board(
+        rank,
+        here.size,
+        timeout_s,
+        {name: launch_options[name] for name in STALLS if name in launch_options},
+    )
     session = _launched(job, board, timeout_s, launch_options) if rank == 0 else None
     said = board.read() if session is None else session.said
     if isinstance(said.get("error"), BaseException):
         raise said["error"]
     try:
         _meet(job, rank, said, board)
-        return _Joining(job, rank, said, board, session, leave_s, launch_options).client(torch.device(device or "cpu"), wait_s)
+        return _Joining(job, rank, said, board, session, leave_s, launch_options).client(
+            torch.device(device or "cpu"), wait_s
+        )
     except BaseException:
         if session is not None:
             session.session.close()
@@ -86,7 +107,9 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
     session: Session | None = None
     try:
         host, parts = serving_host(board), parts_of(job)
-        if not options.get("constructors", True):  # clients that build for themselves are what the others are measured against
+        if not options.get(
+            "constructors", True
+        ):  # clients that build for themselves are what the others are measured against
             options = {**options, "broadcast": False}
         session = launch(job, **options)
         client = session.client(0)
@@ -94,7 +117,13 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
         plan = _first_plan(session, timeout_s) if options.get("broadcast", True) else None
         axis, broadcast = ("DP", ()) if plan is None else (plan.main.axis, _serving_axes(job, plan))
         encodes = plan is not None and "encoder" in plan.modules
-        said = {"address": served.address, "token": served.token, "axis": axis, "broadcast": broadcast, "encodes": encodes}
+        said = {
+            "address": served.address,
+            "token": served.token,
+            "axis": axis,
+            "broadcast": broadcast,
+            "encodes": encodes,
+        }
         said["job"] = parts
         said["start"] = sealed(session._start_state)
         _excuse(session, axis, broadcast, encodes)
@@ -119,7 +148,10 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
     session._begin()
     deadline = time.monotonic() + timeout_s
     while True:
-        plans, over = session._pump.ask(lambda: ([s.plan for s in session._host.plans], session._host.planner.finished), "the planner")
+        plans, over = session._pump.ask(
+            lambda: ([s.plan for s in session._host.plans], session._host.planner.finished),
+            "the planner",
+        )
         if plans or over is not None:
             return plans[0] if plans else None
         if time.monotonic() >= deadline:
@@ -132,7 +164,11 @@ def _excuse(session: Session, axis: str, broadcast: tuple[str, ...], encodes: bo
     assert session._serving is not None
     place = session.job.place
     seats, fetchers = place.seats(axis, broadcast).tolist(), place.served_by(broadcast).tolist()
-    served = [rank for rank, by in enumerate(fetchers) if rank != by and (not encodes or seats[rank] == rank)]
+    served = [
+        rank
+        for rank, by in enumerate(fetchers)
+        if rank != by and (not encodes or seats[rank] == rank)
+    ]
     session._serving.excuse(served, [rank for rank in served if seats[rank] != rank])
 
 
@@ -140,39 +176,75 @@ class _Joining:
     """From what rank 0 said to the client of this rank."""
 
     def __init__(
-        self, job: Job, rank: int, said: dict[str, Any], board: _Board, launched: _Launched | None, leave_s: float, options: dict[str, Any]
+        self,
+        job: Job,
+        rank: int,
+        said: dict[str, Any],
+        board: _Board,
+        launched: _Launched | None,
+        leave_s: float,
+        options: dict[str, Any],
     ):
-        self._job, self._rank, self._said, self._board, self._leave_s = job, rank, said, board, leave_s
+        self._job, self._rank, self._said, self._board, self._leave_s = (
+            job,
+            rank,
+            said,
+            board,
+            leave_s,
+        )
         self._session = None if launched is None else launched.session
         self._axis, self._broadcast = said["axis"], tuple(said["broadcast"])
         self._stalls = {name: options[name] for name in STALLS if name in options}
         self._service = service_of(job.place, rank, self._axis, self._broadcast)
-        self._served = [r for r, by in enumerate(job.place.served_by(self._broadcast).tolist()) if r != by]
+        self._served = [
+            r for r, by in enumerate(job.place.served_by(self._broadcast).tolist()) if r != by
+        ]
 
     def client(self, device: torch.device, wait_s: float) -> Client:
         s = self._service
         backend = "gloo" if device.type == "cpu" else None
-        group = make_group(self._job.place, self._rank, self._broadcast, backend=backend, timeout_s=wait_s + AFTER_S)
+        group = make_group(
+            self._job.place,
+            self._rank,
+            self._broadcast,
+            backend=backend,
+            timeout_s=wait_s + AFTER_S,
+        )
         if group is None:
             only = self._open(self._rank)
             return self._owned(only) if self._session is not None else only
         view = view_of(self._job.place, self._axis, (), self._rank, self._job.batch.cp_split)
         farewells = Farewells(self._board, s)
-        clients, wire = self._clients(s), Wire(s, group, device, wait_s, farewells=farewells, **self._warning())
+        clients, wire = (
+            self._clients(s),
+            Wire(s, group, device, wait_s, farewells=farewells, **self._warning()),
+        )
         if self._session is not None:
             self._owned(clients[0])
         return BroadcastClient(
-            s, view, wire, clients, split=(self._axis, self._broadcast), start=self._start(clients),
-            asking=self._asking, leave=self._leave, farewells=farewells, microbatches=self._job.batch.microbatches,
+            s,
+            view,
+            wire,
+            clients,
+            split=(self._axis, self._broadcast),
+            start=self._start(clients),
+            asking=self._asking,
+            leave=self._leave,
+            farewells=farewells,
+            microbatches=self._job.batch.microbatches,
             world_size=self._job.place.world_size,
-        )  # fmt: skip
+        )
 
     def _warning(self) -> dict[str, Any]:
-        return {name: value for name, value in self._stalls.items() if name != "stall_limit_s"}  # ``wait_s`` is what ends this wait
+        return {
+            name: value for name, value in self._stalls.items() if name != "stall_limit_s"
+        }  # ``wait_s`` is what ends this wait
 
     def _clients(self, s: Service) -> dict[int, Client]:
         if s.fetches:
-            return {seat: self._open(seat) for seat in sorted(s.seats, key=lambda seat: seat != s.rank)}
+            return {
+                seat: self._open(seat) for seat in sorted(s.seats, key=lambda seat: seat != s.rank)
+            }
         return {s.rank: self._open(s.rank)} if self._said["encodes"] and s.seat != s.rank else {}
 
     def _open(self, seat: int) -> Client:
@@ -198,7 +270,18 @@ class _Joining:
         return clients[self._rank]._state if self._rank in clients else start
 
     def _asking(self) -> _Connected:
-        return _Connected(Asking(self._said["address"], self._said["token"], self._rank, timeout_s=ASK_S, role="served"), {}, ASK_S, 0.0)
+        return _Connected(
+            Asking(
+                self._said["address"],
+                self._said["token"],
+                self._rank,
+                timeout_s=ASK_S,
+                role="served",
+            ),
+            {},
+            ASK_S,
+            0.0,
+        )
 
     def _leave(self, client: BroadcastClient) -> None:
         if not self._service.fetches:

@@ -16,13 +16,18 @@ MEET_S = 1800.0  # for all ranks to begin the pass, where ``stall_limit_s`` says
 def refuse_apart(ranks: int) -> None:
     """Refuse to rewind a session of several ranks that cannot meet. ``ranks``: of the mesh."""
     groups = process_groups()
-    found = "no process group" if groups is None else f"a process group of {groups.get_world_size()}"
+    found = (
+        "no process group" if groups is None else f"a process group of {groups.get_world_size()}"
+    )
     if ranks > 1 and (groups is None or groups.get_world_size() != ranks):
         raise JobError(
-            [f"rewind=True: expected a process group of the {ranks} ranks of the mesh, in which they meet before each pass, got {found}; "
-             "call torch.distributed.init_process_group() on every rank before the first pass. For all ranks in one process: "
-             "launch the job again for each pass, without rewind"], "Dataset",
-        )  # fmt: skip
+            [
+                f"rewind=True: expected a process group of the {ranks} ranks of the mesh, in which they meet before each pass, got {found}; "
+                "call torch.distributed.init_process_group() on every rank before the first pass. For all ranks in one process: "
+                "launch the job again for each pass, without rewind"
+            ],
+            "Dataset",
+        )
 
 
 def meet(ranks: int, options: Mapping[str, Any]) -> None:

@@ -18,10 +18,20 @@ from overlord.messages.control import Sealed
 from overlord.torch.microbatch_info import Facts
 
 # Read by the host to call a collective, to size a kernel or to find rows: on a device they would cost a wait each.
-HOST_KEYS = frozenset((
-    "max_seqlen", "send_splits", "recv_splits", "send_lens", "out_lens", "recv_perm", "recv_rows", "item_ids", "image_token_index",
-    "image_microbatch",
-))  # fmt: skip
+HOST_KEYS = frozenset(
+    (
+        "max_seqlen",
+        "send_splits",
+        "recv_splits",
+        "send_lens",
+        "out_lens",
+        "recv_perm",
+        "recv_rows",
+        "item_ids",
+        "image_token_index",
+        "image_microbatch",
+    )
+)
 
 
 class _Writable:
@@ -46,7 +56,10 @@ def as_tensor(value: Any) -> torch.Tensor:
 
 
 def tensors(
-    microbatch: Mapping[str, Any], device: torch.device | str | None = None, *, non_blocking: bool = False
+    microbatch: Mapping[str, Any],
+    device: torch.device | str | None = None,
+    *,
+    non_blocking: bool = False,
 ) -> dict[str, torch.Tensor]:
     """All keys of a microbatch as tensors. Without a device, or on the CPU, they share its memory: read, never write.
 
@@ -54,7 +67,11 @@ def tensors(
     only; ``DevicePrefetcher`` has that, and copies in the background. A microbatch that another rank fetches is refused: it has none.
     """
     made = _shared(microbatch)
-    if not made and isinstance(microbatch, (Microbatch, TensorMicrobatch)) and (why := why_missing(microbatch)):
+    if (
+        not made
+        and isinstance(microbatch, (Microbatch, TensorMicrobatch))
+        and (why := why_missing(microbatch))
+    ):
         raise KeyError(f"'tokens' {why}")
     return made if device is None else _moved(made, torch.device(device), non_blocking)
 
@@ -63,8 +80,13 @@ def _shared(microbatch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {key: as_tensor(value) for key, value in microbatch.items()}
 
 
-def _moved(made: Mapping[str, torch.Tensor], device: torch.device, non_blocking: bool) -> dict[str, torch.Tensor]:
-    return {key: t if key in HOST_KEYS else t.to(device, non_blocking=non_blocking) for key, t in made.items()}
+def _moved(
+    made: Mapping[str, torch.Tensor], device: torch.device, non_blocking: bool
+) -> dict[str, torch.Tensor]:
+    return {
+        key: t if key in HOST_KEYS else t.to(device, non_blocking=non_blocking)
+        for key, t in made.items()
+    }
 
 
 class TensorMicrobatch(Mapping[str, torch.Tensor]):
@@ -73,14 +95,22 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
     __slots__ = ("_facts", "_samples", "_tensors", "_why")
 
     def __init__(
-        self, made: dict[str, torch.Tensor], samples: Callable[[], list[Piece]] | list[Piece], facts: Facts | None = None, why: str = ""
+        self,
+        made: dict[str, torch.Tensor],
+        samples: Callable[[], list[Piece]] | list[Piece],
+        facts: Facts | None = None,
+        why: str = "",
     ):
         self._tensors, self._samples, self._facts, self._why = made, samples, facts, why
 
     @staticmethod
     def of(microbatch: Mapping[str, Any]) -> TensorMicrobatch:
         """Sharing its memory."""
-        return TensorMicrobatch(_shared(microbatch), lambda: list(getattr(microbatch, "samples", ())), why=why_missing(microbatch))
+        return TensorMicrobatch(
+            _shared(microbatch),
+            lambda: list(getattr(microbatch, "samples", ())),
+            why=why_missing(microbatch),
+        )
 
     def __getitem__(self, key: str) -> torch.Tensor:
         try:
@@ -107,11 +137,21 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
         return self._facts
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorMicrobatch:
-        return TensorMicrobatch(_moved(self._tensors, torch.device(device), non_blocking), self._samples, self.facts, self._why)
+        return TensorMicrobatch(
+            _moved(self._tensors, torch.device(device), non_blocking),
+            self._samples,
+            self.facts,
+            self._why,
+        )
 
     def pin_memory(self) -> TensorMicrobatch:
         """In pinned memory: what a ``DataLoader(pin_memory=True)`` calls."""
-        return TensorMicrobatch({key: t.pin_memory() for key, t in self._tensors.items()}, self._samples, self._facts, self._why)
+        return TensorMicrobatch(
+            {key: t.pin_memory() for key, t in self._tensors.items()},
+            self._samples,
+            self._facts,
+            self._why,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorMicrobatch, (self._tensors, self.samples, self._facts, self._why)
@@ -123,21 +163,45 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
 class TensorStep:
     """A step of tensors: what a ``Step`` says of itself, and its microbatches as ``TensorMicrobatch``."""
 
-    __slots__ = ("_microbatches", "encoder", "global_valid_tokens", "plan_digest", "rank", "served_by", "step")
+    __slots__ = (
+        "_microbatches",
+        "encoder",
+        "global_valid_tokens",
+        "plan_digest",
+        "rank",
+        "served_by",
+        "step",
+    )
 
-    def __init__(self, about: Mapping[str, Any], microbatches: Sequence[TensorMicrobatch], encoder: Sequence[TensorMicrobatch] = ()):
+    def __init__(
+        self,
+        about: Mapping[str, Any],
+        microbatches: Sequence[TensorMicrobatch],
+        encoder: Sequence[TensorMicrobatch] = (),
+    ):
         self.step: int = about["step"]
         self.rank: int = about["rank"]
         self.global_valid_tokens: int = about["global_valid_tokens"]
         self.plan_digest: str = about["plan_digest"]
-        self.served_by: int = about["served_by"]  # the rank that fetches for this one; itself where it fetches
+        self.served_by: int = about[
+            "served_by"
+        ]  # the rank that fetches for this one; itself where it fetches
         self._microbatches, self.encoder = tuple(microbatches), tuple(encoder)
 
     @staticmethod
-    def of(step: Step | TensorStep, device: torch.device | str | None = None, *, non_blocking: bool = False) -> TensorStep:
+    def of(
+        step: Step | TensorStep,
+        device: torch.device | str | None = None,
+        *,
+        non_blocking: bool = False,
+    ) -> TensorStep:
         """A step's tensors, which share its memory; on a device, copies."""
         if not isinstance(step, TensorStep):
-            step = TensorStep(about(step), [TensorMicrobatch.of(mb) for mb in step], [TensorMicrobatch.of(s) for s in slots_of(step)])
+            step = TensorStep(
+                about(step),
+                [TensorMicrobatch.of(mb) for mb in step],
+                [TensorMicrobatch.of(s) for s in slots_of(step)],
+            )
         return step if device is None else step.to(device, non_blocking=non_blocking)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorStep:
@@ -147,7 +211,11 @@ class TensorStep:
         return self._each(TensorMicrobatch.pin_memory)
 
     def _each(self, change: Callable[[TensorMicrobatch], TensorMicrobatch]) -> TensorStep:
-        return TensorStep(self._about(), [change(mb) for mb in self._microbatches], [change(mb) for mb in self.encoder])
+        return TensorStep(
+            self._about(),
+            [change(mb) for mb in self._microbatches],
+            [change(mb) for mb in self.encoder],
+        )
 
     def _about(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ABOUT}
@@ -173,7 +241,9 @@ ABOUT = ("step", "rank", "global_valid_tokens", "plan_digest", "served_by")
 
 def about(step: Step) -> dict[str, Any]:
     """What a step says of itself."""
-    return {name: getattr(step, name) for name in ABOUT[:-1]} | {"served_by": getattr(step, "served_by", step.rank)}
+    return {name: getattr(step, name) for name in ABOUT[:-1]} | {
+        "served_by": getattr(step, "served_by", step.rank)
+    }
 
 
 def slots_of(step: Step) -> Sequence[Mapping[str, np.ndarray]]:
@@ -198,8 +268,14 @@ def detached_samples(microbatch: Mapping[str, Any]) -> Callable[[], list[Piece]]
     if not isinstance(microbatch, Microbatch):
         return lambda: list(getattr(microbatch, "samples", ()))
     told = microbatch._told.of_rows(microbatch._rows)
-    told = replace(told, after=Sealed(told.step + 1, np.zeros(0, np.uint8)))  # its bytes lie beside the arrays
-    kept = {"cu_seqlens_padded": np.array(microbatch["cu_seqlens_padded"])} if "cu_seqlens_padded" in microbatch else {}
+    told = replace(
+        told, after=Sealed(told.step + 1, np.zeros(0, np.uint8))
+    )  # its bytes lie beside the arrays
+    kept = (
+        {"cu_seqlens_padded": np.array(microbatch["cu_seqlens_padded"])}
+        if "cu_seqlens_padded" in microbatch
+        else {}
+    )
     if "attention_mask" in microbatch:
         kept["attention_mask"] = np.zeros((0, 0), bool)  # it says which layout it is
     small = Microbatch(kept, told, np.arange(len(told)))

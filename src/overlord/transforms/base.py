@@ -70,12 +70,16 @@ class Block:
     index: np.ndarray  # int64: input row of every sample
     part: np.ndarray  # int32
     tokens: Ragged  # starts at 0, nothing unused; a view of Arrow memory where nothing had to be cut out
-    meta: dict[str, Column]  # "tokens" and "bytes" (int64) and own columns (int64 or float64, or ragged of these)
+    meta: dict[
+        str, Column
+    ]  # "tokens" and "bytes" (int64) and own columns (int64 or float64, or ragged of these)
     bad: list[tuple[int, str]] = field(default_factory=list)  # (input row, reason), ascending
     items: Items | None = None  # images of the samples; None: the source has none
     image_bytes_in: int = 0  # of their files
     image_bytes_out: int = 0  # of their pixels
-    long: np.ndarray = field(default_factory=_none)  # int64: input rows that lost tokens to ``on_long``, ascending
+    long: np.ndarray = field(
+        default_factory=_none
+    )  # int64: input rows that lost tokens to ``on_long``, ascending
     lost: np.ndarray = field(default_factory=_none)  # int64: how many each lost
 
     def __len__(self) -> int:
@@ -164,7 +168,9 @@ class Select:
         if not columns:
             problems.append("columns: wanted at least one")
         if not problems and len(set(columns)) < len(columns):
-            problems.append(f"columns: {', '.join(sorted({c for c in columns if columns.count(c) > 1}))} named twice")
+            problems.append(
+                f"columns: {', '.join(sorted({c for c in columns if columns.count(c) > 1}))} named twice"
+            )
         refuse("Select", problems)
 
     def __repr__(self) -> str:
@@ -184,7 +190,9 @@ class Meta:
     """
 
     name: str
-    value: str | Callable[..., Any]  # a column's name, or fn(columns) -> one value a row; with rows, fn(row) -> value
+    value: (
+        str | Callable[..., Any]
+    )  # a column's name, or fn(columns) -> one value a row; with rows, fn(row) -> value
     rows: bool = field(default=False, kw_only=True)
     holds_lock: bool = field(default=False, kw_only=True)
     kind: ClassVar[str] = "meta"
@@ -209,7 +217,9 @@ class Meta:
 
     def fingerprint(self) -> str:
         body = self.value if isinstance(self.value, str) else function_fingerprint(self.value)
-        return digest("meta", self.name, "fn" if callable(self.value) else "column", body, str(self.rows))
+        return digest(
+            "meta", self.name, "fn" if callable(self.value) else "column", body, str(self.rows)
+        )
 
 
 def refuse(where: str, problems: list[str]) -> None:
@@ -226,7 +236,11 @@ def function_problems(fn: Any) -> list[str]:
 
 
 def flag_problems(spec: Any, *names: str) -> list[str]:
-    return [f"{n}: wanted True or False, found {getattr(spec, n)!r}" for n in names if not isinstance(getattr(spec, n), bool)]
+    return [
+        f"{n}: wanted True or False, found {getattr(spec, n)!r}"
+        for n in names
+        if not isinstance(getattr(spec, n), bool)
+    ]
 
 
 def flags(spec: Any, *names: str) -> str:
@@ -246,7 +260,9 @@ def function_fingerprint(fn: Any) -> str:
     text, tuples of them); the address of anything else would differ in every process, so it is left out.
     """
     if isinstance(fn, functools.partial):
-        return digest("partial", function_fingerprint(fn.func), _plain(fn.args), _plain(fn.keywords))
+        return digest(
+            "partial", function_fingerprint(fn.func), _plain(fn.args), _plain(fn.keywords)
+        )
     own = getattr(fn, "fingerprint", None)
     if callable(own) and not inspect.isclass(fn):
         return digest("own", str(own()))
@@ -254,7 +270,9 @@ def function_fingerprint(fn: Any) -> str:
         return digest("method", function_fingerprint(fn.__func__), _object_fingerprint(fn.__self__))
     if inspect.isfunction(fn):
         cells = [_plain(_cell(cell)) for cell in fn.__closure__ or ()]
-        return digest("function", _code_text(fn), _plain(fn.__defaults__), _plain(fn.__kwdefaults__), *cells)
+        return digest(
+            "function", _code_text(fn), _plain(fn.__defaults__), _plain(fn.__kwdefaults__), *cells
+        )
     if inspect.isbuiltin(fn) or inspect.isclass(fn):
         return digest("named", f"{getattr(fn, '__module__', '')}.{function_name(fn)}")
     return digest("object", _object_fingerprint(fn))

@@ -18,8 +18,12 @@ from overlord.sample import Column, Ragged, join_rows, take_rows
 from overlord.sources.arrow_numpy import arrow_of, numpy_of
 from overlord.sources.mixed_columns import column_of, groups, is_mixed
 
-EXACT = 2**53  # metadata of many rows and sources share one array, maybe of float64; beyond, whole numbers would be rounded
-ID_LIMIT = 2**31  # ids are delivered as int64 and indexed as int32 by most kernels; nothing real comes near
+EXACT = (
+    2**53
+)  # metadata of many rows and sources share one array, maybe of float64; beyond, whole numbers would be rounded
+ID_LIMIT = (
+    2**31
+)  # ids are delivered as int64 and indexed as int32 by most kernels; nothing real comes near
 _TOO_LARGE = "a whole number beyond 2**53, which float64 would round"
 HIDDEN = "\x1fmeta."  # columns that Meta made: users' functions neither see nor lose them
 Bad = dict[int, str]  # row -> reason
@@ -44,9 +48,13 @@ def kind_of(table: pa.Table, name: str, wanted: str) -> pa.DataType:
     at = table.schema.get_field_index(name)
     if at < 0:
         known = [n for n in table.column_names if not n.startswith(HIDDEN)]
-        raise Unfit(f"no column {name!r} ({wanted} wanted); the columns are: {', '.join(known) or 'none'}")
+        raise Unfit(
+            f"no column {name!r} ({wanted} wanted); the columns are: {', '.join(known) or 'none'}"
+        )
     kind = table.schema.field(at).type
-    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) and not is_mixed(kind) else kind
+    return (
+        kind.storage_type if isinstance(kind, pa.BaseExtensionType) and not is_mixed(kind) else kind
+    )
 
 
 def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
@@ -54,12 +62,18 @@ def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
     kind_of(table, name, wanted)
     chunked = table.column(name)
     found = _one(chunked)
-    return found.storage if isinstance(found, pa.ExtensionArray) and not is_mixed(found.type) else found
+    return (
+        found.storage
+        if isinstance(found, pa.ExtensionArray) and not is_mixed(found.type)
+        else found
+    )
 
 
 def _one(chunked: pa.ChunkedArray) -> pa.Array:
     found = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
-    return pa.nulls(0, chunked.type) if isinstance(found, pa.ChunkedArray) else found  # combine_chunks of no chunk at all
+    return (
+        pa.nulls(0, chunked.type) if isinstance(found, pa.ChunkedArray) else found
+    )  # combine_chunks of no chunk at all
 
 
 Check = Callable[[pa.Table, str], None]  # raises Unfit if no row of the column can be read
@@ -97,7 +111,9 @@ def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) ->
     return table.set_column(table.schema.get_field_index(name), name, column_of(values)[0])
 
 
-def _each_type(array: pa.Array, name: str, read: Callable[[pa.Table, str], tuple[Any, Bad]]) -> tuple[list[Any], np.ndarray, Bad]:
+def _each_type(
+    array: pa.Array, name: str, read: Callable[[pa.Table, str], tuple[Any, Bad]]
+) -> tuple[list[Any], np.ndarray, Bad]:
     """Read a mixed column type by type: what ``read`` returned, where each row is in these joined, and the rows it refused."""
     found, unread = groups(array)
     bad = {i: f"{name} holds {reason}" for i, reason in unread.items()}
@@ -167,7 +183,9 @@ def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]
     """Flat values as integers; what is null or has a fraction is listed by position."""
     faults: list[tuple[np.ndarray, str]] = []
     if pt.is_null(values.type):
-        return np.zeros(len(values), np.uint32), [(np.arange(len(values)), "holds a null id")] if len(values) else []
+        return np.zeros(len(values), np.uint32), [
+            (np.arange(len(values)), "holds a null id")
+        ] if len(values) else []
     if values.null_count:
         faults.append((null_rows(values), "holds a null id"))
         values = values.fill_null(0)
@@ -218,7 +236,10 @@ def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
         try:
             texts = array.to_pylist()
         except UnicodeDecodeError:  # Parquet does not check what a writer calls a string
-            texts = [_decoded(i, s.as_buffer().to_pybytes() if s.is_valid else None, name, bad) for i, s in enumerate(array)]
+            texts = [
+                _decoded(i, s.as_buffer().to_pybytes() if s.is_valid else None, name, bad)
+                for i, s in enumerate(array)
+            ]
     if array.null_count:
         bad |= {int(i): f"{name} is null or missing" for i in null_rows(array)}
         texts = [text if text is not None else "" for text in texts]
@@ -244,7 +265,9 @@ def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
     check_numbers(table, name)
     array = column(table, name, "numbers")
     if pt.is_null(array.type):
-        return np.zeros(len(array), np.int64), dict.fromkeys(range(len(array)), f"{name} is null or missing")
+        return np.zeros(len(array), np.int64), dict.fromkeys(
+            range(len(array)), f"{name} is null or missing"
+        )
     bad = {int(i): f"{name} is null or missing" for i in null_rows(array)}
     if array.null_count:
         array = array.fill_null(False if pt.is_boolean(array.type) else 0)
@@ -256,7 +279,11 @@ def check_meta(table: pa.Table, name: str) -> None:
     kind = kind_of(table, name, "numbers")
     if not _is_lists(kind):
         check_numbers(table, name)
-    elif not (pt.is_integer(kind.value_type) or pt.is_floating(kind.value_type) or pt.is_null(kind.value_type)):
+    elif not (
+        pt.is_integer(kind.value_type)
+        or pt.is_floating(kind.value_type)
+        or pt.is_null(kind.value_type)
+    ):
         raise Unfit(f"column {name!r} has the type {kind}; numbers wanted")
 
 
@@ -279,7 +306,9 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
     if pt.is_null(flat.type) or flat.null_count:
         flat = flat.cast(pa.int64()).fill_null(0) if pt.is_null(flat.type) else flat.fill_null(0)
     values, wide = plain_numbers(numpy_of(flat), "", {})
-    faults.append((np.array(sorted(wide), np.int64), "holds a number that is not finite, or too large"))
+    faults.append(
+        (np.array(sorted(wide), np.int64), "holds a number that is not finite, or too large")
+    )
     faults.append((np.flatnonzero(values < 0), "holds a number below 0"))
     _blame(bad, name, offsets, faults)
     return Ragged(values, offsets), bad
@@ -304,7 +333,10 @@ def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
     if not (_is_lists(one.type) and _is_lists(other.type)):
         return {}
     found, wanted = (numpy_of(pc.list_value_length(_one(c))).astype(np.int64) for c in (one, other))
-    return {int(i): f"{name} has {found[i]} numbers for {wanted[i]} items of {items}" for i in np.flatnonzero(found != wanted)}
+    return {
+        int(i): f"{name} has {found[i]} numbers for {wanted[i]} items of {items}"
+        for i in np.flatnonzero(found != wanted)
+    }
 
 
 def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, Bad]:
@@ -315,15 +347,25 @@ def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, 
             bad.setdefault(int(i), f"{name} is not finite")
         return wide, bad
     if values.dtype.kind in "iu" and values.dtype.itemsize == 8:
-        for i in np.flatnonzero((values > EXACT) | (values < -EXACT) if values.dtype.kind == "i" else values > EXACT):
+        for i in np.flatnonzero(
+            (values > EXACT) | (values < -EXACT) if values.dtype.kind == "i" else values > EXACT
+        ):
             bad.setdefault(int(i), f"{name} is {_TOO_LARGE}")
     return values.astype(np.int64), bad
 
 
 def numbers_of(values: Sequence[Any], name: str) -> tuple[np.ndarray, Bad]:
     """Single numbers as int64 or float64; rows with a whole number that float64 would round are listed."""
-    bad = {i: f"{name} is {_TOO_LARGE}" for i, v in enumerate(values) if isinstance(v, (int, np.integer)) and not -EXACT <= v <= EXACT}
-    return plain_numbers(np.asarray([0 if i in bad else v for i, v in enumerate(values)] if bad else values), name, bad)
+    bad = {
+        i: f"{name} is {_TOO_LARGE}"
+        for i, v in enumerate(values)
+        if isinstance(v, (int, np.integer)) and not -EXACT <= v <= EXACT
+    }
+    return plain_numbers(
+        np.asarray([0 if i in bad else v for i, v in enumerate(values)] if bad else values),
+        name,
+        bad,
+    )
 
 
 def null_rows(array: pa.Array) -> np.ndarray:
@@ -362,7 +404,9 @@ def _whole_or_not(values: list[Any]) -> np.ndarray | list[Any]:
 def to_rows(table: pa.Table) -> list[dict[str, Any]]:
     """The same row by row, all in plain Python values."""
     visible = [name for name in table.column_names if not name.startswith(HIDDEN)]
-    rows: list[dict[str, Any]] = table.select(visible).to_pylist() if visible else [{} for _ in range(table.num_rows)]
+    rows: list[dict[str, Any]] = (
+        table.select(visible).to_pylist() if visible else [{} for _ in range(table.num_rows)]
+    )
     return rows
 
 
@@ -377,7 +421,9 @@ def from_values(values: Any, name: str) -> tuple[pa.Array, Bad]:
 
 
 def as_number(value: Any) -> Any:
-    if isinstance(value, (bool, int, float, np.number, np.bool_)) and not isinstance(value, np.complexfloating):
+    if isinstance(value, (bool, int, float, np.number, np.bool_)) and not isinstance(
+        value, np.complexfloating
+    ):
         if isinstance(value, (int, np.integer)) and not -EXACT <= value <= EXACT:
             raise ValueError(f"{value} is {_TOO_LARGE}")
         return value

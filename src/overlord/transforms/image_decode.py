@@ -24,19 +24,39 @@ _TOLERATED = ("extraneous bytes",)  # what a JPEG may have wrong and still show 
 
 try:
     import simplejpeg
-    from PIL import GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+    from PIL import (
+        GifImagePlugin,
+        Image,
+        ImageFile,
+        JpegImagePlugin,
+        PngImagePlugin,
+        WebPImagePlugin,
+    )
 except ImportError as fault:
-    raise TransformError("", "Images", f"the package {fault.name} is not installed", pip_install("image")) from fault
+    raise TransformError(
+        "", "Images", f"the package {fault.name} is not installed", pip_install("image")
+    ) from fault
 
-_OPEN: dict[str, Any] = {  # each by its name: ``Image.open`` tries formats one by one and warns of large images by a global setting
-    "JPEG": JpegImagePlugin.JpegImageFile, "PNG": PngImagePlugin.PngImageFile,
-    "WEBP": WebPImagePlugin.WebPImageFile, "GIF": GifImagePlugin.GifImageFile,
-}  # fmt: skip
-_ANY = Limits(max_pixels_in=2**62, max_decoded_bytes=2**62, max_file_bytes=2**62, max_aspect=float("inf"))  # the loader has checked
+_OPEN: dict[
+    str, Any
+] = {  # each by its name: ``Image.open`` tries formats one by one and warns of large images by a global setting
+    "JPEG": JpegImagePlugin.JpegImageFile,
+    "PNG": PngImagePlugin.PngImageFile,
+    "WEBP": WebPImagePlugin.WebPImageFile,
+    "GIF": GifImagePlugin.GifImageFile,
+}
+_ANY = Limits(
+    max_pixels_in=2**62, max_decoded_bytes=2**62, max_file_bytes=2**62, max_aspect=float("inf")
+)  # the loader has checked
 _TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
-}  # fmt: skip
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
@@ -44,7 +64,9 @@ def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
     width, height = prefix.size
     found = header(data, _ANY)
     if (found.width, found.height) != prefix.size:
-        raise BadImage(f"the image has {found.width} x {found.height} pixels, and {width} x {height} were planned")
+        raise BadImage(
+            f"the image has {found.width} x {found.height} pixels, and {width} x {height} were planned"
+        )
     (_, gh, gw), p = prefix.grid, prefix.patch
     wanted = (gw * p, gh * p)
     scale = _scale(prefix, wanted) if found.format == "JPEG" and found.mode != "CMYK" else 1
@@ -55,7 +77,9 @@ def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
     except (BadImage, MemoryError):
         raise
     except Exception as fault:  # decoders raise whatever a broken file leads them to
-        raise BadImage(f"the {found.format} cannot be decoded: {type(fault).__name__}: {fault!s:.200}") from fault
+        raise BadImage(
+            f"the {found.format} cannot be decoded: {type(fault).__name__}: {fault!s:.200}"
+        ) from fault
     return np.asarray(resized)
 
 
@@ -88,14 +112,21 @@ def _pixels(data: np.ndarray, found: Header, scale: int) -> tuple[Any, int]:
     else:
         image = _pillow(data, found)
     if image.size != (-(-width // scale), -(-height // scale)):
-        raise BadImage(f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header says {width} x {height}")
+        raise BadImage(
+            f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header says {width} x {height}"
+        )
     return image, scale
 
 
 def _jpeg(data: np.ndarray, found: Header, scale: int) -> np.ndarray | None:
     """None: of a subsampling that only Pillow reads."""
     width, height = (-(-side // scale) for side in found.stored)
-    options = {"colorspace": "GRAY" if found.mode == "L" else "RGB", "min_height": height, "min_width": width, "min_factor": scale}
+    options = {
+        "colorspace": "GRAY" if found.mode == "L" else "RGB",
+        "min_height": height,
+        "min_width": width,
+        "min_factor": scale,
+    }
     try:
         array: np.ndarray = simplejpeg.decode_jpeg(data, **options)
     except ValueError as fault:
@@ -128,7 +159,9 @@ def _pillow(data: np.ndarray, found: Header) -> Any:
     try:
         image = _OPEN[found.format](BytesIO(data.data))
         if image.size != found.stored:
-            raise BadImage(f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header says {found.stored}")
+            raise BadImage(
+                f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header says {found.stored}"
+            )
         image.load()
     finally:
         _here.decoding = False

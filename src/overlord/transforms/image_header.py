@@ -11,9 +11,13 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-MAX_SEGMENTS = 2**16  # of a file; photographs with depth maps and profiles have some hundreds, PNGs a few thousand
+MAX_SEGMENTS = (
+    2**16
+)  # of a file; photographs with depth maps and profiles have some hundreds, PNGs a few thousand
 MAX_FILL = 64  # fill bytes before a marker
-MAX_SCANS = 100  # of a progressive JPEG: every scan costs a pass over all pixels; encoders write about ten
+MAX_SCANS = (
+    100  # of a progressive JPEG: every scan costs a pass over all pixels; encoders write about ten
+)
 EXIF_BYTES = 2**16  # what is looked at for the orientation
 
 
@@ -62,7 +66,11 @@ class Header:
     @property
     def decoded_bytes(self) -> int:
         """About what decoding takes: four bytes a pixel to work on and three to decode to; coefficients of all scans; three canvases."""
-        each = 12 if self.format == "WEBP" or (self.format == "JPEG" and self.scans > 1) else 8 * max(1, self.bits // 8)
+        each = (
+            12
+            if self.format == "WEBP" or (self.format == "JPEG" and self.scans > 1)
+            else 8 * max(1, self.bits // 8)
+        )
         return self.width * self.height * each
 
 
@@ -70,7 +78,9 @@ def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
     """Size, mode and frames of an image in ``data`` (bytes or an array of them). Raises BadImage, nothing else."""
     view = memoryview(data).cast("B")
     if len(view) > limits.max_file_bytes:
-        raise BadImage(f"the file has {len(view)} bytes, more than max_file_bytes={limits.max_file_bytes}")
+        raise BadImage(
+            f"the file has {len(view)} bytes, more than max_file_bytes={limits.max_file_bytes}"
+        )
     start = bytes(view[:16])
     try:
         if start[:3] == b"\xff\xd8\xff":
@@ -94,17 +104,30 @@ def _within(found: Header, limits: Limits) -> None:
     if not width or not height:
         raise BadImage(f"the image has no pixels ({width} x {height})")
     if width * height > limits.max_pixels_in:
-        raise BadImage(f"{width} x {height} pixels are more than max_pixels_in={limits.max_pixels_in}")
+        raise BadImage(
+            f"{width} x {height} pixels are more than max_pixels_in={limits.max_pixels_in}"
+        )
     if found.decoded_bytes > limits.max_decoded_bytes:
-        raise BadImage(f"decoding takes about {found.decoded_bytes} bytes, more than max_decoded_bytes={limits.max_decoded_bytes}")
+        raise BadImage(
+            f"decoding takes about {found.decoded_bytes} bytes, more than max_decoded_bytes={limits.max_decoded_bytes}"
+        )
     if max(width, height) > limits.max_aspect * min(width, height):
-        raise BadImage(f"{width} x {height} pixels: one side is more than max_aspect={limits.max_aspect:g} times the other")
+        raise BadImage(
+            f"{width} x {height} pixels: one side is more than max_aspect={limits.max_aspect:g} times the other"
+        )
 
 
 _KINDS = (
-    (b"BM", "a BMP file"), (b"II*\0", "a TIFF file"), (b"MM\0*", "a TIFF file"), (b"\0\0\x01\0", "an icon"), (b"%PDF", "a PDF file"),
-    (b"\xff\x0a", "a JPEG XL file"), (b"\0\0\0\x0cjP", "a JPEG 2000 file"), (b"PK\x03\x04", "a zip file"), (b"\x1f\x8b", "gzip"),
-)  # fmt: skip
+    (b"BM", "a BMP file"),
+    (b"II*\0", "a TIFF file"),
+    (b"MM\0*", "a TIFF file"),
+    (b"\0\0\x01\0", "an icon"),
+    (b"%PDF", "a PDF file"),
+    (b"\xff\x0a", "a JPEG XL file"),
+    (b"\0\0\0\x0cjP", "a JPEG 2000 file"),
+    (b"PK\x03\x04", "a zip file"),
+    (b"\x1f\x8b", "gzip"),
+)
 
 
 def _what(view: memoryview, start: bytes) -> str:
@@ -126,9 +149,17 @@ def _what(view: memoryview, start: bytes) -> str:
 
 _SOF = {0xC0: "baseline", 0xC1: "sequential", 0xC2: "progressive"}
 _OTHER_SOF = {
-    0xC3: "lossless", 0xC5: "hierarchical", 0xC6: "hierarchical", 0xC7: "hierarchical lossless", 0xC9: "arithmetic", 0xCA: "arithmetic",
-    0xCB: "arithmetic lossless", 0xCD: "hierarchical", 0xCE: "hierarchical", 0xCF: "hierarchical lossless",
-}  # fmt: skip
+    0xC3: "lossless",
+    0xC5: "hierarchical",
+    0xC6: "hierarchical",
+    0xC7: "hierarchical lossless",
+    0xC9: "arithmetic",
+    0xCA: "arithmetic",
+    0xCB: "arithmetic lossless",
+    0xCD: "hierarchical",
+    0xCE: "hierarchical",
+    0xCF: "hierarchical lossless",
+}
 _ALONE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 
@@ -166,7 +197,9 @@ def _marker(view: memoryview, at: int) -> tuple[int, int]:
 
 def _jpeg_frame(view: memoryview, at: int, marker: int) -> tuple[int, int, int, int]:
     if marker in _OTHER_SOF:
-        raise BadImage(f"a JPEG of the kind {_OTHER_SOF[marker]!r}; baseline, sequential and progressive ones are read")
+        raise BadImage(
+            f"a JPEG of the kind {_OTHER_SOF[marker]!r}; baseline, sequential and progressive ones are read"
+        )
     bits, height, width, channels = struct.unpack_from(">BHHB", view, at + 2)
     if bits != 8:
         raise BadImage(f"a JPEG with {bits} bits a channel; 8 are read")
@@ -177,17 +210,23 @@ def _jpeg_frame(view: memoryview, at: int, marker: int) -> tuple[int, int, int, 
     return marker, width, height, channels
 
 
-def _jpeg_header(view: memoryview, at: int, frame: tuple[int, int, int, int] | None, orientation: int) -> Header:
+def _jpeg_header(
+    view: memoryview, at: int, frame: tuple[int, int, int, int] | None, orientation: int
+) -> Header:
     if frame is None:
         raise BadImage("a JPEG whose image begins before its size is said")
     marker, width, height, channels = frame
     raw = None
-    if view[-2] != 0xFF or view[-1] != 0xD9:  # most files end with their image; some have more behind it
+    if (
+        view[-2] != 0xFF or view[-1] != 0xD9
+    ):  # most files end with their image; some have more behind it
         raw = bytes(view[at:])
         if b"\xff\xd9" not in raw:
             raise BadImage("a JPEG that is cut short: its end mark is missing")
     scans = 1
-    if marker == 0xC2:  # inside the coded pixels a byte 0xFF never stands before 0xDA, so that counting them counts scans
+    if (
+        marker == 0xC2
+    ):  # inside the coded pixels a byte 0xFF never stands before 0xDA, so that counting them counts scans
         scans = 1 + (raw or bytes(view[at:])).count(b"\xff\xda")
         if scans > MAX_SCANS:
             raise BadImage(f"a progressive JPEG of {scans} scans; at most {MAX_SCANS} are decoded")
@@ -206,7 +245,9 @@ def orientation_of(tiff: bytes) -> int:
         for i in range(entries):
             tag, kind, count = struct.unpack_from(order + "HHI", tiff, at + 2 + 12 * i)
             if tag == 0x0112 and count == 1 and kind in (1, 3, 4):
-                found: int = struct.unpack_from(order + {1: "B", 3: "H", 4: "I"}[kind], tiff, at + 10 + 12 * i)[0]
+                found: int = struct.unpack_from(
+                    order + {1: "B", 3: "H", 4: "I"}[kind], tiff, at + 10 + 12 * i
+                )[0]
                 return found if 1 <= found <= 8 else 1
     except struct.error:
         pass
@@ -215,11 +256,19 @@ def orientation_of(tiff: bytes) -> int:
 
 # PNG
 
-_PNG_MODES = {0: ("L", (1, 2, 4, 8, 16)), 2: ("RGB", (8, 16)), 3: ("P", (1, 2, 4, 8)), 4: ("LA", (8, 16)), 6: ("RGBA", (8, 16))}
+_PNG_MODES = {
+    0: ("L", (1, 2, 4, 8, 16)),
+    2: ("RGB", (8, 16)),
+    3: ("P", (1, 2, 4, 8)),
+    4: ("LA", (8, 16)),
+    6: ("RGBA", (8, 16)),
+}
 
 
 def _png(view: memoryview) -> Header:
-    size, name, width, height, bits, colour, packing, filtering, interlace = struct.unpack_from(">I4sIIBBBBB", view, 8)
+    size, name, width, height, bits, colour, packing, filtering, interlace = struct.unpack_from(
+        ">I4sIIBBBBB", view, 8
+    )
     if size != 13 or name != b"IHDR":
         raise BadImage("a PNG that does not begin with its header")
     mode, depths = _PNG_MODES.get(colour, ("", ()))
@@ -297,7 +346,11 @@ def _webp_size(view: memoryview, at: int, name: bytes) -> tuple[int, int, str]:
         return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, "RGBA" if bits >> 28 & 1 else "RGB"
     if name == b"VP8X":
         flags, low_w, high_w, low_h, high_h = struct.unpack_from("<B3xHBHB", view, at)
-        return (high_w << 16 | low_w) + 1, (high_h << 16 | low_h) + 1, "RGBA" if flags & 0x10 else "RGB"
+        return (
+            (high_w << 16 | low_w) + 1,
+            (high_h << 16 | low_h) + 1,
+            "RGBA" if flags & 0x10 else "RGB",
+        )
     raise BadImage(f"a WebP that begins with a chunk {name!r}")
 
 
@@ -323,7 +376,11 @@ def _gif(view: memoryview) -> Header:
         elif kind == 0x3B or (kind < 0 and pictures):  # many lack the end mark
             break
         else:
-            raise BadImage("a GIF that is cut short" if kind < 0 else f"a GIF with an unknown block at byte {at}")
+            raise BadImage(
+                "a GIF that is cut short"
+                if kind < 0
+                else f"a GIF with an unknown block at byte {at}"
+            )
     if not pictures:
         raise BadImage("a GIF without a picture")
     return Header(width, height, "P", "GIF", pictures)

@@ -21,7 +21,9 @@ PREFIX_BYTES = 96
 ENCODED, READY = 0, 1  # form of what stands behind the prefix
 DTYPES = ("uint8", "float16", "float32")
 CHANNELS = 3
-MAX_TOKENS = 2**16  # of an image: far above what any encoder takes; who makes room for pixels goes by what an item says of itself
+MAX_TOKENS = (
+    2**16
+)  # of an image: far above what any encoder takes; who makes room for pixels goes by what an item says of itself
 
 _MAGIC, _VERSION = b"OVIM", 1
 _PREFIX = struct.Struct("<4sBBBBHBB3I4I3d3d2I")
@@ -59,22 +61,51 @@ class Prefix:
     def pack(self) -> bytes:
         flags = self.flip * _FLIP | self.scaled * _SCALED
         return _PREFIX.pack(
-            _MAGIC, _VERSION, self.form, CHANNELS, DTYPES.index(self.dtype), self.patch, self.merge, flags,
-            *self.grid, *self.box, *self.mean, *self.std, *self.size,
-        )  # fmt: skip
+            _MAGIC,
+            _VERSION,
+            self.form,
+            CHANNELS,
+            DTYPES.index(self.dtype),
+            self.patch,
+            self.merge,
+            flags,
+            *self.grid,
+            *self.box,
+            *self.mean,
+            *self.std,
+            *self.size,
+        )
 
 
 def read_prefix(item: np.ndarray) -> Prefix:
     """The prefix of an item, checked: an item may have travelled."""
     if len(item) < PREFIX_BYTES:
         raise BadImage(f"an item of {len(item)} bytes is shorter than its prefix of {PREFIX_BYTES}")
-    magic, version, form, channels, code, patch, merge, flags, *rest = _PREFIX.unpack_from(item.data)
+    magic, version, form, channels, code, patch, merge, flags, *rest = _PREFIX.unpack_from(
+        item.data
+    )
     if magic != _MAGIC or version != _VERSION:
-        raise BadImage(f"wanted an item of version {_VERSION}, found {magic!r} of version {version}")
-    grid, box, mean, std, size = (tuple(rest[a:b]) for a, b in ((0, 3), (3, 7), (7, 10), (10, 13), (13, 15)))
-    if form not in (ENCODED, READY) or channels != CHANNELS or code >= len(DTYPES) or not patch or not merge:
-        raise BadImage(f"an item of an unknown form: {form}, {channels} channels, type {code}, patch {patch}, merge {merge}")
-    if grid[0] != 1 or not all(side and side % merge == 0 for side in grid[1:]) or grid[1] * grid[2] > MAX_TOKENS * merge * merge:
+        raise BadImage(
+            f"wanted an item of version {_VERSION}, found {magic!r} of version {version}"
+        )
+    grid, box, mean, std, size = (
+        tuple(rest[a:b]) for a, b in ((0, 3), (3, 7), (7, 10), (10, 13), (13, 15))
+    )
+    if (
+        form not in (ENCODED, READY)
+        or channels != CHANNELS
+        or code >= len(DTYPES)
+        or not patch
+        or not merge
+    ):
+        raise BadImage(
+            f"an item of an unknown form: {form}, {channels} channels, type {code}, patch {patch}, merge {merge}"
+        )
+    if (
+        grid[0] != 1
+        or not all(side and side % merge == 0 for side in grid[1:])
+        or grid[1] * grid[2] > MAX_TOKENS * merge * merge
+    ):
         raise BadImage(f"an item with an impossible grid {grid} (merge {merge})")
     x, y, w, h = box
     if not w or not h or x + w > size[0] or y + h > size[1]:
@@ -82,9 +113,18 @@ def read_prefix(item: np.ndarray) -> Prefix:
     if not all(abs(v) < 1e9 for v in mean + std) or not all(abs(v) > 1e-9 for v in std):
         raise BadImage("an item whose mean or std is no number to count with")
     return Prefix(
-        form=form, patch=patch, merge=merge, dtype=DTYPES[code], grid=grid, box=box, size=size,
-        flip=bool(flags & _FLIP), scaled=bool(flags & _SCALED), mean=mean, std=std,
-    )  # fmt: skip
+        form=form,
+        patch=patch,
+        merge=merge,
+        dtype=DTYPES[code],
+        grid=grid,
+        box=box,
+        size=size,
+        flip=bool(flags & _FLIP),
+        scaled=bool(flags & _SCALED),
+        mean=mean,
+        std=std,
+    )
 
 
 def item_grid(item: np.ndarray) -> tuple[int, int, int]:
@@ -101,10 +141,14 @@ def item_shape(item: np.ndarray) -> tuple[int, int, str]:
 def fill(item: np.ndarray, out: np.ndarray) -> None:
     """Writes the pixels of an item. A pure function of the item; raises BadImage and then leaves ``out`` as it was, or in part written."""
     prefix = read_prefix(item)
-    assert (*out.shape, out.dtype) == (*prefix.shape, prefix.dtype), f"wanted {prefix.dtype} {prefix.shape}, found {out.dtype} {out.shape}"
+    assert (*out.shape, out.dtype) == (*prefix.shape, prefix.dtype), (
+        f"wanted {prefix.dtype} {prefix.shape}, found {out.dtype} {out.shape}"
+    )
     if prefix.form == READY:
         if len(item) != PREFIX_BYTES + prefix.nbytes:
-            raise BadImage(f"an item of ready pixels has {len(item) - PREFIX_BYTES} bytes of them, not {prefix.nbytes}")
+            raise BadImage(
+                f"an item of ready pixels has {len(item) - PREFIX_BYTES} bytes of them, not {prefix.nbytes}"
+            )
         np.copyto(out, item[PREFIX_BYTES:].view(prefix.dtype).reshape(prefix.shape))
         return
     from overlord.transforms.image_decode import decode  # Pillow is needed only here
@@ -139,7 +183,9 @@ def patchify(image: np.ndarray, prefix: Prefix, out: np.ndarray) -> None:
     if prefix.dtype == "uint8":
         np.copyto(out.reshape(squares.shape), squares)
         return
-    planes = np.ascontiguousarray(squares).reshape(gh * gw, CHANNELS, p * p)  # bytes first: a quarter of what floats would move
+    planes = np.ascontiguousarray(squares).reshape(
+        gh * gw, CHANNELS, p * p
+    )  # bytes first: a quarter of what floats would move
     scale, shift = _affine(prefix)
     into: Any = out.reshape(planes.shape)
     if prefix.dtype == "float32":
@@ -154,4 +200,6 @@ def patchify(image: np.ndarray, prefix: Prefix, out: np.ndarray) -> None:
 
 def _affine(prefix: Prefix) -> tuple[np.ndarray, np.ndarray]:
     mean, std = np.array(prefix.mean), np.array(prefix.std)
-    return (1.0 / (255.0 * std)).astype(np.float32)[:, None], (-mean / std).astype(np.float32)[:, None]
+    return (1.0 / (255.0 * std)).astype(np.float32)[:, None], (-mean / std).astype(np.float32)[
+        :, None
+    ]

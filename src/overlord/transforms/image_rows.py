@@ -21,7 +21,16 @@ from overlord.sample import Column, Items, Ragged
 from overlord.sources.arrow_numpy import numpy_of
 from overlord.sources.mixed_columns import groups, is_mixed
 from overlord.transforms.base import Block, Transform
-from overlord.transforms.columns import HIDDEN, Bad, Unfit, ids_column, kind_of, lists, null_rows, read_ids
+from overlord.transforms.columns import (
+    HIDDEN,
+    Bad,
+    Unfit,
+    ids_column,
+    kind_of,
+    lists,
+    null_rows,
+    read_ids,
+)
 from overlord.transforms.image_header import BadImage, header
 from overlord.transforms.image_items import PREFIX_BYTES, Prefix, make_ready
 from overlord.transforms.images import META, Images, chances
@@ -42,14 +51,24 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
         return None
     at, images = found[0]
     if len(found) > 1:
-        raise TransformError(source, repr(found[1][1]), "a source has one Images", "name all the columns in it: column=(...)")
+        raise TransformError(
+            source,
+            repr(found[1][1]),
+            "a source has one Images",
+            "name all the columns in it: column=(...)",
+        )
     behind = [t for t in transforms[at:] if t.user_code or t.kind in ("tokenize", "tokens")]
     if behind:
         remedy = "put Images behind what makes ids and behind functions of yours"
         raise TransformError(source, repr(images), f"it stands before {behind[0]!r}", remedy)
     for package in ("PIL", "simplejpeg"):
         if find_spec(package) is None:
-            raise TransformError(source, repr(images), f"the package {package} is not installed", pip_install("image"))
+            raise TransformError(
+                source,
+                repr(images),
+                f"the package {package} is not installed",
+                pip_install("image"),
+            )
     return images
 
 
@@ -72,11 +91,17 @@ class Laid:
 
 def check_images(table: pa.Table, name: str) -> None:
     kind = kind_of(table, name, WANTED)
-    inner = kind.value_type if pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind) else kind
+    inner = (
+        kind.value_type
+        if pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)
+        else kind
+    )
     if pt.is_struct(inner):
         at = inner.get_field_index("bytes")
         if at < 0:
-            raise Unfit(f"column {name!r} has the type {kind}; a struct of images wants a field 'bytes'")
+            raise Unfit(
+                f"column {name!r} has the type {kind}; a struct of images wants a field 'bytes'"
+            )
         inner = inner.field(at).type
     if pt.is_string(inner) or pt.is_large_string(inner):
         raise Unfit(
@@ -110,18 +135,25 @@ def _arrays(table: pa.Table, name: str) -> Iterator[tuple[np.ndarray, pa.Array]]
         if mixed:  # the rows that hold no images were dropped before
             yield from ((rows + first, array) for rows, array in groups(chunk)[0])
         else:
-            yield np.arange(first, first + len(chunk)), chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk
+            yield (
+                np.arange(first, first + len(chunk)),
+                chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk,
+            )
         first += len(chunk)
 
 
-def _collect(array: pa.Array, row: np.ndarray, name: str, files: list[np.ndarray], bad: Bad) -> np.ndarray:
+def _collect(
+    array: pa.Array, row: np.ndarray, name: str, files: list[np.ndarray], bad: Bad
+) -> np.ndarray:
     """Puts the images of an array to ``files`` and returns their rows. Nulls are no images."""
     kind = array.type
     if pt.is_null(kind) or not len(array):
         return row[:0]
     if pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind):
         flat, offsets = lists(array)
-        if np.diff(offsets)[null_rows(array)].any():  # what stands behind a null list may be anything; mostly it is nothing
+        if np.diff(offsets)[
+            null_rows(array)
+        ].any():  # what stands behind a null list may be anything; mostly it is nothing
             there = array.is_valid()
             row, (flat, offsets) = row[numpy_of(there)], lists(array.filter(there))
         return _collect(flat, np.repeat(row, np.diff(offsets)), name, files, bad)
@@ -131,7 +163,10 @@ def _collect(array: pa.Array, row: np.ndarray, name: str, files: list[np.ndarray
         if (at := kind.get_field_index("path")) >= 0 and data.null_count:
             for i in np.flatnonzero(~numpy_of(data.is_valid())):
                 if (path := held[at][int(i)].as_py()) is not None:
-                    bad.setdefault(int(row[i]), f"{name} holds only the path {path!r:.80} of an image; its bytes must be in the column")
+                    bad.setdefault(
+                        int(row[i]),
+                        f"{name} holds only the path {path!r:.80} of an image; its bytes must be in the column",
+                    )
         return _collect(data, row, name, files, bad)
     return _binaries(array, row, files)
 
@@ -140,7 +175,9 @@ def _binaries(array: pa.Array, row: np.ndarray, files: list[np.ndarray]) -> np.n
     _, starts, held = array.buffers()
     wide = np.int64 if pt.is_large_binary(array.type) else np.int32
     at = np.frombuffer(starts, wide)[array.offset : array.offset + len(array) + 1].tolist()
-    data = np.frombuffer(held, np.uint8) if held is not None and held.size else np.zeros(0, np.uint8)
+    data = (
+        np.frombuffer(held, np.uint8) if held is not None and held.size else np.zeros(0, np.uint8)
+    )
     gone = set(null_rows(array).tolist())
     files += [data[at[i] : at[i + 1]] for i in range(len(array)) if i not in gone]
     return row[[i for i in range(len(array)) if i not in gone]] if gone else row
@@ -152,7 +189,11 @@ def lay_out(table: pa.Table, spec: Images) -> tuple[Laid, Bad]:
     limits, prefixes = spec.limits, list[Prefix]()
     counts = np.bincount(row, minlength=table.num_rows)
     number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
-    chance = chances(numpy_of(table.column(CHANCE).combine_chunks())[row], number).tolist() if spec.by_chance else None
+    chance = (
+        chances(numpy_of(table.column(CHANCE).combine_chunks())[row], number).tolist()
+        if spec.by_chance
+        else None
+    )
     for i in np.flatnonzero(counts > spec.max_images).tolist():
         bad.setdefault(i, f"{counts[i]} images are more than max_images={spec.max_images}")
     kept: list[int] = []
@@ -179,15 +220,25 @@ def run_images(frame: Frame, spec: Images, *, context: int, on_long: str) -> Non
     if spec.at == "marker":
         bad = _unmarked(ids, np.bincount(laid.row, minlength=len(ids)), spec) | bad
     laid, ids = _without(frame, laid, ids, bad)
-    out = np.fromiter((p.grid[1] * p.grid[2] // spec.merge**2 for p in laid.prefix), np.int64, len(laid.prefix))
+    out = np.fromiter(
+        (p.grid[1] * p.grid[2] // spec.merge**2 for p in laid.prefix), np.int64, len(laid.prefix)
+    )
     ids, offset = with_placeholders(ids, laid.row, out, spec)
     late: Bad = {}
-    if on_long == "split":  # the pieces behind the first have no items: a placeholder there would stand for nothing
+    if (
+        on_long == "split"
+    ):  # the pieces behind the first have no items: a placeholder there would stand for nothing
         for k in np.flatnonzero(offset + out > context):
-            end = f"an image ends at token {offset[k] + out[k]}, behind the first piece of {context}"
-            late.setdefault(int(laid.row[k]), f"{end}; on_long='split' keeps images in the first piece")
+            end = (
+                f"an image ends at token {offset[k] + out[k]}, behind the first piece of {context}"
+            )
+            late.setdefault(
+                int(laid.row[k]), f"{end}; on_long='split' keeps images in the first piece"
+            )
     patches = np.fromiter((p.shape[0] for p in laid.prefix), np.int64, len(laid.prefix))
-    mine = offset < context if on_long == "truncate" else np.ones(len(offset), bool)  # of an image cut off whole nothing is left to encode
+    mine = (
+        offset < context if on_long == "truncate" else np.ones(len(offset), bool)
+    )  # of an image cut off whole nothing is left to encode
     starts = np.zeros(len(ids) + 1, np.int64)
     np.cumsum(np.bincount(laid.row[mine], minlength=len(ids)), out=starts[1:])
     for name, values in zip(META, (patches, out, offset), strict=True):
@@ -202,7 +253,10 @@ def _unmarked(ids: Ragged, counts: np.ndarray, spec: Images) -> Bad:
     marker = spec.placeholder if spec.marker is None else spec.marker
     where = np.flatnonzero(ids.values == marker)
     marks = np.bincount(np.searchsorted(ids.offsets, where, side="right") - 1, minlength=len(ids))
-    return {int(i): f"{counts[i]} images and {marks[i]} markers (token {marker})" for i in np.flatnonzero(marks != counts)}
+    return {
+        int(i): f"{counts[i]} images and {marks[i]} markers (token {marker})"
+        for i in np.flatnonzero(marks != counts)
+    }
 
 
 def _without(frame: Frame, laid: Laid, ids: Ragged, bad: Bad) -> tuple[Laid, Ragged]:
@@ -218,7 +272,9 @@ def _without(frame: Frame, laid: Laid, ids: Ragged, bad: Bad) -> tuple[Laid, Rag
     return laid, ids.take(np.flatnonzero(good))
 
 
-def with_placeholders(ids: Ragged, row: np.ndarray, out: np.ndarray, spec: Images) -> tuple[Ragged, np.ndarray]:
+def with_placeholders(
+    ids: Ragged, row: np.ndarray, out: np.ndarray, spec: Images
+) -> tuple[Ragged, np.ndarray]:
     """Ids with ``out`` placeholders for every image, and where each image's begin in its row.
 
     One token per image is put in (or stands there: the markers), and then repeated. Ids widen to hold the placeholder in every
@@ -257,13 +313,20 @@ class SeenImages:
     def add(self, rows: int, files: int, pixels: int, column: object) -> None:
         """Rows without images are fine. A source without any is likely a wrong name, since in a tar a name that fits no member is no
         error: it is said, once."""
-        self.rows, self.files, self.pixels = self.rows + rows, self.files + files, self.pixels + pixels
+        self.rows, self.files, self.pixels = (
+            self.rows + rows,
+            self.files + files,
+            self.pixels + pixels,
+        )
         if self.rows >= MANY_ROWS and not self.files and not self.told:
             self.told = True
             log.warning(
                 "source %r: none of its first %d rows has an image in %r; in tar shards a column is the ending of members ('jpg'), "
-                "'images' for all of them, or a pattern", self.source, self.rows, column,
-            )  # fmt: skip
+                "'images' for all of them, or a pattern",
+                self.source,
+                self.rows,
+                column,
+            )
 
 
 def add_items(block: Block, frame: Frame, chosen: Column, spec: Images, so_far: SeenImages) -> None:
@@ -287,8 +350,12 @@ def write_items(laid: Laid, chosen: Ragged, ready: bool) -> Items:
     parts: list[Any] = []
     for k in numbers:
         head = np.frombuffer(laid.prefix[k].pack(), np.uint8)
-        parts += [make_ready(np.concatenate([head, laid.file[k]]))] if ready else [head, laid.file[k]]
-    sizes = [len(p) for p in parts] if ready else [PREFIX_BYTES + len(laid.file[k]) for k in numbers]
+        parts += (
+            [make_ready(np.concatenate([head, laid.file[k]]))] if ready else [head, laid.file[k]]
+        )
+    sizes = (
+        [len(p) for p in parts] if ready else [PREFIX_BYTES + len(laid.file[k]) for k in numbers]
+    )
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     values = np.concatenate(parts) if parts else np.zeros(0, np.uint8)

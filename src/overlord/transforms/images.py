@@ -22,7 +22,10 @@ AT = ("start", "marker", "end")
 PLACES = ("auto", "loader", "constructor")
 ANIMATED = ("first", "quarantine")
 META = ("image_patches", "image_tokens", "image_offset")  # what planning/images/items.py reads
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP, as most encoders use
+MEAN, STD = (
+    (0.48145466, 0.4578275, 0.40821073),
+    (0.26862954, 0.26130258, 0.27577711),
+)  # of CLIP, as most encoders use
 DRAWN = 5  # numbers of chance that an image takes: two sides, two places, mirrored or not
 LEAST_SIDE = 0.8  # a random crop keeps at least so much of each side
 
@@ -41,15 +44,21 @@ class Images:
     merge: int = field(default=2, kw_only=True)  # merge x merge patches give one token
     min_pixels: int = field(default=56 * 56, kw_only=True)
     max_pixels: int = field(default=1280 * 28 * 28, kw_only=True)
-    size: tuple[int, int] | None = field(default=None, kw_only=True)  # (height, width) of all images: cropped to the shape, then resized
+    size: tuple[int, int] | None = field(
+        default=None, kw_only=True
+    )  # (height, width) of all images: cropped to the shape, then resized
     at: str = field(default="start", kw_only=True)
-    marker: int | None = field(default=None, kw_only=True)  # at="marker": the token that an image replaces; None: the placeholder
+    marker: int | None = field(
+        default=None, kw_only=True
+    )  # at="marker": the token that an image replaces; None: the placeholder
     mean: tuple[float, float, float] = field(default=MEAN, kw_only=True)
     std: tuple[float, float, float] = field(default=STD, kw_only=True)
     dtype: str = field(default="float32", kw_only=True)
     crop: str | None = field(default=None, kw_only=True)
     flip: bool = field(default=False, kw_only=True)  # every second image is mirrored, by chance
-    scaled: bool = field(default=True, kw_only=True)  # JPEGs much larger than wanted are decoded at 1/2, 1/4 or 1/8 of their size
+    scaled: bool = field(
+        default=True, kw_only=True
+    )  # JPEGs much larger than wanted are decoded at 1/2, 1/4 or 1/8 of their size
     max_images: int = field(default=64, kw_only=True)
     animated: str = field(default="first", kw_only=True)
     place: str = field(default="auto", kw_only=True)
@@ -68,33 +77,73 @@ class Images:
         refuse("Images", self._problems())
 
     def _problems(self) -> list[str]:
-        found = [p for i, c in enumerate(self.columns) for p in column_problems(f"column[{i}]" if len(self.columns) > 1 else "column", c)]
+        found = [
+            p
+            for i, c in enumerate(self.columns)
+            for p in column_problems(f"column[{i}]" if len(self.columns) > 1 else "column", c)
+        ]
         if not self.columns or (not found and len(set(self.columns)) < len(self.columns)):
             found.append(f"column: wanted a name or several different ones, found {self.column!r}")
-        for name, least, most in (("patch", 1, 512), ("merge", 1, 64), ("placeholder", 0, 2**31 - 1), ("marker", 0, 2**31 - 1)):
-            found += [] if name == "marker" and self.marker is None else _whole(self, name, least, most)
-        for name in ("min_pixels", "max_pixels", "max_images", "max_pixels_in", "max_decoded_bytes", "max_file_bytes"):
+        for name, least, most in (
+            ("patch", 1, 512),
+            ("merge", 1, 64),
+            ("placeholder", 0, 2**31 - 1),
+            ("marker", 0, 2**31 - 1),
+        ):
+            found += (
+                [] if name == "marker" and self.marker is None else _whole(self, name, least, most)
+            )
+        for name in (
+            "min_pixels",
+            "max_pixels",
+            "max_images",
+            "max_pixels_in",
+            "max_decoded_bytes",
+            "max_file_bytes",
+        ):
             found += _whole(self, name, 1, 2**62)
-        for name, known in (("at", AT), ("dtype", DTYPES), ("animated", ANIMATED), ("place", PLACES), ("crop", (None, "random"))):
+        for name, known in (
+            ("at", AT),
+            ("dtype", DTYPES),
+            ("animated", ANIMATED),
+            ("place", PLACES),
+            ("crop", (None, "random")),
+        ):
             if getattr(self, name) not in known:
-                found.append(f"{name}: wanted one of {', '.join(map(str, known))}, found {getattr(self, name)!r}")
+                found.append(
+                    f"{name}: wanted one of {', '.join(map(str, known))}, found {getattr(self, name)!r}"
+                )
         if self.marker is not None and self.at != "marker":
             found.append('marker: goes with at="marker" only')
         found += [p for name in ("mean", "std") for p in _channels(name, getattr(self, name))]
         if not _number(self.max_aspect) or self.max_aspect < 1:
             found.append(f"max_aspect: wanted a number of at least 1, found {self.max_aspect!r}")
-        return found + flag_problems(self, "flip", "scaled") + (self._size_problems() if not found else [])
+        return (
+            found
+            + flag_problems(self, "flip", "scaled")
+            + (self._size_problems() if not found else [])
+        )
 
     def _size_problems(self) -> list[str]:
         side = self.factor
         if self.size is not None:
-            whole = isinstance(self.size, tuple) and len(self.size) == 2 and all(isinstance(s, int) and s > 0 for s in self.size)
+            whole = (
+                isinstance(self.size, tuple)
+                and len(self.size) == 2
+                and all(isinstance(s, int) and s > 0 for s in self.size)
+            )
             if not whole or any(s % side for s in self.size):
-                return [f"size: wanted (height, width), both multiples of patch * merge = {side}, found {self.size!r}"]
+                return [
+                    f"size: wanted (height, width), both multiples of patch * merge = {side}, found {self.size!r}"
+                ]
             many = math.prod(self.size) > MAX_TOKENS * side * side
-            return [f"size: {self.size} makes more than {MAX_TOKENS} tokens an image"] if many else []
+            return (
+                [f"size: {self.size} makes more than {MAX_TOKENS} tokens an image"] if many else []
+            )
         if self.max_pixels < max(side * side, self.min_pixels):
-            return [f"max_pixels: wanted at least min_pixels={self.min_pixels} and one token of {side} x {side}, found {self.max_pixels}"]
+            return [
+                f"max_pixels: wanted at least min_pixels={self.min_pixels} and one token of {side} x {side}, found {self.max_pixels}"
+            ]
         return (
             []
             if self.max_pixels <= MAX_TOKENS * side * side
@@ -113,49 +162,83 @@ class Images:
     @property
     def limits(self) -> Limits:
         return Limits(
-            max_pixels_in=self.max_pixels_in, max_decoded_bytes=self.max_decoded_bytes,
-            max_file_bytes=self.max_file_bytes, max_aspect=self.max_aspect,
-        )  # fmt: skip
+            max_pixels_in=self.max_pixels_in,
+            max_decoded_bytes=self.max_decoded_bytes,
+            max_file_bytes=self.max_file_bytes,
+            max_aspect=self.max_aspect,
+        )
 
     @property
     def by_chance(self) -> bool:
         return self.crop is not None or self.flip
 
     def __repr__(self) -> str:
-        changed = [f for f in fields(self) if f.name not in ("column", "placeholder") and getattr(self, f.name) != f.default]
+        changed = [
+            f
+            for f in fields(self)
+            if f.name not in ("column", "placeholder") and getattr(self, f.name) != f.default
+        ]
         said = "".join(f", {f.name}={getattr(self, f.name)!r}" for f in changed)
         return f"Images({self.column!r}, placeholder={self.placeholder}{said})"
 
     def fingerprint(self) -> str:
-        return digest("images", *(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "place"))
+        return digest(
+            "images",
+            *(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "place"),
+        )
 
     def plan(self, found: Header, chance: Sequence[float] = (0.0,) * DRAWN) -> Prefix:
         """What is made of an image. ``chance``: its row of ``chances``, where the spec leaves something to it."""
         if found.frames > 1 and self.animated == "quarantine":
             raise BadImage(f"an animated {found.format}")
         box = self._box(found.width, found.height, chance)
-        height, width = self.size or fit(box[3], box[2], factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        height, width = self.size or fit(
+            box[3],
+            box[2],
+            factor=self.factor,
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+        )
         return Prefix(
-            patch=self.patch, merge=self.merge, dtype=self.dtype, grid=(1, height // self.patch, width // self.patch), box=box,
-            size=(found.width, found.height), flip=self.flip and chance[4] < 0.5, scaled=self.scaled, mean=self.mean, std=self.std,
-        )  # fmt: skip
+            patch=self.patch,
+            merge=self.merge,
+            dtype=self.dtype,
+            grid=(1, height // self.patch, width // self.patch),
+            box=box,
+            size=(found.width, found.height),
+            flip=self.flip and chance[4] < 0.5,
+            scaled=self.scaled,
+            mean=self.mean,
+            std=self.std,
+        )
 
     def _box(self, width: int, height: int, chance: Sequence[float]) -> tuple[int, int, int, int]:
         """The part that is kept: all; with a size, the largest of that shape, in the middle; by chance, a little less, anywhere."""
         w, h = width, height
         if self.size is not None:
             high, wide = self.size
-            w, h = (max(1, height * wide // high), height) if width * high > height * wide else (width, max(1, width * high // wide))
+            w, h = (
+                (max(1, height * wide // high), height)
+                if width * high > height * wide
+                else (width, max(1, width * high // wide))
+            )
         if self.crop is None:
             return (width - w) // 2, (height - h) // 2, w, h
         kept = [LEAST_SIDE + (1 - LEAST_SIDE) * u for u in chance[:2]]
         if self.size is not None:
             kept[1] = kept[0]  # the shape stays
         w, h = max(1, math.floor(w * kept[0])), max(1, math.floor(h * kept[1]))
-        return math.floor((width - w + 1) * chance[2]), math.floor((height - h + 1) * chance[3]), w, h
+        return (
+            math.floor((width - w + 1) * chance[2]),
+            math.floor((height - h + 1) * chance[3]),
+            w,
+            h,
+        )
 
 
-def fit(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def fit(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
     """(height, width) that an image is resized to: both multiples of ``factor``, their product within the two bounds, the shape
     kept as well as that allows. Whole numbers all the way, so that every machine decides alike.
 
@@ -165,11 +248,17 @@ def fit(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: in
     high, wide = _nearest(height, factor), _nearest(width, factor)
     most, area = max_pixels // (factor * factor), factor * factor
     if high * wide * area < min_pixels:
-        high, wide = _root_up(height * min_pixels, width * area), _root_up(width * min_pixels, height * area)
+        high, wide = (
+            _root_up(height * min_pixels, width * area),
+            _root_up(width * min_pixels, height * area),
+        )
     if high * wide > most:
         high = max(1, math.isqrt(height * max_pixels // (width * area)))
         wide = max(1, math.isqrt(width * max_pixels // (height * area)))
-        high, wide = min(high, most // min(wide, most)), min(wide, most // min(high, most))  # where a side could not shrink below one
+        high, wide = (
+            min(high, most // min(wide, most)),
+            min(wide, most // min(high, most)),
+        )  # where a side could not shrink below one
     return high * factor, wide * factor
 
 
@@ -202,6 +291,14 @@ def _number(value: Any) -> bool:
 
 
 def _channels(name: str, value: Any) -> list[str]:
-    if not isinstance(value, tuple) or len(value) != 3 or not all(_number(v) and abs(v) < 1e6 for v in value):
+    if (
+        not isinstance(value, tuple)
+        or len(value) != 3
+        or not all(_number(v) and abs(v) < 1e6 for v in value)
+    ):
         return [f"{name}: wanted three numbers, for red, green and blue, found {value!r}"]
-    return [f"std: wanted three numbers above 0, found {value!r}"] if name == "std" and min(value) < 1e-6 else []
+    return (
+        [f"std: wanted three numbers above 0, found {value!r}"]
+        if name == "std" and min(value) < 1e-6
+        else []
+    )

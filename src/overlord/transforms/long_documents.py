@@ -21,7 +21,10 @@ class Pieces:
 
 def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
     """Return the reason of quarantine of each row that exceeds the context."""
-    return {int(i): f"{lengths[i]} tokens are more than the context of {context}" for i in np.flatnonzero(lengths > context)}
+    return {
+        int(i): f"{lengths[i]} tokens are more than the context of {context}"
+        for i in np.flatnonzero(lengths > context)
+    }
 
 
 def lost_tokens(lengths: np.ndarray, context: int, on_long: str) -> np.ndarray:
@@ -44,7 +47,12 @@ def cut_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pi
     size = np.minimum(lengths[kept] - part * context, context)
     offsets = np.zeros(len(kept) + 1, np.int64)
     np.cumsum(size, out=offsets[1:])
-    return Pieces(keep[kept], part.astype(np.int32), size, Ragged(_gather(tokens.values, starts, lengths), offsets))
+    return Pieces(
+        keep[kept],
+        part.astype(np.int32),
+        size,
+        Ragged(_gather(tokens.values, starts, lengths), offsets),
+    )
 
 
 def _gather(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

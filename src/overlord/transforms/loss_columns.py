@@ -18,8 +18,15 @@ def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, 
     refused here. ``check_map`` refuses a mask that a ``Map`` returns.
     """
     for position, t in enumerate(transforms):
-        if isinstance(t, Select) and (kept := [name for name in LOSS if name in t.columns]) and not _later(transforms, position, Map):
-            problem, remedy = f"expected columns that a job can use, got {kept[0]!r}, which is not supported yet", "leave it out"
+        if (
+            isinstance(t, Select)
+            and (kept := [name for name in LOSS if name in t.columns])
+            and not _later(transforms, position, Map)
+        ):
+            problem, remedy = (
+                f"expected columns that a job can use, got {kept[0]!r}, which is not supported yet",
+                "leave it out",
+            )
             raise TransformError(source, repr(t), problem, remedy)
     if any(isinstance(t, (Tokenize, Map, Select)) for t in transforms):
         return ()
@@ -27,11 +34,22 @@ def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, 
     return tuple(name for name in LOSS if name not in read)
 
 
-def check_map(source: str, transforms: Sequence[Transform], position: int, made: Iterable[str]) -> None:
+def check_map(
+    source: str, transforms: Sequence[Transform], position: int, made: Iterable[str]
+) -> None:
     """Refuse a mask among the columns that the ``Map`` at a position returned, unless a later transform replaces or drops it."""
-    if (kept := [name for name in LOSS if name in made]) and not _later(transforms, position, Map, Select, Tokenize):
-        problem = f"expected columns that a job can use, got {kept[0]!r}, which is not supported yet"
-        raise TransformError(source, repr(transforms[position]), problem, f"return 'tokens' without {kept[0]!r}: every token has a loss")
+    if (kept := [name for name in LOSS if name in made]) and not _later(
+        transforms, position, Map, Select, Tokenize
+    ):
+        problem = (
+            f"expected columns that a job can use, got {kept[0]!r}, which is not supported yet"
+        )
+        raise TransformError(
+            source,
+            repr(transforms[position]),
+            problem,
+            f"return 'tokens' without {kept[0]!r}: every token has a loss",
+        )
 
 
 def _later(transforms: Sequence[Transform], position: int, *kinds: type) -> bool:

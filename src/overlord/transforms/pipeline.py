@@ -22,7 +22,17 @@ from overlord.hashing import digest, key64, keyed_hash
 from overlord.sample import Column, Ragged
 from overlord.sources.arrow_numpy import arrow_of
 from overlord.sources.mixed_columns import is_mixed
-from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Staged, Tokens, Transform
+from overlord.transforms.base import (
+    Block,
+    Filter,
+    Map,
+    Meta,
+    RowIds,
+    Select,
+    Staged,
+    Tokens,
+    Transform,
+)
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
@@ -48,7 +58,15 @@ from overlord.transforms.columns import (
     unequal_items,
     unfit_rows,
 )
-from overlord.transforms.image_rows import CHANCE, ITEM, SeenImages, add_items, check_images, find_images, run_images
+from overlord.transforms.image_rows import (
+    CHANCE,
+    ITEM,
+    SeenImages,
+    add_items,
+    check_images,
+    find_images,
+    run_images,
+)
 from overlord.transforms.images import META, Images
 from overlord.transforms.long_documents import cut_rows, lost_tokens, too_long
 from overlord.transforms.loss_columns import check_map, refused_columns
@@ -56,13 +74,17 @@ from overlord.transforms.row_functions import Frame, join_rows, run_each, run_wh
 from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, same_content
 
 IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
-NO_IDS = "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
+NO_IDS = (
+    "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
+)
 
 
 class Pipeline:
     """The transforms of one source, checked and ready. Pickles as its arguments; tokenizers are loaded once per process."""
 
-    def __init__(self, source: str, transforms: Sequence[Transform], *, seed: int, context: int, on_long: str) -> None:
+    def __init__(
+        self, source: str, transforms: Sequence[Transform], *, seed: int, context: int, on_long: str
+    ) -> None:
         self.source, self.transforms = source, tuple(transforms)
         self.seed, self.context, self.on_long = seed, context, on_long
         code = [i for i, t in enumerate(self.transforms) if t.user_code]
@@ -72,22 +94,46 @@ class Pipeline:
         self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
         self._images = find_images(source, self.transforms)
         self._seen = SeenImages(source)
-        names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (META if self._images else ())
+        names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (
+            META if self._images else ()
+        )
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise TransformError(source, "Meta", f"the name {twice[0]!r} is used twice", "metadata needs names of its own")
+            raise TransformError(
+                source,
+                "Meta",
+                f"the name {twice[0]!r} is used twice",
+                "metadata needs names of its own",
+            )
         self._twins = [(a, b) for a in names for b in names if a != b and _describes(a, b)]
         self._needs = self._between()
-        self._under_way: dict[int, tuple[Transform, Frame, RowIds | None]] = {}  # by thread: what runs there
-        self._as_it_is: pa.Schema | None = None  # of slices that come back as they are, once one was seen
-        self._encoders: dict[int, Encoder] = {i: build_encoder(t, source) for i, t in enumerate(self.transforms) if isinstance(t, Tokenize)}
+        self._under_way: dict[
+            int, tuple[Transform, Frame, RowIds | None]
+        ] = {}  # by thread: what runs there
+        self._as_it_is: pa.Schema | None = (
+            None  # of slices that come back as they are, once one was seen
+        )
+        self._encoders: dict[int, Encoder] = {
+            i: build_encoder(t, source)
+            for i, t in enumerate(self.transforms)
+            if isinstance(t, Tokenize)
+        }
         # Fixed for the source: files of other widths may share a batch with a row, and then it is held as wide as they are.
         self._id_bytes = max((e.dtype.itemsize for e in self._encoders.values()), default=4)
         if self._images is not None:
-            self._id_bytes = max(self._id_bytes, np.min_scalar_type(self._images.placeholder).itemsize)
+            self._id_bytes = max(
+                self._id_bytes, np.min_scalar_type(self._images.placeholder).itemsize
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         contents = {i: encoder.content for i, encoder in self._encoders.items()}
-        return _rebuild, (self.source, self.transforms, self.seed, self.context, self.on_long, contents)
+        return _rebuild, (
+            self.source,
+            self.transforms,
+            self.seed,
+            self.context,
+            self.on_long,
+            contents,
+        )
 
     def __repr__(self) -> str:
         cut = [repr(t) for t in self.transforms]
@@ -116,7 +162,14 @@ class Pipeline:
             return Staged(table, np.arange(table.num_rows), [], 0)
         frame = Frame(table)
         if self._images is not None and self._images.by_chance:
-            frame.put(CHANCE, arrow_of(keyed_hash(key64("images", self.seed, self.source), ids.epoch, ids.file, ids.row)))
+            frame.put(
+                CHANCE,
+                arrow_of(
+                    keyed_hash(
+                        key64("images", self.seed, self.source), ids.epoch, ids.file, ids.row
+                    )
+                ),
+            )
         try:
             for position in range(self._cut):
                 try:
@@ -126,7 +179,12 @@ class Pipeline:
         finally:
             self._under_way.pop(threading.get_ident(), None)
         self._settle(frame)
-        if not self._cut and frame.table is table and not frame.bad and not any(is_mixed(f.type) for f in table.schema):
+        if (
+            not self._cut
+            and frame.table is table
+            and not frame.bad
+            and not any(is_mixed(f.type) for f in table.schema)
+        ):
             self._as_it_is = table.schema
         return Staged(frame.table, frame.index, sorted(frame.bad), frame.dropped)
 
@@ -136,7 +194,9 @@ class Pipeline:
         try:
             for position in range(self._cut, len(self.transforms)):
                 try:
-                    if not isinstance(self.transforms[position], Select):  # what stands between the stages is selected already
+                    if not isinstance(
+                        self.transforms[position], Select
+                    ):  # what stands between the stages is selected already
                         self._run(position, frame, None)
                 except Unfit as fault:
                     self._refuse(self.transforms[position], str(fault))
@@ -151,8 +211,12 @@ class Pipeline:
         for name, items in self._twins:
             bad = unequal_items(frame.table, name, items) | bad
         lengths = tokens.lengths
-        if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:  # as it nearly always is
-            return self._block(frame, np.arange(len(lengths)), np.zeros(len(lengths), np.int32), lengths, tokens)
+        if (
+            not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context
+        ):  # as it nearly always is
+            return self._block(
+                frame, np.arange(len(lengths)), np.zeros(len(lengths), np.int32), lengths, tokens
+            )
         return self._cut_block(frame, tokens, lengths, bad)
 
     def _cut_block(self, frame: Frame, tokens: Ragged, lengths: np.ndarray, bad: Bad) -> Block:
@@ -171,7 +235,9 @@ class Pipeline:
         block.long, block.lost = frame.index[rows], lost
         return block
 
-    def _block(self, frame: Frame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged) -> Block:
+    def _block(
+        self, frame: Frame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged
+    ) -> Block:
         """``row``: of every sample, its row in the frame's table."""
         meta: dict[str, Column] = {"tokens": size, "bytes": size * self._id_bytes}
         for name in self.meta_names:
@@ -179,7 +245,13 @@ class Pipeline:
         block = Block(frame.index[row], part, tokens, meta, sorted(frame.bad))
         if frame.laid is not None:
             assert self._images is not None
-            add_items(block, frame, meta_rows(frame.table.column(ITEM), row, part), self._images, self._seen)
+            add_items(
+                block,
+                frame,
+                meta_rows(frame.table.column(ITEM), row, part),
+                self._images,
+                self._seen,
+            )
         return block
 
     def _between(self) -> list[tuple[Transform | None, str, Check]]:
@@ -219,10 +291,18 @@ class Pipeline:
             if known is None and not mapped:  # what comes behind a Map may be the Map's own
                 needed |= dict.fromkeys(c for c in uses if not (made and c == IDS))
             elif known is not None and (lost := [c for c in uses if c not in known]):
-                self._refuse(t, f"column {lost[0]!r} does not get past an earlier Select", f"add {lost[0]!r} to that Select")
+                self._refuse(
+                    t,
+                    f"column {lost[0]!r} does not get past an earlier Select",
+                    f"add {lost[0]!r} to that Select",
+                )
             if isinstance(t, (Tokenize, Tokens)):
                 if made:
-                    self._refuse(t, "an earlier Tokenize or Tokens has made the ids already", "keep one of them")
+                    self._refuse(
+                        t,
+                        "an earlier Tokenize or Tokens has made the ids already",
+                        "keep one of them",
+                    )
                 made, known = True, None if known is None else known | {IDS}
             elif isinstance(t, Select):
                 known = {*t.columns, IDS} if made else set(t.columns)
@@ -245,7 +325,9 @@ class Pipeline:
         if not frame.table.num_rows:
             return
         self._under_way[threading.get_ident()] = t, frame, ids
-        if (check := _CHECKS.get(type(t))) is not None and ids is not None:  # the row stage gets columns that were checked
+        if (
+            check := _CHECKS.get(type(t))
+        ) is not None and ids is not None:  # the row stage gets columns that were checked
             for name in _used(t):
                 _drop_unfit(frame, t, name, check)
             if not frame.table.num_rows:
@@ -257,7 +339,13 @@ class Pipeline:
             if t.column != IDS:
                 frame.put(IDS, frame.table.column(t.column))
         elif isinstance(t, Select):
-            _select(frame, t, made=[IDS] if any(isinstance(p, (Tokenize, Tokens)) for p in self.transforms[:position]) else [])
+            _select(
+                frame,
+                t,
+                made=[IDS]
+                if any(isinstance(p, (Tokenize, Tokens)) for p in self.transforms[:position])
+                else [],
+            )
         elif isinstance(t, Images):
             run_images(frame, t, context=self.context, on_long=self.on_long)
         elif isinstance(t, Meta):
@@ -272,27 +360,47 @@ class Pipeline:
         if isinstance(t.value, str):
             found, bad = read_meta(frame.table, t.value)
         else:
-            made = run_each(frame, t, t.value, as_meta) if t.rows else run_whole(frame, t, t.value, self._meta_each(t))
+            made = (
+                run_each(frame, t, t.value, as_meta)
+                if t.rows
+                else run_whole(frame, t, t.value, self._meta_each(t))
+            )
             found, bad = _meta_made(made, t.name)
         frame.put(HIDDEN + t.name, meta_column(found))
         frame.drop(bad)
 
     def _filter(self, frame: Frame, t: Filter) -> None:
-        found = run_each(frame, t, t.fn, as_bool) if t.rows else run_whole(frame, t, t.fn, self._one_each(t, "b", "booleans"))
+        found = (
+            run_each(frame, t, t.fn, as_bool)
+            if t.rows
+            else run_whole(frame, t, t.fn, self._one_each(t, "b", "booleans"))
+        )
         keep = np.asarray(found, bool)
         frame.dropped += len(keep) - int(keep.sum())
         frame.keep(keep)
 
     def _map(self, frame: Frame, t: Map, position: int, ids: RowIds) -> None:
         if t.rows:
-            made = join_rows(run_each(frame, t, t.fn, as_row, self._generators(frame, position, ids) if t.rng else None))
+            made = join_rows(
+                run_each(
+                    frame,
+                    t,
+                    t.fn,
+                    as_row,
+                    self._generators(frame, position, ids) if t.rng else None,
+                )
+            )
         else:
             made = run_whole(frame, t, t.fn, self._columns_each(t))
         check_map(self.source, self.transforms, position, made)
         if not frame.table.num_rows:
             return
         bad: Bad = {}
-        columns = {name: frame.table.column(name) for name in frame.table.column_names if name.startswith(HIDDEN)}
+        columns = {
+            name: frame.table.column(name)
+            for name in frame.table.column_names
+            if name.startswith(HIDDEN)
+        }
         for name, values in made.items():
             columns[name], faults = from_values(values, name)
             bad = faults | bad
@@ -306,7 +414,10 @@ class Pipeline:
             except ValueError:  # lists of several lengths
                 self._refuse(t, f"wanted {rows} {wanted}, one a row, found {type(result).__name__}")
             if found.shape != (rows,) or found.dtype.kind not in kinds:
-                self._refuse(t, f"wanted {rows} {wanted}, one a row, found {found.dtype} of shape {found.shape}")
+                self._refuse(
+                    t,
+                    f"wanted {rows} {wanted}, one a row, found {found.dtype} of shape {found.shape}",
+                )
             return found
 
         return check
@@ -317,35 +428,61 @@ class Pipeline:
         def check(result: Any, rows: int) -> Any:
             if isinstance(result, Ragged):
                 result = [result[i] for i in range(len(result))]
-            lists = isinstance(result, (list, tuple)) and any(isinstance(v, (list, tuple, np.ndarray)) for v in result)
+            lists = isinstance(result, (list, tuple)) and any(
+                isinstance(v, (list, tuple, np.ndarray)) for v in result
+            )
             if lists and len(result) == rows:
                 return list(result)
             found = numbers(result, rows)
-            return result if isinstance(result, (list, tuple)) else found  # an array of all would round large whole numbers
+            return (
+                result if isinstance(result, (list, tuple)) else found
+            )  # an array of all would round large whole numbers
 
         return check
 
     def _columns_each(self, t: Transform) -> Callable[[Any, int], Mapping[str, Any]]:
         def check(result: Any, rows: int) -> Mapping[str, Any]:
             plain = isinstance(result, Mapping) and bool(result)
-            if not plain or not all(isinstance(name, str) and hasattr(c, "__len__") for name, c in result.items()):
-                self._refuse(t, f"wanted a dict of columns, found {type(result).__name__}", "return {name: array or list, ...}")
+            if not plain or not all(
+                isinstance(name, str) and hasattr(c, "__len__") for name, c in result.items()
+            ):
+                self._refuse(
+                    t,
+                    f"wanted a dict of columns, found {type(result).__name__}",
+                    "return {name: array or list, ...}",
+                )
             if wrong := [f"{name!r}: {len(c)}" for name, c in result.items() if len(c) != rows]:
-                self._refuse(t, f"wanted {rows} rows in every column, found {', '.join(wrong)}", "drop rows with Filter, not with Map")
+                self._refuse(
+                    t,
+                    f"wanted {rows} rows in every column, found {', '.join(wrong)}",
+                    "drop rows with Filter, not with Map",
+                )
             checked: Mapping[str, Any] = result
             return checked
 
         return check
 
-    def _generators(self, frame: Frame, position: int, ids: RowIds) -> Iterator[np.random.Generator]:
+    def _generators(
+        self, frame: Frame, position: int, ids: RowIds
+    ) -> Iterator[np.random.Generator]:
         """A generator per row, keyed by who the row is: the same whatever ran before it, here or elsewhere."""
-        keys = keyed_hash(key64("map", self.seed, self.source, position), ids.epoch, ids.file, ids.row[frame.index])
+        keys = keyed_hash(
+            key64("map", self.seed, self.source, position),
+            ids.epoch,
+            ids.file,
+            ids.row[frame.index],
+        )
         return (np.random.Generator(np.random.Philox(key=int(key))) for key in keys)
 
 
 def _rebuild(
-    source: str, transforms: tuple[Transform, ...], seed: int, context: int, on_long: str, contents: Mapping[int, str]
-) -> Pipeline:  # fmt: skip
+    source: str,
+    transforms: tuple[Transform, ...],
+    seed: int,
+    context: int,
+    on_long: str,
+    contents: Mapping[int, str],
+) -> Pipeline:
     made = Pipeline(source, transforms, seed=seed, context=context, on_long=on_long)
     for i, wanted in contents.items():
         spec = transforms[i]
@@ -357,10 +494,19 @@ def _rebuild(
 def _describes(name: str, items: str) -> bool:
     """Whether a list holds a number for every item of another: ``image_tokens`` and ``image_offset`` do for ``image_patches``."""
     stem, _, what = name.rpartition("_")
-    return what in ("tokens", "offset") and stem == items.rpartition("_")[0] != "" and items.rpartition("_")[2] not in ("tokens", "offset")
+    return (
+        what in ("tokens", "offset")
+        and stem == items.rpartition("_")[0] != ""
+        and items.rpartition("_")[2] not in ("tokens", "offset")
+    )
 
 
-_CHECKS: dict[type, Check] = {Tokenize: check_texts, Tokens: check_ids, Images: check_images, Meta: check_meta}
+_CHECKS: dict[type, Check] = {
+    Tokenize: check_texts,
+    Tokens: check_ids,
+    Images: check_images,
+    Meta: check_meta,
+}
 
 
 def _drop_unfit(frame: Frame, t: Transform | None, name: str, check: Check) -> None:
@@ -404,7 +550,13 @@ def _nothing(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
     none = np.zeros(0, np.int64)
     meta: dict[str, Column] = dict.fromkeys(("tokens", "bytes", *names), none)
     # uint8: joined with any other ids, it leaves their type as it is
-    return Block(none, np.zeros(0, np.int32), Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64)), meta, sorted(bad))
+    return Block(
+        none,
+        np.zeros(0, np.int32),
+        Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64)),
+        meta,
+        sorted(bad),
+    )
 
 
 def _tokenize(frame: Frame, text: str, encoder: Encoder) -> None:
@@ -437,11 +589,15 @@ def _encode_each(frame: Frame, texts: list[str], encoder: Encoder) -> Ragged:
 
 def _is_row_fault(fault: BaseException) -> bool:
     """A Rust panic is no Exception to Python, and yet the text's fault."""
-    return (isinstance(fault, Exception) and not isinstance(fault, MemoryError)) or type(fault).__name__ == "PanicException"
+    return (isinstance(fault, Exception) and not isinstance(fault, MemoryError)) or type(
+        fault
+    ).__name__ == "PanicException"
 
 
 def _select(frame: Frame, t: Select, made: list[str]) -> None:
     for name in t.columns:
         column(frame.table, name, "any type")
     hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]
-    frame.table = frame.table.select([*t.columns, *(name for name in made if name not in t.columns), *hidden])
+    frame.table = frame.table.select(
+        [*t.columns, *(name for name in made if name not in t.columns), *hidden]
+    )

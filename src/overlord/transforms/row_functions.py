@@ -28,7 +28,11 @@ class Frame:
 
     def put(self, name: str, values: pa.Array) -> None:
         at = self.table.column_names.index(name) if name in self.table.column_names else -1
-        self.table = self.table.append_column(name, values) if at < 0 else self.table.set_column(at, name, values)
+        self.table = (
+            self.table.append_column(name, values)
+            if at < 0
+            else self.table.set_column(at, name, values)
+        )
 
     def report(self, bad: Mapping[int, str]) -> np.ndarray:
         """Notes the bad rows and returns the others, as positions in the table."""
@@ -52,7 +56,9 @@ class Frame:
         self.table, self.index = self.table.take(arrow_of(rows)), self.index[rows]
 
 
-def run_whole(frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]) -> Any:
+def run_whole(
+    frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]
+) -> Any:
     """``fn`` over all rows at once. If it raises, it is called with each row alone, and the rows on which it raises are reported.
 
     ``check(result, rows)`` says what is wrong with a result: that is a fault of the function, not of a row, and ends the job.
@@ -66,7 +72,9 @@ def run_whole(frame: Frame, t: Transform, fn: Callable[..., Any], check: Callabl
     return check(result, frame.table.num_rows)
 
 
-def _run_alone(frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]) -> Any:
+def _run_alone(
+    frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]
+) -> Any:
     bad: Bad = {}
     alone = []
     for i in range(frame.table.num_rows):
@@ -93,7 +101,11 @@ def join_rows(rows: list[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def run_each(
-    frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any], Any], chance: Iterator[Any] | None = None
+    frame: Frame,
+    t: Transform,
+    fn: Callable[..., Any],
+    check: Callable[[Any], Any],
+    chance: Iterator[Any] | None = None,
 ) -> list[Any]:
     """``fn`` row by row; a row that fails, or gives what it should not, is reported and left out."""
     bad: Bad = {}

@@ -42,19 +42,27 @@ class Tokenize:
     def __post_init__(self) -> None:
         problems = column_problems("text", self.text) + flag_problems(self, "add_special_tokens")
         if not isinstance(self.tokenizer, (str, os.PathLike)) or not os.fspath(self.tokenizer):
-            problems.append(f"tokenizer: wanted the path of a tokenizer.json, found {type(self.tokenizer).__name__} {self.tokenizer!r:.60}")
+            problems.append(
+                f"tokenizer: wanted the path of a tokenizer.json, found {type(self.tokenizer).__name__} {self.tokenizer!r:.60}"
+            )
         else:
-            object.__setattr__(self, "tokenizer", os.path.expanduser(str(self.tokenizer)))  # equal however the path was given
+            object.__setattr__(
+                self, "tokenizer", os.path.expanduser(str(self.tokenizer))
+            )  # equal however the path was given
         for name in ("bos", "eos"):
             token = getattr(self, name)
             plain = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
             if not (token is None or plain or (isinstance(token, str) and token)):
-                problems.append(f"{name}: wanted a token or an id from 0 to 2**31 - 1, found {token!r}")
+                problems.append(
+                    f"{name}: wanted a token or an id from 0 to 2**31 - 1, found {token!r}"
+                )
         refuse("Tokenize", problems)
 
     def __repr__(self) -> str:
         extra = ", add_special_tokens=True" if self.add_special_tokens else ""
-        extra += "".join(f", {n}={getattr(self, n)!r}" for n in ("bos", "eos") if getattr(self, n) is not None)
+        extra += "".join(
+            f", {n}={getattr(self, n)!r}" for n in ("bos", "eos") if getattr(self, n) is not None
+        )
         return f"Tokenize({str(self.tokenizer)!r}, text={self.text!r}{extra})"
 
     def fingerprint(self) -> str:
@@ -78,20 +86,26 @@ class Encoder:
         ids, lengths = array("I"), array("q")
         before, after = ([] if token is None else [token] for token in (self.bos, self.eos))
         for k in range(0, len(texts), TEXTS):
-            for encoding in self.tokenizer.encode_batch_fast(texts[k : k + TEXTS], add_special_tokens=self.add_special_tokens):
+            for encoding in self.tokenizer.encode_batch_fast(
+                texts[k : k + TEXTS], add_special_tokens=self.add_special_tokens
+            ):
                 start = len(ids)
                 ids.fromlist(before)
                 ids.fromlist(encoding.ids)
                 ids.fromlist(after)
                 lengths.append(len(ids) - start)
         offsets = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum(np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64), out=offsets[1:])
+        np.cumsum(
+            np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64), out=offsets[1:]
+        )
         values = np.frombuffer(ids, np.uintc) if ids else np.zeros(0, np.uintc)
         return Ragged(values.astype(self.dtype, copy=False), offsets)
 
 
 _lock = Lock()
-_digests: dict[str, tuple[tuple[int, int], str]] = {}  # path -> ((size, mtime), content): 300 sources share one file
+_digests: dict[
+    str, tuple[tuple[int, int], str]
+] = {}  # path -> ((size, mtime), content): 300 sources share one file
 _loaded: dict[str, tuple[Any, int]] = {}  # content -> tokenizer, highest id
 
 
@@ -106,7 +120,9 @@ def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
     with _lock:
         key, content = _content(path, source)
         if key not in _loaded:
-            _loaded[key] = _load(path, content if content is not None else Path(path).read_bytes(), source)
+            _loaded[key] = _load(
+                path, content if content is not None else Path(path).read_bytes(), source
+            )
         tokenizer, top = _loaded[key]
     bos, eos = (_token_id(tokenizer, spec, name, source) for name in ("bos", "eos"))
     highest = max([top, *(token for token in (bos, eos) if token is not None)])
@@ -117,7 +133,12 @@ def same_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) -> 
     """In a process that is started later: a job has one vocabulary, whatever becomes of the file."""
     if encoder.content != wanted:
         problem = f"the tokenizer file {spec.tokenizer} has changed since the job was launched"
-        raise TransformError(source, "Tokenize", problem, "put back the one it was launched with, or launch the job anew")
+        raise TransformError(
+            source,
+            "Tokenize",
+            problem,
+            "put back the one it was launched with, or launch the job anew",
+        )
 
 
 def _content(path: str, source: str) -> tuple[str, bytes | None]:
@@ -129,7 +150,9 @@ def _content(path: str, source: str) -> tuple[str, bytes | None]:
         content = Path(path).read_bytes()
     except OSError as fault:
         problem = f"cannot read the tokenizer file {path}: {fault.strerror or fault}"
-        raise TransformError(source, "Tokenize", problem, "give the path of a tokenizer.json") from fault
+        raise TransformError(
+            source, "Tokenize", problem, "give the path of a tokenizer.json"
+        ) from fault
     _digests[path] = (seen, digest(content))
     return _digests[path][1], content
 
@@ -151,7 +174,9 @@ def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
     try:
         from tokenizers import Tokenizer
     except ImportError as fault:
-        raise TransformError(source, "Tokenize", "the package tokenizers is not installed", pip_install("text")) from fault
+        raise TransformError(
+            source, "Tokenize", "the package tokenizers is not installed", pip_install("text")
+        ) from fault
     try:
         dropout = getattr(msgspec.json.decode(content, type=_File).model, "dropout", None)
         tokenizer = Tokenizer.from_buffer(content)
@@ -173,5 +198,10 @@ def _token_id(tokenizer: Any, spec: Tokenize, name: str, source: str) -> int | N
         return token
     found: int | None = tokenizer.token_to_id(token)
     if found is None:
-        raise TransformError(source, "Tokenize", f"{name}: the vocabulary of {spec.tokenizer} has no token {token!r}", "or give its id")
+        raise TransformError(
+            source,
+            "Tokenize",
+            f"{name}: the vocabulary of {spec.tokenizer} has no token {token!r}",
+            "or give its id",
+        )
     return found

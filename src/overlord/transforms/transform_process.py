@@ -67,7 +67,9 @@ class _Spent(local):
 class TransformWorker:
     """The stages of a pipeline, run by a child process. Safe to call from several threads, one batch at a time."""
 
-    def __init__(self, pipeline: Pipeline, name: str = "", *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self, pipeline: Pipeline, name: str = "", *, deadline_s: float = DEADLINE_S
+    ) -> None:
         self.name = name or f"transforms of {pipeline.source!r}"
         self._pipeline, self._deadline_s, self._lock = pipeline, deadline_s, Lock()
         self._spent = _Spent()
@@ -105,17 +107,35 @@ class TransformWorker:
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
         rows = _raw(np.asarray(ids.row, np.int64))
-        reply, _, out = self._call(Call("slice", int(ids.epoch), int(ids.file)), [rows, _to_ipc(table)])
+        reply, _, out = self._call(
+            Call("slice", int(ids.epoch), int(ids.file)), [rows, _to_ipc(table)]
+        )
         return Staged(out["table"], out["index"], reply.bad, reply.dropped)
 
     def row_stage(self, table: pa.Table) -> Block:
         reply, names, out = self._call(Call("row"), [_to_ipc(table)])
-        meta: dict[str, Column] = {name.removeprefix("meta."): out[name] for name in names if name.startswith("meta.")}
+        meta: dict[str, Column] = {
+            name.removeprefix("meta."): out[name] for name in names if name.startswith("meta.")
+        }
         for name in (n.removeprefix("offsets.") for n in names if n.startswith("offsets.")):
             meta[name] = Ragged(out[f"meta.{name}"], out[f"offsets.{name}"])
-        items = Items(Ragged(out["items"], out["items.offsets"]), out["items.counts"]) if "items" in out else None
+        items = (
+            Items(Ragged(out["items"], out["items.offsets"]), out["items.counts"])
+            if "items" in out
+            else None
+        )
         ids = Ragged(out["values"], out["offsets"])
-        return Block(out["index"], out["part"], ids, meta, reply.bad, items, *reply.image_bytes, out["long"], out["lost"])
+        return Block(
+            out["index"],
+            out["part"],
+            ids,
+            meta,
+            reply.bad,
+            items,
+            *reply.image_bytes,
+            out["long"],
+            out["lost"],
+        )
 
     def close(self) -> None:
         """Ends the child: it leaves when its pipe closes, and is killed when it does not."""
@@ -169,13 +189,17 @@ class TransformWorker:
     def _stalled(self, stage: str) -> NoReturn:
         """The pipe is now in the middle of a message, so the child is of no more use."""
         self._end(patience_s=0.0)
-        raise DataStall(f"{self.name}, {stage} stage, to get through {self._what()}", self._deadline_s)
+        raise DataStall(
+            f"{self.name}, {stage} stage, to get through {self._what()}", self._deadline_s
+        )
 
     def _lost(self, stage: str) -> NoReturn:
         code = self._end()
         how = how_it_ended(code)
         when = "before it could start" if stage == "start" else "in the middle of its work"
-        raise ActorLost(self.name, f"its process ended {when} ({how}){UNGUARDED if stage == 'start' else ''}")
+        raise ActorLost(
+            self.name, f"its process ended {when} ({how}){UNGUARDED if stage == 'start' else ''}"
+        )
 
     def _end(self, patience_s: float = CLOSE_S) -> int | None:
         assert self._child is not None
@@ -229,7 +253,9 @@ def _set_deadline(pipe: Connection, seconds: float) -> None:
 
 def _serve(pipe: Connection, pipeline: Pipeline) -> None:
     """The child: answers until its pipe ends, which it does however the parent ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to leave
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent says when to leave
     forkserver.die_with_parent()  # also in the middle of a batch
     try:
         _send(pipe, Reply(), [])
@@ -243,7 +269,9 @@ def _serve(pipe: Connection, pipeline: Pipeline) -> None:
         return
 
 
-def _work(pipeline: Pipeline, call: Call, rows: np.ndarray | None, table: pa.Table) -> tuple[Reply, list[Any]]:
+def _work(
+    pipeline: Pipeline, call: Call, rows: np.ndarray | None, table: pa.Table
+) -> tuple[Reply, list[Any]]:
     try:
         if rows is not None:
             staged = pipeline.slice_stage(table, RowIds(call.epoch, call.file, rows))
@@ -251,18 +279,35 @@ def _work(pipeline: Pipeline, call: Call, rows: np.ndarray | None, table: pa.Tab
             return reply, [_raw(staged.index), _to_ipc(staged.table)]
         block = pipeline.row_stage(table)
     except TransformError as fault:
-        return Reply(error=["TransformError", fault.source, fault.transform, fault.problem, fault.remedy]), []
+        return Reply(
+            error=["TransformError", fault.source, fault.transform, fault.problem, fault.remedy]
+        ), []
     except Exception as fault:
         return Reply(error=[type(fault).__name__, f"{fault}{where_raised(fault)}"]), []
-    arrays = {"index": block.index, "part": block.part, "values": block.tokens.values, "offsets": block.tokens.offsets}
+    arrays = {
+        "index": block.index,
+        "part": block.part,
+        "values": block.tokens.values,
+        "offsets": block.tokens.offsets,
+    }
     arrays |= {"long": block.long, "lost": block.lost}
-    arrays |= {f"meta.{name}": c.values if isinstance(c, Ragged) else c for name, c in block.meta.items()}
-    arrays |= {f"offsets.{name}": c.offsets for name, c in block.meta.items() if isinstance(c, Ragged)}
+    arrays |= {
+        f"meta.{name}": c.values if isinstance(c, Ragged) else c for name, c in block.meta.items()
+    }
+    arrays |= {
+        f"offsets.{name}": c.offsets for name, c in block.meta.items() if isinstance(c, Ragged)
+    }
     if block.items is not None:
         items = block.items.bytes.compact()
-        arrays |= {"items": items.values, "items.offsets": items.offsets, "items.counts": block.items.counts}
+        arrays |= {
+            "items": items.values,
+            "items.offsets": items.offsets,
+            "items.counts": block.items.counts,
+        }
     sizes = (block.image_bytes_in, block.image_bytes_out)
-    reply = Reply([(name, a.dtype.str) for name, a in arrays.items()], False, block.bad, image_bytes=sizes)
+    reply = Reply(
+        [(name, a.dtype.str) for name, a in arrays.items()], False, block.bad, image_bytes=sizes
+    )
     return reply, [_raw(a) for a in arrays.values()]
 
 

@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 
 from overlord.errors import OverlordError
 
-HAS_SHARED_MEMORY = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "eventfd")
+HAS_SHARED_MEMORY = (
+    sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "eventfd")
+)
 _KEY = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 KEEPALIVE_S = 10  # a machine that vanished without a word is noticed after about thrice this
 
@@ -65,7 +67,9 @@ def reachable(host: str) -> str:
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the kernel says which interface leads outside
+            probe.connect(
+                ("192.0.2.1", 9)
+            )  # nothing is sent: the kernel says which interface leads outside
             found: str = probe.getsockname()[0]
         except OSError:
             return socket.gethostname()
@@ -82,13 +86,17 @@ def new_key() -> str:
 
 def check_key(key: str) -> str:
     if not _KEY.fullmatch(key):
-        raise OverlordError(f"key {key!r}: wanted 1 to 80 letters, digits, dots, dashes and underscores")
+        raise OverlordError(
+            f"key {key!r}: wanted 1 to 80 letters, digits, dots, dashes and underscores"
+        )
     return key
 
 
 def listen_local(address: Address) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    return _listening(sock, address.local_name, f"the local socket of {address}", "another server has this key")
+    return _listening(
+        sock, address.local_name, f"the local socket of {address}", "another server has this key"
+    )
 
 
 def listen_tcp(host: str, port: int | range) -> socket.socket:
@@ -98,9 +106,13 @@ def listen_tcp(host: str, port: int | range) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that was killed must not block its successor
+    sock.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+    )  # a server that was killed must not block its successor
     remedy = "choose another port, or 0 for any; the host must be an address of this machine"
-    if host == os.environ.get("OVERLORD_INTERFACE"):  # who reads this may not know where the host comes from
+    if host == os.environ.get(
+        "OVERLORD_INTERFACE"
+    ):  # who reads this may not know where the host comes from
         remedy += ", and OVERLORD_INTERFACE in the environment names this one"
     return _listening(sock, (host, port), f"{host}:{port}", remedy)
 
@@ -112,10 +124,14 @@ def _first_free(host: str, ports: range) -> socket.socket:
         except OverlordError as taken:
             if getattr(taken.__cause__, "errno", 0) != errno.EADDRINUSE:
                 raise
-    raise OverlordError(f"cannot serve at {host}: the ports {ports[0]} to {ports[-1]} are all taken; name more of them")
+    raise OverlordError(
+        f"cannot serve at {host}: the ports {ports[0]} to {ports[-1]} are all taken; name more of them"
+    )
 
 
-def _listening(sock: socket.socket, where: str | tuple[str, int], name: str, remedy: str) -> socket.socket:
+def _listening(
+    sock: socket.socket, where: str | tuple[str, int], name: str, remedy: str
+) -> socket.socket:
     try:
         sock.bind(where)
         sock.listen(512)

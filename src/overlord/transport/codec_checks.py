@@ -44,7 +44,9 @@ def _is_int(value: Any) -> bool:
 
 def _is_float(value: Any) -> bool:
     """Whole numbers are real numbers too: ``weights={"web": 1}``."""
-    return type(value) is float or type(value) is int or isinstance(value, (np.floating, np.integer))
+    return (
+        type(value) is float or type(value) is int or isinstance(value, (np.floating, np.integer))
+    )
 
 
 def _is_bool(value: Any) -> bool:
@@ -52,12 +54,22 @@ def _is_bool(value: Any) -> bool:
 
 
 _PLAIN: dict[Any, Check] = {
-    int: _is_int, float: _is_float, bool: _is_bool,
-    str: lambda value: type(value) is str, bytes: lambda value: type(value) is bytes,
-    tuple: lambda value: type(value) is tuple, np.ndarray: lambda value: type(value) is np.ndarray,
-}  # fmt: skip
+    int: _is_int,
+    float: _is_float,
+    bool: _is_bool,
+    str: lambda value: type(value) is str,
+    bytes: lambda value: type(value) is bytes,
+    tuple: lambda value: type(value) is tuple,
+    np.ndarray: lambda value: type(value) is np.ndarray,
+}
 # What the items of a long tuple are in all likelihood: one look at the set of their types is cheaper than a look at each.
-_LIKELY: dict[Any, set[type]] = {int: {int}, float: {float, int}, bool: {bool}, str: {str}, np.ndarray: {np.ndarray}}
+_LIKELY: dict[Any, set[type]] = {
+    int: {int},
+    float: {float, int},
+    bool: {bool},
+    str: {str},
+    np.ndarray: {np.ndarray},
+}
 
 
 def _any_of(checks: Sequence[Check | None]) -> Check | None:
@@ -75,7 +87,9 @@ def _tuple_of(args: Sequence[Any]) -> Check:
         return _items_of((tuple,), args[:1])
     checks = [check_for(a) for a in args]
     return lambda value: (
-        type(value) is tuple and len(value) == len(checks) and all(c is None or c(v) for c, v in zip(checks, value, strict=True))
+        type(value) is tuple
+        and len(value) == len(checks)
+        and all(c is None or c(v) for c, v in zip(checks, value, strict=True))
     )
 
 
@@ -84,7 +98,10 @@ def _items_of(kinds: tuple[type, ...], args: Sequence[Any]) -> Check:
     likely: set[type] = _LIKELY.get(args[0], set()) if args else set()
     if each is None:
         return lambda value: type(value) in kinds
-    return lambda value: type(value) in kinds and (not value or likely.issuperset(set(map(type, value))) or all(map(each, value)))
+    return lambda value: (
+        type(value) in kinds
+        and (not value or likely.issuperset(set(map(type, value))) or all(map(each, value)))
+    )
 
 
 def _mapping_of(args: Sequence[Any]) -> Check:

@@ -20,24 +20,42 @@ AGAIN_S = 0.1  # until the next try, where a server has no room or time just now
 
 
 def dial(
-    address: str, token: str, hello: dict[str, Any], *, timeout_s: float, ring: Ring | None = None, transport: str = "auto", name: str = "",
-) -> tuple[SocketLink, dict[str, Any]]:  # fmt: skip
+    address: str,
+    token: str,
+    hello: dict[str, Any],
+    *,
+    timeout_s: float,
+    ring: Ring | None = None,
+    transport: str = "auto",
+    name: str = "",
+) -> tuple[SocketLink, dict[str, Any]]:
     """A link to the server at an address, and its welcome. ``name`` is how the server calls this side in its errors."""
     if transport not in TRANSPORTS:
         raise OverlordError(f"transport {transport!r}: wanted one of {', '.join(TRANSPORTS)}")
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return _dial(address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport)
+            return _dial(
+                address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport
+            )
         except Later as later:  # this process stood still for seconds, or a thousand others came first: nothing that should end a trainer
             if time.monotonic() + AGAIN_S > deadline:
-                raise DataStall(f"{shown(address)} to take a connection, which it refuses for now ({later.reason})", timeout_s) from None
+                raise DataStall(
+                    f"{shown(address)} to take a connection, which it refuses for now ({later.reason})",
+                    timeout_s,
+                ) from None
         time.sleep(AGAIN_S)
 
 
 def _dial(
-    address: str, token: str, hello: dict[str, Any], deadline: float, timeout_s: float, ring: Ring | None, transport: str
-) -> tuple[SocketLink, dict[str, Any]]:  # fmt: skip
+    address: str,
+    token: str,
+    hello: dict[str, Any],
+    deadline: float,
+    timeout_s: float,
+    ring: Ring | None,
+    transport: str,
+) -> tuple[SocketLink, dict[str, Any]]:
     where = shown(address)
     sock = _connect(Address.parse(address), transport, deadline)
     try:
@@ -58,9 +76,13 @@ def _connect(address: Address, transport: str, deadline: float) -> socket.socket
             return _connect_local(address, deadline)
         except OSError as e:
             if transport == "unix" or not address.port:
-                raise ActorLost(shown(str(address)), f"nobody answers at its local socket: {e.strerror or e}") from e
+                raise ActorLost(
+                    shown(str(address)), f"nobody answers at its local socket: {e.strerror or e}"
+                ) from e
     try:
-        return socket.create_connection((address.host, address.port), max(0.001, deadline - time.monotonic()))
+        return socket.create_connection(
+            (address.host, address.port), max(0.001, deadline - time.monotonic())
+        )
     except OSError as e:
         raise ActorLost(str(address), f"nobody answers: {e.strerror or e}") from e
 
@@ -79,14 +101,23 @@ def _connect_local(address: Address, deadline: float) -> socket.socket:
         time.sleep(0.1)  # its queue of connections is full, and nothing tells when it is not
 
 
-def _greet(sock: socket.socket, address: str, token: str, hello: dict[str, Any], deadline: float, timeout_s: float) -> dict[str, Any]:
+def _greet(
+    sock: socket.socket,
+    address: str,
+    token: str,
+    hello: dict[str, Any],
+    deadline: float,
+    timeout_s: float,
+) -> dict[str, Any]:
     steps = client_side(token, hello, address)
     step, answer = next(steps), b""
     try:
         while True:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             if isinstance(step, bytes):
-                with contextlib.suppress(BrokenPipeError):  # it has hung up: why is there to be read
+                with contextlib.suppress(
+                    BrokenPipeError
+                ):  # it has hung up: why is there to be read
                     sock.sendall(step)
                 step = next(steps)
                 continue

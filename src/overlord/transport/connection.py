@@ -104,8 +104,12 @@ class LocalLink(Link):
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
         lane = self._out
         with lane.changed:
-            if not lane.changed.wait_for(lambda: len(lane.values) < PAIR_MESSAGES or lane.reason is not None, timeout_s):
-                raise DataStall(f"{self.peer} to take one of {len(lane.values)} messages", timeout_s)
+            if not lane.changed.wait_for(
+                lambda: len(lane.values) < PAIR_MESSAGES or lane.reason is not None, timeout_s
+            ):
+                raise DataStall(
+                    f"{self.peer} to take one of {len(lane.values)} messages", timeout_s
+                )
             if lane.reason is not None:
                 raise ActorLost(self.peer, lane.reason)
             lane.values.append(value)
@@ -152,7 +156,9 @@ class LocalLink(Link):
                 self._in.bell = None
 
 
-def pair(ring: Ring | None = None, *, names: tuple[str, str] = ("left", "right")) -> tuple[Link, Link]:
+def pair(
+    ring: Ring | None = None, *, names: tuple[str, str] = ("left", "right")
+) -> tuple[Link, Link]:
     """Two ends within this process. Values are handed over as they are; ``PAIR_MESSAGES`` of them may wait."""
     there, back = _Lane(), _Lane()
     return LocalLink(names[1], there, back, ring), LocalLink(names[0], back, there, ring)
@@ -164,13 +170,23 @@ class SocketLink(Link):
     Over a unix socket arrays travel in shared memory; over TCP in frames, into buffers that are used again.
     """
 
-    def __init__(self, sock: socket.socket, peer: str, *, ring: Ring | None = None, max_held: int = MAX_HELD, hangup: bool = True):
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        *,
+        ring: Ring | None = None,
+        max_held: int = MAX_HELD,
+        hangup: bool = True,
+    ):
         self.peer = peer
         self.shares_memory = sock.family == getattr(socket, "AF_UNIX", None)
         self._sock, self._fileno = sock, sock.fileno()
         self._lock = threading.Lock()  # the way out; nobody waits while holding it
         self._reading = threading.RLock()
-        self._own_ring = Ring(max_bytes=2**28, name=peer) if self.shares_memory and ring is None else None
+        self._own_ring = (
+            Ring(max_bytes=2**28, name=peer) if self.shares_memory and ring is None else None
+        )
         ring = (ring or self._own_ring) if self.shares_memory else None
         slabs = SlabPool(2**28)
         self._sender = Sender(ring, peer, self._fileno if hangup else -1)
@@ -232,7 +248,9 @@ class SocketLink(Link):
             try:
                 return ring.wait(nbytes, wait_s)
             except DataStall as e:
-                raise DataStall(f"{self.peer} to let go of what was sent: {e.waiting_for}", wait_s) from e
+                raise DataStall(
+                    f"{self.peer} to let go of what was sent: {e.waiting_for}", wait_s
+                ) from e
 
         self._check()
         return self._sender.load(value, take)
@@ -302,7 +320,9 @@ class SocketLink(Link):
                 looked, left = False, deadline - time.monotonic()
                 if left <= 0:
                     return TIMEOUT
-                self._incoming.poll(left * 1000)  # out of the handler: who interrupts this sees one traceback, not two
+                self._incoming.poll(
+                    left * 1000
+                )  # out of the handler: who interrupts this sees one traceback, not two
 
     def _open(self) -> Any:
         """The value of the next envelope, or ``NOTHING``."""
@@ -365,7 +385,9 @@ class SocketLink(Link):
             self._outbox.clear()
             self._sender.close()
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes whoever reads, who then lets go of the lock
+            self._sock.shutdown(
+                socket.SHUT_RDWR
+            )  # wakes whoever reads, who then lets go of the lock
         with self._reading:
             self._ended = True
             self._inbox.close()

@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 
 from overlord import errors
-from overlord.transport.value_codec import ERROR, OPENERS, PACKERS, TUPLE, Refused, Tree, open_value, pack_value, wants
+from overlord.transport.value_codec import (
+    ERROR,
+    OPENERS,
+    PACKERS,
+    TUPLE,
+    Refused,
+    Tree,
+    open_value,
+    pack_value,
+    wants,
+)
 
 MAX_TEXT = 20_000  # of an exception that becomes words
 
@@ -24,16 +34,24 @@ def _pack(error: BaseException, columns: list[np.ndarray], depth: int) -> Tree:
     name, before = type(error).__name__, len(columns)
     if KNOWN.get(name) is type(error):
         try:
-            args = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # its args leave out the file
+            args = (
+                error.__reduce__()[1] if isinstance(error, OSError) else error.args
+            )  # its args leave out the file
             return _packed(name, args, error, columns, depth)
         except Refused:  # an argument that cannot travel
             del columns[before:]
-    return _packed("OverlordError", (f"{type(error).__qualname__}: {_text(error)}",), error, columns, depth)
+    return _packed(
+        "OverlordError", (f"{type(error).__qualname__}: {_text(error)}",), error, columns, depth
+    )
 
 
-def _packed(name: str, args: Any, error: BaseException, columns: list[np.ndarray], depth: int) -> Tree:
+def _packed(
+    name: str, args: Any, error: BaseException, columns: list[np.ndarray], depth: int
+) -> Tree:
     found = getattr(error, "__notes__", ())
-    notes = [note for note in found if type(note) is str] if isinstance(found, (list, tuple)) else []
+    notes = (
+        [note for note in found if type(note) is str] if isinstance(found, (list, tuple)) else []
+    )
     return [ERROR, name, _sendable(pack_value(tuple(args), columns, depth + 1)), _sendable(notes)]
 
 
@@ -50,7 +68,11 @@ def _sendable(tree: Tree) -> Tree:
         return tree if tree.isascii() else tree.encode("utf-8", "backslashreplace").decode()
     if type(tree) is list:
         return [_sendable(item) for item in tree]
-    return {_sendable(key): _sendable(item) for key, item in tree.items()} if type(tree) is dict else tree
+    return (
+        {_sendable(key): _sendable(item) for key, item in tree.items()}
+        if type(tree) is dict
+        else tree
+    )
 
 
 def _open(tree: list[Any], columns: list[np.ndarray], depth: int) -> Exception:

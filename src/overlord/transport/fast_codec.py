@@ -20,10 +20,20 @@ NOT: Any = object()
 Quick = Callable[[Any, list[np.ndarray]], Any]
 
 _PLAIN: dict[Any, frozenset[type]] = {
-    int: frozenset({int}), float: frozenset({float, int}), bool: frozenset({bool}), str: frozenset({str}), bytes: frozenset({bytes}),
-    type(None): frozenset({type(None)}), Any: OPEN_PLAIN, object: OPEN_PLAIN,
-}  # fmt: skip
-_NUMBERS: dict[Any, Any] = {int: int, float: int | float, bool: bool}  # a float field keeps whole numbers as they are
+    int: frozenset({int}),
+    float: frozenset({float, int}),
+    bool: frozenset({bool}),
+    str: frozenset({str}),
+    bytes: frozenset({bytes}),
+    type(None): frozenset({type(None)}),
+    Any: OPEN_PLAIN,
+    object: OPEN_PLAIN,
+}
+_NUMBERS: dict[Any, Any] = {
+    int: int,
+    float: int | float,
+    bool: bool,
+}  # a float field keeps whole numbers as they are
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
@@ -43,7 +53,11 @@ def opener_for(annotation: Any) -> Quick | None:
             return _open_array
         if origin is tuple and args[1:] == (Ellipsis,) and (args[0] in _NUMBERS or args[0] is str):
             return _items_opener(GenericAlias(tuple, (_NUMBERS.get(args[0], str), ...)))
-        if origin is tuple and args[1:] == (Ellipsis,) and (each := opener_for(args[0])) is not None:
+        if (
+            origin is tuple
+            and args[1:] == (Ellipsis,)
+            and (each := opener_for(args[0])) is not None
+        ):
             return _each_opener(each)
         if origin in (dict, Mapping) and args[0] is str and args[1] in _NUMBERS:
             return _mapping_opener(GenericAlias(dict, (str, _NUMBERS[args[1]])))

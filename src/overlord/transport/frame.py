@@ -27,12 +27,19 @@ MAX_HEADER_BYTES = 2**24  # the objects made of it may take a hundred times as m
 MAX_FRAME_BYTES = 2**32
 
 # The code of a dtype is its place here: at the end is where one may be added.
-DTYPES = tuple(np.dtype(t) for t in ("?", "<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"))
+DTYPES = tuple(
+    np.dtype(t)
+    for t in ("?", "<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8")
+)
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
-_START = struct.Struct("<4sHHIIQI")  # magic, version, reserved, columns, header bytes, frame bytes, reserved
+_START = struct.Struct(
+    "<4sHHIIQI"
+)  # magic, version, reserved, columns, header bytes, frame bytes, reserved
 _CRC = struct.Struct("<I")
-_ENTRY = struct.Struct("<BB6sQQQ56s")  # dtype code, dimensions, zeros, offset, bytes, the first size, the other sizes
+_ENTRY = struct.Struct(
+    "<BB6sQQQ56s"
+)  # dtype code, dimensions, zeros, offset, bytes, the first size, the other sizes
 _SIZES = struct.Struct("<7Q")  # the other sizes; of dimensions that are not there they are 0
 PREFIX_BYTES = _START.size + _CRC.size
 _PADDING = bytes(ALIGN)
@@ -78,15 +85,24 @@ def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryvie
             entries.append(_ENTRY.pack(code, 1, _RESERVED, offset, nbytes, shape[0], _NO_SIZES))
         else:
             sizes = (*shape, *(0,) * (MAX_DIMS - len(shape)))
-            entries.append(_ENTRY.pack(code, len(shape), _RESERVED, offset, nbytes, sizes[0], _SIZES.pack(*sizes[1:])))
+            entries.append(
+                _ENTRY.pack(
+                    code, len(shape), _RESERVED, offset, nbytes, sizes[0], _SIZES.pack(*sizes[1:])
+                )
+            )
         if offset > at:
             pieces.append(_PADDING[: offset - at])
         if nbytes:  # an empty array has no bytes to view
             pieces.append(column.data.cast("B"))
         at = offset + nbytes
     if at > MAX_FRAME_BYTES:
-        raise FrameError(f"wanted at most {MAX_FRAME_BYTES} bytes, found {at}", remedy="send it in parts")
-    start, table = _START.pack(MAGIC, VERSION, 0, len(columns), len(header), at, 0), b"".join(entries)
+        raise FrameError(
+            f"wanted at most {MAX_FRAME_BYTES} bytes, found {at}", remedy="send it in parts"
+        )
+    start, table = (
+        _START.pack(MAGIC, VERSION, 0, len(columns), len(header), at, 0),
+        b"".join(entries),
+    )
     crc = zlib.crc32(header, zlib.crc32(table, zlib.crc32(start)))
     return [b"".join((start, _CRC.pack(crc), table, header)), *pieces]
 
@@ -112,22 +128,33 @@ def frame_bytes(prefix: Any) -> int:
 
 def _start(view: memoryview) -> _Start:
     if len(view) < PREFIX_BYTES:
-        raise FrameError(f"wanted at least {PREFIX_BYTES} bytes, found {len(view)}", remedy=_DAMAGED)
+        raise FrameError(
+            f"wanted at least {PREFIX_BYTES} bytes, found {len(view)}", remedy=_DAMAGED
+        )
     magic, version, reserved, columns, header_bytes, total, reserved_too = _START.unpack_from(view)
     if magic != MAGIC:
-        raise FrameError(f"wanted a frame that starts with {MAGIC!r}, found {magic!r}", remedy=_DAMAGED)
+        raise FrameError(
+            f"wanted a frame that starts with {MAGIC!r}, found {magic!r}", remedy=_DAMAGED
+        )
     if version != VERSION:
-        raise FrameError(f"wanted version {VERSION}, found version {version}", remedy="both sides must run the same version of Overlord")
+        raise FrameError(
+            f"wanted version {VERSION}, found version {version}",
+            remedy="both sides must run the same version of Overlord",
+        )
     if reserved or reserved_too:
         raise FrameError("wanted zeros in the reserved places, found others", remedy=_DAMAGED)
     if columns > MAX_COLUMNS or header_bytes > MAX_HEADER_BYTES or total > MAX_FRAME_BYTES:
         raise FrameError(
             f"wanted at most {MAX_COLUMNS} columns, {MAX_HEADER_BYTES} bytes of header and {MAX_FRAME_BYTES} in all, found {columns}, "
-            f"{header_bytes} and {total}", remedy=_DAMAGED,
-        )  # fmt: skip
+            f"{header_bytes} and {total}",
+            remedy=_DAMAGED,
+        )
     header_at = PREFIX_BYTES + _ENTRY.size * columns
     if total < header_at + header_bytes:
-        raise FrameError(f"wanted room for {columns} columns and {header_bytes} bytes of header, found {total} bytes", remedy=_DAMAGED)
+        raise FrameError(
+            f"wanted room for {columns} columns and {header_bytes} bytes of header, found {total} bytes",
+            remedy=_DAMAGED,
+        )
     return _Start(columns, header_bytes, total, header_at)
 
 
@@ -136,17 +163,25 @@ def unpack(buffer: Any) -> Frame:
     try:
         view = memoryview(buffer).cast("B").toreadonly()
     except (TypeError, ValueError) as e:
-        raise FrameError(f"wanted a buffer of bytes in one piece, found {type(buffer).__name__}") from e
+        raise FrameError(
+            f"wanted a buffer of bytes in one piece, found {type(buffer).__name__}"
+        ) from e
     start = _start(view)
     if start.frame_bytes != len(view):
-        raise FrameError(f"wanted {start.frame_bytes} bytes, as the frame says, found {len(view)}", remedy=_DAMAGED)
+        raise FrameError(
+            f"wanted {start.frame_bytes} bytes, as the frame says, found {len(view)}",
+            remedy=_DAMAGED,
+        )
     after = PREFIX_BYTES
     header_end = start.header_at + start.header_bytes
     (wanted,) = _CRC.unpack_from(view, _START.size)
     found = zlib.crc32(view[after:header_end], zlib.crc32(view[: _START.size]))
     if found != wanted:
         raise FrameError(f"wanted checksum {wanted:08x}, found {found:08x}", remedy=_DAMAGED)
-    return Frame(view[start.header_at : header_end], _columns(view, view[after : start.header_at], header_end))
+    return Frame(
+        view[start.header_at : header_end],
+        _columns(view, view[after : start.header_at], header_end),
+    )
 
 
 def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
@@ -156,19 +191,35 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
     end = len(view)
     for code, dims, reserved, offset, nbytes, size, others in _ENTRY.iter_unpack(table):
         if code >= len(DTYPES) or dims > MAX_DIMS or reserved != _RESERVED:
-            raise _wrong(len(columns), f"wanted a known dtype and at most {MAX_DIMS} dimensions, found code {code} and {dims} dimensions")
+            raise _wrong(
+                len(columns),
+                f"wanted a known dtype and at most {MAX_DIMS} dimensions, found code {code} and {dims} dimensions",
+            )
         dtype = DTYPES[code]
-        shape = (size,) if dims == 1 and others == _NO_SIZES else _shape(len(columns), dims, size, others)
+        shape = (
+            (size,)
+            if dims == 1 and others == _NO_SIZES
+            else _shape(len(columns), dims, size, others)
+        )
         wanted = -(-at // ALIGN) * ALIGN
         if offset != wanted or nbytes != math.prod(shape) * dtype.itemsize or offset + nbytes > end:
-            raise _wrong(len(columns), f"wanted {dtype}{shape} at {wanted} of {end} bytes, found {nbytes} bytes at {offset}")
+            raise _wrong(
+                len(columns),
+                f"wanted {dtype}{shape} at {wanted} of {end} bytes, found {nbytes} bytes at {offset}",
+            )
         try:
             columns.append(np.ndarray(shape, dtype, view, offset))
-        except (ValueError, OverflowError) as e:  # an empty array whose other dimensions are larger than any memory
+        except (
+            ValueError,
+            OverflowError,
+        ) as e:  # an empty array whose other dimensions are larger than any memory
             raise _wrong(len(columns), f"wanted a shape that can be, found {shape}") from e
         at = offset + nbytes
     if at != len(view):
-        raise FrameError(f"wanted columns up to the end of {len(view)} bytes, found the end of the last at {at}", remedy=_DAMAGED)
+        raise FrameError(
+            f"wanted columns up to the end of {len(view)} bytes, found the end of the last at {at}",
+            remedy=_DAMAGED,
+        )
     return columns
 
 

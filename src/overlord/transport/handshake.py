@@ -42,7 +42,9 @@ class Accepted:
 
 def _packet(kind: int, body: bytes) -> bytes:
     if len(body) > MAX_BODY:
-        raise ValueError(f"a hello or a welcome may hold {MAX_BODY} bytes, this one has {len(body)}")
+        raise ValueError(
+            f"a hello or a welcome may hold {MAX_BODY} bytes, this one has {len(body)}"
+        )
     return PREFIX.pack(MAGIC, VERSION, kind, len(body)) + body
 
 
@@ -55,22 +57,35 @@ def refusal(text: str, *, later: bool = False) -> bytes:
 
 
 def _proof(token: str, role: bytes, nonces: bytes, said: bytes) -> bytes:
-    return hmac.new(token.encode(), MAGIC + bytes([VERSION]) + role + nonces + said, hashlib.sha256).digest()
+    return hmac.new(
+        token.encode(), MAGIC + bytes([VERSION]) + role + nonces + said, hashlib.sha256
+    ).digest()
 
 
-def _read(wanted: int, peer: str, body_bytes: int | None = None) -> Generator[int | bytes, bytes, bytes]:
+def _read(
+    wanted: int, peer: str, body_bytes: int | None = None
+) -> Generator[int | bytes, bytes, bytes]:
     """The body of the next message, which must be of this kind."""
     magic, version, kind, size = PREFIX.unpack((yield PREFIX.size))
     if magic != MAGIC:
-        raise LinkRefused(peer, f"wanted Overlord's handshake, found {magic!r}: this is another kind of service")
+        raise LinkRefused(
+            peer, f"wanted Overlord's handshake, found {magic!r}: this is another kind of service"
+        )
     if version != VERSION:
-        raise LinkRefused(peer, f"it speaks version {version} of the channel, this side version {VERSION}; run the same Overlord on both")
+        raise LinkRefused(
+            peer,
+            f"it speaks version {version} of the channel, this side version {VERSION}; run the same Overlord on both",
+        )
     limit = MAX_BODY if body_bytes is None or kind in (REFUSED, LATER) else body_bytes
     if size > limit:
-        raise LinkRefused(peer, f"wanted a handshake message of at most {limit} bytes, found {size}")
+        raise LinkRefused(
+            peer, f"wanted a handshake message of at most {limit} bytes, found {size}"
+        )
     body = (yield size) if size else b""
     if kind in (REFUSED, LATER):
-        raise (LinkRefused if kind == REFUSED else Later)(peer, body.decode(errors="replace")[:1024])
+        raise (LinkRefused if kind == REFUSED else Later)(
+            peer, body.decode(errors="replace")[:1024]
+        )
     if kind != wanted or (body_bytes is not None and size != body_bytes):
         raise LinkRefused(peer, f"wanted handshake message {wanted}, found {kind} of {size} bytes")
     return body
@@ -92,7 +107,9 @@ def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
     yield _packet(PROOF, _proof(token, b"client", mine + theirs, said) + said)
     answer = yield from _read(WELCOME, peer)
     if not hmac.compare_digest(answer[:32], _proof(token, b"server", mine + theirs, answer[32:])):
-        raise LinkRefused(peer, "the server does not know the token; is the address of another job?")
+        raise LinkRefused(
+            peer, "the server does not know the token; is the address of another job?"
+        )
     return _plain(answer[32:], peer)
 
 

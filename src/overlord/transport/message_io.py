@@ -28,7 +28,9 @@ INLINE_BYTES = 2**15  # below it two copies through the socket cost less than a 
 CHUNK_BYTES = 2**16
 # What stands before the frame of a message by reference: how many grants and references, then these, up to the next multiple of 64.
 _COUNTS = struct.Struct("<II")
-_GRANT = struct.Struct("<QQQ")  # slot, cell, bytes of the slot if it is passed here for the first time
+_GRANT = struct.Struct(
+    "<QQQ"
+)  # slot, cell, bytes of the slot if it is passed here for the first time
 _REFERENCE = struct.Struct(f"<QQQBB6x{MAX_DIMS}Q")  # column, grant, offset, dtype, dims, shape
 _NO_DIMS = [(0,) * (MAX_DIMS - n) for n in range(MAX_DIMS + 1)]
 _RING_BODY = struct.Struct("<I")
@@ -106,7 +108,14 @@ class Sender:
             return []
         self._holder = Holder(self._name, self._hangup_fd)
         self.ring.attach(self._holder)
-        return [Parcel(RING, [_RING_BODY.pack(CELLS)], [self._holder.fd, self.ring.bell.fd], keep=(self._holder, self.ring.bell))]
+        return [
+            Parcel(
+                RING,
+                [_RING_BODY.pack(CELLS)],
+                [self._holder.fd, self.ring.bell.fd],
+                keep=(self._holder, self.ring.bell),
+            )
+        ]
 
     def _hold(self, loaded: Loaded) -> dict[int, tuple[int, Slot]]:
         assert self.ring is not None
@@ -115,7 +124,9 @@ class Sender:
         for i, (slot, _) in list(loaded.places.items()):
             if slot.id not in cells:
                 cell = self.ring.hold(self._holder, slot)
-                if cell < 0:  # the peer holds too many messages: this column is copied through the socket
+                if (
+                    cell < 0
+                ):  # the peer holds too many messages: this column is copied through the socket
                     del loaded.places[i]
                     continue
                 cells[slot.id] = (cell, slot)
@@ -126,11 +137,18 @@ class Sender:
         order = {number: k for k, number in enumerate(cells)}
         fresh = [slot for _, slot in cells.values() if slot.id not in self._holder.known]
         parts = [_COUNTS.pack(len(cells), len(loaded.places))]
-        parts += [_GRANT.pack(n, cell, slot.nbytes if slot in fresh else 0) for n, (cell, slot) in cells.items()]
+        parts += [
+            _GRANT.pack(n, cell, slot.nbytes if slot in fresh else 0)
+            for n, (cell, slot) in cells.items()
+        ]
         for i, (slot, offset) in loaded.places.items():
             shape = loaded.columns[i].shape
             code = CODES[loaded.columns[i].dtype]
-            parts.append(_REFERENCE.pack(i, order[slot.id], offset, code, len(shape), *shape, *_NO_DIMS[len(shape)]))
+            parts.append(
+                _REFERENCE.pack(
+                    i, order[slot.id], offset, code, len(shape), *shape, *_NO_DIMS[len(shape)]
+                )
+            )
         size = sum(map(len, parts))
         parts.append(bytes(-size % frame.ALIGN))
         inline = [column for i, column in enumerate(loaded.columns) if i not in loaded.places]
@@ -169,7 +187,9 @@ class Receiver:
     @staticmethod
     def _wants_files(envelope: Envelope, n: int) -> None:
         if len(envelope.files) != n:
-            raise FrameError(f"wanted {n} open files with an envelope of kind {envelope.kind}, found {len(envelope.files)}")
+            raise FrameError(
+                f"wanted {n} open files with an envelope of kind {envelope.kind}, found {len(envelope.files)}"
+            )
 
     def _open_notice(self, envelope: Envelope) -> None:
         body = bytes(envelope.body)
@@ -203,7 +223,11 @@ class Receiver:
         if column.nbytes < CHUNK_BYTES:
             out = column.copy()
         else:
-            out = self._memory(column.nbytes)[: column.nbytes].view(column.dtype).reshape(column.shape)
+            out = (
+                self._memory(column.nbytes)[: column.nbytes]
+                .view(column.dtype)
+                .reshape(column.shape)
+            )
             np.copyto(out, column)
         out.flags.writeable = False
         return out
@@ -221,17 +245,27 @@ def _table(body: bytes | np.ndarray) -> tuple[list[tuple[int, ...]], list[tuple[
     end = middle + n_references * _REFERENCE.size
     at = -(-end // frame.ALIGN) * frame.ALIGN
     if at > len(body):
-        raise FrameError(f"wanted {n_grants} grants and {n_references} references, found {len(body)} bytes")
+        raise FrameError(
+            f"wanted {n_grants} grants and {n_references} references, found {len(body)} bytes"
+        )
     view = memoryview(body)  # type: ignore[arg-type]
-    return list(_GRANT.iter_unpack(view[_COUNTS.size : middle])), list(_REFERENCE.iter_unpack(view[middle:end])), at
+    return (
+        list(_GRANT.iter_unpack(view[_COUNTS.size : middle])),
+        list(_REFERENCE.iter_unpack(view[middle:end])),
+        at,
+    )
 
 
-def _join(rows: list[tuple[int, ...]], inline: list[np.ndarray], roots: list[np.ndarray]) -> list[np.ndarray]:
+def _join(
+    rows: list[tuple[int, ...]], inline: list[np.ndarray], roots: list[np.ndarray]
+) -> list[np.ndarray]:
     """All columns in their order: those of the slots at their places, the others between."""
     places = {row[0]: row for row in rows}
     total = len(rows) + len(inline)
     if len(places) != len(rows) or max(places, default=0) >= max(1, total):
-        raise FrameError(f"wanted references to distinct columns of {total}, found {sorted(places)[:20]}")
+        raise FrameError(
+            f"wanted references to distinct columns of {total}, found {sorted(places)[:20]}"
+        )
     rest = iter(inline)
     return [_view(places[i], roots) if i in places else next(rest) for i in range(total)]
 
@@ -240,10 +274,16 @@ def _view(row: tuple[int, ...], roots: list[np.ndarray]) -> np.ndarray:
     """A column in a slot. Nothing of the reference is believed before it is checked."""
     i, grant, offset, code, dims = row[:5]
     if grant >= len(roots) or code >= len(DTYPES) or dims > MAX_DIMS:
-        raise FrameError(f"wanted a known slot and dtype, found {grant}, {code}, and {dims} dimensions", f"column {i}")
+        raise FrameError(
+            f"wanted a known slot and dtype, found {grant}, {code}, and {dims} dimensions",
+            f"column {i}",
+        )
     shape, root, dtype = row[5 : 5 + dims], roots[grant], DTYPES[code]
     if offset + math.prod(shape) * dtype.itemsize > len(root):
-        raise FrameError(f"wanted a place within the {len(root)} bytes of its slot, found {dtype}{list(shape)} at {offset}", f"column {i}")
+        raise FrameError(
+            f"wanted a place within the {len(root)} bytes of its slot, found {dtype}{list(shape)} at {offset}",
+            f"column {i}",
+        )
     try:
         return np.ndarray(shape, dtype, root, offset)
     except (ValueError, OverflowError) as e:

@@ -52,7 +52,9 @@ class PeerSlots:
     def open(self, cells_fd: int, bell_fd: int, n_cells: int) -> None:
         """The peer's ring: where to note what is free again."""
         if self._cells is not None or not 0 < n_cells <= MAX_CELLS:
-            raise FrameError(f"wanted one ring of at most {MAX_CELLS} cells, found another, or {n_cells} cells")
+            raise FrameError(
+                f"wanted one ring of at most {MAX_CELLS} cells, found another, or {n_cells} cells"
+            )
         if os.readlink(f"/proc/self/fd/{bell_fd}") != "anon_inode:[eventfd]":
             raise FrameError("wanted an eventfd as the ring's bell, found another kind of file")
         self._cells = map_foreign(cells_fd, n_cells, what="cells of a ring", write=True)
@@ -61,7 +63,9 @@ class PeerSlots:
 
     def add(self, slot: int, nbytes: int, fd: int) -> None:
         if slot in self._maps or len(self._maps) >= MAX_SLOTS:
-            raise FrameError(f"wanted a new slot, and at most {MAX_SLOTS}, found slot {slot} beside {len(self._maps)}")
+            raise FrameError(
+                f"wanted a new slot, and at most {MAX_SLOTS}, found slot {slot} beside {len(self._maps)}"
+            )
         self._maps[slot] = map_foreign(fd, nbytes, what=f"slot {slot}")
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -73,7 +77,9 @@ class PeerSlots:
         """A fresh read-only array over a slot; when the last view of it dies, the peer is told."""
         memory, cells, bell = self._maps.get(slot), self._cells, self._bell
         if memory is None or cells is None or bell is None:
-            raise FrameError(f"wanted a slot that was passed, found slot {slot}; known are {sorted(self._maps)[:20]}")
+            raise FrameError(
+                f"wanted a slot that was passed, found slot {slot}; known are {sorted(self._maps)[:20]}"
+            )
         if cell >= len(cells) or cell in self._live:
             raise FrameError(f"wanted a cell that is free, found {cell} of {len(cells)}")
         root = np.frombuffer(memory, np.uint8)

@@ -61,25 +61,46 @@ def register(cls: T) -> T:
     """Makes a record known: a frozen dataclass or a NamedTuple, under the name of its class. Both sides must do so."""
     if cls.__name__ in KINDS and KINDS[cls.__name__].cls is not cls:
         known = KINDS[cls.__name__].cls
-        raise TypeError(f"register: a record {cls.__name__} is known already, of {known.__module__}; name the other one differently")
+        raise TypeError(
+            f"register: a record {cls.__name__} is known already, of {known.__module__}; name the other one differently"
+        )
     if is_dataclass(cls):
         if not cls.__dataclass_params__.frozen or not all(f.init for f in fields(cls)):  # type: ignore[attr-defined]
-            raise TypeError(f"register: wanted a frozen dataclass all of whose fields are arguments, found {cls.__name__}")
+            raise TypeError(
+                f"register: wanted a frozen dataclass all of whose fields are arguments, found {cls.__name__}"
+            )
         names, by_name = tuple(f.name for f in fields(cls)), any(f.kw_only for f in fields(cls))
     elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
         names, by_name = tuple(cls._fields), False
     else:
-        raise TypeError(f"register: wanted a frozen dataclass or a NamedTuple, found {cls.__name__}")
-    hints = get_type_hints(cls, localns={name: kind.cls for name, kind in KINDS.items()} | {cls.__name__: cls})
-    found = tuple(_Field(plain_types(hints[n]), opener_for(hints[n]), check_for(hints[n]), _words(hints[n])) for n in names)
-    kind = _Kind(cls=cls, names=names, layout=zlib.crc32(",".join(names).encode()), fields=found, by_name=by_name)
+        raise TypeError(
+            f"register: wanted a frozen dataclass or a NamedTuple, found {cls.__name__}"
+        )
+    hints = get_type_hints(
+        cls, localns={name: kind.cls for name, kind in KINDS.items()} | {cls.__name__: cls}
+    )
+    found = tuple(
+        _Field(plain_types(hints[n]), opener_for(hints[n]), check_for(hints[n]), _words(hints[n]))
+        for n in names
+    )
+    kind = _Kind(
+        cls=cls,
+        names=names,
+        layout=zlib.crc32(",".join(names).encode()),
+        fields=found,
+        by_name=by_name,
+    )
     KINDS[cls.__name__] = kind
     PACKERS[cls] = _packer(kind, [packer_for(hints[n]) for n in names])
     return cls
 
 
 def _words(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
+    return (
+        annotation.__name__
+        if isinstance(annotation, type) and not hasattr(annotation, "__args__")
+        else str(annotation)
+    )
 
 
 def _values_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
@@ -103,7 +124,9 @@ def _packer(kind: _Kind, shortcuts: Sequence[Callable[[Any], Any] | None]) -> Pa
                 else:
                     shortcut = shortcuts[len(out) - len(head)]
                     packed = shortcut(value) if shortcut is not None else NOT
-                    out.append(packed if packed is not NOT else pack_value(value, columns, depth + 1))
+                    out.append(
+                        packed if packed is not NOT else pack_value(value, columns, depth + 1)
+                    )
         except Refused as e:
             raise e.inside(f".{kind.names[len(out) - len(head)]}") from None
         return out
@@ -116,7 +139,9 @@ def _open(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
     values: list[Any] = []
     try:
         for (plain, quick, check, wanted), part in zip(kind.fields, tree[3:], strict=True):
-            value = part if type(part) in plain else quick(part, columns) if quick is not None else NOT
+            value = (
+                part if type(part) in plain else quick(part, columns) if quick is not None else NOT
+            )
             if value is NOT:
                 value = open_value(part, columns, depth)
                 if check is not None and not check(value):
@@ -125,9 +150,15 @@ def _open(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
     except Refused as e:
         raise e.inside(f".{kind.names[len(values)]}") from None
     try:
-        return kind.cls(**dict(zip(kind.names, values, strict=True))) if kind.by_name else kind.cls(*values)
+        return (
+            kind.cls(**dict(zip(kind.names, values, strict=True)))
+            if kind.by_name
+            else kind.cls(*values)
+        )
     except Exception as e:
-        raise Refused(f"wanted a {kind.cls.__name__} that can be, found {type(e).__name__}: {e}") from e
+        raise Refused(
+            f"wanted a {kind.cls.__name__} that can be, found {type(e).__name__}: {e}"
+        ) from e
 
 
 def _kind(tree: list[Any]) -> _Kind:
@@ -135,7 +166,9 @@ def _kind(tree: list[Any]) -> _Kind:
     kind = KINDS.get(name) if type(name) is str else None
     if kind is None:
         near = did_you_mean(name, KINDS) if type(name) is str else ""
-        raise Refused(f"wanted a known record, found {shown(name)}{near}", "both sides must register it")
+        raise Refused(
+            f"wanted a known record, found {shown(name)}{near}", "both sides must register it"
+        )
     if tree[2:3] != [kind.layout] or len(tree) != len(kind.names) + 3:
         wanted = f"wanted a {name} of {', '.join(kind.names) or 'no fields'}, found one with other fields"
         raise Refused(wanted, "both sides must run the same version of Overlord")

@@ -21,7 +21,11 @@ from overlord.transport.address import HAS_SHARED_MEMORY
 
 SHRINK, GROW, SEAL, FUTURE_WRITE = 0x0002, 0x0004, 0x0001, 0x0010  # linux/fcntl.h
 _ADD_SEALS, _GET_SEALS = 1033, 1034
-_HUGE, _POPULATE_READ, _POPULATE_WRITE = 14, 22, 23  # madvise(2); mmap's own populating would come before huge pages are asked for
+_HUGE, _POPULATE_READ, _POPULATE_WRITE = (
+    14,
+    22,
+    23,
+)  # madvise(2); mmap's own populating would come before huge pages are asked for
 
 
 def sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
@@ -29,7 +33,9 @@ def sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, mm
     try:
         return _sealed_memfd(f"overlord-{name}", nbytes, others_write=others_write)
     except OSError as e:
-        raise OverlordError(f"{name}: wanted {nbytes} bytes of shared memory, found: {e.strerror or e}; {_remedy(e)}") from e
+        raise OverlordError(
+            f"{name}: wanted {nbytes} bytes of shared memory, found: {e.strerror or e}; {_remedy(e)}"
+        ) from e
 
 
 def _remedy(error: OSError) -> str:
@@ -51,7 +57,9 @@ def _sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, m
         _advise(mapped, _HUGE, _POPULATE_WRITE)
         seals = SHRINK | GROW | SEAL
         if not others_write:
-            with contextlib.suppress(OSError):  # kernels before 5.1 do not know it; receivers map read-only anyway
+            with contextlib.suppress(
+                OSError
+            ):  # kernels before 5.1 do not know it; receivers map read-only anyway
                 fcntl.fcntl(fd, _ADD_SEALS, FUTURE_WRITE)
         fcntl.fcntl(fd, _ADD_SEALS, seals)
     except BaseException:
@@ -78,7 +86,9 @@ def map_foreign(fd: int, nbytes: int, *, what: str, write: bool = False) -> mmap
         mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
     except (OSError, ValueError) as e:
         raise FrameError(f"wanted to map {nbytes} bytes: {e}", what) from e
-    if found.st_blocks * 512 >= nbytes:  # holes are left alone: to touch them would be to pay for what the peer only announced
+    if (
+        found.st_blocks * 512 >= nbytes
+    ):  # holes are left alone: to touch them would be to pay for what the peer only announced
         _advise(mapped, _HUGE, _POPULATE_READ)
     return mapped
 
@@ -86,14 +96,27 @@ def map_foreign(fd: int, nbytes: int, *, what: str, write: bool = False) -> mmap
 def _advise(mapped: mmap.mmap, *advice: int) -> None:
     """All pages at once, and large ones where the machine allows it: one by one, on first touch, they cost as much as the copy."""
     for each in advice:
-        with contextlib.suppress(OSError):  # an older kernel, or one that has none for shared memory
+        with contextlib.suppress(
+            OSError
+        ):  # an older kernel, or one that has none for shared memory
             mapped.madvise(each)
 
 
 class Slot:
     """One piece of a ring. Free when no array of it lives here and no peer holds it."""
 
-    __slots__ = ("__weakref__", "_local", "address", "fd", "holds", "id", "map", "nbytes", "retired", "turn")
+    __slots__ = (
+        "__weakref__",
+        "_local",
+        "address",
+        "fd",
+        "holds",
+        "id",
+        "map",
+        "nbytes",
+        "retired",
+        "turn",
+    )
 
     def __init__(self, id: int, nbytes: int, name: str):
         self.id, self.nbytes = id, nbytes

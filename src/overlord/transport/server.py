@@ -19,7 +19,16 @@ from collections.abc import Callable
 from typing import Any
 
 from overlord.errors import FrameError, LinkRefused, OverlordError
-from overlord.transport.address import HAS_SHARED_MEMORY, Address, check_key, listen_local, listen_tcp, new_key, reachable, tune
+from overlord.transport.address import (
+    HAS_SHARED_MEMORY,
+    Address,
+    check_key,
+    listen_local,
+    listen_tcp,
+    new_key,
+    reachable,
+    tune,
+)
 from overlord.transport.connect import dial
 from overlord.transport.connection import CLOSES
 from overlord.transport.handshake import SILENCE_S, Accepted, refusal, server_side
@@ -76,16 +85,36 @@ class Server:
     """Accepts links at ``address``. ``on_open`` returns the welcome, or raises: then the peer is refused with that text."""
 
     def __init__(
-        self, *, token: str, on_message: OnMessage, on_open: OnOpen | None = None, on_close: OnClose | None = None,
-        ring: Ring | None = None, host: str = "127.0.0.1", port: int | range = 0, tcp: bool = True, key: str | None = None, hold: int = 0,
+        self,
+        *,
+        token: str,
+        on_message: OnMessage,
+        on_open: OnOpen | None = None,
+        on_close: OnClose | None = None,
+        ring: Ring | None = None,
+        host: str = "127.0.0.1",
+        port: int | range = 0,
+        tcp: bool = True,
+        key: str | None = None,
+        hold: int = 0,
         silence_s: float = SILENCE_S,
-    ):  # fmt: skip
+    ):
         if not tcp and not HAS_SHARED_MEMORY:
-            raise OverlordError("a server without TCP needs shared memory and unix sockets, which this platform lacks; leave tcp=True")
+            raise OverlordError(
+                "a server without TCP needs shared memory and unix sockets, which this platform lacks; leave tcp=True"
+            )
         self._token, self._hold, self._silence_s = token, hold, silence_s
-        self._on_message, self._on_open, self._on_close = on_message, on_open or _welcome_all, on_close or _ignore
+        self._on_message, self._on_open, self._on_close = (
+            on_message,
+            on_open or _welcome_all,
+            on_close or _ignore,
+        )
         self._listeners = [listen_tcp(host, port)] if tcp else []
-        found = Address(host=reachable(host), port=self._listeners[0].getsockname()[1] if tcp else 0, key=check_key(key or new_key()))
+        found = Address(
+            host=reachable(host),
+            port=self._listeners[0].getsockname()[1] if tcp else 0,
+            key=check_key(key or new_key()),
+        )
         self.address = str(found)
         if HAS_SHARED_MEMORY:
             try:
@@ -107,7 +136,9 @@ class Server:
         self._selector.register(self._bell, READ, self._bell.silence)
         for sock in self._listeners:
             self._selector.register(sock, READ, lambda sock=sock: self._accept(sock))
-        self._thread = threading.Thread(target=self._run, name=f"overlord-server-{found.key}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"overlord-server-{found.key}", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -137,7 +168,9 @@ class Server:
         """Waits until what lay in the sockets of its links when this was called has been read: whoever asks what a peer said last, and
         knows that it said it, must not be answered before that is heard."""
         done = threading.Event()
-        self.later(lambda: self.later(done.set))  # the round under way may have looked before; the next one has not
+        self.later(
+            lambda: self.later(done.set)
+        )  # the round under way may have looked before; the next one has not
         return done.wait(timeout_s)
 
     @property
@@ -171,13 +204,17 @@ class Server:
     def _patience(self) -> float | None:
         oldest = next(iter(self._pending.values()), None)
         deadlines = [oldest.deadline] if oldest else []
-        deadlines += [link.linger_until for link in self._leaving] + [d for d in (self._paused_until, self._closing_at or 0.0) if d]
+        deadlines += [link.linger_until for link in self._leaving] + [
+            d for d in (self._paused_until, self._closing_at or 0.0) if d
+        ]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
         while (oldest := next(iter(self._pending.values()), None)) and oldest.deadline <= now:
-            self._refuse(oldest, f"it did not finish the handshake in {self._silence_s:g} s", later=True)
+            self._refuse(
+                oldest, f"it did not finish the handshake in {self._silence_s:g} s", later=True
+            )
         for link in [x for x in self._leaving if x.linger_until <= now or not x.waiting]:
             self.drop(link, link.reason)
         if self._paused_until and self._paused_until <= now:
@@ -194,9 +231,15 @@ class Server:
                     self._pause(e)
                 return  # nothing more, or a connection that has gone again
             if len(self._pending) >= MAX_PENDING:
-                self._refuse(next(iter(self._pending.values())), "too many connections that say nothing", later=True)
+                self._refuse(
+                    next(iter(self._pending.values())),
+                    "too many connections that say nothing",
+                    later=True,
+                )
             tune(sock)
-            pending = Pending(sock, _name_of(sock, where), self._token, time.monotonic() + self._silence_s)
+            pending = Pending(
+                sock, _name_of(sock, where), self._token, time.monotonic() + self._silence_s
+            )
             self._pending[sock.fileno()] = pending
             self._selector.register(sock, READ, pending)
 
@@ -230,12 +273,19 @@ class Server:
         if not isinstance(hello, dict):
             return self._refuse(pending, "its handshake holds no hello")
         name = said.get("name")
-        link = ServerLink(pending.sock, name[:200] if isinstance(name, str) and name else pending.name, ring=self.ring, server=self)
+        link = ServerLink(
+            pending.sock,
+            name[:200] if isinstance(name, str) and name else pending.name,
+            ring=self.ring,
+            server=self,
+        )
         try:
             welcome = accepted.seal({"welcome": self._on_open(link, hello), "hold": self._hold})
         except Exception as e:  # whatever the callback raises is the peer's answer
             link.abandon()
-            return self._refuse(pending, f"{e}" if isinstance(e, OverlordError) else f"{type(e).__name__}: {e}")
+            return self._refuse(
+                pending, f"{e}" if isinstance(e, OverlordError) else f"{type(e).__name__}: {e}"
+            )
         del self._pending[pending.sock.fileno()]
         self._links.add(link)
         self._selector.modify(pending.sock, READ, link)
@@ -298,7 +348,9 @@ class Server:
                 link.close(CLOSES)
 
     def _finished(self) -> bool:
-        return self._closing_at is not None and (not self._links or time.monotonic() >= self._closing_at)
+        return self._closing_at is not None and (
+            not self._links or time.monotonic() >= self._closing_at
+        )
 
     def _end(self) -> None:
         for pending in list(self._pending.values()):

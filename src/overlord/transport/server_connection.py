@@ -17,7 +17,9 @@ from overlord.transport.socket_io import BYE, Parcel
 if TYPE_CHECKING:
     from overlord.transport.server import Server
 
-MAX_QUEUED_BYTES = 2**26  # of one link, beyond what the socket holds; a single message may be larger
+MAX_QUEUED_BYTES = (
+    2**26
+)  # of one link, beyond what the socket holds; a single message may be larger
 MAX_QUEUED = 1024
 LINGER_S = 2.0  # how long a closed link may take to send what is queued
 
@@ -55,7 +57,9 @@ class ServerLink(SocketLink):
         self._post(self._load(value, wait_s))
 
     def recv(self, timeout_s: float, *, looked: bool = False) -> Any:
-        raise OverlordError("a server's link hands its messages to on_message; there is nothing to receive")
+        raise OverlordError(
+            "a server's link hands its messages to on_message; there is nothing to receive"
+        )
 
     def _admit(self, wait_s: float) -> None:
         moved, deadline = -1, 0.0
@@ -66,7 +70,10 @@ class ServerLink(SocketLink):
                     moved, deadline = self._outbox.taken, time.monotonic() + wait_s
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise DataStall(f"{self.peer} to take {self._outbox.nbytes} bytes in {len(self._outbox)} messages", wait_s)
+                    raise DataStall(
+                        f"{self.peer} to take {self._outbox.nbytes} bytes in {len(self._outbox)} messages",
+                        wait_s,
+                    )
                 self._drained.wait(left)
 
     def _write(self) -> bool:

@@ -52,7 +52,9 @@ class Holder:
         """Take back what the peer has let go."""
         if not self.held:
             return
-        said = self._map[:]  # a copy: it changes while we look. A peer may write what it likes there; only its own messages count
+        said = self._map[
+            :
+        ]  # a copy: it changes while we look. A peer may write what it likes there; only its own messages count
         for cell in [cell for cell in self.held if said[cell]]:
             self.held.pop(cell).holds -= 1
             self._map[cell] = 0
@@ -77,9 +79,13 @@ class Holder:
 class Ring:
     """Called with a size it gives a ``uint8`` array in shared memory that nobody views, as ``SlabPool`` does; waits when all is in use."""
 
-    def __init__(self, *, max_bytes: int = 2**30, max_slots: int = 64, name: str = "", wait_s: float = 60.0):
+    def __init__(
+        self, *, max_bytes: int = 2**30, max_slots: int = 64, name: str = "", wait_s: float = 60.0
+    ):
         self.max_bytes, self.max_slots, self.name, self.wait_s = max_bytes, max_slots, name, wait_s
-        self._lock = threading.Lock()  # a leaf: nothing else is locked, and nothing waits, while it is held
+        self._lock = (
+            threading.Lock()
+        )  # a leaf: nothing else is locked, and nothing waits, while it is held
         self._turn = threading.Lock()  # held by the one who waits for a slot
         self._fresh()
 
@@ -161,12 +167,16 @@ class Ring:
             if (loose := self._fitting(nbytes, self.max_bytes)) is not None:
                 return loose
             free = sorted((s for s in self._slots if s.free), key=lambda s: s.turn)
-            if size > self.max_bytes - self.nbytes + sum(s.nbytes for s in free) or (not free and len(self._slots) >= self.max_slots):
+            if size > self.max_bytes - self.nbytes + sum(s.nbytes for s in free) or (
+                not free and len(self._slots) >= self.max_slots
+            ):
                 return None
             while not self._has_room(size):
                 self._remove(free.pop(0))
         elif small := [s for s in self._slots if nbytes // 2 <= s.nbytes < nbytes and s.free]:
-            self._remove(min(small, key=lambda s: s.turn))  # messages have grown a little: it would not be used again
+            self._remove(
+                min(small, key=lambda s: s.turn)
+            )  # messages have grown a little: it would not be used again
         self._ids += 1
         self.slots_made += 1
         slot = Slot(self._ids, size, self.name)
@@ -192,7 +202,9 @@ class Ring:
 
     def _drop_retired(self) -> None:
         for slot in [s for s in self._slots if s.retired and not s.holds]:
-            self._remove(slot)  # views of it in this process keep the memory, not the place in the ring
+            self._remove(
+                slot
+            )  # views of it in this process keep the memory, not the place in the ring
 
     # waiting
 
@@ -221,7 +233,11 @@ class Ring:
     def _who_holds(self, nbytes: int) -> str:
         with self._lock:
             viewed = sum(slot.viewed for slot in self._slots)
-            peers = {h.name: n for h in self._holders if (n := len(Counter(slot.id for slot in h.held.values())))}
+            peers = {
+                h.name: n
+                for h in self._holders
+                if (n := len(Counter(slot.id for slot in h.held.values())))
+            }
         held = ", ".join(f"{name} holds {n}" for name, n in peers.items())
         used = [f"{viewed} are viewed here"] * bool(viewed) + [held] * bool(held)
         return (

@@ -27,7 +27,9 @@ JOINED_BYTES = 2**15
 _STAGE = 2**16
 _PIECES = 512  # for one sendmsg; the kernel takes 1024
 # Plain numbers: to combine the enumerations of the socket module costs more than a call of the kernel.
-_NOSIGNAL, _CLOEXEC, _CTRUNC = (int(getattr(socket, f"MSG_{name}", 0)) for name in ("NOSIGNAL", "CMSG_CLOEXEC", "CTRUNC"))
+_NOSIGNAL, _CLOEXEC, _CTRUNC = (
+    int(getattr(socket, f"MSG_{name}", 0)) for name in ("NOSIGNAL", "CMSG_CLOEXEC", "CTRUNC")
+)
 _INT = array.array("i").itemsize
 _FILES_SPACE = socket.CMSG_SPACE(MAX_FILES * _INT) if hasattr(socket, "CMSG_SPACE") else 0
 
@@ -45,7 +47,13 @@ class Parcel:
 
     __slots__ = ("files", "keep", "nbytes", "pieces")
 
-    def __init__(self, kind: int, pieces: Sequence[bytes | memoryview], files: Sequence[int] = (), keep: object = None):
+    def __init__(
+        self,
+        kind: int,
+        pieces: Sequence[bytes | memoryview],
+        files: Sequence[int] = (),
+        keep: object = None,
+    ):
         size = sum(len(piece) for piece in pieces)
         head = HEAD.pack(MAGIC, kind, len(files), 0, size)
         self.pieces: deque[bytes | memoryview] = deque((head, *pieces))
@@ -138,7 +146,11 @@ class Inbox:
 
     def read(self, sock: socket.socket) -> bool:
         """One read of what there is. False: the peer has closed. ``BlockingIOError`` if there is nothing."""
-        target = self._view[self._end :] if self._large is None else memoryview(self._large)[self._filled :]  # type: ignore[arg-type]
+        target = (
+            self._view[self._end :]
+            if self._large is None
+            else memoryview(self._large)[self._filled :]
+        )  # type: ignore[arg-type]
         if self._takes_files:
             n, ancillary, flags, _ = sock.recvmsg_into([target], _FILES_SPACE, _CLOEXEC)
             self._take_files(ancillary, flags)
@@ -154,8 +166,12 @@ class Inbox:
         else:
             self._end += n
             self._parse()
-        if self._files and (len(self._files) > MAX_FILES or (self._start == self._end and self._large is None)):
-            raise FrameError(f"wanted no open files, found {len(self._files)} that nothing announced")
+        if self._files and (
+            len(self._files) > MAX_FILES or (self._start == self._end and self._large is None)
+        ):
+            raise FrameError(
+                f"wanted no open files, found {len(self._files)} that nothing announced"
+            )
         return True
 
     def _take_files(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
@@ -163,7 +179,9 @@ class Inbox:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._files += array.array("i", data[: len(data) - len(data) % _INT])
         if flags & _CTRUNC:
-            raise FrameError(f"wanted at most {MAX_FILES} open files at once, found more, or this process may open no more")
+            raise FrameError(
+                f"wanted at most {MAX_FILES} open files at once, found more, or this process may open no more"
+            )
 
     def _parse(self) -> None:
         while self._end - self._start >= HEAD.size:
@@ -181,11 +199,15 @@ class Inbox:
     def _parse_head(self) -> tuple[int, int, int]:
         magic, kind, files, reserved, size = HEAD.unpack_from(self._stage, self._start)
         if magic != MAGIC or not FRAME <= kind <= BYE or reserved:
-            raise FrameError(f"wanted an envelope, found {bytes(self._view[self._start : self._start + HEAD.size])!r}")
+            raise FrameError(
+                f"wanted an envelope, found {bytes(self._view[self._start : self._start + HEAD.size])!r}"
+            )
         if size > (MAX_FRAME_BYTES if kind in (FRAME, SHARED) else SMALL_BODY - HEAD.size):
             raise FrameError(f"wanted a shorter envelope, found kind {kind} of {size} bytes")
         if files > MAX_FILES or (files and not self._takes_files):
-            raise FrameError(f"wanted at most {MAX_FILES if self._takes_files else 0} open files, found {files} announced")
+            raise FrameError(
+                f"wanted at most {MAX_FILES if self._takes_files else 0} open files, found {files} announced"
+            )
         return kind, files, size
 
     def _begin_large(self, kind: int, files: int, size: int, body_at: int) -> None:
@@ -200,7 +222,9 @@ class Inbox:
 
     def _finish(self, kind: int, n_files: int, body: bytes | np.ndarray) -> None:
         if n_files > len(self._files):
-            raise FrameError(f"wanted {n_files} open files with this envelope, found {len(self._files)}")
+            raise FrameError(
+                f"wanted {n_files} open files with this envelope, found {len(self._files)}"
+            )
         files, self._files = self._files[:n_files], self._files[n_files:]
         self.ready.append(Envelope(kind, body, files))
 

@@ -22,7 +22,9 @@ MAX_INT_BYTES = 4096
 LONG_BYTES = 2**14  # bytes from here on travel as a column: the header is for what is small
 SMALL_BYTES = 256  # an array of one dimension up to here stands in the header: a column costs more than to copy it
 
-LIST, TUPLE, ARRAY, RAGGED, SCALAR, BIG_INT, LONG, COLUMNS, RECORD, ERROR, SMALL = range(11)  # the tags; never renumbered
+LIST, TUPLE, ARRAY, RAGGED, SCALAR, BIG_INT, LONG, COLUMNS, RECORD, ERROR, SMALL = range(
+    11
+)  # the tags; never renumbered
 
 Tree = Any  # what MessagePack knows: None, bool, int, float, str, bytes, list, dict
 Packer = Callable[[Any, list[np.ndarray], int], Tree]
@@ -68,7 +70,9 @@ def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
     except Refused as e:
         raise e.as_error() from None
     except UnicodeEncodeError as e:
-        raise FrameError(f"wanted text, found {e.object!r:.60} with half a character in it", "value") from e
+        raise FrameError(
+            f"wanted text, found {e.object!r:.60} with half a character in it", "value"
+        ) from e
 
 
 def pack_value(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
@@ -78,7 +82,9 @@ def pack_value(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
     if depth > MAX_DEPTH:
         raise _too_deep()
     packer = PACKERS.get(kind)
-    return packer(value, columns, depth) if packer is not None else _pack_other(value, columns, depth)
+    return (
+        packer(value, columns, depth) if packer is not None else _pack_other(value, columns, depth)
+    )
 
 
 def _pack_other(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
@@ -122,7 +128,9 @@ def _pack_items(tag: int) -> Packer:
 def _pack_dict(value: Mapping[Any, Any], columns: list[np.ndarray], depth: int) -> Tree:
     if not KEYS.issuperset(set(map(type, value))):
         wrong = next(key for key in value if type(key) not in KEYS)
-        raise Refused(f"wanted keys that are texts or whole numbers, found {wrong!r:.60} of {type(wrong).__name__}")
+        raise Refused(
+            f"wanted keys that are texts or whole numbers, found {wrong!r:.60} of {type(wrong).__name__}"
+        )
     if PLAIN.issuperset(set(map(type, value.values()))):
         return value if type(value) is dict else dict(value)
     out, key = dict(value), None
@@ -154,7 +162,9 @@ def _pack_scalar(value: np.generic) -> Tree:
 
 
 def _wrong_dtype(dtype: Any) -> Refused:
-    return Refused(f"wanted an array of one of {', '.join(map(str, DTYPES))}, found {dtype!r}", "convert it")
+    return Refused(
+        f"wanted an array of one of {', '.join(map(str, DTYPES))}, found {dtype!r}", "convert it"
+    )
 
 
 def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
@@ -177,7 +187,12 @@ def owned(array: np.ndarray) -> bool:
 
 
 def pack_array(value: np.ndarray, columns: list[np.ndarray]) -> Tree:
-    if value.nbytes <= SMALL_BYTES and value.ndim == 1 and owned(value) and (code := CODES.get(value.dtype)) is not None:
+    if (
+        value.nbytes <= SMALL_BYTES
+        and value.ndim == 1
+        and owned(value)
+        and (code := CODES.get(value.dtype)) is not None
+    ):
         return [SMALL, code, value.tobytes()]
     return [ARRAY, put_column(value, columns)]
 
@@ -189,11 +204,17 @@ def _pack_array(value: np.ndarray, columns: list[np.ndarray], depth: int) -> Tre
 def _pack_ragged(value: Ragged, columns: list[np.ndarray], depth: int) -> Tree:
     """Only the rows it has: a slice of a large column must not send the column."""
     values, offsets = value.values, value.offsets
-    if problem := _ragged_problem(values, offsets[:: max(1, len(offsets) - 1)]):  # the ends; the receiver looks at all
+    if problem := _ragged_problem(
+        values, offsets[:: max(1, len(offsets) - 1)]
+    ):  # the ends; the receiver looks at all
         raise Refused(problem)
     first, last = int(offsets[0]), int(offsets[-1])
     values = values if last - first == len(values) else values[first:last]
-    return [RAGGED, put_column(values, columns), put_column(offsets - first if first else offsets, columns)]
+    return [
+        RAGGED,
+        put_column(values, columns),
+        put_column(offsets - first if first else offsets, columns),
+    ]
 
 
 def _with_big_ints(tree: Tree) -> Tree:
@@ -201,7 +222,9 @@ def _with_big_ints(tree: Tree) -> Tree:
     if type(tree) is int and not -(2**63) <= tree < 2**64:
         size = tree.bit_length() // 8 + 1
         if size > MAX_INT_BYTES:
-            raise Refused(f"wanted a whole number of at most {MAX_INT_BYTES} bytes, found one of {size}")
+            raise Refused(
+                f"wanted a whole number of at most {MAX_INT_BYTES} bytes, found one of {size}"
+            )
         return [BIG_INT, tree.to_bytes(size, "little", signed=True)]
     if type(tree) is list:
         return [_with_big_ints(item) for item in tree]
@@ -274,8 +297,12 @@ def shown(value: Any) -> str:
 
 def wants(tree: list[Any], *kinds: type) -> list[Any]:
     """What stands behind the tag: exactly so many, of these types."""
-    if len(tree) != len(kinds) + 1 or any(type(found) is not kind for found, kind in zip(tree[1:], kinds, strict=True)):
-        raise Refused(f"wanted {', '.join(k.__name__ for k in kinds)} behind tag {tree[0]}, found {', '.join(map(shown, tree[1:5]))}")
+    if len(tree) != len(kinds) + 1 or any(
+        type(found) is not kind for found, kind in zip(tree[1:], kinds, strict=True)
+    ):
+        raise Refused(
+            f"wanted {', '.join(k.__name__ for k in kinds)} behind tag {tree[0]}, found {', '.join(map(shown, tree[1:5]))}"
+        )
     return tree[1:]
 
 
@@ -294,7 +321,9 @@ def _open_array(tree: list[Any], columns: list[np.ndarray], depth: int) -> np.nd
 def open_small(tree: list[Any]) -> np.ndarray:
     code, data = wants(tree, int, bytes)
     if not 0 <= code < len(DTYPES) or len(data) % DTYPES[code].itemsize or len(data) > SMALL_BYTES:
-        raise Refused(f"wanted a small array of a known dtype, found code {code} and {len(data)} bytes")
+        raise Refused(
+            f"wanted a small array of a known dtype, found code {code} and {len(data)} bytes"
+        )
     return np.frombuffer(data, DTYPES[code])
 
 
@@ -323,7 +352,9 @@ def _open_scalar(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
 def _open_big_int(tree: list[Any], columns: list[np.ndarray], depth: int) -> int:
     (data,) = wants(tree, bytes)
     if len(data) > MAX_INT_BYTES:
-        raise Refused(f"wanted a whole number of at most {MAX_INT_BYTES} bytes, found one of {len(data)}")
+        raise Refused(
+            f"wanted a whole number of at most {MAX_INT_BYTES} bytes, found one of {len(data)}"
+        )
     return int.from_bytes(data, "little", signed=True)
 
 
@@ -337,17 +368,36 @@ def _open_long(tree: list[Any], columns: list[np.ndarray], depth: int) -> bytes:
 def _open_columns(tree: list[Any], columns: list[np.ndarray], depth: int) -> Columns:
     step, found = wants(tree, int, dict)
     made = _open_dict(found, columns, depth)
-    if wrong := [key for key, c in made.items() if type(key) is not str or type(c) not in (np.ndarray, Ragged)]:
+    if wrong := [
+        key
+        for key, c in made.items()
+        if type(key) is not str or type(c) not in (np.ndarray, Ragged)
+    ]:
         raise Refused("wanted a column, found something else").inside(f"[{wrong[0]!r:.60}]")
     return Columns(made, step)
 
 
-PACKERS.update({
-    list: _pack_items(LIST), tuple: _pack_items(TUPLE), dict: _pack_dict, bytes: _pack_bytes, np.ndarray: _pack_array, Ragged: _pack_ragged,
-    Columns: _pack_columns,
-})  # fmt: skip
-OPENERS.update({
-    LIST: _open_items, TUPLE: lambda tree, columns, depth: tuple(_open_items(tree, columns, depth)), ARRAY: _open_array,
-    RAGGED: _open_ragged, SCALAR: _open_scalar, BIG_INT: _open_big_int, LONG: _open_long, COLUMNS: _open_columns,
-    SMALL: lambda tree, columns, depth: open_small(tree),
-})  # fmt: skip
+PACKERS.update(
+    {
+        list: _pack_items(LIST),
+        tuple: _pack_items(TUPLE),
+        dict: _pack_dict,
+        bytes: _pack_bytes,
+        np.ndarray: _pack_array,
+        Ragged: _pack_ragged,
+        Columns: _pack_columns,
+    }
+)
+OPENERS.update(
+    {
+        LIST: _open_items,
+        TUPLE: lambda tree, columns, depth: tuple(_open_items(tree, columns, depth)),
+        ARRAY: _open_array,
+        RAGGED: _open_ragged,
+        SCALAR: _open_scalar,
+        BIG_INT: _open_big_int,
+        LONG: _open_long,
+        COLUMNS: _open_columns,
+        SMALL: lambda tree, columns, depth: open_small(tree),
+    }
+)

@@ -19,7 +19,9 @@ FIRST_STAGE = ("tokens", "position_ids")
 
 
 Coords = Mapping[int, Mapping[str, int]]  # of every rank in a mesh
-References = Mapping[str, Mapping[tuple[int, int], Seen]]  # by mesh: what (rank, step) of it should see
+References = Mapping[
+    str, Mapping[tuple[int, int], Seen]
+]  # by mesh: what (rank, step) of it should see
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,9 @@ class Held(NamedTuple):
     @property
     def whole(self) -> bool:
         """No replica is missing: none left."""
-        return {self.coords[rank]["dp"] for rank in self.ranks} == {c["dp"] for c in self.coords.values()}
+        return {self.coords[rank]["dp"] for rank in self.ranks} == {
+            c["dp"] for c in self.coords.values()
+        }
 
     def groups(self, *axes: str) -> Iterator[list[Seen]]:
         groups: dict[tuple[int, ...], list[Seen]] = {}
@@ -111,11 +115,17 @@ class Checker:
                 taken[e.rank] = max(taken.get(e.rank, -1), e.step)
             elif e.what == "deliver":
                 if e.session != session:
-                    self._say(f"step {e.step}, rank {e.rank}: it is of session {e.session}, which was over: {session} had begun")
+                    self._say(
+                        f"step {e.step}, rank {e.rank}: it is of session {e.session}, which was over: {session} had begun"
+                    )
                 if e.step != wanted.get(e.rank):
-                    self._say(f"step {e.step}, rank {e.rank}: step {wanted.get(e.rank)} was wanted next")
+                    self._say(
+                        f"step {e.step}, rank {e.rank}: step {wanted.get(e.rank)} was wanted next"
+                    )
                 if e.step <= taken.get(e.rank, -1):
-                    self._say(f"step {e.step}, rank {e.rank}: it was handed out again after it was taken")
+                    self._say(
+                        f"step {e.step}, rank {e.rank}: it was handed out again after it was taken"
+                    )
                 wanted[e.rank] = self._from(e.step + 1)
             elif e.what == "refused":
                 self._say(f"step {e.step}: what people said of it in time was refused: {e.words}")
@@ -131,7 +141,9 @@ class Checker:
         has, and all have it."""
         if e.what == "reshard" and taken and e.step <= max(taken.values()):
             fast = max(taken, key=lambda rank: taken[rank])
-            self._say(f"step {e.step}, rank {fast}: the mesh changed there, and this rank had taken step {taken[fast]}: steps come again")
+            self._say(
+                f"step {e.step}, rank {fast}: the mesh changed there, and this rank had taken step {taken[fast]}: steps come again"
+            )
         if e.what != "rewind" and taken and e.step > min(taken.values()) + 1:
             slow = min(taken, key=lambda rank: taken[rank])
             self._say(
@@ -153,9 +165,13 @@ class Checker:
         for mesh, seen in delivered:
             ours = self.undisturbed[mesh].get((seen.rank, seen.step))
             if ours is None:
-                self._say(f"step {seen.step}, rank {seen.rank}: the undisturbed run has no such step")
+                self._say(
+                    f"step {seen.step}, rank {seen.rank}: the undisturbed run has no such step"
+                )
             elif ours.digest != seen.digest or ours.samples != seen.samples:
-                self._say(f"step {seen.step}, rank {seen.rank}: not what the undisturbed run gives: {_difference(ours, seen)}")
+                self._say(
+                    f"step {seen.step}, rank {seen.rank}: not what the undisturbed run gives: {_difference(ours, seen)}"
+                )
 
     def _steps(self, delivered: Sequence[tuple[str, Seen]]) -> dict[int, Held]:
         """What each rank has of each step in the end: of one that came again under another mesh, what came then."""
@@ -173,9 +189,15 @@ class Checker:
         for step, held in steps.items():
             if held.mesh == self.facts.mesh or not held.whole:
                 continue
-            ours = Held(self.facts.mesh, coords, {rank: first[rank, step] for rank in coords if (rank, step) in first})
+            ours = Held(
+                self.facts.mesh,
+                coords,
+                {rank: first[rank, step] for rank in coords if (rank, step) in first},
+            )
             if odd := sorted((Counter(ours.samples()) - Counter(held.samples())).keys()):
-                self._say(f"step {step}, under {held.mesh}: {_name(odd[0])} is missing, which it has under {self.facts.mesh}")
+                self._say(
+                    f"step {step}, under {held.mesh}: {_name(odd[0])} is missing, which it has under {self.facts.mesh}"
+                )
 
     def _peers(self, steps: Mapping[int, Held]) -> None:
         for step, held_by in steps.items():
@@ -184,15 +206,23 @@ class Checker:
                 for other in group[1:]:
                     if other.samples != group[0].samples:
                         odd = _odd(group[0], other)
-                        self._say(f"step {step}, rank {other.rank}: other samples than rank {group[0].rank} of its replica: {odd}")
+                        self._say(
+                            f"step {step}, rank {other.rank}: other samples than rank {group[0].rank} of its replica: {odd}"
+                        )
             for group in held_by.groups("dp", "cp", "pp"):
                 held = [seen for seen in group if seen.keys]
                 for other in held[1:]:
                     if other.digest != held[0].digest:
-                        self._say(f"step {step}, rank {other.rank}: other bytes than its tensor-parallel peer, rank {held[0].rank}")
+                        self._say(
+                            f"step {step}, rank {other.rank}: other bytes than its tensor-parallel peer, rank {held[0].rank}"
+                        )
             for seen in ranks.values():
-                if coords[seen.rank]["pp"] > 0 and (extra := [k for k in FIRST_STAGE if k in seen.keys]):
-                    self._say(f"step {step}, rank {seen.rank}: {extra[0]!r} on a later pipeline stage")
+                if coords[seen.rank]["pp"] > 0 and (
+                    extra := [k for k in FIRST_STAGE if k in seen.keys]
+                ):
+                    self._say(
+                        f"step {step}, rank {seen.rank}: {extra[0]!r} on a later pipeline stage"
+                    )
 
     def _tiles(self, steps: Mapping[int, Held]) -> None:
         """The slices of a replica, joined, are its samples: every token in one place, whoever holds it."""
@@ -200,7 +230,11 @@ class Checker:
         for step, held_by in steps.items():
             coords = held_by.coords
             for group in held_by.groups("dp"):
-                first = [s for s in group if coords[s.rank]["pp"] == 0 and any(t is not None for t in s.tokens)]
+                first = [
+                    s
+                    for s in group
+                    if coords[s.rank]["pp"] == 0 and any(t is not None for t in s.tokens)
+                ]
                 slices = {coords[s.rank]["cp"]: s for s in reversed(first)}
                 if len(slices) < 1 + max(c["cp"] for c in coords.values()):
                     continue  # some left
@@ -222,13 +256,18 @@ class Checker:
         there = [Counter[int]() for _ in self.facts.rows]
         whole = True
         for step, held in steps.items():
-            whole = whole and held.whole and not any(skipped < step for skipped in self.facts.skipped)  # what those had is not seen
+            whole = (
+                whole and held.whole and not any(skipped < step for skipped in self.facts.skipped)
+            )  # what those had is not seen
             for sample in held.samples():
                 if sample in seen_at:
                     self._say(f"step {step}: {_name(sample)} again, after step {seen_at[sample]}")
                 seen_at[sample] = step
                 there[sample.source][sample.epoch] += 1
-                if not (sample.file < len(self.facts.rows[sample.source]) and sample.row < self.facts.rows[sample.source][sample.file]):
+                if not (
+                    sample.file < len(self.facts.rows[sample.source])
+                    and sample.row < self.facts.rows[sample.source][sample.file]
+                ):
                     self._say(f"step {step}: {_name(sample)} is no row of the source")
             if whole and self.facts.prefixes:
                 self._no_gap(step, there)
@@ -240,7 +279,9 @@ class Checker:
             for epoch in range(max(epochs, default=0)):
                 if epochs[epoch] != size:
                     lost = size - epochs[epoch]
-                    self._say(f"step {step}: epoch {epoch + 1} of source {source} has begun, and {lost} samples of epoch {epoch} are lost")
+                    self._say(
+                        f"step {step}: epoch {epoch + 1} of source {source} has begun, and {lost} samples of epoch {epoch} are lost"
+                    )
 
     def _mixture(self, steps: Mapping[int, Held]) -> None:
         facts = self.facts
@@ -258,7 +299,9 @@ class Checker:
                 off = sums[source] - total * weight / sum(facts.weights)
                 if abs(off) >= (1.0 if facts.samples else 2 * facts.longest) + 1e-9:
                     unit = "samples" if facts.samples else "tokens"
-                    self._say(f"step {step}: source {source} has {off:+.2f} {unit} against its weight")
+                    self._say(
+                        f"step {step}: source {source} has {off:+.2f} {unit} against its weight"
+                    )
 
     # the end
 
@@ -282,11 +325,17 @@ class Checker:
         for rank in sorted(ranks):
             end = ended.get(rank)
             if end is None:
-                self._say(f"step {last.get(rank, -1) + 1}, rank {rank}: it never came, and no error was told")
+                self._say(
+                    f"step {last.get(rank, -1) + 1}, rank {rank}: it never came, and no error was told"
+                )
             elif end.what == "error":
-                self._say(f"step {last.get(rank, -1) + 1}, rank {rank}: ended with an error: {end.words}")
+                self._say(
+                    f"step {last.get(rank, -1) + 1}, rank {rank}: ended with an error: {end.words}"
+                )
             elif last.get(rank, -1) != self.facts.steps - 1:
-                self._say(f"step {last.get(rank, -1)}, rank {rank}: its last step, of {self.facts.steps}")
+                self._say(
+                    f"step {last.get(rank, -1)}, rank {rank}: its last step, of {self.facts.steps}"
+                )
 
     def _liveness(self, events: Sequence[Event]) -> None:
         calm = next((e.t for e in events if e.what == "calm"), None)
@@ -319,10 +368,15 @@ def _name(s: Sample) -> str:
 def _odd(one: Seen, other: Seen) -> str:
     """A sample that one has and the other has not."""
     ours, theirs = ([s for mb in seen.samples for s in mb] for seen in (one, other))
-    missing, extra = list((Counter(ours) - Counter(theirs)).keys()), list((Counter(theirs) - Counter(ours)).keys())
+    missing, extra = (
+        list((Counter(ours) - Counter(theirs)).keys()),
+        list((Counter(theirs) - Counter(ours)).keys()),
+    )
     if not missing and not extra:
         return "the same samples in another order, or in other microbatches"
-    said = [f"{_name(s)} is missing" for s in missing[:1]] + [f"{_name(s)} is there instead" for s in extra[:1]]
+    said = [f"{_name(s)} is missing" for s in missing[:1]] + [
+        f"{_name(s)} is there instead" for s in extra[:1]
+    ]
     return ", ".join(said)
 
 

@@ -26,7 +26,10 @@ log = logging.getLogger("overlord")
 
 GIVE_UP_S = 300.0  # of virtual time without a step on any rank: far beyond what the checker allows
 MAX_EVENTS = 100_000
-LATE_REPORTS, LATE_S = 50, 0.02  # how often trainers repeat themselves after a fault, and how quickly
+LATE_REPORTS, LATE_S = (
+    50,
+    0.02,
+)  # how often trainers repeat themselves after a fault, and how quickly
 
 
 class Cluster:
@@ -39,18 +42,27 @@ class Cluster:
         self.history = History()
         job = scenario.job()
         # By the index alone: a seed of the past must go on meaning what it meant, however partitions are improved.
-        self.blueprint = Blueprint(job, Options.of({"partition": "off", "watch_s": 0.0, **scenario.options}))
+        self.blueprint = Blueprint(
+            job, Options.of({"partition": "off", "watch_s": 0.0, **scenario.options})
+        )
         self.prefetch = self.blueprint.options.prefetch
         self.session = self.first = 0
-        self.mesh, self._stop_at = scenario.mesh, STEPS  # the first step that trainers do not take, since the mesh is about to change
+        self.mesh, self._stop_at = (
+            scenario.mesh,
+            STEPS,
+        )  # the first step that trainers do not take, since the mesh is about to change
         self.ranks = list(range(job.place.world_size))
         self.taken: dict[int, int] = {}
-        self.states: dict[int, StreamState | Sealed] = {}  # behind each step, as its trainers would save it
+        self.states: dict[
+            int, StreamState | Sealed
+        ] = {}  # behind each step, as its trainers would save it
         self._heard: dict[int, int] = {}  # how much had been said by people when it was saved
         self.trainers: dict[int, Trainer] = {}
         self.error: BaseException | None = None
         self.broken: BaseException | None = None
-        self.disk = SimDisk(self.world.random, store=scenario.outlives) if scenario.journal else None
+        self.disk = (
+            SimDisk(self.world.random, store=scenario.outlives) if scenario.journal else None
+        )
         self.births: Births = {}
         self.people = People(self, scenario.sayings)
         self.launched = Launched(self, None, 0)
@@ -63,7 +75,9 @@ class Cluster:
 
     def seat(self, rank: int, next_step: int) -> None:
         process = self.world.start(f"trainer/{rank}")
-        self.trainers[rank] = Trainer(rank, SimMachine(self.world, self.net, process), self, next_step)
+        self.trainers[rank] = Trainer(
+            rank, SimMachine(self.world, self.net, process), self, next_step
+        )
 
     def where(self, rank: int, session: int) -> tuple[str, str]:
         if session != self.launched.session:
@@ -72,7 +86,10 @@ class Cluster:
 
     def took(self, rank: int, step: int, after: StreamState | Sealed) -> None:
         self.taken[rank], self._launches = step, 0
-        self.states[step], self._heard[step] = after if not self.people.said else self._completed(after), self.people.said
+        self.states[step], self._heard[step] = (
+            after if not self.people.said else self._completed(after),
+            self.people.said,
+        )
 
     def reports(self, rank: int, step: int) -> None:
         if self.scenario.learns and step not in self.scenario.skipped:
@@ -91,28 +108,48 @@ class Cluster:
     def failed(self, rank: int, error: Exception) -> bool:
         """Whether the job will be started again."""
         what = "error"
-        if isinstance(error, JournalError) and self.disk is not None and self.filled:  # as promised: it stops, and says why
+        if (
+            isinstance(error, JournalError) and self.disk is not None and self.filled
+        ):  # as promised: it stops, and says why
             what = "stopped"
             self.world.at(0.5, lambda session=self.session: self._when_there_is_room(session), None)  # type: ignore[misc]
-        self.history.add(self.world.now, what, rank=rank, session=self.session, words=f"{type(error).__name__}: {error}")
+        self.history.add(
+            self.world.now,
+            what,
+            rank=rank,
+            session=self.session,
+            words=f"{type(error).__name__}: {error}",
+        )
         return what == "stopped"
 
     def _when_there_is_room(self, session: int) -> None:
         """Whoever runs the job frees some space and starts it again."""
-        if session == self.session and self.disk is not None and (self.disk.full or not self.restart()):
+        if (
+            session == self.session
+            and self.disk is not None
+            and (self.disk.full or not self.restart())
+        ):
             self.world.at(0.5, lambda: self._when_there_is_room(session), None)
 
     @property
     def filled(self) -> bool:
         """Whether the disk was full once."""
-        return self.history.fired["disk full", "planner"] > 0 or (self.disk is not None and self.disk.full)
+        return self.history.fired["disk full", "planner"] > 0 or (
+            self.disk is not None and self.disk.full
+        )
 
     def not_launched(self, launched: Launched, error: Exception) -> None:
         """A part was lost before the job had begun: whoever launches it is told so, and does it again."""
         if self.launched is launched:
-            self.history.add(self.world.now, "launch", session=self.session, words=f"failed: {error}")
+            self.history.add(
+                self.world.now, "launch", session=self.session, words=f"failed: {error}"
+            )
             self._launches += 1
-            self.world.at(min(5.0, 0.5 * 2 ** (self._launches // 8)), lambda: self._launch_again(launched), None)
+            self.world.at(
+                min(5.0, 0.5 * 2 ** (self._launches // 8)),
+                lambda: self._launch_again(launched),
+                None,
+            )
 
     def _launch_again(self, launched: Launched) -> None:
         if self.launched is not launched:
@@ -127,7 +164,9 @@ class Cluster:
         """The journal says where the job goes on."""
         if not launched.told:
             launched.told = True
-            for trainer in self.trainers.values():  # the first launch failed when its journal was begun: those who wait for it go too
+            for trainer in (
+                self.trainers.values()
+            ):  # the first launch failed when its journal was begun: those who wait for it go too
                 trainer.gone = True
                 trainer.process.kill()
             self.people.resumed(state)
@@ -136,7 +175,12 @@ class Cluster:
     def broke(self, error: BaseException) -> None:
         """A core raised: never to be seen."""
         self.broken = error
-        self.history.add(self.world.now, "error", session=self.session, words=f"the pump stopped: {type(error).__name__}: {error}")
+        self.history.add(
+            self.world.now,
+            "error",
+            session=self.session,
+            words=f"the pump stopped: {type(error).__name__}: {error}",
+        )
 
     # what happens to them
 
@@ -145,18 +189,26 @@ class Cluster:
         trainer = self.trainers[rank]
         if with_step:
             trainer.crash_with_step = True
-        trainer.process.on_end.append(lambda: self.world.at(self.world.delay(0.1), lambda: self._again(trainer), None))
+        trainer.process.on_end.append(
+            lambda: self.world.at(self.world.delay(0.1), lambda: self._again(trainer), None)
+        )
         if not with_step:
             trainer.process.kill()
         return True
 
     def _again(self, trainer: Trainer) -> None:
-        if self.trainers[trainer.rank] is trainer and trainer.rank in self.ranks and not trainer.gone:
+        if (
+            self.trainers[trainer.rank] is trainer
+            and trainer.rank in self.ranks
+            and not trainer.gone
+        ):
             self.seat(trainer.rank, self.taken.get(trainer.rank, self.first - 1) + 1)
 
     def leave(self, rank: int) -> bool:
         """A trainer closes its client: nobody waits for it any more."""
-        if self.launched.host is None or self.trainers[rank].ended or self.scenario.learns:  # what it would report is missed by the mixture
+        if (
+            self.launched.host is None or self.trainers[rank].ended or self.scenario.learns
+        ):  # what it would report is missed by the mixture
             return False
         self.ranks.remove(rank)
         self.trainers[rank].process.kill()
@@ -185,7 +237,11 @@ class Cluster:
             return False
         if self._stop_at == STEPS:
             self._stop_at = 1 + max(self.taken.get(rank, -1) for rank in self.ranks)
-        if self._stop_at >= STEPS or any(self.taken.get(rank, -1) + 1 != self._stop_at for rank in self.ranks) or not self._stop_at:
+        if (
+            self._stop_at >= STEPS
+            or any(self.taken.get(rank, -1) + 1 != self._stop_at for rank in self.ranks)
+            or not self._stop_at
+        ):
             return False
         state = self._saved(self._stop_at - 1)
         self._end_trainers()
@@ -201,7 +257,11 @@ class Cluster:
     def holds(self, step: int) -> bool:
         """Whether trainers wait before a step: for another mesh, for what people say to be heard, or, before the last one, for faults that
         must strike in every run."""
-        return step >= self._stop_at or (step >= STEPS - 1 and self.script.owes) or self.people.holds(step)
+        return (
+            step >= self._stop_at
+            or (step >= STEPS - 1 and self.script.owes)
+            or self.people.holds(step)
+        )
 
     def call_off(self) -> None:
         """The mesh stays what it is."""
@@ -228,7 +288,11 @@ class Cluster:
         further is not in it: that is said again where trainers go back to it."""
         saved = _opened(self.states[step])
         late = self._completed(saved)
-        return late if step == self.slowest or not self.scenario.sayings else replace(late, events=saved.events)
+        return (
+            late
+            if step == self.slowest or not self.scenario.sayings
+            else replace(late, events=saved.events)
+        )
 
     def _said_by(self, step: int) -> int:
         """How much of what people say is in that."""
@@ -252,7 +316,13 @@ class Cluster:
         if step and self.scenario.sayings:  # what was said by now is in it, and nowhere else
             self.states[step - 1], self._heard[step - 1] = state, self.people.said
         self.taken = dict.fromkeys(self.ranks, step - 1)
-        self.history.add(self.world.now, what, step=step, session=self.session, words=shown(self.mesh) if what == "reshard" else "")
+        self.history.add(
+            self.world.now,
+            what,
+            step=step,
+            session=self.session,
+            words=shown(self.mesh) if what == "reshard" else "",
+        )
         for rank in self.ranks:
             self.seat(rank, step)
 
@@ -276,7 +346,9 @@ class Cluster:
             world, seen = self.world, self.history.events
             n, moved, at = -1, 0.0, -1
             while world.happened < MAX_EVENTS and world.now - moved <= GIVE_UP_S:
-                if len(seen) != n:  # nothing else says that a rank has moved on, or that all have ended
+                if (
+                    len(seen) != n
+                ):  # nothing else says that a rank has moved on, or that all have ended
                     n, slowest = len(seen), self.slowest
                     if self.over:
                         break

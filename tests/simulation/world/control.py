@@ -46,7 +46,9 @@ class Member:
     process: Process
     master: SimControl  # whom it listens to: the last one it was sent to
     actor: Any = None
-    before: deque[Callable[[], None]] = field(default_factory=deque)  # calls that came before it was there
+    before: deque[Callable[[], None]] = field(
+        default_factory=deque
+    )  # calls that came before it was there
 
 
 class Family:
@@ -65,7 +67,9 @@ class Family:
         return [name for name, member in sorted(self.members.items()) if member.process.alive]
 
     def processes(self) -> dict[str, Process]:
-        return {name: member.process for name, member in self.members.items() if member.process.alive}
+        return {
+            name: member.process for name, member in self.members.items() if member.process.alive
+        }
 
     def actor(self, name: str) -> Any:
         member = self.members.get(name)
@@ -78,7 +82,10 @@ class SimRecord(Record):
     def __init__(self, name: str, member: Member, there: Wire, back: Wire):
         super().__init__(name)
         self.member, self.process = member, member.process
-        self.there, self.back = there, back  # one way for all calls of a caller: they arrive as they were made
+        self.there, self.back = (
+            there,
+            back,
+        )  # one way for all calls of a caller: they arrive as they were made
 
 
 class SimControl:
@@ -97,12 +104,22 @@ class SimControl:
         return self._family.processes()
 
     def spawn(
-        self, factory: Callable[..., Any], *args: Any, name: str, resources: Mapping[str, float] | None = None, node: Somewhere = None
+        self,
+        factory: Callable[..., Any],
+        *args: Any,
+        name: str,
+        resources: Mapping[str, float] | None = None,
+        node: Somewhere = None,
     ) -> Handle:
         if self._family.control is not self:
-            raise ActorLost(name, "another planner has taken over: nobody starts anything for this one")
+            raise ActorLost(
+                name, "another planner has taken over: nobody starts anything for this one"
+            )
         if name in self._names:
-            raise JobError(["the name is taken by a living actor; kill that first, or take another name"], f"actor {name!r}")
+            raise JobError(
+                ["the name is taken by a living actor; kill that first, or take another name"],
+                f"actor {name!r}",
+            )
         process = self._world.start(name)
         member = self._family.members[name] = Member(process, self)
         machine = SimMachine(self._world, self._net, process)
@@ -143,7 +160,10 @@ class SimControl:
         self._over(self._mine(handle), reason)
 
     def _known(self, name: str, member: Member) -> SimRecord:
-        there, back = self._net.wire(self._owner, member.process), self._net.wire(member.process, self._owner)
+        there, back = (
+            self._net.wire(self._owner, member.process),
+            self._net.wire(member.process, self._owner),
+        )
         record = SimRecord(name, member, there, back)
         record.handle = Handle(name, None, record)
         self._names[name] = record
@@ -155,7 +175,11 @@ class SimControl:
             record.member.actor = factory(*args)
         except Exception as fault:
             words, raised = f"{type(fault).__name__}: {fault}", fault
-            self._world.at(self._world.delay(0.001), lambda: self._over(record, words, fault=raised), self._owner)
+            self._world.at(
+                self._world.delay(0.001),
+                lambda: self._over(record, words, fault=raised),
+                self._owner,
+            )
             record.process.kill()
             return
         while record.member.before:
@@ -163,9 +187,17 @@ class SimControl:
 
     def _ended(self, record: SimRecord) -> None:
         if not self._closed:
-            self._world.at(self._world.delay(0.005), lambda: self._over(record, KILLED), self._owner)
+            self._world.at(
+                self._world.delay(0.005), lambda: self._over(record, KILLED), self._owner
+            )
 
-    def _over(self, record: SimRecord, reason: str, fault: BaseException | None = None, quiet: bool = False) -> None:
+    def _over(
+        self,
+        record: SimRecord,
+        reason: str,
+        fault: BaseException | None = None,
+        quiet: bool = False,
+    ) -> None:
         if self._names.get(record.name) is record:
             del self._names[record.name]
         record.ended(reason, fault=fault, quiet=quiet)
@@ -200,7 +232,11 @@ class SimControl:
             self._answer(record, number, False, error)
             return
         if isinstance(value, Future):
-            value.add_done_callback(lambda f: self._answer(record, number, f.exception() is None, f.exception() or f.result()))
+            value.add_done_callback(
+                lambda f: self._answer(
+                    record, number, f.exception() is None, f.exception() or f.result()
+                )
+            )
         else:
             self._answer(record, number, True, value)
 
@@ -215,7 +251,9 @@ class SimControl:
             raise DataStall(f"actor {getattr(future, 'actor', '')!r} to answer", timeout_s)
         return future.result()
 
-    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> tuple[list[Future[Any]], list[Future[Any]]]:
+    def wait(
+        self, futures: Sequence[Future[Any]], timeout_s: float
+    ) -> tuple[list[Future[Any]], list[Future[Any]]]:
         if not any(f.done() for f in futures) and self._world.fiber is not None:
 
             def register(wake: Callable[[], None]) -> None:

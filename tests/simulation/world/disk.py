@@ -25,7 +25,14 @@ class SimWriter(Writer):
         super().__init__(log, told)
         self._process = process
 
-    def put(self, records: Sequence[Record], *, rolls: bool = False, before: int | None = None, anew: bool = False) -> int:
+    def put(
+        self,
+        records: Sequence[Record],
+        *,
+        rolls: bool = False,
+        before: int | None = None,
+        anew: bool = False,
+    ) -> int:
         if self.failed is not None:
             raise self.failed
         self._given += 1
@@ -125,7 +132,9 @@ class SimPlace:
             self._process.kill()
             raise Killed
         if disk.full:
-            raise refusal(self.shown, f"write {name}", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            raise refusal(
+                self.shown, f"write {name}", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            )
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:

@@ -10,8 +10,17 @@ from dataclasses import dataclass, replace
 KINDS: dict[str, tuple[str, ...]] = {
     "kill": ("loader", "constructor", "planner"),
     "kill several": ("loader", "constructor"),
-    "stop": ("loader", "constructor", "planner"),  # SIGSTOP; it wakes later, perhaps when another has its place
-    "cut off": ("loader", "constructor", "planner", "trainer"),  # alive, but nothing comes from it or gets to it for a while
+    "stop": (
+        "loader",
+        "constructor",
+        "planner",
+    ),  # SIGSTOP; it wakes later, perhaps when another has its place
+    "cut off": (
+        "loader",
+        "constructor",
+        "planner",
+        "trainer",
+    ),  # alive, but nothing comes from it or gets to it for a while
     "cut link": ("loader", "constructor", "trainer"),  # one wire of it
     "slow link": ("loader", "constructor", "trainer"),
     "slow disk": ("loader",),
@@ -19,12 +28,22 @@ KINDS: dict[str, tuple[str, ...]] = {
     "disk full": ("planner",),
     "restart": ("trainer", "job"),
     "rewind": ("job",),
-    "reshard": ("job",),  # trainers stop behind a step and go on as another mesh: ranks leave, ranks join
+    "reshard": (
+        "job",
+    ),  # trainers stop behind a step and go on as another mesh: ranks leave, ranks join
     "scale": ("job",),  # a source is read in more hosts, or in fewer, from here on
     "leave": ("trainer",),
     "slow trainer": ("trainer",),
-    "bad start": ("loader", "constructor", "planner"),  # one is killed, and those that are started in its place die while they start
-    "slow start": ("loader", "constructor", "planner"),  # the same, but the next takes long: it opens many sources, say
+    "bad start": (
+        "loader",
+        "constructor",
+        "planner",
+    ),  # one is killed, and those that are started in its place die while they start
+    "slow start": (
+        "loader",
+        "constructor",
+        "planner",
+    ),  # the same, but the next takes long: it opens many sources, say
 }
 LEAST = 3  # that strike in every run
 NEEDS_JOURNAL = ("planner", "job")  # roles that come back from what is written
@@ -55,7 +74,12 @@ DRAWN_APART = ("reshard", "scale", "bad start", "slow start")
 def draw_faults(r: random.Random, steps: int, *, journal: bool) -> tuple[Fault, ...]:
     """Some classes of faults, and between 3 and 8 of them, over the first two thirds of the run."""
     kinds = {k: roles for k, roles in KINDS.items() if k not in DRAWN_APART}
-    every = [(k, role) for k, roles in kinds.items() for role in roles if journal or role not in NEEDS_JOURNAL or k == "rewind"]
+    every = [
+        (k, role)
+        for k, roles in kinds.items()
+        for role in roles
+        if journal or role not in NEEDS_JOURNAL or k == "rewind"
+    ]
     classes = r.sample(every, r.randint(1, 5))
     n = r.randint(LEAST, 8)
     at = sorted(r.randint(-1, steps * 2 // 3) for _ in range(n))
@@ -64,7 +88,10 @@ def draw_faults(r: random.Random, steps: int, *, journal: bool) -> tuple[Fault, 
 
 def draw_reshards(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
     """The script with one to three changes of the mesh among its faults."""
-    more = [_fault(r, ("reshard", "job"), r.randint(0, steps * 2 // 3)) for _ in range(r.choice((1, 1, 2, 3)))]
+    more = [
+        _fault(r, ("reshard", "job"), r.randint(0, steps * 2 // 3))
+        for _ in range(r.choice((1, 1, 2, 3)))
+    ]
     return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
 
 
@@ -93,29 +120,57 @@ def draw_overlaps(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tu
     return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
 
 
-def draw_births(r: random.Random, steps: int, faults: tuple[Fault, ...], *, journal: bool, moves: tuple[str, ...]) -> tuple[Fault, ...]:
+def draw_births(
+    r: random.Random,
+    steps: int,
+    faults: tuple[Fault, ...],
+    *,
+    journal: bool,
+    moves: tuple[str, ...],
+) -> tuple[Fault, ...]:
     """The script with parts that die while they start, or start slowly, and with sessions that are moved among it: there all parts start at
     once. What follows a move strikes while nothing is settled yet."""
     roles = [role for role in KINDS["bad start"] if journal or role not in NEEDS_JOURNAL]
     more = []
     for step in (r.randint(0, steps * 2 // 3) for _ in range(r.choice((1, 2, 2, 3)))):
-        birth = _fault(r, (r.choice(("bad start", "bad start", "slow start")), r.choice(roles)), step)
+        birth = _fault(
+            r, (r.choice(("bad start", "bad start", "slow start")), r.choice(roles)), step
+        )
         if not moves or r.random() < 0.4:
             more.append(birth)
             continue
         move = replace(_fault(r, (r.choice(moves), "job"), step), patience_s=0.0)
-        loss = _fault(r, (r.choice(("kill", "kill several", "stop", "cut off")), r.choice(("loader", "constructor"))), step)
+        loss = _fault(
+            r,
+            (
+                r.choice(("kill", "kill several", "stop", "cut off")),
+                r.choice(("loader", "constructor")),
+            ),
+            step,
+        )
         before = [replace(birth, patience_s=0.0)] if r.random() < 0.6 else []
         more += [*before, move, replace(loss, after_s=r.random() * 0.3)]
     return tuple(sorted((*faults, *more), key=lambda fault: fault.step))
 
 
 def draw_around(
-    r: random.Random, steps: Sequence[int], faults: tuple[Fault, ...], *, journal: bool, moves: tuple[str, ...]
-) -> tuple[Fault, ...]:  # fmt: skip
+    r: random.Random,
+    steps: Sequence[int],
+    faults: tuple[Fault, ...],
+    *,
+    journal: bool,
+    moves: tuple[str, ...],
+) -> tuple[Fault, ...]:
     """The script with a loss, or with a move, at about the moment when people say something, every other time they do: while the planner is
     being told, just before it, or when it has heard it and plans are about that were made without it."""
-    losses = [("kill", "loader"), *((kind, "planner") for kind in ("kill", "torn write", "stop", "cut off", "disk full") if journal)]
+    losses = [
+        ("kill", "loader"),
+        *(
+            (kind, "planner")
+            for kind in ("kill", "torn write", "stop", "cut off", "disk full")
+            if journal
+        ),
+    ]
     more = []
     for step in (step for step in steps if r.random() < 0.5):
         what = (r.choice(moves), "job") if r.random() < 0.4 else r.choice(losses)
@@ -126,9 +181,23 @@ def draw_around(
 
 def _fault(r: random.Random, what: tuple[str, str], step: int) -> Fault:
     kind, role = what
-    lasts = kind in ("stop", "cut off", "cut link", "slow link", "slow disk", "slow trainer", "disk full", "slow start")
+    lasts = kind in (
+        "stop",
+        "cut off",
+        "cut link",
+        "slow link",
+        "slow disk",
+        "slow trainer",
+        "disk full",
+        "slow start",
+    )
     return Fault(
-        kind, role, step, after_s=r.choice((0.0, r.random() * 0.02, r.random() * 0.2)), patience_s=r.choice((0.05, 0.5, 3.0)),
-        seconds=r.choice((0.05, 0.5, 2.0, 8.0)) * r.uniform(0.5, 1.5) if lasts else 0.0, which=r.randrange(12),
+        kind,
+        role,
+        step,
+        after_s=r.choice((0.0, r.random() * 0.02, r.random() * 0.2)),
+        patience_s=r.choice((0.05, 0.5, 3.0)),
+        seconds=r.choice((0.05, 0.5, 2.0, 8.0)) * r.uniform(0.5, 1.5) if lasts else 0.0,
+        which=r.randrange(12),
         factor=r.choice((5.0, 50.0)),
-    )  # fmt: skip
+    )

@@ -26,7 +26,9 @@ class Seen:
     rank: int
     step: int
     samples: tuple[tuple[Sample, ...], ...]  # of every microbatch
-    tokens: tuple[tuple[int, ...] | None, ...]  # of every microbatch, as this rank holds them; None: it holds none
+    tokens: tuple[
+        tuple[int, ...] | None, ...
+    ]  # of every microbatch, as this rank holds them; None: it holds none
     keys: tuple[str, ...]  # names of the arrays it holds
     digest: str  # of all its arrays
 
@@ -79,5 +81,7 @@ class History:
         """Of all of it, moments included: two runs of a seed have the same."""
         hashed = hashlib.blake2b(digest_size=8)
         for e in self.events:
-            hashed.update(f"{e.t!r} {e.what} {e.rank} {e.step} {e.session} {e.seen and e.seen.digest} {e.words}\n".encode())
+            hashed.update(
+                f"{e.t!r} {e.what} {e.rank} {e.step} {e.session} {e.seen and e.seen.digest} {e.words}\n".encode()
+            )
         return hashed.hexdigest()

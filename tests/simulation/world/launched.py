@@ -46,7 +46,12 @@ class Living(Recipes):
     kits: dict[int, tuple[int, ...]]  # what loader hosts can open, for the planner that comes next
 
     def loader_host(
-        self, h: int, sources: Collection[int], openings: Sequence[Opening], constructors: Mapping[int, str], instead_of: int | None = None
+        self,
+        h: int,
+        sources: Collection[int],
+        openings: Sequence[Opening],
+        constructors: Mapping[int, str],
+        instead_of: int | None = None,
     ) -> Handle:
         self.kits.setdefault(h, tuple(sources))
         return super().loader_host(h, sources, openings, constructors, instead_of)
@@ -63,7 +68,9 @@ class Living(Recipes):
 class Launched:
     """A session: everything from one launch, or one move to a state, to the next."""
 
-    def __init__(self, cluster: Cluster, state: StreamState | None, session: int, *, anew: bool = False):
+    def __init__(
+        self, cluster: Cluster, state: StreamState | None, session: int, *, anew: bool = False
+    ):
         self.cluster, self.session = cluster, session
         self.world = cluster.world
         self.process = self.world.start("session")
@@ -71,20 +78,30 @@ class Launched:
         self.log = Log(cluster.blueprint.job.feedback_lag)
         self.said: dict[tuple[int, int], Report] = {}
         self._accepted: dict[tuple[int, int], Report] = {}  # by a planner
-        self._mail: deque[Word | Errand] = deque()  # what is on its way to the planner, one after the other
+        self._mail: deque[Word | Errand] = (
+            deque()
+        )  # what is on its way to the planner, one after the other
         self._slowness = random.Random(cluster.scenario.seed * 3266489917 + session)
         self.incarnation, self.over = -1, False
         self.blueprint, self.hosting = cluster.blueprint, hosting_of(cluster.blueprint)
-        self.kits = {h: tuple(range(len(cluster.blueprint.job.sources))) for h in range(self.hosting.n_hosts)}
+        self.kits = {
+            h: tuple(range(len(cluster.blueprint.job.sources))) for h in range(self.hosting.n_hosts)
+        }
         self.constructor_of = constructors_of(cluster.blueprint)
-        self._bucket_of = {rank: b for b, ranks in enumerate(cluster.blueprint.job.place.buckets("DP")) for rank in ranks}
+        self._bucket_of = {
+            rank: b
+            for b, ranks in enumerate(cluster.blueprint.job.place.buckets("DP"))
+            for rank in ranks
+        }
         self.token = secrets.token_urlsafe(24)
         self._given = self._initial = state
         self._anew, self.told = anew, False
         self._launch = ""  # as its journal knows it, once its first planner has opened that
         self.planner = self.process
         self.host: ProcessHost | None = None
-        self.begun = False  # the first planner is there: whoever launches it has the session in hand
+        self.begun = (
+            False  # the first planner is there: whoever launches it has the session in hand
+        )
         self._hand: Hand | None = None
         self._found: list[Any] = []  # events in the journal
         says = cluster.disk is not None and cluster.scenario.sayings
@@ -106,21 +123,34 @@ class Launched:
             self.planner = world.start("planner")
             self.process.on_end.append(self.planner.kill)
             planner, incarnation = self.planner, self.incarnation
-            self.planner.on_end.append(lambda: world.at(world.delay(0.002), lambda: self._missed(planner, incarnation), self.process))
+            self.planner.on_end.append(
+                lambda: world.at(
+                    world.delay(0.002), lambda: self._missed(planner, incarnation), self.process
+                )
+            )
         if self._elsewhere is not None:
             self._elsewhere.starts(self.planner)
         self.machine = SimMachine(world, net, self.planner)
         self.pump = self.machine.pump("planner")
         self.control = SimControl(world, net, self.planner, self.family)
-        self.control.outlive, self.control.births = self.cluster.scenario.outlives, self.cluster.births
+        self.control.outlive, self.control.births = (
+            self.cluster.scenario.outlives,
+            self.cluster.births,
+        )
         births = self.cluster.births.get("planner")
-        world.spawn(self.planner, lambda: self._begin(reason), births.popleft().befalls(self.planner, START_S) if births else 0.0)
+        world.spawn(
+            self.planner,
+            lambda: self._begin(reason),
+            births.popleft().befalls(self.planner, START_S) if births else 0.0,
+        )
 
     def _missed(self, planner: Process, incarnation: int) -> None:
         """The planner is gone: another takes its place, with the hosts that live."""
         if not self.over and incarnation == self.incarnation and self.cluster.launched is self:
             if not incarnation and self.host is None:
-                self.cluster.not_launched(self, ActorLost("planner", "it died before the job had begun"))
+                self.cluster.not_launched(
+                    self, ActorLost("planner", "it died before the job had begun")
+                )
                 return
             log.warning("the planner is lost; it is started again")
             self.host = None
@@ -149,7 +179,10 @@ class Launched:
         if self._elsewhere is None:
             pump.start(self.cluster.broke)
         else:
-            pump.start(self.cluster.broke, self._elsewhere.is_there(cast(PlannerHost, host), pump, self._found))
+            pump.start(
+                self.cluster.broke,
+                self._elsewhere.is_there(cast(PlannerHost, host), pump, self._found),
+            )
         if not self.incarnation:
             pump.post(lambda: host.attach(dict.fromkeys(self.cluster.ranks)))
         if self.cluster.disk is None or not self.incarnation:
@@ -161,7 +194,9 @@ class Launched:
     def _make_host(self, reason: str) -> ProcessHost:
         cluster = self.cluster
         if cluster.disk is None:
-            return ProcessHost(self.blueprint, self._initial, self.control, self.pump, self.session, self.machine)
+            return ProcessHost(
+                self.blueprint, self._initial, self.control, self.pump, self.session, self.machine
+            )
         journal, found = self._open_journal(cluster.disk)
         if self.incarnation:
             self._found = found.events
@@ -173,7 +208,11 @@ class Launched:
                 Beginning(journal, anew=self._anew).write(host, host.blueprint)
             host.take_over()
             return host
-        blueprint, state, beginning = self.blueprint, self._initial, Beginning(journal, anew=self._anew and not found.empty)
+        blueprint, state, beginning = (
+            self.blueprint,
+            self._initial,
+            Beginning(journal, anew=self._anew and not found.empty),
+        )
         if not self._anew and not found.empty:
             blueprint, state, beginning = resume._by_journal(self.blueprint, journal, found, ())
             self._initial, self.blueprint = state, blueprint
@@ -184,30 +223,50 @@ class Launched:
         return host
 
     def _open_journal(self, disk: SimDisk) -> tuple[Journal, Recovered]:
-        journal, found = Journal.resumed(disk.place(self.planner), self.blueprint.job.name, launch=self._launch)
+        journal, found = Journal.resumed(
+            disk.place(self.planner), self.blueprint.job.name, launch=self._launch
+        )
         planner, self._launch = self.planner, journal.launch
         journal.make_writer = lambda log, told: SimWriter(log, told, planner)
         journal.start(self.pump.post)
         return journal, found
 
-    def _planner_host(self, found: Recovered | None, state: StreamState | None, reason: str, blueprint: Blueprint) -> PlannerHost:
+    def _planner_host(
+        self, found: Recovered | None, state: StreamState | None, reason: str, blueprint: Blueprint
+    ) -> PlannerHost:
         blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
         settings = settings_of(blueprint, self.hosting, self.token, self.session)
-        starter = Living(self.control, lambda: blueprint, settings, self.hosting, self.constructor_of)
+        starter = Living(
+            self.control, lambda: blueprint, settings, self.hosting, self.constructor_of
+        )
         starter.kits = self.kits
         kit = PlannerKit(
-            blueprint=PlannerBlueprint(blueprint), state=state, hosting=self.hosting, token=self.token, session=self.session,
-            incarnation=self.incarnation, reason=reason, constructor_of=tuple(self.constructor_of), living=tuple(self.family.living()),
+            blueprint=PlannerBlueprint(blueprint),
+            state=state,
+            hosting=self.hosting,
+            token=self.token,
+            session=self.session,
+            incarnation=self.incarnation,
+            reason=reason,
+            constructor_of=tuple(self.constructor_of),
+            living=tuple(self.family.living()),
             kits=tuple(self.kits.items()),
-            attached=tuple(self.cluster.ranks) if self.incarnation else (), reports=tuple(self._accepted.values()),
-        )  # fmt: skip
-        return PlannerHost(kit, self.control, self.pump, starter, found, machine=self.machine, say=self._hears)  # type: ignore[arg-type]
+            attached=tuple(self.cluster.ranks) if self.incarnation else (),
+            reports=tuple(self._accepted.values()),
+        )
+        return PlannerHost(
+            kit, self.control, self.pump, starter, found, machine=self.machine, say=self._hears
+        )  # type: ignore[arg-type]
 
     def _hears(self, what: str, *words: Any) -> None:
         """What the planner says. It asks for all that was reported by a message, which is answered behind what was reported before."""
         if what == "reports":
             mark: int = words[0]
-            self.world.at(0.0005, lambda: self._send(lambda host: cast(PlannerHost, host).all_reported(mark)), self.process)
+            self.world.at(
+                0.0005,
+                lambda: self._send(lambda host: cast(PlannerHost, host).all_reported(mark)),
+                self.process,
+            )
 
     # what trainers ask
 
@@ -249,7 +308,11 @@ class Launched:
         elif self.host is not None and self._mail:
             busy_s = 0.3 if self._slowness.random() < 0.05 else 0.001
             word, host, pump = cast(Word, self._mail[0]), self.host, self.pump
-            self.world.at(busy_s * self._slowness.random(), lambda: pump.post(lambda: self._hear(word, host)), self.process)
+            self.world.at(
+                busy_s * self._slowness.random(),
+                lambda: pump.post(lambda: self._hear(word, host)),
+                self.process,
+            )
 
     def _hear(self, word: Word, host: ProcessHost) -> None:
         word(host)
@@ -262,7 +325,9 @@ class Launched:
         self._mail.popleft()
         self._pass_on()
 
-    def say(self, event: SetMixture | Skip, answered: Callable[[OverlordError | None], None]) -> None:
+    def say(
+        self, event: SetMixture | Skip, answered: Callable[[OverlordError | None], None]
+    ) -> None:
         """Of whoever has the session in hand, and waits."""
         hand = self._hand = self._hand or Hand(self, self._elsewhere)
 
@@ -282,7 +347,14 @@ class Launched:
     def report_late(self, rank: int, step: int) -> None:
         """What the plan of the step this rank took last would have used: nobody may use it now, also when that step is planned again."""
         if (host := self.host) is not None and step >= 0:
-            late = Report(step, rank, {f"loss/{name}": 9.0 * (i % 2) for i, name in enumerate(self.cluster.scenario.names)})
+            late = Report(
+                step,
+                rank,
+                {
+                    f"loss/{name}": 9.0 * (i % 2)
+                    for i, name in enumerate(self.cluster.scenario.names)
+                },
+            )
             self.pump.post(lambda: host.event(late))
 
     def _say(self, report: Report) -> None:
@@ -307,6 +379,8 @@ class Launched:
         if not killed and self.host is not None:
             self.host.close()
             taken = self.host.planner.taken
-            with contextlib.suppress(Killed):  # a last write that is torn ends the planner, which was to end anyway
+            with contextlib.suppress(
+                Killed
+            ):  # a last write that is torn ends the planner, which was to end anyway
                 self.host.journal.close(-1 if taken is None else taken)
         self.process.kill()

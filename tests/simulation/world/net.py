@@ -22,7 +22,9 @@ class Wire:
     def __init__(self, net: Net, source: Process, target: Process):
         self._net, self.source, self.target = net, source, target
         self._last = 0.0
-        self._sent: deque[Callable[[], None]] = deque()  # on its way: what arrives is the oldest, however times were rounded
+        self._sent: deque[Callable[[], None]] = (
+            deque()
+        )  # on its way: what arrives is the oldest, however times were rounded
         self._held: deque[Callable[[], None]] = deque()
         self.cut, self.slow = False, 1.0
         net.wires.append(self)
@@ -82,7 +84,9 @@ class Net:
         self._servers[address] = server
         return address
 
-    def dial(self, process: Process, address: str, token: str, hello: dict[str, Any], timeout_s: float) -> tuple[SimLink, dict[str, Any]]:
+    def dial(
+        self, process: Process, address: str, token: str, hello: dict[str, Any], timeout_s: float
+    ) -> tuple[SimLink, dict[str, Any]]:
         server = self._servers.get(address)
         if server is None or not server.process.alive or server.closed:
             raise ActorLost(address, "nobody answers: Connection refused")
@@ -105,7 +109,12 @@ class SimLink(Link):
         self._came: deque[Any] = deque()
         self._lost: str | None = None
         self._wake: Callable[[], None] | None = None
-        self.shares_memory, self.max_held, self.waits_for_slots, self.max_queued_bytes = True, 8, False, 0
+        self.shares_memory, self.max_held, self.waits_for_slots, self.max_queued_bytes = (
+            True,
+            8,
+            False,
+            0,
+        )
 
     def joined(self, here: Process, there: Process, other: SimLink) -> None:
         self._here, self._other, self._wire = here, other, self._net.wire(here, there)
@@ -178,9 +187,14 @@ class SimServer:
     """A server of links in a process of the world: the callbacks are those of the real one."""
 
     def __init__(
-        self, net: Net, process: Process, token: str, on_message: Callable[[Any, Any], None],
-        on_open: Callable[[Any, dict[str, Any]], dict[str, Any]], on_close: Callable[[Any, str], None],
-    ):  # fmt: skip
+        self,
+        net: Net,
+        process: Process,
+        token: str,
+        on_message: Callable[[Any, Any], None],
+        on_open: Callable[[Any, dict[str, Any]], dict[str, Any]],
+        on_close: Callable[[Any, str], None],
+    ):
         self.process, self._token, self.closed = process, token, False
         self._on_message, self._on_open, self._on_close = on_message, on_open, on_close
         self._links: dict[SimLink, None] = {}

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from tests.simulation.world.cluster import Cluster
     from tests.simulation.world.launched import Launched
 
-PATIENCE_S = (0.5, 25.0)  # for a planner to answer, by seed: the second is that of ``cluster/launcher.py``
+PATIENCE_S = (
+    0.5,
+    25.0,
+)  # for a planner to answer, by seed: the second is that of ``cluster/launcher.py``
 AGAIN_S = 0.3  # until what was given up is said again
 
 
@@ -53,13 +56,22 @@ class _Parts(Parts):
     def __init__(self, launched: Launched, told: Callable[[tuple[Any, ...]], None]):
         world, net = launched.world, launched.cluster.net
         self._launched, self._told = launched, told
-        self._machine, self.control = SimMachine(world, net, launched.process), SimControl(world, net, launched.process)
+        self._machine, self.control = (
+            SimMachine(world, net, launched.process),
+            SimControl(world, net, launched.process),
+        )
         self._patience_s = PATIENCE_S[launched.cluster.scenario.seed % 2]
         self._waiting: list[Callable[[], None]] = []
         self._closed, self.planner = False, None
         self._work = self._news = cast(Hands, _Now())
 
-    def ask(self, method: str, *args: Any, timeout_s: float | None = None, done: Callable[[], bool] = lambda: False) -> Any:
+    def ask(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float | None = None,
+        done: Callable[[], bool] = lambda: False,
+    ) -> Any:
         return super().ask(method, *args, timeout_s=timeout_s or self._patience_s, done=done)
 
     def _wait_for_planner(self, deadline: float, timeout_s: float) -> Handle:
@@ -97,7 +109,9 @@ class Elsewhere(PlannedEngine):
     def starts(self, process: Process) -> None:
         self._parts.starts(process)
 
-    def is_there(self, host: PlannerHost, pump: Pump, found: Sequence[Any]) -> Callable[[], float | None]:
+    def is_there(
+        self, host: PlannerHost, pump: Pump, found: Sequence[Any]
+    ) -> Callable[[], float | None]:
         """``found``: events in the journal. What is to be called behind every turn of the planner's pump."""
         actor = _Planner(host, pump, found, self._parts._machine.now)
         self._parts.is_there(actor)
@@ -107,7 +121,9 @@ class Elsewhere(PlannedEngine):
 class _Planner(PlannerActor):
     """The planner's process, as far as it is told what people say, and tells what it has taken."""
 
-    def __init__(self, host: PlannerHost, pump: Pump, found: Sequence[Any], now: Callable[[], float]):
+    def __init__(
+        self, host: PlannerHost, pump: Pump, found: Sequence[Any], now: Callable[[], float]
+    ):
         self._kit, self._host, self._pump, self._events = host._kit, host, pump, Events(now)
         self._said, self._watched = list(found), False
         self._say_found()
@@ -152,7 +168,9 @@ class Hand(Changes):
         assert launched.host is not None or elsewhere is not None
         self._launched, self._log, self.job = launched, launched.log, launched.blueprint.job
         self._host = cast(Any, elsewhere or launched.host)
-        self._pump = cast(Pump, _Here() if elsewhere is not None else _Beside(launched.world, launched.pump))
+        self._pump = cast(
+            Pump, _Here() if elsewhere is not None else _Beside(launched.world, launched.pump)
+        )
         self._closed, self._lock = False, threading.RLock()
         self._host.on_late += [self._note, launched.cluster.people.heard_late]
 
@@ -196,7 +214,11 @@ class People:
         if self.said == len(self._sayings):
             return
         launched, i = self._cluster.launched, self.said
-        if launched.begun and launched is not self._busy and self._have_taken(self._sayings[i].step):
+        if (
+            launched.begun
+            and launched is not self._busy
+            and self._have_taken(self._sayings[i].step)
+        ):
             self._busy = launched
             launched.say(self._sayings[i].event, lambda error: self._answered(launched, i, error))
 
@@ -214,7 +236,9 @@ class People:
             self._has_happened(self.said)
 
     def _is_in(self, state: StreamState, saying: Saying) -> bool:
-        return saying.event in state.events or saying.first < state.step  # else that would not be planned
+        return (
+            saying.event in state.events or saying.first < state.step
+        )  # else that would not be planned
 
     def heard_late(self, event: SetMixture | Skip) -> None:
         """It was given up, and has happened."""
@@ -230,7 +254,13 @@ class People:
         else:
             if error is not None:
                 words = f"{type(error).__name__}: {error}"
-                cluster.history.add(cluster.world.now, "refused", step=self._sayings[i].first, session=cluster.session, words=words)
+                cluster.history.add(
+                    cluster.world.now,
+                    "refused",
+                    step=self._sayings[i].first,
+                    session=cluster.session,
+                    words=words,
+                )
             self._has_happened(i)
             self._again(launched)
 
@@ -243,5 +273,7 @@ class People:
         if self.said == i:
             self.said += 1
             cluster = self._cluster
-            cluster.history.add(cluster.world.now, "said", session=cluster.session, words=str(self._sayings[i]))
+            cluster.history.add(
+                cluster.world.now, "said", session=cluster.session, words=str(self._sayings[i])
+            )
             cluster.release()

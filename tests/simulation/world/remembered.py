@@ -65,18 +65,30 @@ class RememberingReader(SourceReader):
         self._key: tuple[Any, ...] = ()
 
     def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
-        key = self._key = (self.order.name, command.epoch, command.chunks, command.window, command.after)
+        key = self._key = (
+            self.order.name,
+            command.epoch,
+            command.chunks,
+            command.window,
+            command.after,
+        )
         if (found := self._memory.windows.get(key)) is None:
             found = self._memory.windows[key] = super()._open(command, spent)
         w = found[0]
-        return _Window(w.key, w.file, w.row, w.at, w.tables, w.reasons, w.dropped, w.after), found[1]
+        return _Window(w.key, w.file, w.row, w.at, w.tables, w.reasons, w.dropped, w.after), found[
+            1
+        ]
 
     # Rows, and what is made of them, are the same in every epoch and in whatever blocks they are asked for.
 
-    def _stage_slice(self, raw: RawSlice, ids: RowIds, reasons: list[str]) -> tuple[np.ndarray, np.ndarray, Staged]:
+    def _stage_slice(
+        self, raw: RawSlice, ids: RowIds, reasons: list[str]
+    ) -> tuple[np.ndarray, np.ndarray, Staged]:
         if (found := self._memory.staged.get(id(raw))) is None:
             found = super()._stage_slice(raw, ids, reasons)
-            assert not raw.bad + found[2].bad, "rows that fail have reasons, which are not remembered"
+            assert not raw.bad + found[2].bad, (
+                "rows that fail have reasons, which are not remembered"
+            )
             self._memory.staged[id(raw)] = found
         return found
 
@@ -89,11 +101,21 @@ class RememberingReader(SourceReader):
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
         (table,) = tables
         if (whole := self._memory.samples.get(id(table))) is None:
-            whole = self._memory.samples[id(table)] = super()._row_stage(tables, np.arange(table.num_rows))
-            assert len(whole.index) == table.num_rows, "every row is one sample: none is split, dropped or quarantined"
+            whole = self._memory.samples[id(table)] = super()._row_stage(
+                tables, np.arange(table.num_rows)
+            )
+            assert len(whole.index) == table.num_rows, (
+                "every row is one sample: none is split, dropped or quarantined"
+            )
             assert not len(whole.long), "long documents are not remembered"
         meta = {name: take_rows(column, at) for name, column in whole.meta.items()}
-        return Block(index=np.arange(len(at)), part=whole.part[at], tokens=whole.tokens.take(at), meta=meta, bad=[])
+        return Block(
+            index=np.arange(len(at)),
+            part=whole.part[at],
+            tokens=whole.tokens.take(at),
+            meta=meta,
+            bad=[],
+        )
 
     def evaluate(self, command: Evaluate) -> tuple[Evaluated, Content]:
         window = self._window
@@ -115,7 +137,12 @@ class RememberingReader(SourceReader):
 
 
 def _lock(block: tuple[Evaluated, Content]) -> None:
-    for array in (block[1].tokens.values, block[1].tokens.offsets, block[0].found.key, block[0].found.row):
+    for array in (
+        block[1].tokens.values,
+        block[1].tokens.offsets,
+        block[0].found.key,
+        block[0].found.row,
+    ):
         if isinstance(array, np.ndarray):
             array.flags.writeable = False
 
@@ -160,7 +187,11 @@ def remembering() -> Iterator[None]:
     """While this lasts, loaders and planners of this process remember."""
     memory = Memory()
     setattr(prepared_job, "resolve", lambda name: _asked_once(resolve(name), memory))  # noqa: B010
-    setattr(prepared_job, "SourceReader", lambda order, chunks, stages: RememberingReader(order, chunks, stages, memory))  # noqa: B010
+    setattr(
+        prepared_job,
+        "SourceReader",
+        lambda order, chunks, stages: RememberingReader(order, chunks, stages, memory),
+    )  # noqa: B010
     try:
         yield
     finally:

@@ -19,7 +19,17 @@ from tests.simulation.world.checker import Checker, Facts
 from tests.simulation.world.cluster import Cluster
 from tests.simulation.world.history import History, Seen
 from tests.simulation.world.remembered import remembering
-from tests.simulation.world.scenario import LONGEST, MESHES, STEPS, Mesh, Scenario, content, draw, shown, tree_of
+from tests.simulation.world.scenario import (
+    LONGEST,
+    MESHES,
+    STEPS,
+    Mesh,
+    Scenario,
+    content,
+    draw,
+    shown,
+    tree_of,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +54,9 @@ class Verdict:
         ]
         said += [f"  VIOLATION: {words}" for words in self.violations[:20]]
         n, faults = len(self.violations) or "no", self.fired.total()
-        said.append(f"  {n} violations, {faults} faults, {self.seconds:.1f} s, history {self.history.digest()}")
+        said.append(
+            f"  {n} violations, {faults} faults, {self.seconds:.1f} s, history {self.history.digest()}"
+        )
         return "\n".join(said)
 
 
@@ -55,17 +67,30 @@ def undisturbed(scenario: Scenario, mesh: Mesh | None = None) -> dict[tuple[int,
     """The same job in one process where nothing happens, under one mesh from its first step to its last."""
     report = scenario.report if scenario.learns else None
     said = [saying.event for saying in scenario.sayings]
-    run = simulate(scenario.job(mesh), seed=1, events=said, report=report, prefetch=scenario.options["prefetch"])
+    run = simulate(
+        scenario.job(mesh),
+        seed=1,
+        events=said,
+        report=report,
+        prefetch=scenario.options["prefetch"],
+    )
     return {(rank, step.step): Seen.of(step) for rank, steps in run.steps.items() for step in steps}
 
 
 def facts_of(scenario: Scenario) -> Facts:
     return Facts(
-        rows=scenario.rows, content=content, weights=scenario.weights, mesh=shown(scenario.mesh),
+        rows=scenario.rows,
+        content=content,
+        weights=scenario.weights,
+        mesh=shown(scenario.mesh),
         places={shown(mesh): _coords(mesh) for mesh in (scenario.mesh, *MESHES)},
-        steps=STEPS, samples=scenario.samples, steady=scenario.steady, longest=LONGEST,
-        prefixes=scenario.look_ahead == 1 and scenario.overflow == "grow", skipped=scenario.skipped,
-    )  # fmt: skip
+        steps=STEPS,
+        samples=scenario.samples,
+        steady=scenario.steady,
+        longest=LONGEST,
+        prefixes=scenario.look_ahead == 1 and scenario.overflow == "grow",
+        skipped=scenario.skipped,
+    )
 
 
 def _coords(mesh: Mesh) -> dict[int, dict[str, int]]:
@@ -77,7 +102,10 @@ def references(scenario: Scenario, history: History) -> dict[str, dict[tuple[int
     """An undisturbed run for every mesh that the history has."""
     named = {shown(mesh): mesh for mesh in MESHES}
     later = {e.words: named[e.words] for e in history.events if e.what == "reshard"}
-    return {name: undisturbed(scenario, mesh) for name, mesh in {shown(scenario.mesh): scenario.mesh, **later}.items()}
+    return {
+        name: undisturbed(scenario, mesh)
+        for name, mesh in {shown(scenario.mesh): scenario.mesh, **later}.items()
+    }
 
 
 @contextmanager

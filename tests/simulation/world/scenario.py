@@ -16,7 +16,15 @@ from overlord.messages.control import SetMixture, Skip
 from overlord.planning.schedule.odm import odm
 from overlord.planning.schedule.schedules import staged
 from overlord.transforms.base import Tokens
-from tests.simulation.world.faults import Fault, draw_around, draw_births, draw_faults, draw_overlaps, draw_reshards, draw_scales
+from tests.simulation.world.faults import (
+    Fault,
+    draw_around,
+    draw_births,
+    draw_faults,
+    draw_overlaps,
+    draw_reshards,
+    draw_scales,
+)
 
 STEPS = 30
 LONGEST = 14  # tokens of a row
@@ -33,9 +41,19 @@ MESHES = (
     (1, 2, 1, 2),
 )  # dp, cp, tp, pp
 Mesh = tuple[int, int, int, int]
-RESHARDS, OVERLAPS, SCALES, BIRTHS = 0.3, 0.5, 0.4, 0.2  # how many seeds have such faults, of those that can
+RESHARDS, OVERLAPS, SCALES, BIRTHS = (
+    0.3,
+    0.5,
+    0.4,
+    0.2,
+)  # how many seeds have such faults, of those that can
 SAYINGS = 0.15  # how many have people who change the job in mid-run
-SALT, SCALE_SALT, BIRTH_SALT, SAYING_SALT = 17, 363, 3772, 5460  # with it seeds that failed before there were such faults have none of them
+SALT, SCALE_SALT, BIRTH_SALT, SAYING_SALT = (
+    17,
+    363,
+    3772,
+    5460,
+)  # with it seeds that failed before there were such faults have none of them
 STRATEGIES = ("vanilla", "packed", "llm_balance", "backbone_balance")
 
 
@@ -53,7 +71,10 @@ class Rows:
     shards: tuple[int, ...]  # rows of each
 
     def __call__(self, shard: int) -> Iterator[Mapping[str, Any]]:
-        return ({"tokens": np.array(content(self.source, shard, row), np.int32)} for row in range(self.shards[shard]))
+        return (
+            {"tokens": np.array(content(self.source, shard, row), np.int32)}
+            for row in range(self.shards[shard])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +114,9 @@ class Scenario:
     slice_rows: int
     options: Mapping[str, Any]
     journal: bool
-    outlives: bool  # whoever is taken for dead while stopped or cut off lives on, as on another machine
+    outlives: (
+        bool  # whoever is taken for dead while stopped or cut off lives on, as on another machine
+    )
     faults: tuple[Fault, ...]
     sayings: tuple[Saying, ...] = ()  # in their order
 
@@ -109,12 +132,18 @@ class Scenario:
     @property
     def steady(self) -> bool:
         """The weights are the sources' own from the first step to the last."""
-        return not self.learns and not self.changes and not any(isinstance(s.event, SetMixture) for s in self.sayings)
+        return (
+            not self.learns
+            and not self.changes
+            and not any(isinstance(s.event, SetMixture) for s in self.sayings)
+        )
 
     @property
     def skipped(self) -> frozenset[int]:
         """Steps that no rank is handed."""
-        return frozenset(step for s in self.sayings if isinstance(s.event, Skip) for step in s.event.steps)
+        return frozenset(
+            step for s in self.sayings if isinstance(s.event, Skip) for step in s.event.steps
+        )
 
     @property
     def room(self) -> int:
@@ -129,30 +158,49 @@ class Scenario:
     def job(self, mesh: Mesh | None = None) -> Job:
         sources = [
             Source.from_factory(
-                name, Rows(i, self.rows[i]), shards=len(self.rows[i]), fingerprint=f"{self.rows[i]}", weight=self.weights[i],
+                name,
+                Rows(i, self.rows[i]),
+                shards=len(self.rows[i]),
+                fingerprint=f"{self.rows[i]}",
+                weight=self.weights[i],
                 transforms=(Tokens("tokens"),),
             )
             for i, name in enumerate(self.names)
-        ]  # fmt: skip
+        ]
         size: dict[str, Any] = {"samples": self.samples} if self.samples else {"tokens": 72}
         return Job(
-            name="simulated", sources=sources, place=tree_of(mesh or self.mesh), seed=self.seed % 1009,
-            batch=Batch(microbatches=self.microbatches, context=32, **size), mixture=self._mixture(), strategy=self.strategy,
-            until=STEPS, look_ahead=self.look_ahead, overflow=self.overflow, shuffle_chunks=self.shuffle_chunks,
-            slice_rows=self.slice_rows, feedback_lag=self.options["prefetch"] + 2, max_age=4,
-        )  # fmt: skip
+            name="simulated",
+            sources=sources,
+            place=tree_of(mesh or self.mesh),
+            seed=self.seed % 1009,
+            batch=Batch(microbatches=self.microbatches, context=32, **size),
+            mixture=self._mixture(),
+            strategy=self.strategy,
+            until=STEPS,
+            look_ahead=self.look_ahead,
+            overflow=self.overflow,
+            shuffle_chunks=self.shuffle_chunks,
+            slice_rows=self.slice_rows,
+            feedback_lag=self.options["prefetch"] + 2,
+            max_age=4,
+        )
 
     def _mixture(self) -> Any:
         if self.learns:
             return odm(warmup=2, scale=2.0)
         if self.changes:
             first = dict(zip(self.names, self.weights, strict=True))
-            return staged({0: first, 11: dict(zip(self.names, reversed(self.weights), strict=True))})
+            return staged(
+                {0: first, 11: dict(zip(self.names, reversed(self.weights), strict=True))}
+            )
         return None
 
     def report(self, rank: int, step: int) -> dict[str, float]:
         """What a trainer measured: a function of rank and step, so that it can be said again."""
-        return {f"loss/{name}": 1.0 + ((step * 7 + rank * 3 + i * 5) % 11) / 4 for i, name in enumerate(self.names)}
+        return {
+            f"loss/{name}": 1.0 + ((step * 7 + rank * 3 + i * 5) % 11) / 4
+            for i, name in enumerate(self.names)
+        }
 
     def __str__(self) -> str:
         size = f"{self.samples} samples" if self.samples else "72 tokens"
@@ -164,7 +212,11 @@ class Scenario:
             f"look-ahead {self.look_ahead}, overflow {self.overflow}, groups of {self.shuffle_chunks}, slices of {self.slice_rows}",
             f"  {', '.join(f'{k}={v}' for k, v in self.options.items())}, journal {'yes' if self.journal else 'no'}",
         ]
-        return "\n".join(said + [f"  {saying}" for saying in self.sayings] + [f"  {fault}" for fault in self.faults])
+        return "\n".join(
+            said
+            + [f"  {saying}" for saying in self.sayings]
+            + [f"  {fault}" for fault in self.faults]
+        )
 
 
 def tree_of(mesh: Mesh) -> ClientPlaceTree:
@@ -191,19 +243,37 @@ def draw(seed: int) -> Scenario:
     journal = r.random() < 0.6
     prefetch = r.choice((1, 2, 3, 4, 6))
     options = {
-        "prefetch": prefetch, "build_ahead": r.choice((1, 2, 3)), "read_ahead": r.choice((1, 2, 4)),
-        "loaders": {f"source{i}": r.choice((1, 1, 2, 3)) for i in range(n)}, "hosts": r.randint(1, 4),
-        "sources_per_host": r.choice((2, 3, 5)), "constructor_hosts": r.randint(1, min(3, mesh[0])),
-        "buffer_bytes": r.choice((2**8, 2**12, 2**20)), "lost_after_s": r.choice((1.0, 3.0)),
-        "max_restarts": 20, "shadows": "none" if holes else r.choice(("none", "none", "heavy", "all")),
-    }  # fmt: skip
+        "prefetch": prefetch,
+        "build_ahead": r.choice((1, 2, 3)),
+        "read_ahead": r.choice((1, 2, 4)),
+        "loaders": {f"source{i}": r.choice((1, 1, 2, 3)) for i in range(n)},
+        "hosts": r.randint(1, 4),
+        "sources_per_host": r.choice((2, 3, 5)),
+        "constructor_hosts": r.randint(1, min(3, mesh[0])),
+        "buffer_bytes": r.choice((2**8, 2**12, 2**20)),
+        "lost_after_s": r.choice((1.0, 3.0)),
+        "max_restarts": 20,
+        "shadows": "none" if holes else r.choice(("none", "none", "heavy", "all")),
+    }
     scenario = Scenario(
-        seed=seed, rows=rows, weights=weights, learns=learns, changes=not learns and r.random() < 0.2, mesh=mesh, samples=samples,
-        microbatches=r.choice((1, 2, 3)), strategy="look_ahead_balance" if look_ahead > 1 else r.choice(STRATEGIES),
-        look_ahead=look_ahead, overflow="defer" if holes and look_ahead == 1 else "grow", shuffle_chunks=r.choice((1, 2, 3, 8)),
+        seed=seed,
+        rows=rows,
+        weights=weights,
+        learns=learns,
+        changes=not learns and r.random() < 0.2,
+        mesh=mesh,
+        samples=samples,
+        microbatches=r.choice((1, 2, 3)),
+        strategy="look_ahead_balance" if look_ahead > 1 else r.choice(STRATEGIES),
+        look_ahead=look_ahead,
+        overflow="defer" if holes and look_ahead == 1 else "grow",
+        shuffle_chunks=r.choice((1, 2, 3, 8)),
         slice_rows=r.choice((4, 8, 16, 32)),
-        options=options, journal=journal, outlives=r.random() < 0.5, faults=draw_faults(r, STEPS, journal=journal),
-    )  # fmt: skip
+        options=options,
+        journal=journal,
+        outlives=r.random() < 0.5,
+        faults=draw_faults(r, STEPS, journal=journal),
+    )
     return _with_sayings(replace(scenario, faults=_with_more(scenario, holes)), holes)
 
 
@@ -213,7 +283,13 @@ def _with_sayings(scenario: Scenario, holes: bool) -> Scenario:
     if r.random() >= SAYINGS:
         return scenario
     sayings, moves = _sayings(r, scenario), _moves(scenario, holes)
-    faults = draw_around(r, [saying.step for saying in sayings], scenario.faults, journal=scenario.journal, moves=moves)
+    faults = draw_around(
+        r,
+        [saying.step for saying in sayings],
+        scenario.faults,
+        journal=scenario.journal,
+        moves=moves,
+    )
     return replace(scenario, sayings=sayings, faults=faults)
 
 
@@ -223,14 +299,18 @@ def _sayings(r: random.Random, scenario: Scenario) -> tuple[Saying, ...]:
     kinds = [r.choice(("mixture", "mixture", "skip")) for _ in range(r.choice((1, 2, 2, 3)))]
     sizes = [r.choice((1, 1, 2)) if kind == "skip" else 0 for kind in kinds]
     room, made = scenario.options["prefetch"] + sum(sizes), list[Saying]()
-    for kind, size, step in zip(kinds, sizes, sorted(r.randint(-1, min(16, STEPS - 8 - room)) for _ in kinds), strict=True):
+    for kind, size, step in zip(
+        kinds, sizes, sorted(r.randint(-1, min(16, STEPS - 8 - room)) for _ in kinds), strict=True
+    ):
         first = step + room + r.randint(1, 4)
         if kind == "skip":
             gap = r.randint(1, 2)
             made.append(Saying(step, Skip(tuple(range(first, first + gap * size, gap)))))
             continue
         later = [s.first for s in made if isinstance(s.event, SetMixture) and s.first > step + room]
-        at = r.choice(later) if later and r.random() < 0.5 else first  # of two for one step the last one counts
+        at = (
+            r.choice(later) if later and r.random() < 0.5 else first
+        )  # of two for one step the last one counts
         weights = [float(r.choice((0, 1, 1, 2, 3, 5))) for _ in scenario.names]
         weights[r.randrange(len(weights))] += 1.0
         made.append(Saying(step, SetMixture(at, dict(zip(scenario.names, weights, strict=True)))))
@@ -243,20 +323,28 @@ def _with_more(scenario: Scenario, holes: bool) -> tuple[Fault, ...]:
     reshards, overlaps, faults = r.random() < RESHARDS, r.random() < OVERLAPS, scenario.faults
     if overlaps and scenario.options["shadows"] != "none":
         faults = draw_overlaps(r, STEPS, faults)
-    if reshards and not scenario.learns and not holes:  # there other ranks report other things, or what is left over depends on the mesh
+    if (
+        reshards and not scenario.learns and not holes
+    ):  # there other ranks report other things, or what is left over depends on the mesh
         faults = draw_reshards(r, STEPS, faults)
     r = random.Random(scenario.seed * 2246822519 + SCALE_SALT)
     if r.random() < SCALES and max(scenario.options["loaders"].values()) > 1:
         faults = draw_scales(r, STEPS, faults)
     r = random.Random(scenario.seed * 2246822519 + BIRTH_SALT)
     if r.random() < BIRTHS:
-        faults = draw_births(r, STEPS, faults, journal=scenario.journal, moves=_moves(scenario, holes))
+        faults = draw_births(
+            r, STEPS, faults, journal=scenario.journal, moves=_moves(scenario, holes)
+        )
     return faults
 
 
 def _moves(scenario: Scenario, holes: bool) -> tuple[str, ...]:
     """What may end its sessions."""
-    may = (("rewind", True), ("restart", scenario.journal), ("reshard", not scenario.learns and not holes))
+    may = (
+        ("rewind", True),
+        ("restart", scenario.journal),
+        ("reshard", not scenario.learns and not holes),
+    )
     return tuple(move for move, can in may if can)
 
 

@@ -69,11 +69,23 @@ class Tally:
     def table(self) -> str:
         """How often each fault struck each role."""
         kinds = sorted({kind for kind, _ in self.fired})
-        rows = [[kind, *(str(self.fired[kind, role] or "") for role in ROLES), str(self._of(kind))] for kind in kinds]
-        rows.append(["all", *(str(sum(self.fired[kind, role] for kind in kinds)) for role in ROLES), str(self.fired.total())])
+        rows = [
+            [kind, *(str(self.fired[kind, role] or "") for role in ROLES), str(self._of(kind))]
+            for kind in kinds
+        ]
+        rows.append(
+            [
+                "all",
+                *(str(sum(self.fired[kind, role] for kind in kinds)) for role in ROLES),
+                str(self.fired.total()),
+            ]
+        )
         every = [["fault", *ROLES, "all"], *rows]
         widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-        return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in every)
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in every
+        )
 
     def _of(self, kind: str) -> int:
         return sum(n for (k, _), n in self.fired.items() if k == kind)
@@ -107,11 +119,15 @@ def read_kept(path: Path, first: int) -> Tally:
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
     except msgspec.MsgspecError as fault:
-        raise JobError([f"{path} is no file of a soak: {fault}; give another name, or remove it"], "keep") from fault
+        raise JobError(
+            [f"{path} is no file of a soak: {fault}; give another name, or remove it"], "keep"
+        ) from fault
     if kept.first != first:
         problem = f"{path} counts seeds from {kept.first} on, and {first} is asked for: give --first {kept.first}, or another file"
         raise JobError([problem], "keep")
-    fired = Counter({(kind, role): n for kind, roles in kept.fired.items() for role, n in roles.items()})
+    fired = Counter(
+        {(kind, role): n for kind, roles in kept.fired.items() for role, n in roles.items()}
+    )
     return Tally(kept.done, kept.seconds, kept.fewest, fired, kept.failed, Counter(kept.versions))
 
 
@@ -121,9 +137,14 @@ def write_kept(path: Path, first: int, tally: Tally) -> None:
     for (kind, role), n in sorted(tally.fired.items()):
         fired.setdefault(kind, {})[role] = n
     kept = _Kept(
-        first=first, done=tally.seeds, seconds=tally.seconds, fewest=tally.fewest, fired=fired, failed=tally.failed,
+        first=first,
+        done=tally.seeds,
+        seconds=tally.seconds,
+        fewest=tally.fewest,
+        fired=fired,
+        failed=tally.failed,
         versions=dict(tally.versions),
-    )  # fmt: skip
+    )
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     beside.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=1))
     beside.replace(path)
@@ -135,11 +156,19 @@ def outcome_of(seed: int) -> Outcome:
     try:
         verdict = run_seed(seed)
     except (Exception, Killed):
-        return Outcome(seed, (f"it raised: {traceback.format_exc()}",), Counter(), "", time.process_time() - start)
+        return Outcome(
+            seed,
+            (f"it raised: {traceback.format_exc()}",),
+            Counter(),
+            "",
+            time.process_time() - start,
+        )
     found = tuple(verdict.violations)
     if verdict.fired.total() < LEAST:
         found += (f"only {verdict.fired.total()} faults struck",)
-    return Outcome(seed, found, verdict.fired, verdict.history.digest(), time.process_time() - start)
+    return Outcome(
+        seed, found, verdict.fired, verdict.history.digest(), time.process_time() - start
+    )
 
 
 def _quiet() -> None:
@@ -174,12 +203,19 @@ def past_failures(path: Path | None) -> list[int]:
 
 
 def soak(
-    seeds: Sequence[int], *, past: Path | None = None, processes: int | None = None, every: int = 500, keep: Path | None = None
+    seeds: Sequence[int],
+    *,
+    past: Path | None = None,
+    processes: int | None = None,
+    every: int = 500,
+    keep: Path | None = None,
 ) -> Tally:
     """Run seeds, past failures first, and say how it goes; seeds that fail are appended to ``past``. What ``keep`` has is not run again."""
     known, n = past_failures(past), cgroup.cores() if processes is None else processes
     tally = read_kept(keep, seeds[0]) if keep is not None and len(seeds) else Tally()
-    for outcome in outcomes([] if tally.seeds else known, n):  # once, and not among those that are counted: they were chosen
+    for outcome in outcomes(
+        [] if tally.seeds else known, n
+    ):  # once, and not among those that are counted: they were chosen
         _tell(outcome, known, past)
         if outcome.violations:
             tally.failed[outcome.seed] = outcome.violations
@@ -190,7 +226,11 @@ def soak(
             _tell(outcome, known, past)
             if tally.seeds % every == 0:
                 took = time.monotonic() - start
-                print(f"{tally.seeds} of {len(seeds)} seeds, {len(tally.failed)} failed, {took:.0f} s", file=sys.stderr, flush=True)
+                print(
+                    f"{tally.seeds} of {len(seeds)} seeds, {len(tally.failed)} failed, {took:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if keep is not None and tally.seeds % KEEP_EVERY == 0:
                 write_kept(keep, seeds[0], tally)
     finally:

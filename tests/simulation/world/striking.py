@@ -40,7 +40,11 @@ class Script:
 
     def look(self) -> None:
         """Called when the slowest rank has moved on."""
-        if self._left and self._left[0] is not self._armed and self._cluster.slowest >= self._left[0].step:
+        if (
+            self._left
+            and self._left[0] is not self._armed
+            and self._cluster.slowest >= self._left[0].step
+        ):
             self._arm(self._left[0].after_s)
 
     def _arm(self, after_s: float) -> None:
@@ -55,7 +59,9 @@ class Script:
         self._try(fault, TRIES)
         if self._left:
             following = self._left[0]
-            self._world.at(fault.patience_s + following.after_s, lambda: self._strike(following), None)
+            self._world.at(
+                fault.patience_s + following.after_s, lambda: self._strike(following), None
+            )
             self.look()
 
     def _try(self, fault: Fault, tries: int) -> None:
@@ -64,13 +70,17 @@ class Script:
             self._waiting -= 1
             if not cluster.over:
                 cluster.history.fired[fault.kind, fault.role] += 1
-                cluster.history.add(self._world.now, "fault", words=f"{fault.kind}, {fault.role} {fault.which}")
+                cluster.history.add(
+                    self._world.now, "fault", words=f"{fault.kind}, {fault.role} {fault.which}"
+                )
                 cluster.report_late()
                 if not self.owes:
                     cluster.release()
         elif fault.kind != "leave" and (tries or (fault.kind == "slow link" and self.owes)):
             self._world.at(AGAIN_S, lambda: self._try(fault, max(0, tries - 1)), None)
-        elif fault.kind != "slow link":  # all who could leave have left, perhaps: something else goes wrong instead
+        elif (
+            fault.kind != "slow link"
+        ):  # all who could leave have left, perhaps: something else goes wrong instead
             cluster.call_off()
             self._try(replace(fault, kind="slow link", role="loader", seconds=0.5), TRIES)
         else:
@@ -95,18 +105,28 @@ class Script:
     def _targets(self, role: str) -> list[Process]:
         """Those of a role that are there, by name."""
         if role == "trainer":
-            return [self._cluster.trainers[r].process for r in self._cluster.ranks if not self._cluster.trainers[r].ended]
+            return [
+                self._cluster.trainers[r].process
+                for r in self._cluster.ranks
+                if not self._cluster.trainers[r].ended
+            ]
         launched = self._cluster.launched
         if role == "planner":
-            return [launched.planner] if launched.host is not None and launched.planner.alive else []
+            return (
+                [launched.planner] if launched.host is not None and launched.planner.alive else []
+            )
         control = launched.control
         return [
             p
-            for name, p in sorted(control.processes().items(), key=lambda found: (len(found[0]), found[0]))
+            for name, p in sorted(
+                control.processes().items(), key=lambda found: (len(found[0]), found[0])
+            )
             if name.startswith(PREFIX[role]) and p.alive
         ]
 
-    def _target(self, fault: Fault, struck: Callable[[Process], bool] = lambda process: False) -> Process | None:
+    def _target(
+        self, fault: Fault, struck: Callable[[Process], bool] = lambda process: False
+    ) -> Process | None:
         """One of the role; one that is not ``struck`` already, where there is such a one."""
         every = self._targets(fault.role)
         found = [process for process in every if not struck(process)] or every
@@ -150,7 +170,9 @@ class Script:
         return self._lasts(fault, target.wake)
 
     def _cut_off(self, fault: Fault) -> bool:
-        if (target := self._target(fault, lambda p: p in self._net.cut)) is None or target in self._net.cut:
+        if (
+            target := self._target(fault, lambda p: p in self._net.cut)
+        ) is None or target in self._net.cut:
             return False
         self._net.part(target)
         self._misses(fault, target)
@@ -178,7 +200,11 @@ class Script:
 
     def _cut_link(self, fault: Fault) -> bool:
         target = self._target(fault)
-        wires = [w for w in self._net.wires if target in (w.source, w.target) and w.source.alive and w.target.alive and not w.cut]
+        wires = [
+            w
+            for w in self._net.wires
+            if target in (w.source, w.target) and w.source.alive and w.target.alive and not w.cut
+        ]
         if target is None or not wires:
             return False
         wire = wires[fault.which % len(wires)]
@@ -218,7 +244,9 @@ class Script:
         if fault.role == "job":
             return self._cluster.restart()
         ranks = [r for r in self._cluster.ranks if not self._cluster.trainers[r].ended]
-        return bool(ranks) and self._cluster.crash(ranks[fault.which % len(ranks)], with_step=fault.which % 3 == 0)
+        return bool(ranks) and self._cluster.crash(
+            ranks[fault.which % len(ranks)], with_step=fault.which % 3 == 0
+        )
 
     def _rewind(self, fault: Fault) -> bool:
         return self._cluster.rewind(fault.which)
@@ -233,7 +261,11 @@ class Script:
             return False
         several = [i for i, n in enumerate(host.hosting.loaders) if n > 1]
         source = several[fault.which % len(several)]
-        n = 1 + (len(host.hosts_of(source)) + fault.which // len(several)) % host.hosting.loaders[source]
+        n = (
+            1
+            + (len(host.hosts_of(source)) + fault.which // len(several))
+            % host.hosting.loaders[source]
+        )
 
         def act() -> None:
             if fault.which % 5 == 4:  # as when a node with room joins

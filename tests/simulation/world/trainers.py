@@ -43,7 +43,9 @@ class Trainer:
         self.process: Process = machine.process
         self.session = seat.session
         self.slow, self.ended, self.gone, self.stopped = 1.0, False, False, False
-        self.crash_with_step = False  # the next step is handed to it, and it dies before it can say so
+        self.crash_with_step = (
+            False  # the next step is handed to it, and it dies before it can say so
+        )
         seat.history.add(machine.now(), "begin", rank=rank, step=next_step, session=self.session)
         self._box: RemoteInbox | None = None
         self._kept: tuple[Told, Bucket] | None = None  # it came, and nobody takes a step just now
@@ -57,7 +59,9 @@ class Trainer:
         try:
             if self._box is None:
                 self._box = self._connected()
-                for step in range(max(0, self._next - 2), self._next):  # what it may have had no time to say
+                for step in range(
+                    max(0, self._next - 2), self._next
+                ):  # what it may have had no time to say
                     self._seat.reports(self.rank, step)
             while True:
                 got = self._box.get(ASK_S)
@@ -93,7 +97,11 @@ class Trainer:
 
         if isinstance(link, SimLink):
             link.on_word(lambda: world.at(0.0, lambda: again(self._look), self.process))
-            world.at(LOOK_S + 0.1, lambda: again(lambda: self._machine.thread(self._wait, "")), self.process)
+            world.at(
+                LOOK_S + 0.1,
+                lambda: again(lambda: self._machine.thread(self._wait, "")),
+                self.process,
+            )
         else:
             self._machine.thread(self._wait, "")
 
@@ -114,7 +122,9 @@ class Trainer:
         seat.history.add(now, "took", rank=self.rank, step=step, session=self.session)
         seat.took(self.rank, step, told.after)
         world = self._machine.world
-        world.at(min(MOST_S, world.delay(STEP_S) * self.slow), lambda: self._computed(step), self.process)
+        world.at(
+            min(MOST_S, world.delay(STEP_S) * self.slow), lambda: self._computed(step), self.process
+        )
 
     def _computed(self, step: int) -> None:
         self._seat.reports(self.rank, step)
@@ -138,10 +148,17 @@ class Trainer:
             try:
                 address, token = self._seat.where(self.rank, self.session)
                 return RemoteInbox(
-                    rank=self.rank, address=address, token=token, where=lambda session: self._seat.where(self.rank, session),
-                    next_step=self._next, generation=self.session, prefetch=self._seat.prefetch, dial=self._machine.dial,
-                    now=self._machine.now, sleep=self._machine.sleep,
-                )  # fmt: skip
+                    rank=self.rank,
+                    address=address,
+                    token=token,
+                    where=lambda session: self._seat.where(self.rank, session),
+                    next_step=self._next,
+                    generation=self.session,
+                    prefetch=self._seat.prefetch,
+                    dial=self._machine.dial,
+                    now=self._machine.now,
+                    sleep=self._machine.sleep,
+                )
             except (ActorLost, DataStall):
                 self._machine.sleep(0.2)
             except LinkRefused as refused:

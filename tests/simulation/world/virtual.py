@@ -19,7 +19,12 @@ from overlord.transport.shared_memory import Ring
 from tests.simulation.world.net import Net, SimServer
 from tests.simulation.world.world import Process, World
 
-MEDIANS_S = {"read": 0.004, "evaluate": 0.002, "build": 0.003, "send": 0.0005}  # of work, by the first word of its name
+MEDIANS_S = {
+    "read": 0.004,
+    "evaluate": 0.002,
+    "build": 0.003,
+    "send": 0.0005,
+}  # of work, by the first word of its name
 
 
 class SimPump:
@@ -35,7 +40,11 @@ class SimPump:
         self.broken: BaseException | None = None
         self.turn = 0.0
 
-    def start(self, failed: Callable[[BaseException], None], after: Callable[[], float | None] = lambda: None) -> None:
+    def start(
+        self,
+        failed: Callable[[BaseException], None],
+        after: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._failed, self._after, self._started = failed, after, True
         self._schedule()
 
@@ -66,7 +75,11 @@ class SimPump:
             patience = self._after()
             if patience is not None:
                 timer = self._timer
-                self._world.at(patience, lambda: self._turn(deque()) if timer == self._timer else None, self._process)
+                self._world.at(
+                    patience,
+                    lambda: self._turn(deque()) if timer == self._timer else None,
+                    self._process,
+                )
         except Exception as error:
             self.broken = error
             self._failed(error)
@@ -87,7 +100,16 @@ class SimExecutor:
         self._world, self._process, self._pump = world, process, pump
         self._closed = False
 
-    def submit(self, name: str, work: Callable[[], Any], done: Done, *, size: int = 1, urgent: bool = False, waits: Any = None) -> None:
+    def submit(
+        self,
+        name: str,
+        work: Callable[[], Any],
+        done: Done,
+        *,
+        size: int = 1,
+        urgent: bool = False,
+        waits: Any = None,
+    ) -> None:
         def finish() -> None:
             if self._closed:
                 return
@@ -99,7 +121,9 @@ class SimExecutor:
 
         kind = name.split(" ")[0]
         seconds = self._world.delay(MEDIANS_S.get(kind, 0.001))
-        self._world.at(seconds * self._process.disk if kind == "read" else seconds, finish, self._process)
+        self._world.at(
+            seconds * self._process.disk if kind == "read" else seconds, finish, self._process
+        )
 
     def close(self) -> None:
         self._closed = True
@@ -157,11 +181,25 @@ class SimMachine(Machine):
     def ring(self, name: str, max_bytes: int) -> Ring:
         return cast(Ring, SimRing())
 
-    def serve(self, token: str, ring: Ring, on_message: OnMessage, on_open: OnOpen, on_close: OnClose, **where: Any) -> Server:
+    def serve(
+        self,
+        token: str,
+        ring: Ring,
+        on_message: OnMessage,
+        on_open: OnOpen,
+        on_close: OnClose,
+        **where: Any,
+    ) -> Server:
         return cast(Server, SimServer(self.net, self.process, token, on_message, on_open, on_close))
 
     def dial(
-        self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float, ring: Ring | None = None
+        self,
+        address: str,
+        token: str,
+        hello: dict[str, Any],
+        *,
+        timeout_s: float,
+        ring: Ring | None = None,
     ) -> tuple[Link, dict[str, Any]]:
         return self.net.dial(self.process, address, token, hello, timeout_s)
 

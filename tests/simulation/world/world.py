@@ -74,7 +74,11 @@ class Process:
             self.world.at(0.0, fiber.unwind, None)
         for told in self.on_end:
             told()
-        if self.world.process is self and self.world.fiber is not None and self.world.fiber.process is self:
+        if (
+            self.world.process is self
+            and self.world.fiber is not None
+            and self.world.fiber.process is self
+        ):
             raise Killed  # it ended itself
 
 
@@ -106,7 +110,9 @@ class Fiber:
             return
         if not self._begun:
             self._begun = True
-            _thread.start_new_thread(self._main, ())  # a Thread waits until it has begun, which costs as much again
+            _thread.start_new_thread(
+                self._main, ()
+            )  # a Thread waits until it has begun, which costs as much again
         before, self._world.fiber = self._world.fiber, self
         self._go.release()
         self._world.baton.acquire()

@@ -24,7 +24,11 @@ SERVED = broadcasting("PP")
 
 
 def joined(strategy: Any = SERVED, place: ClientPlaceTree = PLACE, **changes: Any) -> Any:
-    options = {name: changes.pop(name) for name in ("prefetch", "runtime", "constructors", "hosts") if name in changes}
+    options = {
+        name: changes.pop(name)
+        for name in ("prefetch", "runtime", "constructors", "hosts")
+        if name in changes
+    }
     return ot.join(job(place, strategy, **changes), stall_limit_s=30.0, wait_s=30.0, **options)
 
 
@@ -211,9 +215,13 @@ def a_prefetching_thread_takes_steps_ahead_and_may_leave_early(out: Path) -> Non
 
 
 def a_refused_state_costs_no_step_that_was_taken_ahead(out: Path) -> None:
-    with ot.DevicePrefetcher(joined(until=9, prefetch=4), "cpu", depth=4 if dist.get_rank() < 2 else 1) as steps:
+    with ot.DevicePrefetcher(
+        joined(until=9, prefetch=4), "cpu", depth=4 if dist.get_rank() < 2 else 1
+    ) as steps:
         took = [next(steps).step]
-        while len(steps.client._wire._said) < 2 and steps.client.service.fetches:  # it is ahead of those it serves
+        while (
+            len(steps.client._wire._said) < 2 and steps.client.service.fetches
+        ):  # it is ahead of those it serves
             time.sleep(0.01)
         dist.barrier()
         try:
@@ -278,7 +286,9 @@ def one_who_stops_in_the_middle_of_a_frame_is_told_so(out: Path) -> None:
     next(client)
     dist.barrier()
     if not client.service.fetches:
-        client._wire._left = lambda frame: signal.raise_signal(signal.SIGINT)  # between two waits of torch's, where Ctrl-C is heard
+        client._wire._left = lambda frame: signal.raise_signal(
+            signal.SIGINT
+        )  # between two waits of torch's, where Ctrl-C is heard
         try:
             next(client)
         except KeyboardInterrupt:
@@ -337,7 +347,11 @@ def a_rank_that_does_not_come_is_named(out: Path) -> None:
 def every_runtime_serves_a_broadcast(out: Path) -> None:
     """Steps of constructor processes, of clients that build for themselves, and of a single process are the same."""
     found = []
-    for options in ({}, {"runtime": "process", "hosts": 1}, {"runtime": "process", "hosts": 1, "constructors": False}):
+    for options in (
+        {},
+        {"runtime": "process", "hosts": 1},
+        {"runtime": "process", "hosts": 1, "constructors": False},
+    ):
         with joined(**options) as client:
             found.append([written(next(client)) for _ in range(2)])
             dist.barrier()
@@ -347,14 +361,25 @@ def every_runtime_serves_a_broadcast(out: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
-        all_ranks_end_with_the_stream, an_error_of_the_job_is_raised_on_all_ranks, an_error_in_the_first_plan_is_raised_on_all_ranks,
-        a_plan_that_broadcasts_otherwise_is_refused_on_all_ranks, a_session_that_is_closed_ends_all_ranks,
-        a_fetcher_need_not_wait_for_those_it_serves, a_loaded_state_moves_all_ranks, a_loaded_state_goes_on_behind_an_end,
-        a_state_that_does_not_fit_is_refused_on_all_ranks, a_fetcher_that_is_ahead_when_the_session_moves_is_followed,
+        all_ranks_end_with_the_stream,
+        an_error_of_the_job_is_raised_on_all_ranks,
+        an_error_in_the_first_plan_is_raised_on_all_ranks,
+        a_plan_that_broadcasts_otherwise_is_refused_on_all_ranks,
+        a_session_that_is_closed_ends_all_ranks,
+        a_fetcher_need_not_wait_for_those_it_serves,
+        a_loaded_state_moves_all_ranks,
+        a_loaded_state_goes_on_behind_an_end,
+        a_state_that_does_not_fit_is_refused_on_all_ranks,
+        a_fetcher_that_is_ahead_when_the_session_moves_is_followed,
         a_prefetching_thread_takes_steps_ahead_and_may_leave_early,
-        ranks_that_do_different_things_are_told, reports_of_served_ranks_arrive,
-        a_refused_state_costs_no_step_that_was_taken_ahead, a_fetcher_may_close_while_the_end_is_not_yet_heard_by_all,
-        who_closes_twice_leaves_once, a_served_rank_has_its_state_behind_an_error_after_it_loaded_one,
-        every_runtime_serves_a_broadcast, a_rank_that_does_not_come_is_named, one_who_stops_in_the_middle_of_a_frame_is_told_so,
+        ranks_that_do_different_things_are_told,
+        reports_of_served_ranks_arrive,
+        a_refused_state_costs_no_step_that_was_taken_ahead,
+        a_fetcher_may_close_while_the_end_is_not_yet_heard_by_all,
+        who_closes_twice_leaves_once,
+        a_served_rank_has_its_state_behind_an_error_after_it_loaded_one,
+        every_runtime_serves_a_broadcast,
+        a_rank_that_does_not_come_is_named,
+        one_who_stops_in_the_middle_of_a_frame_is_told_so,
     )
-}  # fmt: skip
+}

@@ -49,7 +49,9 @@ def waits_in_vain(wanted: str) -> DataStall:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("overlord.session.rendezvous.time", clock)
         with pytest.raises(DataStall, match=f"for {wanted}") as stall:
-            ot.join(job(PLACE, SERVED), timeout_s=LIMIT_S, stall_warn_s=0.3, on_stall=clock.on_stall)
+            ot.join(
+                job(PLACE, SERVED), timeout_s=LIMIT_S, stall_warn_s=0.3, on_stall=clock.on_stall
+            )
     assert clock.warned[-1].startswith(wanted)
     return stall.value
 
@@ -82,9 +84,18 @@ def a_rank_zero_that_never_joins_is_named_by_all_others(out: Path) -> None:
 
 OTHERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"seed": 9}, "seed: wanted 5, as on rank 0, found 9 on rank 2"),
-    ({"batch": {"cp_split": "contiguous"}}, "batch.cp_split: wanted 'zigzag', as on rank 0, found 'contiguous' on rank 2"),
-    ({"place": ov.ClientPlaceTree(dp=2, tp=2)}, "place.pp: wanted 2, as on rank 0, found 1 on rank 2"),
-    ({"mixture": {"web": 0.5, "code": 0.5}}, "mixture: wanted [0.7, 0.3], as on rank 0, found [0.5, 0.5] on rank 2"),
+    (
+        {"batch": {"cp_split": "contiguous"}},
+        "batch.cp_split: wanted 'zigzag', as on rank 0, found 'contiguous' on rank 2",
+    ),
+    (
+        {"place": ov.ClientPlaceTree(dp=2, tp=2)},
+        "place.pp: wanted 2, as on rank 0, found 1 on rank 2",
+    ),
+    (
+        {"mixture": {"web": 0.5, "code": 0.5}},
+        "mixture: wanted [0.7, 0.3], as on rank 0, found [0.5, 0.5] on rank 2",
+    ),
 )
 
 
@@ -94,7 +105,9 @@ def ranks_with_another_job_are_refused_and_all_others_told(out: Path) -> None:
         with pytest.raises(JobError) as refused:
             joined(**mine)
         assert words in str(refused.value)
-        assert dist.get_rank() == 2 or "rank 2 joined with another job than rank 0" in str(refused.value)
+        assert dist.get_rank() == 2 or "rank 2 joined with another job than rank 0" in str(
+            refused.value
+        )
         dist.barrier()
 
 
@@ -126,10 +139,17 @@ def those_whom_a_fetcher_leaves_are_told_why(out: Path) -> None:
         next(client), next(client)
         dist.barrier()
         if client.service.fetches:
-            with pytest.raises(ValueError, match="loss is nan") if error else contextlib.nullcontext():
+            with (
+                pytest.raises(ValueError, match="loss is nan")
+                if error
+                else contextlib.nullcontext()
+            ):
                 leave(client, error)
         else:
-            with pytest.raises(ActorLost, match=f"rank {client.service.fetcher}, which fetches for this one, is lost: it {words}") as lost:
+            with pytest.raises(
+                ActorLost,
+                match=f"rank {client.service.fetcher}, which fetches for this one, is lost: it {words}",
+            ) as lost:
                 next(client)
             with pytest.raises(ActorLost):
                 next(client)
@@ -146,7 +166,10 @@ def a_prefetching_fetcher_that_fails_says_why(out: Path) -> None:
         with pytest.raises(ValueError, match="loss is nan"):
             leave(steps, ValueError("loss is nan"))
     else:
-        with pytest.raises(ActorLost, match=r"which fetches for this one, is lost: it left before step .* with ValueError: loss is nan"):
+        with pytest.raises(
+            ActorLost,
+            match=r"which fetches for this one, is lost: it left before step .* with ValueError: loss is nan",
+        ):
             for _ in steps:
                 pass
         steps.close()
@@ -157,7 +180,10 @@ def a_fetcher_is_told_who_left_it(out: Path) -> None:
     client = joined()
     next(client)
     if client.service.fetches:
-        with pytest.raises(ActorLost, match=f"rank {client.rank + 2} is lost: it left before step 1 with ValueError: loss is nan"):
+        with pytest.raises(
+            ActorLost,
+            match=f"rank {client.rank + 2} is lost: it left before step 1 with ValueError: loss is nan",
+        ):
             for _ in client:
                 pass
         client.close()
@@ -176,7 +202,9 @@ def a_fetcher_ends_with_the_stream_though_one_left_before_it(out: Path) -> None:
 
 
 def all_may_leave_before_the_end(out: Path) -> None:
-    with ot.DevicePrefetcher(joined(prefetch=4), "cpu", depth=4 if dist.get_rank() < 2 else 1) as steps:
+    with ot.DevicePrefetcher(
+        joined(prefetch=4), "cpu", depth=4 if dist.get_rank() < 2 else 1
+    ) as steps:
         assert next(steps).step == 0
     dist.barrier()
 
@@ -191,10 +219,16 @@ def clients_say_how_many_fetch(out: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
-        a_rank_that_never_joins_is_named_by_all_others, a_rank_zero_that_never_joins_is_named_by_all_others,
+        a_rank_that_never_joins_is_named_by_all_others,
+        a_rank_zero_that_never_joins_is_named_by_all_others,
         a_rank_that_comes_too_late_is_told,
-        ranks_with_another_job_are_refused_and_all_others_told, a_rank_with_another_job_is_refused_by_the_plain_join_too,
-        those_whom_a_fetcher_leaves_are_told_why, a_prefetching_fetcher_that_fails_says_why, a_fetcher_is_told_who_left_it,
-        a_fetcher_ends_with_the_stream_though_one_left_before_it, all_may_leave_before_the_end, clients_say_how_many_fetch,
+        ranks_with_another_job_are_refused_and_all_others_told,
+        a_rank_with_another_job_is_refused_by_the_plain_join_too,
+        those_whom_a_fetcher_leaves_are_told_why,
+        a_prefetching_fetcher_that_fails_says_why,
+        a_fetcher_is_told_who_left_it,
+        a_fetcher_ends_with_the_stream_though_one_left_before_it,
+        all_may_leave_before_the_end,
+        clients_say_how_many_fetch,
     )
-}  # fmt: skip
+}

@@ -57,7 +57,9 @@ def resumed(out: Path) -> None:
             continue
         with ot.join(made, stall_limit_s=30.0) as client:
             weights = {"w": torch.zeros(2)}
-            dcp.load({"model": weights, "loader": ot.LoaderState(client)}, checkpoint_id=out / "dcp")
+            dcp.load(
+                {"model": weights, "loader": ot.LoaderState(client)}, checkpoint_id=out / "dcp"
+            )
             assert float(weights["w"][0]) == BEFORE
             assert plain(client.state_dict()) == plain(ot.load_state(out / "plain"))
             assert [samples(place, next(client)) for _ in range(AFTER)] == wanted

@@ -21,14 +21,22 @@ from overlord.planning.strategies import vlm
 WIDTH = 3
 
 
-def plan_of(place: ClientPlaceTree, images: list[list[int]], *, per: str = "iteration", joint: bool | None = None) -> ov.LoadingPlan:
+def plan_of(
+    place: ClientPlaceTree,
+    images: list[list[int]],
+    *,
+    per: str = "iteration",
+    joint: bool | None = None,
+) -> ov.LoadingPlan:
     """A plan of documents with these images each, by rows; documents have a token before, between and behind."""
     rng = np.random.default_rng(len(images))
     starts = [[1 + sum(i[:k]) + k for k in range(len(i))] for i in images]
     columns = {
-        "tokens": [sum(i) + len(i) + 1 + int(rng.integers(0, 5)) for i in images], "image_patches": [[4 * n for n in i] for i in images],
-        "image_tokens": images, "image_offset": starts,
-    }  # fmt: skip
+        "tokens": [sum(i) + len(i) + 1 + int(rng.integers(0, 5)) for i in images],
+        "image_patches": [[4 * n for n in i] for i in images],
+        "image_tokens": images,
+        "image_offset": starts,
+    }
     batch = ov.Batch(samples=len(images), microbatches=2, context=64)
     buffer = replace(ov.Buffer.from_columns({"seen": columns}, batch=batch, step=7), drawn=True)
     return vlm(per=per, joint=joint, merge=2)(buffer, place)
@@ -45,13 +53,21 @@ def row_of(item: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def outputs(route: Any, dtype: torch.dtype) -> torch.Tensor:
-    rows = [row_of(int(i), k, dtype) for i, n in zip(route.items, route.send_lens, strict=True) for k in range(int(n))]
+    rows = [
+        row_of(int(i), k, dtype)
+        for i, n in zip(route.items, route.send_lens, strict=True)
+        for k in range(int(n))
+    ]
     return torch.stack(rows) if rows else torch.zeros(0, WIDTH, dtype=dtype)
 
 
 def rows_arrive_where_their_placeholders_are(out: Path) -> None:
     rank, w = dist.get_rank(), dist.get_world_size()
-    for place in (ClientPlaceTree(dp=w), ClientPlaceTree(dp=w // 2, tp=2), ClientPlaceTree(pp=2, dp=w // 2)):
+    for place in (
+        ClientPlaceTree(dp=w),
+        ClientPlaceTree(dp=w // 2, tp=2),
+        ClientPlaceTree(pp=2, dp=w // 2),
+    ):
         for per in ("iteration", "microbatch"):
             routes = plan_of(place, some_images(3, 3 * w), per=per).routes("encoder")
             for slot in range(routes.n_slots):
@@ -59,7 +75,9 @@ def rows_arrive_where_their_placeholders_are(out: Path) -> None:
                 for dtype in (torch.float64, torch.bfloat16):
                     got = ot.route(outputs(route, dtype), route)
                     wanted = [
-                        row_of(int(i), k, dtype) for i, n in zip(route.recv_items, route.out_lens, strict=True) for k in range(int(n))
+                        row_of(int(i), k, dtype)
+                        for i, n in zip(route.recv_items, route.out_lens, strict=True)
+                        for k in range(int(n))
                     ]
                     assert got.dtype == dtype
                     assert len(got) == len(route.image_token_index)
@@ -78,20 +96,32 @@ def gradients_go_home(out: Path) -> None:
         weight = 1.0 + route.image_token_index.astype(np.float64)  # what a row means where it went
         ot.tied((got * torch.tensor(weight)[:, None]).sum(), got).backward()
         everywhere: list[Any] = [None] * w
-        dist.all_gather_object(everywhere, (route.recv_items, route.out_lens, route.image_token_index))
+        dist.all_gather_object(
+            everywhere, (route.recv_items, route.out_lens, route.image_token_index)
+        )
         wanted: dict[int, np.ndarray] = {}
         for items, lens, index in everywhere:
-            for i, part in zip(items, np.split(index, np.cumsum(lens)[:-1]), strict=True) if len(items) else ():
+            for i, part in (
+                zip(items, np.split(index, np.cumsum(lens)[:-1]), strict=True) if len(items) else ()
+            ):
                 wanted[int(i)] = 1.0 + part
         mine = [wanted[int(i)] for i in route.items]
         assert rows.grad is not None
-        assert np.array_equal(rows.grad[:, 0].numpy(), np.concatenate(mine) if mine else np.zeros(0))
+        assert np.array_equal(
+            rows.grad[:, 0].numpy(), np.concatenate(mine) if mine else np.zeros(0)
+        )
 
 
 def a_rank_whose_rows_need_no_gradient_still_answers(out: Path) -> None:
     rank, w = dist.get_rank(), dist.get_world_size()
-    route = plan_of(ClientPlaceTree(dp=w), some_images(9, 3 * w), joint=False).routes("encoder").for_rank(rank)
-    rows = outputs(route, torch.float32).requires_grad_(rank % 2 == 0)  # the others run a frozen encoder, or none
+    route = (
+        plan_of(ClientPlaceTree(dp=w), some_images(9, 3 * w), joint=False)
+        .routes("encoder")
+        .for_rank(rank)
+    )
+    rows = outputs(route, torch.float32).requires_grad_(
+        rank % 2 == 0
+    )  # the others run a frozen encoder, or none
     ot.tied(ot.route(rows, route).sum(), rows[:0]).backward()
     assert (rows.grad is not None) == (rank % 2 == 0)
     if rank % 2 == 0:
@@ -128,14 +158,28 @@ def an_exchange_serves_all_microbatches(out: Path) -> None:
 
 def rows_that_their_document_did_not_take_are_not_sent(out: Path) -> None:
     rank, w = dist.get_rank(), dist.get_world_size()
-    route = plan_of(ClientPlaceTree(dp=w), some_images(13, 3 * w), joint=False).routes("encoder").for_rank(rank)
+    route = (
+        plan_of(ClientPlaceTree(dp=w), some_images(13, 3 * w), joint=False)
+        .routes("encoder")
+        .for_rank(rank)
+    )
     lens = route.send_lens + 1 + np.arange(len(route.send_lens)) % 2
-    rows = [row_of(int(i), k, torch.float64) for i, n in zip(route.items, lens, strict=True) for k in range(int(n))]
-    full = (torch.stack(rows) if rows else torch.zeros(0, WIDTH, dtype=torch.float64)).requires_grad_()
+    rows = [
+        row_of(int(i), k, torch.float64)
+        for i, n in zip(route.items, lens, strict=True)
+        for k in range(int(n))
+    ]
+    full = (
+        torch.stack(rows) if rows else torch.zeros(0, WIDTH, dtype=torch.float64)
+    ).requires_grad_()
     got = ot.route(full, route, lens=lens)
     assert torch.equal(got, ot.route(outputs(route, torch.float64), route))
     got.sum().backward()
-    kept = np.concatenate([np.arange(n) < s for n, s in zip(lens, route.send_lens, strict=True)]) if len(lens) else np.zeros(0, bool)
+    kept = (
+        np.concatenate([np.arange(n) < s for n, s in zip(lens, route.send_lens, strict=True)])
+        if len(lens)
+        else np.zeros(0, bool)
+    )
     assert np.array_equal(full.grad[:, 0].numpy() > 0, kept)
 
 
@@ -144,11 +188,20 @@ def mistakes_are_told_before_anyone_waits(out: Path) -> None:
     route = plan_of(ClientPlaceTree(dp=w), some_images(3, 3 * w)).routes("encoder").for_rank(rank)
     rows = outputs(route, torch.float32)
     for call, words in (
-        (lambda: ot.route(torch.cat([rows, rows.new_zeros(1, WIDTH)]), route), "rows that the plan sends"),
+        (
+            lambda: ot.route(torch.cat([rows, rows.new_zeros(1, WIDTH)]), route),
+            "rows that the plan sends",
+        ),
         (lambda: ot.route(rows, {"send_splits": route.send_splits}), "recv_splits"),
-        (lambda: ot.place_rows(rows.new_zeros(2, WIDTH), rows.new_zeros(1, WIDTH), [5]), "CP slice"),
+        (
+            lambda: ot.place_rows(rows.new_zeros(2, WIDTH), rows.new_zeros(1, WIDTH), [5]),
+            "CP slice",
+        ),
         (lambda: ot.share_rows(rows, [], None, gradients="mean"), "own"),
-        (lambda: ot.share_rows(rows.new_zeros(2, WIDTH), [4, 1, 0] if rank == 0 else [], None), "rank 0, found 2 rows and 3 places"),
+        (
+            lambda: ot.share_rows(rows.new_zeros(2, WIDTH), [4, 1, 0] if rank == 0 else [], None),
+            "rank 0, found 2 rows and 3 places",
+        ),
     ):
         with pytest.raises(PlanError, match=words):
             call()
@@ -184,10 +237,19 @@ def rows_of_different_dtypes_or_widths_are_refused_on_all_ranks(out: Path) -> No
     rank, w = dist.get_rank(), dist.get_world_size()
     counts = np.zeros(w, np.int64)
     counts[0] = 2 if rank == 0 else 0  # rank 0 sends to itself alone
-    maps = {"send_splits": counts, "recv_splits": counts, "recv_rows": np.arange(int(counts[0])), "send_lens": counts[:1]}
+    maps = {
+        "send_splits": counts,
+        "recv_splits": counts,
+        "recv_rows": np.arange(int(counts[0])),
+        "send_lens": counts[:1],
+    }
     for width, dtype in ((WIDTH, torch.bfloat16), (WIDTH + 1, torch.float32)):
         group = dist.new_group(list(range(w)))
-        rows = torch.zeros(int(counts[0]), WIDTH) if rank < w - 1 else torch.zeros(0, width, dtype=dtype)
+        rows = (
+            torch.zeros(int(counts[0]), WIDTH)
+            if rank < w - 1
+            else torch.zeros(0, width, dtype=dtype)
+        )
         with pytest.raises(PlanError, match=f"rank {w - 1}: {dtype}, width {width}"):
             ot.route(rows, maps, group)
         assert len(ot.route(torch.zeros(int(counts[0]), WIDTH), maps, group)) == counts[0]
@@ -196,9 +258,14 @@ def rows_of_different_dtypes_or_widths_are_refused_on_all_ranks(out: Path) -> No
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
-        rows_arrive_where_their_placeholders_are, gradients_go_home, a_rank_whose_rows_need_no_gradient_still_answers,
-        an_exchange_serves_all_microbatches, rows_that_their_document_did_not_take_are_not_sent, mistakes_are_told_before_anyone_waits,
-        rows_are_shared_inside_a_bucket, rows_of_other_slices_are_left_out,
+        rows_arrive_where_their_placeholders_are,
+        gradients_go_home,
+        a_rank_whose_rows_need_no_gradient_still_answers,
+        an_exchange_serves_all_microbatches,
+        rows_that_their_document_did_not_take_are_not_sent,
+        mistakes_are_told_before_anyone_waits,
+        rows_are_shared_inside_a_bucket,
+        rows_of_other_slices_are_left_out,
         rows_of_different_dtypes_or_widths_are_refused_on_all_ranks,
     )
-}  # fmt: skip
+}

@@ -57,7 +57,9 @@ def each_rank_gets_its_own_data(out: Path) -> None:
     def by_loader(source: Any, loader: Any) -> list[list[str]]:
         found = samples(loader)
         assert source.client.rank == dist.get_rank()
-        assert (source.client.session is not None) == (dist.get_rank() == 0), "one rank launches, the others connect"
+        assert (source.client.session is not None) == (dist.get_rank() == 0), (
+            "one rank launches, the others connect"
+        )
         source.close()
         return found
 
@@ -121,7 +123,9 @@ class _PrefetchDataFetcher:
 def limited_evaluation_starts_anew_on_every_rank(out: Path) -> None:
     """The trainer holds an item when a pass ends; a rank that is slower is in the middle of the pass then."""
     with ot.StatefulLoader(job(PLACE, until=8), rewind=True, prefetch=1) as loader:
-        passes = [_PrefetchDataFetcher().limited(loader, 3, 0.3 * dist.get_rank()) for _ in range(3)]
+        passes = [
+            _PrefetchDataFetcher().limited(loader, 3, 0.3 * dist.get_rank()) for _ in range(3)
+        ]
         assert passes[0] == passes[1] == passes[2]
         dist.barrier()
 
@@ -143,7 +147,9 @@ def evaluation_by_clients_starts_anew_on_every_rank(out: Path) -> None:
 
 def a_refused_step_of_a_broadcast_is_in_the_state(out: Path) -> None:
     place = ClientPlaceTree(tp=2)
-    with ot.join(job(place, broadcasting("TP"), batch={"microbatches": 1, "samples": 48}, until=3)) as client:
+    with ot.join(
+        job(place, broadcasting("TP"), batch={"microbatches": 1, "samples": 48}, until=3)
+    ) as client:
         assert isinstance(client, ot.BroadcastClient)
         for _ in range(2):
             said = refusal(lambda: next(client.microbatches()), ov.PlanError)
@@ -156,12 +162,17 @@ def a_refused_step_of_a_broadcast_is_in_the_state(out: Path) -> None:
 def a_process_group_of_another_size_is_no_place_to_meet(out: Path) -> None:
     with ov.launch(job(ClientPlaceTree(dp=4))) as session:
         loader = ot.StatefulLoader(session.client(0), rewind=True)
-        assert "expected a process group of the 4 ranks of the mesh" in (said := refusal(lambda: iter(loader)))
+        assert "expected a process group of the 4 ranks of the mesh" in (
+            said := refusal(lambda: iter(loader))
+        )
         assert "got a process group of 2" in said
 
 
 def a_rank_that_begins_no_pass_is_named(out: Path) -> None:
-    with mock.patch("overlord.torch.rewind_barrier.MEET_S", 1.0), ot.StatefulLoader(job(PLACE, until=3), rewind=True) as loader:
+    with (
+        mock.patch("overlord.torch.rewind_barrier.MEET_S", 1.0),
+        ot.StatefulLoader(job(PLACE, until=3), rewind=True) as loader,
+    ):
         next(iter(loader))
         dist.barrier()
         if dist.get_rank() == 0:
@@ -197,13 +208,24 @@ def a_worker_is_refused(out: Path) -> None:
 
 def accelerate_does_not_deal_out_the_items_of_one_rank(out: Path) -> None:
     """It knows its processes by the environment; rank 0 would read for all of them."""
-    where = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    where = {
+        "RANK": str(dist.get_rank()),
+        "LOCAL_RANK": str(dist.get_rank()),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     with mock.patch.dict(os.environ, {**where, "MASTER_PORT": "1"}):
         for dispatches, name in ((True, "DataLoaderDispatcher"), (False, "IterableDatasetShard")):
             settings = DataLoaderConfiguration(dispatch_batches=dispatches)
             accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
             assert accelerator.num_processes == 2
-            loader = accelerator.prepare(DataLoader(ot.Dataset(job(PLACE), microbatches=True), batch_size=1, collate_fn=lambda b: b[0]))
+            loader = accelerator.prepare(
+                DataLoader(
+                    ot.Dataset(job(PLACE), microbatches=True),
+                    batch_size=1,
+                    collate_fn=lambda b: b[0],
+                )
+            )
             said = refusal(lambda loader=loader: next(iter(loader)))
             assert f"got {name}, which deals" in said
             assert "overlord.torch.StatefulLoader(job)" in said
@@ -212,7 +234,9 @@ def accelerate_does_not_deal_out_the_items_of_one_rank(out: Path) -> None:
 
 def gradients_are_summed_on_gloo(out: Path) -> None:
     """As docs/torch.md has it: a divide factor of 1, and sums alone, which gloo has."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 1, bias=False)
+    )
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 0.5)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
@@ -229,11 +253,18 @@ def gradients_are_summed_on_gloo(out: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
-        each_rank_gets_its_own_data, a_client_connects_as_the_rank_of_its_process_group, a_mesh_of_another_size_is_refused,
-        evaluation_starts_anew_on_every_rank, limited_evaluation_starts_anew_on_every_rank,
-        evaluation_by_clients_starts_anew_on_every_rank, a_refused_step_of_a_broadcast_is_in_the_state,
-        a_process_group_of_another_size_is_no_place_to_meet, one_rank_writes_a_state, a_worker_is_refused,
-        accelerate_does_not_deal_out_the_items_of_one_rank, gradients_are_summed_on_gloo,
+        each_rank_gets_its_own_data,
+        a_client_connects_as_the_rank_of_its_process_group,
+        a_mesh_of_another_size_is_refused,
+        evaluation_starts_anew_on_every_rank,
+        limited_evaluation_starts_anew_on_every_rank,
+        evaluation_by_clients_starts_anew_on_every_rank,
+        a_refused_step_of_a_broadcast_is_in_the_state,
+        a_process_group_of_another_size_is_no_place_to_meet,
+        one_rank_writes_a_state,
+        a_worker_is_refused,
+        accelerate_does_not_deal_out_the_items_of_one_rank,
+        gradients_are_summed_on_gloo,
         a_rank_that_begins_no_pass_is_named,
     )
-}  # fmt: skip
+}

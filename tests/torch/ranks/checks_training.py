@@ -21,7 +21,11 @@ from tests.torch.ranks.models import Cut, Run, train
 STEPS = 3
 FEW = 4  # ranks: what more of them would show no better is shown with so many only
 TOLERANCE = 1e-11
-FIRST, LAST, EVERY = {"tokens", "position_ids"}, {"labels", "loss_mask", "source_ids"}, {"cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
+FIRST, LAST, EVERY = (
+    {"tokens", "position_ids"},
+    {"labels", "loss_mask", "source_ids"},
+    {"cu_seqlens", "cu_seqlens_padded", "max_seqlen"},
+)
 
 _whole: list[Run] = []
 
@@ -38,21 +42,34 @@ def whole(**changes: Any) -> Run:
     return _whole[0]
 
 
-def trained(place: ClientPlaceTree, strategy: Any, *, split: str = "zigzag", model: ClientPlaceTree | None = None, **changes: Any) -> Run:
+def trained(
+    place: ClientPlaceTree,
+    strategy: Any,
+    *,
+    split: str = "zigzag",
+    model: ClientPlaceTree | None = None,
+    **changes: Any,
+) -> Run:
     """The job on a mesh; every step has the samples of the unsplit one, and every gradient and loss its values. ``model``: how the model is
     cut, where that is not how the job's place is."""
     model = model or place
     wanted, cut = whole(), Cut(model, dist.get_rank(), split)
-    with ot.join(job(place, strategy, batch={"cp_split": split}, **changes), stall_limit_s=30.0) as client:
+    with ot.join(
+        job(place, strategy, batch={"cp_split": split}, **changes), stall_limit_s=30.0
+    ) as client:
         run = train(client, cut, STEPS)
         dist.barrier()
-    assert samples_everywhere(model, run) == samples_of(wanted.samples), "the steps have other samples"
+    assert samples_everywhere(model, run) == samples_of(wanted.samples), (
+        "the steps have other samples"
+    )
     for step in range(STEPS):
         mine = cut.of(wanted.grads[step])
         assert mine.keys() == run.grads[step].keys()
         for name, value in mine.items():
             off = float((run.grads[step][name] - value).abs().max())
-            assert off < TOLERANCE, f"step {step}, {name}: the gradient is off by {off:.1e} of {float(value.abs().max()):.1e}"
+            assert off < TOLERANCE, (
+                f"step {step}, {name}: the gradient is off by {off:.1e} of {float(value.abs().max()):.1e}"
+            )
         assert not cut.last or abs(run.losses[step] - wanted.losses[step]) < TOLERANCE
     return run
 
@@ -63,7 +80,9 @@ def samples_everywhere(place: ClientPlaceTree, run: Run) -> list[list[str]]:
     dist.all_gather_object(everyone, run.samples)
     first: dict[int, Any] = {}
     for rank, found in enumerate(everyone):
-        assert first.setdefault(place.coords(rank)["dp"], found) == found, "ranks of one replica have different samples"
+        assert first.setdefault(place.coords(rank)["dp"], found) == found, (
+            "ranks of one replica have different samples"
+        )
     return samples_of([[s for found in first.values() for s in found[k]] for k in range(STEPS)])
 
 
@@ -72,9 +91,14 @@ def balanced_and_unbalanced_plans_have_equal_gradients(out: Path) -> None:
     more = ("packed", "backbone_balance") if place.world_size == FEW else ()
     runs = {name: trained(place, name) for name in ("vanilla", "llm_balance", *more)}
     layouts = {name: run.samples for name, run in runs.items()}
-    assert layouts["vanilla"] != layouts["llm_balance"], "balancing moved nothing, and so proved nothing"
+    assert layouts["vanilla"] != layouts["llm_balance"], (
+        "balancing moved nothing, and so proved nothing"
+    )
     for run in runs.values():
-        assert all(torch.allclose(run.params[k], v, rtol=0, atol=10 * TOLERANCE) for k, v in runs["vanilla"].params.items())
+        assert all(
+            torch.allclose(run.params[k], v, rtol=0, atol=10 * TOLERANCE)
+            for k, v in runs["vanilla"].params.items()
+        )
 
 
 def context_parallel_slices_equal_the_whole(out: Path) -> None:
@@ -90,7 +114,11 @@ def context_parallel_ranks_with_microbatches_of_their_own_equal_the_whole(out: P
     w = dist.get_world_size()
     trained(ClientPlaceTree(dp=w // 2, cp=2), broadcasting(split="CP"), model=ClientPlaceTree(dp=w))
     if w > FEW:
-        trained(ClientPlaceTree(dp=2, cp=2, tp=2), broadcasting("TP", split="CP"), model=ClientPlaceTree(dp=4, tp=2))
+        trained(
+            ClientPlaceTree(dp=2, cp=2, tp=2),
+            broadcasting("TP", split="CP"),
+            model=ClientPlaceTree(dp=4, tp=2),
+        )
 
 
 def tensor_parallel_ranks_equal_the_whole(out: Path) -> None:
@@ -110,7 +138,9 @@ def stages_get_their_keys_only(place: ClientPlaceTree) -> None:
     wanted = EVERY | (FIRST if stage == 0 else set()) | (LAST if stage == place.pp - 1 else set())
     for axes in ((), ("PP",)):
         with ot.join(job(place, broadcasting(*axes)), stall_limit_s=30.0) as client:
-            assert all(set(mb) == wanted for mb in next(client)), f"stage {stage} has {sorted(next(client)[0])}"
+            assert all(set(mb) == wanted for mb in next(client)), (
+                f"stage {stage} has {sorted(next(client)[0])}"
+            )
             dist.barrier()
 
 
@@ -130,8 +160,11 @@ def combined_meshes_equal_the_whole(out: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
-        balanced_and_unbalanced_plans_have_equal_gradients, context_parallel_slices_equal_the_whole,
-        context_parallel_ranks_with_microbatches_of_their_own_equal_the_whole, tensor_parallel_ranks_equal_the_whole,
-        pipeline_stages_equal_the_whole, combined_meshes_equal_the_whole,
+        balanced_and_unbalanced_plans_have_equal_gradients,
+        context_parallel_slices_equal_the_whole,
+        context_parallel_ranks_with_microbatches_of_their_own_equal_the_whole,
+        tensor_parallel_ranks_equal_the_whole,
+        pipeline_stages_equal_the_whole,
+        combined_meshes_equal_the_whole,
     )
-}  # fmt: skip
+}

@@ -33,14 +33,25 @@ def base(out: Path) -> ov.Job:
     """Few samples a step, so that some ranks have no image; the files are written once by each rank, and read by one."""
     if "job" not in _state:
         batch = ov.Batch(samples=3 + dist.get_world_size() // 4, context=64, microbatches=2)
-        _state["job"] = images.job(out / f"files{dist.get_rank()}", batch=batch, strategy="vanilla", until=20)
+        _state["job"] = images.job(
+            out / f"files{dist.get_rank()}", batch=batch, strategy="vanilla", until=20
+        )
     return _state["job"]
 
 
 def encoder_parameters() -> Params:
     made = torch.Generator().manual_seed(9)
-    sizes = {"patch": (PATCH_DIM, WIDTH), "q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH), "v": (WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
-    return {f"vit.{name}": torch.randn(*size, generator=made, dtype=torch.float64) * 0.2 for name, size in sizes.items()}
+    sizes = {
+        "patch": (PATCH_DIM, WIDTH),
+        "q": (WIDTH, WIDTH),
+        "k": (WIDTH, WIDTH),
+        "v": (WIDTH, WIDTH),
+        "out": (WIDTH, WIDTH),
+    }
+    return {
+        f"vit.{name}": torch.randn(*size, generator=made, dtype=torch.float64) * 0.2
+        for name, size in sizes.items()
+    }
 
 
 def encoded(p: Params, exchange: Any) -> torch.Tensor:
@@ -48,7 +59,9 @@ def encoded(p: Params, exchange: Any) -> torch.Tensor:
     pixels = torch.tensor(np.asarray(exchange["pixel_values"]), dtype=torch.float64)
     if not len(pixels):
         return torch.zeros(0, WIDTH, dtype=torch.float64)
-    image = np.searchsorted(np.asarray(exchange["image_cu_seqlens"]), np.arange(len(pixels)), side="right")
+    image = np.searchsorted(
+        np.asarray(exchange["image_cu_seqlens"]), np.arange(len(pixels)), side="right"
+    )
     x = pixels @ p["vit.patch"]
     q, k, v = (x @ p[f"vit.{name}"] for name in ("q", "k", "v"))
     seen = torch.from_numpy(image[:, None] == image[None])
@@ -66,7 +79,12 @@ def alone(p: Params, step: ov.Step) -> list[tuple[torch.Tensor, np.ndarray]]:
     for exchange in step.encoder:
         lens, rows = lens_of(exchange), encoded(p, exchange)
         starts = np.cumsum(lens) - lens
-        kept = np.concatenate([np.zeros(0, np.int64), *(a + np.arange(n) for a, n in zip(starts, exchange["send_lens"], strict=True))])
+        kept = np.concatenate(
+            [
+                np.zeros(0, np.int64),
+                *(a + np.arange(n) for a, n in zip(starts, exchange["send_lens"], strict=True)),
+            ]
+        )
         rows = rows[torch.tensor(kept[exchange["recv_rows"]])]
         of = np.repeat(exchange["image_microbatch"], exchange["out_lens"])
         for m in np.unique(of).tolist():
@@ -75,7 +93,9 @@ def alone(p: Params, step: ov.Step) -> list[tuple[torch.Tensor, np.ndarray]]:
     return found
 
 
-def put(cut: Cut, mb: Any, rows: torch.Tensor, index: np.ndarray) -> Callable[[torch.Tensor], torch.Tensor]:
+def put(
+    cut: Cut, mb: Any, rows: torch.Tensor, index: np.ndarray
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """The rows into the embeddings of this rank: with those of the bucket's first rank where several embed its tokens."""
 
     def done(x: torch.Tensor) -> torch.Tensor:
@@ -93,13 +113,17 @@ def put(cut: Cut, mb: Any, rows: torch.Tensor, index: np.ndarray) -> Callable[[t
 
 def train(client: Any, cut: Cut, *, routed: str) -> Run:
     """``routed``: "" in one process, "step" by one exchange a step, "microbatch" by one before each."""
-    params = {n: v.requires_grad_() for n, v in cut.of(parameters(3, vocabulary=VOCABULARY)).items()}
+    params = {
+        n: v.requires_grad_() for n, v in cut.of(parameters(3, vocabulary=VOCABULARY)).items()
+    }
     vit = {n: v.requires_grad_() for n, v in encoder_parameters().items()}
     done = Run()
     for _ in range(STEPS):
         step = next(client)
         loss = steps_loss(step, params, vit, cut, routed)
-        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in (params | vit).items()}
+        grads = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in (params | vit).items()
+        }
         if cut.sums is not None:
             sum_all([g for n, g in grads.items() if n in vit], None)
             sum_all([*(g for n, g in grads.items() if n not in vit), loss], cut.sums)
@@ -133,7 +157,9 @@ def steps_loss(step: ov.Step, params: Params, vit: Params, cut: Cut, routed: str
         rows = ot.route(encoded(vit, mb), mb, lens=lens_of(mb))
         if cut.first:
             into = put(cut, mb, rows, mb["image_token_index"])
-            total += microbatch(params, cut, mb, valid, lambda x, into=into, rows=rows: ot.tied(into(x), rows))
+            total += microbatch(
+                params, cut, mb, valid, lambda x, into=into, rows=rows: ot.tied(into(x), rows)
+            )
         else:
             total += microbatch(params, cut, mb, valid)
             ot.tied(torch.zeros((), dtype=torch.float64), rows).backward()
@@ -144,7 +170,9 @@ def whole(out: Path) -> Run:
     if "whole" not in _state:
         done: list[Any] = [None]
         if dist.get_rank() == 0:
-            with ov.launch(replace(base(out), place=ClientPlaceTree()), stall_limit_s=30.0) as session:
+            with ov.launch(
+                replace(base(out), place=ClientPlaceTree()), stall_limit_s=30.0
+            ) as session:
                 done = [train_once(session.client(0))]
         dist.broadcast_object_list(done)
         _state["whole"] = done[0]
@@ -165,17 +193,27 @@ def trained(out: Path, place: ClientPlaceTree, strategy: Any, routed: str) -> No
     everyone: list[Any] = [None] * place.world_size
     dist.all_gather_object(everyone, (run.samples, _state["images"]))
     first = {place.coords(r)["dp"]: found for r, (found, _) in enumerate(everyone)}
-    assert samples_of([[s for f in first.values() for s in f[k]] for k in range(STEPS)]) == samples_of(wanted.samples)
+    assert samples_of(
+        [[s for f in first.values() for s in f[k]] for k in range(STEPS)]
+    ) == samples_of(wanted.samples)
     counts = np.array([n for _, n in everyone])
     assert counts.sum() > 0
-    assert (counts == 0).any(), f"images by rank and step: {counts.tolist()}; some rank should have none"
+    assert (counts == 0).any(), (
+        f"images by rank and step: {counts.tolist()}; some rank should have none"
+    )
     for step in range(STEPS):
         vit = {n: g for n, g in wanted.grads[step].items() if n.startswith("vit.")}
-        for name, value in (cut.of({n: g for n, g in wanted.grads[step].items() if n not in vit}) | vit).items():
+        for name, value in (
+            cut.of({n: g for n, g in wanted.grads[step].items() if n not in vit}) | vit
+        ).items():
             off = float((run.grads[step][name] - value).abs().max())
-            assert off < TOLERANCE, f"{place}, step {step}, {name}: off by {off:.1e} of {float(value.abs().max()):.1e}"
+            assert off < TOLERANCE, (
+                f"{place}, step {step}, {name}: off by {off:.1e} of {float(value.abs().max()):.1e}"
+            )
         assert not cut.last or abs(run.losses[step] - wanted.losses[step]) < TOLERANCE
-    assert all(float(g.abs().max()) > 1e-6 for g in wanted.grads[0].values()), "a gradient is nothing: it proves nothing"
+    assert all(float(g.abs().max()) > 1e-6 for g in wanted.grads[0].values()), (
+        "a gradient is nothing: it proves nothing"
+    )
 
 
 def vanilla_plans(out: Path) -> None:
@@ -193,7 +231,12 @@ def hybrid_plans_over_tensor_and_context_parallelism(out: Path) -> None:
     w = dist.get_world_size()
     trained(out, ClientPlaceTree(dp=w // 2, tp=2), "vlm_hybrid", "step")
     trained(out, ClientPlaceTree(dp=w // 2, cp=2), broadcasting_images(["CP"], "iteration"), "step")
-    trained(out, ClientPlaceTree(dp=w // 4, cp=2, tp=2), broadcasting_images(["CP", "TP"], "microbatch"), "microbatch")
+    trained(
+        out,
+        ClientPlaceTree(dp=w // 4, cp=2, tp=2),
+        broadcasting_images(["CP", "TP"], "microbatch"),
+        "microbatch",
+    )
 
 
 def hybrid_plans_over_a_pipeline(out: Path) -> None:
@@ -205,6 +248,9 @@ def hybrid_plans_over_a_pipeline(out: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
-        vanilla_plans, hybrid_plans_over_replicas, hybrid_plans_over_tensor_and_context_parallelism, hybrid_plans_over_a_pipeline,
+        vanilla_plans,
+        hybrid_plans_over_replicas,
+        hybrid_plans_over_tensor_and_context_parallelism,
+        hybrid_plans_over_a_pipeline,
     )
-}  # fmt: skip
+}

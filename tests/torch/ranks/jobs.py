@@ -15,10 +15,24 @@ from tests.worlds import Rows
 @functools.cache
 def rows(seed: int, n: int = 160, longest: int = 40) -> list[dict[str, Any]]:
     rng = random.Random(seed)
-    return [{"n": k, "tokens": [rng.randrange(VOCABULARY) for _ in range(rng.choice((2, 5, 9, 17, longest)))]} for k in range(n)]
+    return [
+        {
+            "n": k,
+            "tokens": [
+                rng.randrange(VOCABULARY) for _ in range(rng.choice((2, 5, 9, 17, longest)))
+            ],
+        }
+        for k in range(n)
+    ]
 
 
-def job(place: ov.ClientPlaceTree, strategy: Any = "vanilla", *, batch: dict[str, Any] | None = None, **changes: Any) -> ov.Job:
+def job(
+    place: ov.ClientPlaceTree,
+    strategy: Any = "vanilla",
+    *,
+    batch: dict[str, Any] | None = None,
+    **changes: Any,
+) -> ov.Job:
     sources = [
         ov.Source("web", Rows(rows(1)), transforms=[ov.Tokens("tokens")], weight=0.7),
         ov.Source("code", Rows(rows(2, longest=60)), transforms=[ov.Tokens("tokens")], weight=0.3),

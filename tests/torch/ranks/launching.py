@@ -29,30 +29,75 @@ class World:
         said = [done.get(check, "") for done in self.ranks.values()]
         wrong = [words for words in said if words and not words.startswith("ok")]
         if wrong:
-            return min(wrong, key=lambda words: "Connection" in words or "ActorLost" in words)  # not those who lost a peer by it
-        return "ok" if said and all(said) else f"it was not done on all ranks; exit codes {self.codes}\n{self.log[-6000:]}"
+            return min(
+                wrong, key=lambda words: "Connection" in words or "ActorLost" in words
+            )  # not those who lost a peer by it
+        return (
+            "ok"
+            if said and all(said)
+            else f"it was not done on all ranks; exit codes {self.codes}\n{self.log[-6000:]}"
+        )
 
 
-def start(world: int, module: str, out: Path, *, seconds: float = SECONDS, torchrun: bool = False) -> World:
+def start(
+    world: int, module: str, out: Path, *, seconds: float = SECONDS, torchrun: bool = False
+) -> World:
     """Runs a module's checks on so many ranks, and waits for all of them."""
-    environ = {**os.environ, **ONE_THREAD, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OVERLORD_CACHE": str(out / "cache")}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    environ = {
+        **os.environ,
+        **ONE_THREAD,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "OVERLORD_CACHE": str(out / "cache"),
+    }
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         environ.pop(name, None)
-    program = [sys.executable, "-m", "tests.torch.ranks.start", str(world), module, str(out), str(seconds)]
+    program = [
+        sys.executable,
+        "-m",
+        "tests.torch.ranks.start",
+        str(world),
+        module,
+        str(out),
+        str(seconds),
+    ]
     if torchrun:
         program = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", "tests.torch.ranks.start",
-            module, str(out), str(seconds),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world),
+            "-m",
+            "tests.torch.ranks.start",
+            module,
+            str(out),
+            str(seconds),
+        ]
     process = subprocess.Popen(
-        program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, cwd=ROOT, start_new_session=True
+        program,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+        cwd=ROOT,
+        start_new_session=True,
     )
     try:
         log, _ = process.communicate(timeout=seconds + 10)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # a session of its own: the ranks too
         log, _ = process.communicate()
-    found = {int(p.stem.removeprefix("rank")): json.loads(p.read_text()) for p in out.glob("rank*.json")}
+    found = {
+        int(p.stem.removeprefix("rank")): json.loads(p.read_text()) for p in out.glob("rank*.json")
+    }
     said = json.loads((out / "codes.json").read_text()) if (out / "codes.json").exists() else {}
     codes = {int(rank): code for rank, code in said.items()}
     return World(process.returncode, log, {r: found.get(r, {}) for r in range(world)}, codes)

@@ -31,10 +31,16 @@ def parameters(seed: int = 0, layers: int = LAYERS, vocabulary: int = VOCABULARY
     def of(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=made, dtype=torch.float64) * 0.3
 
-    params = {"embed": of(vocabulary, WIDTH), "position": of(CONTEXT, WIDTH), "head": of(WIDTH, vocabulary)}
+    params = {
+        "embed": of(vocabulary, WIDTH),
+        "position": of(CONTEXT, WIDTH),
+        "head": of(WIDTH, vocabulary),
+    }
     for i in range(layers):
         sizes = {"q": WIDTH, "k": WIDTH, "v": WIDTH, "out": WIDTH, "up": 2 * WIDTH}
-        params |= {f"{i}.{name}": of(WIDTH, size) for name, size in sizes.items()} | {f"{i}.down": of(2 * WIDTH, WIDTH)}
+        params |= {f"{i}.{name}": of(WIDTH, size) for name, size in sizes.items()} | {
+            f"{i}.down": of(2 * WIDTH, WIDTH)
+        }
     return params
 
 
@@ -50,7 +56,9 @@ class Cut:
     def __post_init__(self) -> None:
         self.at = self.place.coords(self.rank)
         here = self.place.world_size > 1
-        self.tp, self.cp = (group_along(self.place, axis) if here else None for axis in ("tp", "cp"))
+        self.tp, self.cp = (
+            group_along(self.place, axis) if here else None for axis in ("tp", "cp")
+        )
         self.sums = group_along(self.place, "dp", "cp") if here else None
         per = self.layers // self.place.pp
         self.mine = range(self.at["pp"] * per, (self.at["pp"] + 1) * per)
@@ -71,7 +79,9 @@ class Cut:
         found = {}
         for name, value in whole.items():
             layer, _, kind = name.partition(".")
-            if (name in ("embed", "position") and not self.first) or (name == "head" and not self.last):
+            if (name in ("embed", "position") and not self.first) or (
+                name == "head" and not self.last
+            ):
                 continue
             if kind and int(layer) not in self.mine:
                 continue
@@ -81,7 +91,9 @@ class Cut:
     def _piece(self, kind: str, value: torch.Tensor) -> torch.Tensor:
         if kind not in (*COLUMNS, *ROWS):
             return value
-        return value.chunk(self.place.tp, dim=1 if kind in COLUMNS else 0)[self.at["tp"]].contiguous()
+        return value.chunk(self.place.tp, dim=1 if kind in COLUMNS else 0)[
+            self.at["tp"]
+        ].contiguous()
 
 
 def embedded(p: Params, mb: Any) -> torch.Tensor:
@@ -141,18 +153,27 @@ class Run:
 
     grads: list[Params] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    samples: list[list[str]] = field(default_factory=list)  # of this rank, in the order of its slots
+    samples: list[list[str]] = field(
+        default_factory=list
+    )  # of this rank, in the order of its slots
     params: Params = field(default_factory=dict)
 
 
 def train(client: Any, cut: Cut, steps: int, *, seed: int = 0, rate: float = 0.1) -> Run:
     """A few steps of plain descent, with a backward for every microbatch; the gradient is summed over tokens, never averaged."""
-    params = {name: value.requires_grad_() for name, value in cut.of(parameters(seed, cut.layers)).items()}
+    params = {
+        name: value.requires_grad_() for name, value in cut.of(parameters(seed, cut.layers)).items()
+    }
     done = Run()
     for _ in range(steps):
         step = next(client)
-        loss = sum((microbatch(params, cut, mb, step.global_valid_tokens) for mb in step), torch.zeros((), dtype=torch.float64))
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
+        loss = sum(
+            (microbatch(params, cut, mb, step.global_valid_tokens) for mb in step),
+            torch.zeros((), dtype=torch.float64),
+        )
+        grads = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()
+        }
         if cut.sums is not None:
             sum_all((*grads.values(), loss), cut.sums)
         done.grads.append({name: g.clone() for name, g in grads.items()})
@@ -166,7 +187,13 @@ def train(client: Any, cut: Cut, steps: int, *, seed: int = 0, rate: float = 0.1
     return done
 
 
-def microbatch(params: Params, cut: Cut, mb: Any, valid: int, put: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Tensor:
+def microbatch(
+    params: Params,
+    cut: Cut,
+    mb: Any,
+    valid: int,
+    put: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> torch.Tensor:
     """Forward and backward of one microbatch through all stages; the loss on the last one, else 0. ``put``: what is done to embeddings."""
     given = put(embedded(params, mb)) if cut.first else _received(cut, -1, mb).requires_grad_()
     x = layers_of(params, cut, mb, given)

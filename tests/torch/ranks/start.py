@@ -26,9 +26,15 @@ import torch.distributed as dist
 
 # What ranks import when they join, train and read. sympy comes with the second.
 LOADED = (
-    "overlord.torch", "torch.fx.experimental.symbolic_shapes", "overlord.setup.job_agreement", "overlord.session.runtime",
-    "overlord.session.rendezvous", "overlord.cluster.loader_worker", "overlord.session.session", "pyarrow",
-)  # fmt: skip
+    "overlord.torch",
+    "torch.fx.experimental.symbolic_shapes",
+    "overlord.setup.job_agreement",
+    "overlord.session.runtime",
+    "overlord.session.rendezvous",
+    "overlord.cluster.loader_worker",
+    "overlord.session.session",
+    "pyarrow",
+)
 BEFORE_S = 5.0  # the deadline a rank says where it hangs
 
 
@@ -38,7 +44,11 @@ def run_rank(module: str, out: Path, seconds: float, rank: int, world: int) -> i
     torch.set_num_threads(1)
     done, imported = {}, importlib.import_module(module)
     checks = imported.CHECKS
-    by_file = {"init_method": f"file://{out}/store", "rank": rank, "world_size": world} if without_environment(module) else {}
+    by_file = (
+        {"init_method": f"file://{out}/store", "rank": rank, "world_size": world}
+        if without_environment(module)
+        else {}
+    )
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds), **by_file)
     failed = 0
     for name, check in checks.items():
@@ -77,9 +87,17 @@ def _fork(rank: int, world: int, port: int, module: str, out: Path, seconds: flo
         return pid
     code = 1
     try:
-        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+        where = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_PORT": port,
+        }
         if not without_environment(module):
-            os.environ.update({name: str(value) for name, value in where.items()} | {"MASTER_ADDR": "127.0.0.1"})
+            os.environ.update(
+                {name: str(value) for name, value in where.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            )
         code = run_rank(module, out, seconds, rank, world)
     except BaseException:
         traceback.print_exc()
@@ -95,7 +113,10 @@ def main(world: int, module: str, out: Path, seconds: float) -> int:
     for name in (module, *LOADED):  # once, for all
         importlib.import_module(name)
     deadline, port = time.monotonic() + seconds, _free_port()
-    pids = {_fork(rank, world, port.getsockname()[1], module, out, seconds): rank for rank in range(world)}
+    pids = {
+        _fork(rank, world, port.getsockname()[1], module, out, seconds): rank
+        for rank in range(world)
+    }
     codes: dict[int, int] = {}
     while pids and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -112,5 +133,13 @@ def main(world: int, module: str, out: Path, seconds: float) -> int:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:  # under torchrun
-        sys.exit(run_rank(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
+        sys.exit(
+            run_rank(
+                sys.argv[1],
+                Path(sys.argv[2]),
+                float(sys.argv[3]),
+                int(os.environ["RANK"]),
+                int(os.environ["WORLD_SIZE"]),
+            )
+        )
     sys.exit(main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), float(sys.argv[4])))

@@ -11,7 +11,9 @@ from tests.torch.ranks.launching import start
 pytestmark = pytest.mark.timeout(200)
 
 
-def test_a_run_goes_on_under_another_mesh_with_the_same_samples_in_each_step(tmp_path: Path) -> None:
+def test_a_run_goes_on_under_another_mesh_with_the_same_samples_in_each_step(
+    tmp_path: Path,
+) -> None:
     before = start(4, "tests.torch.ranks.checks_resume", tmp_path, seconds=80)
     assert before["resume"] == "ok", before["resume"]
     after = start(8, "tests.torch.ranks.checks_resume", tmp_path, seconds=80)

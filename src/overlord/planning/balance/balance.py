@@ -34,9 +34,20 @@ from overlord.planning.balance.methods import (
 from overlord.planning.balance.placement import Placement, Problem
 
 __all__ = [
-    "LEVELS", "METHODS", "OBJECTIVES", "BalanceFn", "Placement", "Problem", "greedy", "karmarkar_karp", "method_named", "none", "place",
-    "register_balance", "zigzag",
-]  # fmt: skip
+    "LEVELS",
+    "METHODS",
+    "OBJECTIVES",
+    "BalanceFn",
+    "Placement",
+    "Problem",
+    "greedy",
+    "karmarkar_karp",
+    "method_named",
+    "none",
+    "place",
+    "register_balance",
+    "zigzag",
+]
 
 LEVELS = ("both", "inter", "intra", "interleaved")
 OBJECTIVES = ("iteration", "microbatch")
@@ -46,7 +57,9 @@ ONE_MORE = 0.03  # of a microbatch: what one more costs by itself (1.2 ms of 43,
 FINE = 24  # bits of the unit that tokens and memory are both counted in
 
 
-def place(problem: Problem, *, level: str = "both", objective: str = "iteration", keep_order: bool = False) -> Placement:
+def place(
+    problem: Problem, *, level: str = "both", objective: str = "iteration", keep_order: bool = False
+) -> Placement:
     """Buckets and microbatches for all items; capacity and memory are kept whatever the method does."""
     _check(problem, level, objective, keep_order)
     if problem.memory is None:
@@ -61,7 +74,11 @@ def place(problem: Problem, *, level: str = "both", objective: str = "iteration"
 
 def _place(p: Problem, level: str, objective: str, keep_order: bool) -> Placement:
     if keep_order:
-        return placement.first(p, (placement.in_runs,)) if p.substep is None else placement.by_substep(p)
+        return (
+            placement.first(p, (placement.in_runs,))
+            if p.substep is None
+            else placement.by_substep(p)
+        )
     if p.method == "none" or (level == "inter" and objective == "iteration"):
         return placement.arrival_inside(p, placement.buckets(p, 0))
     if level == "inter":
@@ -74,18 +91,42 @@ def _place(p: Problem, level: str, objective: str, keep_order: bool) -> Placemen
         return placement.first(p, (placement.alternating, placement.two_level, placement.tight))
     if objective == "microbatch":
         found = placement.first(p, (placement.better_flat,))
-        return found if found.way in ("flat", "levelled") else _or_one_more(p, found, placement.better_flat, placement.waited)
-    return _or_one_more(p, placement.first(p, (placement.two_level, placement.tight)), placement.two_level, placement.heaviest)
+        return (
+            found
+            if found.way in ("flat", "levelled")
+            else _or_one_more(p, found, placement.better_flat, placement.waited)
+        )
+    return _or_one_more(
+        p,
+        placement.first(p, (placement.two_level, placement.tight)),
+        placement.two_level,
+        placement.heaviest,
+    )
 
 
 def _by_method(p: Problem, level: str, objective: str) -> Placement | None:
     """A method that was asked for is kept to, with one microbatch more if need be, before greedy takes over."""
-    way = placement.own_bins_swapped if level == "interleaved" else placement.own_bins if objective == "microbatch" else placement.two_level
+    way = (
+        placement.own_bins_swapped
+        if level == "interleaved"
+        else placement.own_bins
+        if objective == "microbatch"
+        else placement.two_level
+    )
     least = p.least_microbatches()
-    return next((found for m in range(least, least + 1 + p.may_add(least)) if (found := way(p, m)) is not None), None)
+    return next(
+        (
+            found
+            for m in range(least, least + 1 + p.may_add(least))
+            if (found := way(p, m)) is not None
+        ),
+        None,
+    )
 
 
-def _or_one_more(p: Problem, found: Placement, way: placement.Way, time: Callable[[Problem, Placement], float]) -> Placement:
+def _or_one_more(
+    p: Problem, found: Placement, way: placement.Way, time: Callable[[Problem, Placement], float]
+) -> Placement:
     """A step so full that ranks come out uneven gets one microbatch more than it needs, where that is worth it and M grows anyway."""
     bound = p.bound()
     worth = bound * max(WORTH, ONE_MORE / found.n_microbatches)
@@ -98,7 +139,11 @@ def _or_one_more(p: Problem, found: Placement, way: placement.Way, time: Callabl
 def within_memory(p: Problem, found: Placement) -> bool:
     assert p.memory is not None
     bins = found.bucket.astype(np.int64) * found.n_microbatches + found.microbatch
-    return not len(bins) or float(loads_of(bins, p.memory, p.n_buckets * found.n_microbatches).max()) <= p.memory_capacity * ROUNDING
+    return (
+        not len(bins)
+        or float(loads_of(bins, p.memory, p.n_buckets * found.n_microbatches).max())
+        <= p.memory_capacity * ROUNDING
+    )
 
 
 def joined(p: Problem) -> Problem:
@@ -124,17 +169,36 @@ def _check(p: Problem, level: str, objective: str, keep_order: bool) -> None:
     if level != "both" and keep_order:
         raise PlanError(f"level {level!r} goes without keep_order", remedy='use level "both"')
     if level in ONCE and objective == "microbatch":
-        raise PlanError(f'level {level!r} goes with objective "iteration"', remedy='use level "both" or "inter"')
-    if p.group_size is not None and (not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size):
-        raise PlanError(f"group_size: wanted a divisor of the {p.n_buckets} buckets, found {p.group_size!r}")
+        raise PlanError(
+            f'level {level!r} goes with objective "iteration"', remedy='use level "both" or "inter"'
+        )
+    if p.group_size is not None and (
+        not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size
+    ):
+        raise PlanError(
+            f"group_size: wanted a divisor of the {p.n_buckets} buckets, found {p.group_size!r}"
+        )
     for what, column in (("cost", p.costs), ("memory", p.memory)):
-        if column is not None and len(column) and not (np.isfinite(column).all() and column.min() >= 0):
-            raise PlanError(f"a {what} is negative, infinite or no number", remedy=f"mend the {what} function")
+        if (
+            column is not None
+            and len(column)
+            and not (np.isfinite(column).all() and column.min() >= 0)
+        ):
+            raise PlanError(
+                f"a {what} is negative, infinite or no number", remedy=f"mend the {what} function"
+            )
     if p.capacity and len(p.sizes) and int(p.sizes.max()) > p.capacity:
         i = int(p.sizes.argmax())
-        raise PlanError(f"item {i} has {int(p.sizes[i])} tokens with its padding, more than the {p.capacity} of a microbatch")
+        raise PlanError(
+            f"item {i} has {int(p.sizes[i])} tokens with its padding, more than the {p.capacity} of a microbatch"
+        )
     if (p.memory is None) != (p.memory_capacity <= 0):
-        raise PlanError("memory and memory_capacity go together", remedy="give cost(memory=) and balance(memory_capacity=), or neither")
+        raise PlanError(
+            "memory and memory_capacity go together",
+            remedy="give cost(memory=) and balance(memory_capacity=), or neither",
+        )
     if p.memory is not None and len(p.memory) and float(p.memory.max()) > p.memory_capacity:
         i = int(p.memory.argmax())
-        raise PlanError(f"item {i} takes {float(p.memory[i]):g} of memory, more than the {p.memory_capacity:g} of a microbatch")
+        raise PlanError(
+            f"item {i} takes {float(p.memory[i]):g} of memory, more than the {p.memory_capacity:g} of a microbatch"
+        )

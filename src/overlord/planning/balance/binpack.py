@@ -18,7 +18,10 @@ from overlord.array_order import RADIX_FROM, _radix, by_key
 
 FEW_BINS = 24  # below this a heap step per item is cheaper than numpy rounds (measured with 16 and 64 items a bin)
 MANY_BINS = 12  # from here on one pass over all bins is cheaper than one pass each
-FEW_ROUNDS, WORTH_A_ROUND = 64, 32  # rounds that place fewer items than this on average lose against the heap
+FEW_ROUNDS, WORTH_A_ROUND = (
+    64,
+    32,
+)  # rounds that place fewer items than this on average lose against the heap
 NOWHERE = -1  # the bin of an item that found no room
 
 
@@ -29,7 +32,9 @@ def by_falling(values: np.ndarray) -> np.ndarray:
     """
     if len(values) < RADIX_FROM:
         return np.argsort(-np.asarray(values, np.float64), kind="stable")
-    bits = ~(np.ascontiguousarray(values, np.float64) + 0.0).view(np.uint64)  # + 0.0 turns -0.0 into 0.0
+    bits = ~(np.ascontiguousarray(values, np.float64) + 0.0).view(
+        np.uint64
+    )  # + 0.0 turns -0.0 into 0.0
     return _radix(bits, 4)
 
 
@@ -38,13 +43,13 @@ def total(values: np.ndarray) -> float:
     return float(np.cumsum(values)[-1]) if len(values) else 0.0
 
 
-
-
-
-
-
-
-def lpt(costs: np.ndarray, n_bins: int, capacity: int = 0, sizes: np.ndarray | None = None, start: np.ndarray | None = None) -> np.ndarray:
+def lpt(
+    costs: np.ndarray,
+    n_bins: int,
+    capacity: int = 0,
+    sizes: np.ndarray | None = None,
+    start: np.ndarray | None = None,
+) -> np.ndarray:
     """Bin of every item; with a capacity, the lightest bin that has room (NOWHERE from the first item on that finds none).
 
     ``start``: a load that bins have to begin with.
@@ -53,14 +58,25 @@ def lpt(costs: np.ndarray, n_bins: int, capacity: int = 0, sizes: np.ndarray | N
     c = costs[order]
     loads = np.zeros(n_bins) if start is None else start.copy()
     bins = np.empty(len(c), np.int32)
-    n = int(np.searchsorted(-c, 0.0))  # items that cost nothing change no load: spread them evenly instead
+    n = int(
+        np.searchsorted(-c, 0.0)
+    )  # items that cost nothing change no load: spread them evenly instead
     place = _by_heap if n_bins < FEW_BINS else _by_rounds
-    ranked = np.concatenate([place(c[:n], loads), np.arange(len(c) - n, dtype=np.int32) % np.int32(n_bins)])
+    ranked = np.concatenate(
+        [place(c[:n], loads), np.arange(len(c) - n, dtype=np.int32) % np.int32(n_bins)]
+    )
     bins[order] = ranked
     # Where the free choice keeps the capacity it is also the choice under the capacity, and cheaper to find.
-    if capacity and sizes is not None and len(c) and np.bincount(bins, weights=sizes, minlength=n_bins).max() > capacity:
+    if (
+        capacity
+        and sizes is not None
+        and len(c)
+        and np.bincount(bins, weights=sizes, minlength=n_bins).max() > capacity
+    ):
         loads = np.zeros(n_bins) if start is None else start.copy()
-        bins[order] = _with_room(c, sizes[order].astype(np.int64), loads, np.full(n_bins, capacity, np.int64))
+        bins[order] = _with_room(
+            c, sizes[order].astype(np.int64), loads, np.full(n_bins, capacity, np.int64)
+        )
     return bins
 
 
@@ -70,7 +86,9 @@ def _with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray
     return crowded(np.maximum(c, max(float(c[0]), 1.0) * 2.0**-40), s, loads, room)
 
 
-def settle(bins: np.ndarray, costs: np.ndarray, sizes: np.ndarray, n_bins: int, capacity: int) -> np.ndarray:
+def settle(
+    bins: np.ndarray, costs: np.ndarray, sizes: np.ndarray, n_bins: int, capacity: int
+) -> np.ndarray:
     """Bins of a method that overflowed some: the cheapest of a bin that is too full go to the lightest bin with room."""
     order = by_falling(costs)
     order = order[by_key(bins[order] + 1, n_bins + 1)]  # NOWHERE comes first
@@ -81,7 +99,9 @@ def settle(bins: np.ndarray, costs: np.ndarray, sizes: np.ndarray, n_bins: int, 
     kept, moved = order[stays], order[~stays]
     moved = moved[by_falling(costs[moved])]
     loads = np.bincount(bins[kept], weights=costs[kept], minlength=n_bins)
-    room = capacity - np.bincount(bins[kept], weights=sizes[kept], minlength=n_bins).astype(np.int64)
+    room = capacity - np.bincount(bins[kept], weights=sizes[kept], minlength=n_bins).astype(
+        np.int64
+    )
     settled = bins.astype(np.int32)
     if len(moved):
         settled[moved] = _with_room(costs[moved], sizes[moved].astype(np.int64), loads, room)
@@ -103,7 +123,9 @@ def _by_rounds(c: np.ndarray, loads: np.ndarray) -> np.ndarray:
     bins, at, rounds = np.empty(len(c), np.int32), 0, 0
     while at < len(c):
         rounds += 1
-        if rounds > FEW_ROUNDS and at < WORTH_A_ROUND * rounds:  # loads so uneven that only few bins take what is left
+        if (
+            rounds > FEW_ROUNDS and at < WORTH_A_ROUND * rounds
+        ):  # loads so uneven that only few bins take what is left
             bins[at:] = _by_heap(c[at:], loads)
             break
         k = min(len(loads), len(c) - at)
@@ -118,7 +140,9 @@ def _by_rounds(c: np.ndarray, loads: np.ndarray) -> np.ndarray:
     return bins
 
 
-def _by_heap_with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray) -> np.ndarray:
+def _by_heap_with_room(
+    c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray
+) -> np.ndarray:
     heap = [(load, b) for b, load in enumerate(loads.tolist())]
     heapify(heap)
     left = room.tolist()
@@ -137,7 +161,9 @@ def _by_heap_with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np
     return bins
 
 
-def _by_rounds_with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray) -> np.ndarray:
+def _by_rounds_with_room(
+    c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray
+) -> np.ndarray:
     """As ``_by_rounds``, over the bins that have room for the round's first item.
 
     A fuller bin may have room for a smaller item of the same round and be lighter; it waits for the next round. Ending the
@@ -166,7 +192,14 @@ def _by_rounds_with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: 
 
 
 def pack_inside(
-    parent: np.ndarray, costs: np.ndarray, sizes: np.ndarray, *, n_parents: int, n_bins: int, capacity: int = 0, tight: bool = False
+    parent: np.ndarray,
+    costs: np.ndarray,
+    sizes: np.ndarray,
+    *,
+    n_parents: int,
+    n_bins: int,
+    capacity: int = 0,
+    tight: bool = False,
 ) -> np.ndarray:
     """LPT into ``n_bins`` bins inside every parent at once: round r places the r-th item of each parent that has one.
 
@@ -176,8 +209,13 @@ def pack_inside(
     order = order[by_key(parent[order], n_parents)]
     counts = np.bincount(parent, minlength=n_parents)
     first = np.cumsum(counts) - counts
-    busiest = np.argsort(-counts, kind="stable")  # parents by falling count: those with an r-th item are a prefix
-    first, alive = first[busiest], np.searchsorted(-counts[busiest], -np.arange(counts.max(initial=0)))
+    busiest = np.argsort(
+        -counts, kind="stable"
+    )  # parents by falling count: those with an r-th item are a prefix
+    first, alive = (
+        first[busiest],
+        np.searchsorted(-counts[busiest], -np.arange(counts.max(initial=0))),
+    )
     c, s = costs[order], sizes[order].astype(np.float64)
     load = np.zeros((n_bins, n_parents))
     room = np.full((n_bins, n_parents), capacity or np.inf, np.float64)
@@ -195,7 +233,9 @@ def pack_inside(
     return out
 
 
-def _choose(load: np.ndarray, room: np.ndarray, k: int, size: np.ndarray, tight: bool) -> tuple[np.ndarray, np.ndarray]:
+def _choose(
+    load: np.ndarray, room: np.ndarray, k: int, size: np.ndarray, tight: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """The lightest (or tightest) bin with room of each of the first k parents; where ``found`` is False there is none."""
     score = room if tight else load
     if len(load) >= MANY_BINS:
@@ -211,28 +251,51 @@ def _choose(load: np.ndarray, room: np.ndarray, k: int, size: np.ndarray, tight:
     return bins, best < np.inf
 
 
-def fill_up(left: np.ndarray, costs: np.ndarray, sizes: np.ndarray, *, n_bins: int, capacity: int, most: float) -> np.ndarray:
+def fill_up(
+    left: np.ndarray,
+    costs: np.ndarray,
+    sizes: np.ndarray,
+    *,
+    n_bins: int,
+    capacity: int,
+    most: float,
+) -> np.ndarray:
     """Bins as full as they get, of items ``left`` (by falling size): bin of each, NOWHERE for those that are not taken.
 
     In every round each bin takes the largest item left that it has room for, none costing more than ``most`` in all. Long
     items end up together, so that bins hold as much work as bins of this capacity can.
     """
-    bins, room, slack = np.arange(n_bins), np.full(n_bins, capacity, np.int64), np.full(n_bins, most)
+    bins, room, slack = (
+        np.arange(n_bins),
+        np.full(n_bins, capacity, np.int64),
+        np.full(n_bins, most),
+    )
     size, cost = sizes[left], costs[left]
-    small, cheap = -size, -np.maximum.accumulate(cost[::-1])[::-1]  # the dearest from here on: it falls like the sizes
+    small, cheap = (
+        -size,
+        -np.maximum.accumulate(cost[::-1])[::-1],
+    )  # the dearest from here on: it falls like the sizes
     taken, at = np.full(len(left), NOWHERE, np.int32), np.arange(len(left))
     while len(at):
-        wants = np.searchsorted(at, np.maximum(np.searchsorted(small, -room), np.searchsorted(cheap, -slack)))
+        wants = np.searchsorted(
+            at, np.maximum(np.searchsorted(small, -room), np.searchsorted(cheap, -slack))
+        )
         going = wants < len(at)  # the others will never have room again
         bins, room, slack, wants = bins[going], room[going], slack[going], wants[going]
         if not len(bins):
             break
-        rounds = 1 if wants.any() else _sure_rounds(room, slack, int(size[at[0]]), -float(cheap[at[0]]), len(at))
+        rounds = (
+            1
+            if wants.any()
+            else _sure_rounds(room, slack, int(size[at[0]]), -float(cheap[at[0]]), len(at))
+        )
         if rounds > 1:  # all take what comes next
             order, pick = np.arange(len(bins)), np.arange(rounds * len(bins)).reshape(rounds, -1)
         else:
             order = np.argsort(wants, kind="stable")
-            pick = np.maximum.accumulate(wants[order] - np.arange(len(bins))) + np.arange(len(bins))  # where two want one, the next
+            pick = np.maximum.accumulate(wants[order] - np.arange(len(bins))) + np.arange(
+                len(bins)
+            )  # where two want one, the next
             order, pick = order[pick < len(at)], pick[None, pick < len(at)]
         taken[at[pick]] = bins[order]
         room[order] -= size[at[pick]].sum(axis=0)
@@ -244,7 +307,9 @@ def fill_up(left: np.ndarray, costs: np.ndarray, sizes: np.ndarray, *, n_bins: i
 def _sure_rounds(room: np.ndarray, slack: np.ndarray, size: int, cost: float, n_items: int) -> int:
     """Rounds in which every bin has room for the next item, when none is larger or dearer than this: 1 at least."""
     by_size = int(room.min()) // size if size else n_items
-    by_cost = int(min(0.999 * float(slack.min()) / cost, n_items)) if cost else n_items  # a little less: slack is rounded as it shrinks
+    by_cost = (
+        int(min(0.999 * float(slack.min()) / cost, n_items)) if cost else n_items
+    )  # a little less: slack is rounded as it shrinks
     return max(1, min(n_items // len(room), by_size, by_cost))
 
 
@@ -260,7 +325,9 @@ def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return np.repeat(np.arange(len(cuts) - 1, dtype=np.int32), np.diff(cuts))
 
 
-def next_fit_inside(parent: np.ndarray, sizes: np.ndarray, n_parents: int, capacity: int) -> np.ndarray:
+def next_fit_inside(
+    parent: np.ndarray, sizes: np.ndarray, n_parents: int, capacity: int
+) -> np.ndarray:
     """``next_fit`` inside every parent, in arrival order; one search per bin number for all parents."""
     order = by_key(parent, n_parents)
     counts = np.bincount(parent, minlength=n_parents)
@@ -269,10 +336,18 @@ def next_fit_inside(parent: np.ndarray, sizes: np.ndarray, n_parents: int, capac
     ends = np.concatenate([[0], np.cumsum(sizes[order])])
     opens = np.zeros(len(order) + 1, np.int32)  # where a new bin begins
     while (going := at < stop).any():
-        at = np.where(going, np.minimum(np.searchsorted(ends, ends[at] + capacity, side="right") - 1, stop), at)
+        at = np.where(
+            going,
+            np.minimum(np.searchsorted(ends, ends[at] + capacity, side="right") - 1, stop),
+            at,
+        )
         opens[at[at < stop]] = 1
     number = np.cumsum(opens[:-1], dtype=np.int32)
-    base = number[np.minimum(stop - counts, max(0, len(order) - 1))] if len(order) else np.zeros(n_parents, np.int32)
+    base = (
+        number[np.minimum(stop - counts, max(0, len(order) - 1))]
+        if len(order)
+        else np.zeros(n_parents, np.int32)
+    )
     bins = np.empty(len(order), np.int32)
     bins[order] = number - np.repeat(base, counts)
     return bins
@@ -286,7 +361,9 @@ def best_fit(sizes: np.ndarray, n_bins: int, capacity: int, *, lowest: bool = Fa
     order = by_falling(sizes.astype(np.float64))
     bins = np.full(len(sizes), NOWHERE, np.int32)
     pop, push = (heappop, heappush) if lowest else (list.pop, list.append)
-    held = {capacity: list(range(n_bins) if lowest else range(n_bins - 1, -1, -1))}  # bins by room, the lowest on top
+    held = {
+        capacity: list(range(n_bins) if lowest else range(n_bins - 1, -1, -1))
+    }  # bins by room, the lowest on top
     rooms = [capacity]  # the keys of `held`, rising
     for i, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         k = bisect_left(rooms, size)

@@ -10,15 +10,26 @@ import numpy as np
 from overlord.array_order import by_key
 from overlord.planning.balance import binpack
 
-SWAP_ROUNDS = 64  # of the local search; eight samples a rank need up to 40 to come within 0.1 percent
+SWAP_ROUNDS = (
+    64  # of the local search; eight samples a rank need up to 40 to come within 0.1 percent
+)
 SWAP_LAST = 16  # exchanges of the heaviest row alone, when the rounds find no more
 SWAP_MISSES = 8  # rounds in a row without an exchange
-SWAP_CELLS = 1 << 18  # exchanges looked at in a round: few rows at a time where rows are long, which need it least
+SWAP_CELLS = (
+    1 << 18
+)  # exchanges looked at in a round: few rows at a time where rows are long, which need it least
 SWAP_ITEMS = 511  # of a row that are looked at, the dearest: with an empty place two rows of them are SWAP_CELLS exchanges
 
 
 def even_out(
-    rows: np.ndarray, costs: np.ndarray, n_rows: int, aim: float, *, sizes: np.ndarray | None = None, capacity: int = 0, moves: bool = True
+    rows: np.ndarray,
+    costs: np.ndarray,
+    n_rows: int,
+    aim: float,
+    *,
+    sizes: np.ndarray | None = None,
+    capacity: int = 0,
+    moves: bool = True,
 ) -> np.ndarray:
     """Local search: rows heavier than ``aim`` swap an item with a light row (or give one away) until none is, or nothing helps.
 
@@ -31,7 +42,10 @@ def even_out(
     sizes = np.zeros(len(rows), np.int64) if sizes is None else sizes
     room = (capacity or 2**62) - np.bincount(rows, weights=sizes, minlength=n_rows).astype(np.int64)
     held = _held(rows, costs, n_rows, moves)
-    c, s = np.append(costs, 0.0), np.append(sizes, 0)  # an empty place is an item of no cost and no size
+    c, s = (
+        np.append(costs, 0.0),
+        np.append(sizes, 0),
+    )  # an empty place is an item of no cost and no size
     width, missed = held.shape[1], 0
     for _ in range(SWAP_ROUNDS):
         order = binpack.by_falling(loads)
@@ -43,8 +57,12 @@ def even_out(
         missed = 0 if _swap(held, c, s, loads, room, heavy, light) else missed + 1
     for _ in range(SWAP_LAST):  # those that found no partner: with the best of many
         heaviest = int(loads.argmax())
-        light = np.argsort(loads, kind="stable")[: max(1, min(n_rows // 2, SWAP_CELLS // (8 * width * width)))]
-        if loads[heaviest] <= aim or not _swap(held, c, s, loads, room, np.full(len(light), heaviest), light, one=True):
+        light = np.argsort(loads, kind="stable")[
+            : max(1, min(n_rows // 2, SWAP_CELLS // (8 * width * width)))
+        ]
+        if loads[heaviest] <= aim or not _swap(
+            held, c, s, loads, room, np.full(len(light), heaviest), light, one=True
+        ):
             break
     out = np.append(rows, rows[:1])
     out[held] = np.arange(n_rows, dtype=rows.dtype)[:, None]
@@ -72,14 +90,26 @@ def _number(counts: np.ndarray) -> np.ndarray:
 
 
 def _swap(
-    held: np.ndarray, c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray, heavy: np.ndarray, light: np.ndarray,
-    *, one: bool = False,
-) -> bool:  # fmt: skip
+    held: np.ndarray,
+    c: np.ndarray,
+    s: np.ndarray,
+    loads: np.ndarray,
+    room: np.ndarray,
+    heavy: np.ndarray,
+    light: np.ndarray,
+    *,
+    one: bool = False,
+) -> bool:
     """The best exchange of every pair (heavy, light), or of all pairs, done in place; whether there was any."""
     a, b = held[heavy], held[light]
     gap = (loads[heavy] - loads[light])[:, None, None]
     less, more = c[a][:, :, None] - c[b][:, None, :], s[a][:, :, None] - s[b][:, None, :]
-    allowed = (less > 0) & (less < gap) & (more <= room[light][:, None, None]) & (-more <= room[heavy][:, None, None])
+    allowed = (
+        (less > 0)
+        & (less < gap)
+        & (more <= room[light][:, None, None])
+        & (-more <= room[heavy][:, None, None])
+    )
     off = np.where(allowed, np.abs(less - gap / 2), np.inf).reshape(len(a), -1)
     best = off.argmin(axis=1)
     nearest = off[np.arange(len(a)), best]

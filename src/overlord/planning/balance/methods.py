@@ -53,7 +53,9 @@ def karmarkar_karp(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndar
         if len(b) > len(a):
             a, b = b, a
         zeros = n_bins - len(a)
-        paired = max(0, len(b) - zeros)  # b's smallest sums meet a's smallest; the others meet zeros
+        paired = max(
+            0, len(b) - zeros
+        )  # b's smallest sums meet a's smallest; the others meet zeros
         fresh = b[paired:]
         for (x, p), (y, q) in zip(a[:paired], reversed(b[:paired]), strict=True):
             fresh.append((x + y, len(left)))
@@ -73,11 +75,15 @@ def karmarkar_karp(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndar
 
 
 BUILT_IN = ("greedy", "karmarkar_karp", "zigzag", "none")
-_METHODS: dict[str, BalanceFn] = dict(zip(BUILT_IN, (greedy, karmarkar_karp, zigzag, none), strict=True))
+_METHODS: dict[str, BalanceFn] = dict(
+    zip(BUILT_IN, (greedy, karmarkar_karp, zigzag, none), strict=True)
+)
 METHODS: Mapping[str, BalanceFn] = MappingProxyType(_METHODS)
 
 
-def register_balance(name: str, fn: Callable[..., np.ndarray], *, capacity_aware: bool = True) -> None:
+def register_balance(
+    name: str, fn: Callable[..., np.ndarray], *, capacity_aware: bool = True
+) -> None:
     """Make a method known as ``name``.
 
     ``fn(costs, n_bins, capacity, sizes) -> bins``: 0..n_bins-1 for every item, -1 where nothing has room; a capacity of 0 is none.
@@ -85,12 +91,18 @@ def register_balance(name: str, fn: Callable[..., np.ndarray], *, capacity_aware
     full bin goes to the lightest bin with room. Give the same answer to the same arrays, on every machine: no chance, no clock.
     """
     if not isinstance(name, str) or not name or not callable(fn):
-        raise PlanError(f"register_balance: wanted a name and a function, found {name!r} and {fn!r}")
+        raise PlanError(
+            f"register_balance: wanted a name and a function, found {name!r} and {fn!r}"
+        )
     if name in BUILT_IN:
         raise PlanError(f"the balance method {name!r} is built in", remedy="choose another name")
     wanted = ("costs", "n_bins", "capacity", "sizes") if capacity_aware else ("costs", "n_bins")
     if problem := cannot_take(fn, wanted):
-        remedy = "" if not capacity_aware or cannot_take(fn, wanted[:2]) else "one that knows no capacity goes with capacity_aware=False"
+        remedy = (
+            ""
+            if not capacity_aware or cannot_take(fn, wanted[:2])
+            else "one that knows no capacity goes with capacity_aware=False"
+        )
         raise PlanError(f"register_balance: {name!r} {problem}", remedy=remedy)
     _METHODS[name] = fn if capacity_aware else _by_cost_alone(fn)
 
@@ -105,22 +117,33 @@ def _by_cost_alone(fn: Callable[[np.ndarray, int], np.ndarray]) -> BalanceFn:
 
 def method_named(name: str) -> BalanceFn:
     if not isinstance(name, str) or name not in _METHODS:
-        raise PlanError(f"unknown balance method {name!r}; known: {', '.join(sorted(_METHODS))}", remedy="add it with register_balance")
+        raise PlanError(
+            f"unknown balance method {name!r}; known: {', '.join(sorted(_METHODS))}",
+            remedy="add it with register_balance",
+        )
     return _METHODS[name]
 
 
-def bins_by(name: str, costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
+def bins_by(
+    name: str, costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray
+) -> np.ndarray:
     """What a method says, checked, since methods are the user's own code; what overflows is settled elsewhere if it can be."""
     fn: Any = method_named(name)
     if not len(costs):
         return np.zeros(0, np.int32)
     bins = np.asarray(fn(costs, n_bins, capacity, sizes))
     if bins.shape != costs.shape or bins.dtype.kind not in "iu":
-        raise PlanError(f"balance method {name!r}: wanted {len(costs)} whole numbers, found shape {bins.shape} of {bins.dtype}")
+        raise PlanError(
+            f"balance method {name!r}: wanted {len(costs)} whole numbers, found shape {bins.shape} of {bins.dtype}"
+        )
     if len(bins) and not (int(bins.min()) >= NOWHERE and int(bins.max()) < n_bins):
-        raise PlanError(f"balance method {name!r}: wanted bins 0..{n_bins - 1} (or -1), found {int(bins.min())}..{int(bins.max())}")
+        raise PlanError(
+            f"balance method {name!r}: wanted bins 0..{n_bins - 1} (or -1), found {int(bins.min())}..{int(bins.max())}"
+        )
     if not capacity and (bins == NOWHERE).any():
-        raise PlanError(f"balance method {name!r} left items without a bin although there is no capacity")
+        raise PlanError(
+            f"balance method {name!r} left items without a bin although there is no capacity"
+        )
     bins = bins.astype(np.int32, copy=False)
     if capacity and name != "greedy" and not fits(bins, sizes, n_bins, capacity):
         return binpack.settle(bins, costs, sizes, n_bins, capacity)
@@ -131,7 +154,9 @@ def fits(bins: np.ndarray, sizes: np.ndarray, n_bins: int, capacity: int) -> boo
     """Every item has a bin, and no bin holds more than the capacity."""
     if not len(bins):
         return True
-    return int(bins.min()) >= 0 and (not capacity or loads_of(bins, sizes, n_bins).max() <= capacity)
+    return int(bins.min()) >= 0 and (
+        not capacity or loads_of(bins, sizes, n_bins).max() <= capacity
+    )
 
 
 def loads_of(bins: np.ndarray, amounts: np.ndarray, n_bins: int) -> np.ndarray:

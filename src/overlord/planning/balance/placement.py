@@ -20,8 +20,12 @@ from overlord.planning.balance.spread import cut_inside, even_marks, none_empty,
 
 LEVEL = 1.0005  # over the bound: good enough to stop searching
 NEAR = 4  # microbatches above the least number that are tried one by one
-MUCH = 1 << 25  # items times indices; above this indices are not filled one by one, which takes more than seconds
-MANY = 1 << 16  # items; above this the last percent of the room is not searched for: one microbatch more costs less
+MUCH = (
+    1 << 25
+)  # items times indices; above this indices are not filled one by one, which takes more than seconds
+MANY = (
+    1 << 16
+)  # items; above this the last percent of the room is not searched for: one microbatch more costs less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,9 +49,13 @@ class Problem:
     capacity: int = 0  # 0: none, then M never grows
     group_size: int | None = None
     method: str = "greedy"
-    memory: np.ndarray | None = None  # float64: a second size of every item, against memory_capacity
+    memory: np.ndarray | None = (
+        None  # float64: a second size of every item, against memory_capacity
+    )
     memory_capacity: float = 0.0
-    substep: np.ndarray | None = None  # sub-draw of every item, rising: what keep_order keeps together
+    substep: np.ndarray | None = (
+        None  # sub-draw of every item, rising: what keep_order keeps together
+    )
     spare: bool = True  # where M grows anyway, one microbatch more than needed may be taken if that levels the ranks
 
     def least_microbatches(self) -> int:
@@ -112,7 +120,10 @@ def whole(p: Problem, m: int) -> Placement | None:
 
 
 def _then_inside(p: Problem, bucket: np.ndarray, m: int, way: str) -> Placement | None:
-    if not fits(bucket, p.sizes, p.n_buckets, m * p.capacity) or (microbatch := _inside(p, bucket, m)) is None:
+    if (
+        not fits(bucket, p.sizes, p.n_buckets, m * p.capacity)
+        or (microbatch := _inside(p, bucket, m)) is None
+    ):
         return None
     microbatch = spread(bucket, microbatch, p.costs, p.n_buckets, m)
     return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way=way)
@@ -129,7 +140,9 @@ def buckets(p: Problem, m: int) -> np.ndarray:
         if not fits(group, p.sizes, n_groups, size * room):
             return np.full(len(group), NOWHERE, np.int32)
         inside = nested(p, group, n_groups, size, room)
-        bucket = np.where(inside == NOWHERE, NOWHERE, group * np.int32(size) + inside).astype(np.int32)
+        bucket = np.where(inside == NOWHERE, NOWHERE, group * np.int32(size) + inside).astype(
+            np.int32
+        )
     if p.method != "greedy" or not fits(bucket, p.sizes, p.n_buckets, room):
         return bucket
     return even_out(bucket, p.costs, p.n_buckets, LEVEL * p.bound(), sizes=p.sizes, capacity=room)
@@ -143,25 +156,41 @@ def _inside(p: Problem, bucket: np.ndarray, m: int) -> np.ndarray | None:
     flat = bucket.astype(np.int64) * m + bins
     over = np.zeros(p.n_buckets, bool)
     over[bucket[bins == NOWHERE]] = True
-    over |= (loads_of(flat[bins >= 0], p.sizes[bins >= 0], p.n_buckets * m) > p.capacity).reshape(-1, m).any(axis=1)
+    over |= (
+        (loads_of(flat[bins >= 0], p.sizes[bins >= 0], p.n_buckets * m) > p.capacity)
+        .reshape(-1, m)
+        .any(axis=1)
+    )
     if not over.any():
         return bins
     redo, n_over = np.flatnonzero(over[bucket]), int(over.sum())
     number = (np.cumsum(over) - 1)[bucket[redo]]  # overfull buckets, counted
     if m <= n_over:
-        bins[redo] = binpack.pack_inside(number, p.costs[redo], p.sizes[redo], n_parents=n_over, n_bins=m, capacity=p.capacity, tight=True)
+        bins[redo] = binpack.pack_inside(
+            number,
+            p.costs[redo],
+            p.sizes[redo],
+            n_parents=n_over,
+            n_bins=m,
+            capacity=p.capacity,
+            tight=True,
+        )
     else:
         for rows in _rows_by(number, n_over):
             bins[redo[rows]] = binpack.best_fit(p.sizes[redo[rows]], m, p.capacity, lowest=True)
     return None if (bins[redo] == NOWHERE).any() else bins
 
 
-def nested(p: Problem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0) -> np.ndarray:
+def nested(
+    p: Problem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0
+) -> np.ndarray:
     """Bins inside every parent, by the method. Greedy does all parents in one sweep when they are many and their bins few."""
     if n_bins == 1:
         return np.zeros(len(parent), np.int32)
     if p.method == "greedy" and n_parents >= binpack.FEW_BINS and n_bins <= n_parents:
-        return binpack.pack_inside(parent, p.costs, p.sizes, n_parents=n_parents, n_bins=n_bins, capacity=capacity)
+        return binpack.pack_inside(
+            parent, p.costs, p.sizes, n_parents=n_parents, n_bins=n_bins, capacity=capacity
+        )
     bins = np.empty(len(parent), np.int32)
     for rows in _rows_by(parent, n_parents):
         bins[rows] = bins_by(p.method, p.costs[rows], n_bins, capacity, p.sizes[rows])
@@ -175,15 +204,30 @@ def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
 
 def inside_round_robin(p: Problem, m: int) -> Placement | None:
     """Buckets in turn; only the microbatches of each are balanced."""
-    return _then_inside(p, none(p.costs, p.n_buckets, 0, p.sizes), m, "round robin, balanced inside")
+    return _then_inside(
+        p, none(p.costs, p.n_buckets, 0, p.sizes), m, "round robin, balanced inside"
+    )
 
 
 def arrival_inside(p: Problem, bucket: np.ndarray) -> Placement:
     """Keep stream order inside every bucket, cut evenly: by count where nothing is balanced, else by size."""
-    needed = int(binpack.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity).max(initial=0)) + 1 if p.capacity else 1
+    needed = (
+        int(binpack.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity).max(initial=0)) + 1
+        if p.capacity
+        else 1
+    )
     m = max(p.microbatches, needed)
-    microbatch = cut_inside(bucket, p.sizes, n_parents=p.n_buckets, n_bins=m, capacity=p.capacity, by_count=p.method == "none")
-    return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way="arrival order inside")
+    microbatch = cut_inside(
+        bucket,
+        p.sizes,
+        n_parents=p.n_buckets,
+        n_bins=m,
+        capacity=p.capacity,
+        by_count=p.method == "none",
+    )
+    return Placement(
+        bucket=bucket, microbatch=microbatch, n_microbatches=m, way="arrival order inside"
+    )
 
 
 def runs(p: Problem, m: int) -> np.ndarray:
@@ -203,7 +247,13 @@ def by_substep(p: Problem) -> Placement:
     n = max(p.microbatches, int(p.substep.max(initial=0)) + 1)
     slot, done = np.zeros(len(p.costs), np.int32), 0
     for rows in _rows_by(p.substep, n):
-        part = Problem(costs=p.costs[rows], sizes=p.sizes[rows], n_buckets=p.n_buckets, capacity=p.capacity, method=p.method)
+        part = Problem(
+            costs=p.costs[rows],
+            sizes=p.sizes[rows],
+            n_buckets=p.n_buckets,
+            capacity=p.capacity,
+            method=p.method,
+        )
         found = first(part, (in_runs,))
         slot[rows], done = done + found.microbatch, done + found.n_microbatches
     placed = _dealt(p, slot, done, "sub-draws")
@@ -241,12 +291,16 @@ def _packed(p: Problem, rows: np.ndarray) -> np.ndarray | None:
         lambda: bins_by("greedy", costs, p.n_buckets, p.capacity, sizes),
         lambda: binpack.best_fit(sizes, p.n_buckets, p.capacity),
     )
-    return next((bins for attempt in tries if fits(bins := attempt(), sizes, p.n_buckets, p.capacity)), None)
+    return next(
+        (bins for attempt in tries if fits(bins := attempt(), sizes, p.n_buckets, p.capacity)), None
+    )
 
 
 def flat(p: Problem, m: int, once: bool = False) -> Placement | None:
     """LPT over all bins at once."""
-    return _arranged(p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once)
+    return _arranged(
+        p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once
+    )
 
 
 def levelled(p: Problem, m: int, once: bool = False) -> Placement | None:
@@ -279,15 +333,25 @@ def _filled(p: Problem, m: int, before: Filled | None = None, at_least: int = 0)
     index lower. None where so little went in that the indices left cannot hold the rest, or where it would take too long."""
     if len(p.costs) * m > MUCH:
         return None
-    n, k, bins, left = p.n_buckets, 0, np.full(len(p.costs), NOWHERE, np.int32), binpack.by_falling(p.sizes.astype(np.float64))
+    n, k, bins, left = (
+        p.n_buckets,
+        0,
+        np.full(len(p.costs), NOWHERE, np.int32),
+        binpack.by_falling(p.sizes.astype(np.float64)),
+    )
     if before is not None:
         k, bins, left = before.indices, before.bins.copy(), before.left
     while k < m:
-        mean, dearest = binpack.total(p.costs[left]) / (n * (m - k)), float(p.costs[left].max(initial=0.0))
+        mean, dearest = (
+            binpack.total(p.costs[left]) / (n * (m - k)),
+            float(p.costs[left].max(initial=0.0)),
+        )
         if dearest <= mean and k >= at_least:
             break
         most = (1 + 2.0**-30) * max(dearest, mean)
-        taken = binpack.fill_up(left, p.costs, p.sizes, n_bins=n, capacity=p.capacity or 2**62, most=most)
+        taken = binpack.fill_up(
+            left, p.costs, p.sizes, n_bins=n, capacity=p.capacity or 2**62, most=most
+        )
         bins[left[taken >= 0]] = taken[taken >= 0] + np.int32(k * n)
         left, k = left[taken < 0], k + 1
         if p.capacity and int(p.sizes[left].sum()) > n * (m - k) * p.capacity:
@@ -295,7 +359,9 @@ def _filled(p: Problem, m: int, before: Filled | None = None, at_least: int = 0)
     return Filled(k, bins, left)
 
 
-def _with_the_rest(p: Problem, m: int, filled: Filled, start: np.ndarray | None = None) -> np.ndarray:
+def _with_the_rest(
+    p: Problem, m: int, filled: Filled, start: np.ndarray | None = None
+) -> np.ndarray:
     """Bins of all items: those left by LPT into the indices that are not filled yet, whose bins have ``start`` to begin with."""
     bins, left, first = filled.bins.copy(), np.sort(filled.left), filled.indices * p.n_buckets
     if len(left) and filled.indices < m:
@@ -326,16 +392,30 @@ def _with_totals(p: Problem, m: int) -> Placement | None:
     if not fits(bins, p.sizes, n * m, p.capacity):
         return None
     loads = loads_of(bins, p.costs, n * m)
-    bucket_of = even_out(np.tile(np.arange(n, dtype=np.int32), m), loads, n, LEVEL * p.bound(), moves=False)
+    bucket_of = even_out(
+        np.tile(np.arange(n, dtype=np.int32), m), loads, n, LEVEL * p.bound(), moves=False
+    )
     return _numbered(p, bins, bucket_of, loads, m, "alternating", once=False)
 
 
-def _numbered(p: Problem, bins: np.ndarray, bucket_of: np.ndarray, loads: np.ndarray, m: int, way: str, once: bool) -> Placement:
+def _numbered(
+    p: Problem,
+    bins: np.ndarray,
+    bucket_of: np.ndarray,
+    loads: np.ndarray,
+    m: int,
+    way: str,
+    once: bool,
+) -> Placement:
     """Indices for bins that have a bucket: heavy ones first in every bucket, so that the microbatches of an index are alike."""
     order = binpack.by_falling(loads)
     index_of = np.empty(len(loads), np.int32)
-    index_of[order[by_key(bucket_of[order], len(loads) // m)]] = np.tile(np.arange(m, dtype=np.int32), len(loads) // m)
-    microbatch = spread(bucket_of[bins], index_of[bins], p.costs, p.n_buckets, m, None if once else p.bound())
+    index_of[order[by_key(bucket_of[order], len(loads) // m)]] = np.tile(
+        np.arange(m, dtype=np.int32), len(loads) // m
+    )
+    microbatch = spread(
+        bucket_of[bins], index_of[bins], p.costs, p.n_buckets, m, None if once else p.bound()
+    )
     return Placement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
 
 
@@ -355,7 +435,9 @@ def better_flat(p: Problem, m: int) -> Placement | None:
     if m == 1:
         return whole(p, m) or tight(p, m)
     found = [f for f in (flat(p, m), levelled(p, m)) if f is not None]
-    found = found or [f for f in (two_level(p, m), _best_fit(p, m)) if f is not None]  # these pack tighter
+    found = found or [
+        f for f in (two_level(p, m), _best_fit(p, m)) if f is not None
+    ]  # these pack tighter
     return min(found, key=lambda f: waited(p, f)) if found else None
 
 
@@ -375,7 +457,9 @@ def _hurried(p: Problem) -> bool:
     return len(p.costs) > MANY and p.may_add(p.least_microbatches())
 
 
-def _arranged(p: Problem, bins: np.ndarray, m: int, way: str, once: bool = False) -> Placement | None:
+def _arranged(
+    p: Problem, bins: np.ndarray, m: int, way: str, once: bool = False
+) -> Placement | None:
     """Bins sorted by load and cut into microbatch indices, the heaviest of each going to the bucket that has least so far.
 
     ``once``: ranks meet once a step, so bins may change their bucket whatever their index.

@@ -16,7 +16,15 @@ from overlord.planning.balance import binpack
 LITTLE = 0.005  # of the step: what samples in otherwise empty microbatches may cost
 
 
-def cut_inside(parent: np.ndarray, sizes: np.ndarray, *, n_parents: int, n_bins: int, capacity: int = 0, by_count: bool) -> np.ndarray:
+def cut_inside(
+    parent: np.ndarray,
+    sizes: np.ndarray,
+    *,
+    n_parents: int,
+    n_bins: int,
+    capacity: int = 0,
+    by_count: bool,
+) -> np.ndarray:
     """Return the bin of every item: consecutive items of each parent, cut evenly into ``n_bins`` bins.
 
     ``n_bins`` must be at least what next fit needs in every parent. A capacity of 0 is none. A parent with at least ``n_bins`` items
@@ -33,11 +41,15 @@ def cut_inside(parent: np.ndarray, sizes: np.ndarray, *, n_parents: int, n_bins:
             inside = (ends[first[p] : first[p] + counts[p] + 1] - ends[first[p]]).tolist()
             marks[p] = _within(inside, marks[p].tolist(), capacity)
     bins = np.empty(len(order), np.int32)
-    bins[order] = np.repeat(np.tile(np.arange(n_bins, dtype=np.int32), n_parents), np.diff(marks, axis=1).reshape(-1))
+    bins[order] = np.repeat(
+        np.tile(np.arange(n_bins, dtype=np.int32), n_parents), np.diff(marks, axis=1).reshape(-1)
+    )
     return bins
 
 
-def even_marks(size: np.ndarray, counts: np.ndarray, n_bins: int, *, by_count: bool, least: int = 1) -> np.ndarray:
+def even_marks(
+    size: np.ndarray, counts: np.ndarray, n_bins: int, *, by_count: bool, least: int = 1
+) -> np.ndarray:
     """Return where each bin of each parent begins among the parent's items: int64 [parents, n_bins + 1].
 
     ``size`` holds the items parent by parent. Every bin gets at least ``least`` items; where these do not suffice, equal counts.
@@ -73,7 +85,14 @@ def _within(ends: list[int], marks: list[int], capacity: int) -> list[int]:
     return found
 
 
-def spread(bucket: np.ndarray, microbatch: np.ndarray, costs: np.ndarray, n_buckets: int, m: int, bound: float | None = None) -> np.ndarray:
+def spread(
+    bucket: np.ndarray,
+    microbatch: np.ndarray,
+    costs: np.ndarray,
+    n_buckets: int,
+    m: int,
+    bound: float | None = None,
+) -> np.ndarray:
     """Return microbatches of which none is empty beside one of the same bucket that holds several samples.
 
     Bucket totals stay as they are. ``bound``: the time of a step whose ranks meet after every microbatch. A sample then moves only
@@ -87,7 +106,13 @@ def spread(bucket: np.ndarray, microbatch: np.ndarray, costs: np.ndarray, n_buck
     return microbatch if filled is bins else (filled % m).astype(np.int32)
 
 
-def none_empty(bins: np.ndarray, costs: np.ndarray, n_parents: int, n_bins: int, limit: np.ndarray | None = None) -> np.ndarray:
+def none_empty(
+    bins: np.ndarray,
+    costs: np.ndarray,
+    n_parents: int,
+    n_bins: int,
+    limit: np.ndarray | None = None,
+) -> np.ndarray:
     """Give empty bins a sample of their parent: the cheapest that does not leave its own bin empty.
 
     ``bins`` counts through the parents: bin b of parent p is ``p * n_bins + b``. One item fits any bin, so no capacity is broken.
@@ -108,7 +133,9 @@ def none_empty(bins: np.ndarray, costs: np.ndarray, n_parents: int, n_bins: int,
     nth, wanted = number_inside(parent, n_parents), empty.sum(axis=1)
     taken = nth < wanted[parent]
     items, parent, nth = items[taken], parent[taken], nth[taken]
-    column = np.arange(n_bins) if limit is None else binpack.by_falling(limit)  # the cheapest go where most is allowed
+    column = (
+        np.arange(n_bins) if limit is None else binpack.by_falling(limit)
+    )  # the cheapest go where most is allowed
     nth_empty = np.argsort(~empty[:, column], axis=1, kind="stable")
     bin_of = column[nth_empty[parent, nth]]
     if limit is not None:

@@ -16,24 +16,66 @@ import numpy as np
 
 from overlord.checks import did_you_mean
 from overlord.errors import PlanError
-from overlord.planning.cost.base import Cost, CostFn, LengthCost, Scaled, Sum, fingerprint_of, unit_of
+from overlord.planning.cost.base import (
+    Cost,
+    CostFn,
+    LengthCost,
+    Scaled,
+    Sum,
+    fingerprint_of,
+    unit_of,
+)
 from overlord.planning.cost.fit import Fitted, fit
-from overlord.planning.cost.models import Transformer, llama_12b, mixtral_8x7b, tmoe_25b, transformer, vit, vit_1b, vit_2b
+from overlord.planning.cost.models import (
+    Transformer,
+    llama_12b,
+    mixtral_8x7b,
+    tmoe_25b,
+    transformer,
+    vit,
+    vit_1b,
+    vit_2b,
+)
 from overlord.sample import Column, Columns
 from overlord.user_code import cannot_take
 
 __all__ = [
-    "Cost", "CostFn", "Fitted", "LengthCost", "Scaled", "Sum", "Transformer", "asked", "fingerprint_of", "fit", "llama_12b", "mixtral_8x7b",
-    "named", "quadratic", "register_cost", "tmoe_25b", "tokens", "transformer", "unit_of", "vit", "vit_1b", "vit_2b",
-]  # fmt: skip
+    "Cost",
+    "CostFn",
+    "Fitted",
+    "LengthCost",
+    "Scaled",
+    "Sum",
+    "Transformer",
+    "asked",
+    "fingerprint_of",
+    "fit",
+    "llama_12b",
+    "mixtral_8x7b",
+    "named",
+    "quadratic",
+    "register_cost",
+    "tmoe_25b",
+    "tokens",
+    "transformer",
+    "unit_of",
+    "vit",
+    "vit_1b",
+    "vit_2b",
+]
 
 tokens = LengthCost(linear=1.0, unit="tokens")
 quadratic = LengthCost(square=1.0)  # attention alone
 
 _BUILT_IN: dict[str, CostFn] = {
-    "tokens": tokens, "quadratic": quadratic, "llama_12b": llama_12b, "mixtral_8x7b": mixtral_8x7b, "tmoe_25b": tmoe_25b,
-    "vit_1b": vit_1b, "vit_2b": vit_2b,
-}  # fmt: skip
+    "tokens": tokens,
+    "quadratic": quadratic,
+    "llama_12b": llama_12b,
+    "mixtral_8x7b": mixtral_8x7b,
+    "tmoe_25b": tmoe_25b,
+    "vit_1b": vit_1b,
+    "vit_2b": vit_2b,
+}
 _REGISTERED: dict[str, CostFn] = {}
 
 
@@ -52,11 +94,15 @@ def named(cost: CostFn | str) -> CostFn:
         return cost
     known = {**_BUILT_IN, **_REGISTERED}
     if not isinstance(cost, str) or cost not in known:
-        raise PlanError(f"unknown cost {cost!r}{did_you_mean(cost, known)}", remedy="add it with register_cost")
+        raise PlanError(
+            f"unknown cost {cost!r}{did_you_mean(cost, known)}", remedy="add it with register_cost"
+        )
     return known[cost]
 
 
-def asked(cost: CostFn | str, columns: Mapping[str, Column], n: int, what: str = "cost") -> np.ndarray:
+def asked(
+    cost: CostFn | str, columns: Mapping[str, Column], n: int, what: str = "cost"
+) -> np.ndarray:
     """What a cost says of n nodes, checked: it is the user's own code."""
     fn, name = named(cost), getattr(cost, "__name__", None) or repr(cost)
     if problem := cannot_take(fn, ("columns",)):
@@ -65,9 +111,13 @@ def asked(cost: CostFn | str, columns: Mapping[str, Column], n: int, what: str =
     try:
         numbers = np.asarray(said, np.float64)
     except (TypeError, ValueError):
-        raise PlanError(f"{what} function {name}: wanted {n} numbers, found {type(said).__name__} {said!r:.80}") from None
+        raise PlanError(
+            f"{what} function {name}: wanted {n} numbers, found {type(said).__name__} {said!r:.80}"
+        ) from None
     if numbers.shape != (n,):
         raise PlanError(f"{what} function {name}: wanted {n} numbers, found shape {numbers.shape}")
     if n and not (np.isfinite(numbers).all() and numbers.min() >= 0):
-        raise PlanError(f"{what} function {name} gave a number that is negative, infinite or none at all")
+        raise PlanError(
+            f"{what} function {name} gave a number that is negative, infinite or none at all"
+        )
     return numbers

@@ -26,7 +26,12 @@ class Cost:
     def __add__(self, other: CostFn) -> Sum:
         if not callable(other):
             return NotImplemented
-        return Sum((*(self.parts if isinstance(self, Sum) else (self,)), *(other.parts if isinstance(other, Sum) else (other,))))
+        return Sum(
+            (
+                *(self.parts if isinstance(self, Sum) else (self,)),
+                *(other.parts if isinstance(other, Sum) else (other,)),
+            )
+        )
 
     def __radd__(self, other: CostFn) -> Sum:
         return Sum((other, self)) if callable(other) else NotImplemented
@@ -58,7 +63,10 @@ class Sum(Cost):
     def __post_init__(self) -> None:
         units = sorted({unit_of(part) for part in self.parts} - {""})
         if len(units) > 1:
-            raise PlanError(f"costs in {' and '.join(units)} cannot be added", remedy="give both in one unit: cost.fit gives seconds")
+            raise PlanError(
+                f"costs in {' and '.join(units)} cannot be added",
+                remedy="give both in one unit: cost.fit gives seconds",
+            )
 
     def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
         total = np.asarray(self.parts[0](columns), np.float64)
@@ -93,7 +101,10 @@ class Scaled(Cost):
         return unit_of(self.of)
 
     def __repr__(self) -> str:
-        inner, factor = fingerprint_of(self.of), repr(self.factor).removesuffix(".0")  # every digit: plans follow it
+        inner, factor = (
+            fingerprint_of(self.of),
+            repr(self.factor).removesuffix(".0"),
+        )  # every digit: plans follow it
         return f"{factor} * ({inner})" if isinstance(self.of, Sum) else f"{factor} * {inner}"
 
 
@@ -107,21 +118,35 @@ class LengthCost(Cost):
     unit: str = ""
 
     def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
-        return over_lengths(columns, self.column, lambda length: self.linear * length + self.square * (length * length))
+        return over_lengths(
+            columns,
+            self.column,
+            lambda length: self.linear * length + self.square * (length * length),
+        )
 
 
-def over_lengths(columns: Mapping[str, Any], name: str, cost_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def over_lengths(
+    columns: Mapping[str, Any], name: str, cost_of: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
     """A cost of each length of a metadata column; of a ragged one, summed over the items of every sample."""
     if not isinstance(columns, Mapping):
-        raise PlanError(f"a cost: wanted metadata columns by name, found {type(columns).__name__}", remedy=f"as in {{{name!r}: lengths}}")
+        raise PlanError(
+            f"a cost: wanted metadata columns by name, found {type(columns).__name__}",
+            remedy=f"as in {{{name!r}: lengths}}",
+        )
     if name not in columns:
-        raise PlanError(f"the cost needs metadata {name!r}; known: {', '.join(sorted(columns))}", remedy="select it or add it with ov.Meta")
+        raise PlanError(
+            f"the cost needs metadata {name!r}; known: {', '.join(sorted(columns))}",
+            remedy="select it or add it with ov.Meta",
+        )
     column = columns[name]
     if not isinstance(column, Ragged):
         return cost_of(np.asarray(column, np.float64))
     items = cost_of(column.values[column.offsets[0] : column.offsets[-1]].astype(np.float64))
     # bincount adds one by one, in order: the same sum on every machine.
-    return np.bincount(np.repeat(np.arange(len(column)), column.lengths), weights=items, minlength=len(column))
+    return np.bincount(
+        np.repeat(np.arange(len(column)), column.lengths), weights=items, minlength=len(column)
+    )
 
 
 def unit_of(fn: CostFn) -> str:
@@ -131,4 +156,8 @@ def unit_of(fn: CostFn) -> str:
 def fingerprint_of(fn: CostFn) -> str:
     """A cost of yours may have a ``fingerprint``; without one it is known by its name."""
     mine = getattr(fn, "fingerprint", None)
-    return str(mine) if mine else f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+    return (
+        str(mine)
+        if mine
+        else f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+    )

@@ -41,7 +41,11 @@ class Fitted(Cost):
     unit: str = "s"
 
     def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
-        return over_lengths(columns, self.column, lambda length: self.linear * length + self.square * (length * length))
+        return over_lengths(
+            columns,
+            self.column,
+            lambda length: self.linear * length + self.square * (length * length),
+        )
 
     def seconds(self, lengths: Any) -> float:
         """Of one microbatch with documents of these lengths."""
@@ -49,14 +53,18 @@ class Fitted(Cost):
         return self.linear * a + self.square * b + self.constant * one
 
 
-def fit(samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column: str = "tokens") -> Fitted:
+def fit(
+    samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column: str = "tokens"
+) -> Fitted:
     """From microbatches, as arrays of lengths or as mappings of columns, and what each took, in seconds.
 
     Measure microbatches that differ in tokens and in how these are cut into documents: 64 short ones, a few long ones, one as
     long as the context. Take the median of some runs after a warm-up.
     """
     if not all(hasattr(given, "__len__") for given in (samples, seconds)):
-        raise PlanError(f"cost.fit: wanted a list of microbatches and a list of seconds, found {samples!r:.40} and {seconds!r:.40}")
+        raise PlanError(
+            f"cost.fit: wanted a list of microbatches and a list of seconds, found {samples!r:.40} and {seconds!r:.40}"
+        )
     rows = [_terms(_lengths(sample, column)) for sample in samples]
     try:
         times = [float(t) for t in seconds]
@@ -67,26 +75,46 @@ def fit(samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column
     if bad := [t for t in times if not 0 < t < math.inf]:
         raise PlanError(f"cost.fit: a time is {bad[0]!r}; wanted seconds above 0")
     if len(set(rows)) < LEAST:
-        raise PlanError(f"cost.fit: wanted at least {LEAST} different microbatches, found {len(set(rows))}", remedy="measure more of them")
-    weighed = [[x / t for x in row] for row, t in zip(rows, times, strict=True)]  # so that every residual is a relative error
+        raise PlanError(
+            f"cost.fit: wanted at least {LEAST} different microbatches, found {len(set(rows))}",
+            remedy="measure more of them",
+        )
+    weighed = [
+        [x / t for x in row] for row, t in zip(rows, times, strict=True)
+    ]  # so that every residual is a relative error
     scale = [max(col) or 1.0 for col in zip(*weighed, strict=True)]
     table = [[x / s for x, s in zip(row, scale, strict=True)] for row in weighed]
-    gram = [[Fraction(math.fsum(row[i] * row[j] for row in table)) for j in range(3)] for i in range(3)]
+    gram = [
+        [Fraction(math.fsum(row[i] * row[j] for row in table)) for j in range(3)] for i in range(3)
+    ]
     _check_apart(gram)
     found = [float(x) / s for x, s in zip(_not_negative(table, gram), scale, strict=True)]
-    linear, square, constant = found  # added one by one: what sum() gives depends on the version of Python
-    errors = [abs((linear * a + square * b + constant * one) / t - 1) for (a, b, one), t in zip(rows, times, strict=True)]
+    linear, square, constant = (
+        found  # added one by one: what sum() gives depends on the version of Python
+    )
+    errors = [
+        abs((linear * a + square * b + constant * one) / t - 1)
+        for (a, b, one), t in zip(rows, times, strict=True)
+    ]
     return Fitted(
-        linear=linear, square=square, constant=constant, worst_error=max(errors), mean_error=math.fsum(errors) / len(errors),
-        measurements=len(times), column=column,
-    )  # fmt: skip
+        linear=linear,
+        square=square,
+        constant=constant,
+        worst_error=max(errors),
+        mean_error=math.fsum(errors) / len(errors),
+        measurements=len(times),
+        column=column,
+    )
 
 
 def _lengths(sample: Any, column: str) -> Any:
     if not isinstance(sample, Mapping):
         return sample
     if column not in sample:
-        raise PlanError(f"cost.fit: a microbatch has no column {column!r}; known: {', '.join(map(str, sample))}", remedy="give column=")
+        raise PlanError(
+            f"cost.fit: a microbatch has no column {column!r}; known: {', '.join(map(str, sample))}",
+            remedy="give column=",
+        )
     return sample[column]
 
 
@@ -94,7 +122,9 @@ def _terms(lengths: Any) -> tuple[float, float, float]:
     try:
         length = np.asarray(lengths, np.float64).reshape(-1)
     except (TypeError, ValueError):
-        raise PlanError(f"cost.fit: wanted the lengths of a microbatch's documents, found {lengths!r:.80}") from None
+        raise PlanError(
+            f"cost.fit: wanted the lengths of a microbatch's documents, found {lengths!r:.80}"
+        ) from None
     if not len(length) or not (np.isfinite(length).all() and length.min() >= 0):
         raise PlanError("cost.fit: a microbatch has no documents, or one whose length is no length")
     return math.fsum(length.tolist()), math.fsum((length * length).tolist()), 1.0
@@ -115,9 +145,16 @@ def _check_apart(gram: list[list[Fraction]]) -> None:
 def _not_negative(table: list[list[float]], gram: list[list[Fraction]]) -> list[Fraction]:
     """Least squares without negative coefficients: of all choices of terms, the best one whose solution has none."""
     right = [Fraction(math.fsum(row[i] for row in table)) for i in range(3)]
-    solutions = [_solve(gram, right, list(chosen)) for size in (3, 2, 1) for chosen in combinations(range(3), size)]
+    solutions = [
+        _solve(gram, right, list(chosen))
+        for size in (3, 2, 1)
+        for chosen in combinations(range(3), size)
+    ]
     # What a least-squares solution explains is its product with the right side; the first of equals has the most terms.
-    return max((s for s in solutions if min(s) >= 0), key=lambda s: sum(x * r for x, r in zip(s, right, strict=True)))
+    return max(
+        (s for s in solutions if min(s) >= 0),
+        key=lambda s: sum(x * r for x, r in zip(s, right, strict=True)),
+    )
 
 
 def _solve(gram: list[list[Fraction]], right: list[Fraction], chosen: list[int]) -> list[Fraction]:

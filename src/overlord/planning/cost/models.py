@@ -32,7 +32,9 @@ class Transformer(Cost):
     active_experts: int = 1  # top-k: routed feed-forwards that each token passes
     shared_experts: int = 0  # that every token passes beside them
     experts: int = 0  # all of them: the router scores each
-    inputs: int = 0  # numbers that one token is projected from, where it is no row of a table: a patch
+    inputs: int = (
+        0  # numbers that one token is projected from, where it is no row of a table: a patch
+    )
     vocab: int = 0  # the output layer counts where this is given
     column: str = "tokens"
     unit: str = "FLOPs"
@@ -50,14 +52,24 @@ class Transformer(Cost):
             return self.per_token * length + self.per_pair * (length * length)
         # Tokens up to the window see all before them, later ones the window.
         near = np.minimum(length, float(self.window))
-        return self.per_token * length + self.per_pair * (near * near + 2.0 * near * (length - near))
+        return self.per_token * length + self.per_pair * (
+            near * near + 2.0 * near * (length - near)
+        )
 
     @property
     def per_token(self) -> float:
         width = self.heads * self.head_dim
         attention = 2 * self.hidden * (width + self.kv_heads * self.head_dim)
-        feed_forward = (3 if self.gated else 2) * self.hidden * self.ffn * (self.active_experts + self.shared_experts)
-        return 2.0 * (self.layers * (attention + feed_forward + self.hidden * self.experts) + self.hidden * (self.vocab + self.inputs))
+        feed_forward = (
+            (3 if self.gated else 2)
+            * self.hidden
+            * self.ffn
+            * (self.active_experts + self.shared_experts)
+        )
+        return 2.0 * (
+            self.layers * (attention + feed_forward + self.hidden * self.experts)
+            + self.hidden * (self.vocab + self.inputs)
+        )
 
     @property
     def per_pair(self) -> float:
@@ -66,18 +78,45 @@ class Transformer(Cost):
 
 
 def transformer(
-    *, hidden: int, layers: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None, ffn: int | None = None,
-    gated: bool = True, causal: bool = True, window: int = 0, active_experts: int = 1, shared_experts: int = 0, experts: int = 0,
-    vocab: int = 0, column: str = "tokens",
-) -> Transformer:  # fmt: skip
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    ffn: int | None = None,
+    gated: bool = True,
+    causal: bool = True,
+    window: int = 0,
+    active_experts: int = 1,
+    shared_experts: int = 0,
+    experts: int = 0,
+    vocab: int = 0,
+    column: str = "tokens",
+) -> Transformer:
     """The cost of a model by its layer shapes. ``ffn`` defaults to 8/3 of hidden (4 without a gate), ``head_dim`` to hidden / heads."""
     kv_heads = heads if kv_heads is None else kv_heads
-    positive = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "active_experts": active_experts}
-    _check("transformer", positive, {"window": window, "shared_experts": shared_experts, "experts": experts, "vocab": vocab})
+    positive = {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "active_experts": active_experts,
+    }
+    _check(
+        "transformer",
+        positive,
+        {"window": window, "shared_experts": shared_experts, "experts": experts, "vocab": vocab},
+    )
     if heads % kv_heads:
-        raise PlanError(f"cost.transformer: wanted kv_heads that divide the {heads} heads, found {kv_heads}")
+        raise PlanError(
+            f"cost.transformer: wanted kv_heads that divide the {heads} heads, found {kv_heads}"
+        )
     if head_dim is None and hidden % heads:
-        raise PlanError(f"cost.transformer: hidden={hidden} is no multiple of heads={heads}", remedy="say head_dim=")
+        raise PlanError(
+            f"cost.transformer: hidden={hidden} is no multiple of heads={heads}",
+            remedy="say head_dim=",
+        )
     if window and not causal:
         raise PlanError("cost.transformer: a window goes with causal=True")
     if ffn is None:
@@ -85,30 +124,69 @@ def transformer(
     head_dim = hidden // heads if head_dim is None else head_dim
     _check("transformer", {"head_dim": head_dim}, {"ffn": ffn})
     return Transformer(
-        hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=gated, causal=causal,
-        window=window, active_experts=active_experts, shared_experts=shared_experts, experts=experts, vocab=vocab, column=column,
-    )  # fmt: skip
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        gated=gated,
+        causal=causal,
+        window=window,
+        active_experts=active_experts,
+        shared_experts=shared_experts,
+        experts=experts,
+        vocab=vocab,
+        column=column,
+    )
 
 
 def vit(
-    *, hidden: int, layers: int, heads: int, ffn: int | None = None, gated: bool = False, patch: int = 14, channels: int = 3,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    ffn: int | None = None,
+    gated: bool = False,
+    patch: int = 14,
+    channels: int = 3,
     column: str = "image_patches",
-) -> Transformer:  # fmt: skip
+) -> Transformer:
     """The cost of an image encoder by its patches, all of which see each other; ``patch`` pixels wide and high."""
-    _check("vit", {"hidden": hidden, "layers": layers, "heads": heads, "patch": patch, "channels": channels}, {"ffn": ffn or 0})
+    _check(
+        "vit",
+        {"hidden": hidden, "layers": layers, "heads": heads, "patch": patch, "channels": channels},
+        {"ffn": ffn or 0},
+    )
     if hidden % heads:
         raise PlanError(f"cost.vit: hidden={hidden} is no multiple of heads={heads}")
     return Transformer(
-        hidden=hidden, layers=layers, heads=heads, kv_heads=heads, head_dim=hidden // heads, ffn=4 * hidden if ffn is None else ffn,
-        gated=gated, causal=False, inputs=patch * patch * channels, column=column,
-    )  # fmt: skip
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn=4 * hidden if ffn is None else ffn,
+        gated=gated,
+        causal=False,
+        inputs=patch * patch * channels,
+        column=column,
+    )
 
 
 def _check(where: str, positive: Mapping[str, object], others: Mapping[str, object]) -> None:
-    both = [(name, value, 1) for name, value in positive.items()] + [(name, value, 0) for name, value in others.items()]
-    wrong = [f"{name}={value!r}" for name, value, least in both if not isinstance(value, int) or value < least]
+    both = [(name, value, 1) for name, value in positive.items()] + [
+        (name, value, 0) for name, value in others.items()
+    ]
+    wrong = [
+        f"{name}={value!r}"
+        for name, value, least in both
+        if not isinstance(value, int) or value < least
+    ]
     if wrong:
-        raise PlanError(f"cost.{where}: wanted whole numbers of at least 1 (0 where something may be absent), found {', '.join(wrong)}")
+        raise PlanError(
+            f"cost.{where}: wanted whole numbers of at least 1 (0 where something may be absent), found {', '.join(wrong)}"
+        )
 
 
 # Table 1 gives layers, heads, hidden size and top-k. Everything else is not the paper's:
@@ -118,6 +196,17 @@ vit_2b = vit(hidden=1664, layers=48, heads=16, ffn=8192)
 # the vocabulary of Llama 3, all heads with keys of their own and 8/3 of hidden, which gives 12.6B parameters;
 llama_12b = transformer(hidden=4608, layers=45, heads=36, vocab=128_256)
 # key heads, expert width, experts and vocabulary as Mixtral 8x7B was published;
-mixtral_8x7b = transformer(hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14_336, active_experts=2, experts=8, vocab=32_000)
+mixtral_8x7b = transformer(
+    hidden=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    ffn=14_336,
+    active_experts=2,
+    experts=8,
+    vocab=32_000,
+)
 # a guess for a model that was not published: 16 experts of this width give 25B parameters.
-tmoe_25b = transformer(hidden=2048, layers=42, heads=16, ffn=5632, active_experts=2, experts=16, vocab=128_256)
+tmoe_25b = transformer(
+    hidden=2048, layers=42, heads=16, ffn=5632, active_experts=2, experts=16, vocab=128_256
+)

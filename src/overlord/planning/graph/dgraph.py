@@ -21,7 +21,14 @@ from overlord.plan.plan import Assignment, LoadingPlan, check_modules
 from overlord.planning.balance.balance import ONCE, Placement, Problem, method_named, place
 from overlord.planning.cost import Cost, CostFn, asked, named, unit_of
 from overlord.planning.graph.lineage import Binding, Bound, Edge, edges_of, read_only, unbound
-from overlord.planning.images.items import Placeholders, Samples, follow, nodes, of_sources, placeholders
+from overlord.planning.images.items import (
+    Placeholders,
+    Samples,
+    follow,
+    nodes,
+    of_sources,
+    placeholders,
+)
 from overlord.planning.manual_draw import draw_by_hand
 from overlord.planning.schedule import Schedule, Weights
 from overlord.planning.selection import Prefer, choose, fitting, preferred
@@ -58,50 +65,87 @@ class DGraph:
 
     def __post_init__(self) -> None:
         frozen: dict[str, Any] = {"sample": read_only(self.sample)}
-        frozen["columns"] = MappingProxyType({n: read_only(c) if isinstance(c, np.ndarray) else c for n, c in self.columns.items()})
+        frozen["columns"] = MappingProxyType(
+            {n: read_only(c) if isinstance(c, np.ndarray) else c for n, c in self.columns.items()}
+        )
         if self.costs is not None:
             frozen["costs"] = read_only(self.costs)
         if self.memory is not None:
             frozen["memory"] = read_only(self.memory)
         if (p := self.placement) is not None:
-            frozen["placement"] = replace(p, bucket=read_only(p.bucket), microbatch=read_only(p.microbatch))
+            frozen["placement"] = replace(
+                p, bucket=read_only(p.bucket), microbatch=read_only(p.microbatch)
+            )
         for name, value in frozen.items():
             object.__setattr__(self, name, value)
 
     @staticmethod
-    def from_buffer(buffer: Buffer, place: ClientPlaceTree, meta: str | Sequence[str] | None = None) -> DGraph:
+    def from_buffer(
+        buffer: Buffer, place: ClientPlaceTree, meta: str | Sequence[str] | None = None
+    ) -> DGraph:
         for what, value, kind in (("buffer", buffer, Buffer), ("place", place, ClientPlaceTree)):
             if not isinstance(value, kind):
-                raise PlanError(f"DGraph.from_buffer: wanted a {kind.__name__} as {what}, found {type(value).__name__}")
+                raise PlanError(
+                    f"DGraph.from_buffer: wanted a {kind.__name__} as {what}, found {type(value).__name__}"
+                )
         names = (meta,) if isinstance(meta, str) else tuple(meta or ())
         sample, columns, items = nodes(buffer, names)
-        return DGraph(buffer=buffer, tree=place, sample=sample, columns=columns, meta=names, items=items)
+        return DGraph(
+            buffer=buffer, tree=place, sample=sample, columns=columns, meta=names, items=items
+        )
 
-    def select(self, *meta: str, sources: str | Sequence[str] | None = None, merge: int = 1) -> DGraph:
+    def select(
+        self, *meta: str, sources: str | Sequence[str] | None = None, merge: int = 1
+    ) -> DGraph:
         """The graph over these metadata columns (a ragged one gives a node per item), and over these sources only.
 
         ``merge``: the encoder makes one output token of ``merge`` x ``merge`` patches, where no metadata says how many it makes.
         """
         self._before("select", "balance", self.placement)
         if not isinstance(merge, int) or merge < 1:
-            raise PlanError(f"select: merge wanted a whole number of at least 1, found {merge!r}", self.buffer.step)
-        buffer, names, sources = self.buffer, meta or self.meta, (sources,) if isinstance(sources, str) else sources
+            raise PlanError(
+                f"select: merge wanted a whole number of at least 1, found {merge!r}",
+                self.buffer.step,
+            )
+        buffer, names, sources = (
+            self.buffer,
+            meta or self.meta,
+            (sources,) if isinstance(sources, str) else sources,
+        )
         before = buffer.names if self.sources is None else self.sources
-        narrowed = self.sources if sources is None else tuple(s for s in sources if s not in buffer.names or s in before)
+        narrowed = (
+            self.sources
+            if sources is None
+            else tuple(s for s in sources if s not in buffer.names or s in before)
+        )
         if narrowed is not None and not buffer.drawn:  # candidates: what is left out is not drawn
             buffer = buffer.take(of_sources(buffer, narrowed))
         sample, columns, items = nodes(buffer, names, narrowed)
         what = ", ".join((*names, *(() if sources is None else (f"sources {', '.join(sources)}",))))
         return replace(
-            self, buffer=buffer, sample=sample, columns=columns, meta=names, items=items, sources=narrowed, merge=merge, costs=None,
-            memory=None, unit="",
+            self,
+            buffer=buffer,
+            sample=sample,
+            columns=columns,
+            meta=names,
+            items=items,
+            sources=narrowed,
+            merge=merge,
+            costs=None,
+            memory=None,
+            unit="",
             trail=(*self.trail, f"select({what})"),
-        )  # fmt: skip
+        )
 
     def mix(
-        self, schedule: Schedule | Weights | None = None, *, draw: str = "exact", seed: int = 0, look_ahead: int = 1,
+        self,
+        schedule: Schedule | Weights | None = None,
+        *,
+        draw: str = "exact",
+        seed: int = 0,
+        look_ahead: int = 1,
         prefer: Prefer | None = None,
-    ) -> DGraph:  # fmt: skip
+    ) -> DGraph:
         """The job's draw; on a hand-made buffer, the step that this mixture draws from the candidates.
 
         With look-ahead, ``prefer(candidates, place)`` scores each candidate and the lowest are taken; by default what the job's
@@ -118,21 +162,42 @@ class DGraph:
         self._before("mix", "cost", self.costs)
         if not drawn_by_job:
             if schedule is None:
-                raise PlanError("a hand-made buffer has no draw yet", given.step, "give .mix() a schedule or weights")
+                raise PlanError(
+                    "a hand-made buffer has no draw yet",
+                    given.step,
+                    "give .mix() a schedule or weights",
+                )
             if draw not in ("exact", "random"):
                 raise PlanError(f"unknown draw {draw!r}; known: exact, random", given.step)
             given = draw_by_hand(given, schedule, draw, seed, look_ahead)
         if given.drawn:
-            context, n_bins = given.batch.context, self.tree.n_buckets("DP") * given.batch.microbatches
+            context, n_bins = (
+                given.batch.context,
+                self.tree.n_buckets("DP") * given.batch.microbatches,
+            )
             whole = DGraph.from_buffer(given, self.tree)  # all samples, whatever this graph is over
             whole.check_sizes(context)
             buffer = given.take(fitting(given, whole.sizes(), n_bins, context))
         else:
-            buffer = choose(given, given.scores if prefer is None else preferred(prefer, given, self.tree))
+            buffer = choose(
+                given, given.scores if prefer is None else preferred(prefer, given, self.tree)
+            )
         sample, columns, items = nodes(buffer, self.meta, self.sources)
         what = "" if drawn_by_job else draw
-        what += "" if len(buffer) == len(given) else f"{', ' if what else ''}{len(buffer)} of {len(given)} candidates"
-        return replace(self, buffer=buffer, sample=sample, columns=columns, items=items, mixed=True, trail=(*self.trail, f"mix({what})"))
+        what += (
+            ""
+            if len(buffer) == len(given)
+            else f"{', ' if what else ''}{len(buffer)} of {len(given)} candidates"
+        )
+        return replace(
+            self,
+            buffer=buffer,
+            sample=sample,
+            columns=columns,
+            items=items,
+            mixed=True,
+            trail=(*self.trail, f"mix({what})"),
+        )
 
     def distribute(self, axis: str, group_size: int | None = None) -> DGraph:
         """Which ranks consume as one: ``DP``, ``CP``, ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups of buckets first."""
@@ -142,7 +207,12 @@ class DGraph:
         except JobError as e:
             raise PlanError(e.problems[0], self.buffer.step) from None
         groups = "" if group_size is None else f", groups of {group_size}"
-        return replace(self, axis=axis, group_size=group_size, trail=(*self.trail, f"distribute({axis}: {n} buckets{groups})"))
+        return replace(
+            self,
+            axis=axis,
+            group_size=group_size,
+            trail=(*self.trail, f"distribute({axis}: {n} buckets{groups})"),
+        )
 
     def cost(self, fn: CostFn | str, memory: CostFn | str | None = None) -> DGraph:
         """What each node costs. ``fn`` gets the nodes' metadata columns and returns one number each; or a name known to ``ov.cost``.
@@ -152,19 +222,36 @@ class DGraph:
         """
         self._before("cost", "balance", self.placement)
         whole, n = len(self.sample) == len(self.buffer), len(self.sample)
-        ragged = {} if self.meta else {name: c for name, c in self.buffer.meta.items() if isinstance(c, Ragged)}
-        columns: dict[str, Column] = {**(ragged if whole else {name: c.take(self.sample) for name, c in ragged.items()}), **self.columns}
+        ragged = (
+            {}
+            if self.meta
+            else {name: c for name, c in self.buffer.meta.items() if isinstance(c, Ragged)}
+        )
+        columns: dict[str, Column] = {
+            **(ragged if whole else {name: c.take(self.sample) for name, c in ragged.items()}),
+            **self.columns,
+        }
         try:
-            costs, held = asked(fn, columns, n), None if memory is None else asked(memory, columns, n, "memory")
+            costs, held = (
+                asked(fn, columns, n),
+                None if memory is None else asked(memory, columns, n, "memory"),
+            )
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
         what = f"cost({_name(fn)}{'' if memory is None else f', memory={_name(memory)}'})"
-        return replace(self, costs=costs, memory=held, unit=unit_of(named(fn)), trail=(*self.trail, what))
+        return replace(
+            self, costs=costs, memory=held, unit=unit_of(named(fn)), trail=(*self.trail, what)
+        )
 
     def balance(
-        self, method: str = "greedy", level: str = "both", objective: str | None = None, keep_order: bool = False,
-        capacity: int | None = None, memory_capacity: float | None = None,
-    ) -> DGraph:  # fmt: skip
+        self,
+        method: str = "greedy",
+        level: str = "both",
+        objective: str | None = None,
+        keep_order: bool = False,
+        capacity: int | None = None,
+        memory_capacity: float | None = None,
+    ) -> DGraph:
         """Buckets and microbatches for all nodes.
 
         ``method``: ``greedy``, ``karmarkar_karp``, ``zigzag``, ``none``, or one of ``register_balance``. ``objective``: ranks meet once
@@ -177,52 +264,102 @@ class DGraph:
         self._before("balance", "balance", self.placement)
         method_named(method)
         if self.axis is None:
-            raise PlanError(f"balance({method!r}) comes before distribute", self.buffer.step, "call .distribute(axis) first")
-        graph = self if self.costs is not None else replace(self, costs=self.sizes().astype(np.float64))
+            raise PlanError(
+                f"balance({method!r}) comes before distribute",
+                self.buffer.step,
+                "call .distribute(axis) first",
+            )
+        graph = (
+            self if self.costs is not None else replace(self, costs=self.sizes().astype(np.float64))
+        )
         batch = self.buffer.batch
         if capacity is None:
             capacity = 0 if self.items else batch.context
         if not isinstance(capacity, (int, np.integer)) or capacity < 0:
-            raise PlanError(f"capacity: wanted a whole number of tokens (0: none), found {capacity!r}", self.buffer.step)
+            raise PlanError(
+                f"capacity: wanted a whole number of tokens (0: none), found {capacity!r}",
+                self.buffer.step,
+            )
         self.check_sizes(capacity)
         self._check_memory(memory_capacity)
         assert graph.costs is not None
         substep = self.buffer.substep if keep_order else None
-        if objective is None:  # what is placed once for the whole step has no microbatches to wait at
+        if (
+            objective is None
+        ):  # what is placed once for the whole step has no microbatches to wait at
             objective = "iteration" if level in ONCE or not capacity else self.buffer.objective
         problem = Problem(
-            costs=graph.costs, sizes=self.sizes(), n_buckets=self.tree.n_buckets(self.axis), capacity=capacity, group_size=self.group_size,
-            microbatches=batch.microbatches if capacity else 1, method=method, memory=self.memory,
-            memory_capacity=memory_capacity or 0.0, substep=None if substep is None else substep[self.sample],
-            spare=batch.layout == "packed" and self.buffer.overflow == "grow",  # one more padded microbatch is one more to compute
-        )  # fmt: skip
+            costs=graph.costs,
+            sizes=self.sizes(),
+            n_buckets=self.tree.n_buckets(self.axis),
+            capacity=capacity,
+            group_size=self.group_size,
+            microbatches=batch.microbatches if capacity else 1,
+            method=method,
+            memory=self.memory,
+            memory_capacity=memory_capacity or 0.0,
+            substep=None if substep is None else substep[self.sample],
+            spare=batch.layout == "packed"
+            and self.buffer.overflow == "grow",  # one more padded microbatch is one more to compute
+        )
         try:
             found = place(problem, level=level, objective=objective, keep_order=keep_order)
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
-        bounded = graph if memory_capacity is None else replace(graph, memory_capacity=memory_capacity)
-        return bounded.placed(found, f"balance({method}, {level}, {objective}{', keep_order' if keep_order else ''})", capacity)
+        bounded = (
+            graph if memory_capacity is None else replace(graph, memory_capacity=memory_capacity)
+        )
+        return bounded.placed(
+            found,
+            f"balance({method}, {level}, {objective}{', keep_order' if keep_order else ''})",
+            capacity,
+        )
 
     def _check_memory(self, capacity: float | None) -> None:
         """Memory has a function and a bound, or neither; a node that alone breaks the bound is named."""
-        if capacity is not None and (not isinstance(capacity, (int, float, np.integer)) or not 0 < capacity < float("inf")):
-            raise PlanError(f"memory_capacity: wanted a number above 0, found {capacity!r}", self.buffer.step)
+        if capacity is not None and (
+            not isinstance(capacity, (int, float, np.integer)) or not 0 < capacity < float("inf")
+        ):
+            raise PlanError(
+                f"memory_capacity: wanted a number above 0, found {capacity!r}", self.buffer.step
+            )
         if (self.memory is None) != (capacity is None):
-            lacks = "balance(memory_capacity=) was not given" if capacity is None else "cost(memory=) was not given"
-            raise PlanError(f"a memory function and a bound go together, but {lacks}", self.buffer.step, "give both, or neither")
-        if self.memory is not None and capacity is not None and len(self.memory) and float(self.memory.max()) > capacity:
+            lacks = (
+                "balance(memory_capacity=) was not given"
+                if capacity is None
+                else "cost(memory=) was not given"
+            )
+            raise PlanError(
+                f"a memory function and a bound go together, but {lacks}",
+                self.buffer.step,
+                "give both, or neither",
+            )
+        if (
+            self.memory is not None
+            and capacity is not None
+            and len(self.memory)
+            and float(self.memory.max()) > capacity
+        ):
             i = int(self.memory.argmax())
             raise PlanError(
                 f"sample {self.buffer[int(self.sample[i])]} takes {float(self.memory[i]):.12g} of memory, a microbatch has {capacity:.12g}",
-                self.buffer.step, "raise memory_capacity, or let on_long cut or split long samples",
-            )  # fmt: skip
+                self.buffer.step,
+                "raise memory_capacity, or let on_long cut or split long samples",
+            )
 
     def placed(self, placement: Placement, what: str, capacity: int) -> DGraph:
         """With a placement made elsewhere: for strategies that do not balance."""
         done = f"{what}: {placement.way}, M={placement.n_microbatches}"
         return replace(self, placement=placement, capacity=capacity, trail=(*self.trail, done))
 
-    def follow(self, samples: DGraph, method: str = "greedy", *, per: str = "microbatch", stay: bool = False) -> DGraph:
+    def follow(
+        self,
+        samples: DGraph,
+        method: str = "greedy",
+        *,
+        per: str = "microbatch",
+        stay: bool = False,
+    ) -> DGraph:
         """Buckets for items by where their samples went, instead of ``balance``.
 
         ``per="microbatch"``: items of one slot over all buckets are balanced together and keep the slot, for a trainer that encodes
@@ -231,17 +368,41 @@ class DGraph:
         self._before("follow", "balance", self.placement)
         self._check_module("follow(): the other graph", samples)
         if self.axis is None or samples.axis is None or samples.placement is None or samples.items:
-            raise PlanError("follow() wants distributed items and balanced samples", self.buffer.step, "call .distribute(axis) first")
-        graph = self if self.costs is not None else replace(self, costs=self.sizes().astype(np.float64))
+            raise PlanError(
+                "follow() wants distributed items and balanced samples",
+                self.buffer.step,
+                "call .distribute(axis) first",
+            )
+        graph = (
+            self if self.costs is not None else replace(self, costs=self.sizes().astype(np.float64))
+        )
         assert graph.costs is not None
         node = np.full(len(self.buffer), -1)
         node[samples.sample] = np.arange(len(samples.sample))
         if (at := node[self.sample]).min(initial=0) < 0:
-            raise PlanError("follow(): a sample of these items was not placed", self.buffer.step, "select the same sources in both graphs")
+            raise PlanError(
+                "follow(): a sample of these items was not placed",
+                self.buffer.step,
+                "select the same sources in both graphs",
+            )
         p = samples.placement
-        went = Samples(bucket=p.bucket[at], microbatch=p.microbatch[at], n_microbatches=p.n_microbatches, axis=samples.axis)
+        went = Samples(
+            bucket=p.bucket[at],
+            microbatch=p.microbatch[at],
+            n_microbatches=p.n_microbatches,
+            axis=samples.axis,
+        )
         try:
-            found = follow(graph.costs, self.sizes(), went, self.tree, axis=self.axis, method=method, per=per, stay=stay)
+            found = follow(
+                graph.costs,
+                self.sizes(),
+                went,
+                self.tree,
+                axis=self.axis,
+                method=method,
+                per=per,
+                stay=stay,
+            )
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
         return graph.placed(found, f"follow({method}, {per}{', stay' if stay else ''})", 0)
@@ -255,53 +416,114 @@ class DGraph:
             both = broadcast_dims((*self.broadcast, *dims))
         except JobError as e:
             raise PlanError(e.problems[0], self.buffer.step) from None
-        return replace(self, broadcast=both, trail=(*self.trail, f"broadcast_at({', '.join(dims)})"))
+        return replace(
+            self, broadcast=both, trail=(*self.trail, f"broadcast_at({', '.join(dims)})")
+        )
 
     def plan(self, **modules: DGraph) -> LoadingPlan:
         """The validated plan; other balanced graphs of the same samples become modules: ``plan(encoder=images)``."""
         b = self.buffer
         if "backbone" in modules:
-            raise PlanError("the graph that .plan() is called on is the backbone", b.step, "give the other module another name")
+            raise PlanError(
+                "the graph that .plan() is called on is the backbone",
+                b.step,
+                "give the other module another name",
+            )
         check_modules(modules, b.step)
         for name, graph in modules.items():
             self._check_module(f"module {name!r}", graph)
         tokens = b.column("tokens")
         assert isinstance(tokens, np.ndarray)
-        units = {name: graph.unit for name, graph in {"backbone": self, **modules}.items() if graph.unit}
+        units = {
+            name: graph.unit for name, graph in {"backbone": self, **modules}.items() if graph.unit
+        }
         ends = {name: graph.placeholders() for name, graph in modules.items()}
-        cut = {name: e.cut for name, e in ends.items() if e is not None and e.cut}  # items that are not sent whole
+        cut = {
+            name: e.cut for name, e in ends.items() if e is not None and e.cut
+        }  # items that are not sent whole
         return LoadingPlan(
-            step=b.step, names=b.names, source=b.source, epoch=b.epoch, file=b.file, row=b.row, part=b.part,
-            tokens=tokens.astype(np.int64, copy=False), substep=b.substep, place=self.tree,
-            modules={"backbone": self._assignment("backbone"), **{n: g._assignment(n, ends[n]) for n, g in modules.items()}},
-            extra={"trail": list(self.trail), "weights": dict(b.weights), **{k: v for k, v in (("unit", units), ("cut", cut)) if v}},
-        ).validate()  # fmt: skip
+            step=b.step,
+            names=b.names,
+            source=b.source,
+            epoch=b.epoch,
+            file=b.file,
+            row=b.row,
+            part=b.part,
+            tokens=tokens.astype(np.int64, copy=False),
+            substep=b.substep,
+            place=self.tree,
+            modules={
+                "backbone": self._assignment("backbone"),
+                **{n: g._assignment(n, ends[n]) for n, g in modules.items()},
+            },
+            extra={
+                "trail": list(self.trail),
+                "weights": dict(b.weights),
+                **{k: v for k, v in (("unit", units), ("cut", cut)) if v},
+            },
+        ).validate()
 
     def _check_module(self, what: str, graph: Any) -> None:
         """Another graph of the same samples; or why it cannot stand beside this one."""
         if not isinstance(graph, DGraph):
-            raise PlanError(f"{what}: wanted a DGraph, found {type(graph).__name__}", self.buffer.step, "give the graph, not its plan")
-        if not all(np.array_equal(getattr(graph.buffer, n), getattr(self.buffer, n)) for n in ("source", "epoch", "file", "row", "part")):
-            raise PlanError(f"{what} was made from other samples", self.buffer.step, "start both graphs from one mixed graph")
+            raise PlanError(
+                f"{what}: wanted a DGraph, found {type(graph).__name__}",
+                self.buffer.step,
+                "give the graph, not its plan",
+            )
+        if not all(
+            np.array_equal(getattr(graph.buffer, n), getattr(self.buffer, n))
+            for n in ("source", "epoch", "file", "row", "part")
+        ):
+            raise PlanError(
+                f"{what} was made from other samples",
+                self.buffer.step,
+                "start both graphs from one mixed graph",
+            )
         if graph.tree != self.tree:
             problem = f"{what}: expected a graph on {self.tree}, got one on {graph.tree}"
-            raise PlanError(problem, self.buffer.step, "give both graphs the place that the strategy is given")
+            raise PlanError(
+                problem, self.buffer.step, "give both graphs the place that the strategy is given"
+            )
 
     def _assignment(self, name: str, ends: Placeholders | None = None) -> Assignment:
         if not self.mixed:
-            raise PlanError(f"module {name!r} was never mixed", self.buffer.step, "call .mix() after from_buffer")
+            raise PlanError(
+                f"module {name!r} was never mixed",
+                self.buffer.step,
+                "call .mix() after from_buffer",
+            )
         if self.axis is None or self.placement is None:
             missing = "distribute" if self.axis is None else "balance"
-            raise PlanError(f"module {name!r} was never given {missing}()", self.buffer.step, 'balance("none") keeps stream order')
+            raise PlanError(
+                f"module {name!r} was never given {missing}()",
+                self.buffer.step,
+                'balance("none") keeps stream order',
+            )
         p, n = self.placement, self.tree.n_buckets(self.axis)
         costs = self.sizes().astype(np.float64) if self.costs is None else self.costs
-        slot = number_inside(p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch, n * p.n_microbatches, np.int32)
+        slot = number_inside(
+            p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch,
+            n * p.n_microbatches,
+            np.int32,
+        )
         return Assignment(
-            axis=self.axis, n_buckets=n, n_microbatches=p.n_microbatches, sample=self.sample, bucket=p.bucket, microbatch=p.microbatch,
-            slot=slot, size=self.sizes(), cost=costs, capacity=self.capacity, broadcast=self.broadcast,
-            memory=self.memory, memory_capacity=self.memory_capacity,
-            out=None if ends is None else ends.out, offset=None if ends is None else ends.offset,
-        )  # fmt: skip
+            axis=self.axis,
+            n_buckets=n,
+            n_microbatches=p.n_microbatches,
+            sample=self.sample,
+            bucket=p.bucket,
+            microbatch=p.microbatch,
+            slot=slot,
+            size=self.sizes(),
+            cost=costs,
+            capacity=self.capacity,
+            broadcast=self.broadcast,
+            memory=self.memory,
+            memory_capacity=self.memory_capacity,
+            out=None if ends is None else ends.out,
+            offset=None if ends is None else ends.offset,
+        )
 
     def placeholders(self) -> Placeholders | None:
         """Where the output of each item goes in the tokens of its sample; None for samples."""
@@ -319,7 +541,11 @@ class DGraph:
         if len(self.sample) < len(tokens):
             tokens = tokens[self.sample]
         multiple = self.buffer.batch.document_multiple(self.tree)
-        return tokens.astype(np.int64, copy=False) if multiple == 1 else -(-tokens.astype(np.int64) // multiple) * multiple
+        return (
+            tokens.astype(np.int64, copy=False)
+            if multiple == 1
+            else -(-tokens.astype(np.int64) // multiple) * multiple
+        )
 
     def check_sizes(self, capacity: int) -> None:
         """Refuse a sample that no microbatch can hold, by its name."""
@@ -328,16 +554,29 @@ class DGraph:
             i = int(sizes.argmax())
             raise PlanError(
                 f"sample {self.buffer[int(self.sample[i])]} has {int(sizes[i])} tokens with padding, a microbatch holds {capacity}",
-                self.buffer.step, "raise the context, or let on_long cut or split long samples",
-            )  # fmt: skip
+                self.buffer.step,
+                "raise the context, or let on_long cut or split long samples",
+            )
 
     def _before(self, primitive: str, other: str, done: object) -> None:
         if done is not None:
-            raise PlanError(f"{primitive}() was called after {other}()", self.buffer.step, f"call .{primitive}() earlier, and once")
+            raise PlanError(
+                f"{primitive}() was called after {other}()",
+                self.buffer.step,
+                f"call .{primitive}() earlier, and once",
+            )
 
     def __repr__(self) -> str:
-        nodes = f"{len(self.sample)} items of {len(self.buffer)} samples" if self.items else f"{len(self.sample)} samples"
-        return f"DGraph(step {self.buffer.step}, {nodes} on {self.tree}" + "".join(f"\n  -> {t}" for t in self.trail) + ")"
+        nodes = (
+            f"{len(self.sample)} items of {len(self.buffer)} samples"
+            if self.items
+            else f"{len(self.sample)} samples"
+        )
+        return (
+            f"DGraph(step {self.buffer.step}, {nodes} on {self.tree}"
+            + "".join(f"\n  -> {t}" for t in self.trail)
+            + ")"
+        )
 
     @property
     def loader(self) -> Binding:

@@ -21,7 +21,13 @@ from overlord.sample import Buffer
 if TYPE_CHECKING:
     from overlord.planning.graph.dgraph import DGraph
 
-STATES = {"select": "selected", "mix": "drawn", "distribute": "distributed", "cost": "weighed", "broadcast_at": "pruned"}
+STATES = {
+    "select": "selected",
+    "mix": "drawn",
+    "distribute": "distributed",
+    "cost": "weighed",
+    "broadcast_at": "pruned",
+}
 
 
 class Edge(NamedTuple):
@@ -70,7 +76,11 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 def unbound(step: int) -> PlanError:
-    return PlanError("no constructor is bound before the step is planned", step, "session.graph(step).constructor names them by bucket")
+    return PlanError(
+        "no constructor is bound before the step is planned",
+        step,
+        "session.graph(step).constructor names them by bucket",
+    )
 
 
 def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
@@ -92,21 +102,48 @@ def constructors_of(place: ClientPlaceTree, axis: str) -> tuple[str, ...]:
 
 
 def planned_graph(
-    plan: LoadingPlan, batch: Batch, place: ClientPlaceTree, loader: np.ndarray, loaders: tuple[str, ...], sync: str = "microbatch"
-) -> DGraph:  # fmt: skip
+    plan: LoadingPlan,
+    batch: Batch,
+    place: ClientPlaceTree,
+    loader: np.ndarray,
+    loaders: tuple[str, ...],
+    sync: str = "microbatch",
+) -> DGraph:
     """The graph of a planned step: its backbone's nodes with what they are bound to. For people; metadata is what the plan holds."""
     from overlord.planning.graph.dgraph import DGraph
 
     a, place = plan.main, plan.place or place
     buffer = Buffer(
-        names=plan.names, source=plan.source, epoch=plan.epoch, file=plan.file, row=plan.row, part=plan.part,
-        meta={"tokens": read_only(plan.tokens)}, batch=batch, step=plan.step, drawn=True, substep=plan.substep,
-        weights=dict(plan.extra.get("weights", {})), sync=sync,
-    )  # fmt: skip
-    placement = Placement(bucket=a.bucket, microbatch=a.microbatch, n_microbatches=a.n_microbatches, way="as planned")
+        names=plan.names,
+        source=plan.source,
+        epoch=plan.epoch,
+        file=plan.file,
+        row=plan.row,
+        part=plan.part,
+        meta={"tokens": read_only(plan.tokens)},
+        batch=batch,
+        step=plan.step,
+        drawn=True,
+        substep=plan.substep,
+        weights=dict(plan.extra.get("weights", {})),
+        sync=sync,
+    )
+    placement = Placement(
+        bucket=a.bucket, microbatch=a.microbatch, n_microbatches=a.n_microbatches, way="as planned"
+    )
     binding = Binding(index=read_only(loader.astype(np.int32)), names=loaders)
     return DGraph(
-        buffer=buffer, tree=place, sample=a.sample, columns={"tokens": plan.tokens[a.sample]}, meta=("tokens",), mixed=True, axis=a.axis,
-        costs=a.cost, capacity=a.capacity, placement=placement, broadcast=a.broadcast, trail=tuple(plan.extra.get("trail", ())),
+        buffer=buffer,
+        tree=place,
+        sample=a.sample,
+        columns={"tokens": plan.tokens[a.sample]},
+        meta=("tokens",),
+        mixed=True,
+        axis=a.axis,
+        costs=a.cost,
+        capacity=a.capacity,
+        placement=placement,
+        broadcast=a.broadcast,
+        trail=tuple(plan.extra.get("trail", ())),
         bound=Bound(plan=plan, loader=binding, constructor=constructors_of(place, a.axis)),
-    )  # fmt: skip
+    )

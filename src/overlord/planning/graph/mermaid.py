@@ -25,9 +25,13 @@ def flowchart(graph: DGraph) -> str:
     lines = ["flowchart LR", *_fronts(graph)]
     steps = graph.trail or ("samples",)
     for i, what in enumerate(steps):
-        lines.append(f'  p{i}["{escaped(what)}"]' + (f" --> p{i + 1}" if i + 1 < len(steps) else ""))
+        lines.append(
+            f'  p{i}["{escaped(what)}"]' + (f" --> p{i + 1}" if i + 1 < len(steps) else "")
+        )
     if graph.placement is not None and graph.axis is not None:
-        lines += _buckets(graph, graph.placement, graph.tree.n_buckets(graph.axis), f"p{len(steps) - 1}")
+        lines += _buckets(
+            graph, graph.placement, graph.tree.n_buckets(graph.axis), f"p{len(steps) - 1}"
+        )
     return "\n".join(lines)
 
 
@@ -54,9 +58,13 @@ def _loaders(graph: DGraph, of: np.ndarray, counts: np.ndarray, shown: list[int]
         box = f'  s{i}["{escaped(graph.buffer.names[i])}: {counts[i]}"]'
         if not n.any():
             lines.append(f"{box} --> p0")
-        lines += [f'{box} --> l{k}["{escaped(held.names[k])}: {n[k]}"] --> p0' for k in loaders if n[k]]
+        lines += [
+            f'{box} --> l{k}["{escaped(held.names[k])}: {n[k]}"] --> p0' for k in loaders if n[k]
+        ]
         if rest := int((n > 0).sum()) - int((n[loaders] > 0).sum()):
-            lines.append(f'{box} --> lx{i}["{rest} more loaders: {n.sum() - n[loaders].sum()}"] --> p0')
+            lines.append(
+                f'{box} --> lx{i}["{rest} more loaders: {n.sum() - n[loaders].sum()}"] --> p0'
+            )
     return lines
 
 
@@ -64,7 +72,9 @@ def _buckets(graph: DGraph, p: Placement, n: int, origin: str) -> list[str]:
     """All buckets where there are few; of many, the dearest and the lightest, which is where an imbalance is seen."""
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
     flat = p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch
-    loads = np.bincount(flat, weights=costs, minlength=n * p.n_microbatches).reshape(n, p.n_microbatches)
+    loads = np.bincount(flat, weights=costs, minlength=n * p.n_microbatches).reshape(
+        n, p.n_microbatches
+    )
     total = loads.sum(axis=1)
     mean = float(total.mean()) or 1.0
     falling = np.argsort(-total, kind="stable").tolist()
@@ -76,7 +86,9 @@ def _buckets(graph: DGraph, p: Placement, n: int, origin: str) -> list[str]:
             lines.append(f'  b{b} --> b{b}m{m}["microbatch {m}: {loads[b, m] / mean:.3f}"]')
         if p.n_microbatches > CELLS:
             rest = loads[b, CELLS:].sum() / mean
-            lines.append(f'  b{b} --> b{b}x["{p.n_microbatches - CELLS} more microbatches: {rest:.3f}"]')
+            lines.append(
+                f'  b{b} --> b{b}x["{p.n_microbatches - CELLS} more microbatches: {rest:.3f}"]'
+            )
     if n > SHOWN:
         low, high = total[falling[-(SHOWN // 2) - 1]] / mean, total[falling[SHOWN // 2]] / mean
         lines.append(f'  {origin} --> bx["{n - SHOWN} more buckets: {low:.3f} to {high:.3f}"]')

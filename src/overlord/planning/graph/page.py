@@ -18,23 +18,35 @@ from overlord.planning.graph.page_data import Step, facts
 if TYPE_CHECKING:
     from overlord.planning.graph.dgraph import DGraph
 
-SCRIPTS = ("data.js", "chart.js", "flow.js", "panels.js", "main.js")  # in this order: each uses what stands before it
+SCRIPTS = (
+    "data.js",
+    "chart.js",
+    "flow.js",
+    "panels.js",
+    "main.js",
+)  # in this order: each uses what stands before it
 
 
-def write_page(graph: DGraph, path: str | os.PathLike[str], modules: Mapping[str, DGraph] | None = None) -> None:
+def write_page(
+    graph: DGraph, path: str | os.PathLike[str], modules: Mapping[str, DGraph] | None = None
+) -> None:
     """Write the page of a graph; other graphs of the same samples are its further modules."""
     text = page(step_of(graph, modules or {}))
     try:
         with open(path, "w", encoding="utf-8") as out:
             out.write(text)
     except OSError as fault:
-        raise OverlordError(f"{os.fspath(path)}: the page cannot be written: {fault.strerror or fault}") from fault
+        raise OverlordError(
+            f"{os.fspath(path)}: the page cannot be written: {fault.strerror or fault}"
+        ) from fault
 
 
 def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> Step:
     """A planned graph as it was planned; any other is planned here, which says what is missing to be placed."""
     if graph.bound is not None and not modules:
-        return Step(plan=graph.bound.plan, place=graph.tree, edges=graph.edges(), loader=graph.bound.loader)
+        return Step(
+            plan=graph.bound.plan, place=graph.tree, edges=graph.edges(), loader=graph.bound.loader
+        )
     return Step(plan=graph.plan(**modules), place=graph.tree, edges=graph.edges())
 
 

@@ -27,7 +27,12 @@ GRID = 32_768  # loads by (bucket, microbatch), over all modules
 SOURCES = 12  # that keep loads of their own where sources are summed
 ID_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens")
 ITEM_COLUMNS = ("bucket", "microbatch", "slot", "size", "cost")
-FLOW = {"sources": 14, "loaders": 20, "buckets": 16, "slots": 12}  # boxes of the flow picture, at most
+FLOW = {
+    "sources": 14,
+    "loaders": 20,
+    "buckets": 16,
+    "slots": 12,
+}  # boxes of the flow picture, at most
 BINS = 24  # of the histograms of lengths: powers of two
 
 
@@ -59,10 +64,17 @@ def facts(step: Step) -> dict[str, Any]:
     used = sum(_characters(m["grid"]) + _characters(m["cells"]) for m in modules)
     kept = _list_samples(step, modules, BUDGET - used)
     return {
-        "step": plan.step, "digest": plan.digest(), "place": f"{step.place}", "samples": len(plan), "tokens": int(plan.tokens.sum()),
-        "edges": [list(e) for e in step.edges], "sources": _sources(plan),
-        "loaders": [] if step.loader is None else list(step.loader.names), "kept": kept, "modules": modules,
-    }  # fmt: skip
+        "step": plan.step,
+        "digest": plan.digest(),
+        "place": f"{step.place}",
+        "samples": len(plan),
+        "tokens": int(plan.tokens.sum()),
+        "edges": [list(e) for e in step.edges],
+        "sources": _sources(plan),
+        "loaders": [] if step.loader is None else list(step.loader.names),
+        "kept": kept,
+        "modules": modules,
+    }
 
 
 def _sources(plan: LoadingPlan) -> list[dict[str, Any]]:
@@ -70,15 +82,22 @@ def _sources(plan: LoadingPlan) -> list[dict[str, Any]]:
     total = sum(weights.values()) or 1.0
     samples = np.bincount(plan.source, minlength=n)
     tokens = np.bincount(plan.source, weights=plan.tokens, minlength=n)
-    bits = np.minimum(np.frexp(np.maximum(plan.tokens, 1).astype(np.float64))[1] - 1, BINS - 1)  # floor(log2), exactly
-    lengths = np.bincount(plan.source.astype(np.int64) * BINS + bits, minlength=n * BINS).reshape(n, BINS)
+    bits = np.minimum(
+        np.frexp(np.maximum(plan.tokens, 1).astype(np.float64))[1] - 1, BINS - 1
+    )  # floor(log2), exactly
+    lengths = np.bincount(plan.source.astype(np.int64) * BINS + bits, minlength=n * BINS).reshape(
+        n, BINS
+    )
     return [
         {
-            "name": name, "samples": int(samples[i]), "tokens": int(tokens[i]), "lengths": lengths[i].tolist(),
+            "name": name,
+            "samples": int(samples[i]),
+            "tokens": int(tokens[i]),
+            "lengths": lengths[i].tolist(),
             "wanted": float(weights.get(name, 0.0)) / total if weights else None,
         }
         for i, name in enumerate(plan.names)
-    ]  # fmt: skip
+    ]
 
 
 def _module(step: Step, name: str, most_cells: int, most_grid: int) -> dict[str, Any]:
@@ -88,13 +107,21 @@ def _module(step: Step, name: str, most_cells: int, most_grid: int) -> dict[str,
     ranks = step.place.buckets(a.axis)
     served = [int(c.partition("/")[2]) for c in constructors_of(step.place, a.axis)]
     return {
-        "name": name, "axis": a.axis, "buckets": a.n_buckets, "microbatches": a.n_microbatches, "capacity": a.capacity,
-        "broadcast": list(a.broadcast), "items": len(a.sample), "per_item": name != "backbone",
+        "name": name,
+        "axis": a.axis,
+        "buckets": a.n_buckets,
+        "microbatches": a.n_microbatches,
+        "capacity": a.capacity,
+        "broadcast": list(a.broadcast),
+        "items": len(a.sample),
+        "per_item": name != "backbone",
         "imbalance": {"cost": plan.imbalance(name), "size": by_size.imbalance(name)},
         "ranks": None if ranks == [[b] for b in range(a.n_buckets)] else [spans(r) for r in ranks],
         "constructor": None if served == list(range(a.n_buckets)) else column(np.array(served)),
-        "grid": _grid(a, per), "cells": _cells(plan, a, per, most_cells), "flow": _flow(step, a),
-    }  # fmt: skip
+        "grid": _grid(a, per),
+        "cells": _cells(plan, a, per, most_cells),
+        "flow": _flow(step, a),
+    }
 
 
 def _grid(a: Assignment, per: int) -> dict[str, Any]:
@@ -121,7 +148,9 @@ def _cells(plan: LoadingPlan, a: Assignment, per: int, most: int) -> dict[str, A
             per = a.n_microbatches
         if coarser == "sources":
             weight = np.bincount(source, weights=a.cost, minlength=n)
-            alone = np.argsort(-weight, kind="stable")[: max(1, min(SOURCES, most // a.n_buckets - 1))].tolist()
+            alone = np.argsort(-weight, kind="stable")[
+                : max(1, min(SOURCES, most // a.n_buckets - 1))
+            ].tolist()
             source = np.where(np.isin(source, alone), source, n)
         m = -(-a.n_microbatches // per)
         flat = (a.bucket.astype(np.int64) * m + a.microbatch // per) * (n + 1) + source
@@ -129,9 +158,13 @@ def _cells(plan: LoadingPlan, a: Assignment, per: int, most: int) -> dict[str, A
         if len(keys) <= most:
             break
     return {
-        "per": per, "alone": alone, "bucket": column(keys // (n + 1) // m), "microbatch": column(keys // (n + 1) % m),
-        "source": column(keys % (n + 1)), **_sums(where, len(keys), a),
-    }  # fmt: skip
+        "per": per,
+        "alone": alone,
+        "bucket": column(keys // (n + 1) // m),
+        "microbatch": column(keys // (n + 1) % m),
+        "source": column(keys % (n + 1)),
+        **_sums(where, len(keys), a),
+    }
 
 
 def _list_samples(step: Step, modules: list[dict[str, Any]], budget: int) -> dict[str, Any]:
@@ -142,7 +175,9 @@ def _list_samples(step: Step, modules: list[dict[str, Any]], budget: int) -> dic
     if size > budget:
         cost = np.zeros(len(plan))
         cost[plan.main.sample] = plan.main.cost
-        n = int(len(plan) * 0.95 * budget / size)  # some have more items than others, so leave a margin
+        n = int(
+            len(plan) * 0.95 * budget / size
+        )  # some have more items than others, so leave a margin
         whole = _listed(step, np.sort(np.argsort(-cost, kind="stable")[:n]))
     for module, items in zip(modules, whole.pop("items"), strict=True):
         module["kept"] = items
@@ -160,12 +195,19 @@ def _listed(step: Step, rows: np.ndarray) -> dict[str, Any]:
     for name in ["backbone", *sorted(n for n in plan.modules if n != "backbone")]:
         a = plan.modules[name]
         mine = np.flatnonzero(place[a.sample] >= 0)
-        items.append({"sample": column(place[a.sample[mine]])} | {n: column(getattr(a, n)[mine]) for n in ITEM_COLUMNS})
+        items.append(
+            {"sample": column(place[a.sample[mine]])}
+            | {n: column(getattr(a, n)[mine]) for n in ITEM_COLUMNS}
+        )
     return {"samples": len(rows), "ids": ids, "items": items}
 
 
 def _characters(columns: dict[str, Any]) -> int:
-    return sum(len(c[1]) for c in columns.values() if isinstance(c, list) and len(c) == 2 and isinstance(c[1], str))
+    return sum(
+        len(c[1])
+        for c in columns.values()
+        if isinstance(c, list) and len(c) == 2 and isinstance(c[1], str)
+    )
 
 
 def _flow(step: Step, a: Assignment) -> dict[str, Any]:
@@ -175,19 +217,33 @@ def _flow(step: Step, a: Assignment) -> dict[str, Any]:
     boxes, of = _top(source, a.cost, len(plan.names), FLOW["sources"])
     layers.append(("source", boxes, of))
     if step.loader is not None:
-        boxes, of = _top(step.loader.index[a.sample].astype(np.int64), a.cost, len(step.loader.names), FLOW["loaders"])
+        boxes, of = _top(
+            step.loader.index[a.sample].astype(np.int64),
+            a.cost,
+            len(step.loader.names),
+            FLOW["loaders"],
+        )
         layers.append(("loader", boxes, of))
     for kind, n, most, at in (
-        ("bucket", a.n_buckets, FLOW["buckets"], a.bucket), ("microbatch", a.n_microbatches, FLOW["slots"], a.microbatch),
-    ):  # fmt: skip
+        ("bucket", a.n_buckets, FLOW["buckets"], a.bucket),
+        ("microbatch", a.n_microbatches, FLOW["slots"], a.microbatch),
+    ):
         wide = -(-n // most)
-        layers.append((kind, [[lo, min(n, lo + wide) - 1] for lo in range(0, n, wide)], at.astype(np.int64) // wide))
+        layers.append(
+            (
+                kind,
+                [[lo, min(n, lo + wide) - 1] for lo in range(0, n, wide)],
+                at.astype(np.int64) // wide,
+            )
+        )
     links = []
     for k, ((_, left, i), (_, right, j)) in enumerate(itertools.pairwise(layers)):
         flat, n = i * len(right) + j, len(left) * len(right)
         sums = [np.bincount(flat, weights=w, minlength=n) for w in (a.cost, a.size, None)]
         for pair in np.flatnonzero(sums[2]).tolist():
-            links.append([k, pair // len(right), pair % len(right), *(float(f"{s[pair]:.6g}") for s in sums)])
+            links.append(
+                [k, pair // len(right), pair % len(right), *(float(f"{s[pair]:.6g}") for s in sums)]
+            )
     return {"layers": [{"kind": kind, "boxes": boxes} for kind, boxes, _ in layers], "links": links}
 
 
@@ -207,5 +263,13 @@ def spans(numbers: Sequence[int]) -> str:
     if len(numbers) > 2:
         step = numbers[1] - numbers[0]
         if list(numbers) == list(range(numbers[0], numbers[-1] + 1, step or 1)):
-            return f"{numbers[0]}-{numbers[-1]}" if step == 1 else f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
-    return ", ".join(map(str, numbers)) if len(numbers) <= 8 else f"{', '.join(map(str, numbers[:7]))}, ..., {numbers[-1]}"
+            return (
+                f"{numbers[0]}-{numbers[-1]}"
+                if step == 1
+                else f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
+            )
+    return (
+        ", ".join(map(str, numbers))
+        if len(numbers) <= 8
+        else f"{', '.join(map(str, numbers[:7]))}, ..., {numbers[-1]}"
+    )

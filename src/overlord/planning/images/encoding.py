@@ -34,7 +34,9 @@ class Encodings:
         else:  # as the builder lays documents out: the plan's own sizes may be what a strategy likes
             first = starts(b, np.maximum(-(-plan.tokens[b.sample] // multiple), 1) * multiple)[at]
         self._position = first + self.routes.offset
-        self._arrives = np.empty(len(self.routes), np.int64)  # number of each item among those that its owner is sent in its exchange
+        self._arrives = np.empty(
+            len(self.routes), np.int64
+        )  # number of each item among those that its owner is sent in its exchange
         before = np.repeat(self.routes.owned_bounds[:-1], np.diff(self.routes.owned_bounds))
         self._arrives[self.routes.received] = np.arange(len(self.routes)) - before
 
@@ -49,20 +51,42 @@ class Encodings:
         got, recv_bounds = _rows(r, ranks, r.owned_bounds)
         item, arriving, wanted = r.sent[sent], r.received[got], r.wanted[got]
         sample = self.sample[item]
-        ids = np.stack([getattr(p, name)[sample].astype(np.int64) for name in ("source", "epoch", "file", "row", "part")], axis=1)
+        ids = np.stack(
+            [
+                getattr(p, name)[sample].astype(np.int64)
+                for name in ("source", "epoch", "file", "row", "part")
+            ],
+            axis=1,
+        )
         return Encoding(
-            ranks=np.asarray(ranks, np.int64), n_slots=r.n_slots, per=r.per, item=item, at=at, ids=ids,
-            number=r.number[item].astype(np.int32), home=self._home[item], send_lens=r.out[item].astype(np.int32), bounds=bounds,
+            ranks=np.asarray(ranks, np.int64),
+            n_slots=r.n_slots,
+            per=r.per,
+            item=item,
+            at=at,
+            ids=ids,
+            number=r.number[item].astype(np.int32),
+            home=self._home[item],
+            send_lens=r.out[item].astype(np.int32),
+            bounds=bounds,
             send_splits=_splits(bounds, r.owner[item], r.out[item], r.world_size),
             recv_splits=_splits(recv_bounds, r.encoder[arriving], r.out[arriving], r.world_size),
-            recv_perm=self._arrives[wanted], out_lens=r.out[wanted].astype(np.int32), microbatch=r.microbatch[wanted].astype(np.int32),
-            position=self._position[wanted], recv_bounds=recv_bounds,
-        )  # fmt: skip
+            recv_perm=self._arrives[wanted],
+            out_lens=r.out[wanted].astype(np.int32),
+            microbatch=r.microbatch[wanted].astype(np.int32),
+            position=self._position[wanted],
+            recv_bounds=recv_bounds,
+        )
 
 
-def _rows(routes: Routes, ranks: Sequence[int], bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rows(
+    routes: Routes, ranks: Sequence[int], bounds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows of an order of the routes that are these ranks', and where each group of them begins."""
-    groups = (np.arange(routes.n_slots)[None, :] * routes.world_size + np.asarray(ranks, np.int64)[:, None]).ravel()
+    groups = (
+        np.arange(routes.n_slots)[None, :] * routes.world_size
+        + np.asarray(ranks, np.int64)[:, None]
+    ).ravel()
     counts = bounds[groups + 1] - bounds[groups]
     return ranges(bounds[groups], counts), np.concatenate([[0], np.cumsum(counts)])
 
@@ -71,7 +95,11 @@ def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) 
     """Rows exchanged with every rank, group by group."""
     groups = len(bounds) - 1
     group = np.repeat(np.arange(groups), np.diff(bounds))
-    return np.bincount(group * world + peer, weights=rows, minlength=groups * world).astype(np.int32).reshape(groups, world)
+    return (
+        np.bincount(group * world + peer, weights=rows, minlength=groups * world)
+        .astype(np.int32)
+        .reshape(groups, world)
+    )
 
 
 def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
@@ -91,8 +119,17 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
         words = f"sample {plan.sample_id(i)} has {wanted[i]} images, and the plan's {ENCODER!r} {found[i]} of them"
         raise PlanError(words, plan.step, f"select them all: .select({IMAGES!r})")
     main, place = plan.main, plan.place
-    if place is not None and sliced(place, buffer.batch) and "cp" not in BUCKET_AXES[main.axis] and "CP" not in main.broadcast:
-        raise PlanError("no rank has a whole microbatch to put rows of images into: context parallelism cuts it", plan.step, REMEDY)
+    if (
+        place is not None
+        and sliced(place, buffer.batch)
+        and "cp" not in BUCKET_AXES[main.axis]
+        and "CP" not in main.broadcast
+    ):
+        raise PlanError(
+            "no rank has a whole microbatch to put rows of images into: context parallelism cuts it",
+            plan.step,
+            REMEDY,
+        )
     # Rows go to one rank of a bucket, and only the group that encodes an image hears that it is broken.
     if place is not None and place.dp > 1 and "dp" not in BUCKET_AXES[main.axis]:
         words = f"samples with images are distributed over {main.axis}, where several replicas train on the same ones"
@@ -106,7 +143,9 @@ def valid_tokens(plan: LoadingPlan, images: bool) -> int:
     a = plan.modules.get(ENCODER) if images else None
     if a is None or a.out is None or a.offset is None:
         return found
-    first = (a.offset == 0) & (a.out > 0)  # the first token of a document nothing predicts in any case
+    first = (a.offset == 0) & (
+        a.out > 0
+    )  # the first token of a document nothing predicts in any case
     return found - int(a.out.sum()) + int(first.sum())
 
 

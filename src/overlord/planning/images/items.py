@@ -22,7 +22,9 @@ from overlord.sample import Buffer, Ragged
 PER = ("iteration", "microbatch")
 
 
-def nodes(buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
+def nodes(
+    buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None
+) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
     """(buffer row of each node, metadata columns, whether nodes are items), of these sources only."""
     sample, columns, items = _all_nodes(buffer, names)
     if sources is None:
@@ -31,21 +33,39 @@ def nodes(buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = 
     return sample[kept], {n: c[kept] for n, c in columns.items()}, items
 
 
-def _all_nodes(buffer: Buffer, names: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
+def _all_nodes(
+    buffer: Buffer, names: Sequence[str]
+) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
     if not names:
-        return np.arange(len(buffer)), {n: c for n, c in buffer.meta.items() if isinstance(c, np.ndarray)}, False
+        return (
+            np.arange(len(buffer)),
+            {n: c for n, c in buffer.meta.items() if isinstance(c, np.ndarray)},
+            False,
+        )
     found = {name: buffer.column(name) for name in names}
     ragged = {n: c for n, c in found.items() if isinstance(c, Ragged)}
     if not ragged:
-        return np.arange(len(buffer)), {n: c for n, c in found.items() if isinstance(c, np.ndarray)}, False
+        return (
+            np.arange(len(buffer)),
+            {n: c for n, c in found.items() if isinstance(c, np.ndarray)},
+            False,
+        )
     lengths = next(iter(ragged.values())).lengths
     sample = np.repeat(np.arange(len(buffer)), lengths)
     columns: dict[str, np.ndarray] = {}
     for name, column in found.items():
         if isinstance(column, Ragged) and not np.array_equal(column.lengths, lengths):
             other = next(iter(ragged))
-            raise PlanError(f"metadata {name!r} has other item counts than {other!r}", buffer.step, "select them in two graphs")
-        columns[name] = column.values[column.offsets[0] : column.offsets[-1]] if isinstance(column, Ragged) else column[sample]
+            raise PlanError(
+                f"metadata {name!r} has other item counts than {other!r}",
+                buffer.step,
+                "select them in two graphs",
+            )
+        columns[name] = (
+            column.values[column.offsets[0] : column.offsets[-1]]
+            if isinstance(column, Ragged)
+            else column[sample]
+        )
     return sample, dict(sorted(columns.items(), key=lambda c: c[0] not in ragged)), True
 
 
@@ -53,7 +73,9 @@ def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
     """Rows of the buffer that come from these sources."""
     unknown = [s for s in sources if s not in buffer.names]
     if unknown:
-        raise PlanError(f"unknown source {unknown[0]!r}; known: {', '.join(buffer.names)}", buffer.step)
+        raise PlanError(
+            f"unknown source {unknown[0]!r}; known: {', '.join(buffer.names)}", buffer.step
+        )
     return np.flatnonzero(np.isin(buffer.source, [buffer.names.index(s) for s in sources]))
 
 
@@ -66,7 +88,9 @@ class Placeholders:
     cut: int  # items of which fewer rows are sent than they have: their document was cut, or the next item begins
 
 
-def placeholders(buffer: Buffer, sample: np.ndarray, patches: np.ndarray, column: str, merge: int) -> Placeholders:
+def placeholders(
+    buffer: Buffer, sample: np.ndarray, patches: np.ndarray, column: str, merge: int
+) -> Placeholders:
     """What is sent never leaves its document nor reaches into the next item: a document that was cut at the context takes
     the first rows of an item that it still has room for."""
     stem = column.rpartition("_")[0] or column
@@ -82,10 +106,6 @@ def placeholders(buffer: Buffer, sample: np.ndarray, patches: np.ndarray, column
     same = here[1:] == here[:-1]
     sent[order[:-1][same]] = np.minimum(sent[order[:-1][same]], (at[1:] - at[:-1])[same])
     return Placeholders(out=sent, offset=offset, cut=int((sent < out).sum()))
-
-
-
-
 
 
 def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray) -> np.ndarray:
@@ -113,7 +133,11 @@ def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray)
 def _one_after_another(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Where each item begins when the items of a sample touch."""
     before, number = np.cumsum(out) - out, np.arange(len(sample))
-    first = np.maximum.accumulate(np.where(np.append(True, sample[1:] > sample[:-1]), number, 0)) if len(sample) else number
+    first = (
+        np.maximum.accumulate(np.where(np.append(True, sample[1:] > sample[:-1]), number, 0))
+        if len(sample)
+        else number
+    )
     return before - before[first]
 
 
@@ -128,34 +152,69 @@ class Samples:
 
 
 def follow(
-    costs: np.ndarray, sizes: np.ndarray, samples: Samples, tree: ClientPlaceTree, *, axis: str, method: str, per: str, stay: bool
+    costs: np.ndarray,
+    sizes: np.ndarray,
+    samples: Samples,
+    tree: ClientPlaceTree,
+    *,
+    axis: str,
+    method: str,
+    per: str,
+    stay: bool,
 ) -> Placement:
     """Items balanced by where their samples went. ``per="microbatch"``: those of a slot together, and they keep the slot.
     ``stay``: an item is encoded by a rank of the group that its sample went to."""
     if per not in PER:
         raise PlanError(f"unknown per={per!r}; known: {', '.join(PER)}")
     if stay and axis != "WORLD":
-        raise PlanError(f'items can stay in their group when they are distributed over "WORLD", not over {axis!r}')
+        raise PlanError(
+            f'items can stay in their group when they are distributed over "WORLD", not over {axis!r}'
+        )
     nowhere = np.zeros(len(costs), np.int32)
     slot, m = (samples.microbatch, samples.n_microbatches) if per == "microbatch" else (nowhere, 1)
-    group, ranks = (samples.bucket, np.array(tree.buckets(samples.axis))) if stay else (nowhere, np.arange(tree.n_buckets(axis))[None])
+    group, ranks = (
+        (samples.bucket, np.array(tree.buckets(samples.axis)))
+        if stay
+        else (nowhere, np.arange(tree.n_buckets(axis))[None])
+    )
     parent, n_parents, n_bins = group.astype(np.int64) * m + slot, len(ranks) * m, ranks.shape[1]
-    bins = nested(Problem(costs=costs, sizes=sizes, n_buckets=n_bins, method=method), parent, n_parents, n_bins)
+    bins = nested(
+        Problem(costs=costs, sizes=sizes, n_buckets=n_bins, method=method),
+        parent,
+        n_parents,
+        n_bins,
+    )
     if m > 1 and n_bins > 1 and method != "none":
         bins = _evened(costs, parent, bins, len(ranks), m, n_bins)
-    way = ("inside the groups" if stay else "over all ranks") + (", slot by slot" if per == "microbatch" else "")
+    way = ("inside the groups" if stay else "over all ranks") + (
+        ", slot by slot" if per == "microbatch" else ""
+    )
     return Placement(
-        bucket=ranks[group, bins].astype(np.int32), microbatch=slot.astype(np.int32, copy=False), n_microbatches=m, way=way
-    )  # fmt: skip
+        bucket=ranks[group, bins].astype(np.int32),
+        microbatch=slot.astype(np.int32, copy=False),
+        n_microbatches=m,
+        way=way,
+    )
 
 
-def _evened(costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int) -> np.ndarray:
+def _evened(
+    costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int
+) -> np.ndarray:
     """Bins renamed slot by slot, the heaviest to the rank that has done least so far: LPT gives bin 0 the dearest item of every slot."""
     flat = parent * n_bins + bins
-    loads = np.bincount(flat, weights=costs, minlength=n_groups * m * n_bins).reshape(n_groups, m, n_bins)
-    names, done, rows = np.empty(loads.shape, np.int32), np.zeros((n_groups, n_bins)), np.arange(n_groups)[:, None]
+    loads = np.bincount(flat, weights=costs, minlength=n_groups * m * n_bins).reshape(
+        n_groups, m, n_bins
+    )
+    names, done, rows = (
+        np.empty(loads.shape, np.int32),
+        np.zeros((n_groups, n_bins)),
+        np.arange(n_groups)[:, None],
+    )
     for k in range(m):
-        heavy, idle = np.argsort(-loads[:, k], axis=1, kind="stable"), np.argsort(done, axis=1, kind="stable")
+        heavy, idle = (
+            np.argsort(-loads[:, k], axis=1, kind="stable"),
+            np.argsort(done, axis=1, kind="stable"),
+        )
         names[rows, k, heavy] = idle
         done[rows, idle] += loads[rows, k, heavy]
     renamed: np.ndarray = names.reshape(-1)[flat]

@@ -19,21 +19,77 @@ import numpy as np
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
 from overlord.job.job import mixture_problems
-from overlord.planning.schedule.base import Base, Constant, Feedback, Part, Schedule, Weights, bind, stable
-from overlord.planning.schedule.curriculum import Curriculum, LengthWarmup, curriculum, length_warmup
+from overlord.planning.schedule.base import (
+    Base,
+    Constant,
+    Feedback,
+    Part,
+    Schedule,
+    Weights,
+    bind,
+    stable,
+)
+from overlord.planning.schedule.curriculum import (
+    Curriculum,
+    LengthWarmup,
+    curriculum,
+    length_warmup,
+)
 from overlord.planning.schedule.odm import Odm, odm
-from overlord.planning.schedule.schedules import Cosine, Linear, Staged, Temperature, constant, cosine, linear, staged, temperature
+from overlord.planning.schedule.schedules import (
+    Cosine,
+    Linear,
+    Staged,
+    Temperature,
+    constant,
+    cosine,
+    linear,
+    staged,
+    temperature,
+)
 
 __all__ = [
-    "Base", "Constant", "Cosine", "Curriculum", "Feedback", "LengthWarmup", "Linear", "Odm", "Part", "Registered", "Schedule", "Staged",
-    "Temperature", "Weights", "bind", "by_source", "constant", "cosine", "curriculum", "length_warmup", "linear", "make", "odm", "plain",
-    "register_schedule", "staged", "temperature",
-]  # fmt: skip
+    "Base",
+    "Constant",
+    "Cosine",
+    "Curriculum",
+    "Feedback",
+    "LengthWarmup",
+    "Linear",
+    "Odm",
+    "Part",
+    "Registered",
+    "Schedule",
+    "Staged",
+    "Temperature",
+    "Weights",
+    "bind",
+    "by_source",
+    "constant",
+    "cosine",
+    "curriculum",
+    "length_warmup",
+    "linear",
+    "make",
+    "odm",
+    "plain",
+    "register_schedule",
+    "staged",
+    "temperature",
+]
 
-BUILT_IN: Mapping[str, Callable[..., Any]] = MappingProxyType({
-    "constant": constant, "staged": staged, "linear": linear, "cosine": cosine, "temperature": temperature,
-    "curriculum": curriculum, "length_warmup": length_warmup, "odm": odm,
-})  # fmt: skip
+BUILT_IN: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "constant": constant,
+        "staged": staged,
+        "linear": linear,
+        "cosine": cosine,
+        "temperature": temperature,
+        "curriculum": curriculum,
+        "length_warmup": length_warmup,
+        "odm": odm,
+    }
+)
 _registered: dict[str, Callable[..., Any]] = {}
 
 
@@ -47,12 +103,17 @@ class Registered:
         return self._made(step, feedback)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_made" not in self.__dict__:  # while it is being copied there is nothing to ask yet
+        if (
+            name.startswith("__") or "_made" not in self.__dict__
+        ):  # while it is being copied there is nothing to ask yet
             raise AttributeError(name)
         return getattr(self._made, name)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Registered) and (self.kind, self._arguments) == (other.kind, other._arguments)
+        return isinstance(other, Registered) and (self.kind, self._arguments) == (
+            other.kind,
+            other._arguments,
+        )
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
@@ -80,10 +141,15 @@ def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., R
     The same name again replaces only the same factory, edited and run anew.
     """
     if not isinstance(name, str) or not name or not callable(factory):
-        raise JobError([f"wanted a name and a function, found {name!r} and {factory!r}"], "register_schedule")
+        raise JobError(
+            [f"wanted a name and a function, found {name!r} and {factory!r}"], "register_schedule"
+        )
     known = BUILT_IN.get(name) or _registered.get(name)
     if known is not None and _place(known) != _place(factory):
-        raise JobError([f"the name {name!r} stands for {_place(known)} already; choose another"], "register_schedule")
+        raise JobError(
+            [f"the name {name!r} stands for {_place(known)} already; choose another"],
+            "register_schedule",
+        )
     if name not in BUILT_IN:
         _registered[name] = factory
     return lambda **arguments: make(name, **arguments)
@@ -102,7 +168,10 @@ def make(name: str, /, **arguments: Any) -> Any:
         raise JobError([f"unknown schedule {name!r}{did_you_mean(name, factories())}"], "schedule")
     made = _registered[name](**arguments)
     if not callable(made):
-        raise JobError([f"the factory of {name!r} made {made!r}, wanted a function of step and feedback"], "schedule")
+        raise JobError(
+            [f"the factory of {name!r} made {made!r}, wanted a function of step and feedback"],
+            "schedule",
+        )
     return Registered(name, arguments, made)
 
 
@@ -114,15 +183,25 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
     """What a schedule said, checked, as one weight for every source in order. Numbers of numpy are numbers."""
     given = weights.tolist() if hasattr(weights, "tolist") else weights
     if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
-        raise JobError([f"mixture: wanted weights, by source name or one for each source, found {weights!r}"], "mixture")
+        raise JobError(
+            [f"mixture: wanted weights, by source name or one for each source, found {weights!r}"],
+            "mixture",
+        )
     if not isinstance(given, Mapping):
         if len(given) != len(names):
-            raise JobError([f"mixture: wanted {len(names)} weights, one for each source, found {len(given)}"], "mixture")
+            raise JobError(
+                [f"mixture: wanted {len(names)} weights, one for each source, found {len(given)}"],
+                "mixture",
+            )
         given = dict(zip(names, given, strict=True))
     given = {name: plain(weight) for name, weight in given.items()}
     known = [given.get(name, 0.0) for name in names]
     # Every step asks, so what is right is told at a glance; what is wrong may take its time to be named.
-    right = all(type(w) is float and 0 <= w < math.inf for w in known) and any(known) and len(given.keys() & set(names)) == len(given)
+    right = (
+        all(type(w) is float and 0 <= w < math.inf for w in known)
+        and any(known)
+        and len(given.keys() & set(names)) == len(given)
+    )
     if not right and (problems := mixture_problems(given, names)):
         raise JobError(problems, "mixture")
     return [float(w) for w in known]
@@ -130,4 +209,9 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
 
 def plain(weight: Any) -> Any:
     """A number of whatever library as a float; anything else as it is, for the check to name it."""
-    return float(weight) if isinstance(weight, (int, float, np.integer, np.floating)) and not isinstance(weight, bool) else weight
+    return (
+        float(weight)
+        if isinstance(weight, (int, float, np.integer, np.floating))
+        and not isinstance(weight, bool)
+        else weight
+    )

@@ -38,13 +38,20 @@ class Base:
         return self._written(stable)
 
     def _written(self, form: Callable[[Any], str]) -> str:
-        given = {name: dict(v.weights) if isinstance(v, Constant) else v for name, v in self.parameters().items()}
+        given = {
+            name: dict(v.weights) if isinstance(v, Constant) else v
+            for name, v in self.parameters().items()
+        }
         return f"{self.kind}({', '.join(f'{name}={form(value)}' for name, value in given.items())})"
 
     def parameters(self) -> dict[str, Any]:
         """The arguments that make this schedule again, without those that stand at their defaults."""
         given = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.init}  # type: ignore[arg-type]
-        return {name: value for name, (value, default) in given.items() if default is MISSING or value != default}
+        return {
+            name: value
+            for name, (value, default) in given.items()
+            if default is MISSING or value != default
+        }
 
     def parts(self) -> dict[str, Any]:
         """The schedules inside this one, by the name they have in its state."""
@@ -53,7 +60,11 @@ class Base:
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of sources that it weighs, as far as it was told them."""
-        return tuple(dict.fromkeys(name for part in self.parts().values() for name in getattr(part, "sources", ())))
+        return tuple(
+            dict.fromkeys(
+                name for part in self.parts().values() for name in getattr(part, "sources", ())
+            )
+        )
 
     def bound(self, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Self:
         """This schedule with what only the job knows filled in: the sources' own weights, and their sizes in rows."""
@@ -74,7 +85,9 @@ class Base:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         parts = self.parts()
         if unknown := [key for key in state if not has_state(parts.get(key))]:
-            raise ValueError(f"schedule {self.kind}: the state is of another schedule, it has {unknown[0]!r}")
+            raise ValueError(
+                f"schedule {self.kind}: the state is of another schedule, it has {unknown[0]!r}"
+            )
         for key, inner in state.items():
             parts[key].load_state_dict(inner)
 
@@ -89,9 +102,14 @@ class Constant(Base):
     def __post_init__(self) -> None:
         check = Check(self)
         if check.mapping("weights", self.weights):
-            check.found += [f"weights{p.removeprefix('mixture')}" for p in weight_problems(self.weights)]
+            check.found += [
+                f"weights{p.removeprefix('mixture')}" for p in weight_problems(self.weights)
+            ]
         check.done()
-        check.set("weights", tuple(sorted((name, float(weight)) for name, weight in dict(self.weights).items())))
+        check.set(
+            "weights",
+            tuple(sorted((name, float(weight)) for name, weight in dict(self.weights).items())),
+        )
 
     def __call__(self, step: int, feedback: Feedback) -> dict[str, float]:
         return dict(self.weights)
@@ -123,7 +141,9 @@ class Check:
         for name in names:
             value = getattr(self.schedule, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                self.found.append(f"{name}: wanted a whole number of at least {least}, found {value!r}")
+                self.found.append(
+                    f"{name}: wanted a whole number of at least {least}, found {value!r}"
+                )
 
     def real(self, wanted: str, fits: Callable[[float], bool], *names: str) -> bool:
         before = len(self.found)
@@ -142,7 +162,9 @@ class Check:
 
     def mapping(self, name: str, value: Any) -> bool:
         # A made Constant is copied with pairs in place of the mapping.
-        if isinstance(value, Mapping) or (isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value)):
+        if isinstance(value, Mapping) or (
+            isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value)
+        ):
             return True
         self.found.append(f"{name}: wanted a mapping of source name to number, found {value!r}")
         return False
@@ -155,9 +177,13 @@ class Check:
             except JobError as fault:
                 self.found += [name + problem.removeprefix("weights") for problem in fault.problems]
         elif not callable(value) or isinstance(value, type):
-            self.found.append(f"{name}: wanted weights by source name or a schedule, found {value!r}")
+            self.found.append(
+                f"{name}: wanted weights by source name or a schedule, found {value!r}"
+            )
         elif hasattr(value, "prefer"):
-            self.found.append(f"{name}: {value!r} chooses samples, so it stands outermost; give it this schedule as its weights")
+            self.found.append(
+                f"{name}: {value!r} chooses samples, so it stands outermost; give it this schedule as its weights"
+            )
         return value
 
     def set_parts(self, *names: str) -> None:
@@ -171,7 +197,9 @@ def bind(part: Any, weights: Mapping[str, float], rows: Mapping[str, int | None]
 
 
 def has_state(part: Any) -> bool:
-    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+    return callable(getattr(part, "state_dict", None)) and callable(
+        getattr(part, "load_state_dict", None)
+    )
 
 
 def learns(part: Any) -> bool:
@@ -182,12 +210,20 @@ def learns(part: Any) -> bool:
 
 def follows_from_step(part: Any) -> bool:
     """Whether its weights are a function of the step alone, with nothing of the user's in it: then it may be asked about any step."""
-    return isinstance(part, Base) and not learns(part) and all(follows_from_step(inner) for inner in part.parts().values())
+    return (
+        isinstance(part, Base)
+        and not learns(part)
+        and all(follows_from_step(inner) for inner in part.parts().values())
+    )
 
 
 def weight_problems(weights: Any) -> list[str]:
     given = dict(weights)
-    wrong = [f"mixture: wanted the name of a source, found {name!r}" for name in given if not isinstance(name, str) or not name]
+    wrong = [
+        f"mixture: wanted the name of a source, found {name!r}"
+        for name in given
+        if not isinstance(name, str) or not name
+    ]
     return wrong + mixture_problems(given, given)
 
 
@@ -202,10 +238,17 @@ def shares(weights: Mapping[str, float]) -> dict[str, float]:
 def named(said: Weights, step: int, where: str) -> Mapping[str, float]:
     """What a schedule inside another one said, which must be by name: only the job knows the order of its sources."""
     if not isinstance(said, Mapping):
-        raise JobError([f"{where}: wanted weights by source name at step {step}, found {said!r}"], "schedule")
-    right = all(type(w) is float and 0 <= w < math.inf for w in said.values()) and any(said.values())
+        raise JobError(
+            [f"{where}: wanted weights by source name at step {step}, found {said!r}"], "schedule"
+        )
+    right = all(type(w) is float and 0 <= w < math.inf for w in said.values()) and any(
+        said.values()
+    )
     if not right and (problems := weight_problems(said)):
-        raise JobError([f"{where}: at step {step}, {p.removeprefix('mixture: ')}" for p in problems], "schedule")
+        raise JobError(
+            [f"{where}: at step {step}, {p.removeprefix('mixture: ')}" for p in problems],
+            "schedule",
+        )
     return said
 
 

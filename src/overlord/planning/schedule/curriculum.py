@@ -32,7 +32,9 @@ class Curriculum(Base):
         check = Check(self)
         check.text("column")
         if check.real("a finite number", math.isfinite, "low", "high") and self.low > self.high:
-            check.found.append(f"low, high: the ramp goes up, found {self.low:g} above {self.high:g}; reverse the column in ov.Meta")
+            check.found.append(
+                f"low, high: the ramp goes up, found {self.low:g} above {self.high:g}; reverse the column in ov.Meta"
+            )
         check.whole(1, "steps")
         _take_weights(self, check)
         check.done()
@@ -48,7 +50,11 @@ class Curriculum(Base):
         return _above(candidates, self.column, self.threshold(step))
 
     def bound(self, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Curriculum:
-        return replace(self, weights=Constant(weights)) if self.weights is None else Base.bound(self, weights, rows)
+        return (
+            replace(self, weights=Constant(weights))
+            if self.weights is None
+            else Base.bound(self, weights, rows)
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -64,7 +70,9 @@ class LengthWarmup(Base):
         check = Check(self)
         check.whole(1, "start", "end", "steps")
         if not check.found and self.start > self.end:
-            check.found.append(f"start, end: lengths go up from start, found {self.start} above {self.end}")
+            check.found.append(
+                f"start, end: lengths go up from start, found {self.start} above {self.end}"
+            )
         check.text("column")
         _take_weights(self, check)
         check.done()
@@ -80,10 +88,16 @@ class LengthWarmup(Base):
         return _above(candidates, self.column, self.threshold(step))
 
     def bound(self, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> LengthWarmup:
-        return replace(self, weights=Constant(weights)) if self.weights is None else Base.bound(self, weights, rows)
+        return (
+            replace(self, weights=Constant(weights))
+            if self.weights is None
+            else Base.bound(self, weights, rows)
+        )
 
 
-def curriculum(column: str, low: float, high: float, steps: int, weights: Part | None = None) -> Curriculum:
+def curriculum(
+    column: str, low: float, high: float, steps: int, weights: Part | None = None
+) -> Curriculum:
     """Easy samples first: prefers those whose ``column`` is at most a threshold that rises from ``low`` to ``high`` over ``steps``.
 
     The column is metadata (``ov.Meta``), the same scale in every source. It needs ``Job(look_ahead=...)`` above 1: that
@@ -92,7 +106,9 @@ def curriculum(column: str, low: float, high: float, steps: int, weights: Part |
     return Curriculum(column, low, high, steps, weights)
 
 
-def length_warmup(start: int, end: int, steps: int, weights: Part | None = None, column: str = "tokens") -> LengthWarmup:
+def length_warmup(
+    start: int, end: int, steps: int, weights: Part | None = None, column: str = "tokens"
+) -> LengthWarmup:
     """Short samples first: prefers those of at most ``start`` tokens, rising to ``end`` over ``steps``."""
     return LengthWarmup(start, end, steps, weights, column)
 
@@ -105,7 +121,10 @@ def _take_weights(schedule: Curriculum | LengthWarmup, check: Check) -> None:
 def _weights_of(schedule: Curriculum | LengthWarmup, step: int, feedback: Feedback) -> Any:
     if schedule.weights is None:
         raise JobError(
-            ["weights: the sources' weights are not known outside a job; give weights={name: weight}"], f"schedule.{schedule.kind}"
+            [
+                "weights: the sources' weights are not known outside a job; give weights={name: weight}"
+            ],
+            f"schedule.{schedule.kind}",
         )
     return schedule.weights(step, feedback)
 
@@ -120,6 +139,10 @@ def _above(candidates: Buffer, column: str, threshold: float) -> np.ndarray:
         return np.zeros(len(candidates))
     values = candidates.column(column)
     if isinstance(values, Ragged):
-        raise PlanError(f"metadata {column!r} holds several values a sample", candidates.step, "a curriculum needs one number each")
+        raise PlanError(
+            f"metadata {column!r} holds several values a sample",
+            candidates.step,
+            "a curriculum needs one number each",
+        )
     difficulty = np.asarray(values, np.float64)
     return np.where(np.isnan(difficulty), math.inf, np.maximum(difficulty - threshold, 0.0))

@@ -14,7 +14,15 @@ from typing import Any, ClassVar
 
 from overlord.errors import JobError
 from overlord.planning import integer_math
-from overlord.planning.schedule.base import Base, Check, Constant, Feedback, is_real, shares, weight_problems
+from overlord.planning.schedule.base import (
+    Base,
+    Check,
+    Constant,
+    Feedback,
+    is_real,
+    shares,
+    weight_problems,
+)
 
 LARGEST = 1e6  # a larger loss counts as this one: sums stay finite, and nothing else would be drawn either way
 
@@ -26,7 +34,9 @@ class Learned:
     updates: int = 0
     reward: dict[str, float] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)  # the last good report of each source
-    ignored: dict[str, int] = field(default_factory=dict)  # reports that were no loss: not finite, negative, no number
+    ignored: dict[str, int] = field(
+        default_factory=dict
+    )  # reports that were no loss: not finite, negative, no number
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -56,26 +66,50 @@ class Odm(Base):
 
     def _take_weights(self, check: Check) -> None:
         if callable(self.weights) and not isinstance(self.weights, Constant):
-            check.found.append(f"weights: wanted the weights to begin with, by source name, found {self.weights!r}")
+            check.found.append(
+                f"weights: wanted the weights to begin with, by source name, found {self.weights!r}"
+            )
             return
-        names = self.weights if isinstance(self.weights, Sequence) and not isinstance(self.weights, str) else None
-        check.set("weights", check.part("weights", self.weights if names is None else dict.fromkeys(names, 1.0)))
+        names = (
+            self.weights
+            if isinstance(self.weights, Sequence) and not isinstance(self.weights, str)
+            else None
+        )
+        check.set(
+            "weights",
+            check.part("weights", self.weights if names is None else dict.fromkeys(names, 1.0)),
+        )
 
     def _take_floor(self, check: Check) -> None:
         if not isinstance(self.floor, (Mapping, tuple)):
             check.real("a share from 0 to 1", lambda x: 0 <= x <= 1, "floor")
             share = self.floor if isinstance(self.floor, float) else 0.0
             if share * len(self.sources) > 1 + 1e-9:
-                check.found.append(f"floor: {share:g} for each of {len(self.sources)} sources is more than there is")
+                check.found.append(
+                    f"floor: {share:g} for each of {len(self.sources)} sources is more than there is"
+                )
             return
         floors = dict(self.floor)
-        wrong = [problem for problem in weight_problems(floors) if "all weights are zero" not in problem]
+        wrong = [
+            problem for problem in weight_problems(floors) if "all weights are zero" not in problem
+        ]
         check.found += [f"floor{problem.removeprefix('mixture')}" for problem in wrong]
         if self.sources:
-            check.found += [f"floor: {name!r} is not among the weights" for name in floors if name not in self.sources]
+            check.found += [
+                f"floor: {name!r} is not among the weights"
+                for name in floors
+                if name not in self.sources
+            ]
         if not wrong and math.fsum(floors.values()) > 1 + 1e-9:
-            check.found.append(f"floor: the floors sum to {math.fsum(floors.values()):g}, more than 1")
-        check.set("floor", floors if wrong else tuple(sorted((name, float(share)) for name, share in floors.items())))
+            check.found.append(
+                f"floor: the floors sum to {math.fsum(floors.values()):g}, more than 1"
+            )
+        check.set(
+            "floor",
+            floors
+            if wrong
+            else tuple(sorted((name, float(share)) for name, share in floors.items())),
+        )
 
     def __call__(self, step: int, feedback: Feedback) -> dict[str, float]:
         """Learns from the reports of one step and says the weights that follow."""
@@ -88,7 +122,10 @@ class Odm(Base):
 
     def _prior(self, step: int, feedback: Feedback) -> dict[str, float]:
         if self.weights is None:
-            raise JobError(["weights: the sources are not known outside a job; give weights={name: weight}"], "schedule.odm")
+            raise JobError(
+                ["weights: the sources are not known outside a job; give weights={name: weight}"],
+                "schedule.odm",
+            )
         prior: dict[str, float] = self.weights(step, feedback)
         return prior
 
@@ -108,7 +145,10 @@ class Odm(Base):
         """One update: a source without a report counts with its last loss, one that never had any with the mean of the others."""
         known, before = self.learned, self._rewards(names)
         mean = math.fsum(known.loss.values()) / len(known.loss)
-        known.reward = {name: before[name] * self.decay + known.loss.get(name, mean) / self.scale for name in names}
+        known.reward = {
+            name: before[name] * self.decay + known.loss.get(name, mean) / self.scale
+            for name in names
+        }
         known.updates += 1
 
     def _rewards(self, names: list[str]) -> dict[str, float]:
@@ -123,17 +163,30 @@ class Odm(Base):
         rate = self.rate if self.rate is not None else _exploration(n, t - 1)
         explore = n * _exploration(n, t)
         top = max(reward[name] for name, p in prior.items() if p)
-        lifted = {name: p and p * integer_math.exp_down(rate * (reward[name] - top)) for name, p in prior.items()}
-        return {name: (1 - explore) * share + explore * prior[name] for name, share in shares(lifted).items()}
+        lifted = {
+            name: p and p * integer_math.exp_down(rate * (reward[name] - top))
+            for name, p in prior.items()
+        }
+        return {
+            name: (1 - explore) * share + explore * prior[name]
+            for name, share in shares(lifted).items()
+        }
 
     def _floored(self, weights: Mapping[str, float]) -> dict[str, float]:
-        floor = dict.fromkeys(weights, self.floor) if isinstance(self.floor, float) else dict(self.floor)
+        floor = (
+            dict.fromkeys(weights, self.floor)
+            if isinstance(self.floor, float)
+            else dict(self.floor)
+        )
         free = max(0.0, 1 - math.fsum(floor.values()))
         return {name: floor.get(name, 0.0) + free * weight for name, weight in weights.items()}
 
     def parameters(self) -> dict[str, Any]:
         given = Base.parameters(self)
-        return {name: dict(v) if name == "floor" and isinstance(v, tuple) else v for name, v in given.items()}
+        return {
+            name: dict(v) if name == "floor" and isinstance(v, tuple) else v
+            for name, v in given.items()
+        }
 
     def bound(self, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Odm:
         return replace(self, weights=Constant(weights)) if self.weights is None else self
@@ -144,7 +197,12 @@ class Odm(Base):
 
     def state_dict(self) -> dict[str, Any]:
         known = self.learned
-        return {"updates": known.updates, "reward": dict(known.reward), "loss": dict(known.loss), "ignored": dict(known.ignored)}
+        return {
+            "updates": known.updates,
+            "reward": dict(known.reward),
+            "loss": dict(known.loss),
+            "ignored": dict(known.ignored),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         numbers = {
@@ -166,9 +224,14 @@ def _exploration(n: int, t: int) -> float:
 
 
 def odm(
-    weights: Mapping[str, float] | Sequence[str] | None = None, warmup: int = 100, floor: float | Mapping[str, float] = 0.0,
-    scale: float = 10.0, decay: float = 1.0, rate: float | None = None, metric: str = "loss",
-) -> Odm:  # fmt: skip
+    weights: Mapping[str, float] | Sequence[str] | None = None,
+    warmup: int = 100,
+    floor: float | Mapping[str, float] = 0.0,
+    scale: float = 10.0,
+    decay: float = 1.0,
+    rate: float | None = None,
+    metric: str = "loss",
+) -> Odm:
     """Weights that follow the losses in ``client.report(step, {"loss/web": 2.31, ...})``: what is learned worst is drawn more.
 
     ``weights`` are those of the first ``warmup`` steps and what is explored later; names alone stand for equal ones. No

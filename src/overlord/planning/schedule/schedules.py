@@ -15,7 +15,17 @@ from typing import Any, ClassVar
 
 from overlord.errors import JobError
 from overlord.planning import integer_math
-from overlord.planning.schedule.base import Base, Check, Constant, Feedback, Part, bind, is_real, named, shares
+from overlord.planning.schedule.base import (
+    Base,
+    Check,
+    Constant,
+    Feedback,
+    Part,
+    bind,
+    is_real,
+    named,
+    shares,
+)
 
 
 def constant(weights: Mapping[str, float]) -> Constant:
@@ -32,11 +42,22 @@ class Staged(Base):
         check = Check(self)
         given = dict(self.stages) if isinstance(self.stages, (Mapping, tuple)) else {}
         if not given:
-            check.found.append(f"stages: wanted a mapping of first step to weights, found {self.stages!r}")
-        wrong = [first for first in given if not isinstance(first, int) or isinstance(first, bool) or first < 0]
-        check.found += [f"stages: wanted the first step of a stage, a whole number of at least 0, found {first!r}" for first in wrong]
+            check.found.append(
+                f"stages: wanted a mapping of first step to weights, found {self.stages!r}"
+            )
+        wrong = [
+            first
+            for first in given
+            if not isinstance(first, int) or isinstance(first, bool) or first < 0
+        ]
+        check.found += [
+            f"stages: wanted the first step of a stage, a whole number of at least 0, found {first!r}"
+            for first in wrong
+        ]
         if given and not wrong and 0 not in given:
-            check.found.append(f"stages: the first stage begins at step {min(given)}; say what steps before it draw, from 0 on")
+            check.found.append(
+                f"stages: the first stage begins at step {min(given)}; say what steps before it draw, from 0 on"
+            )
         made = {first: check.part(f"stages[{first!r}]", part) for first, part in given.items()}
         check.done()
         check.set("stages", tuple(sorted(made.items(), key=lambda stage: stage[0])))
@@ -47,7 +68,12 @@ class Staged(Base):
         return said[bisect_right([first for first, _ in self.stages], step) - 1]
 
     def parameters(self) -> dict[str, Any]:
-        return {"stages": {first: dict(part.weights) if isinstance(part, Constant) else part for first, part in self.stages}}
+        return {
+            "stages": {
+                first: dict(part.weights) if isinstance(part, Constant) else part
+                for first, part in self.stages
+            }
+        }
 
     def parts(self) -> dict[str, Any]:
         return {str(first): part for first, part in self.stages}
@@ -123,11 +149,15 @@ def cosine(start: Part, end: Part, steps: int, begin: int = 0) -> Cosine:
 class Temperature(Base):
     kind: ClassVar[str] = "temperature"
     tau: float = 1.0
-    sizes: Any = None  # pairs (name, size), sorted; None: rows of the sources, when the job is launched
+    sizes: Any = (
+        None  # pairs (name, size), sorted; None: rows of the sources, when the job is launched
+    )
     end_tau: float | None = None
     steps: int | None = None
     begin: int = 0
-    logs: Any = field(default=(), init=False, compare=False)  # logarithm of each size over the largest; None where the size is 0
+    logs: Any = field(
+        default=(), init=False, compare=False
+    )  # logarithm of each size over the largest; None where the size is 0
 
     def __post_init__(self) -> None:
         check = Check(self)
@@ -155,15 +185,25 @@ class Temperature(Base):
 
     def __call__(self, step: int, feedback: Feedback) -> dict[str, float]:
         if self.sizes is None:
-            raise JobError(["sizes: not known outside a job; give sizes={name: rows or tokens}"], "schedule.temperature")
+            raise JobError(
+                ["sizes: not known outside a job; give sizes={name: rows or tokens}"],
+                "schedule.temperature",
+            )
         tau = self.tau
         if self.end_tau is not None and self.steps is not None:
             done = min(max(step - self.begin, 0), self.steps)
-            tau = self.end_tau if done == self.steps else tau + (self.end_tau - tau) * (done / self.steps)
+            tau = (
+                self.end_tau
+                if done == self.steps
+                else tau + (self.end_tau - tau) * (done / self.steps)
+            )
         if tau == 1:
             return dict(self.sizes)
         power = 1 / tau
-        powers = (0.0 if value is None else integer_math.power_below_one(value, power) for value in self.logs)
+        powers = (
+            0.0 if value is None else integer_math.power_below_one(value, power)
+            for value in self.logs
+        )
         return {name: weight for (name, _), weight in zip(self.sizes, powers, strict=True)}
 
     def parameters(self) -> dict[str, Any]:
@@ -180,20 +220,40 @@ class Temperature(Base):
         if unread := [name for name in weights if rows.get(name) is None]:
             some = ", ".join(unread[:5]) + (", ..." if len(unread) > 5 else "")
             raise JobError(
-                [f"sizes: how many rows {some} has is known only by reading it; give sizes={{name: rows}}"], "schedule.temperature"
+                [
+                    f"sizes: how many rows {some} has is known only by reading it; give sizes={{name: rows}}"
+                ],
+                "schedule.temperature",
             )
         return replace(self, sizes={name: rows[name] for name in weights})
 
 
 def _size_problems(sizes: Mapping[Any, Any]) -> list[str]:
-    found = [f"sizes: wanted the name of a source, found {name!r}" for name in sizes if not isinstance(name, str) or not name]
-    wrong = {name: size for name, size in sizes.items() if not is_real(size) or not 0 <= size < math.inf}
-    found += [f"sizes: the size of {name!r} must be a finite number of at least 0, found {size!r}" for name, size in wrong.items()]
-    return found if found or any(sizes.values()) else ["sizes: all are zero, so no sample would ever be drawn"]
+    found = [
+        f"sizes: wanted the name of a source, found {name!r}"
+        for name in sizes
+        if not isinstance(name, str) or not name
+    ]
+    wrong = {
+        name: size for name, size in sizes.items() if not is_real(size) or not 0 <= size < math.inf
+    }
+    found += [
+        f"sizes: the size of {name!r} must be a finite number of at least 0, found {size!r}"
+        for name, size in wrong.items()
+    ]
+    return (
+        found
+        if found or any(sizes.values())
+        else ["sizes: all are zero, so no sample would ever be drawn"]
+    )
 
 
 def temperature(
-    tau: float = 1.0, sizes: Mapping[str, float] | None = None, end_tau: float | None = None, steps: int | None = None, begin: int = 0
+    tau: float = 1.0,
+    sizes: Mapping[str, float] | None = None,
+    end_tau: float | None = None,
+    steps: int | None = None,
+    begin: int = 0,
 ) -> Temperature:
     """Weights ``size ** (1/tau)``: 1 draws in proportion, more lifts small sources, infinity draws all alike.
 

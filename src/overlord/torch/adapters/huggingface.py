@@ -11,13 +11,21 @@ from overlord.torch.adapters.labels import converted, need
 from overlord.torch.microbatch_info import UNSHIFTED
 from overlord.torch.tensors import as_tensor
 
-IMAGE_KEYS = {"pixel_values": "pixel_values", "image_grid_thw": "grid_thw"}  # as its vision models name them
+IMAGE_KEYS = {
+    "pixel_values": "pixel_values",
+    "image_grid_thw": "grid_thw",
+}  # as its vision models name them
 
 
 def flattened(
-    mb: Mapping[str, Any], *, seq_idx: bool = False, mask: bool | torch.dtype = False, kernel: bool = True, no_cache: bool = True,
+    mb: Mapping[str, Any],
+    *,
+    seq_idx: bool = False,
+    mask: bool | torch.dtype = False,
+    kernel: bool = True,
+    no_cache: bool = True,
     given: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """``model(**flattened(mb))``: one row of all documents, [1, tokens], labels unshifted, positions from 0 in every document.
 
     ``kernel``: with ``cu_seq_lens_q/k`` and ``max_length_q/k`` for flash attention, which other kinds ignore. ``no_cache``: with
@@ -26,27 +34,51 @@ def flattened(
     for attention that never looks at positions; True for float32, or the dtype of the model. ``given``: the job's ``Batch.labels``,
     where it cannot be told.
     """
-    facts = need(mb, ("tokens", "position_ids", "labels", "loss_mask", "cu_seqlens_padded", "max_seqlen"), "huggingface.flattened")
+    facts = need(
+        mb,
+        ("tokens", "position_ids", "labels", "loss_mask", "cu_seqlens_padded", "max_seqlen"),
+        "huggingface.flattened",
+    )
     labels, _ = converted(mb, UNSHIFTED, given)
     tokens, bounds = as_tensor(mb["tokens"]), as_tensor(mb["cu_seqlens_padded"])
-    made: dict[str, Any] = {"input_ids": tokens[None], "labels": labels[None], "position_ids": as_tensor(mb["position_ids"])[None]}
+    made: dict[str, Any] = {
+        "input_ids": tokens[None],
+        "labels": labels[None],
+        "position_ids": as_tensor(mb["position_ids"])[None],
+    }
     if kernel:
-        made |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": facts.longest, "max_length_k": facts.longest}
+        made |= {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": facts.longest,
+            "max_length_k": facts.longest,
+        }
     made |= {name: as_tensor(mb[key]) for name, key in IMAGE_KEYS.items() if key in mb}
     if no_cache:
         made["use_cache"] = False
     if seq_idx:
         made["seq_idx"] = documents(bounds, len(tokens)).to(torch.int32)[None]
     if mask:
-        made["attention_mask"] = block_mask(bounds, len(tokens), torch.float32 if mask is True else mask)
+        made["attention_mask"] = block_mask(
+            bounds, len(tokens), torch.float32 if mask is True else mask
+        )
     return made
 
 
 def padded(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, torch.Tensor]:
     """Of ``Batch(layout="padded")``: ``input_ids``, ``attention_mask``, ``position_ids`` and unshifted ``labels``, [rows, context]."""
-    need(mb, ("tokens", "position_ids", "labels", "loss_mask", "attention_mask"), "huggingface.padded", padded=True)
+    need(
+        mb,
+        ("tokens", "position_ids", "labels", "loss_mask", "attention_mask"),
+        "huggingface.padded",
+        padded=True,
+    )
     labels, _ = converted(mb, UNSHIFTED, given)
-    named = {"input_ids": "tokens", "attention_mask": "attention_mask", "position_ids": "position_ids"}
+    named = {
+        "input_ids": "tokens",
+        "attention_mask": "attention_mask",
+        "position_ids": "position_ids",
+    }
     return {name: as_tensor(mb[key]) for name, key in named.items()} | {"labels": labels}
 
 
@@ -60,10 +92,14 @@ def document_of(at: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(bounds[1:].to(torch.int64), at.to(torch.int64), right=True)
 
 
-def block_mask(bounds: torch.Tensor, tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def block_mask(
+    bounds: torch.Tensor, tokens: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """[1, 1, tokens, tokens], to be added to scores: 0 where a token sees another of its document that is not behind it, else the
     lowest number. Its size grows with the square of the tokens."""
     document = documents(bounds, tokens)
     at = torch.arange(tokens, device=bounds.device)
     sees = (document[:, None] == document[None, :]) & (at[:, None] >= at[None, :])
-    return torch.zeros(sees.shape, dtype=dtype, device=bounds.device).masked_fill_(~sees, torch.finfo(dtype).min)[None, None]
+    return torch.zeros(sees.shape, dtype=dtype, device=bounds.device).masked_fill_(
+        ~sees, torch.finfo(dtype).min
+    )[None, None]

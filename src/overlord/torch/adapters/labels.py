@@ -19,11 +19,16 @@ from overlord.torch.tensors import TensorMicrobatch, as_tensor
 CONVENTIONS = (SHIFTED, UNSHIFTED)
 
 
-def converted(mb: Mapping[str, Any], wanted: str, given: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def converted(
+    mb: Mapping[str, Any], wanted: str, given: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels and loss mask of a microbatch in the wanted convention. ``given``: the job's ``Batch.labels``; by default told from them."""
     for name, value in (("wanted", wanted), ("given", given or wanted)):
         if value not in CONVENTIONS:
-            raise JobError([f"{name}: unknown labels convention {value!r}; known: {', '.join(CONVENTIONS)}"], "labels")
+            raise JobError(
+                [f"{name}: unknown labels convention {value!r}; known: {', '.join(CONVENTIONS)}"],
+                "labels",
+            )
     facts = Facts.of(mb)
     labels, mask = as_tensor(mb["labels"]), as_tensor(mb["loss_mask"])
     has = given or facts.labels
@@ -60,12 +65,23 @@ def has_keys(mb: Mapping[str, Any], keys: tuple[str, ...], adapter: str) -> None
     if missing and "cu_seqlens" not in mb and isinstance(mb, (Microbatch, TensorMicrobatch)):
         mb[missing[0]]  # of a rank that is served by another: its KeyError says by whom
     if missing:
-        why = "say Batch(layout='padded')" if missing == ["attention_mask"] else "each stage of a pipeline gets its own keys only"
+        why = (
+            "say Batch(layout='padded')"
+            if missing == ["attention_mask"]
+            else "each stage of a pipeline gets its own keys only"
+        )
         found = f"found {', '.join(mb)}; {why}"
         raise JobError([f"wanted {', '.join(missing)} in the microbatch, {found}"], adapter)
 
 
-def need(mb: Mapping[str, Any], keys: tuple[str, ...], adapter: str, *, padded: bool = False, whole: bool = True) -> Facts:
+def need(
+    mb: Mapping[str, Any],
+    keys: tuple[str, ...],
+    adapter: str,
+    *,
+    padded: bool = False,
+    whole: bool = True,
+) -> Facts:
     """Facts of a microbatch that an adapter can take; else what is wrong with it."""
     has_keys(mb, keys, adapter)
     facts = Facts.of(mb)
@@ -73,7 +89,10 @@ def need(mb: Mapping[str, Any], keys: tuple[str, ...], adapter: str, *, padded: 
         raise JobError(["wanted the packed layout, found rows of Batch(layout='padded')"], adapter)
     if whole and facts.sliced:
         raise JobError(
-            [f"wanted whole microbatches, found a slice of {facts.here} of {facts.tokens} tokens, cut for context parallelism; "
-             "say Batch(cp_split='none'), and let the framework cut"], adapter,
-        )  # fmt: skip
+            [
+                f"wanted whole microbatches, found a slice of {facts.here} of {facts.tokens} tokens, cut for context parallelism; "
+                "say Batch(cp_split='none'), and let the framework cut"
+            ],
+            adapter,
+        )
     return facts

@@ -52,7 +52,11 @@ def packed(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, Any]
     """The dict that its data iterator yields for a microbatch, for the stage this rank is: tensors flat, ``max_seqlen`` an int32 scalar
     on the host, labels shifted. Already sliced for CP where the job says so: then do not slice again."""
     need(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed", whole=False)
-    made = {key: as_tensor(mb[key]) for key in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "tokens", "position_ids") if key in mb}
+    made = {
+        key: as_tensor(mb[key])
+        for key in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "tokens", "position_ids")
+        if key in mb
+    }
     if "labels" in mb:
         made["labels"], made["loss_mask"] = converted(mb, SHIFTED, given)
     return made
@@ -68,19 +72,34 @@ def packed_seq_params(mb: Mapping[str, Any], *, true_lengths: bool = False, **mo
     bounds, longest = as_tensor(mb["cu_seqlens_padded"]), int(mb["max_seqlen"])
     lengths = as_tensor(mb["cu_seqlens"]) if true_lengths else bounds
     return _class()(
-        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, cu_seqlens_q_padded=bounds, cu_seqlens_kv_padded=bounds,
-        max_seqlen_q=longest, max_seqlen_kv=longest, **more,
-    )  # fmt: skip
+        qkv_format="thd",
+        cu_seqlens_q=lengths,
+        cu_seqlens_kv=lengths,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **more,
+    )
 
 
-def padding_mask(mb: Mapping[str, Any], index: Any = None, *, cp: tuple[int, int] | None = None, cp_split: str = "zigzag") -> torch.Tensor:
+def padding_mask(
+    mb: Mapping[str, Any],
+    index: Any = None,
+    *,
+    cp: tuple[int, int] | None = None,
+    cp_split: str = "zigzag",
+) -> torch.Tensor:
     """True on padding, [1, tokens]: mixtures of experts leave it out. Needs no tokens, so that every stage can make it.
 
     For a slice of context parallelism: ``cp`` is (how many ranks, which of them) and ``cp_split`` the job's; or ``index`` is which token of
     the whole microbatch each of the slice's is (``overlord.constructor.rank_views.slice_index``).
     """
     has_keys(mb, ("cu_seqlens", "cu_seqlens_padded"), "megatron.padding_mask")
-    lengths, bounds = as_tensor(mb["cu_seqlens"]).to(torch.int64), as_tensor(mb["cu_seqlens_padded"]).to(torch.int64)
+    lengths, bounds = (
+        as_tensor(mb["cu_seqlens"]).to(torch.int64),
+        as_tensor(mb["cu_seqlens_padded"]).to(torch.int64),
+    )
     if index is not None:
         at = torch.as_tensor(index, device=bounds.device)
     else:
@@ -92,35 +111,53 @@ def padding_mask(mb: Mapping[str, Any], index: Any = None, *, cp: tuple[int, int
 def _places(bounds: torch.Tensor, facts: Facts, cp: tuple[int, int], split: str) -> torch.Tensor:
     """Which token of the whole microbatch each token of a slice is: on the device where the bounds are, without a question to it."""
     ranks, rank = _checked(cp, split, facts)
-    if ranks == 1 or split == "none" or facts.here == facts.tokens:  # not cut: also where each CP rank has microbatches of its own
+    if (
+        ranks == 1 or split == "none" or facts.here == facts.tokens
+    ):  # not cut: also where each CP rank has microbatches of its own
         return torch.arange(facts.tokens, device=bounds.device)
     t = torch.arange(facts.tokens // ranks, device=bounds.device)
     if split == "contiguous":
         return t + rank * len(t)
-    starts = (bounds if split == "zigzag" else torch.stack((bounds[0], bounds[-1]))) // ranks  # of documents, in the slice
+    starts = (
+        bounds if split == "zigzag" else torch.stack((bounds[0], bounds[-1]))
+    ) // ranks  # of documents, in the slice
     document = document_of(t, starts)
     at, half = t - starts[document], starts.diff()[document] // 2
-    return starts[document] * ranks + at + half * torch.where(at < half, rank, 2 * (ranks - 1) - rank)
+    return (
+        starts[document] * ranks + at + half * torch.where(at < half, rank, 2 * (ranks - 1) - rank)
+    )
 
 
 def _checked(cp: tuple[int, int], split: str, facts: Facts) -> tuple[int, int]:
     ranks, rank = cp
     if not 0 <= rank < ranks:
-        raise JobError([f"cp: wanted (how many ranks, which of them), found {cp!r}"], "megatron.padding_mask")
+        raise JobError(
+            [f"cp: wanted (how many ranks, which of them), found {cp!r}"], "megatron.padding_mask"
+        )
     if split not in SPLITS:
-        raise JobError([f"cp_split: unknown {split!r}; known: {', '.join(SPLITS)}"], "megatron.padding_mask")
+        raise JobError(
+            [f"cp_split: unknown {split!r}; known: {', '.join(SPLITS)}"], "megatron.padding_mask"
+        )
     if facts.sliced and (split == "none" or facts.here * ranks != facts.tokens):
         raise JobError(
-            [f"cp: {cp!r} with cp_split={split!r} does not fit a slice of {facts.here} of {facts.tokens} tokens; "
-             "give this rank's place along cp, and the job's Batch.cp_split"], "megatron.padding_mask",
-        )  # fmt: skip
+            [
+                f"cp: {cp!r} with cp_split={split!r} does not fit a slice of {facts.here} of {facts.tokens} tokens; "
+                "give this rank's place along cp, and the job's Batch.cp_split"
+            ],
+            "megatron.padding_mask",
+        )
     return ranks, rank
 
 
 def get_batch(
-    iterator: Iterator[Mapping[str, Any]] | None, *, cp: tuple[int, int] | None = None, cp_split: str = "zigzag",
-    device: torch.device | str | None = None, given: str | None = None, **more: Any,
-) -> Batch:  # fmt: skip
+    iterator: Iterator[Mapping[str, Any]] | None,
+    *,
+    cp: tuple[int, int] | None = None,
+    cp_split: str = "zigzag",
+    device: torch.device | str | None = None,
+    given: str | None = None,
+    **more: Any,
+) -> Batch:
     """The next microbatch as Megatron's forward step unpacks it: ``tokens, labels, loss_mask, attention_mask, position_ids,
     packed_seq_params, padding_mask``; [1, tokens], None for what this stage does not have.
 
@@ -130,7 +167,12 @@ def get_batch(
     ``cp`` it is None where a rank does not hold all the tokens: on slices, and on stages in the middle.
     """
     if iterator is None:
-        raise JobError(["wanted an iterator of microbatches on every rank, found None; client.microbatches() is one"], "megatron.get_batch")
+        raise JobError(
+            [
+                "wanted an iterator of microbatches on every rank, found None; client.microbatches() is one"
+            ],
+            "megatron.get_batch",
+        )
     mb = next(iterator)
     mb = mb if isinstance(mb, TensorMicrobatch) else TensorMicrobatch.of(mb)
     mb = mb if device is None else mb.to(device)
@@ -141,7 +183,15 @@ def get_batch(
     mask = padding_mask(mb, cp=cp, cp_split=cp_split) if known else None
     found = {key: made[key][None] if key in made else None for key in TOKEN_KEYS}
     params = packed_seq_params(mb, **more)
-    return Batch(found["tokens"], found["labels"], found["loss_mask"], None, found["position_ids"], params, mask)
+    return Batch(
+        found["tokens"],
+        found["labels"],
+        found["loss_mask"],
+        None,
+        found["position_ids"],
+        params,
+        mask,
+    )
 
 
 def _rows(mb: Mapping[str, Any], given: str | None) -> Batch:
@@ -149,7 +199,15 @@ def _rows(mb: Mapping[str, Any], given: str | None) -> Batch:
     found: dict[str, Any] = {key: as_tensor(mb[key]) if key in mb else None for key in TOKEN_KEYS}
     if "labels" in mb:
         found["labels"], found["loss_mask"] = converted(mb, SHIFTED, given)
-    return Batch(found["tokens"], found["labels"], found["loss_mask"], None, found["position_ids"], None, None)
+    return Batch(
+        found["tokens"],
+        found["labels"],
+        found["loss_mask"],
+        None,
+        found["position_ids"],
+        None,
+        None,
+    )
 
 
 def _class() -> Any:

@@ -17,7 +17,11 @@ IMAGE_KEYS = ("pixel_values", "grid_thw")
 
 
 def flat(
-    mb: Mapping[str, Any], *, tokens: int | None = None, given: str | None = None, batched: bool = True
+    mb: Mapping[str, Any],
+    *,
+    tokens: int | None = None,
+    given: str | None = None,
+    batched: bool = True,
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Return one batch of its trainer: [1, T] as release 0.3.0 reads it. A document begins where ``positions`` is 0.
 
@@ -32,10 +36,15 @@ def flat(
         more = tokens - len(ids)
         if more < 0:
             raise JobError(
-                [f"tokens: wanted at least the {len(ids)} of the microbatch, found {tokens}; give Batch.context"], "torchtitan.flat"
+                [
+                    f"tokens: wanted at least the {len(ids)} of the microbatch, found {tokens}; give Batch.context"
+                ],
+                "torchtitan.flat",
             )
         ids, labels = F.pad(ids, (0, more)), F.pad(labels, (0, more), value=IGNORE)
-        positions = torch.cat((positions, torch.arange(more, dtype=positions.dtype, device=positions.device)))
+        positions = torch.cat(
+            (positions, torch.arange(more, dtype=positions.dtype, device=positions.device))
+        )
     images = {key: as_tensor(mb[key]) for key in IMAGE_KEYS if key in mb}
     if not batched:
         return {"input": ids, "positions": positions, **images}, labels
