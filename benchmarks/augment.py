@@ -1,4 +1,6 @@
-"""Transforms of very different cost, for benchmarks/autoscale.py: real work on JPEG files; a module, so that loader hosts can import it."""
+"""Transforms of very different cost, for benchmarks/autoscale.py: real work on JPEG files; a
+module, so that loader hosts can import it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def augmented(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode, then turn, blur, sharpen and recolour, as training on images does. The same for the same row."""
+    """Decode, then turn, blur, sharpen and recolour, as training on images does. The same for the
+    same row.
+    """
     with Image.open(io.BytesIO(row["image"])) as opened:
         image = opened.convert("RGB")
     angle = 5 + row["n"] % 20
@@ -53,7 +57,9 @@ def hashed(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_jpegs(path: str, rows: int, side: int, seed: int, per_chunk: int = 4) -> None:
-    """A Parquet file of photographs of noise, smooth as photographs are; row groups are the chunks that loaders share."""
+    """A Parquet file of photographs of noise, smooth as photographs are; row groups are the chunks
+    that loaders share.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,14 +1,18 @@
-"""Loader processes over time while the mixture shifts to heavy sources and back: provisioned for the worst case, for the average, as
-launched without scaling, and scaled by need (the Overlord paper, arXiv 2504.09844, section 5.2).
+"""Loader processes over time while the mixture shifts to heavy sources and back: provisioned for
+the worst case, for the average, as launched without scaling, and scaled by need (the Overlord
+paper, arXiv 2504.09844, section 5.2).
 
     python benchmarks/autoscale.py [--hosts N] [--seconds 60] [--step-s 0.25] [--quick] [--save]
 
-Five sources whose transforms cost about 1x (tokenize), 4x (decode a JPEG), 75x and 300x (decode and augment), and 150x in plain Python,
-which holds the interpreter lock. What they cost on this machine is measured first, in CPU time and side by side, and the batch is chosen
-so that the heavy stage keeps 60 % of ``--hosts`` cores busy (default: as many as there are). *Off* and *autoscale* are launched with
-``hosts=`` and otherwise defaults; the two that are provisioned by hand have processes of one thread. The trainer takes a fixed time for
-a step. What it waits is the time from the call of ``launch`` to the first step, and from each request to the next step. Every run must
-deliver the same plans, and begins without a profile. Loader-seconds are the sum over loader processes of the time each was there.
+Five sources whose transforms cost about 1x (tokenize), 4x (decode a JPEG), 75x and 300x (decode and
+augment), and 150x in plain Python, which holds the interpreter lock. What they cost on this machine
+is measured first, in CPU time and side by side, and the batch is chosen so that the heavy stage
+keeps 60 % of ``--hosts`` cores busy (default: as many as there are). *Off* and *autoscale* are
+launched with ``hosts=`` and otherwise defaults; the two that are provisioned by hand have processes
+of one thread. The trainer takes a fixed time for a step. What it waits is the time from the call of
+``launch`` to the first step, and from each request to the next step. Every run must deliver the
+same plans, and begins without a profile. Loader-seconds are the sum over loader processes of the
+time each was there.
 """
 
 from __future__ import annotations
@@ -111,7 +115,9 @@ class Outcome:
 
     @property
     def start_s(self) -> float:
-        """Return the wait for the first step: hosts, files, buffers, and what was provisioned by hand."""
+        """Return the wait for the first step: hosts, files, buffers, and what was provisioned by
+        hand.
+        """
         return self.waits[0]
 
     def waited(self, first: int = 0, stop: int | None = None) -> float:
@@ -170,7 +176,9 @@ def measured_costs(folder: Path) -> dict[str, float]:
 
 
 def costs_side_by_side(folder: Path, hosts: int) -> dict[str, float]:
-    """With as many processes at it as there may be loaders: cores that share their parts are slower together than one alone."""
+    """With as many processes at it as there may be loaders: cores that share their parts are slower
+    together than one alone.
+    """
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(hosts), context.SimpleQueue()
     processes = [
@@ -215,7 +223,9 @@ def provision(session: ov.Session, wanted: Mapping[str, int]) -> None:
 
 
 def options_of(name: str, setting: Setting) -> dict[str, Any]:
-    """Return the launch options of a run: defaults, or what it takes to provision processes by hand."""
+    """Return the launch options of a run: defaults, or what it takes to provision processes by
+    hand.
+    """
     if name in DEFAULTS:
         return {"hosts": setting.hosts, "autoscale": name == SCALED}
     return {"hosts": 1, "workers": 1, "loaders": dict.fromkeys(LIGHT, CHUNKS), "read_ahead": 8}
@@ -268,7 +278,8 @@ def provisions(setting: Setting) -> dict[str, dict[str, int]]:
     mean = {name: part * heavy[name] + (1 - part) * light[name] for name in heavy}
 
     def hosts(lanes: Mapping[str, float]) -> dict[str, int]:
-        # Beside the process that all sources share; a source that takes less than a quarter of one stays there.
+        # Beside the process that all sources share; a source that takes less than a quarter of one
+        # stays there.
         return {
             name: 1 + math.ceil(n / TARGET) if n > 0.25 else 1
             for name, n in lanes.items()
@@ -397,7 +408,8 @@ def main(
         + ", ".join(f"{n} {c * 1e3:.2f} ms ({c / costs['text']:.0f}x)" for n, c in costs.items())
     )
     console.print(
-        f"{samples} samples a step; busy processes: light {_total(setting, LIGHT):.2f}, heavy {_total(setting, HEAVY):.2f} of {hosts}"
+        f"{samples} samples a step; busy processes: light {_total(setting, LIGHT):.2f}, "
+        f"heavy {_total(setting, HEAVY):.2f} of {hosts}"
     )
     done: list[Outcome] = []
     with progress(console) as bar:
@@ -416,7 +428,8 @@ def main(
     if saving:
         name = f"{date.today()}-autoscale-{hosts}"
         console.print(
-            f"saved: {save(name, page_text(rows, setting, done[-1], name), plots(done, setting, name))}"
+            "saved: "
+            f"{save(name, page_text(rows, setting, done[-1], name), plots(done, setting, name))}"
         )
 
 
@@ -434,12 +447,18 @@ def page_text(rows: list[list[str]], setting: Setting, scaled: Outcome, name: st
             "",
             f"`{command_line('benchmarks/autoscale.py')}`",
             "",
-            f"A sample costs: {costs}. {setting.samples} samples a step, {setting.steps} steps of {setting.step_s} s each; steps "
-            f"{setting.stages[0]} to {setting.stages[1]} are the heavy stage, which keeps {_total(setting, HEAVY):.2f} processes busy; the "
-            f"others {_total(setting, LIGHT):.2f}. Records are hashed in plain Python, which holds the interpreter lock. *Worst case* and "
-            "*average* are provisioned before the first step and stay, in processes of one thread; *off* and *autoscale* have "
-            f"`hosts={setting.hosts}` and otherwise defaults. *Start*: from the call of `launch` to the first step; it is part of what the "
-            "trainer waited, in table and plot. *Share of the heavy stage*: what the trainer waited there, against the time its steps take. "
+            f"A sample costs: {costs}. {setting.samples} samples a step, {setting.steps} "
+            f"steps of {setting.step_s} s each; steps "
+            f"{setting.stages[0]} to {setting.stages[1]} are the heavy stage, which keeps "
+            f"{_total(setting, HEAVY):.2f} processes busy; the "
+            f"others {_total(setting, LIGHT):.2f}. Records are hashed in plain Python, "
+            "which holds the interpreter lock. *Worst case* and "
+            "*average* are provisioned before the first step and stay, in processes of "
+            "one thread; *off* and *autoscale* have "
+            f"`hosts={setting.hosts}` and otherwise defaults. *Start*: from the call of "
+            "`launch` to the first step; it is part of what the "
+            "trainer waited, in table and plot. *Share of the heavy stage*: what the "
+            "trainer waited there, against the time its steps take. "
             "*plans*: whether every step's plan is that of the first run.",
             "",
             markdown_table(HEAD, rows),

@@ -1,4 +1,5 @@
-"""How well steps are balanced, and what planning them costs: every method beside `vanilla`, `packed` and the bounds.
+"""How well steps are balanced, and what planning them costs: every method beside `vanilla`,
+`packed` and the bounds.
 
     python benchmarks/balance.py --quick             # a look, seconds
     python benchmarks/balance.py --save              # the whole grid: minutes; the dated page in benchmarks/results
@@ -160,7 +161,8 @@ def sections(found: Found) -> list[tuple[str, str, list[str], list[list[str]]]]:
         ),
         (
             "Planning time",
-            "CPU ms of a plan, validation included: the best of the seeds for each profile and context, of these the median "
+            "CPU ms of a plan, validation included: the best of the seeds for each "
+            "profile and context, of these the median "
             "(and the slowest).",
             *time_table(grid),
         ),
@@ -169,7 +171,10 @@ def sections(found: Found) -> list[tuple[str, str, list[str], list[list[str]]]]:
         if verdicts := judge(grid, target):
             shows = f"`{target.method}`: {target.name}. The worst seed of each cell; bold: missed."
             made.append((f"Target: {target.name}", shows, *verdict_table(grid, verdicts)))
-    shows = "Points of the mean rank that grouping costs `greedy`, ranks meeting once a step. The worst seed of each cell; bold: missed."
+    shows = (
+        "Points of the mean rank that grouping costs `greedy`, ranks meeting once a step. "
+        "The worst seed of each cell; bold: missed."
+    )
     made.append(
         (
             f"Target: group_size, at most {GROUPING_POINTS} points",
@@ -185,13 +190,16 @@ def _other_sections(found: Found) -> list[tuple[str, str, list[str], list[list[s
     made = [
         (
             "The paper's Figure 3",
-            "Eight cards, the encoder over all, the backbone over DP=4 x TP=2, 16 samples a rank: dearest over "
-            f"cheapest microbatch by FLOPs (median of {FIGURE_3_SEEDS} steps). The paper found 6.9 for the backbone and 3.2 for the encoder.",
+            "Eight cards, the encoder over all, the backbone over DP=4 x TP=2, 16 "
+            "samples a rank: dearest over "
+            f"cheapest microbatch by FLOPs (median of {FIGURE_3_SEEDS} steps). The paper "
+            "found 6.9 for the backbone and 3.2 for the encoder.",
             *figure_3_table(found.spreads),
         ),
         (
             "Look-ahead",
-            f"{steps} steps in a row, samples dearer than a rank's share waiting for each other: slowest over "
+            f"{steps} steps in a row, samples dearer than a rank's share waiting for each "
+            "other: slowest over "
             "mean rank of all steps together.",
             *ahead_table(found.ahead),
         ),
@@ -211,7 +219,8 @@ def verdicts(found: Found) -> list[str]:
 def page(found: Found, today: str, command: str, pictures: Sequence[str]) -> str:
     out = [f"# Balance, {today}", "", f"`{command}`. {machine()}", ""]
     out += [
-        "Imbalance, fill and microbatches are the same on every machine. CPU times are not: believe them from an idle machine only.",
+        "Imbalance, fill and microbatches are the same on every machine. CPU times are "
+        "not: believe them from an idle machine only.",
         "",
     ]
     out += ["## Against the targets", "", *verdicts(found), ""]
@@ -280,7 +289,8 @@ def main(
         pictures = plots(found.grid)
         command = command_line("benchmarks/balance.py")
         console.print(
-            f"saved {save(f'{today}-balance', page(found, today, command, list(pictures)), pictures)}"
+            "saved "
+            f"{save(f'{today}-balance', page(found, today, command, list(pictures)), pictures)}"
         )
 
 

@@ -1,20 +1,26 @@
-"""What a hop between two processes costs: the channel beside a bare memcpy and what else moves arrays between processes.
+"""What a hop between two processes costs: the channel beside a bare memcpy and what else moves
+arrays between processes.
 
     python benchmarks/channel.py --quick      # a look, some ten seconds
     python benchmarks/channel.py --save       # a few minutes; the dated page in benchmarks/results
 
-The job is the same for all. A producer has a message of 1, 16 or 64 MiB as 16 pieces in its memory. It must arrive in the consumer
-as one contiguous array, which the consumer
+The job is the same for all. A producer has a message of 1, 16 or 64 MiB as 16 pieces in its memory.
+It must arrive in the consumer as one contiguous array, which the consumer
 
-- ``copied``: copies into a fixed buffer of its own that it uses again: two copies of the bytes is the least that this takes, and
-  the bare memcpy beside it makes the same two, piece by piece into one buffer, then into another, in one thread;
-- ``viewed``: only views, reading four bytes of every piece: one copy is the least, and the bare memcpy makes that one.
+- ``copied``: copies into a fixed buffer of its own that it uses again: two copies of the bytes is
+  the least that this takes, and
+  the bare memcpy beside it makes the same two, piece by piece into one buffer, then into another,
+  in one thread;
+- ``viewed``: only views, reading four bytes of every piece: one copy is the least, and the bare
+  memcpy makes that one.
 
-There are three bare memcpys: one process into one buffer; one process into as many in turn as the ring has slots; and two processes
-that do the first at the same time. The second touches the memory that any way must in which one message is made while another is
-read; the third shows what two cores cost each other when both copy, before they say a word to each other.
+There are three bare memcpys: one process into one buffer; one process into as many in turn as the
+ring has slots; and two processes that do the first at the same time. The second touches the memory
+that any way must in which one message is made while another is read; the third shows what two cores
+cost each other when both copy, before they say a word to each other.
 
-GB per CPU second: bytes of the messages, each counted once, over user and system time of all processes and their threads.
+GB per CPU second: bytes of the messages, each counted once, over user and system time of all
+processes and their threads.
 """
 
 from __future__ import annotations
@@ -95,7 +101,8 @@ def verdict(found: list[Block]) -> list[str]:
                 reached = share(by_way["ring"], by_way[bare])
                 said = f"{100 * TARGET:.0f} % is {'met' if reached >= TARGET else 'missed'}"
                 lines.append(
-                    f"{nbytes // MIB} MiB, {mode}: the ring moves {100 * reached:.0f} % of *{bare}*; {said}."
+                    f"{nbytes // MIB} MiB, {mode}: the ring moves {100 * reached:.0f} % "
+                    f"of *{bare}*; {said}."
                 )
     return lines
 
@@ -113,9 +120,12 @@ def page(found: list[Block], date: str, command: str, rounds: int) -> str:
         f"`{command}`: {rounds} rounds. {machine()} {libraries(ways)}".rstrip(),
     ]
     parts.append(
-        "16 pieces in the producer become one contiguous array in the consumer. GB per CPU second (all processes, user and system): "
-        "median (lowest-highest). *Of bare*: against the bare memcpys of the same round, which make the least number of copies the job "
-        f"allows: into one buffer / into {AHEAD} in turn / in two processes at once; median over the rounds."
+        "16 pieces in the producer become one contiguous array in the consumer. GB per "
+        "CPU second (all processes, user and system): "
+        "median (lowest-highest). *Of bare*: against the bare memcpys of the same round, "
+        "which make the least number of copies the job "
+        f"allows: into one buffer / into {AHEAD} in turn / in two processes at once; "
+        "median over the rounds."
     )
     for mode in MODES:
         parts += [f"## Received {HEADS[mode]}", markdown_table(*table(found, mode))]
@@ -138,7 +148,8 @@ def page(found: list[Block], date: str, command: str, rounds: int) -> str:
 @click.option(
     "--ways",
     default="",
-    help="Names with commas between them; all that can run unless said. The bare memcpy is always among them.",
+    help="Names with commas between them; all that can run unless said. The bare memcpy is "
+    "always among them.",
 )
 @click.option("--quick", is_flag=True, help="Two short rounds.")
 @click.option("--save", "keep", is_flag=True, help="Write the dated page to benchmarks/results.")
@@ -182,7 +193,8 @@ def main(
     if keep:
         date = datetime.date.today().isoformat()
         console.print(
-            f"written: {save(f'{date}-channel', page(found, date, command_line('benchmarks/channel.py'), rounds), {})}"
+            "written: "
+            f"{save(f'{date}-channel', page(found, date, command_line('benchmarks/channel.py'), rounds), {})}"
         )
 
 

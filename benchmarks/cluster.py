@@ -1,11 +1,12 @@
-"""The same job on Ray and off it, beside Ray Data, in one run on the same data: CPU, memory, idle cost, first step, what trainers wait.
+"""The same job on Ray and off it, beside Ray Data, in one run on the same data: CPU, memory, idle
+cost, first step, what trainers wait.
 
     python benchmarks/cluster.py --save                               # for the record: about 40 minutes on two idle cores
     python benchmarks/cluster.py --sources 5 --jobs null --quick      # a look, two minutes
     python benchmarks/cluster.py --sources 300 --ranks 8 --peers bare,overlord-ray,ray-data
 
-Needs Ray with its data part (``pip install "ray[data]==2.60.0" aiohttp``) and Linux. How it is measured, and what the columns mean:
-benchmarks/README.md.
+Needs Ray with its data part (``pip install "ray[data]==2.60.0" aiohttp``) and Linux. How it is
+measured, and what the columns mean: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -71,9 +72,17 @@ RANKS_OF = {"tokenized": 1}  # of the numbers of ranks, the last so many: it har
 FEW_ONE, MOST_ONE = (
     25,
     100,
-)  # sources in a process each: wherever there are so few, and once, with the most ranks, up to so many
-ONE_REASON = "One source a host above {most} sources is left out: this machine has {gb:.0f} GB and {cores} cores."
-ONE_COST = "One such host more took {mb:.0f} MB, {idle:.2%} of a core at rest and {first:.2f} s to the first step: the rows at {n} sources."
+    # sources in a process each: wherever there are so few, and once, with the most ranks, up to so
+    # many
+)
+ONE_REASON = (
+    "One source a host above {most} sources is left out: this machine has {gb:.0f} GB and "
+    "{cores} cores."
+)
+ONE_COST = (
+    "One such host more took {mb:.0f} MB, {idle:.2%} of a core at rest and {first:.2f} s to "
+    "the first step: the rows at {n} sources."
+)
 CLOSE = 0.15  # of CPU beside another's: single runs differ by as much
 EARLY = 0.9  # times the bare loop: nobody does the job for less, so it was done before
 TARGETS = {"x": 3.0, "hosts_mb": 2e9 / 2**20, "first_s": 20.0}
@@ -106,7 +115,9 @@ HEAD = (
 
 @dataclass(slots=True)
 class Setting:
-    """A job, sources and ranks, with its runs: rounds of all loaders, the bare loop before, between and after them."""
+    """A job, sources and ranks, with its runs: rounds of all loaders, the bare loop before, between
+    and after them.
+    """
 
     job: str
     n_sources: int
@@ -136,7 +147,9 @@ class Setting:
         )
 
     def apart(self, one: str, other: str) -> bool:
-        """Whether every one of several runs of a loader took less than every one of another's, in the steady part and on the whole."""
+        """Whether every one of several runs of a loader took less than every one of another's, in
+        the steady part and on the whole.
+        """
         mine, theirs = ([run for run in self.runs if run.peer == peer] for peer in (one, other))
         if self.repeats == 1 or not mine or not theirs:
             return False
@@ -161,7 +174,9 @@ def settings_of(
     peers: Sequence[str],
     repeats: int = 1,
 ) -> list[Setting]:
-    """Every combination; one source a host where there are few of them, and once with as many as this machine has memory for."""
+    """Every combination; one source a host where there are few of them, and once with as many as
+    this machine has memory for.
+    """
     made = []
     for job in jobs:
         for n in sources:
@@ -195,7 +210,8 @@ def measure(
             for peer in setting.cells():
                 shown.update(
                     bar,
-                    description=f"{setting.job}, {setting.n_sources} sources, {setting.ranks} ranks: {peer}",
+                    description=f"{setting.job}, {setting.n_sources} sources, {setting.ranks} ranks: "
+                    f"{peer}",
                 )
                 work = Work(
                     peer,
@@ -264,11 +280,14 @@ def _row(setting: Setting, run: Outcome) -> list[str]:
     ]
 
 
-# ---- the page -------------------------------------------------------------------------------------------------------
+# ---- the page
+# -------------------------------------------------------------------------------------------------------
 
 
 def verdicts(settings: Sequence[Setting]) -> list[list[str]]:
-    """A line for every target: what was wanted, where, what was found. Beside a cell that failed nothing is judged: it has no figures."""
+    """A line for every target: what was wanted, where, what was found. Beside a cell that failed
+    nothing is judged: it has no figures.
+    """
     return [
         row
         for setting in settings
@@ -346,7 +365,9 @@ def _version(name: str) -> str:
 
 
 def one_note(settings: Sequence[Setting]) -> str:
-    """Why there are few rows with one source a host, and what such a host costs as far as this run can tell."""
+    """Why there are few rows with one source a host, and what such a host costs as far as this run
+    can tell.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     said = ONE_REASON.format(most=MOST_ONE, gb=memory, cores=len(os.sched_getaffinity(0)))
     both = [
@@ -363,7 +384,10 @@ def one_note(settings: Sequence[Setting]) -> str:
         "idle": many.idle_cores - few.idle_cores,
         "first": many.first_s - few.first_s,
     }
-    return f"{said} {ONE_COST.format(n=setting.n_sources, **{key: value / more for key, value in each.items()})}"
+    return (
+        f"{said} "
+        f"{ONE_COST.format(n=setting.n_sources, **{key: value / more for key, value in each.items()})}"
+    )
 
 
 def page(settings: Sequence[Setting], today: str, command: str) -> str:
@@ -383,7 +407,8 @@ def page(settings: Sequence[Setting], today: str, command: str) -> str:
         f"    {command}",
         "How it is measured: `benchmarks/README.md`.",
         "## Targets",
-        "Of `overlord-ray` (25 sources a host); `auto`: of `overlord-ray-auto`, the default, which divides by itself; "
+        "Of `overlord-ray` (25 sources a host); `auto`: of `overlord-ray-auto`, the "
+        "default, which divides by itself; "
         "one a host: of `overlord-ray-one`, the paper's layout.",
         markdown_table(("wanted", "where", "found", ""), verdicts(settings)),
         "## Runs",
@@ -404,21 +429,31 @@ def notes(settings: Sequence[Setting]) -> list[str]:
     ]
     found = [
         f"- {one_note(settings)}",
-        "- Single runs; the bare loop's figure is the mean of a run before and one after the others of its setting."
+        "- Single runs; the bare loop's figure is the mean of a run before and one after "
+        "the others of its setting."
         if settings[0].repeats == 1
-        else f"- {settings[0].repeats} rounds of every loader, with the bare loop before, between and after them: a row is the run whose "
-        "CPU a token is in the middle, with the least and the most of all; the bare loop's is the median.",
-        f"- The fewest tokens that a cell delivered: {least / 1e6:.1f} million. One that was stopped by time delivered "
+        else f"- {settings[0].repeats} rounds of every loader, with the bare loop before, "
+        "between and after them: a row is the run whose "
+        "CPU a token is in the middle, with the least and the most of all; the bare "
+        "loop's is the median.",
+        f"- The fewest tokens that a cell delivered: {least / 1e6:.1f} million. One that "
+        "was stopped by time delivered "
         "fewer than were wanted, and its start weighs more.",
-        "- \\*: less than the bare loop, so this part of the run lived on what was read ahead before it; use the whole run. "
-        "*busy*: reading ahead went on for more than 8 s while nobody asked for steps, so this is no idle cost.",
-        "- *Failed*: no step within the limits that this program sets (`--start-s`, and an object store of 512 MB for Ray Data). That says "
-        "nothing of what it would cost with more time, memory or cores, so nothing is judged beside it.",
-        "- Ray Data mixes whole files, all others rows; its ranks do not wait for each other, all others' do.",
+        "- \\*: less than the bare loop, so this part of the run lived on what was read "
+        "ahead before it; use the whole run. "
+        "*busy*: reading ahead went on for more than 8 s while nobody asked for steps, "
+        "so this is no idle cost.",
+        "- *Failed*: no step within the limits that this program sets (`--start-s`, and "
+        "an object store of 512 MB for Ray Data). That says "
+        "nothing of what it would cost with more time, memory or cores, so nothing is "
+        "judged beside it.",
+        "- Ray Data mixes whole files, all others rows; its ranks do not wait for each "
+        "other, all others' do.",
     ]
     if idle:
         found.append(
-            f"- Of `overlord-ray` at rest, Ray's own processes take {min(idle):.3f} to {max(idle):.3f} cores."
+            f"- Of `overlord-ray` at rest, Ray's own processes take {min(idle):.3f} to "
+            f"{max(idle):.3f} cores."
         )
     return found
 
@@ -531,7 +566,8 @@ def main(
         )
     if saving:
         console.print(
-            f"saved {save(f'{today}-cluster', page(settings, today, command_line('benchmarks/cluster.py')), {})}"
+            "saved "
+            f"{save(f'{today}-cluster', page(settings, today, command_line('benchmarks/cluster.py')), {})}"
         )
 
 

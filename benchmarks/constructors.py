@@ -1,12 +1,13 @@
-"""What constructors are worth: loader hosts that send to one constructor per data-parallel group, or to every client (the Overlord
-paper's appendix B).
+"""What constructors are worth: loader hosts that send to one constructor per data-parallel group,
+or to every client (the Overlord paper's appendix B).
 
     python benchmarks/constructors.py             # 2, 4 and 8 ranks, about a minute
     python benchmarks/constructors.py --save      # the dated page in benchmarks/results
 
-Two data-parallel groups whose ranks share the same data (tensor parallelism 1, 2, 4), each rank a process that takes a step, reads a
-byte of every page of it, and rests. Without constructors every rank has a link from every loader host, is sent its group's
-payload, and builds the group's microbatches itself.
+Two data-parallel groups whose ranks share the same data (tensor parallelism 1, 2, 4), each rank a
+process that takes a step, reads a byte of every page of it, and rests. Without constructors every
+rank has a link from every loader host, is sent its group's payload, and builds the group's
+microbatches itself.
 """
 
 from __future__ import annotations
@@ -82,10 +83,14 @@ def rows(found: list[Found]) -> tuple[list[list[str]], list[list[str]]]:
 def page(found: list[Found], date: str, command: str, rounds: int) -> str:
     case = found[0].case
     about = (
-        f"{case.hosts} loader hosts; steps of {case.microbatches} microbatches of {case.context} tokens a group, {case.pause_ms:g} ms of "
-        f"rest between them; {case.steps} steps are counted behind {case.warm}, {rounds} rounds. CPU and PSS of all processes. *Links*: "
-        "those that payload and steps go through, and without constructors the planner's to each client. *Sent*: bytes of payload that "
-        "loader hosts send, counted for each link; on one machine the ranks of a group read them from the same shared memory, between "
+        f"{case.hosts} loader hosts; steps of {case.microbatches} microbatches of "
+        f"{case.context} tokens a group, {case.pause_ms:g} ms of "
+        f"rest between them; {case.steps} steps are counted behind {case.warm}, {rounds} "
+        "rounds. CPU and PSS of all processes. *Links*: "
+        "those that payload and steps go through, and without constructors the planner's "
+        "to each client. *Sent*: bytes of payload that "
+        "loader hosts send, counted for each link; on one machine the ranks of a group "
+        "read them from the same shared memory, between "
         "machines they would travel so often. *Fetch*: how long a rank waits for its next step."
     )
     parts = [f"# With and without constructors, {date}", f"`{command}`. {machine()}", about]
@@ -164,7 +169,8 @@ def main(
     if keep:
         date = datetime.date.today().isoformat()
         console.print(
-            f"written: {save(f'{date}-constructors', page(found, date, command_line('benchmarks/constructors.py'), rounds), {})}"
+            "written: "
+            f"{save(f'{date}-constructors', page(found, date, command_line('benchmarks/constructors.py'), rounds), {})}"
         )
 
 

@@ -1,9 +1,11 @@
-"""The data that every cell of the benchmark reads: many Parquet sources, and the tokenizer trained on them.
+"""The data that every cell of the benchmark reads: many Parquet sources, and the tokenizer trained
+on them.
 
-Made once, from a seed, and kept. A source is about 3 MiB of text in four row groups over two files. Document lengths are
-skewed, as in the corpora of the Overlord paper (arXiv 2504.09844): a median of 110 words (160 tokens), one in a hundred near
-8k tokens, the longest near 32k. Column ``text`` feeds the tokenized job; column ``tokens`` (one id per word) feeds the null
-job, in which nothing is left to do but the loader's own work.
+Made once, from a seed, and kept. A source is about 3 MiB of text in four row groups over two files.
+Document lengths are skewed, as in the corpora of the Overlord paper (arXiv 2504.09844): a median of
+110 words (160 tokens), one in a hundred near 8k tokens, the longest near 32k. Column ``text`` feeds
+the tokenized job; column ``tokens`` (one id per word) feeds the null job, in which nothing is left
+to do but the loader's own work.
 """
 
 from __future__ import annotations
@@ -117,14 +119,17 @@ def name_of(number: int) -> str:
     return f"source{number:03d}"
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
+# ---- text
+# -----------------------------------------------------------------------------------------------------------
 
 ONSETS, VOWELS, ENDS = (
     text.split(" ")
     for text in (
-        "b b c c d d f g h h j l l m m n n p p r r s s t t v w w br ch cl cr dr fl fr gr pl pr sh sl sp st str th tr wh",
+        "b b c c d d f g h h j l l m m n n p p r r s s t t v w w br ch cl cr dr fl fr gr "
+        "pl pr sh sl sp st str th tr wh",
         "a a e e e i i o o u u ai ea ou",
-        "   n n r r s s t t l d m ck nd ng nt st tion ly",  # three empty ones first: many words end in a vowel
+        # three empty ones first: many words end in a vowel
+        "   n n r r s s t t l d m ck nd ng nt st tion ly",
     )
 )
 CAPITAL, COMMA, STOP = 1, 2, 4  # the spellings of a word are numbered by these, added up
@@ -132,7 +137,9 @@ CAPITAL, COMMA, STOP = 1, 2, 4  # the spellings of a word are numbered by these,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Words:
-    """An invented language: words by falling frequency, every spelling as bytes, so that a text is one gather."""
+    """An invented language: words by falling frequency, every spelling as bytes, so that a text is
+    one gather.
+    """
 
     letters: np.ndarray  # uint8: all spellings, one after another, each with the space behind it
     starts: (
@@ -174,7 +181,9 @@ class Words:
     def spell(
         self, rng: np.random.Generator, words: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The text of all documents (``ends``: one past each document's last word) as bytes, and where each document ends."""
+        """The text of all documents (``ends``: one past each document's last word) as bytes, and
+        where each document ends.
+        """
         chance = rng.random(len(words))
         style = np.where(chance < 0.07, STOP, np.where(chance < 0.14, COMMA, 0))
         style[ends - 1] = STOP
@@ -222,11 +231,14 @@ def documents(words: Words, number: int, seed: int) -> pa.Table:
     return pa.table({"text": texts, "tokens": ids})
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files
+# ----------------------------------------------------------------------------------------------------------
 
 
 def write_source(folder: Path, words: Words, number: int, seed: int) -> None:
-    """Files first, then the note that they are whole: an interrupted run leaves nothing that a later one would trust."""
+    """Files first, then the note that they are whole: an interrupted run leaves nothing that a
+    later one would trust.
+    """
     folder.mkdir(exist_ok=True)
     table = documents(words, number, seed)
     # Cut by words, not by rows, so that no row group is huge because a long document fell into it.

@@ -1,13 +1,15 @@
-"""What delivery costs: ranks that share a constructor beside a loader in each, and an image-text job beside a bare loop.
+"""What delivery costs: ranks that share a constructor beside a loader in each, and an image-text
+job beside a bare loop.
 
     python benchmarks/delivery.py                              # both parts: some minutes
     python benchmarks/delivery.py --parts images --pairs 5     # one of them
     python benchmarks/delivery.py --quick                      # a look, no measurement
     python benchmarks/delivery.py --save                       # the dated page in benchmarks/results
 
-*Groups*: 1, 2, 4 and 8 ranks along TP or CP want the same samples. Bytes read, bytes assembled, CPU and memory, with one constructor
-for the group and with a loader in every rank. *Images*: JPEGs and captions; CPU of a sample over that of a loop that does the same
-work with the same functions. How it is measured: benchmarks/README.md.
+*Groups*: 1, 2, 4 and 8 ranks along TP or CP want the same samples. Bytes read, bytes assembled, CPU
+and memory, with one constructor for the group and with a loader in every rank. *Images*: JPEGs and
+captions; CPU of a sample over that of a loop that does the same work with the same functions. How
+it is measured: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ def measure(cases: Sequence[Case], limit_s: float, console: Console) -> list[Fou
 
 
 def between_bare(cases: Sequence[Case], pairs: int) -> list[Case]:
-    """Every run stands between two runs of the bare loop; the order of the others turns from round to round."""
+    """Every run stands between two runs of the bare loop; the order of the others turns from round
+    to round.
+    """
     bare, order = replace(cases[0], way="bare"), []
     for k in range(pairs):
         turned = [*cases[k % len(cases) :], *cases[: k % len(cases)]]
@@ -139,7 +143,9 @@ def ratios(found: Sequence[Found]) -> dict[str, list[float]]:
 
 
 def assembled(found: Sequence[Found]) -> list[Group]:
-    """Ranks with a loader of their own each assemble what they get; those of a constructor share memory, which is counted once."""
+    """Ranks with a loader of their own each assemble what they get; those of a constructor share
+    memory, which is counted once.
+    """
     return [
         (f, f.delivered if f.case.way not in OURS else round(f.delivered * assembled_bytes(f.case)))
         for f in found
@@ -164,7 +170,9 @@ GROUP_HEAD = (
 
 
 def group_rows(found: Sequence[Group]) -> list[list[str]]:
-    """By job, axis and ranks; ``x`` is the figure of a DataLoader in every rank over this one, or of the bare loop where it was not run."""
+    """By job, axis and ranks; ``x`` is the figure of a DataLoader in every rank over this one, or
+    of the bare loop where it was not run.
+    """
     rows = []
     for key in dict.fromkeys((f.case.job, f.case.axis, f.case.ranks) for f, _ in found):
         mine = [
@@ -249,9 +257,12 @@ def page(
     if images and pictures:
         case = images[0].case
         about = (
-            f"{pictures.rows} JPEGs of {pictures.pixels / pictures.rows / 1e3:.0f} thousand pixels and "
-            f"{pictures.image_bytes / pictures.rows / 1e3:.0f} kB on average, captions tokenized; {case.ranks} data-parallel ranks, "
-            f"{case.samples} samples a step, {case.steps} steps counted. Target: at most {TARGET} x the bare loop ({PEERS})."
+            f"{pictures.rows} JPEGs of {pictures.pixels / pictures.rows / 1e3:.0f} "
+            "thousand pixels and "
+            f"{pictures.image_bytes / pictures.rows / 1e3:.0f} kB on average, captions "
+            f"tokenized; {case.ranks} data-parallel ranks, "
+            f"{case.samples} samples a step, {case.steps} steps counted. Target: at most "
+            f"{TARGET} x the bare loop ({PEERS})."
         )
         parts += ["## Images and captions", about, markdown_table(IMAGE_HEAD, image_rows(images))]
     return "\n\n".join(parts) + "\n"

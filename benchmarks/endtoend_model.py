@@ -1,4 +1,5 @@
-"""Predicted training throughput of the paper's model pairs (its Figure 13): plans of the package through a model of step time.
+"""Predicted training throughput of the paper's model pairs (its Figure 13): plans of the package
+through a model of step time.
 
     python benchmarks/endtoend_model.py --quick      # two assumption sets, one seed
     python benchmarks/endtoend_model.py --save       # all sets: minutes; the dated page in benchmarks/results
@@ -82,8 +83,10 @@ def page(
     wanted = ", ".join(f"{gain} at {context_name(c)}" for c, gain in PAPER.items())
     out = [f"# End-to-end model, {today}", "", f"`{command}`, {seeds} seed(s). {machine()}", ""]
     out += [
-        "A model, no measurement: FLOPs at a fixed share of the peak, nothing for communication. What is assumed: `benchmarks/README.md`.",
-        f"The paper reports for hybrid over vanilla {wanted}, at most 4.54, 1.77 on average; it does not print its set-up.",
+        "A model, no measurement: FLOPs at a fixed share of the peak, nothing for "
+        "communication. What is assumed: `benchmarks/README.md`.",
+        f"The paper reports for hybrid over vanilla {wanted}, at most 4.54, 1.77 on "
+        "average; it does not print its set-up.",
         "",
         "## What it says",
         "",
@@ -135,7 +138,8 @@ def main(contexts: list[int], seeds: int, quick: bool, json_path: Path | None, s
         pictures = {f"endtoend-{profile}": plot(found, profile) for profile in PROFILES}
         command = command_line("benchmarks/endtoend_model.py")
         console.print(
-            f"saved {save(f'{today}-endtoend-model', page(found, today, command, seeds, list(pictures)), pictures)}"
+            "saved "
+            f"{save(f'{today}-endtoend-model', page(found, today, command, seeds, list(pictures)), pictures)}"
         )
 
 

@@ -1,10 +1,13 @@
-"""Fetch time and training time of every step while parts are killed (figure 16 of the Overlord paper, arXiv 2504.09844).
+"""Fetch time and training time of every step while parts are killed (figure 16 of the Overlord
+paper, arXiv 2504.09844).
 
     python benchmarks/faults.py [--loaders 64] [--steps 60] [--step-s 0.3] [--quick] [--save]
 
-Each loader is a process of its own. A trainer of two ranks takes a step, which costs it ``--step-s``, and asks for the next; what it waits
-is the fetch time. The planner is killed every 15 steps at prefetch 2 and 4; eight loaders are killed together at step 35, once read
-again from files and once with shadows. Every run must deliver, to the byte, what an undisturbed run in one process delivers.
+Each loader is a process of its own. A trainer of two ranks takes a step, which costs it
+``--step-s``, and asks for the next; what it waits is the fetch time. The planner is killed every 15
+steps at prefetch 2 and 4; eight loaders are killed together at step 35, once read again from files
+and once with shadows. Every run must deliver, to the byte, what an undisturbed run in one process
+delivers.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from overlord.observe.svg import Line, lines, series_color
 from page import command_line, machine, markdown_table, progress, save, shown_table, wide_console
 
 WARM_UP = 5  # steps
-BEHIND = 6  # steps behind a kill in which it could be felt: prefetched steps last for four, recovery takes no longer
+# steps behind a kill in which it could be felt: prefetched steps last for four, recovery takes no
+# longer
+BEHIND = 6
 PLOTS = {
     "planner": "fetch time, planner killed",
     "planner-steps": "training steps, planner killed",
@@ -149,8 +154,10 @@ def row(cell: Cell, outcome: Outcome, calm: Outcome, alone: Outcome) -> list[str
 
 
 def targets(done: list[tuple[Cell, Outcome]], calm: dict[tuple[int, str], Outcome]) -> list[str]:
-    """What was wanted with prefetch 4, and what came. A p99 is passed by one step in a hundred of any run, so what the steps behind kills
-    waited is told too, and how another undisturbed run does beside the same limit."""
+    """What was wanted with prefetch 4, and what came. A p99 is passed by one step in a hundred of
+    any run, so what the steps behind kills waited is told too, and how another undisturbed run does
+    beside the same limit.
+    """
     said = []
     for cell, outcome in done:
         first = calm[cell.prefetch, cell.shadows]
@@ -160,7 +167,8 @@ def targets(done: list[tuple[Cell, Outcome]], calm: dict[tuple[int, str], Outcom
             verdict = (
                 "met"
                 if not len(over)
-                else f"{len(over)} of {len(waits)} steps over it, by {over.max() - limit:.1f} ms at most"
+                else f"{len(over)} of {len(waits)} steps over it, by {over.max() - limit:.1f} "
+                "ms at most"
             )
             behind = (
                 f"; behind kills at most {behind_kills_ms(outcome):.1f} ms"
@@ -168,7 +176,8 @@ def targets(done: list[tuple[Cell, Outcome]], calm: dict[tuple[int, str], Outcom
                 else ""
             )
             said.append(
-                f"- {cell.name}: no step waits longer than the undisturbed run's p99, {limit:.1f} ms: {verdict}{behind}."
+                f"- {cell.name}: no step waits longer than the undisturbed run's p99, "
+                f"{limit:.1f} ms: {verdict}{behind}."
             )
     return said
 
@@ -241,7 +250,10 @@ def main(
         loaders, killed, steps, step_s = 8, 3, 24, 0.1
     every, at = (15, 35) if steps >= 45 else (8, 14)
     if steps < at + BEHIND:
-        too_few = f"{steps} are too few: loaders are killed at step {at}, and missed for {BEHIND} steps at most"
+        too_few = (
+            f"{steps} are too few: loaders are killed at step {at}, and missed for {BEHIND} "
+            "steps at most"
+        )
         raise click.BadParameter(too_few, param_hint="--steps")
     console, job = wide_console(), make_job(loaders, corpus or default_folder(), samples)
     alone = undisturbed(Drill(job=job, faults=(), steps=steps))
@@ -289,7 +301,8 @@ def main(
                 "fetch and training, ms",
             )
         console.print(
-            f"saved: {save(name, page_text(rows, found, loaders, steps, step_s, name, at, every), plots)}"
+            "saved: "
+            f"{save(name, page_text(rows, found, loaders, steps, step_s, name, at, every), plots)}"
         )
 
 
@@ -310,11 +323,16 @@ def page_text(
             "",
             f"`{command_line('benchmarks/faults.py')}`",
             "",
-            f"{loaders} loaders, each a process of its own; {steps} steps, the first {WARM_UP} left out; a trainer step of {step_s} s; "
-            f"the planner is killed every {every} steps, loaders at step {at}. *calm*: the first undisturbed run of that prefetch and shadows. "
-            f"*behind a kill*: in the {BEHIND} steps that follow one. *training step*: what a rank waits, and what it computes. "
-            "*bytes*: whether every rank got, to the byte, what an undisturbed run in one process gives. "
-            "*back after*: from the fault until planning went on; a loader whose stand-by was in a process killed with it is read again.",
+            f"{loaders} loaders, each a process of its own; {steps} steps, the first "
+            f"{WARM_UP} left out; a trainer step of {step_s} s; "
+            f"the planner is killed every {every} steps, loaders at step {at}. *calm*: "
+            "the first undisturbed run of that prefetch and shadows. "
+            f"*behind a kill*: in the {BEHIND} steps that follow one. *training step*: "
+            "what a rank waits, and what it computes. "
+            "*bytes*: whether every rank got, to the byte, what an undisturbed run in "
+            "one process gives. "
+            "*back after*: from the fault until planning went on; a loader whose "
+            "stand-by was in a process killed with it is read again.",
             "",
             markdown_table(HEAD, rows),
             "",

@@ -1,11 +1,14 @@
-"""What an append to the journal costs, beside a bare loop of write and fdatasync on the same disk; and what a running job pays.
+"""What an append to the journal costs, beside a bare loop of write and fdatasync on the same disk;
+and what a running job pays.
 
     python benchmarks/journal.py [--appends 400] [--seconds 5] [--dir PATH] [--save]
 
-Appends of both ways take turns, so that both see the same disk. ``CPU`` is the processor time of an append, records made included. In
-running jobs the processor time of all that the journal does is measured where it does it, by the clock of the thread: in the pump, where
-records are made, and in the thread that writes. Its share is of the processor time of the whole process, which loads, tokenizes, plans
-and builds. A null job does next to nothing with its data: it shows what is left when all else is free.
+Appends of both ways take turns, so that both see the same disk. ``CPU`` is the processor time of an
+append, records made included. In running jobs the processor time of all that the journal does is
+measured where it does it, by the clock of the thread: in the pump, where records are made, and in
+the thread that writes. Its share is of the processor time of the whole process, which loads,
+tokenizes, plans and builds. A null job does next to nothing with its data: it shows what is left
+when all else is free.
 """
 
 from __future__ import annotations
@@ -233,8 +236,14 @@ def main() -> None:
     wide_console().print(shown_table("appends to a journal in a directory", HEAD, rows))
     wide_console().print(shown_table("running jobs, local runtime", RUNNING_HEAD, jobs))
     if args.save:
-        head = f"# Appends to the journal\n\n    {command_line('benchmarks/journal.py')}\n\n{machine()} Local disk."
-        jobs_text = f"## Running jobs\n\nLocal runtime, {args.seconds:g} s each.\n\n{markdown_table(RUNNING_HEAD, jobs)}"
+        head = (
+            "# Appends to the journal\n\n    "
+            f"{command_line('benchmarks/journal.py')}\n\n{machine()} Local disk."
+        )
+        jobs_text = (
+            f"## Running jobs\n\nLocal runtime, {args.seconds:g} s "
+            f"each.\n\n{markdown_table(RUNNING_HEAD, jobs)}"
+        )
         text = f"{head}\n\n{markdown_table(HEAD, rows)}\n\n{jobs_text}\n"
         print(f"saved as {save(time.strftime('%Y-%m-%d-journal'), text, {})}")
 

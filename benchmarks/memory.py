@@ -1,12 +1,15 @@
-"""Memory and fetch time by sources, ranks and workers: Overlord beside a DataLoader in every rank (Figures 12 and 15 of the paper).
+"""Memory and fetch time by sources, ranks and workers: Overlord beside a DataLoader in every rank
+(Figures 12 and 15 of the paper).
 
     python benchmarks/memory.py --save                                   # for the record: three quarters of an hour on two idle cores
     python benchmarks/memory.py --sources 5 --ranks 2 --workers 1 --kinds torch,local,process --no-extras    # a look
 
-PSS over all processes of a cell, less what the ranks held after their imports: every rank of every loader imports torch. Hosts and the
-launching process count whole. Rows are shuffled (Overlord's default) and in order. Both sides are compared at equal settings, and each
-at the smallest setting that keeps the pace demanded of all. Cells that would not fit this machine are computed from slopes fitted over
-those that did, and say so. Some sources have row groups of 16 MB and more. How it is measured: benchmarks/README.md.
+PSS over all processes of a cell, less what the ranks held after their imports: every rank of every
+loader imports torch. Hosts and the launching process count whole. Rows are shuffled (Overlord's
+default) and in order. Both sides are compared at equal settings, and each at the smallest setting
+that keeps the pace demanded of all. Cells that would not fit this machine are computed from slopes
+fitted over those that did, and say so. Some sources have row groups of 16 MB and more. How it is
+measured: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -85,14 +88,16 @@ def measure(
         for case in cases:
             shown.update(
                 bar,
-                description=f"{case.n_sources} sources, {case.ranks} ranks, {case.workers} workers: {case.name}",
+                description=f"{case.n_sources} sources, {case.ranks} ranks, {case.workers} workers: "
+                f"{case.name}",
             )
             if not needless(case, found, extent) and expected(case, found) < ROOM * free_mb():
                 try:
                     found.append(run(case, limit_s))
                 except Exception as failure:
                     failed[
-                        f"{case.name}, {case.n_sources} sources, {case.ranks} ranks, {case.workers} workers"
+                        f"{case.name}, {case.n_sources} sources, {case.ranks} ranks, "
+                        f"{case.workers} workers"
                     ] = f"{type(failure).__name__}: {failure}"
             shown.advance(bar)
     return found + by_slope(
@@ -147,7 +152,8 @@ def by_slope(cases: Sequence[Case], found: Sequence[Found]) -> list[Found]:
     return made
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables
+# ---------------------------------------------------------------------------------------------------------
 
 
 def rows_of(found: Sequence[Found]) -> list[list[str]]:
@@ -233,7 +239,9 @@ def slope_rows(slopes: Sequence[tuple[str, Slopes]]) -> list[list[str]]:
 
 
 def flatness(found: Sequence[Found]) -> list[str]:
-    """What one more rank takes, by number of sources: the promise is that it does not grow with them."""
+    """What one more rank takes, by number of sources: the promise is that it does not grow with
+    them.
+    """
     lines = []
     for kind, shuffle in ((k, s) for k in (LOCAL, PROCESS, RAY, COLOCATED) for s in (True, False)):
         cells = plain_cells(found, kind, shuffle)
@@ -263,8 +271,11 @@ def verdict(found: Sequence[Found]) -> list[str]:
         if (case.n_sources, case.ranks) == largest:
             how = "measured" if c.measured else "by slope"
             lines.append(
-                f"{case.n_sources} sources, {case.ranks} ranks, {'shuffled' if case.shuffle else 'in order'}, {c.setting} ({case.loading} "
-                f"workers in all; torch {c.theirs.case.loading}): {case.name} takes {c.ratio:.1f} times less than a colocated loader "
+                f"{case.n_sources} sources, {case.ranks} ranks, "
+                f"{'shuffled' if case.shuffle else 'in order'}, {c.setting} "
+                f"({case.loading} "
+                f"workers in all; torch {c.theirs.case.loading}): {case.name} takes "
+                f"{c.ratio:.1f} times less than a colocated loader "
                 f"({how}); {TARGET:g} is {'met' if c.ratio >= TARGET else 'missed'}."
             )
     return lines
@@ -272,11 +283,16 @@ def verdict(found: Sequence[Found]) -> list[str]:
 
 def page(found: Sequence[Found], failed: dict[str, str], today: str, command: str) -> str:
     about = (
-        "MB of PSS over all processes of a cell, the highest seen, less what ranks held after their imports; every rank of every loader "
-        "imports torch. *With imports*: nothing subtracted. *Ray's own*: its services, counted in MB too. *Fetch*: how long a rank waits "
-        "for a step, asked for every half second; *late*: steps that took longer than that; *keeps pace*: no step was late. torch: one "
-        "DataLoader in every rank, *workers* of each. Overlord: *workers* are loading threads in all. *Shuffle*: Overlord shuffles each "
-        "source, which is its default; a DataLoader has one buffer of 1,000 rows in each worker. *Shadows*: what shadow loaders hold, "
+        "MB of PSS over all processes of a cell, the highest seen, less what ranks held "
+        "after their imports; every rank of every loader "
+        "imports torch. *With imports*: nothing subtracted. *Ray's own*: its services, "
+        "counted in MB too. *Fetch*: how long a rank waits "
+        "for a step, asked for every half second; *late*: steps that took longer than "
+        "that; *keeps pace*: no step was late. torch: one "
+        "DataLoader in every rank, *workers* of each. Overlord: *workers* are loading "
+        "threads in all. *Shuffle*: Overlord shuffles each "
+        "source, which is its default; a DataLoader has one buffer of 1,000 rows in each "
+        "worker. *Shadows*: what shadow loaders hold, "
         "counted in MB too."
     )
     usual = [f for f in found if f.case.context == 8192]
@@ -289,7 +305,8 @@ def page(found: Sequence[Found], failed: dict[str, str], today: str, command: st
     parts += ["\n".join(f"- {line}" for line in [*verdict(usual), *flatness(usual)])]
     parts += [
         "## Compared",
-        "*Smallest that keeps pace*: each side with the fewest workers of those tried. *Equal*: as many workers in all on both sides.",
+        "*Smallest that keeps pace*: each side with the fewest workers of those tried. "
+        "*Equal*: as many workers in all on both sides.",
         markdown_table(COMPARED_HEAD, [c.row() for c in compare(usual)]),
         "## Cells (Figure 12)",
         markdown_table(HEAD, rows_of(usual)),
@@ -297,8 +314,14 @@ def page(found: Sequence[Found], failed: dict[str, str], today: str, command: st
         markdown_table(SLOPE_HEAD, slope_rows(slopes_of(found))),
     ]
     if parallel:
-        words = "TP 16, DP 2, batch 32, a context of 32k, no trainer; one rank of a TP group loads. Sources in one loader host or two."
-        words += " With shadows each source is read in the other host too; what they hold stands apart, and is counted in MB too."
+        words = (
+            "TP 16, DP 2, batch 32, a context of 32k, no trainer; one rank of a TP group "
+            "loads. Sources in one loader host or two."
+        )
+        words += (
+            " With shadows each source is read in the other host too; what they hold stands "
+            "apart, and is counted in MB too."
+        )
         told = "\n".join(f"- {line}" for line in source_parallelism(parallel))
         parts += [
             "## Source parallelism (Figure 15)",
@@ -433,7 +456,8 @@ def main(
         )
     if saving:
         console.print(
-            f"saved {save(f'{today}-memory', page(found, failed, today, command_line('benchmarks/memory.py')), {})}"
+            "saved "
+            f"{save(f'{today}-memory', page(found, failed, today, command_line('benchmarks/memory.py')), {})}"
         )
 
 

@@ -1,7 +1,8 @@
 """The same job through Overlord, embedded: one process plans, reads, packs and serves all ranks.
 
-``overlord`` reads in file order, as the peers do. ``overlord-shuffled`` leaves shuffling on, which is Overlord's default.
-``overlord-one`` has one worker thread, the bare loop's parallelism: threads that tokenize side by side cost each other time.
+``overlord`` reads in file order, as the peers do. ``overlord-shuffled`` leaves shuffling on, which
+is Overlord's default. ``overlord-one`` has one worker thread, the bare loop's parallelism: threads
+that tokenize side by side cost each other time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import overlord as ov
 from corpus import Corpus
 from peers.work import Work
 
-FILL = 0.85  # share of the context that next-fit reaches on this data: equal microbatches, equal tokens in each
+# share of the context that next-fit reaches on this data: equal microbatches, equal tokens in each
+FILL = 0.85
 MEAN_TOKENS = {"null": 424.0, "tokenized": 593.0}  # of a sample of this data after the cut at 8192
 
 
@@ -67,7 +69,9 @@ def samples_per_step(work: Work) -> int:
 
 
 def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
-    """Microbatches of all ranks, step by step in lockstep, as the ranks of one training would take them."""
+    """Microbatches of all ranks, step by step in lockstep, as the ranks of one training would take
+    them.
+    """
     with ov.launch(
         make_job(corpus, work), runtime="local", workers=1 if work.peer == "overlord-one" else None
     ) as session:

@@ -1,4 +1,6 @@
-"""What the benchmarks' result pages share: tables, plots as files, the machine's description, a bar while one waits."""
+"""What the benchmarks' result pages share: tables, plots as files, the machine's description, a bar
+while one waits.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,8 @@ def machine() -> str:
     )
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return (
-        f"{os.cpu_count()} CPUs ({model}), Python {platform.python_version()}, numpy {metadata.version('numpy')}; "
+        f"{os.cpu_count()} CPUs ({model}), Python {platform.python_version()}, numpy "
+        f"{metadata.version('numpy')}; "
         f"load average at the end {load}."
     )
 

@@ -1,10 +1,13 @@
-"""Planning time and quality: a drawn buffer in, a validated LoadingPlan out, through the real strategy.
+"""Planning time and quality: a drawn buffer in, a validated LoadingPlan out, through the real
+strategy.
 
-    python benchmarks/planning.py [--seeds 3] [--repeat 7] [--strategy llm_balance] [--sync microbatch] [--json]
+    python benchmarks/planning.py [--seeds 3] [--repeat 7] [--strategy llm_balance] [--sync
+    microbatch] [--json]
 
-CPU time of this process (best and median of the repeats). Lengths are log-normal, cut at the context: median 665 tokens,
-mean about 1,300, 5 % above 4,800. ``excess`` is the time of the step over the bound that no placement can pass: the
-larger of the mean and the dearest sample. ``--sync`` as in ``Job``: when ranks wait for each other.
+CPU time of this process (best and median of the repeats). Lengths are log-normal, cut at the
+context: median 665 tokens, mean about 1,300, 5 % above 4,800. ``excess`` is the time of the step
+over the bound that no placement can pass: the larger of the mean and the dearest sample. ``--sync``
+as in ``Job``: when ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -124,7 +127,10 @@ def main(
     table = Table(
         title=f"{strategy}, sync {sync}, context {context}, {seeds} steps x {repeat} runs"
     )
-    heads = "samples, ranks, CPU ms best, median, target, digest ms, excess %, M, fill, max/mean rank, by microbatch"
+    heads = (
+        "samples, ranks, CPU ms best, median, target, digest ms, excess %, M, fill, max/mean "
+        "rank, by microbatch"
+    )
     for head in heads.split(", "):
         table.add_column(head, justify="right")
     for r in rows:

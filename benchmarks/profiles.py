@@ -1,11 +1,13 @@
-"""Two length profiles after Figure 2 of the Overlord paper (arXiv 2504.09844), as seeded samplers of text tokens and image patches.
+"""Two length profiles after Figure 2 of the Overlord paper (arXiv 2504.09844), as seeded samplers
+of text tokens and image patches.
 
     samples = draw("navit", 4096, seed=1, context=8192)
     buffer = samples.buffer(Batch(samples=4096, context=8192))     # a drawn step: strategies take it as it is
 
-``coyo``: 5 sources, a caption and one image a sample. The text is pinned by the paper: 98.23 % of samples hold at most 64
-text tokens, the others 9.3 % of all text tokens. Its images, skewed up to 4096 patches, are an invented shape.
-``navit``: 306 sources, about two images a sample, a tail to 32k tokens. The paper prints no figures of it: all of it is invented.
+``coyo``: 5 sources, a caption and one image a sample. The text is pinned by the paper: 98.23 % of
+samples hold at most 64 text tokens, the others 9.3 % of all text tokens. Its images, skewed up to
+4096 patches, are an invented shape. ``navit``: 306 sources, about two images a sample, a tail to
+32k tokens. The paper prints no figures of it: all of it is invented.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Samples:
         )
 
     def cut(self, context: int) -> Samples:
-        """No sample longer than the context: the image that crosses it is made smaller, later ones and text beyond it go."""
+        """No sample longer than the context: the image that crosses it is made smaller, later ones
+        and text beyond it go.
+        """
         values, before = _tokens_of(self.images.values, self.merge), self.images.offsets
         ends = np.concatenate([[0], np.cumsum(values)])
         ahead = ends[:-1] - np.repeat(ends[before[:-1]], self.images.lengths)
@@ -67,7 +71,9 @@ class Samples:
         )
 
     def buffer(self, batch: Batch, step: int = 0, images: bool = True) -> Buffer:
-        """A step drawn as these samples stand: ``tokens`` and ``text``, and for every image ``image_patches`` and ``image_tokens``."""
+        """A step drawn as these samples stand: ``tokens`` and ``text``, and for every image
+        ``image_patches`` and ``image_tokens``.
+        """
         order = np.argsort(self.source, kind="stable")
         grouped, tokens = self.take(order), self.tokens()[order]
         ends = np.searchsorted(grouped.source, np.arange(len(self.names) + 1))
@@ -87,7 +93,9 @@ class Samples:
 
 
 def coyo(n: int, seed: int, source: np.ndarray | None = None) -> Samples:
-    """Captions with one image each, from 5 sources whose images differ in size. ``source``: which one each sample is of."""
+    """Captions with one image each, from 5 sources whose images differ in size. ``source``: which
+    one each sample is of.
+    """
     rng = np.random.default_rng([seed, 5])
     drawn = rng.choice(5, n, p=[0.35, 0.25, 0.2, 0.12, 0.08]).astype(np.int32)
     source = drawn if source is None else source
@@ -107,7 +115,9 @@ def coyo(n: int, seed: int, source: np.ndarray | None = None) -> Samples:
 
 
 def navit(n: int, seed: int, source: np.ndarray | None = None) -> Samples:
-    """Interleaved text and images from 306 sources: captions, documents and plain text, each with lengths of its own."""
+    """Interleaved text and images from 306 sources: captions, documents and plain text, each with
+    lengths of its own.
+    """
     shapes = np.random.default_rng(SHAPES_SEED)
     weight = 1 / np.sqrt(1 + np.arange(306))
     text_median, patches_median = (
@@ -139,7 +149,8 @@ def draw(
 ) -> Samples:
     """``n`` samples of a profile in stream order, none longer than the context.
 
-    ``runs``: so many readers take turns, each with a source of its own, as where every rank reads its own files.
+    ``runs``: so many readers take turns, each with a source of its own, as where every rank reads
+    its own files.
     """
     sample = PROFILES[profile]
     mixed = sample(n, seed)

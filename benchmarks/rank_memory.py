@@ -1,11 +1,13 @@
-"""What one more rank costs in memory: the process runtime with clients that only receive, beside a DataLoader in every rank.
+"""What one more rank costs in memory: the process runtime with clients that only receive, beside a
+DataLoader in every rank.
 
     python benchmarks/rank_memory.py                                    # 2 and 8 ranks at 5, 100 and 300 sources: minutes
     python benchmarks/rank_memory.py --sources 5 --jobs null --quick    # a look
     python benchmarks/rank_memory.py --sources 5,100 --rounds 3         # medians: what a loader host peaks at varies by tens of MB
 
-PSS over all processes, less what they held after their imports; the slope between the least and the greatest number of ranks is
-the price of a rank: its client, and what hosts hold more because a step is larger. How it is measured: benchmarks/README.md.
+PSS over all processes, less what they held after their imports; the slope between the least and the
+greatest number of ranks is the price of a rank: its client, and what hosts hold more because a step
+is larger. How it is measured: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -165,7 +167,9 @@ def row_of(run: Figures) -> list[str]:
 
 
 def slope_rows(runs: Sequence[Figures]) -> list[list[str]]:
-    """A line for every loader; the last cell is its price of a rank over that of a colocated DataLoader."""
+    """A line for every loader; the last cell is its price of a rank over that of a colocated
+    DataLoader.
+    """
     keys = dict.fromkeys((run.job, run.n_sources, run.peer) for run in runs)
     slopes = {
         key: Slope.of([run for run in runs if (run.job, run.n_sources, run.peer) == key])
@@ -190,7 +194,10 @@ def page(runs: Sequence[Figures], today: str, command: str) -> str:
     found = markdown_table(HEAD, [row_of(run) for run in runs])
     slopes = markdown_table(SLOPES, slope_rows(runs))
     target = f"Target: at most {TARGET:g} of a colocated DataLoader's."
-    return f"# Memory of a rank, {today}\n\n{machine()}\n\n    {command}\n\n## One more rank\n\n{slopes}\n\n{target}\n\n## Runs\n\n{found}\n"
+    return (
+        f"# Memory of a rank, {today}\n\n{machine()}\n\n    {command}\n\n## One more "
+        f"rank\n\n{slopes}\n\n{target}\n\n## Runs\n\n{found}\n"
+    )
 
 
 @click.command(help=__doc__.split("\n")[0])
@@ -269,7 +276,8 @@ def main(
         )
     if saving:
         console.print(
-            f"saved {save(f'{today}-rank-memory', page(runs, today, command_line('benchmarks/rank_memory.py')), {})}"
+            "saved "
+            f"{save(f'{today}-rank-memory', page(runs, today, command_line('benchmarks/rank_memory.py')), {})}"
         )
 
 

@@ -3,7 +3,8 @@
     python benchmarks/readme.py            # rewrites the table in README.md
     python benchmarks/readme.py --check    # exit code 1 if the table is not what the pages say
 
-The rows are named in benchmarks/measured/rows.py. A new page of a benchmark changes the README by this program alone.
+The rows are named in benchmarks/measured/rows.py. A new page of a benchmark changes the README by
+this program alone.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def main(check: bool) -> None:
         README.write_text(wanted, encoding="utf-8")
     elif wanted != text:
         raise click.ClickException(
-            "README.md: expected the table of the newest result pages, got another one; run benchmarks/readme.py"
+            "README.md: expected the table of the newest result pages, got another one; "
+            "run benchmarks/readme.py"
         )
 
 

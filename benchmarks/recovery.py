@@ -1,11 +1,13 @@
-"""How long a job misses a part that is killed, and a node that is removed: in processes and on Ray, one after the other, on this machine.
+"""How long a job misses a part that is killed, and a node that is removed: in processes and on Ray,
+one after the other, on this machine.
 
     python benchmarks/recovery.py [--times 5] [--runtimes process,ray,nodes] [--save]      # about two minutes on two idle cores
 
-A trainer of two ranks takes a step every 20 ms from a small job with a journal: two loader hosts, a constructor host and a planner of its
-own. A part of each kind is killed with SIGKILL, in turn, each when the one before is back. ``nodes`` has the job on a cluster of two
-nodes beside the head (Ray's cluster utility, with the health checks of docs/ray.md), removes the node of a host and adds another.
-Needs Linux, and Ray for all but ``process``.
+A trainer of two ranks takes a step every 20 ms from a small job with a journal: two loader hosts, a
+constructor host and a planner of its own. A part of each kind is killed with SIGKILL, in turn, each
+when the one before is back. ``nodes`` has the job on a cluster of two nodes beside the head (Ray's
+cluster utility, with the health checks of docs/ray.md), removes the node of a host and adds
+another. Needs Linux, and Ray for all but ``process``.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ CHECKS = {  # of docs/ray.md
 
 @dataclass(slots=True)
 class Losses:
-    """One part, lost several times. Seconds from the kill: until the session knew, until all was planned again, and what a rank waited."""
+    """One part, lost several times. Seconds from the kill: until the session knew, until all was
+    planned again, and what a rank waited.
+    """
 
     where: str
     part: str
@@ -95,7 +99,9 @@ def small_job(journal: str) -> ov.Job:
 
 
 class Trainer:
-    """Takes steps of all ranks at a pace, in a thread; knows the longest that it waited since it was asked last."""
+    """Takes steps of all ranks at a pace, in a thread; knows the longest that it waited since it
+    was asked last.
+    """
 
     def __init__(self, session: ov.Session):
         self._clients = [session.client(rank) for rank in range(2)]
@@ -197,7 +203,9 @@ def nodes() -> Iterator[Any]:
 
 
 def remove_nodes(times: int) -> list[Losses]:
-    """Of both nodes the one that has a loader host and not the planner; hosts that were on it come back on the other."""
+    """Of both nodes the one that has a loader host and not the planner; hosts that were on it come
+    back on the other.
+    """
     from overlord.ray.cluster import CLUSTER
 
     found = Losses("ray, two nodes", "a node")
@@ -239,8 +247,10 @@ def remove_nodes(times: int) -> list[Losses]:
 
 def page(found: list[Losses], today: str, command: str) -> str:
     notes = (
-        "*told*: from the kill until the session knew that the part is gone; *back*: until it was there again and all that had to be "
-        "planned again was; *longest wait*: of a rank for a step, meanwhile. Medians and worst of so many times."
+        "*told*: from the kill until the session knew that the part is gone; *back*: "
+        "until it was there again and all that had to be "
+        "planned again was; *longest wait*: of a rank for a step, meanwhile. Medians and "
+        "worst of so many times."
     )
     return (
         "\n\n".join(
@@ -284,7 +294,8 @@ def main(times: int, runtimes: str, saving: bool) -> None:
     if saving:
         today = datetime.date.today().isoformat()
         wide_console().print(
-            f"saved {save(f'{today}-recovery', page(found, today, command_line('benchmarks/recovery.py')), {})}"
+            "saved "
+            f"{save(f'{today}-recovery', page(found, today, command_line('benchmarks/recovery.py')), {})}"
         )
 
 

@@ -1,8 +1,10 @@
-"""Memory follows the slice and not the row group: reads one 400 MB row group front to back and prints the peak.
+"""Memory follows the slice and not the row group: reads one 400 MB row group front to back and
+prints the peak.
 
     python benchmarks/row_group_memory.py [--mb 400] [--slice-rows 256]
 
-Each way runs in a process of its own; ``peak`` is resident memory above what the process had before it opened the file.
+Each way runs in a process of its own; ``peak`` is resident memory above what the process had before
+it opened the file.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def main() -> None:
             )
             assert found["rows"] == rows
             print(
-                f"{way:32s} peak {found['peak_mb']:6.0f} MB, of it Arrow {found['arrow_mb']:6.0f} MB, {found['cpu_s']:.2f} s CPU"
+                f"{way:32s} peak {found['peak_mb']:6.0f} MB, of it Arrow "
+                f"{found['arrow_mb']:6.0f} MB, {found['cpu_s']:.2f} s CPU"
             )
 
 

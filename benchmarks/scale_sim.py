@@ -1,10 +1,12 @@
-"""Simulated scale: the Overlord paper's dry run (arXiv 2504.09844, Figures 14, 17 and 18) with constants of this machine.
+"""Simulated scale: the Overlord paper's dry run (arXiv 2504.09844, Figures 14, 17 and 18) with
+constants of this machine.
 
     python benchmarks/scale_sim.py                     # some minutes; constants of an earlier run are kept
     python benchmarks/scale_sim.py --measure --save    # for the record: measures them again, writes the page
 
-The model is ``overlord simulate``'s: memory from dummy loading jobs, the real planner on a virtual clock. A node is a tensor-parallel
-group here, of which one rank loads in the colocated loader too (Megatron's way): the comparison that is least in our favour.
+The model is ``overlord simulate``'s: memory from dummy loading jobs, the real planner on a virtual
+clock. A node is a tensor-parallel group here, of which one rank loads in the colocated loader too
+(Megatron's way): the comparison that is least in our favour.
 """
 
 from __future__ import annotations
@@ -56,8 +58,14 @@ VARIED = (
     ("16 workers", {"workers": 16}),
     ("4096 nodes", {"gpus": 4096 * PER_NODE}),
 )
-FIGURE_18 = "1k GPUs: modest improvement by constructors; 2k: 10x fetch latency without them; 4k: without them the system collapses"
-BUSY = "The machine was busy with other work; of wall times only a call's is used, the fastest quarter. "
+FIGURE_18 = (
+    "1k GPUs: modest improvement by constructors; 2k: 10x fetch latency without them; 4k: "
+    "without them the system collapses"
+)
+BUSY = (
+    "The machine was busy with other work; of wall times only a call's is used, the fastest "
+    "quarter. "
+)
 FETCH_GPUS = (1024, 2048, 4096)
 PLANNED = (4096, 16384)
 
@@ -70,7 +78,10 @@ class Grid:
     shared: list[list[float]]  # every source is opened once in the fleet
     apart: list[
         list[float]
-    ]  # every data-parallel group has loaders of its own, with all sources: no partitioning, as in the paper's figures
+        # every data-parallel group has loaders of its own, with all sources: no partitioning, as in
+        # the
+        # paper's figures
+    ]
 
 
 def make_job(corpus: Corpus) -> ov.Job:
@@ -127,12 +138,16 @@ def statements(constants: Constants, sources: int) -> list[str]:
         16 * 16,
     )
     return [
-        f"*Marginal overhead at low parallelism, gains with more of it*: with loaders apart {low:.2f} of a colocated loader's memory at "
+        "*Marginal overhead at low parallelism, gains with more of it*: with loaders "
+        f"apart {low:.2f} of a colocated loader's memory at "
         f"CP 1 and PP 1, {high:.3f} at CP 16 and PP 16 ({both} ranks a group).",
-        f"*A larger batch costs Overlord more*: {batch - base:+.2f} MB a node for 2048 samples in place of 512; a sample is "
+        f"*A larger batch costs Overlord more*: {batch - base:+.2f} MB a node for 2048 "
+        "samples in place of 512; a sample is "
         f"{constants.sample_tokens:.0f} tokens here, and images in the paper.",
-        f"*More workers make the savings more pronounced*: {low:.2f} with 4 workers, {workers:.2f} with 16.",
-        f"*In a larger cluster with little parallelism it is harder to save*: {low:.2f} with 512 nodes, {cluster:.2f} with 4096.",
+        f"*More workers make the savings more pronounced*: {low:.2f} with 4 workers, "
+        f"{workers:.2f} with 16.",
+        f"*In a larger cluster with little parallelism it is harder to save*: {low:.2f} "
+        f"with 512 nodes, {cluster:.2f} with 4096.",
     ]
 
 
@@ -165,7 +180,8 @@ def planning(job: ov.Job, step: Callable[[str, int, int], None]) -> list[Cell]:
     return cells
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables
+# ---------------------------------------------------------------------------------------------------------
 
 
 def grid_rows(values: Sequence[Sequence[float]]) -> list[list[str]]:
@@ -255,20 +271,26 @@ def page(
 ) -> str:
     parts = [
         f"# Simulated scale, {today}",
-        f"{machine()} {BUSY if os.getloadavg()[0] > (os.cpu_count() or 1) else ''}Planning is CPU seconds.",
+        f"{machine()} "
+        f"{BUSY if os.getloadavg()[0] > (os.cpu_count() or 1) else ''}Planning is CPU "
+        "seconds.",
         f"    {command}",
     ]
     parts += [
-        f"A model with measured constants, {sources} sources of Parquet (token ids). The planner is real: its times are measured at that "
-        "place tree, on this machine. Memory is that of data loading over all nodes; beside it a DataLoader in every rank that loads (one "
+        f"A model with measured constants, {sources} sources of Parquet (token ids). The "
+        "planner is real: its times are measured at that "
+        "place tree, on this machine. Memory is that of data loading over all nodes; "
+        "beside it a DataLoader in every rank that loads (one "
         "of a tensor-parallel group), each of whose workers opens every source.",
         "## Constants",
         markdown_table(("what", "measured"), constants_rows(found.constants)),
         "## Memory over a colocated loader's (Figures 14 and 17)",
         "The paper's statements (7.4 and appendix A), with our figures:",
         "\n".join(f"- {line}" for line in statements(found.constants, sources)),
-        f"{BASE.gpus // PER_NODE} nodes of {PER_NODE} GPUs (TP {PER_NODE}), batch {BASE.batch}, {BASE.workers} workers; one is changed. "
-        "*Shared*: every source is opened once in the fleet, as Overlord does. *Apart*: every data-parallel group has loaders of its own "
+        f"{BASE.gpus // PER_NODE} nodes of {PER_NODE} GPUs (TP {PER_NODE}), batch "
+        f"{BASE.batch}, {BASE.workers} workers; one is changed. "
+        "*Shared*: every source is opened once in the fleet, as Overlord does. *Apart*: "
+        "every data-parallel group has loaders of its own "
         'for all sources, which is how we read the paper\'s "without data source partitioning".',
     ]
     for grid in made:
@@ -277,11 +299,15 @@ def page(
     parts += [
         "## Constructors (Figure 18)",
         f"The paper (appendix B): {FIGURE_18}.",
-        "TP 4, PP 4, every rank fetches. *Fetch*: from the first moment of planning until the last rank has the step, nothing "
-        "prefetched; *waited*: what trainers of a second a step stand still, with prefetch. *x with*: over the same with constructors.",
+        "TP 4, PP 4, every rank fetches. *Fetch*: from the first moment of planning "
+        "until the last rank has the step, nothing "
+        "prefetched; *waited*: what trainers of a second a step stand still, with "
+        "prefetch. *x with*: over the same with constructors.",
         markdown_table(FETCH_HEAD, fetch_rows(fetch)),
-        "What this model has: the time of every message and byte at the node that sends and at the one that receives, and the planner's "
-        "own. What it lacks: congestion inside a network, lost packets, limits of open sockets. So it shows where time and connections go, "
+        "What this model has: the time of every message and byte at the node that sends "
+        "and at the one that receives, and the planner's "
+        "own. What it lacks: congestion inside a network, lost packets, limits of open "
+        "sockets. So it shows where time and connections go, "
         "and no collapse.",
         "## What the planner takes, measured",
         "CPU milliseconds of a step: the draw, the strategy (`llm_balance`), the checks, and "

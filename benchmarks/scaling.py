@@ -1,4 +1,5 @@
-"""Tokens per second of the tokenized job by the number of loader host processes, beside torch's DataLoader with as many workers.
+"""Tokens per second of the tokenized job by the number of loader host processes, beside torch's
+DataLoader with as many workers.
 
     python benchmarks/scaling.py                                # 1 to 16 hosts, as far as there are cores: minutes
     python benchmarks/scaling.py --hosts 1,2 --quick            # a look
@@ -43,12 +44,14 @@ from peers.work import Work
 JOB = "tokenized"
 OURS, THEIRS = "overlord-process", "torch"
 HOSTS = (1, 2, 4, 8, 16)
-HOST_TOKENS = 6_000_000  # for every host or worker: about 12 s of its work, so that all points take equally long
+# for every host or worker: about 12 s of its work, so that all points take equally long
+HOST_TOKENS = 6_000_000
 LEAST_HOSTS = (
     2  # a point delivers at least the tokens of so many: what is read ahead is the same for all
 )
 QUICK = 10
-MICROBATCHES = 4  # of a rank in a step: small steps, so that what is read ahead is little beside what is delivered
+# of a rank in a step: small steps, so that what is read ahead is little beside what is delivered
+MICROBATCHES = 4
 HEAD = (
     "loader",
     "hosts or workers",
@@ -95,9 +98,11 @@ class Plan:
     limit_s: float = 900.0
 
     def work(self, peer: str, n: int, corpus: Corpus) -> Work:
-        """All sources weigh the same, so that hosts can be given equal parts and what is seen is not how parts were dealt out.
+        """All sources weigh the same, so that hosts can be given equal parts and what is seen is
+        not how parts were dealt out.
 
-        A DataLoader has at least a worker in every rank: with fewer workers there are fewer ranks, which costs it nothing.
+        A DataLoader has at least a worker in every rank: with fewer workers there are fewer ranks,
+        which costs it nothing.
         """
         ranks = (
             self.ranks
@@ -275,7 +280,8 @@ def main(
         )
     if saving:
         console.print(
-            f"saved {save(f'{today}-scaling', page(points, today, command_line('benchmarks/scaling.py')), {})}"
+            "saved "
+            f"{save(f'{today}-scaling', page(points, today, command_line('benchmarks/scaling.py')), {})}"
         )
 
 

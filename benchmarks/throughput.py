@@ -1,12 +1,14 @@
-"""The same job through Overlord, a bare loop, torchdata.nodes and torch's DataLoader, in one run on the same data.
+"""The same job through Overlord, a bare loop, torchdata.nodes and torch's DataLoader, in one run on
+the same data.
 
     python benchmarks/throughput.py                                     # everything, about an hour
     python benchmarks/throughput.py --sources 5 --pairs 1 --quick       # a first look, about two minutes
     python benchmarks/throughput.py --sources 100 --jobs tokenized --peers overlord-process --arenas 2,5,16,64    # malloc arenas
 
-All peers do the job for the same number of ranks, 8 unless said otherwise, with the same tokens per rank and step. The bare loop
-packs for nobody in particular, so its cost per token is that of the job for any number of ranks; its first step is that of 8.
-How it is measured, and what the columns mean: benchmarks/README.md.
+All peers do the job for the same number of ranks, 8 unless said otherwise, with the same tokens per
+rank and step. The bare loop packs for nobody in particular, so its cost per token is that of the
+job for any number of ranks; its first step is that of 8. How it is measured, and what the columns
+mean: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -43,10 +45,15 @@ TOKENS_PER_SOURCE = {
     "null": 700_000,
     "tokenized": 80_000,
 }  # at least, so that most sources are read on and not just opened
-UNSTEADY = 0.9  # times the bare loop's CPU: with less than this, and more over the whole run, the work was done earlier
+# times the bare loop's CPU: with less than this, and more over the whole run, the work was done
+# earlier
+UNSTEADY = 0.9
 QUICK = 10  # times fewer tokens
 RANKS = 8
-UNSTEADY_NOTE = "* not steady: this part of the run lived on what was read ahead before it; use the whole run, or more tokens"
+UNSTEADY_NOTE = (
+    "* not steady: this part of the run lived on what was read ahead before it; use the "
+    "whole run, or more tokens"
+)
 HEADINGS = (
     "job",
     "sources",
@@ -89,7 +96,9 @@ class Paired:
 
     @property
     def bare_cpu(self) -> float:
-        """The neighbours' mean, so that a machine that slows down between them slows both sides alike."""
+        """The neighbours' mean, so that a machine that slows down between them slows both sides
+        alike.
+        """
         return (self.before.steady_cpu + self.after.steady_cpu) / 2
 
     @property
@@ -110,7 +119,9 @@ class Paired:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A job at a number of sources, with all of its runs in the order they were made: bare, peer, bare, peer, ..., bare."""
+    """A job at a number of sources, with all of its runs in the order they were made: bare, peer,
+    bare, peer, ..., bare.
+    """
 
     job: str
     n_sources: int
@@ -128,7 +139,9 @@ class Setting:
 
 
 def order_of_cells(peers: Sequence[str], pairs: int) -> list[str]:
-    """Every run of a peer stands between two bare runs; who comes first changes from round to round."""
+    """Every run of a peer stands between two bare runs; who comes first changes from round to
+    round.
+    """
     others = [peer for peer in peers if peer != "bare"]
     rounds = (
         [others[r % len(others) :] + others[: r % len(others)] for r in range(pairs)]
@@ -142,7 +155,9 @@ def order_of_cells(peers: Sequence[str], pairs: int) -> list[str]:
 
 
 def with_arenas(peers: Sequence[str], arenas: Sequence[int]) -> list[str]:
-    """Return the peers, each of Overlord's also with every given number of malloc arenas: ``overlord-process@64``."""
+    """Return the peers, each of Overlord's also with every given number of malloc arenas:
+    ``overlord-process@64``.
+    """
     return [
         name
         for peer in peers
@@ -264,7 +279,8 @@ def markdown(settings: Sequence[Setting], peers: Sequence[str], pairs: int, toda
     """The dated table for benchmarks/results."""
     lines = [f"# Throughput, {today}", "", machine(), ""]
     lines += [
-        f"{settings[0].runs[0].ranks} ranks. {pairs} run(s) of each peer, each between two bare runs."
+        f"{settings[0].runs[0].ranks} ranks. {pairs} run(s) of each peer, each between "
+        "two bare runs."
     ]
     lines += [
         "Medians; in brackets lowest and highest. How to read it: `benchmarks/README.md`.",
@@ -294,7 +310,10 @@ def machine() -> str:
         if _installed(name)
     )
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
-    return f"{len(os.sched_getaffinity(0))} CPUs ({model}), Python {platform.python_version()}, {versions}; load average at the end {load}."
+    return (
+        f"{len(os.sched_getaffinity(0))} CPUs ({model}), Python {platform.python_version()}, "
+        f"{versions}; load average at the end {load}."
+    )
 
 
 def _installed(name: str) -> bool:
@@ -385,13 +404,15 @@ class TokenCounts(click.ParamType):
     default=1,
     show_default=True,
     help="Overlord's cells deliver so many times more: "
-    "it reads ahead by slices of every source, which a short run over many sources does not use up.",
+    "it reads ahead by slices of every source, which a short run over many sources does "
+    "not use up.",
 )
 @click.option(
     "--arenas",
     type=Numbers(),
     default=list,
-    help="Malloc arenas: Overlord's cells run with the limit it chooses, and with each of these (MALLOC_ARENA_MAX).",
+    help="Malloc arenas: Overlord's cells run with the limit it chooses, and with each of "
+    "these (MALLOC_ARENA_MAX).",
 )
 @click.option(
     "--quick", is_flag=True, help=f"{QUICK} times fewer tokens: a look, not a measurement."

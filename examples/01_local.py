@@ -1,4 +1,5 @@
-"""Three small sources, four ranks, one process: what a rank receives, and how the plan shares out the work.
+"""Three small sources, four ranks, one process: what a rank receives, and how the plan shares out
+the work.
 
 Run it: python examples/01_local.py
 """
@@ -63,7 +64,8 @@ def main() -> None:
             print(session.plan(0).to_table(), "\n")
             for name, source in session.metrics()["sources"].items():
                 print(
-                    f"{name:>6}: wanted {source['wanted']:.1%}, realised {source['realised']:.1%} of {source['samples']} samples"
+                    f"{name:>6}: wanted {source['wanted']:.1%}, realised "
+                    f"{source['realised']:.1%} of {source['samples']} samples"
                 )
 
 

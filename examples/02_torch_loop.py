@@ -1,5 +1,5 @@
-"""Feed a torch loop. The loss is summed over tokens and divided by the tokens of the whole step, so that how samples
-were shared out over ranks and microbatches changes nothing in the gradient.
+"""Feed a torch loop. The loss is summed over tokens and divided by the tokens of the whole step, so
+that how samples were shared out over ranks and microbatches changes nothing in the gradient.
 
 Run it: python examples/02_torch_loop.py
 """
@@ -55,7 +55,8 @@ def main() -> None:
                 optimizer.step()
                 if step.step % 13 == 0:
                     print(
-                        f"step {step.step:>2}: {len(step)} microbatches, {step.global_valid_tokens} tokens with a loss, loss {total:.3f}"
+                        f"step {step.step:>2}: {len(step)} microbatches, "
+                        f"{step.global_valid_tokens} tokens with a loss, loss {total:.3f}"
                     )
 
 

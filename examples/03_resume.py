@@ -1,5 +1,6 @@
-"""Save the state after three steps, throw everything away, go on with three ranks instead of two: every step that follows
-holds the samples that an undisturbed run gives it. State is small, global and plain JSON.
+"""Save the state after three steps, throw everything away, go on with three ranks instead of two:
+every step that follows holds the samples that an undisturbed run gives it. State is small, global
+and plain JSON.
 
 Run it: python examples/03_resume.py
 """
@@ -63,7 +64,8 @@ def main() -> None:
             for steps in zip(*[session.client(rank) for rank in range(3)], strict=True):
                 same = samples(steps) == undisturbed[steps[0].step]
                 print(
-                    f"step {steps[0].step} on 3 ranks: {len(samples(steps))} samples, {'the same' if same else 'OTHERS'} as on 2 ranks"
+                    f"step {steps[0].step} on 3 ranks: {len(samples(steps))} samples, "
+                    f"{'the same' if same else 'OTHERS'} as on 2 ranks"
                 )
 
 

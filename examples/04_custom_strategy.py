@@ -1,5 +1,6 @@
-"""A strategy of one's own: a function from the step's drawn samples to a plan, with a cost of one's own. It is tried here on
-a buffer made by hand, without files or a session; in a job it goes in as ``Job(strategy=windowed)``.
+"""A strategy of one's own: a function from the step's drawn samples to a plan, with a cost of one's
+own. It is tried here on a buffer made by hand, without files or a session; in a job it goes in as
+``Job(strategy=windowed)``.
 
 Run it: python examples/04_custom_strategy.py
 """
@@ -16,7 +17,9 @@ WINDOW = 1024
 
 
 def sliding_window(columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Attention over at most WINDOW tokens back: linear for long documents, where full attention is quadratic."""
+    """Attention over at most WINDOW tokens back: linear for long documents, where full attention is
+    quadratic.
+    """
     n = np.asarray(columns["tokens"], np.float64)
     return 4096 * n + n * np.minimum(n, WINDOW)
 
@@ -54,7 +57,8 @@ def main() -> None:
         plan = strategy(buffer, place)
         found = plan.imbalance()
         print(
-            f"{name}: a step takes {found['microbatch']:.3f} of the mean rank's time, no placement less than {found['slot_bound']:.3f}"
+            f"{name}: a step takes {found['microbatch']:.3f} of the mean rank's time, no "
+            f"placement less than {found['slot_bound']:.3f}"
         )
     print("\n" + plan.to_table())
 

@@ -1,4 +1,5 @@
-"""A job as one YAML file: written, read back equal, run; and what a file with mistakes gets told, all of it at once.
+"""A job as one YAML file: written, read back equal, run; and what a file with mistakes gets told,
+all of it at once.
 
 Run it: python examples/05_yaml_job.py
 """

@@ -1,4 +1,5 @@
-"""A curriculum: easy samples first, chosen among look-ahead candidates by a column that says how hard each one is.
+"""A curriculum: easy samples first, chosen among look-ahead candidates by a column that says how
+hard each one is.
 
 Run it: python examples/06_curriculum.py
 """
@@ -16,7 +17,9 @@ RAMP = 8  # steps until the stream comes as it is
 
 
 def corpus(folder: Path) -> list[ov.Source]:
-    """Two sources, their easy and hard rows mixed. Each row is its difficulty, 0 to 99, eight times: that shows in a batch."""
+    """Two sources, their easy and hard rows mixed. Each row is its difficulty, 0 to 99, eight
+    times: that shows in a batch.
+    """
     chance = random.Random(7)
     for name in ("web", "code"):
         rows = [
@@ -54,7 +57,8 @@ def main() -> None:
                 means.append(sum(mb["tokens"].mean() for mb in step) / len(step))
                 names = [piece.sample.source for mb in step for piece in mb.samples]
                 print(
-                    f"step {step.step:2}: mean difficulty {means[-1]:4.1f} {'#' * round(means[-1] / 2):48} code {names.count('code')} of 64"
+                    f"step {step.step:2}: mean difficulty {means[-1]:4.1f} "
+                    f"{'#' * round(means[-1] / 2):48} code {names.count('code')} of 64"
                 )
     print(
         "rising over the ramp:",

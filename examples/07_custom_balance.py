@@ -1,5 +1,6 @@
-"""Balance methods of one's own beside the built-in ones: functions from costs to bins. ``dealt`` looks at costs alone, as one would
-deal cards; ``by_tokens`` knows the capacity of a microbatch. Greedy looks at the cost of what each bin holds so far.
+"""Balance methods of one's own beside the built-in ones: functions from costs to bins. ``dealt``
+looks at costs alone, as one would deal cards; ``by_tokens`` knows the capacity of a microbatch.
+Greedy looks at the cost of what each bin holds so far.
 
 Run it: python examples/07_custom_balance.py
 """
@@ -19,7 +20,9 @@ def dealt(costs: np.ndarray, n_bins: int) -> np.ndarray:
 
 
 def by_tokens(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """Longest first into the bin with fewest tokens, whatever they cost. A bin of -1 would say that nothing has room."""
+    """Longest first into the bin with fewest tokens, whatever they cost. A bin of -1 would say that
+    nothing has room.
+    """
     held, bins = np.zeros(n_bins, np.int64), np.full(len(costs), -1)
     for i in np.argsort(-sizes, kind="stable"):
         emptiest = int(np.argmin(held))
@@ -45,7 +48,8 @@ def main() -> None:
         .cost("llama_12b")
     )
     print(
-        "method           slowest rank / mean   after every microbatch   microbatches   fullest microbatch"
+        "method           slowest rank / mean   after every microbatch   microbatches   "
+        "fullest microbatch"
     )
     for method in ("none", "dealt", "by_tokens", "karmarkar_karp", "greedy"):
         plan = graph.balance(method).plan()
@@ -54,7 +58,8 @@ def main() -> None:
             np.bincount(plan.main.bins(), weights=plan.main.size).max(),
         )
         print(
-            f"{method:15}  {found['bucket']:19.3f}   {found['microbatch']:22.3f}   {plan.n_microbatches:12}   {fullest:11.0f} tokens"
+            f"{method:15}  {found['bucket']:19.3f}   {found['microbatch']:22.3f}   "
+            f"{plan.n_microbatches:12}   {fullest:11.0f} tokens"
         )
 
 

@@ -1,4 +1,5 @@
-"""A model with two parts: images balanced over all ranks for the encoder, samples over replicas for the backbone.
+"""A model with two parts: images balanced over all ranks for the encoder, samples over replicas for
+the backbone.
 
 Run it: python examples/08_vlm_hybrid.py
 """
@@ -29,7 +30,9 @@ def vlm(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
 
 
 def columns(n: int) -> dict[str, list]:
-    """Up to four images of 16 to 4096 patches in a sample, each a quarter as many tokens, and text behind them."""
+    """Up to four images of 16 to 4096 patches in a sample, each a quarter as many tokens, and text
+    behind them.
+    """
     chance = np.random.default_rng(0)
     patches = [
         np.clip(chance.lognormal(5.5, 1.0, k), 16, 4096).astype(int).tolist()
@@ -53,7 +56,8 @@ def main() -> None:
         ov.DGraph.from_buffer(buffer, place).mix({"photos": 0.8, "text": 0.2}).buffer
     )  # one draw, planned in several ways
     print(
-        f"llm: time over mean, 4 replicas that wait at every microbatch: {llm(buffer, place).imbalance()['microbatch']:.3f}"
+        "llm: time over mean, 4 replicas that wait at every microbatch: "
+        f"{llm(buffer, place).imbalance()['microbatch']:.3f}"
     )
     for strategy in (
         ov.strategy.vanilla,
@@ -65,11 +69,13 @@ def main() -> None:
         plan = strategy(buffer, place)
         encoder, backbone = plan.imbalance("encoder")["bucket"], plan.imbalance()["microbatch"]
         print(
-            f"{strategy.__name__}: time over mean, encoder on 8 ranks: {encoder:.3f}; backbone on 4 replicas: {backbone:.3f}"
+            f"{strategy.__name__}: time over mean, encoder on 8 ranks: {encoder:.3f}; "
+            f"backbone on 4 replicas: {backbone:.3f}"
         )
     route = plan.routes("encoder").for_rank(2)
     print(
-        f"rank 2 encodes {len(route.items)} images, sends {route.send_splits.tolist()} rows, gets {route.recv_splits.tolist()}"
+        f"rank 2 encodes {len(route.items)} images, sends {route.send_splits.tolist()} "
+        f"rows, gets {route.recv_splits.tolist()}"
     )
     with tempfile.TemporaryDirectory() as tmp:
         pq.write_table(
@@ -93,7 +99,8 @@ def main() -> None:
         with ov.launch(job, cache_dir=f"{tmp}/cache") as session:
             for step in session.client(rank=0):
                 print(
-                    f"step {step.step}: {len(session.plan(step.step).routes('encoder'))} images, {step.global_valid_tokens} tokens"
+                    f"step {step.step}: {len(session.plan(step.step).routes('encoder'))} "
+                    f"images, {step.global_valid_tokens} tokens"
                 )
 
 

@@ -1,5 +1,6 @@
-"""The low level: functions of one's own in place of the planner, the loaders and the constructors. ``plan_raw`` places samples from
-raw arrays, ``summary_buffer`` shows what the planner sees, and two hooks of the job touch the payload on its way.
+"""The low level: functions of one's own in place of the planner, the loaders and the constructors.
+``plan_raw`` places samples from raw arrays, ``summary_buffer`` shows what the planner sees, and two
+hooks of the job touch the payload on its way.
 
 Run it: python examples/09_low_level.py
 """
@@ -18,7 +19,9 @@ MASK = 999
 def snake(
     columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int
 ) -> dict[str, Any]:
-    """Longest first, dealt out 0 1 2 3 3 2 1 0: raw arrays in, a bucket and a microbatch per sample out."""
+    """Longest first, dealt out 0 1 2 3 3 2 1 0: raw arrays in, a bucket and a microbatch per sample
+    out.
+    """
     turn = np.arange(len(columns["tokens"]))
     lap, at = turn // place.dp, turn % place.dp
     bucket = np.empty_like(turn)
@@ -27,7 +30,9 @@ def snake(
 
 
 def mask_some(samples: ov.Popped) -> ov.Ragged:
-    """A seventh of the tokens of source "code" is masked; the same ones in every run, whatever the number of loaders."""
+    """A seventh of the tokens of source "code" is masked; the same ones in every run, whatever the
+    number of loaders.
+    """
     if samples.source != "code":
         return samples.tokens
     return ov.Ragged(
@@ -65,7 +70,8 @@ def main() -> None:
     with ov.launch(job) as session:
         for step in session.client(rank=0):
             print(
-                f"step {step.step}: {sum(int(mb['masked']) for mb in step)} of {sum(mb['tokens'].size for mb in step)} tokens masked"
+                f"step {step.step}: {sum(int(mb['masked']) for mb in step)} of "
+                f"{sum(mb['tokens'].size for mb in step)} tokens masked"
             )
         print(session.plan(2), "\n", session.summary_buffer())
 

@@ -1,5 +1,6 @@
-"""Text of very different length: the paper's first use case. No planning, balancing, and balancing that may let very long samples
-wait for each other (look-ahead), each as the time over the mean rank's, where ranks wait for each other at every microbatch.
+"""Text of very different length: the paper's first use case. No planning, balancing, and balancing
+that may let very long samples wait for each other (look-ahead), each as the time over the mean
+rank's, where ranks wait for each other at every microbatch.
 
 Run it: python examples/10_long_short.py
 """
@@ -63,7 +64,8 @@ def main() -> None:
         ("balanced, look-ahead 4", long_short, 4),
     ):
         print(
-            f"{name}: {STEPS} steps take {time_over_mean(strategy, look_ahead):.3f} times the mean rank's time"
+            f"{name}: {STEPS} steps take {time_over_mean(strategy, look_ahead):.3f} times "
+            "the mean rank's time"
         )
 
 

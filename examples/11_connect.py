@@ -1,5 +1,6 @@
-"""A session serves, and trainers in processes of their own connect to it. Each gets its share, through shared memory, for two
-sockets and no thread. Under torchrun, ``ov.join(job)`` in every process does all of this by itself.
+"""A session serves, and trainers in processes of their own connect to it. Each gets its share,
+through shared memory, for two sockets and no thread. Under torchrun, ``ov.join(job)`` in every
+process does all of this by itself.
 
 Run it: python examples/11_connect.py
 """
@@ -31,7 +32,9 @@ def make_job(folder: Path) -> ov.Job:
 
 
 def train() -> None:
-    """What a trainer does: OVERLORD_ADDRESS, OVERLORD_TOKEN and RANK say where, and which rank it is."""
+    """What a trainer does: OVERLORD_ADDRESS, OVERLORD_TOKEN and RANK say where, and which rank it
+    is.
+    """
     found = []
     with ov.connect() as client:
         for step in client:
@@ -57,7 +60,8 @@ def main() -> None:
         said = [json.loads(trainer.communicate()[0]) for trainer in trainers]
     for trainer in said:
         print(
-            f"rank {trainer['rank']} of another process: steps 0 to {trainer['steps'] - 1}, {len(trainer['samples'])} samples"
+            f"rank {trainer['rank']} of another process: steps 0 to "
+            f"{trainer['steps'] - 1}, {len(trainer['samples'])} samples"
         )
     every = [sample for trainer in said for sample in trainer["samples"]]
     print(f"{len(every)} samples, each once: {len(set(every)) == len(every)}")

@@ -1,5 +1,6 @@
-"""Train a small Llama with FSDP2. Half way, model, optimizer and the place in the data go into one distributed checkpoint; a second
-run goes on from it, and its losses are those of a run that was never stopped.
+"""Train a small Llama with FSDP2. Half way, model, optimizer and the place in the data go into one
+distributed checkpoint; a second run goes on from it, and its losses are those of a run that was
+never stopped.
 
 Run it: python examples/12_fsdp2.py, or torchrun --nproc-per-node 2 examples/12_fsdp2.py
 """
@@ -76,7 +77,8 @@ def train(job: ov.Job, folder: str, *, save_at: int = -1, resume: bool = False) 
 def main() -> None:
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
-    folder = f"{tempfile.gettempdir()}/fsdp2-{os.environ.get('MASTER_PORT', os.getpid())}"  # one that all ranks see
+    # one that all ranks see
+    folder = f"{tempfile.gettempdir()}/fsdp2-{os.environ.get('MASTER_PORT', os.getpid())}"
     source = ov.Source("counting", Counting(), transforms=[ov.Tokens()])
     place = ov.ClientPlaceTree(dp=dist.get_world_size())
     batch, sync = (

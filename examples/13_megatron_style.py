@@ -1,7 +1,9 @@
-"""Megatron's way to a batch, on 2 stages x 2 replicas x 2 tensor-parallel ranks: `get_batch` on every rank, and one rank in four fetches.
+"""Megatron's way to a batch, on 2 stages x 2 replicas x 2 tensor-parallel ranks: `get_batch` on
+every rank, and one rank in four fetches.
 
-The plan broadcasts at TP and PP, so one rank of each replica has a connection and the others get their part from it, each what its
-stage needs. Run it: python examples/13_megatron_style.py, or torchrun --nproc-per-node 8 examples/13_megatron_style.py
+The plan broadcasts at TP and PP, so one rank of each replica has a connection and the others get
+their part from it, each what its stage needs. Run it: python examples/13_megatron_style.py, or
+torchrun --nproc-per-node 8 examples/13_megatron_style.py
 """
 
 import os
@@ -34,7 +36,9 @@ def balanced(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
 def forward_backward(
     stage: torch.nn.Module, microbatches: Iterator, at: dict[str, int], valid_tokens: int
 ) -> torch.Tensor:
-    """One microbatch through both stages and back. Real tensor-parallel ranks would each compute a part; here they compute the same."""
+    """One microbatch through both stages and back. Real tensor-parallel ranks would each compute a
+    part; here they compute the same.
+    """
     batch, peer = (
         ot.adapters.megatron.get_batch(microbatches),
         PLACE.rank(**{**at, "pp": 1 - at["pp"]}),
@@ -95,11 +99,13 @@ def train(rank: int, port: int = 0) -> None:
     if rank == 0:
         (first, tokens, _), (_, labels, losses) = everyone[0], everyone[-1]
         print(
-            f"ranks that fetch: {[f['rank'] for f, _, _ in everyone if f['fetches']]} of 8; rank 0 for ranks {first['group']}"
+            f"ranks that fetch: {[f['rank'] for f, _, _ in everyone if f['fetches']]} of "
+            f"8; rank 0 for ranks {first['group']}"
         )
         print(f"first stage: {tokens}\nlast stage: {labels}")
         print(
-            f"{sum(f['bytes_fetched'] for f, _, _ in everyone)} bytes fetched; loss {losses[0]:.2f} to {losses[-1]:.2f}"
+            f"{sum(f['bytes_fetched'] for f, _, _ in everyone)} bytes fetched; loss "
+            f"{losses[0]:.2f} to {losses[-1]:.2f}"
         )
     dist.destroy_process_group()
 

@@ -1,7 +1,9 @@
-"""A model of two modules on 2 replicas x 2 tensor-parallel ranks: images are encoded by whichever rank the plan finds free, and one
-all-to-all brings their rows to the ranks that hold the text. It learns to name colours, which it cannot without its images.
+"""A model of two modules on 2 replicas x 2 tensor-parallel ranks: images are encoded by whichever
+rank the plan finds free, and one all-to-all brings their rows to the ranks that hold the text. It
+learns to name colours, which it cannot without its images.
 
-Run it: python examples/14_vlm_torchrun.py, or torchrun --nproc-per-node 4 examples/14_vlm_torchrun.py
+Run it: python examples/14_vlm_torchrun.py, or torchrun --nproc-per-node 4
+examples/14_vlm_torchrun.py
 """
 
 import io
@@ -119,7 +121,8 @@ def train(rank: int, port: int = 0) -> None:
         dist.all_reduce(torch.from_numpy(counts))
     if rank == 0:
         print(
-            f"images encoded by each rank: {counts[:, 0].tolist()}; rows sent to another: {counts[:, 1].tolist()}"
+            f"images encoded by each rank: {counts[:, 0].tolist()}; rows sent to another: "
+            f"{counts[:, 1].tolist()}"
         )
         print(f"loss {losses[0]:.2f} to {losses[-1]:.2f}")
         shutil.rmtree(folder)

@@ -1,5 +1,6 @@
-"""Ray Train: the two workers of a TorchTrainer get their steps from an Overlord job on the same cluster, by its address and token. One
-worker is killed. Train starts both again, they load the last checkpoint, and each goes on with the steps of a run that nothing happened to.
+"""Ray Train: the two workers of a TorchTrainer get their steps from an Overlord job on the same
+cluster, by its address and token. One worker is killed. Train starts both again, they load the last
+checkpoint, and each goes on with the steps of a run that nothing happened to.
 
 Run it: python examples/15_ray_train.py
 """
@@ -72,7 +73,8 @@ def train(config: dict) -> None:
                 }
                 ray.train.report(said, checkpoint=ray.train.Checkpoint.from_directory(folder))
         if step.step == 5 and rank == 1 and last is None:
-            ray.train.get_all_reported_checkpoints()  # Train looks every two seconds; a checkpoint it has not seen yet does not count
+            # Train looks every two seconds; a checkpoint it has not seen yet does not count
+            ray.train.get_all_reported_checkpoints()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -107,7 +109,8 @@ def main() -> None:
             for steps in zip(*map(session.client, range(2)), strict=True)
         ]
     print(
-        f"{len(calm)} steps on both ranks are those of a calm run: {[list(both) for both in zip(*seen, strict=True)] == calm}"
+        f"{len(calm)} steps on both ranks are those of a calm run: "
+        f"{[list(both) for both in zip(*seen, strict=True)] == calm}"
     )
 
 

@@ -1,4 +1,6 @@
-"""Actors for the tests of the control plane. A module without pytest: every process of a test imports it."""
+"""Actors for the tests of the control plane. A module without pytest: every process of a test
+imports it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Nodes for Ray's own autoscaler, on one machine: Ray's fake provider, which does not know that a node may be asked for memory."""
+"""Nodes for Ray's own autoscaler, on one machine: Ray's fake provider, which does not know that a
+node may be asked for memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A source, its loaders on one or two hosts, and a stand-in for the planner that draws, forgets and goes back: for tests of going back."""
+"""A source, its loaders on one or two hosts, and a stand-in for the planner that draws, forgets and
+goes back: for tests of going back.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class ByHand:
 
 
 class HostByHand:
-    """A ``Loading`` and the loop around it. Announcements of its own loaders come to ``said``; those of shadows to nobody."""
+    """A ``Loading`` and the loop around it. Announcements of its own loaders come to ``said``;
+    those of shadows to nobody.
+    """
 
     def __init__(self, blueprint: Blueprint, *, keeps: bool = True):
         self.blueprint, self.executor = blueprint, ByHand()
@@ -111,7 +115,9 @@ class Step:
 
 
 class Drawing:
-    """The planner's part: one source's stream, drawn step by step. ``hosts[home[k]]`` has loader k, the others may follow it."""
+    """The planner's part: one source's stream, drawn step by step. ``hosts[home[k]]`` has loader k,
+    the others may follow it.
+    """
 
     def __init__(
         self,
@@ -170,7 +176,9 @@ class Drawing:
                     self.stream.check()
 
     def refill(self, must: int, level: int) -> None:
-        """All loaders hold so much; without a horizon one whose rows are all dropped would read for ever."""
+        """All loaders hold so much; without a horizon one whose rows are all dropped would read for
+        ever.
+        """
         for loader in self.home:
             for host in self.hosts:
                 host.refill(Refill(loader, must, level, self.stream.group + 4))
@@ -285,7 +293,9 @@ class Drawing:
             )
             if idle > 3:
                 raise AssertionError(
-                    f"nothing happens any more: {[host.loading.busy() for host in self.hosts]}, {self.stream.behind()}"
+                    "nothing happens any more: "
+                    f"{[host.loading.busy() for host in self.hosts]}, "
+                    f"{self.stream.behind()}"
                 )
 
     def outcome(self) -> tuple[Any, ...]:

@@ -1,4 +1,6 @@
-"""Processes at the other end of a link, for tests: each does one thing, says so through a pipe, and waits to be ended."""
+"""Processes at the other end of a link, for tests: each does one thing, says so through a pipe, and
+waits to be ended.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ class Story:
 
 @contextlib.contextmanager
 def watched_story(silence_s: float = SOON_S) -> Iterator[Story]:
-    """A server with a well-behaved link, which must still work at the end; and then no file that anyone passed is open."""
+    """A server with a well-behaved link, which must still work at the end; and then no file that
+    anyone passed is open.
+    """
     with Story(silence_s=silence_s) as story:
         gc.collect()
         files = len(os.listdir("/proc/self/fd"))

@@ -1,6 +1,8 @@
-"""Settings for the whole suite: no deadline on examples (machines are noisy), a cache of its own for every run.
+"""Settings for the whole suite: no deadline on examples (machines are noisy), a cache of its own
+for every run.
 
-The examples of the laws are the same in every run, so that a change is what turns the suite red; ``make laws`` draws new ones.
+The examples of the laws are the same in every run, so that a change is what turns the suite red;
+``make laws`` draws new ones.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ settings.register_profile(
 settings.load_profile("overlord")
 
 if importlib.util.find_spec("dateutil") is None:
-    # pyarrow looks for it with every column of Python values. Where there is none, looking, through the hooks of pytest at that, would be
+    # pyarrow looks for it with every column of Python values. Where there is none, looking, through
+    # the hooks of pytest at that, would be
     # a fifth of the time of most laws.
     sys.modules["dateutil"] = None  # type: ignore[assignment]
 
@@ -59,7 +62,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _imported_for_good() -> None:
-    """What was there before the tests of a file stays: with torch and Ray loaded, to look through it takes half a second every time."""
+    """What was there before the tests of a file stays: with torch and Ray loaded, to look through
+    it takes half a second every time.
+    """
     gc.collect()
     gc.freeze()
 
@@ -80,8 +85,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-# Ray: one small cluster of this machine for all tests that want it, since to start one takes five seconds. They come first, and it ends
-# behind the last of them: idle, with processes that wait for an actor of their name, it would take a tenth of a core to the end.
+# Ray: one small cluster of this machine for all tests that want it, since to start one takes five
+# seconds. They come first, and it ends
+# behind the last of them: idle, with processes that wait for an actor of their name, it would take
+# a tenth of a core to the end.
 
 _cluster = contextlib.ExitStack()
 _running: list[object] = []

@@ -28,10 +28,11 @@ FORMATS = tuple(SUFFIX)
 def write_rows(
     directory: str | Path, format: str, rows: Sequence[dict[str, Any]], files: int = 2, **kw: Any
 ) -> str:
-    """Writes rows into ``files`` files of equal share, in order, and returns the glob that names them.
+    """Writes rows into ``files`` files of equal share, in order, and returns the glob that names
+    them.
 
-    ``row_group_size`` (parquet), ``batch_rows`` (arrow). In a tar every value becomes a member ``<row number>.<column>``,
-    text as UTF-8 and anything else as JSON.
+    ``row_group_size`` (parquet), ``batch_rows`` (arrow). In a tar every value becomes a member
+    ``<row number>.<column>``, text as UTF-8 and anything else as JSON.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

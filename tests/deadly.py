@@ -1,4 +1,6 @@
-"""Strategies and schedules that end, or hold up, the process they run in. A module without pytest: the planner's process imports it."""
+"""Strategies and schedules that end, or hold up, the process they run in. A module without pytest:
+the planner's process imports it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Stuck:
 
 
 class HeldUp:
-    """A schedule in whose planner's process a journal is not written while there is a file of that name: a disk that hangs."""
+    """A schedule in whose planner's process a journal is not written while there is a file of that
+    name: a disk that hangs.
+    """
 
     def __init__(self, flag: Path, launcher: int = 0):
         self.flag, self.launcher = flag, launcher or os.getpid()
@@ -63,7 +67,9 @@ class HeldUp:
 
 
 class Halting:
-    """A transform that stops the process it is sent to (``SIGSTOP``), once, where there is such a file: in the midst of its start."""
+    """A transform that stops the process it is sent to (``SIGSTOP``), once, where there is such a
+    file: in the midst of its start.
+    """
 
     def __init__(self, flag: Path, launcher: int = 0):
         self.flag, self.launcher = flag, launcher or os.getpid()

@@ -1,5 +1,7 @@
-"""The real cores of a job over several loader hosts, by hand: planner, cutter, loaders and what reads for them, with a queue to every
-host and one back. There is no process, thread or clock; who moves next is drawn from a seed. Hosts come and go as sources are spread."""
+"""The real cores of a job over several loader hosts, by hand: planner, cutter, loaders and what
+reads for them, with a queue to every host and one back. There is no process, thread or clock; who
+moves next is drawn from a seed. Hosts come and go as sources are spread.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ class Reading:
 
 
 class Fleet:
-    """All loaders are on one host to begin with. ``changes``: after so many moves, read this source in so many hosts."""
+    """All loaders are on one host to begin with. ``changes``: after so many moves, read this source
+    in so many hosts.
+    """
 
     def __init__(
         self,

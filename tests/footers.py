@@ -1,6 +1,8 @@
-"""Footers of Parquet files, valid and hostile; as a program, what the reader makes of each: ``python -m tests.footers FOLDER``.
+"""Footers of Parquet files, valid and hostile; as a program, what the reader makes of each:
+``python -m tests.footers FOLDER``.
 
-Old readers died of some of them (SIGABRT inside pyarrow), so tests look at them in a process of its own.
+Old readers died of some of them (SIGABRT inside pyarrow), so tests look at them in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def write_valid(path: Path, **how: Any) -> Path:
 
 
 def write_encrypted(path: Path, column: str = "text", *, plaintext_footer: bool = True) -> Path:
-    """Write a valid file of which one column is encrypted, with a footer that anybody can read, or nobody."""
+    """Write a valid file of which one column is encrypted, with a footer that anybody can read, or
+    nobody.
+    """
     from pyarrow.parquet import encryption as pe
 
     class Keys(pe.KmsClient):  # type: ignore[misc]
@@ -68,7 +72,9 @@ def with_footer(data: bytes, footer: bytes) -> bytes:
 
 
 def mutated(data: bytes) -> Iterator[bytes]:
-    """Yield the file with one bit flipped in each byte of its footer, and with bytes of its footer cut out or put in."""
+    """Yield the file with one bit flipped in each byte of its footer, and with bytes of its footer
+    cut out or put in.
+    """
     footer, rng = footer_of(data), random.Random(7)
     for at in range(len(footer)):
         yield with_footer(
@@ -81,7 +87,9 @@ def mutated(data: bytes) -> Iterator[bytes]:
 
 
 def main(folder: Path) -> None:
-    """Read every mutated file, and print how many were read and how many were refused; anything else ends the program."""
+    """Read every mutated file, and print how many were read and how many were refused; anything
+    else ends the program.
+    """
     path, found = folder / "mutated.parquet", Counter[str]()
     valid = write_valid(folder / "valid.parquet", store_schema=False).read_bytes()
     for data in mutated(valid):

@@ -1,4 +1,6 @@
-"""Small sources with images, written as files: JPEG and PNG in Parquet and tar, some of them broken behind their header."""
+"""Small sources with images, written as files: JPEG and PNG in Parquet and tar, some of them broken
+behind their header.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ IMAGES = {
 
 
 def picture(seed: int, kind: str = "JPEG", *, broken: bool = False) -> bytes:
-    """An image of some size; ``broken``: its header and its end are fine, and most of its body is missing."""
+    """An image of some size; ``broken``: its header and its end are fine, and most of its body is
+    missing.
+    """
     rng = np.random.default_rng(seed)
     width, height = (int(n) for n in rng.integers(20, 90, 2))
     low = rng.integers(0, 256, (6, 6, 3), np.uint8)

@@ -1,4 +1,6 @@
-"""A job with a journal whose process dies where it is told to: for tests that kill it at every write, and look at what is left."""
+"""A job with a journal whose process dies where it is told to: for tests that kill it at every
+write, and look at what is left.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +100,9 @@ def digest(step: ov.Step) -> str:
 
 
 def train(made: ov.Job, note: Callable[[list[Any]], Any], **options: Any) -> None:
-    """All steps that come; ``note`` is told of each when the trainer has it, and of what was said and acknowledged. ``then``: done before
-    the session is left."""
+    """All steps that come; ``note`` is told of each when the trainer has it, and of what was said
+    and acknowledged. ``then``: done before the session is left.
+    """
     said, then = options.pop("said", False), options.pop("then", lambda session: None)
     with ov.launch(made, prefetch=2, stall_limit_s=WAIT_S, **options) as session:
         client = session.client(0)
@@ -158,13 +161,16 @@ def _die_by(how: Callable[[], str]) -> None:
     Directory._write, Directory.remove = dying_write, dying_remove  # type: ignore[method-assign]
 
 
-# What is done at a write, one try after the other, and at those behind it: the last try gets through, so that some planners come to
+# What is done at a write, one try after the other, and at those behind it: the last try gets
+# through, so that some planners come to
 # their second and third write (a snapshot, a segment's end) before they die.
 TRIES = (("before", "torn", "whole"), ("torn", "whole"), ("after",))
 
 
 class Dying(Learner):
-    """The same schedule, which brings death to the process of the planner it is sent to: at every write that a run comes to."""
+    """The same schedule, which brings death to the process of the planner it is sent to: at every
+    write that a run comes to.
+    """
 
     def __init__(self, ledger: Path, launcher: int = 0):
         super().__init__()
@@ -237,7 +243,9 @@ def child(order: dict[str, Any]) -> None:
             _die()
 
     def heard(session: ov.Session) -> None:
-        """A planner in another process hears a moment later what was taken; what it has not heard it does not write."""
+        """A planner in another process hears a moment later what was taken; what it has not heard
+        it does not write.
+        """
         if order["runtime"] != "local":
             until(lambda: session._host._parts.acked == STEPS - 1)  # type: ignore[attr-defined]
 
@@ -247,7 +255,9 @@ def child(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Orders come by lines; each is carried out by a child of its own, which may die. Nothing here has a thread, so it may fork."""
+    """Orders come by lines; each is carried out by a child of its own, which may die. Nothing here
+    has a thread, so it may fork.
+    """
     for name in ("overlord.session.runtime", "overlord.session.session", "tests.preloaded"):
         importlib.import_module(name)  # not in each of them again
     print("ready", flush=True)

@@ -1,4 +1,6 @@
-"""Shared by the tests of the journal: a place in memory that fails on command, and what a journal holds."""
+"""Shared by the tests of the journal: a place in memory that fails on command, and what a journal
+holds.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ JOB = Header(job="demo", fingerprint={"draw": "exact-1", "web": "abc"})
 
 
 class Memory:
-    """Segments as bytes. ``fault`` is asked before every write: how many of its bytes arrive before it fails; None: all is well."""
+    """Segments as bytes. ``fault`` is asked before every write: how many of its bytes arrive before
+    it fails; None: all is well.
+    """
 
     def __init__(self, whole: bool = False):
         self.shown, self.whole = "memory", whole

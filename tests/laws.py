@@ -1,4 +1,6 @@
-"""How many examples a law is tried on: one number for the suite, in which a law says what share of it it needs."""
+"""How many examples a law is tried on: one number for the suite, in which a law says what share of
+it it needs.
+"""
 
 from __future__ import annotations
 

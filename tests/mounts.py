@@ -1,4 +1,6 @@
-"""A file system that fails as a mount does when it is told to: for faults that no real disk can be made to have."""
+"""A file system that fails as a mount does when it is told to: for faults that no real disk can be
+made to have.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ HANGS = "hangs"  # a pipe: whoever opens it waits until somebody writes to it
 
 
 class Mount(pafs.FileSystemHandler):
-    """The files of this machine by way of a directory of switches: a file there named after an errno (or "short") makes reads fail so, in
-    this and in every other process; a number in it says how often."""
+    """The files of this machine by way of a directory of switches: a file there named after an
+    errno (or "short") makes reads fail so, in this and in every other process; a number in it says
+    how often.
+    """
 
     def __init__(self, switches: str):
         self.switches, self._fs = switches, pafs.LocalFileSystem()

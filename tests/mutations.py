@@ -1,9 +1,11 @@
-"""Do the tests notice? One small fault at a time is put into a copy of the repository, and the tests are run on it.
+"""Do the tests notice? One small fault at a time is put into a copy of the repository, and the
+tests are run on it.
 
     PYTHONPATH=src .venv/bin/python -m tests.mutations            # all of them, two at a time: some minutes
     PYTHONPATH=src .venv/bin/python -m tests.mutations draw may   # those whose file or words contain one of these
 
-A fault that no test notices is a hole in the tests, or no fault. Not collected by pytest; never touches the working tree.
+A fault that no test notices is a hole in the tests, or no fault. Not collected by pytest; never
+touches the working tree.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600
-# The tests that should notice, by the part a fault is in; cheap ones first, since a run ends with the first failure.
+# The tests that should notice, by the part a fault is in; cheap ones first, since a run ends with
+# the first failure.
 LAWS = (
     "properties/test_look_ahead.py",
     "properties/test_cores.py",
@@ -81,7 +84,8 @@ TESTS = {
         "properties/test_images.py",
     ),
 }
-# Finding a fault is enough here; to shrink the example takes minutes. The database would carry finds from one fault to the next.
+# Finding a fault is enough here; to shrink the example takes minutes. The database would carry
+# finds from one fault to the next.
 QUICK = """
 from hypothesis import Phase
 settings.register_profile("mutations", settings.get_profile("overlord"), phases=[Phase.explicit, Phase.generate], database=None)
@@ -856,7 +860,8 @@ MUTATIONS = [
         "transforms/image_header.py",
         (
             "an orientation that swaps sides not seen in a JPEG",
-            "upright = (height, width) if orientation >= 5 else (width, height)\n    return Header(*upright, _JPEG",
+            "upright = (height, width) if orientation >= 5 else (width, height)\n    "
+            "return Header(*upright, _JPEG",
             "upright = (width, height)\n    return Header(*upright, _JPEG",
         ),
         ("a JPEG without its end accepted", 'if b"\\xff\\xd9" not in raw:', "if not raw:"),
@@ -985,7 +990,9 @@ MUTATIONS = [
 
 
 def snapshot(root: Path) -> Path:
-    """The repository as it is now. Others may go on editing: all faults are put into this one state, which passes without them."""
+    """The repository as it is now. Others may go on editing: all faults are put into this one
+    state, which passes without them.
+    """
     for part in ("src", "tests", "docs", "examples"):
         shutil.copytree(
             ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis")
@@ -997,8 +1004,10 @@ def snapshot(root: Path) -> Path:
 
 
 def tests_on(root: Path, mutation: Mutation | None) -> tuple[str, str, float]:
-    """(verdict, the first test that failed, seconds) of a copy with this fault. Only a failed test, or one that never ends, is a
-    fault caught: a copy that does not even import says nothing about the tests."""
+    """(verdict, the first test that failed, seconds) of a copy with this fault. Only a failed test,
+    or one that never ends, is a fault caught: a copy that does not even import says nothing about
+    the tests.
+    """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="overlord-mutation-") as scratch:
         copy = Path(shutil.copytree(root, Path(scratch) / "copy"))

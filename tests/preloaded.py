@@ -1,5 +1,7 @@
-"""Loaded once by the fork server of the tests, for all hosts that it starts: functions of tests are sent to them, and what their modules
-import would otherwise be imported again in each. Nothing here starts a thread."""
+"""Loaded once by the fork server of the tests, for all hosts that it starts: functions of tests are
+sent to them, and what their modules import would otherwise be imported again in each. Nothing here
+starts a thread.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Shared by the tests of the process runtime: runs written down to the byte, programs of their own, and who is left of them."""
+"""Shared by the tests of the process runtime: runs written down to the byte, programs of their own,
+and who is left of them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ KILLED = (
 EXITED = "exit code 3" if PARTS == "process" else KILLED
 ASKED = "killed by signal 9" if PARTS == "process" else "killed"  # of those that session.kill hit
 RUNTIMES = ["local", PARTS]
-# For whatever must come; nothing waits so long that goes well. A machine that others load heavily may need more for starts of Ray's.
+# For whatever must come; nothing waits so long that goes well. A machine that others load heavily
+# may need more for starts of Ray's.
 WAIT_S = float(os.environ.get("OVERLORD_TEST_WAIT_S", "30"))
 
 
@@ -159,7 +162,9 @@ def command_of(pid: int | str) -> str:
 
 
 def halt(pid: int, seconds: float = WAIT_S) -> None:
-    """Stops a process and returns when all its threads stand: a signal is only on its way when ``os.kill`` returns."""
+    """Stops a process and returns when all its threads stand: a signal is only on its way when
+    ``os.kill`` returns.
+    """
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + seconds
     while any(state_of(stat) not in "TtZX" for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
@@ -176,7 +181,9 @@ def left_after(pids: list[int], seconds: float) -> list[int]:
 
 
 def hosts_left(pids: list[int], seconds: float) -> list[int]:
-    """Of a session that is closed; on a cluster that others use too they may wait for a host of their name."""
+    """Of a session that is closed; on a cluster that others use too they may wait for a host of
+    their name.
+    """
     return left_after(pids, seconds) if PARTS == "process" else []
 
 
@@ -186,8 +193,9 @@ def hosts_of(session: ov.Session) -> dict[str, int]:
 
 
 def heard(session: ov.Session, *, lost: Collection[str] = ()) -> dict[str, Any]:
-    """Metrics to which every host has answered, but for those that are lost: of one that stands for longer than it is waited for nothing
-    is in them."""
+    """Metrics to which every host has answered, but for those that are lost: of one that stands for
+    longer than it is waited for nothing is in them.
+    """
 
     def all_of(found: dict[str, Any]) -> bool:
         return all(
@@ -201,19 +209,25 @@ def heard(session: ov.Session, *, lost: Collection[str] = ()) -> dict[str, Any]:
 
 
 def but_for_late(err: str) -> str:
-    """What a program said on stderr, without those of its processes that had to be killed at its end: they get half a second to leave."""
+    """What a program said on stderr, without those of its processes that had to be killed at its
+    end: they get half a second to leave.
+    """
     return "".join(line for line in err.splitlines(keepends=True) if "did not leave in" not in line)
 
 
 def in_shared_memory() -> set[str]:
-    """Files that lie in the machine's shared memory, but for those of others: locks of Python's, tensors of torch's, a store of Ray's."""
+    """Files that lie in the machine's shared memory, but for those of others: locks of Python's,
+    tensors of torch's, a store of Ray's.
+    """
     return {
         name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_", "plasma"))
     }
 
 
 def parts_lost(recoveries: list[dict[str, Any]], hit: set[str]) -> set[str]:
-    """Parts that are back, but for those that nobody hit and that were taken for dead: on a busy machine one may stand for too long."""
+    """Parts that are back, but for those that nobody hit and that were taken for dead: on a busy
+    machine one may stand for too long.
+    """
     silent = ("it answered nothing for ", "it plans, and does not come to an end for ")
     return {
         row["part"]
@@ -232,8 +246,9 @@ def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:
 
 
 def stalls_for(client: ov.Client, words: str, seconds: float = WAIT_S) -> None:
-    """It gets no step, and says these words of what it waits for: at once, or when those that it asks and that stood for a moment, and for
-    whom it does not wait long, can answer."""
+    """It gets no step, and says these words of what it waits for: at once, or when those that it
+    asks and that stood for a moment, and for whom it does not wait long, can answer.
+    """
     deadline, said = time.monotonic() + seconds, ""
     while words not in said:
         assert time.monotonic() < deadline, f"wanted {words!r}, found {said!r}"

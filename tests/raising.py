@@ -1,4 +1,6 @@
-"""Code as users write it, that raises: processes of other runtimes import it by name. Every line that raises ends in ``# here``."""
+"""Code as users write it, that raises: processes of other runtimes import it by name. Every line
+that raises ends in ``# here``.
+"""
 
 from __future__ import annotations
 
@@ -92,4 +94,7 @@ def assembled(assembly: ov.Assembly) -> Any:
 def place_of(mark: str) -> str:
     """File and line of the code that a comment marks."""
     lines = linecache.getlines(__file__)
-    return f"{__file__}:{next(n for n, line in enumerate(lines, 1) if line.rstrip().endswith(f'# here: {mark}'))}, in "
+    return (
+        f"{__file__}:{next(n for n, line in enumerate(lines, 1) if line.rstrip().endswith(f'# here: {mark}'))}, "
+        "in "
+    )

@@ -1,4 +1,6 @@
-"""Ray for tests: one cluster of this machine that all share, and a reason to skip where Ray is not installed."""
+"""Ray for tests: one cluster of this machine that all share, and a reason to skip where Ray is not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def train_missing() -> str:
 
 
 def by_make_ray(why: str, lacking: str = "", seconds: int = 300) -> list[pytest.MarkDecorator]:
-    """Marks of a file that `make ray` runs, and `make test` does not, which has fifteen minutes. ``lacking``: what is not installed."""
+    """Marks of a file that `make ray` runs, and `make test` does not, which has fifteen minutes.
+    ``lacking``: what is not installed.
+    """
     lacking = lacking or missing()
     return [
         pytest.mark.timeout(seconds),
@@ -46,7 +50,9 @@ def by_make_ray(why: str, lacking: str = "", seconds: int = 300) -> list[pytest.
 
 
 def on_disk(folder: str) -> dict[str, str]:
-    """Settings of a head that keeps its state in a folder, so that it can come back; none where Ray cannot do that yet."""
+    """Settings of a head that keeps its state in a folder, so that it can come back; none where Ray
+    cannot do that yet.
+    """
     from importlib.metadata import version
 
     from overlord.ray.versions import minor
@@ -57,7 +63,9 @@ def on_disk(folder: str) -> dict[str, str]:
 
 
 def of_a_cluster(**more: str) -> dict[str, str]:
-    """The environment of a program that makes a cluster by Ray's own utility; before it imports Ray."""
+    """The environment of a program that makes a cluster by Ray's own utility; before it imports
+    Ray.
+    """
     plain = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **plain, **more}
 

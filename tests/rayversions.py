@@ -1,8 +1,10 @@
-"""Run the scenarios on Ray, and the demo, with every version of Ray that is supported, and write the table of docs/ray.md.
+"""Run the scenarios on Ray, and the demo, with every version of Ray that is supported, and write
+the table of docs/ray.md.
 
     python -m tests.rayversions [--envs FOLDER] [VERSION ...]
 
-Each version has a virtual environment of its own, which is kept. Versions are tested one after another; rows of others stay.
+Each version has a virtual environment of its own, which is kept. Versions are tested one after
+another; rows of others stay.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ LEFT_OUT = (
 )
 LIMIT_S = 3600.0
 BEGIN, END = "<!-- ray versions: written by make ray-versions -->", "<!-- end of ray versions -->"
-HEAD = "| Ray | tested on | Python | scenarios | `overlord demo --runtime ray` |\n|---|---|---|---|---|"
+HEAD = (
+    "| Ray | tested on | Python | scenarios | `overlord demo --runtime ray` "
+    "|\n|---|---|---|---|---|"
+)
 ROW = re.compile(r"^\| (\d+\.\d+\.\d+) \|.*\|$", re.MULTILINE)
 
 
@@ -112,7 +117,10 @@ def tested(envs: Path, version: str) -> str:
         logs / f"{version}-demo.log",
     )
     demo = "passed" if code == 0 else f"exit code {code}"
-    return f"| {version} | {date.today().isoformat()} | {number.stdout.strip()} | {scenarios} | {demo} |"
+    return (
+        f"| {version} | {date.today().isoformat()} | {number.stdout.strip()} | {scenarios} | "
+        f"{demo} |"
+    )
 
 
 def table(rows: Mapping[str, str]) -> str:

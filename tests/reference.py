@@ -1,8 +1,8 @@
 """The reference stream: docs/stream.md as a plain, slow program that holds everything in memory.
 
-It shares no code with the package (``overlord.job.job`` describes the job, nothing more), so that the stream is written down
-twice and the two can be compared. Sections follow the page's headings; how raw rows come out of files, and ids out of rows, is in
-``reference_rows.py``.
+It shares no code with the package (``overlord.job.job`` describes the job, nothing more), so that
+the stream is written down twice and the two can be compared. Sections follow the page's headings;
+how raw rows come out of files, and ids out of rows, is in ``reference_rows.py``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ def reference_stream(
     joins: dict[str, int] | None = None,
     long: dict[str, list[int]] | None = None,
 ) -> Iterator[list[Sample]]:
-    """The samples of each step in the order of the draw. `quarantine` gets (source, epoch, file, row), as far as the draw had to look.
-    `score` is what the strategy prefers among look-ahead candidates, `reports` what was reported of each step by each rank, and
-    `joins` says of sources that were added in mid-run at which step. `long` gets, by source, the tokens that each document lost to
-    `on_long`: a document that is cut loses them with its sample, one that is dropped when the draw passes it."""
+    """The samples of each step in the order of the draw. `quarantine` gets (source, epoch, file,
+    row), as far as the draw had to look. `score` is what the strategy prefers among look-ahead
+    candidates, `reports` what was reported of each step by each rank, and `joins` says of sources
+    that were added in mid-run at which step. `long` gets, by source, the tokens that each document
+    lost to `on_long`: a document that is cut loses them with its sample, one that is dropped when
+    the draw passes it.
+    """
     mixer = Mixer(
         job,
         [] if quarantine is None else quarantine,
@@ -250,7 +253,9 @@ class Mixer:
         return missing
 
     def promised(self, i: int, wanted: int) -> list[Any]:
-        """Look-ahead: how many the source gives is settled first; which ones, when the step's counts are known."""
+        """Look-ahead: how many the source gives is settled first; which ones, when the step's
+        counts are known.
+        """
         self.fill(i, self.spoken[i] + wanted)
         got = min(wanted, len(self.ahead[i]) - self.spoken[i])
         self.spoken[i] += got

@@ -1,4 +1,5 @@
-"""The placement of the strategies that keep stream order: docs/stream.md, "Place", as a plain, slow program.
+"""The placement of the strategies that keep stream order: docs/stream.md, "Place", as a plain, slow
+program.
 
 It shares no code with the package. Everything is lists: a microbatch is a list of sample numbers.
 """
@@ -19,7 +20,9 @@ def vanilla(sizes: list[int], ranks: int, microbatches: int, context: int) -> Pl
 
 
 def packed(sizes: list[int], ranks: int, microbatches: int, context: int) -> Placed:
-    """The stream is cut by tokens into as many pieces as ranks have microbatches; pieces go to ranks in turn."""
+    """The stream is cut by tokens into as many pieces as ranks have microbatches; pieces go to
+    ranks in turn.
+    """
     m = max(microbatches, -(-len(next_fit(sizes, context)) // ranks))
     pieces = cut(list(range(len(sizes))), sizes, ranks * m, context, by_count=False)
     return [pieces[r::ranks] for r in range(ranks)]

@@ -1,4 +1,5 @@
-"""Raw rows of files and ids of rows, for the reference stream: read and transformed in the plainest way, nothing from the package.
+"""Raw rows of files and ids of rows, for the reference stream: read and transformed in the plainest
+way, nothing from the package.
 
 Damaged containers (a cut .gz, a flipped page) are left to the tests of the formats.
 """
@@ -126,7 +127,9 @@ def read_arrow(name: str) -> Any:
 
 
 def read_tar(name: str, max_bytes: int) -> list[Row]:
-    """Consecutive members with one key (the path up to the first dot of its last part) are a sample; a field per extension."""
+    """Consecutive members with one key (the path up to the first dot of its last part) are a
+    sample; a field per extension.
+    """
     rows, last = [], None
     with tarfile.open(name) as tar:
         for member in tar:

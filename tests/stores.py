@@ -26,7 +26,8 @@ from urllib.parse import unquote
 
 START_S = 60.0
 BUCKET = "corpus"
-# Whatever the machine has set for its own stores must not reach the tests, and nothing but loopback is to be spoken to.
+# Whatever the machine has set for its own stores must not reach the tests, and nothing but loopback
+# is to be spoken to.
 FOREIGN = ("AWS_", "GOOGLE_", "AZURE_", "OVERLORD_STORE_")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
@@ -67,7 +68,9 @@ class S3Server:
         }
 
     def filesystem(self) -> Any:
-        """pyarrow's client, which can do what the other one cannot: make buckets, and objects that stand for folders."""
+        """pyarrow's client, which can do what the other one cannot: make buckets, and objects that
+        stand for folders.
+        """
         import pyarrow.fs as pafs
 
         return pafs.S3FileSystem(
@@ -101,7 +104,9 @@ class S3Server:
 
 @contextmanager
 def s3_server(directory: Path) -> Iterator[S3Server]:
-    """SeaweedFS in one process, in a directory of its own, on free ports of loopback; ended by its process id."""
+    """SeaweedFS in one process, in a directory of its own, on free ports of loopback; ended by its
+    process id.
+    """
     binary = shutil.which(
         "weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )
@@ -171,7 +176,8 @@ def _wait_until_it_serves(server: S3Server, process: subprocess.Popen[bytes], lo
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise CannotRun(
-                f"the S3 server ended with {process.returncode}: {log.read_text(errors='replace')[-500:]}"
+                f"the S3 server ended with {process.returncode}: "
+                f"{log.read_text(errors='replace')[-500:]}"
             )
         try:
             with closing(socket.create_connection(("127.0.0.1", server.port), 1)):
@@ -193,14 +199,16 @@ def free_port() -> int:
 
 @dataclass
 class Fault:
-    """What happens to the next ``times`` requests whose method and path fit, after ``after`` that go through.
+    """What happens to the next ``times`` requests whose method and path fit, after ``after`` that
+    go through.
 
-    ``kind``: a status (503), or "short" (fewer bytes than promised, then the connection ends), "less" (promised fewer
-    than asked for), "elsewhere" (another range than asked for), "whole" (200 and the whole object, whatever range was
-    asked for), "unconditional" (If-Match is not looked at), "reset", "stall" (half, then nothing), "unanswered" (carried
-    out, then a reset instead of an answer), "overwrites" (a put as if it had no condition), "kept" (objects that are to be removed are
-    refused one by one, in an answer that is none of a failure).
-    With ``tells`` the error quotes the request's signature and keys.
+    ``kind``: a status (503), or "short" (fewer bytes than promised, then the connection ends),
+    "less" (promised fewer than asked for), "elsewhere" (another range than asked for), "whole" (200
+    and the whole object, whatever range was asked for), "unconditional" (If-Match is not looked
+    at), "reset", "stall" (half, then nothing), "unanswered" (carried out, then a reset instead of
+    an answer), "overwrites" (a put as if it had no condition), "kept" (objects that are to be
+    removed are refused one by one, in an answer that is none of a failure). With ``tells`` the
+    error quotes the request's signature and keys.
     """
 
     kind: str | int
@@ -293,7 +301,10 @@ class _Handler(BaseHTTPRequestHandler):
             assert fault is not None
             self._sent()
             told = self._told() if fault.tells else ""
-            body = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>as told</Message>{told}</Error>"
+            body = (
+                f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>as "
+                f"told</Message>{told}</Error>"
+            )
             return self._answer(kind, {"Content-Type": "application/xml"}, body.encode())
         if kind in ("reset", "unanswered"):
             if kind == "unanswered":
@@ -336,7 +347,10 @@ class _Handler(BaseHTTPRequestHandler):
             f"<Error>{key}<Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
             for key in keys
         ]
-        return f"<DeleteResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>{''.join(refused)}</DeleteResult>".encode()
+        return (
+            "<DeleteResult "
+            f"xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>{''.join(refused)}</DeleteResult>"
+        ).encode()
 
     def _unconditional(self) -> tuple[int, dict[str, str], bytes]:
         start, last = map(int, re.findall(r"\d+", self.headers["Range"]))

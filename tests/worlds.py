@@ -17,7 +17,9 @@ from tests.corpus import FORMATS, write_rows
 
 
 def some_steps(n: int, seed: int, most: int = 10) -> list[int]:
-    """All of n steps, or where they are many the first, the last and some between: whoever restores at each of them takes n * n."""
+    """All of n steps, or where they are many the first, the last and some between: whoever restores
+    at each of them takes n * n.
+    """
     return (
         list(range(n))
         if n <= most

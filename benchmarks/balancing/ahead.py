@@ -1,4 +1,6 @@
-"""Look-ahead over many steps: samples dearer than a rank's share wait for each other (``choose.hold_long``), none longer than max_age."""
+"""Look-ahead over many steps: samples dearer than a rank's share wait for each other
+(``choose.hold_long``), none longer than max_age.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ MAX_AGE = 8  # steps, the job's default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """Steps one after another with one width of look-ahead: slowest over mean rank, all steps together."""
+    """Steps one after another with one width of look-ahead: slowest over mean rank, all steps
+    together.
+    """
 
     case: Case
     look_ahead: int
@@ -75,7 +79,9 @@ class Stream:
         )
 
     def settle(self, plan: LoadingPlan) -> None:
-        """As ``overlord.planning.look_ahead.Reserve.settle`` counts: a candidate that another of its source was taken before is a step older."""
+        """As ``overlord.planning.look_ahead.Reserve.settle`` counts: a candidate that another of
+        its source was taken before is a step older.
+        """
         chosen = self.first[plan.source] + plan.row
         self.taken[chosen] = True
         last = np.full(len(self.first), -1)

@@ -13,9 +13,10 @@ def iteration_bound(costs: np.ndarray, n_ranks: int) -> float:
 def microbatch_bound(costs: np.ndarray, sizes: np.ndarray, n_ranks: int, context: int) -> float:
     """Sum of every microbatch's slowest rank over the mean rank, at least.
 
-    Samples above half the context share no bin, so the dearest k * n_ranks + 1 of them stand in k + 1 microbatch indices or
-    more, whose slowest ranks take at least the costs number 0, n_ranks, 2 n_ranks, ... of them. These k + 1 indices hold at most as
-    much work as their tokens allow; what is left over takes its share of the mean. The best k counts. (For k = 0 any sample will do.)
+    Samples above half the context share no bin, so the dearest k * n_ranks + 1 of them stand in k +
+    1 microbatch indices or more, whose slowest ranks take at least the costs number 0, n_ranks, 2
+    n_ranks, ... of them. These k + 1 indices hold at most as much work as their tokens allow; what
+    is left over takes its share of the mean. The best k counts. (For k = 0 any sample will do.)
     """
     total = float(costs.sum())
     alone = np.sort(costs[2 * sizes > context])[::-1][

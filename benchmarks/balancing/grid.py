@@ -1,4 +1,6 @@
-"""One step through every balancing method: imbalance, fill, microbatches and CPU time, beside the bounds."""
+"""One step through every balancing method: imbalance, fill, microbatches and CPU time, beside the
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,9 @@ def _outcome(
 
 
 def tokens_held(plan: LoadingPlan) -> np.ndarray:
-    """Tokens of every microbatch, counted from the samples and not from what the plan says of its sizes."""
+    """Tokens of every microbatch, counted from the samples and not from what the plan says of its
+    sizes.
+    """
     main = plan.main
     return np.bincount(
         main.bins(),

@@ -1,4 +1,6 @@
-"""Models with an encoder: the case of the paper's Figure 3, and what planning half a million images costs."""
+"""Models with an encoder: the case of the paper's Figure 3, and what planning half a million images
+costs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ TIMED: dict[str, Strategy] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Dearest over cheapest microbatch FLOPs, the median over the steps; microbatches without work do not count."""
+    """Dearest over cheapest microbatch FLOPs, the median over the steps; microbatches without work
+    do not count.
+    """
 
     profile: str
     context: int
@@ -190,6 +194,7 @@ def time_summary(times: Sequence[PlanTime]) -> str:
     worst = max(times, key=lambda t: t.cpu_ms)
     met = sum(t.cpu_ms <= IN_TIME_MS for t in times)
     return (
-        f"- plans with {worst.images:,} images, at most {IN_TIME_MS:.0f} ms: met in {met} of {len(times)} cells; "
+        f"- plans with {worst.images:,} images, at most {IN_TIME_MS:.0f} ms: met in {met} "
+        f"of {len(times)} cells; "
         f"slowest {worst.cpu_ms:.0f} ms ({worst.strategy}, {worst.mesh})."
     )

@@ -1,4 +1,6 @@
-"""The grid's outcomes as rows for people: a line per profile, context and samples a rank, a number per rank count."""
+"""The grid's outcomes as rows for people: a line per profile, context and samples a rank, a number
+per rank count.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def fill_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
 
 
 def time_table(grid: Grid) -> tuple[list[str], list[list[str]]]:
-    """CPU ms: the best over the seeds of each profile and context; of these the median, and the slowest."""
+    """CPU ms: the best over the seeds of each profile and context; of these the median, and the
+    slowest.
+    """
     head = ["samples", "ranks", *grid.methods]
     sizes = sorted({(c.samples, c.ranks) for c in grid.cases})
     rows = []

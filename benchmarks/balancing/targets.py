@@ -1,4 +1,6 @@
-"""Against the targets: met or missed in every cell, by how much, and whether any placement could have met it."""
+"""Against the targets: met or missed in every cell, by how much, and whether any placement could
+have met it.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,10 @@ class Verdict:
         value = format(self.target.found(self.worst), self.target.form)
         if self.met:
             return value
-        return f"**{value}** (over by {format(self.over, self.target.form)}{', impossible' if self.impossible else ''})"
+        return (
+            f"**{value}** (over by "
+            f"{format(self.over, self.target.form)}{', impossible' if self.impossible else ''})"
+        )
 
 
 def judge(grid: Grid, target: Target) -> list[Verdict]:
@@ -96,7 +101,9 @@ def judge(grid: Grid, target: Target) -> list[Verdict]:
 
 
 def verdict_table(grid: Grid, verdicts: list[Verdict]) -> tuple[list[str], list[list[str]]]:
-    """A line per profile, context and samples a rank: the worst seed at every rank count, with the bound of that step."""
+    """A line per profile, context and samples a rank: the worst seed at every rank count, with the
+    bound of that step.
+    """
     target = verdicts[0].target
     head = [
         "profile",
@@ -173,10 +180,17 @@ def summary(grid: Grid) -> list[str]:
         verdicts = judge(grid, target)
         missed = [v for v in verdicts if not v.met]
         cannot = sum(v.impossible for v in missed)
-        line = f"- {target.name}: met in {len(verdicts) - len(missed)} of {len(verdicts)} cells (worst seed of each)"
+        line = (
+            f"- {target.name}: met in {len(verdicts) - len(missed)} of {len(verdicts)} cells "
+            "(worst seed of each)"
+        )
         if missed:
             worst = max(missed, key=lambda v: v.over)
-            line += f"; worst miss {_where(worst.case)}: {format(target.found(worst.worst), target.form)} where {worst.wanted:g} is wanted"
+            line += (
+                f"; worst miss {_where(worst.case)}: "
+                f"{format(target.found(worst.worst), target.form)} where {worst.wanted:g} is "
+                "wanted"
+            )
             line += f"; {cannot} of the misses are impossible for any placement" if cannot else ""
         said.append(line + ".")
     losses = grouping_losses(grid)
@@ -184,12 +198,14 @@ def summary(grid: Grid) -> list[str]:
         missed_losses = [loss for loss in losses if loss[3] > GROUPING_POINTS]
         method, case, _, points = max(losses, key=lambda loss: loss[3])
         said.append(
-            f"- group_size, at most {GROUPING_POINTS} points: met in {len(losses) - len(missed_losses)} of {len(losses)} steps; "
+            f"- group_size, at most {GROUPING_POINTS} points: met in "
+            f"{len(losses) - len(missed_losses)} of {len(losses)} steps; "
             f"worst {points:+.3f} points ({method}, {_where(case)})."
         )
     overfull = sum(o.overfull for o in grid.outcomes)
     said.append(
-        f"- microbatches above the context: {overfull} in {len(grid.outcomes)} plans, all of them validated."
+        f"- microbatches above the context: {overfull} in {len(grid.outcomes)} plans, all "
+        "of them validated."
     )
     return said
 

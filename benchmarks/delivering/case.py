@@ -1,4 +1,6 @@
-"""What one cell of benchmarks/delivery.py does, and what it found. Travels between its processes as JSON."""
+"""What one cell of benchmarks/delivery.py does, and what it found. Travels between its processes as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ class Case:
     """A job for some ranks, through one loader."""
 
     way: str  # OURS, INSIDE, "bare" or "torch"
-    job: str  # "null", "tokenized"; with images: "pictures" (captions tokenized), "null-pictures" (captions are ids)
+    # "null", "tokenized"; with images: "pictures" (captions tokenized), "null-pictures" (captions
+    # are ids)
+    job: str
     folder: str
     n_sources: int
-    axis: str = "tp"  # what the ranks are to each other: "tp", "cp" (one group that shares its samples) or "dp" (each its own)
+    # what the ranks are to each other: "tp", "cp" (one group that shares its samples) or "dp" (each
+    # its own)
+    axis: str = "tp"
     ranks: int = 1
     context: int = 8192
     microbatches: int = 8  # of a group in a step, at least

@@ -26,7 +26,9 @@ class CellFailed(RuntimeError):
 
 
 class Child:
-    """A process of the case; speaks JSON lines. It leads a session of its own, so that ending it ends all below it."""
+    """A process of the case; speaks JSON lines. It leads a session of its own, so that ending it
+    ends all below it.
+    """
 
     def __init__(self, module: str, case: Case, cache: str, errors: Any, *more: str):
         single = {
@@ -64,7 +66,8 @@ class Child:
             self.process.wait()
             self.errors.seek(0)
             raise CellFailed(
-                f"a process of the case ended early, with {self.process.returncode}\n{self.errors.read()[-3000:]}"
+                "a process of the case ended early, with "
+                f"{self.process.returncode}\n{self.errors.read()[-3000:]}"
             )
         return json.loads(line)
 
@@ -79,7 +82,8 @@ class Child:
 
 
 def run(case: Case, limit_s: float = 300.0) -> Found:
-    # An empty cache each time: Overlord keeps its index of the files there, and the others have none to start from.
+    # An empty cache each time: Overlord keeps its index of the files there, and the others have
+    # none to start from.
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as errors:
         children: list[Child] = []
         deadline = threading.Timer(limit_s, lambda: [child.process.kill() for child in children])

@@ -1,6 +1,8 @@
-"""The work of an image-text job without a framework: read rows, tokenize, decode, resize, normalise, patchify, pack.
+"""The work of an image-text job without a framework: read rows, tokenize, decode, resize,
+normalise, patchify, pack.
 
-Headers, grids, decoding and pixels are the package's own functions, so that a cell differs from another by what is around them.
+Headers, grids, decoding and pixels are the package's own functions, so that a cell differs from
+another by what is around them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ Microbatch = dict[str, np.ndarray]
 
 
 class Rows:
-    """The rows of one source for one reader, epoch after epoch: (caption, image file) in file order. Readers take row groups in turn."""
+    """The rows of one source for one reader, epoch after epoch: (caption, image file) in file
+    order. Readers take row groups in turn.
+    """
 
     def __init__(self, file: str, column: str, reader: int, readers: int):
         self.file, self.column, self.reader, self.readers = file, column, reader, readers
@@ -72,7 +76,9 @@ class Captions:
 
 
 class Pixels:
-    """All pixels of a step in one array, used again from step to step: fresh memory costs more than what is written to it."""
+    """All pixels of a step in one array, used again from step to step: fresh memory costs more than
+    what is written to it.
+    """
 
     def __init__(self) -> None:
         self.memory = np.empty(0, np.float32)

@@ -1,4 +1,6 @@
-"""Image-text sources: JPEGs of about 500 x 400 pixels and their captions in Parquet. Made once, from a seed, and kept."""
+"""Image-text sources: JPEGs of about 500 x 400 pixels and their captions in Parquet. Made once,
+from a seed, and kept.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def _write(folder: Path, number: int, seed: int, words: Words, rows: int) -> Non
 
 
 def picture(rng: np.random.Generator) -> np.ndarray:
-    """Broad shapes, edges and some grain, so that a JPEG of it is about as large as one of a photograph."""
+    """Broad shapes, edges and some grain, so that a JPEG of it is about as large as one of a
+    photograph.
+    """
     width, height = (
         int(np.clip(side * rng.lognormal(0, SIGMA), 64, 1600)) for side in (WIDTH, HEIGHT)
     )

@@ -1,7 +1,9 @@
-"""A process that consumes (``python -m delivering.rank``): it takes steps as a trainer would, and tells what it was given and used.
+"""A process that consumes (``python -m delivering.rank``): it takes steps as a trainer would, and
+tells what it was given and used.
 
-Imports come first; then a line on its input starts it (the address of the server, where there is one). It speaks JSON lines: ready,
-a mark before the counted steps and one behind them; then it stays, with its loader alive, while memory is looked at.
+Imports come first; then a line on its input starts it (the address of the server, where there is
+one). It speaks JSON lines: ready, a mark before the counted steps and one behind them; then it
+stays, with its loader alive, while memory is looked at.
 """
 
 from __future__ import annotations
@@ -157,7 +159,9 @@ def prepare(case: Case) -> Callable[[int, Any], Stream]:
 
 
 def touch(taken: Taken, pages: bool) -> int:
-    """Bytes given; ``pages``: and one of each page is read, since memory of another process is mapped by the first look."""
+    """Bytes given; ``pages``: and one of each page is read, since memory of another process is
+    mapped by the first look.
+    """
     if pages:
         for array in taken.arrays:
             if array.nbytes >= PAGE:
@@ -179,7 +183,9 @@ def take(stream: Stream, steps: int, pages: bool) -> dict[str, int]:
 
 
 def used(case: Case) -> dict[str, float]:
-    """Of this process and all below it. What a DataLoader's rank reads is its worker's pipe: only the worker reads files."""
+    """Of this process and all below it. What a DataLoader's rank reads is its worker's pipe: only
+    the worker reads files.
+    """
     pid = os.getpid()
     return {
         "cpu": cpu_seconds(pid),

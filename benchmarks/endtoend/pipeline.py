@@ -1,4 +1,6 @@
-"""The 1F1B pipeline schedule, simulated over the times of every stage and microbatch, for many pipelines at once."""
+"""The 1F1B pipeline schedule, simulated over the times of every stage and microbatch, for many
+pipelines at once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ Op = tuple[int, int, bool]  # stage, microbatch, whether backward
 def one_f_one_b(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """When each pipeline ends; times are [pipeline, stage, microbatch].
 
-    A stage works off its own list in order; a forward waits for the stage before it, a backward for the stage after it.
+    A stage works off its own list in order; a forward waits for the stage before it, a backward for
+    the stage after it.
     """
     n, stages, microbatches = forward.shape
     free = np.zeros((stages, n))  # when a stage has done what it was given
@@ -30,7 +33,9 @@ def one_f_one_b(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
 
 
 def stage_list(stage: int, stages: int, microbatches: int) -> list[Op]:
-    """What a stage does, in order: forwards to fill the pipeline, then one forward and one backward in turn, then the backwards left."""
+    """What a stage does, in order: forwards to fill the pipeline, then one forward and one backward
+    in turn, then the backwards left.
+    """
     warm = min(microbatches, stages - 1 - stage)
     ops: list[Op] = [(stage, k, False) for k in range(warm)]
     for k in range(microbatches - warm):

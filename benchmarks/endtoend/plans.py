@@ -24,7 +24,9 @@ ROOM = 1.35  # samples drawn for one that a filled step is expected to hold
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Tokens per second and card of one model pair under one assumption set, by strategy; the mean over the seeds."""
+    """Tokens per second and card of one model pair under one assumption set, by strategy; the mean
+    over the seeds.
+    """
 
     setup: Setup
     profile: str
@@ -74,7 +76,9 @@ def predict(
 
 
 def step_of(setup: Setup, profile: str, context: int, seed: int) -> Samples:
-    """A step's samples: so many a rank, or as many as the stream packs into ``filled`` microbatches of every rank."""
+    """A step's samples: so many a rank, or as many as the stream packs into ``filled`` microbatches
+    of every rank.
+    """
     runs = setup.ranks if setup.one_source else 0
     if setup.per_rank:
         return draw(
@@ -145,7 +149,9 @@ def step_seconds(
 def backbone_plan(
     pair: Pair, buffer: Buffer, setup: Setup, level: str, objective: str
 ) -> LoadingPlan:
-    """The strategy ``backbone_balance`` with the pair's costs: samples are balanced by the backbone, images stay in their group in turn."""
+    """The strategy ``backbone_balance`` with the pair's costs: samples are balanced by the
+    backbone, images stay in their group in turn.
+    """
     drawn = DGraph.from_buffer(buffer, setup.place).mix()
     samples = (
         drawn.select("tokens")
@@ -163,7 +169,9 @@ def backbone_plan(
 
 
 def encoded_once(plan: LoadingPlan, buffer: Buffer) -> LoadingPlan:
-    """The same plan with a step's images dealt out in turn over the cards of their rank, for all microbatches together."""
+    """The same plan with a step's images dealt out in turn over the cards of their rank, for all
+    microbatches together.
+    """
     assert plan.place is not None
     drawn, main = DGraph.from_buffer(buffer, plan.place).mix(), plan.main
     found = Placement(

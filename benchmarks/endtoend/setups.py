@@ -15,9 +15,13 @@ MEASURED_KAPPA = (
 )
 CARD_FLOPS = (
     119.5e12 * 0.4
-)  # an L20 in bf16, as in the paper, at 40 % of its peak: a scale for tokens/s that no ratio depends on
+    # an L20 in bf16, as in the paper, at 40 % of its peak: a scale for tokens/s that no ratio
+    # depends
+    # on
+)
 SYNCS = ("microbatch", "iteration", "1F1B")
-# Who encodes the images that no plan moves: the rank's cards in turn before every microbatch, or once a step; every card all of them;
+# Who encodes the images that no plan moves: the rank's cards in turn before every microbatch, or
+# once a step; every card all of them;
 # the cards of the first stage in turn.
 ENCODERS_UNPLANNED = ("own group", "own group once", "replicated", "stage 0")
 
@@ -54,7 +58,9 @@ def _weighed(model: Transformer, kappa: float) -> LengthCost:
 class Setup:
     """One assumption set. Ranks are data-parallel; each is ``tp * pp`` cards."""
 
-    sync: str  # when ranks wait for each other: after every microbatch, once a step, or by a 1F1B pipeline and once a step
+    # when ranks wait for each other: after every microbatch, once a step, or by a 1F1B pipeline and
+    # once a step
+    sync: str
     ranks: int = 64
     per_rank: int = 72  # samples; 0: as many as fill ``filled`` packed microbatches on every rank
     filled: int = 0

@@ -51,7 +51,9 @@ def speed_table(predictions: Sequence[Prediction]) -> tuple[list[str], list[list
 
 
 def sweep_table(predictions: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
-    """A row per assumption set and profile: means over the model pairs by context, and the best pair."""
+    """A row per assumption set and profile: means over the model pairs by context, and the best
+    pair.
+    """
     contexts = sorted({p.context for p in predictions})
     head = [
         "set",
@@ -121,14 +123,17 @@ def findings(predictions: Sequence[Prediction]) -> list[str]:
     if weak:
         best, gains = max(weak, key=lambda p: p.gain()), _by_cell(weak, lambda p: p.gain())
         said.append(
-            f"- **Against `vanilla`** (a fixed number of samples a rank) {min(gains):.2f} to {max(gains):.2f}; the best single pair has "
-            f"{best.gain():.2f} ({best.pair}, {best.profile} {context_name(best.context)}; {best.setup.sync}, {best.setup})."
+            f"- **Against `vanilla`** (a fixed number of samples a rank) {min(gains):.2f} "
+            f"to {max(gains):.2f}; the best single pair has "
+            f"{best.gain():.2f} ({best.pair}, {best.profile} "
+            f"{context_name(best.context)}; {best.setup.sync}, {best.setup})."
         )
         high = dict.fromkeys(p.setup for p in weak if p.gain() >= PAPER_HIGHEST)
         if high:
             sets = "; ".join(f"{s.sync}, {s}" for s in high)
             said.append(
-                f"- **The paper's {PAPER_HIGHEST}** and more is reached by single model pairs in {len(high)} sets: {sets}."
+                f"- **The paper's {PAPER_HIGHEST}** and more is reached by single model "
+                f"pairs in {len(high)} sets: {sets}."
             )
         said += _causes(weak)
     zero = {_key(p): p for p in predictions if p.pair.kappa == 0}
@@ -136,13 +141,16 @@ def findings(predictions: Sequence[Prediction]) -> list[str]:
     if both:
         share = statistics.fmean((z - 1) / (g - 1) for g, z in both if g > 1.05)
         said.append(
-            f"- **Attention is not the cause**: with attention free (kappa 0) {100 * share:.0f} % of the gain over `vanilla` remains."
+            "- **Attention is not the cause**: with attention free (kappa 0) "
+            f"{100 * share:.0f} % of the gain over `vanilla` remains."
         )
     return said
 
 
 def _causes(weak: Sequence[Prediction]) -> list[str]:
-    """What each weakness of `vanilla` is worth: two sets that differ in it alone, the mean over profiles, pairs and contexts."""
+    """What each weakness of `vanilla` is worth: two sets that differ in it alone, the mean over
+    profiles, pairs and contexts.
+    """
     said = []
     base = Setup(sync="microbatch", per_rank=16)
     pipeline = Setup(sync="1F1B", tp=4, pp=4, encoder="own group once")
@@ -183,7 +191,8 @@ def _causes(weak: Sequence[Prediction]) -> list[str]:
         a, b = ([p.gain() for p in weak if p.setup == setup] for setup in (first, other))
         if a and b:
             said.append(
-                f"  - {what}: the gain over `vanilla` goes from {statistics.fmean(a):.2f} to {statistics.fmean(b):.2f}."
+                f"  - {what}: the gain over `vanilla` goes from {statistics.fmean(a):.2f} "
+                f"to {statistics.fmean(b):.2f}."
             )
     return (
         ["- **Where large gains come from**, one weakness of `vanilla` at a time (means):", *said]
@@ -217,7 +226,8 @@ def plot(predictions: Sequence[Prediction], profile: str) -> str:
         drawn,
         about=f"Predicted gain over vanilla by assumption set, {profile}",
         y_label="tokens/s over vanilla",
-        x_label=f"assumption set, by its number in the table ({profile}; mean over model pairs and contexts)",
+        x_label=f"assumption set, by its number in the table ({profile}; mean over model pairs "
+        "and contexts)",
         y_from=min(0.5, least),
         y_to=most * 1.05,
         height=340,

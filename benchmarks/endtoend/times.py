@@ -21,7 +21,9 @@ class Loads:
     encoder: (
         np.ndarray
     )  # [rank, card of the rank, microbatch]; one microbatch where the encoder runs once a step
-    exchanged: bool  # images may be encoded by other ranks: everyone waits for the encoder before the backbone goes on
+    # images may be encoded by other ranks: everyone waits for the encoder before the backbone goes
+    # on
+    exchanged: bool
 
     @property
     def total(self) -> float:
@@ -70,7 +72,10 @@ def _slowest(loads: Loads, setup: Setup, encoder: str) -> np.ndarray:
         return loads.encoder.sum(axis=1)
     if (
         encoder == "stage 0"
-    ):  # cards are numbered stage by stage; what was dealt out in turn to all goes to the first stage's in turn
+        # cards are numbered stage by stage; what was dealt out in turn to all goes to the first
+        # stage's
+        # in turn
+    ):
         ranks, _, m = loads.encoder.shape
         return loads.encoder.reshape(ranks, setup.pp, setup.tp, m).sum(axis=1).max(axis=1)
     return loads.encoder.max(axis=1)
@@ -95,9 +100,11 @@ def _exchanged(loads: Loads, each: bool) -> float:
 
 
 def _pipelined(loads: Loads, setup: Setup, encoder: str) -> float:
-    """Every rank is a pipeline; all meet at the end. The encoder stands on the first stage, or runs ahead on all cards.
+    """Every rank is a pipeline; all meet at the end. The encoder stands on the first stage, or runs
+    ahead on all cards.
 
-    Ahead it goes as the plan says, microbatch by microbatch or all at once; cards that share a microbatch wait for each other.
+    Ahead it goes as the plan says, microbatch by microbatch or all at once; cards that share a
+    microbatch wait for each other.
     """
     stage = loads.backbone[:, None, :] / (setup.tp * setup.pp)
     forward = np.repeat(stage, setup.pp, axis=1)

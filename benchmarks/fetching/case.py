@@ -1,4 +1,6 @@
-"""What one cell of benchmarks/constructors.py does, and what it found. Travels between its processes as JSON."""
+"""What one cell of benchmarks/constructors.py does, and what it found. Travels between its
+processes as JSON.
+"""
 
 from __future__ import annotations
 

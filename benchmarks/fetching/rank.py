@@ -1,5 +1,7 @@
-"""A rank that trains without a model (``python -m fetching.rank``): it takes a step, reads it, and rests. How long each step let it wait
-is its result; a line before and behind the steps that are counted."""
+"""A rank that trains without a model (``python -m fetching.rank``): it takes a step, reads it, and
+rests. How long each step let it wait is its result; a line before and behind the steps that are
+counted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The process that launches and serves (``python -m fetching.server``). A line on its input is answered with what went through links."""
+"""The process that launches and serves (``python -m fetching.server``). A line on its input is
+answered with what went through links.
+"""
 
 from __future__ import annotations
 

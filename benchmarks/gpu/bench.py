@@ -1,4 +1,6 @@
-"""A module on a device, what a microbatch of documents takes on it, and the cost that fits those times."""
+"""A module on a device, what a microbatch of documents takes on it, and the cost that fits those
+times.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def grid(most: Sequence[int], longest: int) -> list[np.ndarray]:
 
 
 def in_turn(lengths: np.ndarray, most: int, count: int) -> list[np.ndarray]:
-    """The first microbatches that these lengths give, packed as they come; all of them with a count of 0."""
+    """The first microbatches that these lengths give, packed as they come; all of them with a count
+    of 0.
+    """
     bins = binpack.next_fit(lengths, most)
     return [lengths[bins == b] for b in range(int(bins.max(initial=-1)) + 1)][: count or None]
 
@@ -94,7 +98,9 @@ def calibrate(
 
 
 def by_microbatch(plan: LoadingPlan, module: str = "backbone") -> list[list[np.ndarray]]:
-    """Lengths by [bucket][microbatch]. A microbatch without a sample is a document of one token, as constructors deliver it."""
+    """Lengths by [bucket][microbatch]. A microbatch without a sample is a document of one token, as
+    constructors deliver it.
+    """
     a = plan.module(module)
     counts = np.bincount(a.bins(), minlength=a.n_buckets * a.n_microbatches)
     parts = np.split(a.size[a.order()], np.cumsum(counts)[:-1])
@@ -106,8 +112,10 @@ def by_microbatch(plan: LoadingPlan, module: str = "backbone") -> list[list[np.n
 def told(cost: Fitted) -> str:
     """The fit, for people."""
     return (
-        f"`seconds = {cost.linear:.4g} * sum(len) + {cost.square:.4g} * sum(len^2) + {cost.constant:.4g}` over {cost.measurements} "
-        f"microbatches; error {100 * cost.mean_error:.2f} % on average, {100 * cost.worst_error:.1f} % at worst."
+        f"`seconds = {cost.linear:.4g} * sum(len) + {cost.square:.4g} * sum(len^2) + "
+        f"{cost.constant:.4g}` over {cost.measurements} "
+        f"microbatches; error {100 * cost.mean_error:.2f} % on average, "
+        f"{100 * cost.worst_error:.1f} % at worst."
     )
 
 

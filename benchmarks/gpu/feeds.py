@@ -1,4 +1,6 @@
-"""The ways a training loop can be fed here: each is opened anew and gives steps whose tensors are on the device."""
+"""The ways a training loop can be fed here: each is opened anew and gives steps whose tensors are
+on the device.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ Made = Callable[[Corpus, Work, int, int, torch.device], Feed]
 
 
 def resident(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch.device) -> Feed:
-    """All steps of Overlord's stream are on the device before the first is asked for: the same work, and no loader."""
+    """All steps of Overlord's stream are on the device before the first is asked for: the same
+    work, and no loader.
+    """
     with ov.launch(overlord_side.make_job(corpus, work), runtime="local") as session:
         held = [_on_device(step, device) for step in islice(session.client(rank=0), steps)]
 
@@ -97,7 +101,9 @@ def prefetched(client: Any, device: torch.device) -> Iterator[Fed]:
 
 
 def whole_node(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch.device) -> Feed:
-    """The process runtime serves all ranks of a node: this one trains, the others are light processes that take their steps."""
+    """The process runtime serves all ranks of a node: this one trains, the others are light
+    processes that take their steps.
+    """
 
     @contextmanager
     def opened() -> Iterator[Iterator[Fed]]:
@@ -129,7 +135,9 @@ def whole_node(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch
 
 
 def dataloader(workers: bool) -> Made:
-    """torch's DataLoader over the same sources, pinned; ``workers``: as many as asked for, else in the loop itself."""
+    """torch's DataLoader over the same sources, pinned; ``workers``: as many as asked for, else in
+    the loop itself.
+    """
 
     def made(corpus: Corpus, work: Work, ranks: int, steps: int, device: torch.device) -> Feed:
         @contextmanager

@@ -1,4 +1,6 @@
-"""Transformer layers as models of today have them, over packed microbatches: the work whose time is measured."""
+"""Transformer layers as models of today have them, over packed microbatches: the work whose time is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ class Shape:
 
     def __str__(self) -> str:
         kind = "causal" if self.causal else "bidirectional"
-        return f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, feed-forward {self.ffn}, {kind}"
+        return (
+            f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, feed-forward "
+            f"{self.ffn}, {kind}"
+        )
 
 
 LLAMA_12B = Shape(

@@ -1,11 +1,13 @@
-"""Real step times of plans: 8 data-parallel ranks run one after another on one GPU, an iteration being its slowest rank.
+"""Real step times of plans: 8 data-parallel ranks run one after another on one GPU, an iteration
+being its slowest rank.
 
     python benchmarks/gpu/plans.py                          # one H200: under four minutes
     python benchmarks/gpu/plans.py --device cpu --tiny      # shows that it runs, and measures nothing
 
-First times of microbatches by their tokens and lengths are measured and a cost is fitted to them (``ov.cost.fit``); the balanced
-plans are made with that cost. Then every microbatch of every rank of every plan is run, forward and backward, in a drawn order.
-How it is measured: benchmarks/README.md.
+First times of microbatches by their tokens and lengths are measured and a cost is fitted to them
+(``ov.cost.fit``); the balanced plans are made with that cost. Then every microbatch of every rank
+of every plan is run, forward and backward, in a drawn order. How it is measured:
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -251,7 +253,10 @@ def page(
     found: Sequence[Outcome], cost: Fitted, measured: Measured, shape: Shape, device: torch.device
 ) -> str:
     head = f"# Plans on a GPU\n\n{machine(device)}\n\n    {command_line('benchmarks/gpu/plans.py')}"
-    what = f"{shape}, bf16, forward and backward. Ranks run one after another; an iteration is its slowest rank."
+    what = (
+        f"{shape}, bf16, forward and backward. Ranks run one after another; an iteration is "
+        "its slowest rank."
+    )
     parts = [
         head,
         what,

@@ -1,4 +1,6 @@
-"""A rank that takes its steps and looks at a byte of every page (``python -m gpu.takes``): the other ranks of a node."""
+"""A rank that takes its steps and looks at a byte of every page (``python -m gpu.takes``): the
+other ranks of a node.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Times of pieces of work on a device, and who it was: what the programs here share.
 
-On a GPU the pieces are queued and timed by events, so that Python is no part of their time as long as it is ahead.
+On a GPU the pieces are queued and timed by events, so that Python is no part of their time as long
+as it is ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Work = Callable[[], None]
 def device_of(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            "no CUDA device here: --device cpu --tiny shows that the program runs, and measures nothing"
+            "no CUDA device here: --device cpu --tiny shows that the program runs, and "
+            "measures nothing"
         )
     if name == "cpu":
         torch.set_num_threads(
@@ -72,7 +74,9 @@ def _elapsed(queued: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> lis
 def all_seconds(
     pieces: Sequence[Work], device: torch.device, *, passes: int, seed: int = 0
 ) -> np.ndarray:
-    """[passes, pieces], each pass in an order drawn anew: a GPU that gets warmer slows all of them alike."""
+    """[passes, pieces], each pass in an order drawn anew: a GPU that gets warmer slows all of them
+    alike.
+    """
     drawn, found = np.random.default_rng(seed), np.empty((passes, len(pieces)))
     for p in range(passes):
         order = drawn.permutation(len(pieces))
@@ -111,11 +115,16 @@ def machine(device: torch.device) -> str:
         card = torch.cuda.get_device_properties(device)
         where = f"{card.name} ({card.total_memory / 2**30:.0f} GiB), {where}"
     running = f" {clocks()}" if device.type == "cuda" else ""
-    return f"{where}, Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}.{running}"
+    return (
+        f"{where}, Python {platform.python_version()}, torch {torch.__version__}, numpy "
+        f"{np.__version__}.{running}"
+    )
 
 
 def clocks() -> str:
-    """What the GPU runs at just now, where its tool is there: power limits make its clock move by percents."""
+    """What the GPU runs at just now, where its tool is there: power limits make its clock move by
+    percents.
+    """
     try:
         asked = [
             "nvidia-smi",
@@ -138,7 +147,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save(name: str, text: str, folder: Path) -> Path:
-    """The dated page; ``$OUT`` where the machine's files come back from there, else benchmarks/results."""
+    """The dated page; ``$OUT`` where the machine's files come back from there, else
+    benchmarks/results.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     machine = (
         "H200"

@@ -1,4 +1,5 @@
-"""A training loop of a Llama-like model fed by Overlord: what it waits for data, beside batches that are on the device already.
+"""A training loop of a Llama-like model fed by Overlord: what it waits for data, beside batches
+that are on the device already.
 
     python benchmarks/gpu/train.py                          # one H200: under four minutes
     python benchmarks/gpu/train.py --device cpu --tiny      # shows that it runs, and measures nothing
@@ -52,7 +53,9 @@ class Figures:
     first_step_s: float  # from opening the loader
     step_s: list[float]
     wait_s: list[float]
-    not_ready_s: float  # of the wait: no step was on the device yet, as the prefetcher tells it; the rest is handing over
+    # of the wait: no step was on the device yet, as the prefetcher tells it; the rest is handing
+    # over
+    not_ready_s: float
     idle_s: list[float]  # of the device, between steps
     tokens: list[int]
     cpu_s: float  # of all processes, over the counted steps
@@ -67,7 +70,9 @@ class Figures:
 
 
 class Trainer:
-    """Model and optimizer. A step is what a training does: all microbatches, the optimizer, the loss looked at."""
+    """Model and optimizer. A step is what a training does: all microbatches, the optimizer, the
+    loss looked at.
+    """
 
     def __init__(self, shape: Shape, context: int, device: torch.device):
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -109,7 +114,9 @@ class Trainer:
 
 
 def run(trainer: Trainer, feed: Feed, name: str, steps: int, warm: int) -> Figures:
-    """Takes warm + steps steps of a feed, and looks at the clock before and after each is handed over."""
+    """Takes warm + steps steps of a feed, and looks at the clock before and after each is handed
+    over.
+    """
     waits, times, tokens, losses = [], [], [], []
     opened, first, cpu, late = time.perf_counter(), 0.0, 0.0, 0.0
     fed: Fed | None = None
@@ -198,10 +205,14 @@ own included."""
 
 def page(found: Sequence[Figures], work: Work, shape: Shape, device: torch.device) -> str:
     what = (
-        f"{shape}, vocabulary {VOCABULARY:,}, bf16, AdamW. Job `{work.job}`: {work.n_sources} Parquet sources, context {work.context:,}, "
+        f"{shape}, vocabulary {VOCABULARY:,}, bf16, AdamW. Job `{work.job}`: "
+        f"{work.n_sources} Parquet sources, context {work.context:,}, "
         f"{work.microbatches} microbatches a step of each of {work.ranks} rank(s)."
     )
-    head = f"# Training loop on a GPU\n\n{machine(device)}\n\n    {command_line('benchmarks/gpu/train.py')}\n\n{what}\n\n"
+    head = (
+        f"# Training loop on a GPU\n\n{machine(device)}\n\n    "
+        f"{command_line('benchmarks/gpu/train.py')}\n\n{what}\n\n"
+    )
     return f"{head}{table(HEAD, rows_of(found))}\n\n{NOTES}\n"
 
 

@@ -1,10 +1,11 @@
-"""Real step times of an encoder and a backbone under vanilla, backbone and hybrid plans: 8 ranks one after another on one GPU.
+"""Real step times of an encoder and a backbone under vanilla, backbone and hybrid plans: 8 ranks
+one after another on one GPU.
 
     python benchmarks/gpu/vlm.py                            # one H200: under four minutes
     python benchmarks/gpu/vlm.py --device cpu --tiny        # shows that it runs, and measures nothing
 
-Costs of both modules are fitted to measured times first; then every piece of work of every rank of every plan is run, forward and
-backward, in a drawn order. How it is measured: benchmarks/README.md.
+Costs of both modules are fitted to measured times first; then every piece of work of every rank of
+every plan is run, forward and backward, in a drawn order. How it is measured: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -94,15 +95,18 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A strategy, and whether outputs of its encoder cross ranks, which then wait for each other in between."""
+    """A strategy, and whether outputs of its encoder cross ranks, which then wait for each other in
+    between.
+    """
 
     plan: Strategy
     exchanged: bool = False
 
 
 def ways(costs: Costs) -> dict[str, Way]:
-    """By the name the page gives them. ``hybrid`` is the paper's, ``joint`` what the package does where replicas are single ranks, and
-    the last one is for ranks that meet after every microbatch."""
+    """By the name the page gives them. ``hybrid`` is the paper's, ``joint`` what the package does
+    where replicas are single ranks, and the last one is for ranks that meet after every microbatch.
+    """
     return {
         "vanilla": Way(vanilla),
         "backbone": Way(backbone(costs)),
@@ -119,7 +123,9 @@ def ways(costs: Costs) -> dict[str, Way]:
 
 
 def backbone(costs: Costs) -> Strategy:
-    """``backbone_balance`` with costs of one's own: samples are balanced by the backbone, images stay with their sample."""
+    """``backbone_balance`` with costs of one's own: samples are balanced by the backbone, images
+    stay with their sample.
+    """
 
     def plan(buffer: Buffer, place: ov.ClientPlaceTree) -> LoadingPlan:
         drawn = ov.DGraph.from_buffer(buffer, place).mix()
@@ -168,7 +174,9 @@ class Outcome:
 
     @property
     def iteration(self) -> float:
-        """The slowest rank; where outputs are exchanged, the slowest encoder and then the slowest backbone."""
+        """The slowest rank; where outputs are exchanged, the slowest encoder and then the slowest
+        backbone.
+        """
         return max(self.encoder) + max(self.backbone) if self.exchanged else max(self.both)
 
     @property
@@ -188,8 +196,9 @@ def over_mean(seconds: Sequence[float]) -> float:
 
 
 def encoder_pieces(plan: LoadingPlan, most: int) -> list[list[list[np.ndarray]]]:
-    """Patches of images that go through the encoder together, by rank and microbatch (or by rank, for the whole step): in as many goes
-    as its memory wants."""
+    """Patches of images that go through the encoder together, by rank and microbatch (or by rank,
+    for the whole step): in as many goes as its memory wants.
+    """
     return [
         [in_turn(images, most, 0) for images in rank] for rank in by_microbatch(plan, "encoder")
     ]
@@ -360,8 +369,14 @@ def _backbone(o: Outcome) -> list[float]:
 def page(
     found: Sequence[Outcome], costs: Costs, shapes: tuple[Shape, Shape], device: torch.device
 ) -> str:
-    head = f"# Encoder and backbone on a GPU\n\n{machine(device)}\n\n    {command_line('benchmarks/gpu/vlm.py')}"
-    what = f"Encoder: {shapes[0]}. Backbone: {shapes[1]}. bf16, forward and backward; profiles of `benchmarks/profiles.py`."
+    head = (
+        f"# Encoder and backbone on a GPU\n\n{machine(device)}\n\n    "
+        f"{command_line('benchmarks/gpu/vlm.py')}"
+    )
+    what = (
+        f"Encoder: {shapes[0]}. Backbone: {shapes[1]}. bf16, forward and backward; profiles "
+        "of `benchmarks/profiles.py`."
+    )
     fits = f"## The fitted costs\n\nEncoder: {told(costs.vit)}\n\nBackbone: {told(costs.llm)}\n"
     return "\n\n".join([head, what, "## Steps", table(HEAD, rows_of(found)), NOTES, fits])
 

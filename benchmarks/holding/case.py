@@ -1,4 +1,6 @@
-"""What one cell of benchmarks/memory.py does, and what it found. Travels between its processes as JSON."""
+"""What one cell of benchmarks/memory.py does, and what it found. Travels between its processes as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class Case:
 
     @property
     def warm(self) -> int:
-        """Steps of a rank, as fast as they come, until all that opens sources has had some samples of each: memory has come to rest."""
+        """Steps of a rank, as fast as they come, until all that opens sources has had some samples
+        of each: memory has come to rest.
+        """
         a_step = self.microbatches * self.context // 500  # samples of a rank
         readers = self.workers if self.kind == COLOCATED else 1 / self.ranks
         return max(8, int(6 * self.n_sources * readers / a_step))
@@ -79,7 +83,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """MB over all processes, less what ranks held after their imports; and what every step let a rank wait."""
+    """MB over all processes, less what ranks held after their imports; and what every step let a
+    rank wait.
+    """
 
     case: Case
     over_mb: float  # the highest seen

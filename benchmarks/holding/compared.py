@@ -1,4 +1,6 @@
-"""Overlord beside the colocated loader: each at the smallest setting that keeps pace, and both at equal settings."""
+"""Overlord beside the colocated loader: each at the smallest setting that keeps pace, and both at
+equal settings.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,16 @@ class Comparison:
 
 
 def smallest(cells: Sequence[Found]) -> Found | None:
-    """The cell with the fewest workers in all that kept pace, among those of one loader, job and number of ranks."""
+    """The cell with the fewest workers in all that kept pace, among those of one loader, job and
+    number of ranks.
+    """
     return min((f for f in cells if f.keeps_pace), key=lambda f: f.case.loading, default=None)
 
 
 def compare(found: Sequence[Found]) -> list[Comparison]:
-    """All comparisons of the plain cells, at every number of sources and ranks and for both orders of rows."""
+    """All comparisons of the plain cells, at every number of sources and ranks and for both orders
+    of rows.
+    """
     plain = [f for f in found if f.case.tp == 1 and f.case.context == 8192 and not f.case.shadows]
     made = []
     keys = dict.fromkeys((f.case.n_sources, f.case.ranks, f.case.shuffle) for f in plain)
@@ -96,7 +102,9 @@ def _settings(ours: Sequence[Found], theirs: Sequence[Found]) -> list[Comparison
 
 
 def source_parallelism(found: Sequence[Found]) -> list[str]:
-    """Figure 15 in words: what a second loader host does to memory, and whether that is what the paper found."""
+    """Figure 15 in words: what a second loader host does to memory, and whether that is what the
+    paper found.
+    """
     lines = []
     cells = {f.case: f for f in found if f.case.tp > 1 and not f.case.shadows}
     for case, one in cells.items():
@@ -105,12 +113,16 @@ def source_parallelism(found: Sequence[Found]) -> list[str]:
             lines.append(_second_host(case, one.over_mb, two.over_mb))
     if any("opposite" in line for line in lines):
         lines.append(
-            "One loader host already holds every source once, so a second one divides nothing and adds a process."
+            "One loader host already holds every source once, so a second one divides "
+            "nothing and adds a process."
         )
     return lines
 
 
 def _second_host(case: Case, one: float, two: float) -> str:
     change = two / one - 1
-    fact = f"{case.kind}, {case.n_sources} sources: two loader hosts take {two:.0f} MB, one takes {one:.0f} MB ({change:+.0%})"
+    fact = (
+        f"{case.kind}, {case.n_sources} sources: two loader hosts take {two:.0f} MB, one "
+        f"takes {one:.0f} MB ({change:+.0%})"
+    )
     return f"{fact}; {PAPER_15}: {'**opposite**' if two >= one else 'the same direction'}."

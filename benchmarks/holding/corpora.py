@@ -1,4 +1,6 @@
-"""Sources as in corpus.py, some of them with row groups of 16 MB and more: what today's loaders hold follows the row group."""
+"""Sources as in corpus.py, some of them with row groups of 16 MB and more: what today's loaders
+hold follows the row group.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def is_large(number: int) -> bool:
 def mixed_corpus(
     root: Path, n_sources: int, seed: int, on_progress: Callable[[str, int, int], None]
 ) -> Path:
-    """A folder that ``corpus.open_corpus`` opens: links to the usual sources, and large ones of its own."""
+    """A folder that ``corpus.open_corpus`` opens: links to the usual sources, and large ones of its
+    own.
+    """
     usual = make_corpus(root, n_sources, seed, on_progress)
     folder = root / f"mixed-v{VERSION}-seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""Which cells benchmarks/memory.py runs: both orders of rows, few and many ranks, and every setting that is compared."""
+"""Which cells benchmarks/memory.py runs: both orders of rows, few and many ranks, and every setting
+that is compared.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ class Extent:
 
 
 def grid(extent: Extent) -> list[Case]:
-    """Colocated: all numbers of workers at the most ranks, so that the smallest that keeps pace is found; at the fewest ranks the
-    least and the most, for slopes. Overlord: one thread, and at the most ranks as many in all as the others have workers in all."""
+    """Colocated: all numbers of workers at the most ranks, so that the smallest that keeps pace is
+    found; at the fewest ranks the least and the most, for slopes. Overlord: one thread, and at the
+    most ranks as many in all as the others have workers in all.
+    """
     few, many, least, most = (
         extent.ranks[0],
         extent.ranks[-1],
@@ -72,8 +76,10 @@ def extras(extent: Extent) -> list[Case]:
 
 
 def parallelism(extent: Extent) -> list[Case]:
-    """Figure 15: TP 16, DP 2, batch 32, a context of 32k; sources in one loader host and in two, and there with shadows, which run in
-    the other host. One rank of a TP group loads. On Ray at the most sources."""
+    """Figure 15: TP 16, DP 2, batch 32, a context of 32k; sources in one loader host and in two,
+    and there with shadows, which run in the other host. One rank of a TP group loads. On Ray at the
+    most sources.
+    """
     shape: dict[str, Any] = {
         "folder": extent.folder,
         "ranks": 2,
@@ -106,7 +112,9 @@ def parallelism(extent: Extent) -> list[Case]:
 
 
 def needless(case: Case, found: Sequence[Found], extent: Extent) -> bool:
-    """A number of workers between the least and the most is only tried where fewer do not keep pace."""
+    """A number of workers between the least and the most is only tried where fewer do not keep
+    pace.
+    """
     if case.kind != COLOCATED or case.workers in (extent.workers[0], extent.workers[-1]):
         return False
     return any(

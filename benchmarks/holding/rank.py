@@ -1,5 +1,7 @@
-"""A rank (``python -m holding.rank``): a trainer without a model. It takes steps as fast as they come until memory has come to rest,
-then one at a time at the pace that is demanded of all, and tells what it waited. Of the local runtime, one process has all ranks."""
+"""A rank (``python -m holding.rank``): a trainer without a model. It takes steps as fast as they
+come until memory has come to rest, then one at a time at the pace that is demanded of all, and
+tells what it waited. Of the local runtime, one process has all ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The process that launches and serves (``python -m holding.server``). A line on its input is answered with what shadows hold."""
+"""The process that launches and serves (``python -m holding.server``). A line on its input is
+answered with what shadows hold.
+"""
 
 from __future__ import annotations
 

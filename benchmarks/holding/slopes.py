@@ -1,4 +1,6 @@
-"""What one more source, rank and worker takes, fitted over the cells that were measured; from it those that do not fit a machine."""
+"""What one more source, rank and worker takes, fitted over the cells that were measured; from it
+those that do not fit a machine.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from holding.case import COLOCATED, Case, Found
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slopes:
-    """MB. Of a colocated loader: by rank, worker, and source of a worker. Of Overlord: once, by rank, source, rank times source, and, where
-    cells differ in that, thread."""
+    """MB. Of a colocated loader: by rank, worker, and source of a worker. Of Overlord: once, by
+    rank, source, rank times source, and, where cells differ in that, thread.
+    """
 
     kind: str
     names: tuple[str, ...]
@@ -42,7 +45,9 @@ def names_of(kind: str) -> tuple[str, ...]:
 
 
 def fit(found: Sequence[Found]) -> Slopes:
-    """Least squares, each cell weighed by its size: a distance of a tenth counts the same in a small one and in a large one."""
+    """Least squares, each cell weighed by its size: a distance of a tenth counts the same in a
+    small one and in a large one.
+    """
     kind = found[0].case.kind
     names = names_of(kind)
     if (

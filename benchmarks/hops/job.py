@@ -1,4 +1,6 @@
-"""The job, the same for every way: 16 pieces in the producer's memory become one contiguous array that the consumer reads."""
+"""The job, the same for every way: 16 pieces in the producer's memory become one contiguous array
+that the consumer reads.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Pieces:
         self.parts = [rng.integers(0, 256, nbytes // N_PIECES, np.uint8) for _ in range(N_PIECES)]
 
     def stamp(self, k: int) -> None:
-        """Two places that the consumer looks at: a way that fills memory before it was read is found out."""
+        """Two places that the consumer looks at: a way that fills memory before it was read is
+        found out.
+        """
         for part in (self.parts[0], self.parts[-1]):
             part[-8:].view(np.int64)[0] = k
 
@@ -28,7 +32,9 @@ class Pieces:
 
 
 class Reader:
-    """What the consumer does with a message: ``copied`` into its fixed buffer, or only ``viewed``: four bytes of every piece are read."""
+    """What the consumer does with a message: ``copied`` into its fixed buffer, or only ``viewed``:
+    four bytes of every piece are read.
+    """
 
     def __init__(self, nbytes: int, mode: str):
         self.mode, self._step = mode, nbytes // N_PIECES

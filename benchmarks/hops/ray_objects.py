@@ -1,4 +1,6 @@
-"""Ray's objects as one of the ways: an actor returns the array, another takes it. Only where ray is installed."""
+"""Ray's objects as one of the ways: an actor returns the array, another takes it. Only where ray is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ STORE_BYTES = 2**30
 
 
 class RayObjects(OneProcess):
-    """The driver passes references only. CPU time is that of every process it started: raylet, store, actors and services."""
+    """The driver passes references only. CPU time is that of every process it started: raylet,
+    store, actors and services.
+    """
 
     def __init__(self, shared: Any, address: Any):
         self._folder = tempfile.TemporaryDirectory(prefix="hops-ray-")
@@ -41,7 +45,8 @@ class RayObjects(OneProcess):
             log_to_driver=False,
             logging_level="ERROR",
             object_store_memory=STORE_BYTES,
-            _temp_dir=f"{self._folder.name}/r",  # Ray opens its folder to all: the one above stays ours
+            # Ray opens its folder to all: the one above stays ours
+            _temp_dir=f"{self._folder.name}/r",
         )
         self._producer, self._consumer = (
             ray.remote(Producer).remote(),

@@ -1,4 +1,6 @@
-"""Runs the ways: their processes live through the whole benchmark, and each does a small block in turn, so that noise hits all alike."""
+"""Runs the ways: their processes live through the whole benchmark, and each does a small block in
+turn, so that noise hits all alike.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Block:
 
 
 def serve(conn: Connection, name: str, role: str, shared: Any, address: Any) -> None:
-    """A producer or a consumer: does blocks as it is told, and answers with its CPU time, threads and kernel included."""
+    """A producer or a consumer: does blocks as it is told, and answers with its CPU time, threads
+    and kernel included.
+    """
     way = way_of(name)(shared, address)
     conn.send(way.address)
     while (order := conn.recv()) is not None:
@@ -129,7 +133,9 @@ def crews(names: list[str]) -> Iterator[list[Crew]]:
 def blocks(
     made: list[Crew], sizes: list[int], modes: tuple[str, ...], rounds: int, block_bytes: int
 ) -> Iterator[Block]:
-    """All blocks, round by round; the order of the ways turns, so that none always follows the same neighbour."""
+    """All blocks, round by round; the order of the ways turns, so that none always follows the same
+    neighbour.
+    """
     for turn in range(rounds):
         for nbytes in sizes:
             for mode in modes:

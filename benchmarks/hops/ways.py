@@ -1,7 +1,8 @@
 """The ways. Each has a producer and a consumer, in processes of their own unless it says otherwise.
 
-A producer sends ``n`` messages gathered from its pieces, a consumer hands each to the reader. Memory is reused wherever the way
-allows it. What runs ahead is bounded: while one message is read the next is made, two in all.
+A producer sends ``n`` messages gathered from its pieces, a consumer hands each to the reader.
+Memory is reused wherever the way allows it. What runs ahead is bounded: while one message is read
+the next is made, two in all.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Way:
 
 
 class OneProcess(Way):
-    """Both sides in one process. With several roles there are as many processes, and each does its share of the messages alone."""
+    """Both sides in one process. With several roles there are as many processes, and each does its
+    share of the messages alone.
+    """
 
     roles = ("producer",)
 
@@ -67,7 +70,9 @@ class OneProcess(Way):
 
 
 class Bare(OneProcess):
-    """The same copies of the same bytes in a loop, into reused buffers: one for the array, one more where the job copies it."""
+    """The same copies of the same bytes in a loop, into reused buffers: one for the array, one more
+    where the job copies it.
+    """
 
     buffers = 1
 
@@ -85,13 +90,17 @@ class Bare(OneProcess):
 
 
 class BareInTurn(Bare):
-    """The same into as many buffers as the others have, in turn: with one alone the cache holds what no two processes could share so."""
+    """The same into as many buffers as the others have, in turn: with one alone the cache holds
+    what no two processes could share so.
+    """
 
     buffers = AHEAD
 
 
 class BareAtOnce(Bare):
-    """Two processes that copy at the same time and have nothing to do with each other: what two cores cost each other."""
+    """Two processes that copy at the same time and have nothing to do with each other: what two
+    cores cost each other.
+    """
 
     roles = ("one", "other")
     address = "nobody"
@@ -176,7 +185,9 @@ class Linked(Way):
 
 
 class Tcp(Linked):
-    """Over TCP what is queued is sent by reference: it is gathered into arrays that nobody else views."""
+    """Over TCP what is queued is sent by reference: it is gathered into arrays that nobody else
+    views.
+    """
 
     transport = "tcp"
 
@@ -188,7 +199,9 @@ class Tcp(Linked):
 
 
 class TorchQueue(Way):
-    """torch.multiprocessing with file descriptors: a fresh piece of shared memory for every tensor, as its DataLoader does it."""
+    """torch.multiprocessing with file descriptors: a fresh piece of shared memory for every tensor,
+    as its DataLoader does it.
+    """
 
     def __init__(self, shared: Any, address: Any):
         import torch
@@ -258,7 +271,9 @@ class PipePickle(Way):
 
 
 class Flight(Way):
-    """Arrow Flight over TCP: one stream, a record batch a message, read as a view of what gRPC received."""
+    """Arrow Flight over TCP: one stream, a record batch a message, read as a view of what gRPC
+    received.
+    """
 
     def __init__(self, shared: Any, address: Any):
         import pyarrow as pa
@@ -338,13 +353,18 @@ WAYS: dict[str, type[Way]] = {
 }
 NEEDS = {"torch queue": "torch", "Arrow Flight": "pyarrow.flight", "Ray objects": "ray"}
 MEANING = {
-    BARE: "the same copies in one process and one thread, into reused buffers: one for the message, one for its copy",
-    BARE_IN_TURN: f"the same, but messages are gathered into {AHEAD} buffers in turn, as many as the ring has slots",
-    BARE_AT_ONCE: "two processes that do the first at the same time, each for itself: two cores share a cache and the memory's bandwidth",
+    BARE: "the same copies in one process and one thread, into reused buffers: one for the "
+    "message, one for its copy",
+    BARE_IN_TURN: f"the same, but messages are gathered into {AHEAD} buffers in turn, as many as the "
+    "ring has slots",
+    BARE_AT_ONCE: "two processes that do the first at the same time, each for itself: two cores share "
+    "a cache and the memory's bandwidth",
     "pair": "two threads of one process, `overlord.transport.connection.pair`",
-    "ring": "two processes, a link over a unix socket: `ring(nbytes)`, gather, `send`; `recv` gives a view",
+    "ring": "two processes, a link over a unix socket: `ring(nbytes)`, gather, `send`; `recv` "
+    "gives a view",
     "tcp": "two processes, a link over TCP on loopback, into reused buffers",
-    "torch queue": "`torch.multiprocessing.Queue`, strategy `file_descriptor`; shared memory is fresh for every message",
+    "torch queue": "`torch.multiprocessing.Queue`, strategy `file_descriptor`; shared memory is fresh "
+    "for every message",
     "Arrow Flight": "`do_get` over TCP on loopback, one stream, a record batch a message",
     "pipe + pickle": "`multiprocessing.Pipe`",
     "Ray objects": "an actor returns the array, another takes it; CPU of the whole local cluster",

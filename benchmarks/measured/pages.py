@@ -49,7 +49,8 @@ class Page:
         tag = TAG.search(text)
         if tag is None:
             raise NotThere(
-                f"{path.name}: expected a line '<!-- made by: ...; on: ...; run: <date>.<n> -->', got none; add it"
+                f"{path.name}: expected a line '<!-- made by: ...; on: ...; run: "
+                "<date>.<n> -->', got none; add it"
             )
         machines = tuple(name.strip() for name in tag["machines"].split(","))
         return cls(path, tag["program"], machines, (tag["date"], int(tag["run"])), text)
@@ -80,7 +81,9 @@ def _cells(line: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A cell by name: the program and machine of its page, the cells that identify its row, and its column."""
+    """A cell by name: the program and machine of its page, the cells that identify its row, and its
+    column.
+    """
 
     program: str
     machine: str
@@ -99,7 +102,8 @@ class Cell:
         ]
         if len(found) > 1:
             raise NotThere(
-                f"{page.path.name}: expected one row {dict(self.where)}, got {len(found)}; name more columns or the heading"
+                f"{page.path.name}: expected one row {dict(self.where)}, got "
+                f"{len(found)}; name more columns or the heading"
             )
         return found[0][self.column] if found else None
 
@@ -108,7 +112,8 @@ class Cell:
         found = NUMBER.findall(text)
         if len(found) <= self.at or text.startswith("*") or "by slope" in text:
             raise NotThere(
-                f"{self.column} of {dict(self.where)}: expected a measured number, got {text!r}; quote another row"
+                f"{self.column} of {dict(self.where)}: expected a measured number, got "
+                f"{text!r}; quote another row"
             )
         return str(found[self.at]).replace(",", "")
 
@@ -130,7 +135,8 @@ def newest(cell: Cell, known: list[Page]) -> tuple[Page, str]:
         ):
             return page, cell.number(text)
     raise NotThere(
-        f"no page of {cell.program} on {cell.machine} has {cell.column!r} of {dict(cell.where)}; run it with --save"
+        f"no page of {cell.program} on {cell.machine} has {cell.column!r} of "
+        f"{dict(cell.where)}; run it with --save"
     )
 
 
@@ -151,13 +157,16 @@ def program_of(name: str) -> str:
     ]
     if not fitting:
         raise NotThere(
-            f"{name}: expected <date>-<program>, got no program of benchmarks/ in it; name the page after its program"
+            f"{name}: expected <date>-<program>, got no program of benchmarks/ in it; "
+            "name the page after its program"
         )
     return max(fitting, key=len)
 
 
 def tagged(name: str, text: str, machine: str, folder: Path = RESULTS) -> tuple[str, str]:
-    """(name, text) of a new page: its tag behind the title, and a name that no earlier page of the day has."""
+    """(name, text) of a new page: its tag behind the title, and a name that no earlier page of the
+    day has.
+    """
     program, date = program_of(name), name[:10]
     same = [page for page in pages(folder) if page.program == program and page.order[0] == date]
     run = 1 + max((page.order[1] for page in same), default=0)

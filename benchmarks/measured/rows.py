@@ -1,6 +1,8 @@
-"""The rows of the README's "Measured" table: at most eight, each one claim and one number, those against Overlord first.
+"""The rows of the README's "Measured" table: at most eight, each one claim and one number, those
+against Overlord first.
 
-A row may have alternatives: the first one whose cells the newest pages hold is shown. Remove the later ones when it is there.
+A row may have alternatives: the first one whose cells the newest pages hold is shown. Remove the
+later ones when it is there.
 """
 
 from __future__ import annotations
@@ -29,16 +31,20 @@ class Row:
         other, below = newest(self.over, known)
         if other != page:
             raise NotThere(
-                f"{self.claim!r}: its numbers are of {page.path.name} and {other.path.name}; measure both in one run"
+                f"{self.claim!r}: its numbers are of {page.path.name} and "
+                f"{other.path.name}; measure both in one run"
             )
         return page, f"{float(number) / float(below):.2f}"
 
     def check(self, known: list[Page]) -> None:
-        """Refuse a number that contradicts the claim, and numbers in the claim that the page does not hold."""
+        """Refuse a number that contradicts the claim, and numbers in the claim that the page does
+        not hold.
+        """
         page, number = self.value(known)
         if float(number) <= self.above:
             raise NotThere(
-                f"{self.claim!r}: expected more than {self.above:g}, got {number} on {page.path.name}; write the claim anew"
+                f"{self.claim!r}: expected more than {self.above:g}, got {number} on "
+                f"{page.path.name}; write the claim anew"
             )
         named = [
             *self.cell.where.values(),
@@ -53,13 +59,17 @@ class Row:
         )
         if absent or unknown:
             raise NotThere(
-                f"{self.claim!r}: {page.path.name} does not hold {[*absent, *unknown]}; name the words in settings"
+                f"{self.claim!r}: {page.path.name} does not hold {[*absent, *unknown]}; "
+                "name the words in settings"
             )
 
     def line(self, known: list[Page]) -> str:
         self.check(known)
         page, number = self.value(known)
-        return f"| {self.claim} | {number} {self.unit} | [{page.order[0]}](benchmarks/results/{page.path.name}) |"
+        return (
+            f"| {self.claim} | {number} {self.unit} | "
+            f"[{page.order[0]}](benchmarks/results/{page.path.name}) |"
+        )
 
 
 SIXTEEN, TWO, GPU = "16 cores", "2 cores", "H200"
@@ -113,13 +123,15 @@ def _scaling(loader: str) -> Cell:
 ROWS: Sequence[Sequence[Row]] = (
     (
         Row(
-            claim="**Against us:** in one process, token ids from 100 sources cost more CPU than with torchdata.nodes",
+            claim="**Against us:** in one process, token ids from 100 sources cost more CPU "
+            "than with torchdata.nodes",
             cell=_null("overlord", "CPU s/Mtok", "100"),
             over=_null("nodes", "CPU s/Mtok", "100"),
             above=1.0,
         ),
         Row(
-            claim="**Against us:** in one process, token ids from 100 sources cost more CPU than with torchdata.nodes",
+            claim="**Against us:** in one process, token ids from 100 sources cost more CPU "
+            "than with torchdata.nodes",
             cell=_throughput("overlord", "CPU s/Mtok", "Null job"),
             over=_throughput("nodes", "CPU s/Mtok", "Null job"),
             above=1.0,
@@ -127,7 +139,8 @@ ROWS: Sequence[Sequence[Row]] = (
     ),
     (
         Row(
-            claim="**Against us:** in processes, 300 sources and 8 trainers cost more CPU than a bare loop",
+            claim="**Against us:** in processes, 300 sources and 8 trainers cost more CPU than "
+            "a bare loop",
             cell=_null("overlord-process", "x bare", "300"),
             settings=("8 ranks",),
             above=1.0,
@@ -135,7 +148,8 @@ ROWS: Sequence[Sequence[Row]] = (
     ),
     (
         Row(
-            claim="**Against us:** two loader hosts take more memory than one (300 sources); the paper's Figure 15 found the opposite",
+            claim="**Against us:** two loader hosts take more memory than one (300 sources); "
+            "the paper's Figure 15 found the opposite",
             cell=_hosts("2", SIXTEEN),
             over=_hosts("1", SIXTEEN),
             settings=("(Figure 15)",),
@@ -144,17 +158,20 @@ ROWS: Sequence[Sequence[Row]] = (
     ),
     (
         Row(
-            claim="Less memory than a DataLoader in each of 8 ranks: 300 sources, shuffled, each at its smallest setting that keeps pace",
+            claim="Less memory than a DataLoader in each of 8 ranks: 300 sources, shuffled, "
+            "each at its smallest setting that keeps pace",
             cell=_memory_of("smallest that keeps pace", SIXTEEN),
             above=1.0,
         ),
         Row(
-            claim="Less memory than a DataLoader in each of 8 ranks (2 cores): 300 sources, shuffled, each at its smallest setting",
+            claim="Less memory than a DataLoader in each of 8 ranks (2 cores): 300 sources, "
+            "shuffled, each at its smallest setting",
             cell=_memory_of("smallest that keeps pace", TWO),
             above=1.0,
         ),
         Row(
-            claim="Less memory over imports than a DataLoader in each of 4 ranks: 300 sources, Overlord in one process and shuffled",
+            claim="Less memory over imports than a DataLoader in each of 4 ranks: 300 sources, "
+            "Overlord in one process and shuffled",
             cell=_throughput("torch", "PSS MB (over idle)", "Null job", "300", at=1),
             over=_throughput("overlord-shuffled", "PSS MB (over idle)", "Null job", "300", at=1),
             settings=("4 ranks",),
@@ -171,7 +188,8 @@ ROWS: Sequence[Sequence[Row]] = (
     ),
     (
         Row(
-            claim="Faster steps than token packing: ranks run one after another on one H200, context 16k",
+            claim="Faster steps than token packing: ranks run one after another on one H200, "
+            "context 16k",
             cell=Cell(
                 program="gpu/plans.py",
                 machine=GPU,
@@ -183,7 +201,8 @@ ROWS: Sequence[Sequence[Row]] = (
     ),
     (
         Row(
-            claim="Longest wait for a step while 8 of 64 loader processes are killed at once (prefetch 4, steps of 0.3 s)",
+            claim="Longest wait for a step while 8 of 64 loader processes are killed at once "
+            "(prefetch 4, steps of 0.3 s)",
             cell=Cell(
                 program="faults.py",
                 machine=SIXTEEN,

@@ -1,4 +1,6 @@
-"""No framework: one process, one thread, the loop that a good engineer writes for this one job and no other."""
+"""No framework: one process, one thread, the loop that a good engineer writes for this one job and
+no other.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""One process of one cell: started afresh (``python -m peers.cell``) for every measurement, it consumes a loader as a trainer would.
+"""One process of one cell: started afresh (``python -m peers.cell``) for every measurement, it
+consumes a loader as a trainer would.
 
-It speaks JSON lines. ``{"ready": ...}`` after imports; then it waits for a line on its input, so that importing (a trainer has
-torch anyway) counts for nobody. ``{"at": ..., ...}`` for every mark it passes. After the last mark it waits
-for its input, with the loader alive, so that memory can be read while nothing has been let go; the runner then kills it and
-all below it: how loaders close is not measured.
+It speaks JSON lines. ``{"ready": ...}`` after imports; then it waits for a line on its input, so
+that importing (a trainer has torch anyway) counts for nobody. ``{"at": ..., ...}`` for every mark
+it passes. After the last mark it waits for its input, with the loader alive, so that memory can be
+read while nothing has been let go; the runner then kills it and all below it: how loaders close is
+not measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Runs one cell of benchmarks/cluster.py in fresh processes: as fast as it goes, at rest, at a trainer's pace."""
+"""Runs one cell of benchmarks/cluster.py in fresh processes: as fast as it goes, at rest, at a
+trainer's pace.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +220,8 @@ class _Cell:
             self._run("peers.cluster_sides", "rank", self.path, self._work(rank))
 
     def _run(self, module: str, *arguments: str) -> None:
-        # One thread each in libraries that would otherwise start one per core; an empty cache, where Overlord keeps its index of files.
+        # One thread each in libraries that would otherwise start one per core; an empty cache,
+        # where Overlord keeps its index of files.
         single = {
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
@@ -404,7 +407,8 @@ class _Cell:
         self.errors.seek(0)
         w = self.work
         raise CellFailed(
-            f"{w.peer}, {w.job}, {w.n_sources} sources, {w.ranks} ranks: {what}\n{self.errors.read()[-3000:]}"
+            f"{w.peer}, {w.job}, {w.n_sources} sources, {w.ranks} ranks: "
+            f"{what}\n{self.errors.read()[-3000:]}"
         )
 
 

@@ -1,7 +1,9 @@
-"""The processes of a cell of benchmarks/cluster.py (``python -m peers.cluster_sides server|rank|all``); each is told when to begin.
+"""The processes of a cell of benchmarks/cluster.py (``python -m peers.cluster_sides
+server|rank|all``); each is told when to begin.
 
-``all``: the bare loop or Overlord embedded, one process that takes for all ranks. ``server``: launches Overlord with processes or on Ray,
-and serves. ``rank``: connects to it and only receives. What they import counts for nobody.
+``all``: the bare loop or Overlord embedded, one process that takes for all ranks. ``server``:
+launches Overlord with processes or on Ray, and serves. ``rank``: connects to it and only receives.
+What they import counts for nobody.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What every cell must deliver, checked on its first step: a loader that leaves something out would look fast."""
+"""What every cell must deliver, checked on its first step: a loader that leaves something out would
+look fast.
+"""
 
 from __future__ import annotations
 
@@ -88,12 +90,16 @@ def real_tokens(microbatch: Mapping[str, Any]) -> int:
 
 
 def touch(microbatch: Mapping[str, Any]) -> int:
-    """Takes every array, as a trainer does that copies it to its device; returns the bytes it was given."""
+    """Takes every array, as a trainer does that copies it to its device; returns the bytes it was
+    given.
+    """
     return sum(microbatch[key].nbytes for key in DTYPES)
 
 
 def read_pages(microbatch: Mapping[str, Any]) -> int:
-    """The same, and a byte of every page is read: memory of another process is mapped by the first look, and not before."""
+    """The same, and a byte of every page is read: memory of another process is mapped by the first
+    look, and not before.
+    """
     for key in DTYPES:
         value = as_numpy(microbatch[key])
         if value.nbytes >= PAGE:

@@ -1,4 +1,6 @@
-"""Imports that every rank of every loader makes, so that memory with imports counts the same on all sides."""
+"""Imports that every rank of every loader makes, so that memory with imports counts the same on all
+sides.
+"""
 
 from __future__ import annotations
 

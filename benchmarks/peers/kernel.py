@@ -1,5 +1,6 @@
-"""The work itself: read a row, encode it, pack microbatches. The bare loop and every peer call these same functions,
-so what differs between their cells is the framework around them and nothing else.
+"""The work itself: read a row, encode it, pack microbatches. The bare loop and every peer call
+these same functions, so what differs between their cells is the framework around them and nothing
+else.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ Microbatch = dict[str, np.ndarray]
 class SourceRows:
     """The rows of one source, epoch after epoch, in file order. Opened when first asked.
 
-    Of the source's row groups it reads every n-th, counted over all files, so that n readers share an epoch without overlap
-    and none decodes a row it will not use. Readers beyond the number of row groups read them all, and begin at one of them: to
-    share groups, each would have to decode rows of the others.
+    Of the source's row groups it reads every n-th, counted over all files, so that n readers share
+    an epoch without overlap and none decodes a row it will not use. Readers beyond the number of
+    row groups read them all, and begin at one of them: to share groups, each would have to decode
+    rows of the others.
     """
 
     def __init__(
@@ -150,7 +152,9 @@ class Packer:
             self.filled += size
 
     def build(self) -> Microbatch:
-        """The arrays of the batch contract. Without padding the two cumulative lengths are equal, and may be one array."""
+        """The arrays of the batch contract. Without padding the two cumulative lengths are equal,
+        and may be one array.
+        """
         lengths = np.fromiter(map(len, self.documents), np.int32, len(self.documents))
         bounds = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=bounds[1:])
@@ -175,7 +179,9 @@ class Packer:
 
 
 def mixed_microbatches(corpus: Corpus, work: Work) -> Iterator[Microbatch]:
-    """The whole job without a framework: draw sources by weight, take a row of each, encode, pack. Without end."""
+    """The whole job without a framework: draw sources by weight, take a row of each, encode, pack.
+    Without end.
+    """
     n = len(corpus.sources)
     rng = np.random.default_rng([work.seed, work.rank])
     order = rng if work.shuffle else None

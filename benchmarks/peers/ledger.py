@@ -1,7 +1,8 @@
 """CPU and memory of all processes below this one, whoever started them.
 
-Processes of Ray leave their parents. This program is made the one that orphans come to, so all that a cell started is found
-below it as long as it lives. CPU time of processes that ended is kept as it was when they were last seen.
+Processes of Ray leave their parents. This program is made the one that orphans come to, so all that
+a cell started is found below it as long as it lives. CPU time of processes that ended is kept as it
+was when they were last seen.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def adopt_orphans() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(
             ctypes.get_errno(),
-            "prctl(PR_SET_CHILD_SUBREAPER): processes of Ray could not be told from those of others",
+            "prctl(PR_SET_CHILD_SUBREAPER): processes of Ray could not be told from "
+            "those of others",
         )
 
 
@@ -82,7 +84,9 @@ def _seen(pid: int) -> Seen | None:
 
 @dataclass(slots=True)
 class Ledger:
-    """What a cell has used. ``named``: processes whose part is known; the others are told by their command lines."""
+    """What a cell has used. ``named``: processes whose part is known; the others are told by their
+    command lines.
+    """
 
     workers: bool = False  # whether Ray's idle workers do the job, between two tasks
     named: dict[int, str] = field(default_factory=dict)

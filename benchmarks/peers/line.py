@@ -1,4 +1,6 @@
-"""Lines of JSON between the program that measures and the processes of a cell, through one socket: ranks may be anyone's children."""
+"""Lines of JSON between the program that measures and the processes of a cell, through one socket:
+ranks may be anyone's children.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from typing import Any
 from peers.contract import check_microbatch, read_pages, real_tokens, touch
 from peers.work import Work
 
-WARM_SHARE = 0.25  # of the tokens: not counted as steady, so that opening sources and filling read-ahead lie before it
+# of the tokens: not counted as steady, so that opening sources and filling read-ahead lie before it
+WARM_SHARE = 0.25
 RUN, REST, PACE = "run", "rest", "pace"
 
 
@@ -46,9 +49,12 @@ class Line:
 
 
 def take_steps(steps: Iterator[list[Any]], work: Work, line: Line) -> None:
-    """A trainer without a model: takes steps as fast as they come, or one every so many seconds, or none, as it is told.
+    """A trainer without a model: takes steps as fast as they come, or one every so many seconds, or
+    none, as it is told.
 
-    Until the steady part it reads a byte of every page it gets, or shared memory would never be mapped, which no trainer is spared."""
+    Until the steady part it reads a byte of every page it gets, or shared memory would never be
+    mapped, which no trainer is spared.
+    """
     doing, every_s, tokens, nbytes, count = RUN, 0.0, 0, 0, 0
     warm = WARM_SHARE * work.tokens / work.processes
     while True:

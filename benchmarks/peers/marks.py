@@ -13,7 +13,8 @@ from peers.contract import check_microbatch, real_tokens, touch
 from peers.measure import cpu_seconds
 from peers.work import Work
 
-WARM_SHARE = 0.25  # of the tokens: not counted as steady, so that opening sources and filling read-ahead lie before it
+# of the tokens: not counted as steady, so that opening sources and filling read-ahead lie before it
+WARM_SHARE = 0.25
 
 
 def say(**fields: Any) -> None:
@@ -22,8 +23,10 @@ def say(**fields: Any) -> None:
 
 
 def mark(name: str, work: Work, tokens: int, nbytes: int, count: int) -> None:
-    """CPU is that of this process and all below it. Processes that only receive take equal shares of what their server has used
-    until then: the sum over all of them is the whole, each part of it seen when one of them passed its mark."""
+    """CPU is that of this process and all below it. Processes that only receive take equal shares
+    of what their server has used until then: the sum over all of them is the whole, each part of it
+    seen when one of them passed its mark.
+    """
     cpu = cpu_seconds(os.getpid()) + (
         cpu_seconds(work.server) / work.processes if work.server else 0.0
     )
@@ -31,7 +34,9 @@ def mark(name: str, work: Work, tokens: int, nbytes: int, count: int) -> None:
 
 
 def consume(stream: Iterator[Any], work: Work, take_first: Callable[[Any], int] = touch) -> None:
-    """Takes microbatches until this process has its share of the tokens; ``take_first`` looks at those before the steady part."""
+    """Takes microbatches until this process has its share of the tokens; ``take_first`` looks at
+    those before the steady part.
+    """
     share, tokens, nbytes, count = work.tokens / work.processes, 0, 0, 0
     first_step = [next(stream) for _ in range(work.step)]
     tokens, nbytes, count = (

@@ -12,17 +12,23 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, its living descendants, and those it has already waited for."""
+    """User and system time of a process, its living descendants, and those it has already waited
+    for.
+    """
     return sum(_own_cpu(p) for p in descendants(pid))
 
 
 def pss_bytes(pids: Iterable[int]) -> int:
-    """Proportional set size over the given processes and all below them: shared pages count once in the sum."""
+    """Proportional set size over the given processes and all below them: shared pages count once in
+    the sum.
+    """
     return sum(pss_of(p) for pid in pids for p in descendants(pid))
 
 
 def read_bytes(pid: int, *, below: bool = False) -> int:
-    """Bytes that a process and all below it have asked of files and pipes; ``below``: of those below it alone."""
+    """Bytes that a process and all below it have asked of files and pipes; ``below``: of those
+    below it alone.
+    """
     return sum(_own_read(p) for p in descendants(pid)[below:])
 
 

@@ -1,5 +1,6 @@
-"""torchdata.nodes, put together for speed: every rank is a process; sources, weighted sampler, encoder and packer run in one
-background thread of it (reading and encoding release the interpreter lock, so a worker process would only add a pipe).
+"""torchdata.nodes, put together for speed: every rank is a process; sources, weighted sampler,
+encoder and packer run in one background thread of it (reading and encoding release the interpreter
+lock, so a worker process would only add a pipe).
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from corpus import Corpus
 from peers.kernel import CHUNK_ROWS, Encoder, Microbatch, Packer, SourceRows
 from peers.work import Work
 
-SNAPSHOT_EVERY = 256  # microbatches; the default of 1 asks all sources for their state at every one, and costs far more
+# microbatches; the default of 1 asks all sources for their state at every one, and costs far more
+SNAPSHOT_EVERY = 256
 
 
 class Tagged:
-    """One pass over a source's rows, each with the source's number: packing needs it, and the sampler does not tell."""
+    """One pass over a source's rows, each with the source's number: packing needs it, and the
+    sampler does not tell.
+    """
 
     def __init__(self, rows: SourceRows, number: int):
         self.rows, self.number = rows, number
@@ -42,7 +46,9 @@ class Tagged:
 
 
 class PackNode(BaseNode[Microbatch]):
-    """Packs encoded chunks. Its state leaves out the open microbatch: the benchmark never restores it."""
+    """Packs encoded chunks. Its state leaves out the open microbatch: the benchmark never restores
+    it.
+    """
 
     def __init__(self, source: BaseNode, context: int):
         super().__init__()

@@ -1,10 +1,12 @@
-"""The same job by Ray Data (``python -m peers.ray_data``): read Parquet, mix by weight, tokenize and pack in ``map_batches``,
-``streaming_split`` to ranks that are actors.
+"""The same job by Ray Data (``python -m peers.ray_data``): read Parquet, mix by weight, tokenize
+and pack in ``map_batches``, ``streaming_split`` to ranks that are actors.
 
-``ray-data`` reads every source as a dataset and mixes them by ``Dataset.mix``. ``ray-data-list`` reads one list of files, drawn by weight
-beforehand: cheaper, and a mixture that nobody can change. Each choice below is the cheaper one for Ray Data: a block is a file (so it mixes
-files where all others mix rows), packed ids travel as int32 and the rank widens them, tokenizers stay loaded, and ranks exist before the
-clock starts that leaves out the cluster. Sources repeat by links to their files: Ray Data reads a path once.
+``ray-data`` reads every source as a dataset and mixes them by ``Dataset.mix``. ``ray-data-list``
+reads one list of files, drawn by weight beforehand: cheaper, and a mixture that nobody can change.
+Each choice below is the cheaper one for Ray Data: a block is a file (so it mixes files where all
+others mix rows), packed ids travel as int32 and the rank widens them, tokenizers stay loaded, and
+ranks exist before the clock starts that leaves out the cluster. Sources repeat by links to their
+files: Ray Data reads a path once.
 """
 
 from __future__ import annotations
@@ -43,12 +45,14 @@ SETTINGS = {  # the first four are what Overlord sets too
     "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    # The newer reader makes one block of a source of this size whatever it is asked for, which cannot be mixed, and starts later.
+    # The newer reader makes one block of a source of this size whatever it is asked for, which
+    # cannot be mixed, and starts later.
     "RAY_DATA_USE_DATASOURCE_V2": "0",
 }
 
 
-# ---- in workers -----------------------------------------------------------------------------------------------------
+# ---- in workers
+# -----------------------------------------------------------------------------------------------------
 
 
 def tag(table: pa.Table, number: int) -> pa.Table:
@@ -56,10 +60,12 @@ def tag(table: pa.Table, number: int) -> pa.Table:
 
 
 class Pack:
-    """Next-fit over the rows of a block; a row of the result is a microbatch. What is left at its end is a microbatch too.
+    """Next-fit over the rows of a block; a row of the result is a microbatch. What is left at its
+    end is a microbatch too.
 
-    An actor: its tokenizer is loaded once, and it has a core to itself. As tasks, these would wait until all that can be read
-    has been: with many sources for minutes."""
+    An actor: its tokenizer is loaded once, and it has a core to itself. As tasks, these would wait
+    until all that can be read has been: with many sources for minutes.
+    """
 
     def __init__(self, work: Work):
         self.work = work
@@ -106,7 +112,8 @@ def _lists(bounds: np.ndarray, values: np.ndarray) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(bounds.astype(np.int32)), pa.array(values))
 
 
-# ---- in ranks -------------------------------------------------------------------------------------------------------
+# ---- in ranks
+# -------------------------------------------------------------------------------------------------------
 
 
 def widen(
@@ -160,7 +167,8 @@ class Rank:
         take_steps((microbatches(batch, ramp) for batch in batches), self.work, self.line)
 
 
-# ---- the driver -----------------------------------------------------------------------------------------------------
+# ---- the driver
+# -----------------------------------------------------------------------------------------------------
 
 
 def links(folder: Path, sources: list[SourceFiles], wanted: list[int]) -> list[str]:

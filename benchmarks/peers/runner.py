@@ -90,10 +90,13 @@ class Figures:
 
 
 def run_cell(work: Work, timeout_s: float) -> Figures:
-    """Starts the cell's processes, lets them go together, samples memory until the last has finished, kills them."""
+    """Starts the cell's processes, lets them go together, samples memory until the last has
+    finished, kills them.
+    """
     processes = work.ranks if work.peer in (*PROCESS_PER_RANK, *SERVED) else 1
     works = [replace(work, rank=rank, processes=processes) for rank in range(processes)]
-    # An empty cache each time: Overlord keeps its index of the files there, and no peer has one to start from.
+    # An empty cache each time: Overlord keeps its index of the files there, and no peer has one to
+    # start from.
     with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryDirectory() as cache:
         children: list[subprocess.Popen] = []
         try:
@@ -110,7 +113,8 @@ def run_cell(work: Work, timeout_s: float) -> Figures:
 
 
 def _start(module: str, work: Work, errors: Any, cache: str) -> subprocess.Popen:
-    # One thread each in libraries that would otherwise start one per core: what is counted is work, not idle spinning.
+    # One thread each in libraries that would otherwise start one per core: what is counted is work,
+    # not idle spinning.
     single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
     environment = {**os.environ, **single, "PYTHONPATH": paths, "OVERLORD_CACHE": cache}
@@ -131,7 +135,9 @@ def _start(module: str, work: Work, errors: Any, cache: str) -> subprocess.Popen
 
 
 class _Cell:
-    """The processes of a cell while it runs. Where there is a server it is the first of them, the ranks stand behind it."""
+    """The processes of a cell while it runs. Where there is a server it is the first of them, the
+    ranks stand behind it.
+    """
 
     def __init__(self, work: Work, children: list[subprocess.Popen], errors: Any, deadline: float):
         self.work, self.served = work, work.peer in SERVED

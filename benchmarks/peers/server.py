@@ -1,4 +1,5 @@
-"""The process that launches and serves (``python -m peers.server``): planner here, loaders and constructors in hosts below it.
+"""The process that launches and serves (``python -m peers.server``): planner here, loaders and
+constructors in hosts below it.
 
 The clock starts with the line on its input; index, fork server and hosts are start-up.
 """
@@ -15,7 +16,9 @@ from peers.work import Work
 
 
 def options(work: Work) -> dict[str, Any]:
-    """Its own choice, or so many loader hosts with a thread each; the sources are shared out evenly."""
+    """Its own choice, or so many loader hosts with a thread each; the sources are shared out
+    evenly.
+    """
     if not work.hosts:
         return {}
     return {
@@ -26,7 +29,8 @@ def options(work: Work) -> dict[str, Any]:
 
 
 def main() -> None:
-    import overlord as ov  # here: the hosts import this file again, and find what they need in the fork server
+    # here: the hosts import this file again, and find what they need in the fork server
+    import overlord as ov
     import overlord_side
     from corpus import open_corpus
 

@@ -1,8 +1,9 @@
-"""torch's DataLoader as it is used in training: every rank is a process with a DataLoader and a worker (or more) of its own, and
-each worker opens all sources, mixes, encodes and packs.
+"""torch's DataLoader as it is used in training: every rank is a process with a DataLoader and a
+worker (or more) of its own, and each worker opens all sources, mixes, encodes and packs.
 
-``torch`` hands out tensors the default way (each in its own piece of shared memory); ``torch-numpy`` passes numpy arrays through
-the pipe instead, which is cheaper for arrays of this size and rarely seen.
+``torch`` hands out tensors the default way (each in its own piece of shared memory);
+``torch-numpy`` passes numpy arrays through the pipe instead, which is cheaper for arrays of this
+size and rarely seen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a cell has to do. Apart from the kernel, so that a process that only receives need not import what reads files."""
+"""What a cell has to do. Apart from the kernel, so that a process that only receives need not
+import what reads files.
+"""
 
 from __future__ import annotations
 

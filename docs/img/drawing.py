@@ -1,4 +1,6 @@
-"""Boxes, lines and words for the pictures of docs/primitives, in the colours of the package's own plots."""
+"""Boxes, lines and words for the pictures of docs/primitives, in the colours of the package's own
+plots.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Drawing:
         self, x: float, y: float, words: str, kind: str = "tick", anchor: str = "start"
     ) -> None:
         self.parts.append(
-            f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+            f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" '
+            f'text-anchor="{anchor}">{escape(words)}</text>'
         )
 
     def line(self, x0: float, y0: float, x1: float, y1: float, kind: str = "axis") -> None:
@@ -41,7 +44,8 @@ class Drawing:
         style = f"fill:{color};fill-opacity:{fill:.2f};stroke:{color}"
         told = f"<title>{escape(says)}</title>" if says else ""
         self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="2" style="{style}">{told}</rect>'
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="2" '
+            f'style="{style}">{told}</rect>'
         )
 
     def cell(
@@ -68,7 +72,8 @@ class Drawing:
             (x1 - 7 * ux - 4 * uy, y1 - 7 * uy + 4 * ux),
         )
         self.path(
-            f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}M{left[0]:.1f} {left[1]:.1f}L{x1:.1f} {y1:.1f}L{right[0]:.1f} {right[1]:.1f}"
+            f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}M{left[0]:.1f} {left[1]:.1f}L{x1:.1f} "
+            f"{y1:.1f}L{right[0]:.1f} {right[1]:.1f}"
         )
 
     def done(self) -> str:

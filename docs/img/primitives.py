@@ -1,6 +1,8 @@
-"""The pictures of docs/primitives, drawn by the package from plans that it makes here: python docs/img/primitives.py
+"""The pictures of docs/primitives, drawn by the package from plans that it makes here: python
+docs/img/primitives.py
 
-The lengths are whole numbers from a seeded generator, so every run draws the same; the tests compare the files with what this draws.
+The lengths are whole numbers from a seeded generator, so every run draws the same; the tests
+compare the files with what this draws.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from page import plot_file  # noqa: E402
 LLM, VIT = ov.cost.llama_12b, ov.cost.vit_1b
 MESH = ov.ClientPlaceTree(pp=2, dp=2, cp=2, tp=2)
 MORE_STYLE = ".wanted { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4; } </style>"
-# Milliseconds of four layers of llama_12b, forward and backward, on one H200: tokens of a microbatch, length of its documents.
+# Milliseconds of four layers of llama_12b, forward and backward, on one H200: tokens of a
+# microbatch, length of its documents.
 MEASURED = {
     (4096, 64): 42.8,
     (4096, 4096): 50.0,
@@ -123,7 +126,8 @@ def broadcast_at() -> str:
                 start, end = left + (served[rank] + 0.5) * wide, x + wide / 2
                 deep = y + 38 + (end - start) / 40
                 to.path(
-                    f"M{start:.1f} {y + 27}C{start:.1f} {deep:.1f} {end:.1f} {deep:.1f} {end:.1f} {y + 28}",
+                    f"M{start:.1f} {y + 27}C{start:.1f} {deep:.1f} {end:.1f} {deep:.1f} "
+                    f"{end:.1f} {y + 28}",
                     color,
                 )
     return to.done()
@@ -135,7 +139,9 @@ def broadcast_at() -> str:
 def tracks(
     to: Drawing, plan: ov.LoadingPlan, left: float, top: float, wide: float, gap: float = 8
 ) -> None:
-    """Every microbatch as a track as long as its capacity, its documents as segments in the colour of their source."""
+    """Every microbatch as a track as long as its capacity, its documents as segments in the colour
+    of their source.
+    """
     a = plan.main
     each = (wide - gap * (a.n_microbatches - 1)) / a.n_microbatches
     filled = np.zeros((a.n_buckets, a.n_microbatches))
@@ -147,7 +153,10 @@ def tracks(
             each * int(a.size[i]) / a.capacity,
         )
         color = series_color(int(plan.source[a.sample[i]]))
-        says = f"{plan.sample_id(int(a.sample[i]))}: {a.size[i]} tokens, bucket {b}, microbatch {m}, slot {a.slot[i]}"
+        says = (
+            f"{plan.sample_id(int(a.sample[i]))}: {a.size[i]} tokens, bucket {b}, microbatch "
+            f"{m}, slot {a.slot[i]}"
+        )
         to.box(x + 0.6, y + 2, max(1.0, w - 1.2), 24, color, 0.35, says)
         filled[b, m] += w
     for b in range(a.n_buckets):
@@ -223,7 +232,8 @@ def plan() -> str:
     to.text(
         110,
         240,
-        f"fill {found.fill():.0%} · fullest microbatch {peak['tokens_per_rank']:,} of 1,536 tokens · digest {found.digest()[:16]}...",
+        f"fill {found.fill():.0%} · fullest microbatch {peak['tokens_per_rank']:,} of "
+        f"1,536 tokens · digest {found.digest()[:16]}...",
         "tick",
     )
     to.text(
@@ -264,7 +274,10 @@ def balance() -> str:
                 stacks=loads,
             )
         )
-    about = "cost of every rank in microbatches: dealt out in turn, balanced for the step, balanced for every microbatch"
+    about = (
+        "cost of every rank in microbatches: dealt out in turn, balanced for the step, "
+        "balanced for every microbatch"
+    )
     return svg.bars(
         panels,
         about=about,
@@ -327,7 +340,8 @@ def modules() -> str:
     drawn = ov.DGraph.from_buffer(given, place).mix({"photos": 1}).buffer
     to = Drawing(
         392,
-        "rows that every rank sends to every other: images left in their replica, images balanced over all ranks",
+        "rows that every rank sends to every other: images left in their replica, images "
+        "balanced over all ranks",
     )
     for k, (name, joint) in enumerate(
         (
@@ -493,7 +507,8 @@ def look_ahead() -> str:
                         f"M{left + (step.step + 0.1 + 0.8 * k / 32) * wide:.1f} {at(n):.1f}h.1"
                     )
     to.parts.append(
-        f'<path style="stroke:var(--s0);stroke-width:3.4;stroke-linecap:round" d="{"".join(dots)}"/>'
+        '<path style="stroke:var(--s0);stroke-width:3.4;stroke-linecap:round" '
+        f'd="{"".join(dots)}"/>'
     )
     to.line(left + 24 * wide, top, left + 24 * wide, 330 - bottom, "mark")
     to.text(left + 24 * wide + 6, top - 8, "no limit from step 24 on", "tick")

@@ -25,7 +25,9 @@ NOT_THE_STREAM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One global step. Give its size in ``samples`` or in ``tokens``; ``microbatches`` is a minimum."""
+    """One global step. Give its size in ``samples`` or in ``tokens``; ``microbatches`` is a
+    minimum.
+    """
 
     samples: int | None = None
     tokens: int | None = None
@@ -47,7 +49,9 @@ class Batch:
             raise JobError(problems, "batch")
 
     def document_multiple(self, place: ClientPlaceTree) -> int:
-        """Every document is padded to a multiple of this: what the batch, context parallelism and sequence parallelism ask for."""
+        """Every document is padded to a multiple of this: what the batch, context parallelism and
+        sequence parallelism ask for.
+        """
         pieces = (
             {"none": 1, "contiguous": place.cp}.get(self.cp_split, 2 * place.cp)
             if place.cp > 1
@@ -84,6 +88,7 @@ class Batch:
             )
         if not found and self.context % self.pad_multiple:
             found.append(
-                f"batch.context: wanted a multiple of pad_multiple={self.pad_multiple}, found {self.context}"
+                f"batch.context: wanted a multiple of pad_multiple={self.pad_multiple}, "
+                f"found {self.context}"
             )
         return found

@@ -1,8 +1,9 @@
 """Memory for microbatches, reused: touching fresh pages costs more than filling them.
 
-A slab is free again when nothing views it any more. Arrays handed to the trainer are views whose ``base`` is the slab, and
-so are tensors made from them, so its reference count tells; no one has to give anything back. Without the interpreter's lock
-a count is read while it changes, and tells nothing: then nothing is reused.
+A slab is free again when nothing views it any more. Arrays handed to the trainer are views whose
+``base`` is the slab, and so are tensors made from them, so its reference count tells; no one has to
+give anything back. Without the interpreter's lock a count is read while it changes, and tells
+nothing: then nothing is reused.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ def _references(slabs: list[np.ndarray], i: int) -> int:
     return sys.getrefcount(slab)
 
 
-# References to a slab that only the pool holds. Measured, by the very code that counts: interpreters differ in what a call adds.
+# References to a slab that only the pool holds. Measured, by the very code that counts:
+# interpreters differ in what a call adds.
 UNUSED = _references([np.empty(1, np.uint8)], 0)
 
-MAX_SLABS = 64  # far above what prefetch keeps under way; a trainer that keeps every array must not make the search long
+# far above what prefetch keeps under way; a trainer that keeps every array must not make the search
+# long
+MAX_SLABS = 64
 
 
 class SlabPool:
-    """Slabs of about the asked size. Holds at most ``max_bytes`` of unused memory; beyond that it allocates and forgets."""
+    """Slabs of about the asked size. Holds at most ``max_bytes`` of unused memory; beyond that it
+    allocates and forgets.
+    """
 
     def __init__(self, max_bytes: int = 2**30):
         self._slabs: list[np.ndarray] = []

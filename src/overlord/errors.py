@@ -1,7 +1,8 @@
 """The named exceptions.
 
-Each carries its facts as fields and survives pickling: ``args`` equals the constructor's signature, so the default
-``__reduce__`` rebuilds it in another process. Each text says where, what was wanted, what was found and what to do.
+Each carries its facts as fields and survives pickling: ``args`` equals the constructor's signature,
+so the default ``__reduce__`` rebuilds it in another process. Each text says where, what was wanted,
+what was found and what to do.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class SourceError(OverlordError):
 
 
 class StorageError(SourceError):
-    """Bytes of a source that storage did not give in time, or not as they were indexed. It says nothing about the data."""
+    """Bytes of a source that storage did not give in time, or not as they were indexed. It says
+    nothing about the data.
+    """
 
 
 class TransformError(OverlordError):
@@ -84,7 +87,9 @@ NAMED = 5  # of sources and of parts, where there are more
 
 
 def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return human-readable rows. Many differences are summed up by source: missing, new or changed."""
+    """Return human-readable rows. Many differences are summed up by source: missing, new or
+    changed.
+    """
     if len(differences) <= MOST:
         return [f"{part}: saved {a}, found {b}" for part, (a, b) in sorted(differences.items())]
     own, rest = dict[str, dict[str, tuple[str, str]]](), dict[str, tuple[str, str]]()
@@ -133,7 +138,9 @@ def _few(names: Sequence[str]) -> str:
 
 
 class StateMismatch(OverlordError):
-    """A saved state that does not fit. ``differences`` maps each part to (saved, found), ``problem`` says what is wrong with it."""
+    """A saved state that does not fit. ``differences`` maps each part to (saved, found),
+    ``problem`` says what is wrong with it.
+    """
 
     def __init__(
         self,
@@ -183,7 +190,9 @@ class ActorLost(OverlordError):
 
 
 class LinkRefused(OverlordError):
-    """A peer that would not talk to us, or with whom we would not talk: wrong token, other version, not ours."""
+    """A peer that would not talk to us, or with whom we would not talk: wrong token, other version,
+    not ours.
+    """
 
     def __init__(self, peer: str, reason: str):
         super().__init__(peer, reason)
@@ -205,7 +214,9 @@ class JournalError(OverlordError):
 
 
 class JournalTaken(JournalError):
-    """A journal that another writer has gone on with: nothing that this one does counts any more, however often it is tried."""
+    """A journal that another writer has gone on with: nothing that this one does counts any more,
+    however often it is tried.
+    """
 
 
 class FrameError(OverlordError):
@@ -221,7 +232,12 @@ class FrameError(OverlordError):
 
 
 class Later(Exception):
-    """Instead of a wait, where the thread must not: what was asked for is to be asked for again by another."""
+    """Instead of a wait, where the thread must not: what was asked for is to be asked for again by
+    another.
+    """
 
 
-NO_FUNCTION = "strategies, schedules and transforms must be functions of what they are given: no clock, no chance of their own, no memory"
+NO_FUNCTION = (
+    "strategies, schedules and transforms must be functions of what they are given: no "
+    "clock, no chance of their own, no memory"
+)

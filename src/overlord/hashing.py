@@ -1,8 +1,9 @@
 """Keyed hashes: the only source of order and chance in the stream.
 
-Everything that looks random (chunk order, row order, random draws) is a pure function of a key derived from
-(purpose, seed, names, epoch), so that any machine can compute any part of the stream without the parts before it.
-The functions are fixed for good: changing one changes every user's data order.
+Everything that looks random (chunk order, row order, random draws) is a pure function of a key
+derived from (purpose, seed, names, epoch), so that any machine can compute any part of the stream
+without the parts before it. The functions are fixed for good: changing one changes every user's
+data order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _GOLDEN, _M1, _M2 = U64(0x9E3779B97F4A7C15), U64(0xBF58476D1CE4E5B9), U64(0x94D0
 
 
 def key64(*parts: str | int) -> int:
-    """A 64-bit key from a purpose and its names: BLAKE2b over the parts joined by U+001F, little-endian."""
+    """A 64-bit key from a purpose and its names: BLAKE2b over the parts joined by U+001F,
+    little-endian.
+    """
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -41,7 +44,9 @@ def keyed_hash(key: int, *columns: Any) -> np.ndarray:
 
 
 def digest(*parts: str | bytes | np.ndarray) -> str:
-    """A short hex fingerprint of ordered parts; lengths are hashed too, so that parts cannot run into each other."""
+    """A short hex fingerprint of ordered parts; lengths are hashed too, so that parts cannot run
+    into each other.
+    """
     h = blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, np.ndarray):

@@ -1,6 +1,8 @@
-"""Where modules are looked for, here and in processes that Overlord starts. The working directory is not such a place unless asked for.
+"""Where modules are looked for, here and in processes that Overlord starts. The working directory
+is not such a place unless asked for.
 
-This module is the first that the package imports, and needs only modules that Python has loaded by then.
+This module is the first that the package imports, and needs only modules that Python has loaded by
+then.
 """
 
 import os
@@ -16,7 +18,9 @@ LONG_WITH_VALUE = ("--check-hash-based-pycs",)  # the value is the next word
 
 
 def module_started(given: Sequence[str]) -> str:
-    """Return the module behind ``-m`` of a command line as the interpreter reads it (``sys.orig_argv``); empty where there is none."""
+    """Return the module behind ``-m`` of a command line as the interpreter reads it
+    (``sys.orig_argv``); empty where there is none.
+    """
     words = iter(given[1:])
     for word in words:
         if word in LONG_WITH_VALUE:
@@ -33,9 +37,11 @@ def module_started(given: Sequence[str]) -> str:
 
 
 def _leave_working_directory() -> None:
-    """Under ``python -m overlord``, take the working directory off the front of the path, where Python has put it.
+    """Under ``python -m overlord``, take the working directory off the front of the path, where
+    Python has put it.
 
-    The package itself may come from there: then the directory stays, last, for the processes that import it.
+    The package itself may come from there: then the directory stays, last, for the processes that
+    import it.
     """
     if (
         getattr(sys, "argv", [])[:1] != ["-m"] or sys.flags.safe_path
@@ -51,7 +57,9 @@ def _leave_working_directory() -> None:
 
 
 def entries() -> list[str]:
-    """The path of this process. An empty entry stands for the working directory, as in an interactive Python."""
+    """The path of this process. An empty entry stands for the working directory, as in an
+    interactive Python.
+    """
     return [path or os.getcwd() for path in sys.path]
 
 
@@ -61,13 +69,17 @@ def as_setting() -> str:
 
 
 def settings() -> dict[str, str]:
-    """The environment of an interpreter that is started with ``-c`` and must not look in its working directory first."""
+    """The environment of an interpreter that is started with ``-c`` and must not look in its
+    working directory first.
+    """
     before = "\n".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ)
     return {"PYTHONPATH": as_setting(), "PYTHONSAFEPATH": "1", SAVED: before}
 
 
 def restore_settings() -> None:
-    """In the process that was started with ``settings()``: give its children the environment that the program had."""
+    """In the process that was started with ``settings()``: give its children the environment that
+    the program had.
+    """
     saved = os.environ.pop(SAVED, None)
     if saved is None:
         return
@@ -81,8 +93,8 @@ def restore_settings() -> None:
 class FirstHere(list[str]):
     """A search path for workers that takes only the directory that is first in this process.
 
-    Ray puts what it is given first in its workers, and gives them the working directory. All other entries of this process come last
-    there, with the actor.
+    Ray puts what it is given first in its workers, and gives them the working directory. All other
+    entries of this process come last there, with the actor.
     """
 
     def extend(self, paths: Iterable[str]) -> None:

@@ -1,9 +1,9 @@
 """ClientPlaceTree: the trainer's mesh as the loader sees it.
 
-Ranks are numbered with the outermost axis slowest; ``order`` names the axes from outermost to innermost, as a torch
-DeviceMesh does. The default is Megatron's: tp runs fastest, then cp, dp and pp. A *bucket* is a group of ranks that
-consumes the same microbatches; a *fetcher* is a rank that takes them from the loader, for itself and for the ranks to which
-the trainer broadcasts.
+Ranks are numbered with the outermost axis slowest; ``order`` names the axes from outermost to
+innermost, as a torch DeviceMesh does. The default is Megatron's: tp runs fastest, then cp, dp and
+pp. A *bucket* is a group of ranks that consumes the same microbatches; a *fetcher* is a rank that
+takes them from the loader, for itself and for the ranks to which the trainer broadcasts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ BROADCASTS = (
 MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(
     ("dp_replicate", "dp_shard", "ddp", "fsdp", "batch"), "dp"
 )
-SHOWN = 4  # branches of a printed tree, and ranks that do not follow each other, before it says how many more there are
+# branches of a printed tree, and ranks that do not follow each other, before it says how many more
+# there are
+SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientPlaceTree:
-    """Degrees of pipeline, data, context and tensor parallelism, and how ranks are laid out over them."""
+    """Degrees of pipeline, data, context and tensor parallelism, and how ranks are laid out over
+    them.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -63,11 +67,13 @@ class ClientPlaceTree:
 
     @staticmethod
     def from_device_mesh(mesh: Any) -> ClientPlaceTree:
-        """The tree of a torch ``DeviceMesh`` whose dimensions are named pp, dp, cp, tp; torch is not imported.
+        """The tree of a torch ``DeviceMesh`` whose dimensions are named pp, dp, cp, tp; torch is
+        not imported.
 
-        ``dp_replicate``, ``dp_shard``, ``ddp``, ``fsdp`` and ``batch`` are folded into dp, the outer one slowest. An ``fsdp`` that shards
-        over context parallelism too (torchtitan's) hides it: give a mesh with a dimension for cp. The order of ranks is taken from
-        ``mesh.mesh`` where there is one, else from the order of the dimensions.
+        ``dp_replicate``, ``dp_shard``, ``ddp``, ``fsdp`` and ``batch`` are folded into dp, the
+        outer one slowest. An ``fsdp`` that shards over context parallelism too (torchtitan's) hides
+        it: give a mesh with a dimension for cp. The order of ranks is taken from ``mesh.mesh``
+        where there is one, else from the order of the dimensions.
         """
         names, ranks = _mesh_of(mesh)
         axes = [MESH_DIMS[name] for name in names]
@@ -84,7 +90,8 @@ class ClientPlaceTree:
                 return tree
         raise JobError(
             [
-                f"the ranks of {dict(zip(names, ranks.shape, strict=True))} are 0 to {ranks.size - 1}, but in no order of pp, dp, cp, tp; "
+                f"the ranks of {dict(zip(names, ranks.shape, strict=True))} are 0 to "
+                f"{ranks.size - 1}, but in no order of pp, dp, cp, tp; "
                 "give the mesh's ranks in row-major order, with the dp dimensions beside each other"
             ],
             "from_device_mesh",
@@ -94,11 +101,13 @@ class ClientPlaceTree:
     def from_env(
         env: Mapping[str, str] | None = None, *, world_size: int | None = None
     ) -> ClientPlaceTree:
-        """The tree of a job started by torchrun: ``WORLD_SIZE``, and ``OVERLORD_PP``, ``OVERLORD_CP``, ``OVERLORD_TP`` (1 where unset).
+        """The tree of a job started by torchrun: ``WORLD_SIZE``, and ``OVERLORD_PP``,
+        ``OVERLORD_CP``, ``OVERLORD_TP`` (1 where unset).
 
-        dp is what is left of the world; ``OVERLORD_DP`` says it too, and must then fit. ``OVERLORD_ORDER`` names the axes from
-        outermost to innermost, as in ``pp-dp-cp-tp``. Without ``WORLD_SIZE`` the world is what the degrees make.
-        Process groups are not asked: where the launcher sets no ``WORLD_SIZE`` (``mp.spawn``, Lightning) give ``world_size``.
+        dp is what is left of the world; ``OVERLORD_DP`` says it too, and must then fit.
+        ``OVERLORD_ORDER`` names the axes from outermost to innermost, as in ``pp-dp-cp-tp``.
+        Without ``WORLD_SIZE`` the world is what the degrees make. Process groups are not asked:
+        where the launcher sets no ``WORLD_SIZE`` (``mp.spawn``, Lightning) give ``world_size``.
         """
         env = environ if env is None else env
         if world_size is not None:
@@ -185,7 +194,9 @@ class ClientPlaceTree:
         return np.unravel_index(np.arange(self.world_size), self._shape)[self.order.index(axis)]
 
     def rank_problem(self, rank: Any) -> str:
-        """What is wrong with a rank's number, often read from the environment; empty when nothing is."""
+        """What is wrong with a rank's number, often read from the environment; empty when nothing
+        is.
+        """
         if not isinstance(rank, (int, np.integer)):
             return f"wanted a rank as a whole number, found {rank!r}"
         return (
@@ -208,8 +219,9 @@ class ClientPlaceTree:
     # who consumes what
 
     def buckets(self, axis: str = "DP") -> list[list[int]]:
-        """Ranks by bucket. ``DP``: one bucket per replica; ``CP``: every (dp, cp) pair; ``WORLD``: every rank, in rank order;
-        ``PP`` and ``TP``: every stage, every tensor-parallel position."""
+        """Ranks by bucket. ``DP``: one bucket per replica; ``CP``: every (dp, cp) pair; ``WORLD``:
+        every rank, in rank order; ``PP`` and ``TP``: every stage, every tensor-parallel position.
+        """
         n = self.n_buckets(axis)
         if axis == "WORLD":
             return [[rank] for rank in range(n)]
@@ -235,7 +247,8 @@ class ClientPlaceTree:
     def served_by(self, broadcast: str | Sequence[str] = ()) -> np.ndarray:
         """For every rank the one that fetches for it, itself where it fetches: int64 [world_size].
 
-        The trainer broadcasts along these axes (``TP``, ``CP``, ``PP``, ``DP``; nested, in any order), from coordinate 0.
+        The trainer broadcasts along these axes (``TP``, ``CP``, ``PP``, ``DP``; nested, in any
+        order), from coordinate 0.
         """
         grid = self._grid()
         dims = {dim.lower() for dim in broadcast_dims(broadcast)}
@@ -250,8 +263,10 @@ class ClientPlaceTree:
         return np.flatnonzero(served == np.arange(len(served))).tolist()
 
     def seats(self, axis: str = "DP", broadcast: str | Sequence[str] = ()) -> np.ndarray:
-        """For every rank whose mailbox holds its microbatches: the lowest rank of its bucket that has the same fetcher; int64
-        [world_size]. The fetcher's own, but where the trainer broadcasts across buckets: then it opens a client at each seat."""
+        """For every rank whose mailbox holds its microbatches: the lowest rank of its bucket that
+        has the same fetcher; int64 [world_size]. The fetcher's own, but where the trainer
+        broadcasts across buckets: then it opens a client at each seat.
+        """
         group = self.bucket_of(axis) * self.world_size + self.served_by(broadcast)
         _, lowest, number = np.unique(group, return_index=True, return_inverse=True)
         return lowest[number].astype(np.int64, copy=False)
@@ -298,7 +313,8 @@ def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
     if said not in ("", str(world_size)):
         raise JobError(
             [
-                f"world_size: expected WORLD_SIZE={said} of the environment, got {world_size}; leave world_size out"
+                f"world_size: expected WORLD_SIZE={said} of the environment, got "
+                f"{world_size}; leave world_size out"
             ],
             "from_env",
         )
@@ -311,7 +327,8 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
     if not names:
         raise JobError(
             [
-                f"the mesh has no names for its dimensions; give mesh_dim_names, of {', '.join(MESH_DIMS)}"
+                "the mesh has no names for its dimensions; give mesh_dim_names, of "
+                f"{', '.join(MESH_DIMS)}"
             ],
             "from_device_mesh",
         )
@@ -338,7 +355,8 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
     if not np.array_equal(np.sort(ranks, axis=None), np.arange(ranks.size)):
         raise JobError(
             [
-                f"wanted the mesh of the whole job, ranks 0 to {ranks.size - 1}, found ranks {_ranks(ranks.ravel())}"
+                f"wanted the mesh of the whole job, ranks 0 to {ranks.size - 1}, found "
+                f"ranks {_ranks(ranks.ravel())}"
             ],
             "from_device_mesh",
         )
@@ -361,7 +379,8 @@ def _branches(axes: Sequence[str], grid: np.ndarray, indent: str = "") -> list[s
             lines += _branches(axes[1:], grid[i], indent + ("   " if last else "│  "))
     if n > SHOWN:
         lines.append(
-            f"{indent}└─ ... {n - SHOWN} more {axis}, ranks {_ranks(np.sort(grid[SHOWN:], axis=None))}"
+            f"{indent}└─ ... {n - SHOWN} more {axis}, ranks "
+            f"{_ranks(np.sort(grid[SHOWN:], axis=None))}"
         )
     return lines
 

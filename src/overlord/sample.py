@@ -1,6 +1,7 @@
 """Samples as arrays: names for life, ragged columns, and the buffer a strategy sees.
 
-No object per sample exists anywhere on a hot path. A step of 262,144 samples is seven numpy columns.
+No object per sample exists anywhere on a hot path. A step of 262,144 samples is seven numpy
+columns.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ OBJECTIVES = {
     "microbatch": "microbatch",
     "step": "iteration",
 }  # Job.sync, and what balancing aims at under it
-SLICE_FROM = 1024  # mean length of rows from which copying them one by one is cheaper than gathering by index
+# mean length of rows from which copying them one by one is cheaper than gathering by index
+SLICE_FROM = 1024
 
 
 class SampleId(NamedTuple):
@@ -45,7 +47,9 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """A column of variable-length rows: row i is ``values[offsets[i]:offsets[i+1]]``. This *is* ``cu_seqlens``."""
+    """A column of variable-length rows: row i is ``values[offsets[i]:offsets[i+1]]``. This *is*
+    ``cu_seqlens``.
+    """
 
     values: np.ndarray
     offsets: np.ndarray  # int64, one more than rows; offsets[0] need not be 0
@@ -122,7 +126,9 @@ class Ragged:
 
 
 class Items(NamedTuple):
-    """What documents carry beside their tokens, images say: bytes of their own each, document after document."""
+    """What documents carry beside their tokens, images say: bytes of their own each, document after
+    document.
+    """
 
     bytes: Ragged  # uint8, item after item
     counts: np.ndarray  # int64: items of each document
@@ -160,7 +166,9 @@ class Items(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """The payload of documents on their way from loader to constructor. Sources without images have ``items=None`` and pay nothing."""
+    """The payload of documents on their way from loader to constructor. Sources without images have
+    ``items=None`` and pay nothing.
+    """
 
     tokens: Ragged
     items: Items | None = None
@@ -200,7 +208,9 @@ class Content:
 
     @staticmethod
     def pick(parts: Sequence[Content], documents: np.ndarray) -> Content:
-        """Chosen documents of several parts, numbered through them; items are copied once, however many parts there are."""
+        """Chosen documents of several parts, numbered through them; items are copied once, however
+        many parts there are.
+        """
         tokens = Ragged.concat([p.tokens for p in parts]).take(documents)
         if (scattered := Scattered.of(parts)) is None:
             return Content(tokens)
@@ -208,7 +218,9 @@ class Content:
 
     @staticmethod
     def concat(parts: Sequence[Content]) -> Content:
-        """Documents one part after another. Beside parts with items, documents of the others have none."""
+        """Documents one part after another. Beside parts with items, documents of the others have
+        none.
+        """
         if len(parts) == 1:
             return parts[0]
         tokens = Ragged.concat([p.tokens for p in parts])
@@ -282,7 +294,9 @@ def cut_rows(column: Column, start: int, stop: int) -> Column:
 
 
 def join_rows(parts: Sequence[Column]) -> Column:
-    """Columns one after another. Where some hold lists and others numbers, a number counts as a list of one."""
+    """Columns one after another. Where some hold lists and others numbers, a number counts as a
+    list of one.
+    """
     if Ragged not in set(map(type, parts)):
         return np.concatenate(parts)  # type: ignore[arg-type]
     return Ragged.concat(
@@ -304,7 +318,9 @@ def _read_only(column: Column) -> Column:
 
 
 class Columns(dict[str, Column]):
-    """Metadata by name, as functions of the user get it: one that is not there is said with those that are."""
+    """Metadata by name, as functions of the user get it: one that is not there is said with those
+    that are.
+    """
 
     def __init__(self, columns: Mapping[str, Column], step: int = -1):
         super().__init__({name: _read_only(c) for name, c in columns.items()})
@@ -321,7 +337,8 @@ class Columns(dict[str, Column]):
 def loader_is_hidden(what: str, step: int) -> PlanError:
     """Why a strategy is not told which loader holds a sample."""
     return PlanError(
-        f"a strategy read {what}; which loader holds a sample must not shape a plan, or the stream would change with the number of loaders",
+        f"a strategy read {what}; which loader holds a sample must not shape a plan, or "
+        "the stream would change with the number of loaders",
         step,
         "place by metadata; once a step is planned, session.graph(step).loader tells",
     )
@@ -329,10 +346,12 @@ def loader_is_hidden(what: str, step: int) -> PlanError:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Buffer:
-    """What a strategy sees: identity and metadata of samples, one row each, in stream order; never payload.
+    """What a strategy sees: identity and metadata of samples, one row each, in stream order; never
+    payload.
 
-    In a running job the planner has drawn already: the rows are the step's samples in the order of the draw.
-    A buffer made by hand (``from_columns``) holds candidates, and ``DGraph.mix(schedule)`` draws from them.
+    In a running job the planner has drawn already: the rows are the step's samples in the order of
+    the draw. A buffer made by hand (``from_columns``) holds candidates, and
+    ``DGraph.mix(schedule)`` draws from them.
     """
 
     names: tuple[str, ...]  # source names; column `source` indexes them
@@ -352,7 +371,9 @@ class Buffer:
     ] = ()  # metadata that sources of the job have, but none of this step's samples
     wanted: tuple[
         tuple[int, ...], ...
-    ] = ()  # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by source
+        # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by
+        # source
+    ] = ()
     age: np.ndarray | None = None  # int32: steps each candidate was passed over
     max_age: int = 8  # one passed over so often comes first
     scores: np.ndarray | None = None  # what the job's schedule prefers: the lowest first
@@ -389,7 +410,10 @@ class Buffer:
         shown = ", ".join(f"{n}: {c}" for n, c in list(zip(self.names, counts, strict=True))[:6])
         more = ", ..." if len(self.names) > 6 else ""
         state = "drawn" if self.drawn else "candidates"
-        return f"Buffer(step {self.step}, {len(self)} samples {state}; {shown}{more}; meta {', '.join(self.meta)})"
+        return (
+            f"Buffer(step {self.step}, {len(self)} samples {state}; {shown}{more}; meta "
+            f"{', '.join(self.meta)})"
+        )
 
     def __getitem__(self, i: int) -> SampleId:
         return SampleId(
@@ -401,7 +425,9 @@ class Buffer:
         )
 
     def column(self, name: str) -> Column:
-        """One metadata column. Where the samples of this step all lack it (a step of text in a job with images), no items."""
+        """One metadata column. Where the samples of this step all lack it (a step of text in a job
+        with images), no items.
+        """
         if name in self.absent:
             return no_items(len(self))
         if not isinstance(name, str) or name not in self.meta:
@@ -430,10 +456,11 @@ class Buffer:
         step: int = 0,
         sync: str = "microbatch",
     ) -> Buffer:
-        """A buffer by hand: ``{"web": {"tokens": [5, 9]}, ...}``; a list of lists becomes a ragged column.
+        """A buffer by hand: ``{"web": {"tokens": [5, 9]}, ...}``; a list of lists becomes a ragged
+        column.
 
-        Every source must have the same columns, but for ragged ones: the samples of a source without it have no items.
-        ``sync``: as in ``Job``.
+        Every source must have the same columns, but for ragged ones: the samples of a source
+        without it have no items. ``sync``: as in ``Job``.
         """
         if not hasattr(batch, "context"):
             raise PlanError(
@@ -481,7 +508,10 @@ class Buffer:
 def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
     """The columns of one source, checked: they are written by hand."""
     if not isinstance(columns, Mapping):
-        found = f"source {source!r}: wanted a mapping of metadata name to column, found {type(columns).__name__}"
+        found = (
+            f"source {source!r}: wanted a mapping of metadata name to column, found "
+            f"{type(columns).__name__}"
+        )
         raise PlanError(found, step, 'as in {"web": {"tokens": [5, 9]}}')
     made = {}
     for key, value in columns.items():

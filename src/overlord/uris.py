@@ -1,7 +1,7 @@
 """Names of files in stores: what a URI may hold, and how secrets are kept out of texts.
 
-Secrets come from the environment alone. A URI goes into job files, index caches, quarantine lists and errors, so one
-that carries a secret is refused before anything is made of it.
+Secrets come from the environment alone. A URI goes into job files, index caches, quarantine lists
+and errors, so one that carries a secret is refused before anything is made of it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def uri_problems(uri: str) -> list[str]:
         uri
     ):  # taken for a path it would be a folder of that name, and stand in every error
         return [
-            f"wanted a path, or a URI as in s3://bucket/name, found one that lacks its '//' or begins with a space; {ENVIRONMENT}"
+            "wanted a path, or a URI as in s3://bucket/name, found one that lacks its "
+            f"'//' or begins with a space; {ENVIRONMENT}"
         ]
     if not SCHEME.match(uri):
         return []
@@ -78,7 +79,8 @@ def uri_problems(uri: str) -> list[str]:
     user, at, host = body.partition("/")[0].rpartition("@")
     port = host.partition(":")[2]
     shown = shown_uri(uri)
-    # A secret may hold '/', so that what looks like a host is the user and half of a password: no port, and no bucket, looks so.
+    # A secret may hold '/', so that what looks like a host is the user and half of a password: no
+    # port, and no bucket, looks so.
     if (
         (at and ":" in user)
         or (port and not port.isdigit())
@@ -92,19 +94,23 @@ def uri_problems(uri: str) -> list[str]:
         return [f"{shown} carries a secret ({', '.join(secret)}); {ENVIRONMENT}"]
     if scheme in OBJECT_STORES and (unknown := [name for name in names if name not in OPTIONS]):
         return [
-            f"unknown option {unknown[0]!r} in {shown}; known options: {', '.join(OPTIONS)}; {ENVIRONMENT}"
+            f"unknown option {unknown[0]!r} in {shown}; known options: "
+            f"{', '.join(OPTIONS)}; {ENVIRONMENT}"
         ]
     if scheme in OBJECT_STORES and (
         wrong := [name for name, value in given if not _VALUES[name].fullmatch(value)]
     ):
         return [
-            f"{shown}: wanted {wrong[0]} as in ?region=eu-west-1 or ?anonymous=true, found other signs in it; {ENVIRONMENT}"
+            f"{shown}: wanted {wrong[0]} as in ?region=eu-west-1 or ?anonymous=true, "
+            f"found other signs in it; {ENVIRONMENT}"
         ]
     return []
 
 
 def shown_uri(uri: str) -> str:
-    """A URI for people. Of one that may be refused nobody knows where its secrets stand: no user, and no value of an option, is shown."""
+    """A URI for people. Of one that may be refused nobody knows where its secrets stand: no user,
+    and no value of an option, is shown.
+    """
     head, mark, query = uri.partition("?")
     head = (
         re.sub(r"(://)[^/@\s]*@", rf"\1{HIDDEN}@", scrub(head))

@@ -1,4 +1,6 @@
-"""Functions of the user: whether they can be called as they will be, and where in them an error was raised."""
+"""Functions of the user: whether they can be called as they will be, and where in them an error was
+raised.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,12 @@ def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
 
 
 def where_raised(error: BaseException) -> str:
-    """Return `` (at FILE:LINE, in FUNCTION)`` of the user's code that raised an error; empty where none did.
+    """Return `` (at FILE:LINE, in FUNCTION)`` of the user's code that raised an error; empty where
+    none did.
 
-    The innermost frame outside of this package, of Python's library and of installed ones counts; else the first outside of this package.
-    Tracebacks do not reach the quarantine or other processes; texts do.
+    The innermost frame outside of this package, of Python's library and of installed ones counts;
+    else the first outside of this package. Tracebacks do not reach the quarantine or other
+    processes; texts do.
     """
     outside, trace = list[str](), error.__traceback__
     own = ""

@@ -1,4 +1,5 @@
-"""``python -m tests.golden [stream | plans]`` writes ``stream.json`` and ``plans.json`` anew, or one of them.
+"""``python -m tests.golden [stream | plans]`` writes ``stream.json`` and ``plans.json`` anew, or
+one of them.
 
 Only when the stream or the plans are meant to change, and the changelog says so.
 """

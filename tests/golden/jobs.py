@@ -1,7 +1,9 @@
-"""Fixed jobs over generated rows, and what makes up their stream: the digests in ``stream.json`` are of these.
+"""Fixed jobs over generated rows, and what makes up their stream: the digests in ``stream.json``
+are of these.
 
-Nothing here may depend on a library's version: rows come from whole-number arithmetic, Parquet and Arrow rows are named by
-their number, lines by their offset in plain text, tar members by their offset in a USTAR archive without times or owners.
+Nothing here may depend on a library's version: rows come from whole-number arithmetic, Parquet and
+Arrow rows are named by their number, lines by their offset in plain text, tar members by their
+offset in a USTAR archive without times or owners.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ def source(
 
 
 def jobs(directory: Path) -> dict[str, ov.Job]:
-    """Every format shuffled and not, batches in samples and tokens, all strategies, both draws, both layouts."""
+    """Every format shuffled and not, batches in samples and tokens, all strategies, both draws,
+    both layouts.
+    """
     small = {
         "slice_rows": 4,
         "shuffle_chunks": 3,
@@ -160,7 +164,9 @@ def arrays(steps: dict[int, list[ov.Step]], first: int = 0) -> str:
 
 
 def stream_of(job: ov.Job) -> dict[str, Any]:
-    """What is kept of a job: its plans, its arrays, and the state in the middle, from which the rest must follow."""
+    """What is kept of a job: its plans, its arrays, and the state in the middle, from which the
+    rest must follow.
+    """
     run = ov.simulate(job)
     assert run.error is None, run.error
     half = len(run.steps[0]) // 2

@@ -1,6 +1,8 @@
-"""Small plans, written out: every strategy on two meshes, every balance method at every level. ``plans.json`` holds them.
+"""Small plans, written out: every strategy on two meshes, every balance method at every level.
+``plans.json`` holds them.
 
-A line of ``buckets`` is one bucket: its microbatches, apart by ``|``, each with the numbers of its samples (or items) in order.
+A line of ``buckets`` is one bucket: its microbatches, apart by ``|``, each with the numbers of its
+samples (or items) in order.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def numbers(seed: int, n: int, most: int) -> list[int]:
-    """1 to ``most``, the small ones oftener, by a linear congruence: the same with every version of everything."""
+    """1 to ``most``, the small ones oftener, by a linear congruence: the same with every version of
+    everything.
+    """
     found, x = [], seed
     for _ in range(n):
         x = (x * 1103515245 + 12345) % 2**31

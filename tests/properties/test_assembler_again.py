@@ -1,5 +1,6 @@
-"""The constructor core when everything may come twice: whatever is planned, staged, ended and resumed again, every rank gets every step
-once and in order, and in the end nothing is held."""
+"""The constructor core when everything may come twice: whatever is planned, staged, ended and
+resumed again, every rank gets every step once and in order, and in the end nothing is held.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def stage(step: int, skipped: bool) -> Stage:
 
 
 class Job:
-    """One assembler in the middle of a job of ``n`` steps: a planner that goes back, payload that comes in any order, builds that fail."""
+    """One assembler in the middle of a job of ``n`` steps: a planner that goes back, payload that
+    comes in any order, builds that fail.
+    """
 
     def __init__(
         self, ranks: int, n: int, skipped: set[int], took_before: list[int], build_ahead: int
@@ -36,7 +39,8 @@ class Job:
             n,
             skipped,
         )
-        # Some ranks may have steps of a process of before: they go on where they were, and planning begins behind the last all had.
+        # Some ranks may have steps of a process of before: they go on where they were, and planning
+        # begins behind the last all had.
         self.taken = {rank: took_before[rank % len(took_before)] for rank in range(ranks)}
         self.got = {
             rank: [s for s in range(last + 1) if s not in skipped]
@@ -100,7 +104,8 @@ class Job:
             self._plan(self.floor + pick % (self.next - self.floor))
 
     def _plan(self, step: int) -> None:
-        # Whoever gathers payload knows what is here, and tells nobody of a step behind the end: it comes again when the end is undone.
+        # Whoever gathers payload knows what is here, and tells nobody of a step behind the end: it
+        # comes again when the end is undone.
         if step not in self.complete | self.expected and (self.over is None or step < self.over):
             self.tell(stage(step, step in self.skipped))
             if step not in self.skipped:
@@ -165,7 +170,9 @@ class Job:
         )
 
     def back(self, pick: int) -> None:
-        """To the last step that all have taken; what is complete stays so, and the end is found again."""
+        """To the last step that all have taken; what is complete stays so, and the end is found
+        again.
+        """
         last = min(self.taken.values())
         self.over, self.next = None, last + 1
         self.expected.clear()

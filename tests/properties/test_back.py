@@ -1,7 +1,9 @@
-"""Loaders that go back, in memory or by reading again, and shadows that take the place of others: nobody may notice.
+"""Loaders that go back, in memory or by reading again, and shadows that take the place of others:
+nobody may notice.
 
-Refills, work, draws, parts that come late, acknowledgements and Backs come in any order; in the end every sample was drawn once, with its
-payload, and what was listed and counted is what a run lists and counts that nobody disturbed.
+Refills, work, draws, parts that come late, acknowledgements and Backs come in any order; in the end
+every sample was drawn once, with its payload, and what was listed and counted is what a run lists
+and counts that nobody disturbed.
 """
 
 from __future__ import annotations

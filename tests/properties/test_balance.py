@@ -30,7 +30,8 @@ from overlord.planning.balance.binpack import NOWHERE
 from overlord.planning.balance.local_search import even_out
 from tests.laws import examples
 
-# Small whole numbers make ties, floats make rounding; sizes on both sides of kernel.FEW_BINS run heap and rounds.
+# Small whole numbers make ties, floats make rounding; sizes on both sides of kernel.FEW_BINS run
+# heap and rounds.
 cost_lists = st.one_of(
     st.lists(st.integers(0, 12).map(float), max_size=400),
     st.lists(st.floats(0, 1e12, allow_nan=False), max_size=200),
@@ -143,7 +144,9 @@ def test_items_that_cost_nothing_are_spread_over_the_bins() -> None:
 
 @st.composite
 def sized(draw: st.DrawFn, capacity: int = 100) -> tuple[np.ndarray, np.ndarray]:
-    """Costs and sizes; costs follow sizes, or have nothing to do with them, or are zero here and there."""
+    """Costs and sizes; costs follow sizes, or have nothing to do with them, or are zero here and
+    there.
+    """
     sizes = np.array(draw(st.lists(st.integers(1, capacity), max_size=250)), np.int64)
     kind = draw(st.sampled_from(["square", "own", "zeros"]))
     if kind == "square":
@@ -380,7 +383,9 @@ levels = (
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Sizes of all kinds, many of them close to the capacity or to half of it; memory that follows the size, or does not."""
+    """Sizes of all kinds, many of them close to the capacity or to half of it; memory that follows
+    the size, or does not.
+    """
     near = st.sampled_from([1, 33, 34, 49, 50, 51, 66, 67, 99, 100])
     sizes = np.array(draw(st.lists(st.one_of(near, st.integers(1, 100)), max_size=120)), np.int64)
     n, n_buckets = len(sizes), draw(st.sampled_from([1, 2, 6, 40]))
@@ -604,7 +609,9 @@ def skewed(n: int, seed: int, context: int = 16_384) -> tuple[np.ndarray, np.nda
 
 
 def lengths(profile: str, n: int, seed: int, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Skewed like captioned images (hundreds, to 4k) or like documents (to 32k); benchmarks/balance.py has the whole grid."""
+    """Skewed like captioned images (hundreds, to 4k) or like documents (to 32k);
+    benchmarks/balance.py has the whole grid.
+    """
     shape = {"coyo": (6.0, 1.0, 4096), "navit": (7.2, 0.95, 32_768)}[profile]
     sizes = np.clip(
         np.random.default_rng(seed).lognormal(*shape[:2], n), 16, min(shape[2], context)

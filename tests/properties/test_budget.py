@@ -1,4 +1,6 @@
-"""What is held is bounded: samples ready beyond the draw, planned steps, and everything else that lives as long as a job."""
+"""What is held is bounded: samples ready beyond the draw, planned steps, and everything else that
+lives as long as a job.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +186,9 @@ def test_ready_beyond_the_draw_stays_within_the_budget_and_a_block_for_each_load
     )
     share = max(1, budget // (sources * loaders))
     seen: list[int] = []
-    waited_for = 0  # a draw in tokens must guess how many samples it needs, and asks every loader whose word is missing
+    # a draw in tokens must guess how many samples it needs, and asks every loader whose word is
+    # missing
+    waited_for = 0
 
     def ahead(loader: int) -> None:
         assert held.host.loaders[loader].ready_bytes < share, (
@@ -279,7 +283,9 @@ def sizes(held: Held) -> dict[str, int]:
 
 @pytest.mark.parametrize("loaders", [1, 3])
 def test_nothing_grows_over_a_long_run(loaders: int) -> None:
-    """The second half of 500 steps (endless sources, hundreds of epochs) holds no more than the first did."""
+    """The second half of 500 steps (endless sources, hundreds of epochs) holds no more than the
+    first did.
+    """
     held = Held(
         job_of([1, 8, 40], 3, tokens=300, until=500, rows=23, bad=True),
         1,

@@ -1,4 +1,6 @@
-"""What a journal holds of a run: a snapshot and the plans since give the planner's state behind every step, bit for bit."""
+"""What a journal holds of a run: a snapshot and the plans since give the planner's state behind
+every step, bit for bit.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Everything at once: features that were built apart, in one job, with people who change it in mid-run. Still one stream.
+"""Everything at once: features that were built apart, in one job, with people who change it in
+mid-run. Still one stream.
 
-Each example is a small random job with look-ahead or deferring, a mixture that may learn and choose, hooks, sources that join,
-skips and changes of weights; it is run twice under other timings and options, and restored behind every step.
+Each example is a small random job with look-ahead or deferring, a mixture that may learn and
+choose, hooks, sources that join, skips and changes of weights; it is run twice under other timings
+and options, and restored behind every step.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ LAG = 7
 
 
 class Fickle(Chaser):
-    """Learns, and chooses by what it learned: a choice that is asked for once too often, or not saved, shows."""
+    """Learns, and chooses by what it learned: a choice that is asked for once too often, or not
+    saved, shows.
+    """
 
     def prefer(self, step: int, candidates: ov.Buffer) -> np.ndarray:
         self.seen[self.names[0]] += 0.125
@@ -185,7 +189,9 @@ def test_neither_timing_nor_options_nor_a_restart_shows_in_a_job_that_uses_every
 def test_on_another_mesh_the_same_samples_come_in_every_step_also_where_weights_are_learned_and_changed(
     scene: Scene, dp: int
 ) -> None:
-    """One rank reports for all, as ranks of another mesh measure other things; what gives up equal steps across meshes is left out."""
+    """One rank reports for all, as ranks of another mesh measure other things; what gives up equal
+    steps across meshes is left out.
+    """
     with folder() as directory:
         job, wider, events = replace(scene, ahead=()).job(directory)
         say = trainer(scene.salt)

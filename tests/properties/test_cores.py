@@ -1,4 +1,6 @@
-"""Laws of each core on its own: what it was told decides what it says, wherever it was started and whoever spoke first."""
+"""Laws of each core on its own: what it was told decides what it says, wherever it was started and
+whoever spoke first.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def outcome_of(reader: SourceReader, command: Read | Evaluate) -> Any:
 
 
 class Channels:
-    """Planner and loaders with a queue each way between any two: messages keep their order on one queue and on no other."""
+    """Planner and loaders with a queue each way between any two: messages keep their order on one
+    queue and on no other.
+    """
 
     def __init__(self, blueprint: Blueprint, state: StreamState | None, seed: int):
         host = blueprint.host(Nowhere(), state)
@@ -256,7 +260,9 @@ def test_a_log_of_mixtures_is_a_schedule_and_exactly_the_named_steps_are_skipped
 
 
 def test_mixed_by_the_epoch_weights_stay_until_the_lowest_epoch_rises() -> None:
-    """At step 8 each source has given its eight rows; step 8 draws the first of epoch 1, so step 9 sees the epoch risen."""
+    """At step 8 each source has given its eight rows; step 8 draws the first of epoch 1, so step 9
+    sees the epoch risen.
+    """
     blueprint = eight_rows(
         lambda step, feedback: [1.0, 1.0] if step < 5 else [3.0, 1.0], "epoch", 13
     )
@@ -421,7 +427,9 @@ def write_lines(directory: str, files: list[list[Any]]) -> str:
 def test_every_failure_is_listed_under_its_own_row_with_its_own_reason(
     files: list[list[str]],
 ) -> None:
-    """Rows that cannot be read, rows a transform fails on, rows without tokens, side by side in a slice."""
+    """Rows that cannot be read, rows a transform fails on, rows without tokens, side by side in a
+    slice.
+    """
     row = {
         "good": {"n": 1, "tokens": [1, 2]},
         "picky": {"n": 3, "tokens": [1]},
@@ -643,7 +651,9 @@ def test_a_new_drawer_goes_on_from_the_accounts_and_waits_only_for_what_it_lacks
     chance: bool,
     seed: int,
 ) -> None:
-    """One drawer that knows everything and lives on, against a fresh one for each step that learns sample by sample."""
+    """One drawer that knows everything and lives on, against a fresh one for each step that learns
+    sample by sample.
+    """
 
     def drawer() -> Drawer:
         return Drawer(
@@ -677,7 +687,9 @@ def test_a_new_drawer_goes_on_from_the_accounts_and_waits_only_for_what_it_lacks
 
 
 def test_a_source_with_exactly_its_share_may_not_have_one_more() -> None:
-    """Weights of a half and two quarters: with two samples a step, the half has its share and only the quarters may go ahead."""
+    """Weights of a half and two quarters: with two samples a step, the half has its share and only
+    the quarters may go ahead.
+    """
     owed = [0, 0, 0]
     assert [draw_counts(2, whole_weights([2.0, 1.0, 1.0]), owed) for _ in range(2)] == [
         [1, 1, 0],
@@ -704,7 +716,9 @@ def test_what_is_owed_to_a_source_is_forgotten_when_its_weight_is_nothing() -> N
 def test_whatever_is_owed_the_counts_are_those_of_the_reference(
     sources: list[tuple[float, int]], n: int, even: bool
 ) -> None:
-    """Accounts far off zero come with weights that change; then the musts may be more than the step holds."""
+    """Accounts far off zero come with weights that change; then the musts may be more than the step
+    holds.
+    """
     weights = whole_weights([w for w, _ in sources])
     if not any(weights):
         return

@@ -1,7 +1,8 @@
-"""Cutting steps for the processes that carry them out: what loader hosts send by their shares, and constructors look up by theirs,
-is to the document what one process would have done.
+"""Cutting steps for the processes that carry them out: what loader hosts send by their shares, and
+constructors look up by theirs, is to the document what one process would have done.
 
-The hosts here are plain lists. Documents are numbers, each popped once, so wherever one turns up is known.
+The hosts here are plain lists. Documents are numbers, each popped once, so wherever one turns up is
+known.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ ITEM_COLUMNS = ("size", "cost", "memory", "out", "offset")
 
 @dataclass
 class Scene:
-    """Loaders with documents before them, the hosts they are on, and what a planner would know of it all."""
+    """Loaders with documents before them, the hosts they are on, and what a planner would know of
+    it all.
+    """
 
     rng: Random
     look_ahead: bool

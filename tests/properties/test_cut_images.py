@@ -1,4 +1,6 @@
-"""Images of a step between processes: each comes to the constructor of the rank that encodes it, whoever trains on its sample."""
+"""Images of a step between processes: each comes to the constructor of the rank that encodes it,
+whoever trains on its sample.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,8 @@ def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_
     served = np.array(data.draw(st.lists(st.booleans(), min_size=place.dp, max_size=place.dp)))
     ahead, hooks = data.draw(st.booleans()), data.draw(st.booleans())
     event(
-        f"{len(set(host_of))} hosts, {len(set(constructor_of))} constructors, look-ahead {ahead}, hooks {hooks}"
+        f"{len(set(host_of))} hosts, {len(set(constructor_of))} constructors, look-ahead "
+        f"{ahead}, hooks {hooks}"
     )
     cutter = Cutter(
         host_of,

@@ -1,4 +1,6 @@
-"""Feedback and sources that join: laws of the stream. What trainers say, and not when they say it, decides what is drawn."""
+"""Feedback and sources that join: laws of the stream. What trainers say, and not when they say it,
+decides what is drawn.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def schedule(kind: str, names: tuple[str, ...]) -> Any:
 
 
 def trainer(salt: int) -> Any:
-    """(rank, step) -> metrics, the same every time: some ranks say nothing, some leave sources out, some say how many tokens."""
+    """(rank, step) -> metrics, the same every time: some ranks say nothing, some leave sources out,
+    some say how many tokens.
+    """
 
     def say(rank: int, step: int) -> dict[str, float] | None:
         x = hash((salt, rank, step)) & 0xFFFF
@@ -206,7 +210,9 @@ def test_restored_at_every_step_a_run_with_feedback_goes_on_identically(
 def test_a_checkpoint_of_the_local_runtime_holds_what_was_reported(
     world: World, kind: str, salt: int
 ) -> None:
-    """The loop people write: take a step, train, report, save; and after a crash the reports of the rest again."""
+    """The loop people write: take a step, train, report, save; and after a crash the reports of the
+    rest again.
+    """
     say = trainer(salt)
     with folder() as directory:
         job = learning(world, directory, kind, place=ov.ClientPlaceTree(dp=1), feedback_lag=4)

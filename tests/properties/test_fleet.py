@@ -1,4 +1,6 @@
-"""The cost model of a fleet, and when payload comes to everyone: laws, and the arithmetic of a small one by hand."""
+"""The cost model of a fleet, and when payload comes to everyone: laws, and the arithmetic of a
+small one by hand.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,8 @@ def test_a_fleet_of_two_groups_by_hand() -> None:
         4,
     )
     found = overlord(fleet, ONES)
-    # hosts, sources, and five steps' samples: three ready and two kept; a link to each of two constructors and one to the planner
+    # hosts, sources, and five steps' samples: three ready and two kept; a link to each of two
+    # constructors and one to the planner
     assert found.by_role["loaders"] == 2 + 30 + 5 * 4 + 2 * 3
     assert found.by_role["constructors"] == 2 * (1 + 7) + 2 * 4 + 2 * 4
     assert found.by_role["clients"] == 8 * 2  # its own memory, and a link

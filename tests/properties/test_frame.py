@@ -1,4 +1,6 @@
-"""Laws of frames: what is sent comes back equal; whatever the bytes, an equal value, another one of the closed list, or a FrameError."""
+"""Laws of frames: what is sent comes back equal; whatever the bytes, an equal value, another one of
+the closed list, or a FrameError.
+"""
 
 from __future__ import annotations
 
@@ -153,13 +155,17 @@ def header_end(frame: bytes) -> int:
 
 
 def with_crc(frame: bytes) -> bytes:
-    """The frame with the checksum it ought to have: what an attacker, who knows the layout, would send."""
+    """The frame with the checksum it ought to have: what an attacker, who knows the layout, would
+    send.
+    """
     crc = zlib.crc32(frame[32 : header_end(frame)], zlib.crc32(frame[:28]))
     return frame[:28] + struct.pack("<I", crc) + frame[32:]
 
 
 def outcome(frame: bytes) -> Any:
-    """What comes of bytes: a value, whose arrays are looked at, or FrameError. Anything else fails the test."""
+    """What comes of bytes: a value, whose arrays are looked at, or FrameError. Anything else fails
+    the test.
+    """
     buffer = np.frombuffer(frame, np.uint8)
     try:
         header, columns = unpack(buffer)

@@ -1,7 +1,9 @@
-"""A planner that begins again behind a step it had passed plans the same steps: whatever was said meanwhile, and however late.
+"""A planner that begins again behind a step it had passed plans the same steps: whatever was said
+meanwhile, and however late.
 
-A planner and its loaders are driven by hand. At random moments the planner is replaced by one at the state behind the last step that all
-ranks took, and its loaders begin again there. Plans, states, quarantine, counts and the end must be those of the run that nobody disturbed.
+A planner and its loaders are driven by hand. At random moments the planner is replaced by one at
+the state behind the last step that all ranks took, and its loaders begin again there. Plans,
+states, quarantine, counts and the end must be those of the run that nobody disturbed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Laws of images: the size they are made, the part that is kept, and what bytes that nobody should trust can do."""
+"""Laws of images: the size they are made, the part that is kept, and what bytes that nobody should
+trust can do.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_a_fitted_size_is_whole_tokens_within_the_bounds(
 def test_a_fitted_size_keeps_the_shape_as_well_as_whole_tokens_allow(
     height: int, width: int, factor: int, tokens: list[int]
 ) -> None:
-    """Neither side is more than one token away from the same multiple of the image, unless a side would have none."""
+    """Neither side is more than one token away from the same multiple of the image, unless a side
+    would have none.
+    """
     least, most = (n * factor * factor for n in tokens)
     high, wide = fit(height, width, factor=factor, min_pixels=least, max_pixels=most)
     if min(high, wide) > factor:
@@ -148,7 +152,9 @@ def test_placeholders_put_in_are_found_where_they_are_said_to_be(
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """A real file with some bytes changed, cut out, put in, or cut off; most changes near its start, where headers are."""
+    """A real file with some bytes changed, cut out, put in, or cut off; most changes near its
+    start, where headers are.
+    """
     data = bytearray(FILES[draw(st.sampled_from(sorted(FILES)))])
     for _ in range(draw(st.integers(1, 6))):
         at = draw(

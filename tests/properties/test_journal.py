@@ -1,4 +1,6 @@
-"""Laws of the journal: what is whole is read, what is cut is left out, what was changed is told, whatever happens in between."""
+"""Laws of the journal: what is whole is read, what is cut is left out, what was changed is told,
+whatever happens in between.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def test_sectors_of_the_last_append_that_were_never_written_cut_it_and_nothing_b
 
 @given(st.integers(0, 2**32))
 def test_through_any_run_of_crashes_and_failures_all_that_was_acknowledged_is_kept(seed: int):
-    """Appends fail after any number of bytes, processes die in mid-append, the next one opens; some go on after a failure."""
+    """Appends fail after any number of bytes, processes die in mid-append, the next one opens; some
+    go on after a failure.
+    """
     rng = random.Random(seed)
     place, acknowledged, doubtful, number = Memory(), list[Record](), set[int](), 0
     log, found = Log.open(place, JOB, segment_bytes=rng.choice([400, 2**24]))

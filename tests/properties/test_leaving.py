@@ -1,7 +1,9 @@
-"""Sources whose storage is given up and that leave: when that happens depends on the disk, what follows from it on the log alone.
+"""Sources whose storage is given up and that leave: when that happens depends on the disk, what
+follows from it on the log alone.
 
-In random jobs a source cannot be read any more from some read on. The run is then repeated with nothing broken and the event said, which
-the first one logged, under other timing, loaders and prefetch: every step, state and quarantined row must be the same.
+In random jobs a source cannot be read any more from some read on. The run is then repeated with
+nothing broken and the event said, which the first one logged, under other timing, loaders and
+prefetch: every step, state and quarantined row must be the same.
 """
 
 from __future__ import annotations
@@ -191,7 +193,9 @@ def test_a_source_that_leaves_gives_its_share_to_the_others() -> None:
 
 @pytest.mark.parametrize("after", range(1, 6))
 def test_a_step_that_was_begun_is_begun_anew_without_it(after: int) -> None:
-    """Long samples in steps of few tokens: most draws give nothing at first, and charge the accounts all the same."""
+    """Long samples in steps of few tokens: most draws give nothing at first, and charge the
+    accounts all the same.
+    """
     rows = [{"tokens": list(range(30 + k % 7))} for k in range(12)]
     every = {"transforms": [ov.Tokens("tokens")], "epochs": 1, "on_lost": "leave"}
     sources = [ov.Source(name, Rows(rows), weight=1.0 + k, **every) for k, name in enumerate("abc")]

@@ -1,4 +1,6 @@
-"""Look-ahead: a step chooses among the first samples of each source. Still one stream, exactly once, whatever happens."""
+"""Look-ahead: a step chooses among the first samples of each source. Still one stream, exactly
+once, whatever happens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One budget for a machine: how it is split, what is too small, and that in a run nothing is held beyond it."""
+"""One budget for a machine: how it is split, what is too small, and that in a run nothing is held
+beyond it.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,8 @@ def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
     job = job_of([3], 3)
     with pytest.raises(
         JobError,
-        match=r"memory: wanted at least 40 MB, found 30 MB: 3 loaders with a window each 24 MB, and 16 MB is the least",
+        match=r"memory: wanted at least 40 MB, found 30 MB: 3 loaders with a window each 24 MB, "
+        r"and 16 MB is the least",
     ):
         ov.launch(job, memory="30MB")
     with pytest.raises(JobError, match=r"memory: wanted at least .*: . processes take"):
@@ -126,7 +129,9 @@ def test_what_was_said_apart_makes_its_part_only_smaller() -> None:
 def test_in_a_run_nothing_is_held_beyond_the_budget(
     total: int, sources: int, lengths: tuple[int, ...], seed: int
 ) -> None:
-    """Beyond it: a block of rows that was being evaluated, and the one slab or open file that alone is larger."""
+    """Beyond it: a block of rows that was being evaluated, and the one slab or open file that alone
+    is larger.
+    """
     with pytest.MonkeyPatch.context() as patch:  # of the size of these jobs
         patch.setattr(memory_budget, "WINDOW_BYTES", 256)
         patch.setattr(memory_budget, "LEAST", 512)

@@ -46,7 +46,9 @@ def make_found(rows: list[Row]) -> Found:
 def announcements(
     windows: list[list[Row]], loader: int, loaders: int, last: int, rng: random.Random
 ) -> Iterator[Announce]:
-    """One loader's words on one group: its share of each window, in pieces, up to its own last window."""
+    """One loader's words on one group: its share of each window, in pieces, up to its own last
+    window.
+    """
     for w in range(last + 1):
         mine = [r for r in windows[w] if r[1] % loaders == loader]
         cuts = sorted(rng.randint(0, len(mine)) for _ in range(rng.randint(0, 3)))
@@ -101,7 +103,9 @@ def test_the_merged_stream_is_the_windows_in_order_whoever_announces_first(
         assert stream.passed == (0, *lost_up_to(got[-1] if got else -1))
 
     def lost_up_to(last: int) -> tuple[int, int]:
-        """Documents that lost tokens, up to the last sample taken: one that was cut is a sample itself."""
+        """Documents that lost tokens, up to the last sample taken: one that was cut is a sample
+        itself.
+        """
         order = [r[1] for r in all_rows]
         passed = all_rows[: order.index(last) + 1] if last >= 0 else []
         return sum(r[3] > 0 for r in passed), sum(r[3] for r in passed)

@@ -18,7 +18,9 @@ CONTEXT = 24
 
 @st.composite
 def steps(draw: st.DrawFn) -> dict[str, Any]:
-    """Documents in any order and with gaps inside `values`, microbatches of any fill, empty ones too."""
+    """Documents in any order and with gaps inside `values`, microbatches of any fill, empty ones
+    too.
+    """
     n_microbatches = draw(st.integers(1, 5))
     microbatch = sorted(draw(st.lists(st.integers(0, n_microbatches - 1), max_size=12)))
     n = len(microbatch)

@@ -1,4 +1,6 @@
-"""Law of rows: what a row becomes depends on that row alone, never on the rows of its slice, its window or its file."""
+"""Law of rows: what a row becomes depends on that row alone, never on the rows of its slice, its
+window or its file.
+"""
 
 from __future__ import annotations
 

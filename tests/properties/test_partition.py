@@ -1,4 +1,6 @@
-"""Partitions: laws over random sources, resources and limits; and what people are promised about the levels."""
+"""Partitions: laws over random sources, resources and limits; and what people are promised about
+the levels.
+"""
 
 from __future__ import annotations
 
@@ -301,8 +303,8 @@ def test_a_demand_is_met_or_it_is_said_by_how_much_it_is_not() -> None:
     )
     chunks = partition([load("web", 1e-3, max_loaders=2)], Resources(cores=4), Limits(batch=512))
     assert (
-        "more cores would not help, and what holds it back is source 'web', which has 2 loaders, as many as its open"
-        in chunks.shortfall(3000)
+        "more cores would not help, and what holds it back is source 'web', which has 2 "
+        "loaders, as many as its open" in chunks.shortfall(3000)
     )
 
 
@@ -313,7 +315,8 @@ def test_a_demand_that_no_number_of_cores_meets_is_said_to_be_one_with_the_loade
     made = partition(loads, Resources(cores=2), Limits(batch=512))
     assert "on any number" not in made.shortfall(2000), "four cores would do"
     assert made.shortfall(16_000).endswith(
-        "; on any number of cores source 'web' would take 16 loaders and can have 2 loaders, as many as its open chunks allow "
+        "; on any number of cores source 'web' would take 16 loaders and can have 2 "
+        "loaders, as many as its open chunks allow "
         "(shuffle_chunks)"
     )
     assert partition(loads, Resources(cores=4), Limits(batch=512)).shortfall(2000) == ""

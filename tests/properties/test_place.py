@@ -1,4 +1,6 @@
-"""Laws of the place tree, for every order of the axes: coordinates name ranks, buckets and fetchers share all ranks out."""
+"""Laws of the place tree, for every order of the axes: coordinates name ranks, buckets and fetchers
+share all ranks out.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_coordinates_and_ranks_are_inverse(tree: ClientPlaceTree) -> None:
 
 @given(trees)
 def test_the_innermost_axis_runs_fastest(tree: ClientPlaceTree) -> None:
-    """Megatron's formula: a rank is the sum of its coordinates, each times the degrees of the axes inside it."""
+    """Megatron's formula: a rank is the sum of its coordinates, each times the degrees of the axes
+    inside it.
+    """
     for rank in range(tree.world_size):
         at, stride, found = tree.coords(rank), 1, 0
         for axis in reversed(tree.order):

@@ -1,4 +1,6 @@
-"""Laws of plans: whatever the strategy, every drawn sample has one slot; whatever the bytes, a plan or a PlanError."""
+"""Laws of plans: whatever the strategy, every drawn sample has one slot; whatever the bytes, a plan
+or a PlanError.
+"""
 
 from __future__ import annotations
 
@@ -401,7 +403,9 @@ def test_the_bound_sees_more_than_the_dearest_sample() -> None:
 
 
 def test_the_slot_bound_sees_samples_that_cannot_share_a_microbatch() -> None:
-    """Three long ones of which two fit into a slot, and short ones that cost nothing: the third long one needs a slot of its own."""
+    """Three long ones of which two fit into a slot, and short ones that cost nothing: the third
+    long one needs a slot of its own.
+    """
     plan = resolve("llm_balance")(drawn([60, 60, 60, 2, 2], sources=1), ClientPlaceTree(dp=2))
     plan = replace(
         plan, modules={"backbone": replace(plan.main, cost=np.array([6.0, 5.0, 4.0, 0.0, 0.0]))}

@@ -1,4 +1,6 @@
-"""A journal is pruned while jobs restart, go back and gain sources: whatever the order of that, it says where the stream stands."""
+"""A journal is pruned while jobs restart, go back and gain sources: whatever the order of that, it
+says where the stream stands.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,10 @@ class Writing:
         self.check_what_is_kept()
 
     def check_what_is_kept(self) -> None:
-        """No more than is needed: nothing from before the job went back, nothing before the newest snapshot that all ranks have passed. A
-        store's objects by which writers were shut out stay, and say nothing."""
+        """No more than is needed: nothing from before the job went back, nothing before the newest
+        snapshot that all ranks have passed. A store's objects by which writers were shut out stay,
+        and say nothing.
+        """
         reading = read(self.place.copy())
         assert [
             name
@@ -172,7 +176,9 @@ def test_whatever_was_pruned_the_rest_says_where_the_stream_stands(
 
 
 def test_a_source_that_joins_a_job_that_was_restarted_leaves_a_journal_that_can_be_read() -> None:
-    """The next snapshot began no segment, though the one it stood in had none: what it was a change of had been pruned."""
+    """The next snapshot began no segment, though the one it stood in had none: what it was a change
+    of had been pruned.
+    """
     job = Writing(whole=False)
     job.take(5)
     job.restart(1)
@@ -184,7 +190,9 @@ def test_a_source_that_joins_a_job_that_was_restarted_leaves_a_journal_that_can_
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_job_that_went_back_and_then_on_leaves_a_journal_that_can_be_read(whole: bool) -> None:
-    """Of what was planned before it went back, steps of higher numbers outlived the snapshot they were changes of."""
+    """Of what was planned before it went back, steps of higher numbers outlived the snapshot they
+    were changes of.
+    """
     job = Writing(whole)
     for _ in range(6):
         job.take(5)
@@ -197,7 +205,9 @@ def test_a_job_that_went_back_and_then_on_leaves_a_journal_that_can_be_read(whol
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_job_that_goes_far_back_keeps_nothing_of_what_was_before(whole: bool) -> None:
-    """Its steps have lower numbers than those before: by numbers alone all would stay until they are passed again."""
+    """Its steps have lower numbers than those before: by numbers alone all would stay until they
+    are passed again.
+    """
     job = Writing(whole)
     for _ in range(20):
         job.take(5)

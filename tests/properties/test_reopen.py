@@ -1,8 +1,9 @@
-"""A source that is read anew from where the draw stands, as when its loaders move to another host: nobody may notice.
+"""A source that is read anew from where the draw stands, as when its loaders move to another host:
+nobody may notice.
 
-Sources are reopened at random moments, several times, in jobs with look-ahead, deferring, epochs, several loaders, filters,
-bad rows, batches in tokens, sources that join, and data that breaks the job. Steps, quarantine, counts and every state must be
-those of the run that nobody disturbed.
+Sources are reopened at random moments, several times, in jobs with look-ahead, deferring, epochs,
+several loaders, filters, bad rows, batches in tokens, sources that join, and data that breaks the
+job. Steps, quarantine, counts and every state must be those of the run that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -397,7 +398,9 @@ def slowly(row: dict[str, Any]) -> dict[str, Any]:
 def test_on_the_local_runtime_work_under_way_does_not_disturb_what_begins_again(
     workers: str,
 ) -> None:
-    """Slices that take a while are under way most of the time; two at once would meet in one reader, or in one pipe."""
+    """Slices that take a while are under way most of the time; two at once would meet in one
+    reader, or in one pipe.
+    """
     rows = [{"n": k, "tokens": [k % 97] * (k % 5 + 1)} for k in range(400)]
     sources = [
         ov.Source.from_dataset(

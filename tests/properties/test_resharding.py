@@ -1,5 +1,7 @@
-"""Resharding conserves rows: whatever number of hosts and of loaders reads a source, and whenever that changes, every row is delivered once
-in an epoch, and the stream is that of the run that nobody disturbed. On the real cores, with real files, by hand (``tests/fleets.py``)."""
+"""Resharding conserves rows: whatever number of hosts and of loaders reads a source, and whenever
+that changes, every row is delivered once in an epoch, and the stream is that of the run that nobody
+disturbed. On the real cores, with real files, by hand (``tests/fleets.py``).
+"""
 
 from __future__ import annotations
 
@@ -126,8 +128,9 @@ def test_plans_counts_states_and_the_end_are_those_of_the_run_that_nobody_distur
 def test_another_number_of_loaders_after_any_step_gives_the_rest_of_the_stream(
     world: World, degrees: list[list[int]], changes: list[tuple[int, int, int]], seed: int
 ) -> None:
-    """The number of loaders of a source is fixed while a job runs: it changes where one goes on from a state, by the rule
-    that gives chunk k of a group to loader k mod n."""
+    """The number of loaders of a source is fixed while a job runs: it changes where one goes on
+    from a state, by the rule that gives chunk k of a group to loader k mod n.
+    """
     with folder() as directory:
         job = world.job(directory)
         whole = fleet(job, [1, 1, 1, 1], seed).run()

@@ -1,4 +1,6 @@
-"""Laws of routes: whatever the mesh, the strategy and the data, one exchange brings every image's rows to its placeholders."""
+"""Laws of routes: whatever the mesh, the strategy and the data, one exchange brings every image's
+rows to its placeholders.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ Item = tuple[int, int, int]  # patches, output tokens, offset
 
 @st.composite
 def buffers(draw: st.DrawFn) -> Buffer:
-    """A source of text and one whose samples have images; the rows of an image and their place said, or left to be assumed."""
+    """A source of text and one whose samples have images; the rows of an image and their place
+    said, or left to be assumed.
+    """
     texts = draw(st.lists(st.integers(1, CONTEXT), max_size=12))
     items = st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0, CONTEXT + 4))
     seen = draw(
@@ -124,7 +128,9 @@ def exchange(routes: Routes, slot: int) -> list[np.ndarray]:
 
 
 def scattered(plan: LoadingPlan) -> dict[tuple[int, int], np.ndarray]:
-    """Rows as a trainer puts them into the microbatches of every (rank, microbatch); -1 where there is text."""
+    """Rows as a trainer puts them into the microbatches of every (rank, microbatch); -1 where there
+    is text.
+    """
     routes = plan.routes("encoder")
     sizes = np.zeros((plan.main.n_buckets, plan.main.n_microbatches), np.int64)
     np.add.at(sizes, (plan.main.bucket, plan.main.microbatch), plan.main.size)

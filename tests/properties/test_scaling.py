@@ -1,4 +1,6 @@
-"""Laws of scaling: shares are conserved, cores are never exceeded, a mixture that stays leads to no change after the first ones."""
+"""Laws of scaling: shares are conserved, cores are never exceeded, a mixture that stays leads to no
+change after the first ones.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,8 @@ def test_shares_are_cut_over_all_hosts_that_a_source_has() -> None:
     assert widened([2, 1], [3, 4, 9], [5, 2]) == ((5, 2), (3, 4, 3, 4, 3, 9, 9))
 
 
-# a world: loaders that do what is asked of them as far as they can, trainers that take what there is
+# a world: loaders that do what is asked of them as far as they can, trainers that take what there
+# is
 
 
 class World:
@@ -232,7 +235,9 @@ def test_a_mixture_that_stays_does_not_flap(
     seed: int,
     first: int,
 ) -> None:
-    """Sources settle within a minute, and then nothing changes any more, though measurements differ by some percent."""
+    """Sources settle within a minute, and then nothing changes any more, though measurements differ
+    by some percent.
+    """
     world = World(
         costs,
         weights[: len(costs)],
@@ -276,7 +281,9 @@ def test_cores_are_never_exceeded(
 @given(st.floats(1e-3, 2e-2), st.integers(2, 8))
 @examples(40)
 def test_in_the_end_trainers_do_not_wait_or_it_is_said_why(cost: float, most: int) -> None:
-    """A source that gets what it needs keeps up; one that does not is named with what it would take."""
+    """A source that gets what it needs keeps up; one that does not is named with what it would
+    take.
+    """
     world = World([cost, 1e-5], [0.5, 0.5], 0.1, Limits(cores=6), most)
     short = [d for _ in range(60) for d in world.look() if not isinstance(d, Scale)]
     needed = 32 * cost / 0.1

@@ -1,4 +1,6 @@
-"""Laws of reading: every row once and in order, however files are cut; and no bytes whatever raise anything unnamed."""
+"""Laws of reading: every row once and in order, however files are cut; and no bytes whatever raise
+anything unnamed.
+"""
 
 from __future__ import annotations
 

@@ -147,7 +147,9 @@ def bins_of(found: Placement) -> np.ndarray:
 
 
 def check_spread(found: Placement, costs: np.ndarray, n_buckets: int, limit: np.ndarray) -> None:
-    """An empty microbatch k of a rank: no sample with company on that rank costs ``limit[k]`` or less."""
+    """An empty microbatch k of a rank: no sample with company on that rank costs ``limit[k]`` or
+    less.
+    """
     m = found.n_microbatches
     held = np.bincount(bins_of(found), minlength=n_buckets * m).reshape(n_buckets, m)
     for i, (b, k) in enumerate(zip(found.bucket.tolist(), found.microbatch.tolist(), strict=True)):
@@ -168,7 +170,9 @@ def check_spread(found: Placement, costs: np.ndarray, n_buckets: int, limit: np.
 def test_no_microbatch_of_a_rank_is_empty_beside_one_that_could_give_a_sample(
     problem: Problem, level: str, objective: str, keep_order: bool
 ) -> None:
-    """Every method, level and objective. Where ranks meet often, a sample could be given if that made no index slower."""
+    """Every method, level and objective. Where ranks meet often, a sample could be given if that
+    made no index slower.
+    """
     objective = "iteration" if level in ("intra", "interleaved") else objective
     problem = replace(
         problem, substep=None

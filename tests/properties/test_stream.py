@@ -1,4 +1,6 @@
-"""The one stream: what is delivered equals the reference, on every runtime, whatever the options, timing and restarts."""
+"""The one stream: what is delivered equals the reference, on every runtime, whatever the options,
+timing and restarts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def in_order(plan: ov.LoadingPlan | Told) -> list[tuple[str, int, int, int, int]
 
 
 def delivered(steps: dict[int, list[ov.Step]], n: int) -> list[list[Sample]]:
-    """Samples of every step as they lie in the microbatches of all ranks, brought back to the order of the draw."""
+    """Samples of every step as they lie in the microbatches of all ranks, brought back to the order
+    of the draw.
+    """
     out = []
     for k in range(n):
         found = {}

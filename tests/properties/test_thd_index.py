@@ -1,4 +1,6 @@
-"""The slices of context parallelism against the index formula of THD kernels, and against a loop that deals out chunks."""
+"""The slices of context parallelism against the index formula of THD kernels, and against a loop
+that deals out chunks.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ def ends_of(chunks: list[int], cp: int, per: int) -> np.ndarray:
 
 
 def kernel_index(ends: np.ndarray, cp: int, rank: int) -> np.ndarray:
-    """Token t of rank r, as THD kernels compute it one by one: of a document's local half h, the first lies r * h behind its start and
-    the second (2 * (cp - 1) - r) * h further than it would without parallelism."""
+    """Token t of rank r, as THD kernels compute it one by one: of a document's local half h, the
+    first lies r * h behind its start and the second (2 * (cp - 1) - r) * h further than it would
+    without parallelism.
+    """
     local = ends // cp
     found = []
     for t in range(int(local[-1])):

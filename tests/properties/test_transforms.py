@@ -1,4 +1,6 @@
-"""Laws of the transforms: the row stage is a function of the row, whatever rows it comes with and wherever it runs."""
+"""Laws of the transforms: the row stage is a function of the row, whatever rows it comes with and
+wherever it runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Laws of cutting: what ranks of a bucket get, put together, is the bucket's microbatch, each part of it once."""
+"""Laws of cutting: what ranks of a bucket get, put together, is the bucket's microbatch, each part
+of it once.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ axes = st.sampled_from(list(BUCKET_AXES))
 def steps(
     draw: st.DrawFn, splits: tuple[str, ...] = SPLITS
 ) -> tuple[tuple[Any, ...], Batch, int, int]:
-    """Documents of some microbatches as a builder gets them, a batch, the degree of cp, and what documents are padded to."""
+    """Documents of some microbatches as a builder gets them, a batch, the degree of cp, and what
+    documents are padded to.
+    """
     cp, layout, n = (
         draw(st.integers(1, 8)),
         draw(st.sampled_from(["packed", "padded"])),
@@ -159,7 +163,9 @@ sizes = st.lists(st.integers(1, 20), min_size=1, max_size=8)
 
 @given(sizes, st.integers(1, 8))
 def test_the_zigzag_of_documents_is_that_of_the_kernels(chunks: list[int], cp: int) -> None:
-    """The index of local token t on rank r, token by token, as attention kernels of packed sequences have it."""
+    """The index of local token t on rank r, token by token, as attention kernels of packed
+    sequences have it.
+    """
     ends = np.concatenate([[0], np.cumsum(np.array(chunks) * 2 * cp)])
     local = ends // cp
     for r in range(cp):

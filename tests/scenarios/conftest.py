@@ -1,4 +1,6 @@
-"""A store for scenarios: the server, a proxy before it, and files in it. Started only for tests that ask for it."""
+"""A store for scenarios: the server, a proxy before it, and files in it. Started only for tests
+that ask for it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
             try:
                 running = stack.enter_context(s3_server(tmp_path_factory.mktemp("s3")))
                 break
-            except CannotRun as why:  # it may have been a port that somebody else took: all tests of stores are not to be left out for it
+            # it may have been a port that somebody else took: all tests of stores are not to be
+            # left out for it
+            except CannotRun as why:
                 if not left:
                     pytest.skip(str(why))
         yield running
@@ -52,8 +56,10 @@ def the_proxy(server: S3Server) -> Iterator[Proxy]:
 
 @pytest.fixture
 def proxy(server: S3Server, the_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
-    """An environment in which everything goes to the server by way of the proxy. Time-outs that none meets whose requests
-    go well: how many there were is counted. Tests of requests that do not have shorter ones."""
+    """An environment in which everything goes to the server by way of the proxy. Time-outs that
+    none meets whose requests go well: how many there were is counted. Tests of requests that do not
+    have shorter ones.
+    """
     for name in [n for n in os.environ if n.startswith(FOREIGN) or n.lower() in PROXIES]:
         monkeypatch.delenv(name)
     for name, value in server.environment(the_proxy.url).items():
@@ -66,7 +72,9 @@ def proxy(server: S3Server, the_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def impatient(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may come back is not waited for: pauses between tries take no time, they only count. What goes well has all of its own."""
+    """What may come back is not waited for: pauses between tries take no time, they only count.
+    What goes well has all of its own.
+    """
     init, slept = (
         Tally.__init__,
         threading.local(),
@@ -94,7 +102,9 @@ def corpus(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two files of some megabytes in every format: what happens to the second one happens in mid-run."""
+    """Two files of some megabytes in every format: what happens to the second one happens in
+    mid-run.
+    """
     root = tmp_path_factory.mktemp("large")
     for format in FORMATS:
         write_rows(root / format, format, BIG, row_group_size=100, batch_rows=100)

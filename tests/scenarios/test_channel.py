@@ -387,7 +387,8 @@ def test_of_several_ports_the_first_that_is_free_is_taken_and_when_all_are_taken
             assert taken < Address.parse(server.address).port < taken + 50
         with pytest.raises(
             OverlordError,
-            match=f"cannot serve at 127.0.0.1: the ports {taken} to {taken} are all taken; name more",
+            match=f"cannot serve at 127.0.0.1: the ports {taken} to {taken} are all taken; name "
+            "more",
         ):
             Server(token=TOKEN, on_message=lambda link, value: None, port=range(taken, taken + 1))
 
@@ -396,7 +397,10 @@ def test_a_host_that_the_environment_names_and_this_machine_has_not_is_told_with
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv("OVERLORD_INTERFACE", "192.0.2.1")
-    said = "cannot serve at 192.0.2.1:0: .*an address of this machine, and OVERLORD_INTERFACE in the environment names this one"
+    said = (
+        "cannot serve at 192.0.2.1:0: .*an address of this machine, and OVERLORD_INTERFACE "
+        "in the environment names this one"
+    )
     with pytest.raises(OverlordError, match=said):
         Server(token=TOKEN, on_message=lambda link, value: None, host="192.0.2.1")
 

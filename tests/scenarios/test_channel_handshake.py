@@ -1,4 +1,6 @@
-"""Who is let in: peers with the wrong token, of another version, or silent, are refused with the reason, and disturb nobody."""
+"""Who is let in: peers with the wrong token, of another version, or silent, are refused with the
+reason, and disturb nobody.
+"""
 
 from __future__ import annotations
 
@@ -213,7 +215,9 @@ def test_a_peer_that_says_nothing_or_not_enough_is_cut():
 def test_a_client_that_stood_still_in_its_handshake_comes_again(
     monkeypatch: pytest.MonkeyPatch, transport: str
 ):
-    """Not when its trainer is to end for it: whoever was paused for some seconds says so by nothing else."""
+    """Not when its trainer is to end for it: whoever was paused for some seconds says so by nothing
+    else.
+    """
     with Story(silence_s=1.0) as story:
         tries = []
 

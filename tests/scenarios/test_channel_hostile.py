@@ -1,4 +1,6 @@
-"""Peers that lie or break off after the handshake: their own link ends with its reason, all others live on."""
+"""Peers that lie or break off after the handshake: their own link ends with its reason, all others
+live on.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def value_of(value: Any) -> bytes:
 
 
 def shared(grants: list[tuple[int, int, int]], *refs: tuple[int, ...]) -> bytes:
-    """A message by reference, one row of (column, grant, offset, dtype code, dims, shape...) for each column."""
+    """A message by reference, one row of (column, grant, offset, dtype code, dims, shape...) for
+    each column.
+    """
     header, _ = codec.encode([np.zeros(SMALL_BYTES + 1, np.uint8) for _ in refs])
     table = struct.pack("<II", len(grants), len(refs)) + b"".join(
         struct.pack("<QQQ", *grant) for grant in grants

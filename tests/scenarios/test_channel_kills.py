@@ -1,4 +1,6 @@
-"""Real kills: what was sent stays readable, what was held is free again, and nothing is left behind."""
+"""Real kills: what was sent stays readable, what was held is free again, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_a_killed_receiver_frees_what_it_held():
 
 
 def test_a_killed_server_frees_what_it_held_of_a_client_that_only_sends():
-    """The client has no thread that would see the end of its link: the ring itself looks when it is full."""
+    """The client has no thread that would see the end of its link: the ring itself looks when it is
+    full.
+    """
     with child(serve_echo, f"holds-for-a-client-{os.getpid()}") as server:
         ring = Ring(max_slots=2, name="client", wait_s=SOON_S)
         link = dialled(server.hears(), ring=ring)

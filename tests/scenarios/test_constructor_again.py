@@ -1,4 +1,6 @@
-"""A constructor host that is started anew in the middle of a job: it knows nothing, and its clients go on without a gap or a repeat."""
+"""A constructor host that is started anew in the middle of a job: it knows nothing, and its clients
+go on without a gap or a repeat.
+"""
 
 from __future__ import annotations
 
@@ -357,7 +359,8 @@ def test_what_is_said_of_a_server_that_is_gone_names_the_cause_once() -> None:
     with pytest.raises(ActorLost) as lost:
         line.box(where).get(100.0)
     assert str(lost.value).endswith(
-        "s while step 0 was wanted: nobody answers: Connection refused (the session's front door could not be reached either)"
+        "s while step 0 was wanted: nobody answers: Connection refused (the session's "
+        "front door could not be reached either)"
     )
     assert str(lost.value).count("is lost") == 1
 

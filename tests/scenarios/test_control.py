@@ -1,4 +1,6 @@
-"""The contract of the control plane, one suite for every backend: what holds for a thread holds for a process."""
+"""The contract of the control plane, one suite for every backend: what holds for a thread holds for
+a process.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Backend:
 
 
 class Siblings(Peers):
-    """Actors that another control plane started and sent here: what a planner in a process of its own has."""
+    """Actors that another control plane started and sent here: what a planner in a process of its
+    own has.
+    """
 
     def __init__(self) -> None:
         self.elsewhere = ProcessControl()

@@ -1,4 +1,6 @@
-"""What only processes can do: be killed for good, end with their parent, leave nothing behind. Every kill here is a real one."""
+"""What only processes can do: be killed for good, end with their parent, leave nothing behind.
+Every kill here is a real one.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ from tests.actors import Worker
 
 
 class Program:
-    """A program of its own that launches actors, prints a line when it is ready, and is then ended somehow."""
+    """A program of its own that launches actors, prints a line when it is ready, and is then ended
+    somehow.
+    """
 
     def __init__(self, path: Path, body: str, *, guarded: bool = True):
         body = textwrap.dedent(body)
@@ -131,7 +135,9 @@ def test_a_killed_process_is_gone_when_kill_returns(control: ProcessControl) -> 
 
 
 def test_a_kill_from_outside_is_told_at_once(control: ProcessControl) -> None:
-    """Any who has to tell it, or to hear it, may stand for longer than that: not five times in a row."""
+    """Any who has to tell it, or to hear it, may stand for longer than that: not five times in a
+    row.
+    """
 
     def took() -> float:
         actor = control.spawn(Worker, name="worker")
@@ -432,7 +438,8 @@ def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(
 def test_a_factory_that_cannot_be_sent_says_what_to_do(control: ProcessControl) -> None:
     with pytest.raises(
         JobError,
-        match=r"actor 'worker': the factory <function .*lambda.*a function or a class of a module, not a lambda",
+        match=r"actor 'worker': the factory <function .*lambda.*a function or a class of a "
+        r"module, not a lambda",
     ):
         control.spawn(lambda: Worker(), name="worker")
     with pytest.raises(JobError, match=r"argument 2 of the factory <unlocked _thread.lock"):
@@ -499,7 +506,10 @@ def test_an_actor_has_the_environment_of_now(
 
 
 def test_what_the_fork_server_loads_starts_no_thread() -> None:
-    code = f"import threading\nfor name in {PRELOAD!r}:\n    __import__(name)\nassert threading.active_count() == 1, threading.enumerate()"
+    code = (
+        f"import threading\nfor name in {PRELOAD!r}:\n    __import__(name)\nassert "
+        "threading.active_count() == 1, threading.enumerate()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -534,7 +544,9 @@ def test_the_socket_is_not_passed_on_to_other_processes(control: ProcessControl)
 
 
 def test_a_process_that_another_thread_has_closed_is_over_for_who_joins_it() -> None:
-    """Python joins all children when a program ends; a second Ctrl-C has it do so while the control plane closes them."""
+    """Python joins all children when a program ends; a second Ctrl-C has it do so while the control
+    plane closes them.
+    """
     child = forkserver.process(target=os.getpid)
     child.start()
     child.join(WAIT_S)

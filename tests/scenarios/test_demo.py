@@ -1,4 +1,6 @@
-"""The demonstration end to end on a tiny corpus: it writes what it says, from the run, and works again."""
+"""The demonstration end to end on a tiny corpus: it writes what it says, from the run, and works
+again.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,8 @@ def test_the_figures_are_those_of_the_stream(done: tuple[Path, Figures, str]) ->
             assert figures.compared["llm_balance"].bucket[k] == pytest.approx(
                 session.plan(k).imbalance()["bucket"]
             )
-            # Of the k * ranks + 1 dearest samples some rank holds k + 1: pieces of split documents are of the same size.
+            # Of the k * ranks + 1 dearest samples some rank holds k + 1: pieces of split documents
+            # are of the same size.
             dearest = [
                 np.sort(costs)[::-1][: n * TINY.ranks + 1][-n - 1 :].sum()
                 for n in range((len(costs) - 1) // TINY.ranks + 1)

@@ -1,4 +1,6 @@
-"""Stories of jobs without constructors: loader hosts send to clients, each builds for itself, and the stream is what it always is."""
+"""Stories of jobs without constructors: loader hosts send to clients, each builds for itself, and
+the stream is what it always is.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,8 @@ def test_no_step_is_planned_before_all_are_there_and_the_missing_are_named() -> 
         with ov.connect(served, 0, served.token, stall_limit_s=0.3) as first:
             stalls_for(
                 first,
-                "the clients of ranks 1: without constructors no step is planned before all have come",
+                "the clients of ranks 1: without constructors no step is planned before "
+                "all have come",
             )
             first._limit_s = 2 * WAIT_S
             assert session.metrics()["planned_steps"] == 0
@@ -220,7 +223,9 @@ def test_ranks_go_back_to_a_state_one_after_another() -> None:
 
 
 def closing_once(monkeypatch: pytest.MonkeyPatch) -> list[LinkRefused]:
-    """The next one who dials finds a planner that closes, since the session is being moved; where it is then is told a moment later."""
+    """The next one who dials finds a planner that closes, since the session is being moved; where
+    it is then is told a moment later.
+    """
     once, dials = [LinkRefused("the old one", CLOSES)], OwnConstructor._dial
 
     def closing(own: OwnConstructor, address: str, token: str) -> Any:
@@ -327,7 +332,8 @@ def test_links_and_bytes_grow_with_the_ranks_of_a_group() -> None:
     [
         (
             {"constructors": False},
-            "constructors: False is for runtime='process', where it is measured; in one process there is no hop",
+            "constructors: False is for runtime='process', where it is measured; in one "
+            "process there is no hop",
         ),
         ({"constructors": 0, "runtime": "process"}, "constructors: wanted True or False, found 0"),
     ],

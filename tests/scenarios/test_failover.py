@@ -1,4 +1,6 @@
-"""Parts of a job that are killed, stopped or keep dying: trainers see the stream of the run that nobody disturbed, to the byte."""
+"""Parts of a job that are killed, stopped or keep dying: trainers see the stream of the run that
+nobody disturbed, to the byte.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def calm() -> Played:
 
 
 def killing(*names: str) -> Callable[[ov.Session], None]:
-    """Kills these of a session's processes that run just then: in the pump, so that none is missed before all of them are gone."""
+    """Kills these of a session's processes that run just then: in the pump, so that none is missed
+    before all of them are gone.
+    """
 
     def act(session: ov.Session) -> None:
         pids = [pid for name, pid in hosts_of(session).items() if name in names and runs(pid)]
@@ -162,8 +166,9 @@ class Later(Machine):
 
 
 def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
-    """Three times as much as anyone may be silent, tick by tick, each when all have answered the one before, but for those with these pids:
-    nobody else is missed because the machine is slow."""
+    """Three times as much as anyone may be silent, tick by tick, each when all have answered the
+    one before, but for those with these pids: nobody else is missed because the machine is slow.
+    """
     engine: Any = session._host
     engine._machine = clock = Later()
 
@@ -233,7 +238,9 @@ def test_a_host_that_is_stopped_while_it_is_started_is_given_up_and_started_agai
 def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Longer than anyone may be silent: that one opens its sources, from a store that is slow, perhaps."""
+    """Longer than anyone may be silent: that one opens its sources, from a store that is slow,
+    perhaps.
+    """
     flag = tmp_path / "slow"
     slow = ov.Source(
         "a",
@@ -326,7 +333,9 @@ def test_with_images_some_broken_hooks_and_transforms_in_processes_of_their_own(
 
 
 def test_what_is_said_between_two_deaths_counts(calm: Played) -> None:
-    """Events, a source that joins, one that moves: said while parts are being started, and while steps are planned again."""
+    """Events, a source that joins, one that moves: said while parts are being started, and while
+    steps are planned again.
+    """
 
     def say(session: ov.Session) -> None:
         session.set_mixture({"a": 1.0, "b": 3.0}, at=14)

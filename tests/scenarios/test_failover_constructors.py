@@ -1,5 +1,6 @@
-"""A constructor host dies under its trainers: they go on from the steps they have, wait for the next with a named reason, and get what they
-would have got."""
+"""A constructor host dies under its trainers: they go on from the steps they have, wait for the
+next with a named reason, and get what they would have got.
+"""
 
 from __future__ import annotations
 
@@ -240,7 +241,8 @@ def test_images_that_cannot_be_decoded_are_listed_once_though_their_step_is_buil
     with launch(made, constructor_hosts=1) as session:
         got = play(session, act={k: lambda s: kill(s, "constructor-host/0") for k in (2, 5)})
         assert got.steps == alone.steps
-        # What a host had built and not told of when it died is told by nobody, if trainers have taken it: it is for the record only.
+        # What a host had built and not told of when it died is told by nobody, if trainers have
+        # taken it: it is for the record only.
         listed = session.quarantine()
         assert [q for q in alone.quarantine if q in listed] == listed
 
@@ -267,8 +269,10 @@ def test_serving_waits_for_a_host_that_does_not_answer_and_holds_up_nobody() -> 
 def test_ranks_that_one_thread_plays_in_turn_do_not_wait_for_each_other_when_all_have_lost_their_constructor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All use up what they have before another constructor is there. The first waits for the next step; nobody asks the others, and no step
-    is planned before the new constructor knows what they have taken."""
+    """All use up what they have before another constructor is there. The first waits for the next
+    step; nobody asks the others, and no step is planned before the new constructor knows what they
+    have taken.
+    """
     made = job(until=30, place=ov.ClientPlaceTree(dp=3), journal=str(tmp_path / "journal"))
     calm = run(replace(made, journal=None), "local")
     with launch(

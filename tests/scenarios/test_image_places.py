@@ -1,4 +1,6 @@
-"""One stream of images, wherever its pixels are made: by loaders, by constructors, in threads or in processes of their own."""
+"""One stream of images, wherever its pixels are made: by loaders, by constructors, in threads or in
+processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_a_stream_does_not_know_where_its_pixels_are_made(folder: Path) -> None:
 
 
 def test_every_image_is_delivered_once_and_stands_at_its_placeholders(folder: Path) -> None:
-    """Every image of the source, made alone from its file, is found among the pixels of the step; its tokens are placeholders."""
+    """Every image of the source, made alone from its file, is found among the pixels of the step;
+    its tokens are placeholders.
+    """
     spec = ov.Images(**{**SPEC, "crop": None, "flip": False})
     wanted: dict[bytes, int] = {}
     for row in rows():

@@ -1,4 +1,6 @@
-"""Images from file to rank: the same pixels and routes on every runtime, each image encoded once, and those that are broken named."""
+"""Images from file to rank: the same pixels and routes on every runtime, each image encoded once,
+and those that are broken named.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +164,9 @@ def test_pixels_are_those_of_the_files_in_the_order_of_the_plan(name: str, tmp_p
 
 
 def exchanged(steps: tuple[ov.Step, ...], slot: int) -> list[np.ndarray]:
-    """What each rank receives when every rank sends its items' rows, each named by its item and number."""
+    """What each rank receives when every rank sends its items' rows, each named by its item and
+    number.
+    """
     sent = []
     for step in steps:
         e = step.encoder[slot]
@@ -211,7 +215,9 @@ def test_rows_of_images_come_to_their_placeholders(name: str, tmp_path: Path) ->
 
 
 def pictured(at: str) -> ov.Source:
-    """Rows of none to three images; with markers between some tokens, at the beginning and at the end among them."""
+    """Rows of none to three images; with markers between some tokens, at the beginning and at the
+    end among them.
+    """
     rows = []
     for i in range(48):
         marks = (

@@ -1,4 +1,6 @@
-"""Files beside a job are data: no command and no process that it starts imports a module from the working directory unasked."""
+"""Files beside a job are data: no command and no process that it starts imports a module from the
+working directory unasked.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ HOSTILE = (
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
-    """A folder with a job whose files take zstandard and JSON to read, and modules of these names next to it."""
+    """A folder with a job whose files take zstandard and JSON to read, and modules of these names
+    next to it.
+    """
     pytest.importorskip("zstandard")
     desk = tmp_path / "desk"
     desk.mkdir()
@@ -128,7 +132,10 @@ def test_workers_of_ray_import_nothing_from_the_working_directory(desk: Path) ->
     assert executed(desk) == []
 
 
-FUNCTIONS = "import overlord as ov\nimport helper_of_the_job\nov.register_function('beside_short', helper_of_the_job.short)\n"
+FUNCTIONS = (
+    "import overlord as ov\nimport helper_of_the_job\nov.register_function('beside_short', "
+    "helper_of_the_job.short)\n"
+)
 HELPER = """import os
 
 def short(row):
@@ -162,7 +169,9 @@ def test_an_import_that_is_asked_for_adds_the_working_directory_after_all_others
 def test_a_package_that_imports_overlord_as_python_starts_it_keeps_the_working_directory(
     tmp_path: Path, options: list[str]
 ) -> None:
-    """While Python imports the package of ``-m mypkg.train``, its ``sys.argv`` is that of ``-m overlord``."""
+    """While Python imports the package of ``-m mypkg.train``, its ``sys.argv`` is that of ``-m
+    overlord``.
+    """
     (tmp_path / "mypkg").mkdir()
     (tmp_path / "mypkg" / "__init__.py").write_text("import overlord\n")
     (tmp_path / "mypkg" / "train.py").write_text("import mymodel\nprint(mymodel.NAME)\n")

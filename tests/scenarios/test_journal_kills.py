@@ -1,4 +1,6 @@
-"""Writers that are really killed, in the middle of what they do: every record they acknowledged is there afterwards."""
+"""Writers that are really killed, in the middle of what they do: every record they acknowledged is
+there afterwards.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NUMBER = struct.Struct("<q")
 
 
 class Writer:
-    """A process that says by a pipe what it has done. Forked, not spawned: thirty of them in a few seconds."""
+    """A process that says by a pipe what it has done. Forked, not spawned: thirty of them in a few
+    seconds.
+    """
 
     def __init__(self, body: Callable[[Callable[[int], None]], None]):
         self.out, told = os.pipe()
@@ -64,7 +68,9 @@ def body_of(number: int) -> bytes:
 
 
 def die_in_a_write(appends: int, rng: random.Random) -> None:
-    """From now on in this process: after so many writes to files one gets to some byte of its data, and no further."""
+    """From now on in this process: after so many writes to files one gets to some byte of its data,
+    and no further.
+    """
     real, left = os.write, [appends]
 
     def write(fd: int, data: bytes | memoryview) -> int:

@@ -1,4 +1,6 @@
-"""Two launches of one job on one journal: whoever came later has it, and the other does not take it back, whatever it loses."""
+"""Two launches of one job on one journal: whoever came later has it, and the other does not take it
+back, whatever it loses.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ pytestmark = pytest.mark.timeout(4 * WAIT_S)
 
 STEPS = 24
 APART: dict[str, Any] = {**HOSTS, "prefetch": 2, "stall_limit_s": WAIT_S}
-TAKEN = r'has taken over: another launch of this job has gone on with its journal; stop this job.*resume="auto"'
+TAKEN = (
+    r"has taken over: another launch of this job has gone on with its journal; stop this "
+    r'job.*resume="auto"'
+)
 _count = iter(range(1000))
 
 
@@ -41,7 +46,9 @@ def store(proxy: Proxy) -> str:
 
 
 def at_rest(journal: str) -> None:
-    """Whoever took six steps of a job writes no more: else it would find at its next plan that another has the journal."""
+    """Whoever took six steps of a job writes no more: else it would find at its next plan that
+    another has the journal.
+    """
     until(lambda: recovered(journal).next_step == 6 + APART["prefetch"])
 
 

@@ -1,4 +1,6 @@
-"""A job that is killed at any write of its journal goes on from it: nothing is lost, and nothing comes again that all ranks had taken."""
+"""A job that is killed at any write of its journal goes on from it: nothing is lost, and nothing
+comes again that all ranks had taken.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def test_killed_at_every_write_it_goes_on_as_if_nothing_had_happened(
 def test_a_planner_that_is_killed_at_every_write_leaves_the_stream_as_it_is(
     corpus: Path, undisturbed: list[tuple[int, str]], tmp_path: Path
 ) -> None:
-    """All in one run: whoever comes in the place of a planner is killed at the next write, or at the same one in another moment of it."""
+    """All in one run: whoever comes in the place of a planner is killed at the next write, or at
+    the same one in another moment of it.
+    """
     dying, found = Dying(tmp_path / "deaths"), list[Any]()
     made = job(corpus, str(tmp_path / "journal"), mixture=dying)
     train(
@@ -136,7 +140,9 @@ def test_killed_with_all_its_processes_it_goes_on_on_another_runtime(
     undisturbed: list[tuple[int, str]],
     tmp_path: Path,
 ) -> None:
-    """The processes of a job end with the one that launched it, so that nobody holds the journal for longer."""
+    """The processes of a job end with the one that launched it, so that nobody holds the journal
+    for longer.
+    """
     code, first = play(trainer, corpus, tmp_path, "first", runtime=runtime, last=4)
     assert code == -signal.SIGKILL
     acked = until(lambda: _resumable(tmp_path / "journal"))
@@ -189,7 +195,8 @@ def test_on_a_disk_that_is_full_every_client_is_told_and_with_room_the_job_goes_
 ) -> None:
     with tiny(tmp_path / "disk", "size=32k") as disk:
         (disk / "ballast").write_bytes(bytes(4096 * 5))
-        # A long name: room is given by the page, and what the job writes but for it may just fit into one.
+        # A long name: room is given by the page, and what the job writes but for it may just fit
+        # into one.
         made, found = (
             replace(job(corpus, str(disk / "journal")), name="journaled" * 80),
             list[Any](),

@@ -1,4 +1,6 @@
-"""The journal in a real S3 server on loopback: durable, fenced, and unmoved by requests that fail or whose answers are lost."""
+"""The journal in a real S3 server on loopback: durable, fenced, and unmoved by requests that fail
+or whose answers are lost.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""One job and one script of losses on every runtime: a loader host, a constructor host and the planner are lost one after another, then all
-at once, and each rank is handed, to the byte, what it is handed where nothing is lost.
+"""One job and one script of losses on every runtime: a loader host, a constructor host and the
+planner are lost one after another, then all at once, and each rank is handed, to the byte, what it
+is handed where nothing is lost.
 
-The job and its script are a scenario of the simulator, which carries it out on its virtual clock; elsewhere the same is done by
-``kill -9``, the last time by ``session.kill``. In one process there is nobody to lose: that is said, and the stream is that of the others.
+The job and its script are a scenario of the simulator, which carries it out on its virtual clock;
+elsewhere the same is done by ``kill -9``, the last time by ``session.kill``. In one process there
+is nobody to lose: that is said, and the stream is that of the others.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ Steps = dict[tuple[int, int], Seen]  # (rank, step) -> what that rank was handed
 
 
 def scenario() -> Scenario:
-    """Two loader hosts, one constructor host, a mesh with dp=2 and tp=2, and a journal: else a planner that is lost ends the job."""
+    """Two loader hosts, one constructor host, a mesh with dp=2 and tp=2, and a journal: else a
+    planner that is lost ends the job.
+    """
     plain = draw(5)
     apart = {
         "loaders": dict.fromkeys(plain.names, 1),

@@ -1,4 +1,6 @@
-"""Meshes on every runtime: which part of a step each rank is handed, and that all parts together are the stream."""
+"""Meshes on every runtime: which part of a step each rank is handed, and that all parts together
+are the stream.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ meshes = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 
 
 def rejoined(mesh: Mesh, out: Outcome) -> dict[int, list[Any]]:
-    """All samples of each step, from the whole microbatches that are put together from the parts of ranks."""
+    """All samples of each step, from the whole microbatches that are put together from the parts of
+    ranks.
+    """
     tree, found, split = mesh.place, dict[int, list[Any]](), mesh.job().batch.cp_split
     for ranks in tree.buckets(mesh.axis):
         first = {
@@ -130,7 +134,9 @@ def test_the_parts_that_ranks_of_a_mesh_get_make_up_the_stream(runtime: str, mes
 
 
 def shouted(assembly: ov.Assembly) -> list[Any]:
-    """A hook that adds arrays: one with a number for each token, one with a number for each document, and one of its own."""
+    """A hook that adds arrays: one with a number for each token, one with a number for each
+    document, and one of its own.
+    """
     made = []
     for mb in assembly.default():
         lengths = np.diff(mb["cu_seqlens_padded"])

@@ -1,4 +1,6 @@
-"""Code of a user's that does not come to an end in a loader host: it is named, and its host is not taken for dead."""
+"""Code of a user's that does not come to an end in a loader host: it is named, and its host is not
+taken for dead.
+"""
 
 from __future__ import annotations
 

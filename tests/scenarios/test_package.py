@@ -148,7 +148,10 @@ def test_the_source_distribution_holds_what_both_commands_of_the_readme_need(bui
 
 def test_the_clean_environment_holds_no_extra(environment: Path, tmp_path: Path) -> None:
     tried = ("tokenizers", "zstandard", "torch", "ray", "PIL", "obstore", "numpy", "overlord")
-    code = f"from importlib.util import find_spec\nprint([name for name in {tried!r} if find_spec(name)])"
+    code = (
+        f"from importlib.util import find_spec\nprint([name for name in {tried!r} if "
+        "find_spec(name)])"
+    )
     assert run(environment / "python", "-c", code, cwd=tmp_path) == "['numpy', 'overlord']\n"
     where = run(
         environment / "python", "-c", "import overlord; print(overlord.__file__)", cwd=tmp_path

@@ -1,4 +1,6 @@
-"""What people tell a planner in a process of its own, and what becomes of it when its answer is late, lost, or overtaken."""
+"""What people tell a planner in a process of its own, and what becomes of it when its answer is
+late, lost, or overtaken.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def journal(tmp_path: Path) -> str:
 def asked(
     patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Parts, Callable[..., Any]], Any]
 ) -> list[str]:
-    """The first time that the planner is asked this, ``act`` does so; it is given what would be done. Returns what is left to do."""
+    """The first time that the planner is asked this, ``act`` does so; it is given what would be
+    done. Returns what is left to do.
+    """
     ask, todo = Parts.ask, [wanted]
 
     def asks(parts: Parts, method: str, *args: Any, **settings: Any) -> Any:
@@ -104,7 +108,9 @@ def at_rest(session: ov.Session, journal: str, *, taken: int) -> int:
 def test_a_source_whose_step_was_planned_before_it_could_join_joins_at_the_next(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was an error that spoke of an actor "expected already", in one of four calls while trainers ran."""
+    """It was an error that spoke of an actor "expected already", in one of four calls while
+    trainers ran.
+    """
 
     def late(parts: Parts, go: Callable[[], Any]) -> Any:
         first = int(parts.ask("open_step"))
@@ -127,7 +133,9 @@ def test_a_source_whose_step_was_planned_before_it_could_join_joins_at_the_next(
 def test_where_a_source_that_joined_is_read_is_known_once(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planner tells of it, too, and may be heard first: then its loaders counted twice, and the next source got a host of others."""
+    """The planner tells of it, too, and may be heard first: then its loaders counted twice, and the
+    next source got a host of others.
+    """
     heard = threading.Event()
     do = Parts._do
 
@@ -210,7 +218,9 @@ def test_a_source_that_was_given_up_and_joined_all_the_same_is_part_of_the_job(
 def test_what_is_said_behind_something_that_was_given_up_comes_behind_it(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two changes for one step the last one counts, in states as in the planner; and sources that join have numbers."""
+    """Of two changes for one step the last one counts, in states as in the planner; and sources
+    that join have numbers.
+    """
     with launch(job(until=40, journal=journal), **APART, lost_after_s=WAIT_S) as session:
         clients = clients_of(session)
         ahead(clients, 3)
@@ -334,7 +344,9 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
 def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_one(
     journal: str, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
-    """The host was not known yet when the next planner was made, which asked for it again, and ended: its name was taken."""
+    """The host was not known yet when the next planner was made, which asked for it again, and
+    ended: its name was taken.
+    """
     start, todo = Recipes.loader_host, ["once"]
     with launch(job(until=30, journal=journal), **APART, max_restarts=restarts) as session:
         clients, parts = clients_of(session), parts_of(session)
@@ -365,7 +377,9 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
 def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next planner has nothing to do with it yet: it gave it up when it did not answer, as one that hangs."""
+    """The next planner has nothing to do with it yet: it gave it up when it did not answer, as one
+    that hangs.
+    """
     start = Recipes.loader_host
 
     with launch(job(until=60, journal=journal), **APART, lost_after_s=8.0) as session:

@@ -1,4 +1,6 @@
-"""What a planner was told, or was about to tell, when it died; and other losses while nothing is settled: nobody may miss anything."""
+"""What a planner was told, or was about to tell, when it died; and other losses while nothing is
+settled: nobody may miss anything.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ def dies_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
 def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_host(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer than the answer of a planner is waited for: the one that comes in its place gives up a host that stands still first."""
+    """Longer than the answer of a planner is waited for: the one that comes in its place gives up a
+    host that stands still first.
+    """
     write = PlannedEngine.write_beginning
 
     def dies(engine: PlannedEngine, beginning: Any) -> None:
@@ -213,7 +217,9 @@ def replaced_when(patch: pytest.MonkeyPatch, session: ov.Session) -> Callable[[]
 def test_how_far_connected_ranks_are_is_known_though_the_planner_died_that_was_told(
     three: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They stand at a barrier, and say nothing any more: who changes the mesh must know that they do."""
+    """They stand at a barrier, and say nothing any more: who changes the mesh must know that they
+    do.
+    """
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = connected(session)
         got: dict[int, list[Any]] = {rank: [] for rank in range(3)}
@@ -236,7 +242,9 @@ def test_how_far_connected_ranks_are_is_known_though_the_planner_died_that_was_t
 def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_the_next(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who serves connected ranks must know the state behind it: a rank that comes again goes on from there."""
+    """Who serves connected ranks must know the state behind it: a rank that comes again goes on
+    from there.
+    """
     heard, deaf = PlannedEngine._heard, [True]
 
     def hears(engine: PlannedEngine, event: tuple[Any, ...]) -> None:
@@ -412,7 +420,9 @@ def test_what_was_started_for_a_move_that_fails_goes_with_it(
 def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All use up what they have before another constructor is there, and no planner knows what they took."""
+    """All use up what they have before another constructor is there, and no planner knows what they
+    took.
+    """
     made = job(until=STEPS, place=THREE, journal=str(tmp_path / "journal"))
     calm = run(replace(made, journal=None), "local")
     with launch(
@@ -444,7 +454,9 @@ def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_
 def test_a_rank_that_has_not_loaded_the_state_yet_takes_part_only_when_it_has_whatever_is_lost_meanwhile(
     alone: Played, journal: str
 ) -> None:
-    """What is lost goes back, and counts all ranks as far as the state: also those that are to load it."""
+    """What is lost goes back, and counts all ranks as far as the state: also those that are to load
+    it.
+    """
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = connected(session)
         take(clients, 2, {0: [], 1: []})
@@ -554,8 +566,9 @@ def refuses(*args: Any) -> None:
 def test_that_the_last_steps_were_taken_is_written_though_no_plan_comes_behind_them(
     tmp_path: Path, journal: str
 ) -> None:
-    """With a schedule that learns the planner counts a step when the reports before it have come. A job that is killed when all is trained
-    has nothing to do again."""
+    """With a schedule that learns the planner counts a step when the reports before it have come. A
+    job that is killed when all is trained has nothing to do again.
+    """
     made, seen = journaled.job(tmp_path, journal), list[Any]()
     journaled.train(
         made,

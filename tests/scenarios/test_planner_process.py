@@ -1,4 +1,6 @@
-"""With a journal the planner is a process like others: it may be killed or stopped at any moment, and the stream is that of one process."""
+"""With a journal the planner is a process like others: it may be killed or stopped at any moment,
+and the stream is that of one process.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def planner_of(session: ov.Session) -> int:
 
 
 def mended(session: ov.Session, n: int, part: str = "") -> list[dict[str, Any]]:
-    """What was lost and is there again: so many rows at least. Who is back works before it is told of."""
+    """What was lost and is there again: so many rows at least. Who is back works before it is told
+    of.
+    """
 
     def told() -> list[dict[str, Any]]:
         return [row for row in session.metrics()["recoveries"] if part in ("", row["part"])]
@@ -339,7 +343,9 @@ def test_a_constructor_host_that_hangs_is_named_and_not_the_planner(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planner that is stuck has time to say so: its process may be late to answer. One that never does is never replaced."""
+    """A planner that is stuck has time to say so: its process may be late to answer. One that never
+    does is never replaced.
+    """
     end = Parts._end_for
     monkeypatch.setattr(
         Parts,
@@ -371,7 +377,8 @@ def test_a_planner_that_is_stuck_every_time_ends_the_job_with_that(
     with launch(made, lost_after_s=0.6, max_restarts=1, **APART) as session:
         error = play(session).error
         for words in (
-            f"it plans, and does not come to an end for 0.6 s: step {FATAL_STEP}, in Stuck.__call__",
+            f"it plans, and does not come to an end for 0.6 s: step {FATAL_STEP}, in "
+            "Stuck.__call__",
             "deadly.py",
             "started again 1 time, ",
             "raise max_restarts",
@@ -516,7 +523,9 @@ def _losses(rank: int, step: int) -> dict[str, float]:
 
 
 def _take(clients: list[ov.Client], n: int) -> list[list[Any]]:
-    """Steps of all ranks in turn, each reported: what was in them, without the rest that a mesh decides."""
+    """Steps of all ranks in turn, each reported: what was in them, without the rest that a mesh
+    decides.
+    """
     taken = []
     for _ in range(n):
         steps = [next(client) for client in clients]

@@ -1,4 +1,6 @@
-"""Loaders and constructors in processes: the stream is that of one process, byte for byte, wherever who lives and whatever is said."""
+"""Loaders and constructors in processes: the stream is that of one process, byte for byte, wherever
+who lives and whatever is said.
+"""
 
 from __future__ import annotations
 
@@ -310,7 +312,9 @@ def test_a_hook_is_given_ids_of_one_type_wherever_it_runs() -> None:
 
 
 def busy_day(more: ov.Source) -> dict[int, Callable[[ov.Session], None]]:
-    """What is said while steps 0 to 17 are trained, each with its step, so that it does not matter how far plans have run ahead."""
+    """What is said while steps 0 to 17 are trained, each with its step, so that it does not matter
+    how far plans have run ahead.
+    """
     return {
         1: lambda s: s.skip([9, 10]),
         2: lambda s: s.set_mixture({"a": 1.0, "b": 1.0}, at=8),

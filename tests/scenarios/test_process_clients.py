@@ -1,4 +1,6 @@
-"""Clients of a job in processes: who takes part, who is slow, who waits for what, and what people are told of it all."""
+"""Clients of a job in processes: who takes part, who is slow, who waits for what, and what people
+are told of it all.
+"""
 
 from __future__ import annotations
 

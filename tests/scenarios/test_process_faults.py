@@ -1,4 +1,6 @@
-"""What goes wrong in a job of several processes: everyone is told who died and how, at the same step, and nothing is left behind."""
+"""What goes wrong in a job of several processes: everyone is told who died and how, at the same
+step, and nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -372,7 +374,8 @@ def test_code_that_cannot_be_sent_is_refused_at_launch_and_leaves_nothing() -> N
         launch(job(sources=[with_map(lambda columns: columns)]))
     with pytest.raises(
         OPENED_NOT,
-        match=r"loader-host/0 is lost: .* said why on stderr; it may miss a module|no module named 'mine'",
+        match=r"loader-host/0 is lost: .* said why on stderr; it may miss a module|no module "
+        r"named 'mine'",
     ):
         launch(job(sources=[with_map(Broken())]))
     until(lambda: threading.active_count() <= before)
@@ -384,9 +387,11 @@ def test_a_function_of_a_notebook_is_refused_with_its_name_and_a_hook_as_a_hook(
     (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n' * 20)
     text = (
         "import overlord as ov\ndef mine(row):\n    return row\n"
-        f"web = ov.Source('web', {str(tmp_path / 'rows.jsonl')!r}, transforms=[ov.Map(mine), ov.Tokens()])\n"
+        f"web = ov.Source('web', {str(tmp_path / 'rows.jsonl')!r}, "
+        "transforms=[ov.Map(mine), ov.Tokens()])\n"
         "job = ov.Job(name='n', sources=[web], batch=ov.Batch(samples=4, context=64), until=2)\n"
-        f"try:\n    ov.launch(job, runtime='{PARTS}').close()\nexcept ov.JobError as error:\n    print(error)\n"
+        f"try:\n    ov.launch(job, runtime='{PARTS}').close()\nexcept ov.JobError as "
+        "error:\n    print(error)\n"
     )
     said = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=60

@@ -1,4 +1,6 @@
-"""Peers that have the token and say what they like: a host refuses or ignores it, lives on, and delivers what it should."""
+"""Peers that have the token and say what they like: a host refuses or ignores it, lives on, and
+delivers what it should.
+"""
 
 from __future__ import annotations
 
@@ -251,7 +253,9 @@ def test_payload_of_wild_steps_origins_and_generations_hurts_nobody(
 def test_a_stranger_that_has_the_place_of_a_loader_host_is_driven_out(
     session: ov.Session, alone: Played
 ) -> None:
-    """Whoever has the token can take a place. The host whose place it was is missed, and the job goes back; nothing is repeated."""
+    """Whoever has the token can take a place. The host whose place it was is missed, and the job
+    goes back; nothing is repeated.
+    """
     before = play(session, steps=3)
     with peer(session, role="loader", host=0, incarnation=2**62):
         got = play(session, steps=20)

@@ -1,7 +1,9 @@
-"""A job on Ray: parts are killed and come back, nothing is left behind, nodes are used as asked and may go, and jobs live by themselves.
+"""A job on Ray: parts are killed and come back, nothing is left behind, nodes are used as asked and
+may go, and jobs live by themselves.
 
-The stories that all runtimes share are told on Ray where they stand (control, runtime, meshes, reshard, kills_everywhere), those of parts
-that are lost otherwise by ``make ray``. A test that needs a cluster of its own has it in a program of its own.
+The stories that all runtimes share are told on Ray where they stand (control, runtime, meshes,
+reshard, kills_everywhere), those of parts that are lost otherwise by ``make ray``. A test that
+needs a cluster of its own has it in a program of its own.
 """
 
 from __future__ import annotations
@@ -130,7 +132,9 @@ def test_whoever_asks_for_more_than_there_is_hears_what_is_waited_for(ray_cluste
 def test_one_that_is_killed_after_it_has_left_is_nobodys_process_any_more(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deadline of a shutdown may pass between the two: the process is idle then, and the next session's."""
+    """The deadline of a shutdown may pass between the two: the process is idle then, and the next
+    session's.
+    """
     from overlord.ray.cluster import CLUSTER
 
     one = rays.control()
@@ -196,7 +200,9 @@ def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_
 def test_who_asks_for_the_nodes_of_a_cluster_that_was_left_does_not_start_another(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray does that for every call of its own; the placement of hosts is reviewed in a thread that may be late."""
+    """Ray does that for every call of its own; the placement of hosts is reviewed in a thread that
+    may be late.
+    """
     from overlord.ray import cluster as cluster
 
     known = cluster.CLUSTER.nodes()
@@ -313,7 +319,10 @@ def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path) -> 
 
 
 def test_a_cluster_that_is_not_there_is_told_of_with_its_address() -> None:
-    code = "import overlord as ov; from tests.scenarios.test_process import job; ov.launch(job(), 'ray', address='127.0.0.1:9')"
+    code = (
+        "import overlord as ov; from tests.scenarios.test_process import job; "
+        "ov.launch(job(), 'ray', address='127.0.0.1:9')"
+    )
     environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -324,13 +333,16 @@ def test_a_cluster_that_is_not_there_is_told_of_with_its_address() -> None:
         check=False,
     )
     assert (
-        "JobError: launch: address: '127.0.0.1:9' could not be reached as a Ray cluster; wanted host:port of its head"
-        in done.stderr
+        "JobError: launch: address: '127.0.0.1:9' could not be reached as a Ray cluster; "
+        "wanted host:port of its head" in done.stderr
     )
 
 
 def test_without_ray_it_is_said_what_to_install() -> None:
-    code = "import sys; sys.modules['ray'] = None\nfrom tests.scenarios.test_process import job, ov\nov.launch(job(), 'ray')"
+    code = (
+        "import sys; sys.modules['ray'] = None\nfrom tests.scenarios.test_process import "
+        "job, ov\nov.launch(job(), 'ray')"
+    )
     environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -468,17 +480,17 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
 ) -> None:
     with program(tmp_path, JOINS) as there:
         assert (
-            "is not used: no token was found: wanted that of the cluster in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or"
-            in there.line()
+            "is not used: no token was found: wanted that of the cluster in "
+            "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or" in there.line()
         )
         said = there.line()
         assert (
-            "is not used: it asks for no token, so whoever reaches its ports runs code there: start it with RAY_AUTH_MODE=token"
-            in said
+            "is not used: it asks for no token, so whoever reaches its ports runs code "
+            "there: start it with RAY_AUTH_MODE=token" in said
         )
         assert (
-            "RAY_AUTH_MODE=disabled in the environment of this program refuses authentication, by that name only"
-            in said
+            "RAY_AUTH_MODE=disabled in the environment of this program refuses "
+            "authentication, by that name only" in said
         )
         address, answer = there.line().split()
         assert address.startswith("overlord://127.0.0.2:"), "where Ray says that this node is"
@@ -495,7 +507,8 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         )
         [warned, *exposed, last], same = eval(there.line().replace(" True", ", True"))
         assert warned.startswith(
-            "the cluster is used without token authentication: whoever reaches its ports can run code in it"
+            "the cluster is used without token authentication: whoever reaches its ports "
+            "can run code in it"
         )
         assert [line.partition(",")[0] for line in exposed] in (
             [],
@@ -507,8 +520,8 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         assert "the cluster that the program connected to is not used: it asks for no token" in said
         said = there.line()
         assert (
-            "address: '127.0.0.1:9' was asked for, but this process is connected to the cluster at '127.0.0.2:"
-            in said
+            "address: '127.0.0.1:9' was asked for, but this process is connected to the "
+            "cluster at '127.0.0.2:" in said
         )
         assert "by a ray.init of its own" in said
         assert there.line() == "it was used", "by another name of the same machine"
@@ -660,8 +673,8 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
     with program(tmp_path, NODES) as there:
         assert "True launch: address: the cluster at '" in (said := there.line()), "at once"
         assert (
-            "is not used: its token is another one than that in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
-            in said
+            "is not used: its token is another one than that in RAY_AUTH_TOKEN, "
+            "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token" in said
         )
         assert there.line() == "waited 0.2 s for job 'late' to begin (start_s says for how long)"
         before = eval(there.line())
@@ -702,7 +715,8 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
             "goes on with step 10: step 9 is the last that all ranks took"
         )
         assert there.line() == "10", (
-            "who submitted died and said nothing: whoever reaches the cluster finds out how to connect"
+            "who submitted died and said nothing: whoever reaches the cluster finds out "
+            "how to connect"
         )
         assert there.line() == "['loader-host/0']", "started when the head was there again"
         assert there.line() == "True", "a job goes on without the cluster's head"

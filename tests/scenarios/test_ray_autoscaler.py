@@ -1,6 +1,8 @@
-"""Ray's own autoscaler and ours: a loader host for which no node has room makes Ray add one, and nobody notices in the stream.
+"""Ray's own autoscaler and ours: a loader host for which no node has room makes Ray add one, and
+nobody notices in the stream.
 
-Ray's fake provider adds nodes that are processes of this machine; nothing else of it is made up. Half a minute: told by ``make ray``.
+Ray's fake provider adds nodes that are processes of this machine; nothing else of it is made up.
+Half a minute: told by ``make ray``.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ def test_hosts_that_are_added_let_ray_add_nodes_and_a_job_that_is_over_makes_way
     with program(tmp_path, GROWS) as there:
         told, same, cores, recoveries = json.loads(there.line())
         assert told == [3, 4], (
-            "a head without cores, a node each for the constructor and the loader host; one more for the new host"
+            "a head without cores, a node each for the constructor and the loader host; "
+            "one more for the new host"
         )
         assert same, "to the byte"
         assert cores == [1.0, 1.0]

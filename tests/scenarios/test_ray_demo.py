@@ -1,4 +1,6 @@
-"""What ``make demo RUNTIME=ray`` runs: parts are killed in mid-run, and the stream is that of an undisturbed run."""
+"""What ``make demo RUNTIME=ray`` runs: parts are killed in mid-run, and the stream is that of an
+undisturbed run.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Where parts of a job come to on a cluster of several nodes: beside their ranks, on nodes with the labels and resources asked for, and
-somewhere also when others have taken the room since."""
+"""Where parts of a job come to on a cluster of several nodes: beside their ranks, on nodes with the
+labels and resources asked for, and somewhere also when others have taken the room since.
+"""
 
 from __future__ import annotations
 

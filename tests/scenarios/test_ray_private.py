@@ -1,4 +1,6 @@
-"""A cluster of this machine that Overlord starts is out of reach of the other accounts of the machine."""
+"""A cluster of this machine that Overlord starts is out of reach of the other accounts of the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ pytestmark = [
 ]
 
 NOBODY = 65534
-# What another account could do to the cluster: each is undone by itself, so that one that succeeds harms no other test.
+# What another account could do to the cluster: each is undone by itself, so that one that succeeds
+# harms no other test.
 ATTEMPTS = """
 import errno, os, socket, sys
 session = sys.argv[1]

@@ -1,5 +1,7 @@
-"""Workers of Ray Train get their steps by address and token. One that is killed takes the others with it, and the group that Train starts
-in their place goes on behind the last checkpoint: to the byte what the local runtime gives."""
+"""Workers of Ray Train get their steps by address and token. One that is killed takes the others
+with it, and the group that Train starts in their place goes on behind the last checkpoint: to the
+byte what the local runtime gives.
+"""
 
 from __future__ import annotations
 

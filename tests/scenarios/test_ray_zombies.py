@@ -1,7 +1,9 @@
-"""A node of a Ray cluster that stands still is given up with its hosts; when they wake, others have their place, and nobody hears them.
+"""A node of a Ray cluster that stands still is given up with its hosts; when they wake, others have
+their place, and nobody hears them.
 
-On one machine a part that is given up is killed at once. Here the launching process takes the nodes for other machines, where it cannot
-reach them: what is stopped lives on. Half a minute: told by ``make ray``.
+On one machine a part that is given up is killed at once. Here the launching process takes the nodes
+for other machines, where it cannot reach them: what is stopped lives on. Half a minute: told by
+``make ray``.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ LEAVES_THE_DEAF = """
 def test_a_session_is_closed_though_the_ray_of_its_node_stands_still_and_lives_when_that_wakes(
     tmp_path: Path,
 ) -> None:
-    """Ray waits without end for its node to let it go, and kills a program that is gone without a word."""
+    """Ray waits without end for its node to let it go, and kills a program that is gone without a
+    word.
+    """
     with program(tmp_path, LEAVES_THE_DEAF) as there:
         for _ in ("a cluster of its own", "one that is there"):
             assert there.line() == "True"

@@ -1,4 +1,6 @@
-"""Hundreds of steps under real kills and stops at moments drawn by lot: every rank gets, byte for byte, what an undisturbed run gives."""
+"""Hundreds of steps under real kills and stops at moments drawn by lot: every rank gets, byte for
+byte, what an undisturbed run gives.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ def test_hundreds_of_steps_with_faults_drawn_by_lot(
 )
 @pytest.mark.parametrize("steps", [10, 40])
 def test_the_part_that_was_hit_last_is_told_of(fault: Fault, steps: int, tmp_path: Path) -> None:
-    """Its process is there before planning goes on, and the steps that are left may all have been delivered when it was hit."""
+    """Its process is there before planning goes on, and the steps that are left may all have been
+    delivered when it was hit.
+    """
     asked = Drill(job=replace(job(), until=steps), faults=[fault], steps=10, options=OPTIONS)
     hit = disturbed(asked, tmp_path)
     assert not hit.unmended

@@ -1,4 +1,6 @@
-"""A trainer that dies and is started again asks again: its rank gets every step it had not taken, none twice, and others notice nothing."""
+"""A trainer that dies and is started again asks again: its rank gets every step it had not taken,
+none twice, and others notice nothing.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def lines(process: subprocess.Popen[str]) -> Iterator[Any]:
 def test_a_trainer_that_is_killed_at_any_moment_misses_nothing_but_what_it_held(
     runtime: str,
 ) -> None:
-    """A step is taken when it is handed to the trainer: with one killed just then its last step is gone, and no other."""
+    """A step is taken when it is handed to the trainer: with one killed just then its last step is
+    gone, and no other.
+    """
     made, chance, kills = (
         job(n=800, dp=1),
         Random(5),
@@ -165,7 +169,8 @@ def test_who_asks_for_steps_that_are_gone_is_told_to_load_a_state_everywhere(run
         again.load_state_dict(old)  # it moves the session, and the others must follow
         with pytest.raises(
             OverlordError,
-            match="another rank moved the session to a saved state; load the same state on this rank",
+            match="another rank moved the session to a saved state; load the same state on "
+            "this rank",
         ):
             take(clients[0], 5)
         clients[0].load_state_dict(old)
@@ -208,7 +213,9 @@ def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(
 def test_who_comes_again_while_its_constructor_host_stands_still_goes_on_when_that_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was told to begin at a step that is kept no longer, and ended by that, though nothing was lost."""
+    """It was told to begin at a step that is kept no longer, and ended by that, though nothing was
+    lost.
+    """
     monkeypatch.setattr("overlord.cluster.coordinator.TAKEN_S", 0.2)
     monkeypatch.setattr("overlord.session.cluster_runtime.TAKEN_S", 0.2)
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]

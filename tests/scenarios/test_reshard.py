@@ -1,4 +1,6 @@
-"""Another mesh in mid-run: the same samples in every step, none lost, none twice, on every runtime that can."""
+"""Another mesh in mid-run: the same samples in every step, none lost, none twice, on every runtime
+that can.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def samples(step: ov.Step) -> Counter[Any]:
 
 
 def of_all(clients: dict[int, Any]) -> tuple[int, Counter[Any]]:
-    """A step as all ranks of a mesh get it: its number, and the samples, by data-parallel group once."""
+    """A step as all ranks of a mesh get it: its number, and the samples, by data-parallel group
+    once.
+    """
     steps = [next(client) for client in clients.values()]
     assert len({step.step for step in steps}) == 1
     return steps[0].step, sum((samples(step) for step in steps), Counter())
@@ -83,7 +87,9 @@ def test_clients_of_ranks_that_stay_go_on_and_those_of_others_are_told(runtime: 
 def test_a_state_that_is_loaded_behind_it_is_gone_on_from_under_the_new_mesh(
     runtime: str, dp: int
 ) -> None:
-    """It was gone on from under the mesh of launch: ranks that were not in it were lost, and samples with ranks that are gone."""
+    """It was gone on from under the mesh of launch: ranks that were not in it were lost, and
+    samples with ranks that are gone.
+    """
     made = job()
     wanted = undisturbed(made)
     with launch(made, runtime) as session:
@@ -171,7 +177,8 @@ def test_a_rank_that_stays_behind_is_named(
         next(quick), next(quick), next(slow)
         with pytest.raises(
             DataStall,
-            match=r"rank 1 to take step 1 before the mesh is changed; .* let those that are behind take",
+            match=r"rank 1 to take step 1 before the mesh is changed; .* let those that are "
+            r"behind take",
         ):
             session.reshard(ov.ClientPlaceTree(dp=1), timeout_s=1.0)
         [said] = [r.message.partition(";")[0] for r in caplog.records]
@@ -197,7 +204,9 @@ def test_what_is_wrong_is_told_and_changes_nothing() -> None:
 
 
 def test_a_step_that_is_not_the_trainers_yet_comes_from_the_new_mesh() -> None:
-    """A rank may have a step in its hands when the mesh changes: it must be neither lost nor handed out twice."""
+    """A rank may have a step in its hands when the mesh changes: it must be neither lost nor handed
+    out twice.
+    """
     made = job()
     wanted = undisturbed(made)
     place = ov.ClientPlaceTree(dp=1)
@@ -250,8 +259,8 @@ def test_connected_clients_go_on_and_new_ranks_may_connect(
     if runtime == "process":
         said = "\n".join(r.message for r in caplog.records)
         assert (
-            "rank 0: the constructor of rank 0: it closed the link, as it does when the session is moved"
-            in said
+            "rank 0: the constructor of rank 0: it closed the link, as it does when the "
+            "session is moved" in said
         )
         assert "rank 0: the constructor of rank 0 is linked again after" in said
 

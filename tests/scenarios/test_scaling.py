@@ -1,4 +1,6 @@
-"""Sources that are read in more processes, and in fewer, in mid-run: nobody may notice, whatever dies meanwhile."""
+"""Sources that are read in more processes, and in fewer, in mid-run: nobody may notice, whatever
+dies meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -216,7 +218,9 @@ HURRIED = {
 
 
 def test_a_heavy_source_gets_hosts_by_itself_when_the_mixture_gives_it_more(alone: Played) -> None:
-    """The scaler's own decisions, hurried: who gets what depends on how fast this machine is, the stream does not."""
+    """The scaler's own decisions, hurried: who gets what depends on how fast this machine is, the
+    stream does not.
+    """
     with launch(job(), autoscale=HURRIED, **ONE) as session:
         found = play(session, act={20: lambda s: until(lambda: s.metrics()["scaling"]["sources"])})
         told = session.metrics()["scaling"]
@@ -270,7 +274,9 @@ def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_pat
         )
 
     def grow(session: ov.Session) -> None:
-        """By the scaler, hurried, or by hand where it has decided otherwise: it may take back at once what nobody uses just now."""
+        """By the scaler, hurried, or by hand where it has decided otherwise: it may take back at
+        once what nobody uses just now.
+        """
         until(lambda: "late" in session.metrics()["scaling"]["sources"])
         until(
             lambda: apart(session) >= 2 or (session.scale("late", 2) and apart(session) >= 2),
@@ -326,7 +332,9 @@ def locked_job(folder: Path, workers: str = "threads") -> ov.Job:
 def test_autoscaling_adds_a_process_for_code_that_holds_the_interpreter_lock(
     workers: str, tmp_path: Path
 ) -> None:
-    """With default threads: one host with as many threads as cores is not as many cores for such code."""
+    """With default threads: one host with as many threads as cores is not as many cores for such
+    code.
+    """
     made = locked_job(tmp_path / "data", workers)
     hurried = {"interval_s": 0.1, "patience": 1, "cool_down_s": 0.1}
     digests: list[str] = []
@@ -359,7 +367,9 @@ def test_autoscaling_adds_a_process_for_code_that_holds_the_interpreter_lock(
 def test_where_every_core_has_a_host_a_heavy_source_is_read_on_hosts_of_others_that_have_room(
     tmp_path: Path,
 ) -> None:
-    """Two locked sources begin with a host each, on two cores; then nearly all is drawn from one of them."""
+    """Two locked sources begin with a host each, on two cores; then nearly all is drawn from one of
+    them.
+    """
     made = locked_job(tmp_path / "data")
     other = replace(made.sources[1], name="light", uri=made.sources[0].uri)
     mixture = ov.schedule.staged({0: {"light": 1, "heavy": 1}, 4: {"light": 1, "heavy": 99}})
@@ -509,6 +519,7 @@ def test_in_one_process_what_was_said_and_worker_processes_stay_as_they_are() ->
         assert loaders_here(session) == {"said": 2, "apart": 1}
         with pytest.raises(
             ov.JobError,
-            match="all loaders live in this process; runtime='process' has hosts to spread them over",
+            match="all loaders live in this process; runtime='process' has hosts to spread "
+            "them over",
         ):
             session.scale("said", 2)

@@ -1,4 +1,6 @@
-"""Stories of sessions that serve: clients in other processes get what those of the session's own process get, errors included."""
+"""Stories of sessions that serve: clients in other processes get what those of the session's own
+process get, errors included.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def closing(clients: list[ov.Client]) -> None:
 
 
 def trainer(served: Served, rank: int, body: str, **env: str) -> subprocess.Popen[str]:
-    """A process that trains: ``client`` is its client, what it prints as JSON is what it found; its input ends when it is waited for."""
+    """A process that trains: ``client`` is its client, what it prints as JSON is what it found; its
+    input ends when it is waited for.
+    """
     text = (
         "import json, os, signal, sys, time\nimport overlord as ov\nclient = ov.connect()\n"
         + textwrap.dedent(body)
@@ -423,8 +427,10 @@ OTHERWISE = {  # stories of the session's own clients that do not hold for conne
     "test_an_event_before_the_first_step_is_in_the_state_too",
     "test_every_step_may_be_skipped",  # planning begins with the connection
     "test_a_client_that_closes_while_the_first_step_is_asked_for_holds_nobody_up",
-    "test_a_session_closed_while_it_is_moved_to_a_state_leaves_nobody_waiting",  # it looks into the boxes
-    "test_the_state_of_a_session_stays_where_its_last_client_left_it",  # the session hears of a step a moment after it was taken
+    # it looks into the boxes
+    "test_a_session_closed_while_it_is_moved_to_a_state_leaves_nobody_waiting",
+    # the session hears of a step a moment after it was taken
+    "test_the_state_of_a_session_stays_where_its_last_client_left_it",
     "test_what_was_found_can_be_asked_for_after_the_session_has_ended",
     "test_an_error_stays_the_error",  # they leave ranks out
     "test_closing_a_session_wakes_who_waits_in_it",

@@ -1,5 +1,6 @@
-"""Files that fail under a running job, for real: gone, moved away, cut short, overwritten, not what they were. The same stream, or an
-error that names the file."""
+"""Files that fail under a running job, for real: gone, moved away, cut short, overwritten, not what
+they were. The same stream, or an error that names the file.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +157,9 @@ def trouble_there_was(session: ov.Session) -> dict[str, Any]:
 def mended_later(
     session: ov.Session, mend: Callable[[], None], kind: str, tries: int = 2
 ) -> Iterator[None]:
-    """Mends when the job has been seen to try again, and to have met what was broken: first a file is gone, whatever takes its place."""
+    """Mends when the job has been seen to try again, and to have met what was broken: first a file
+    is gone, whatever takes its place.
+    """
 
     def work() -> None:
         try:
@@ -486,7 +489,9 @@ def mixed(where: Path, corpora: dict[str, Path], **changes: Any) -> ov.Job:
 def take_until_left(
     session: ov.Session, where: Path
 ) -> tuple[list[ov.Step], dict[str, Any], Callable[[], None]]:
-    """Unplugs a source and takes steps until it has left, no faster than they are planned: of the last before it left none is taken."""
+    """Unplugs a source and takes steps until it has left, no faster than they are planned: of the
+    last before it left none is taken.
+    """
     client, got, told = session.client(0), list[ov.Step](), None
     got += [next(client), next(client)]
     until(lambda: session.metrics()["planned_steps"] >= 6)
@@ -536,7 +541,8 @@ def test_a_source_that_may_leave_does_so_at_a_step_of_the_log_and_every_run_afte
     assert (
         len([row for step in live for row in step if row[0][0] == "code"]) == 800
     )  # the other source gives all it has
-    mend()  # as if nothing had been: a run that is resumed or replayed leaves at the same step all the same
+    # as if nothing had been: a run that is resumed or replayed leaves at the same step all the same
+    mend()
     monkeypatch.delenv("OVERLORD_STORE_DEADLINE_S")
     replayed = ov.simulate(
         replace(made, journal=None), events=[SourceLost(lost, "web", told["reason"])]
@@ -627,7 +633,9 @@ def test_a_source_that_left_stays_away_when_parts_are_lost_and_all_goes_back(
 def test_steps_before_it_left_come_again_with_it_and_those_behind_without(
     files: Callable[[str], Path], corpora: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has taken a step of after it left when all goes back; loaders that live have its last samples in memory."""
+    """Nobody has taken a step of after it left when all goes back; loaders that live have its last
+    samples in memory.
+    """
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.5")
     where = files("parquet")
     made = mixed(where, corpora)

@@ -1,4 +1,6 @@
-"""Stores that fail, by way of a proxy that breaks what goes through it: the same stream, or an error that names the object."""
+"""Stores that fail, by way of a proxy that breaks what goes through it: the same stream, or an
+error that names the object.
+"""
 
 from __future__ import annotations
 

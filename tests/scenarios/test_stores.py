@@ -1,4 +1,6 @@
-"""Jobs over a real S3 server on loopback: what a disk gives, a store gives, and no key is seen anywhere."""
+"""Jobs over a real S3 server on loopback: what a disk gives, a store gives, and no key is seen
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,9 @@ def test_few_requests_are_made(proxy, corpus, format, most):
 def test_keys_are_in_nothing_that_a_job_says_or_writes(
     proxy, server, corpus, tmp_path, caplog, capfd, monkeypatch, impatient, runtime
 ):
-    """A store that quotes signatures and keys in its errors; whatever the failing job leaves behind is searched for them."""
+    """A store that quotes signatures and keys in its errors; whatever the failing job leaves behind
+    is searched for them.
+    """
     made = job(S3, ("parquet", "jsonl.zst"), name="secretive")
     proxy.faults = [
         Fault(503, times=2, path="list-type", tells=True),

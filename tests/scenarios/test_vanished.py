@@ -1,4 +1,6 @@
-"""A machine that vanishes sends no last word, so links to it do not end: whoever is there must not wait for that."""
+"""A machine that vanishes sends no last word, so links to it do not end: whoever is there must not
+wait for that.
+"""
 
 from __future__ import annotations
 
@@ -115,8 +117,9 @@ def test_what_is_on_its_way_is_heard_when_its_sender_is_said_to_have_died(
 
 
 def kept(pid: int, peer: int) -> list[socket.socket]:
-    """Copies of the sockets by which a process has links to another. While they are there no end comes by those links, whatever becomes of
-    the process: as if its machine had vanished."""
+    """Copies of the sockets by which a process has links to another. While they are there no end
+    comes by those links, whatever becomes of the process: as if its machine had vanished.
+    """
     libc, found = ctypes.CDLL(None, use_errno=True), []
     pidfd = os.pidfd_open(pid)
     try:
@@ -127,7 +130,8 @@ def kept(pid: int, peer: int) -> list[socket.socket]:
         ]:
             if (copy := libc.syscall(GETFD, pidfd, fd, 0)) < 0:
                 pytest.skip(
-                    f"this machine lends nobody sockets of another process: {os.strerror(ctypes.get_errno())}"
+                    "this machine lends nobody sockets of another process: "
+                    f"{os.strerror(ctypes.get_errno())}"
                 )
             sock = socket.socket(fileno=copy)
             ours = sock.family == socket.AF_UNIX and sock.getsockopt(
@@ -178,7 +182,9 @@ def test_a_host_whose_machine_vanished_is_started_again_by_a_planner_elsewhere(
 def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
     alone: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planner has not heard of its death, and finds it silent: who started it has no one to kill."""
+    """The planner has not heard of its death, and finds it silent: who started it has no one to
+    kill.
+    """
     with (
         contextlib.ExitStack() as stack,
         launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session,
@@ -207,7 +213,9 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
 def tell_of_no_death(
     parts: Parts, name: str, missed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the host that has this name now dies, the planner is not told at first; what it was to be told is in the list."""
+    """When the host that has this name now dies, the planner is not told at first; what it was to
+    be told is in the list.
+    """
     tell, ours = parts.control.tell, parts._tickets[name]
 
     def deaf(handle: Handle, method: str, *args: Any) -> None:

@@ -1,6 +1,8 @@
-"""Bugs planted in the simulated world: each a small change to one method, and each must be found by the history alone.
+"""Bugs planted in the simulated world: each a small change to one method, and each must be found by
+the history alone.
 
-``python -m tests.simulation.mutants`` looks for the first seed that finds each, and prints the table of ``docs/simulation.md``.
+``python -m tests.simulation.mutants`` looks for the first seed that finds each, and prints the
+table of ``docs/simulation.md``.
 """
 
 from __future__ import annotations
@@ -437,7 +439,8 @@ MUTANTS = (
     ),
     Mutant(
         "keep the old mesh's journal",
-        "a rewind or a change of the mesh is not written: whoever comes back reads the plans before it",
+        "a rewind or a change of the mesh is not written: whoever comes back reads the "
+        "plans before it",
         ((Journal, "rewound", _not_anew),),
         4,
         lambda s: s.journal and any(fault.kind in ("reshard", "rewind") for fault in s.faults),
@@ -453,7 +456,8 @@ MUTANTS = (
     ),
     Mutant(
         "forget what was said on the way back",
-        "when a part is lost, steps are planned again without what people changed since they were planned",
+        "when a part is lost, steps are planned again without what people changed since "
+        "they were planned",
         ((Past, "said", _unsaid),),
         29,
         _says,

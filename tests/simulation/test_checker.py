@@ -1,4 +1,6 @@
-"""The checker: it knows sources and mesh, reads what trainers saw, and says in a sentence what is wrong."""
+"""The checker: it knows sources and mesh, reads what trainers saw, and says in a sentence what is
+wrong.
+"""
 
 from __future__ import annotations
 

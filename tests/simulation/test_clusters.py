@@ -1,4 +1,6 @@
-"""A simulated cluster for every seed: its own topology, sources, weights and faults, and the stream of an undisturbed run."""
+"""A simulated cluster for every seed: its own topology, sources, weights and faults, and the stream
+of an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ BLOCKS = 20  # so that the workers of a test run share them
 
 @pytest.fixture(autouse=True)
 def quiet() -> object:
-    """Parts are lost all the time, and say so. What tests before left in this process is not looked through after every few seeds."""
+    """Parts are lost all the time, and say so. What tests before left in this process is not looked
+    through after every few seeds.
+    """
     logging.disable(logging.CRITICAL)
     gc.collect()
     gc.freeze()
@@ -58,7 +62,10 @@ def test_whatever_dies_every_rank_gets_the_stream_of_the_undisturbed_run(block: 
 
 def test_a_seed_replays_exactly_in_another_process() -> None:
     seeds = [7, 25, 41]
-    code = "import sys, logging; logging.disable(50); from tests.simulation.world.running import run_seed\n"
+    code = (
+        "import sys, logging; logging.disable(50); from tests.simulation.world.running "
+        "import run_seed\n"
+    )
     code += "print(*(run_seed(int(s)).history.digest() for s in sys.argv[1:]))"
     env = {**os.environ, "PYTHONHASHSEED": "77"}
     there = subprocess.run(

@@ -1,4 +1,6 @@
-"""The checker is seen failing: every planted bug is found by the history of a seed that is clean without it."""
+"""The checker is seen failing: every planted bug is found by the history of a seed that is clean
+without it.
+"""
 
 from __future__ import annotations
 

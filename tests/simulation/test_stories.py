@@ -1,4 +1,6 @@
-"""Faults told one by one, where a seed would have to be lucky to draw them: what each is to show stands in the name."""
+"""Faults told one by one, where a seed would have to be lucky to draw them: what each is to show
+stands in the name.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def violations(of: Scenario, history: History) -> list[str]:
 def test_a_loader_host_that_cannot_reach_a_constructor_host_before_all_are_back_is_linked_in_the_end() -> (
     None
 ):
-    """Both are lost; the constructor host is there again, and waits; the loader host is started, and cannot reach it for a second."""
+    """Both are lost; the constructor host is there again, and waits; the loader host is started,
+    and cannot reach it for a second.
+    """
     made = scenario()
     cluster = Cluster(made)
     world, net = cluster.world, cluster.net
@@ -111,7 +115,9 @@ def test_the_last_step_waits_for_faults_that_come_late() -> None:
 
 
 def test_a_fault_that_finds_nobody_strikes_when_there_is_somebody() -> None:
-    """The planner is stopped, and all that is left was planned: whoever is to stop it once more waits until it is awake."""
+    """The planner is stopped, and all that is left was planned: whoever is to stop it once more
+    waits until it is awake.
+    """
     made = scenario(*(fault("stop", "planner", STEPS - 3, seconds=2.0) for _ in range(LEAST)))
     history = Cluster(made).run()
     assert history.fired["stop", "planner"] == LEAST
@@ -121,7 +127,9 @@ def test_a_fault_that_finds_nobody_strikes_when_there_is_somebody() -> None:
 def test_a_fault_without_patience_strikes_too_where_it_must(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No loader host is there when links of one are to be slow, and nothing else could strike instead."""
+    """No loader host is there when links of one are to be slow, and nothing else could strike
+    instead.
+    """
     monkeypatch.setattr(striking, "TRIES", 0)
     made = scenario(
         fault("kill", "loader", 5),
@@ -155,7 +163,9 @@ def test_a_part_that_starts_slowly_is_waited_for_and_not_taken_for_dead(role: st
 
 
 def test_a_session_that_is_moved_while_its_parts_die_in_starting_is_moved() -> None:
-    """What is killed is not missed any more when all are started for the state that was loaded; of those the first two die."""
+    """What is killed is not missed any more when all are started for the state that was loaded; of
+    those the first two die.
+    """
     bad = [
         replace(fault("bad start", role, 5), which=0, patience_s=0.0)
         for role in ("loader", "constructor", "planner")
@@ -191,7 +201,9 @@ def events_of(cluster: Cluster) -> Sequence[Any]:
 def while_it_is_written(
     monkeypatch: pytest.MonkeyPatch, what: Callable[[Journal, Callable[[], None]], None]
 ) -> list[Any]:
-    """``what`` happens when the first event is to be written, and may write it; all that are written, the first included."""
+    """``what`` happens when the first event is to be written, and may write it; all that are
+    written, the first included.
+    """
     real, written = Journal.said, list[Any]()
 
     def said(self: Journal, event: Any) -> None:
@@ -223,7 +235,9 @@ class Chosen:
 def test_a_planner_that_dies_while_it_is_told_is_followed_by_one_that_knows_it_once(
     whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written or not, whoever says it was not answered: the next planner is asked first whether it has it."""
+    """Written or not, whoever says it was not answered: the next planner is asked first whether it
+    has it.
+    """
     made = told(scenario(), event := mixture(scenario()))
     cluster = Cluster(made)
     assert cluster.disk is not None

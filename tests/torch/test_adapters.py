@@ -1,4 +1,6 @@
-"""Batches for Megatron-Core, torchtitan and Hugging Face: the keys, shapes and types that their own code reads."""
+"""Batches for Megatron-Core, torchtitan and Hugging Face: the keys, shapes and types that their own
+code reads.
+"""
 
 from __future__ import annotations
 
@@ -158,8 +160,9 @@ def llama(attention: str) -> Any:
 def test_a_model_of_hugging_face_on_the_flattened_batch_equals_it_on_each_document(
     attention: str, mask: bool, multiple: int
 ):
-    """Logits and summed losses in float64: to 1e-12 with SDPA, to 1e-7 with eager attention, whose softmax is float32. The loss that
-    the model computes itself is float32: to a millionth."""
+    """Logits and summed losses in float64: to 1e-12 with SDPA, to 1e-7 with eager attention, whose
+    softmax is float32. The loss that the model computes itself is float32: to a millionth.
+    """
     pytest.importorskip("transformers")
     model, close = llama(attention), 1e-7 if attention == "eager" else 1e-12
     mb = made([7, 12, 1, 3], multiple=multiple)
@@ -181,7 +184,9 @@ def test_a_model_of_hugging_face_on_the_flattened_batch_equals_it_on_each_docume
 
 @pytest.mark.parametrize("change", ["no positions", "a cache"])
 def test_documents_would_mix_otherwise(change: str):
-    """What the test above must notice: models of this version make a cache unless told not to, and then positions do not count."""
+    """What the test above must notice: models of this version make a cache unless told not to, and
+    then positions do not count.
+    """
     pytest.importorskip("transformers")
     model, mb = llama("sdpa").train(), made([7, 12])
     other = (
@@ -292,7 +297,8 @@ def test_megatrons_own_class_is_used_where_there_is_one(
     package.mkdir(parents=True)
     names = [field.name for field in fields(megatron.PackedSeqParams)]
     (package / "packed_seq_params.py").write_text(
-        "from dataclasses import dataclass\nfrom typing import Any\n@dataclass\nclass PackedSeqParams:\n"
+        "from dataclasses import dataclass\nfrom typing import Any\n@dataclass\nclass "
+        "PackedSeqParams:\n"
         + "".join(f"    {name}: Any = None\n" for name in [*names, "tokens_per_sample"])
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,4 +1,6 @@
-"""The loader's state in torch's distributed checkpoint, and as a file: saved once, loaded on any mesh."""
+"""The loader's state in torch's distributed checkpoint, and as a file: saved once, loaded on any
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def _stream_of(client: ov.Client, kind: str) -> Any:
 def test_a_loader_is_loaded_from_a_distributed_checkpoint_as_it_is(
     tmp_path: Path, microbatches: bool
 ):
-    """Nothing wraps it: torchtitan gives its loader to the checkpoint, which asks one that was never iterated for the keys to load."""
+    """Nothing wraps it: torchtitan gives its loader to the checkpoint, which asks one that was
+    never iterated for the keys to load.
+    """
     job = text_job(tmp_path / "data", microbatches=3)
     with ot.StatefulLoader(job, microbatches=microbatches) as saved:
         iterator = iter(saved)
@@ -98,7 +102,9 @@ def test_a_loader_is_loaded_from_a_distributed_checkpoint_as_it_is(
 
 @pytest.mark.filterwarnings("ignore:.*single process.*", "ignore:.*torch.distributed.*")
 def test_a_state_that_grew_since_is_loaded_all_the_same(tmp_path: Path):
-    """The state asked for while loading is a short one of step 0; what is loaded has another length."""
+    """The state asked for while loading is a short one of step 0; what is loaded has another
+    length.
+    """
     job = text_job(tmp_path / "data", until=30)
     with ov.launch(job) as session:
         client = session.client(0)

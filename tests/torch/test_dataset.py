@@ -1,4 +1,6 @@
-"""Steps through torch's DataLoader and torchdata's StatefulDataLoader, and an object that stands where one of those is expected."""
+"""Steps through torch's DataLoader and torchdata's StatefulDataLoader, and an object that stands
+where one of those is expected.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_items_keep_what_a_step_says_on_their_way_from_a_worker(tmp_path: Path):
 
 
 def refusal(loader: Any) -> str:
-    """What the loader's worker says. The workers are ended here: an error that is still held keeps them for seconds."""
+    """What the loader's worker says. The workers are ended here: an error that is still held keeps
+    them for seconds.
+    """
     iterator = iter(loader)
     try:
         next(iterator)
@@ -424,7 +428,10 @@ def test_rewinding_is_refused_for_a_client_of_several_ranks_that_cannot_meet(
         ov.launch(text_job(tmp_path, dp=2)) as session,
         ot.StatefulLoader(mesh_of_two(session, which), rewind=True) as loader,
     ):
-        words = r"rewind=True: expected a process group of the 2 ranks of the mesh.* got no process group; call torch.distributed.init"
+        words = (
+            r"rewind=True: expected a process group of the 2 ranks of the mesh.* got no "
+            r"process group; call torch.distributed.init"
+        )
         with pytest.raises(ov.JobError, match=words):
             iter(loader)
 
@@ -490,7 +497,9 @@ def test_an_adapter_changes_every_item(tmp_path: Path):
 
 
 def test_a_worker_that_was_refused_ends_by_itself(tmp_path: Path):
-    """Else torch waits for it for seconds where the loader is freed late: at the end of the program, with the error that holds it."""
+    """Else torch waits for it for seconds where the loader is freed late: at the end of the
+    program, with the error that holds it.
+    """
     before = set(multiprocessing.active_children())
     iterator = iter(DataLoader(ot.Dataset(text_job(tmp_path)), batch_size=None, num_workers=2))
     with pytest.raises(ov.JobError, match="num_workers: wanted 0 or 1, found 2"):

@@ -1,4 +1,6 @@
-"""The prefetcher hands out the client's steps as tensors, ahead of need; its state is that of the step the trainer has."""
+"""The prefetcher hands out the client's steps as tensors, ahead of need; its state is that of the
+step the trainer has.
+"""
 
 from __future__ import annotations
 
@@ -344,7 +346,9 @@ def test_steps_on_a_cuda_device_are_those_of_the_client(tmp_path: Path, pin: boo
 def test_memory_on_the_device_is_not_used_again_before_the_trainer_is_through_with_it(
     tmp_path: Path,
 ):
-    """The trainer's stream is busy for long while its tensors are dropped, and further steps are copied."""
+    """The trainer's stream is busy for long while its tensors are dropped, and further steps are
+    copied.
+    """
     job = text_job(tmp_path, until=60)
     with ov.launch(job) as session:
         wanted = [int(sum(mb["tokens"].sum() for mb in step)) for step in session.client(0)]

@@ -1,4 +1,6 @@
-"""The example of FSDP2 under torchrun, as a reader would start it: two ranks, gloo, one checkpoint for both."""
+"""The example of FSDP2 under torchrun, as a reader would start it: two ranks, gloo, one checkpoint
+for both.
+"""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def test_a_service_says_who_it_is() -> None:
 
 
 BROKEN = (
-    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
-    + " word" * 60
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by "
+    "peer [127.0.0.1]:1" + " word" * 60
 )
 
 
@@ -76,7 +76,8 @@ def test_a_broken_broadcast_is_told_in_a_sentence(rank: int, degree: int, whom: 
     )
     said = str(wire._lost(RuntimeError(BROKEN), 0))
     assert said.startswith(
-        f"{whom} is lost: its process has ended, or the network between has failed; torch says: Connection closed by"
+        f"{whom} is lost: its process has ended, or the network between has failed; torch "
+        "says: Connection closed by"
     )
     assert ".cc" not in said
     assert said.endswith(" word ...")
@@ -86,7 +87,9 @@ def test_a_broken_broadcast_is_told_in_a_sentence(rank: int, degree: int, whom: 
 
 
 class Late:
-    """A broadcast that no other rank takes part in, and the time, which passes while it is waited for."""
+    """A broadcast that no other rank takes part in, and the time, which passes while it is waited
+    for.
+    """
 
     def __init__(self) -> None:
         self.now = 100.0

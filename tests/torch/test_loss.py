@@ -1,4 +1,6 @@
-"""The loss is summed over tokens and divided by those of the whole step, so no placement of samples changes the gradient."""
+"""The loss is summed over tokens and divided by those of the whole step, so no placement of samples
+changes the gradient.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ F = torch.nn.functional
 
 
 def tiny() -> Any:
-    """A word, and a running mean of the words before it in its document: enough for documents to matter."""
+    """A word, and a running mean of the words before it in its document: enough for documents to
+    matter.
+    """
     torch.manual_seed(1)
     return torch.nn.ModuleDict(
         {"words": torch.nn.Embedding(VOCAB, 8), "out": torch.nn.Linear(8, VOCAB)}
@@ -36,7 +40,9 @@ def logits_of(model: Any, mb: Any) -> Any:
 
 
 def gradients(job: ov.Job, **how: Any) -> list[tuple[dict[str, Any], float]]:
-    """Gradient and loss of every step with the same weights, added up over ranks as a trainer would."""
+    """Gradient and loss of every step with the same weights, added up over ranks as a trainer
+    would.
+    """
     model, world = tiny(), job.place.world_size
     found = []
     with ov.launch(job) as session:

@@ -1,4 +1,6 @@
-"""Place trees of real device meshes: of torch's fake process group, as large as wanted, in one process."""
+"""Place trees of real device meshes: of torch's fake process group, as large as wanted, in one
+process.
+"""
 
 from __future__ import annotations
 

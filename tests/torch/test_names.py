@@ -1,4 +1,6 @@
-"""``overlord.torch`` gives its names when they are asked for, and says what to install where torch is missing."""
+"""``overlord.torch`` gives its names when they are asked for, and says what to install where torch
+is missing.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def test_importing_it_costs_nothing():
 
 
 def test_without_torch_it_says_what_to_install():
-    code = "import sys; sys.modules['torch'] = None\nimport overlord.torch as ot\ntry: ot.tensors\nexcept ImportError as e: print(e)"
+    code = (
+        "import sys; sys.modules['torch'] = None\nimport overlord.torch as ot\ntry: "
+        "ot.tensors\nexcept ImportError as e: print(e)"
+    )
     assert run(code) == "overlord.torch.tensors needs torch: pip install 'overlord-data[torch]'"
 
 

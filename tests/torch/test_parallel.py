@@ -1,4 +1,6 @@
-"""Tensors and adapters of ranks that hold a part: slices of context parallelism, stages of a pipeline, ranks served by another, images."""
+"""Tensors and adapters of ranks that hold a part: slices of context parallelism, stages of a
+pipeline, ranks served by another, images.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,8 @@ def test_stages_of_a_pipeline_give_megatron_what_they_have(tmp_path: Path):
     )
     with pytest.raises(
         ov.JobError,
-        match=r"wanted labels, loss_mask in the microbatch.*each stage of a pipeline gets its own keys only",
+        match=r"wanted labels, loss_mask in the microbatch.*each stage of a pipeline gets its "
+        r"own keys only",
     ):
         torchtitan.flat(first_steps(placed(tmp_path, pp=3))[0][0])
 

@@ -1,4 +1,6 @@
-"""Tensors share the memory of a step and keep it alive; nothing is copied, and torch says no word about read-only arrays."""
+"""Tensors share the memory of a step and keep it alive; nothing is copied, and torch says no word
+about read-only arrays.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Loaders inside the trainers that people use, as released: Lightning, the Trainer of transformers, Accelerate."""
+"""Loaders inside the trainers that people use, as released: Lightning, the Trainer of transformers,
+Accelerate.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def lightning_trainer(folder: Path, **settings: Any) -> lightning.Trainer:
 def test_lightning_resumes_behind_the_last_item_it_trained_on(
     tmp_path: Path, length: str, microbatches: bool
 ):
-    """It takes one item ahead where it knows no length, and saves the loader's state with that one held."""
+    """It takes one item ahead where it knows no length, and saves the loader's state with that one
+    held.
+    """
     job = text_job(tmp_path / "data", until=4)
     job = job if length == "known" else ending(job)
     with ot.StatefulLoader(job, microbatches=microbatches) as loader:
@@ -168,7 +172,9 @@ class Own(Trainer):
 
 
 def test_the_trainer_of_transformers_resumes_and_evaluates(tmp_path: Path):
-    """By default it skips what it trained on, in a DataLoader that it makes of the attributes of ours."""
+    """By default it skips what it trained on, in a DataLoader that it makes of the attributes of
+    ours.
+    """
     train, valid = (
         text_job(tmp_path / "data", until=4),
         text_job(tmp_path / "data", until=2, seed=6),
@@ -241,7 +247,9 @@ def test_accelerate_is_refused_a_dataset_that_it_would_deal_out_to_two_processes
 @pytest.mark.usefixtures("_one_process")
 @pytest.mark.parametrize("stateful", [False, True])
 def test_accelerate_holds_one_item_ahead_that_no_state_counts(tmp_path: Path, stateful: bool):
-    """With torchdata's loader below it saves the state before it takes the next item; otherwise the dataset is asked."""
+    """With torchdata's loader below it saves the state before it takes the next item; otherwise the
+    dataset is asked.
+    """
     job = text_job(tmp_path, until=4)
 
     def prepared() -> tuple[ot.Dataset, Any]:

@@ -45,8 +45,8 @@ def test_a_mesh_of_several_ranks_is_refused_where_nobody_says_which_this_is(
         JOINS[how](text_job(tmp_path, dp=2))
     said = str(refused.value)
     assert (
-        "place: expected one rank, since this process has neither a process group nor RANK and WORLD_SIZE, got 2 in"
-        in said
+        "place: expected one rank, since this process has neither a process group nor "
+        "RANK and WORLD_SIZE, got 2 in" in said
     )
     assert (
         "call torch.distributed.init_process_group() before, or start the processes with torchrun"
@@ -69,7 +69,10 @@ def test_half_of_what_a_launcher_says_is_refused(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     (pair,) = given.items()
-    words = f"{missing}: expected a whole number beside {'='.join(pair)}, got nothing; call torch.distributed.init_process_group() before"
+    words = (
+        f"{missing}: expected a whole number beside {'='.join(pair)}, got nothing; call "
+        "torch.distributed.init_process_group() before"
+    )
     for join in (ov.join, ot.join):
         with pytest.raises(ov.JobError, match=re.escape(words)):
             join(text_job(tmp_path))
@@ -78,7 +81,9 @@ def test_half_of_what_a_launcher_says_is_refused(
 def test_rewinding_is_refused_where_ranks_of_a_launcher_have_no_process_group(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """The ranks share one session, and nothing else in which they could meet before one of them rewinds it."""
+    """The ranks share one session, and nothing else in which they could meet before one of them
+    rewinds it.
+    """
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -123,7 +128,10 @@ def test_the_environment_says_which_rank_this_is(
 
 
 def test_whoever_asks_does_not_load_torch():
-    code = "import sys; from overlord.client.world import world_here; world_here('join'); print('torch' in sys.modules)"
+    code = (
+        "import sys; from overlord.client.world import world_here; world_here('join'); "
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

@@ -1,4 +1,6 @@
-"""Stories of sources that join a running job: what is drawn of them, what stays as it was, what a state says, what is refused."""
+"""Stories of sources that join a running job: what is drawn of them, what stays as it was, what a
+state says, what is refused.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +170,9 @@ def test_a_mixture_set_before_does_not_know_the_source_and_one_set_after_does() 
 
 
 def test_a_step_that_was_begun_no_longer_changes() -> None:
-    """Long samples are paid for over several draws of a step; had a source joined between two of them, a resumed run would differ."""
+    """Long samples are paid for over several draws of a step; had a source joined between two of
+    them, a resumed run would differ.
+    """
     rows = Rows([{"tokens": [k] * 40} for k in range(60)])
     sources = [ov.Source(n, rows, transforms=[ov.Tokens("tokens")], epochs=1) for n in "ab"]
     made = job(

@@ -1,4 +1,6 @@
-"""The throughput benchmarks cannot rot: tiny cells run as real ones do, and slopes and efficiencies come out as worked out by hand."""
+"""The throughput benchmarks cannot rot: tiny cells run as real ones do, and slopes and efficiencies
+come out as worked out by hand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The benchmark of the channel cannot rot: its job is checked, its ratios agree with hand work, a tiny run passes."""
+"""The benchmark of the channel cannot rot: its job is checked, its ratios agree with hand work, a
+tiny run passes.
+"""
 
 from __future__ import annotations
 

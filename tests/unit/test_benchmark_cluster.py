@@ -1,4 +1,6 @@
-"""The cluster benchmark cannot rot: orphans are counted and ended, what is left out is said, targets are judged as by hand."""
+"""The cluster benchmark cannot rot: orphans are counted and ended, what is left out is said,
+targets are judged as by hand.
+"""
 
 from __future__ import annotations
 

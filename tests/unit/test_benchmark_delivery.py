@@ -1,4 +1,6 @@
-"""The benchmark of delivery cannot rot: tiny cells run, the bare loop makes the pixels that Overlord makes, ratios agree with hand work."""
+"""The benchmark of delivery cannot rot: tiny cells run, the bare loop makes the pixels that
+Overlord makes, ratios agree with hand work.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The programs for a GPU cannot rot: their tiny runs pass on a CPU, every sample is run once, and their tables agree with hand work."""
+"""The programs for a GPU cannot rot: their tiny runs pass on a CPU, every sample is run once, and
+their tables agree with hand work.
+"""
 
 from __future__ import annotations
 

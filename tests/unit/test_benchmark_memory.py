@@ -1,4 +1,6 @@
-"""The memory and scale benchmarks cannot rot: slopes are found again, cells without room are computed and say so, targets as by hand."""
+"""The memory and scale benchmarks cannot rot: slopes are found again, cells without room are
+computed and say so, targets as by hand.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def torch_case(n: int, ranks: int, workers: int) -> Case:
 
 
 def by_law(case: Case) -> float:
-    """40 MB a rank, 20 a worker, 3 a source of a worker; Overlord 200, 5 a rank, 2 a source, 7 a thread."""
+    """40 MB a rank, 20 a worker, 3 a source of a worker; Overlord 200, 5 a rank, 2 a source, 7 a
+    thread.
+    """
     values = (40.0, 20.0, 3.0) if case.kind == COLOCATED else (200.0, 5.0, 2.0, 0.0, 7.0)
     return float(features(case) @ values)
 

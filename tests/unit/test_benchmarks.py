@@ -1,4 +1,6 @@
-"""The benchmarks cannot rot: their samplers keep what is pinned, their bounds and simulator agree with hand work, tiny runs pass."""
+"""The benchmarks cannot rot: their samplers keep what is pinned, their bounds and simulator agree
+with hand work, tiny runs pass.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,8 @@ def test_the_bound_of_a_step_is_its_dearest_sample_or_the_mean() -> None:
 
 
 def test_a_long_sample_that_leaves_no_room_for_others_bounds_the_microbatches() -> None:
-    # Two ranks, 10 tokens a microbatch. The long one costs 20 by itself; 10 tokens beside it hold at most 10 of the others' 20.
+    # Two ranks, 10 tokens a microbatch. The long one costs 20 by itself; 10 tokens beside it hold
+    # at most 10 of the others' 20.
     costs, sizes = np.array([20.0, *[1.0] * 20]), np.array([10, *[1] * 20])
     assert microbatch_bound(costs, sizes, 2, 10) == pytest.approx((20 + (40 - 30) / 2) / 20)
 
@@ -207,7 +210,8 @@ def test_ranks_that_meet_wait_for_the_slowest_as_worked_out_by_hand() -> None:
 
 
 def test_where_images_are_encoded_counts_as_worked_out_by_hand() -> None:
-    # One microbatch, two ranks of 2 x 2 cards, numbered stage by stage. The backbone's 8 are 2 a card.
+    # One microbatch, two ranks of 2 x 2 cards, numbered stage by stage. The backbone's 8 are 2 a
+    # card.
     encoder = np.array([[[1.0], [2.0], [3.0], [4.0]], [[0.0], [0.0], [0.0], [0.0]]])
     loads = Loads(backbone=np.array([[8.0], [8.0]]), encoder=encoder, exchanged=False)
     assert flops(loads, sync="1F1B", tp=2, pp=2) == pytest.approx(4 + (2 + 2))
@@ -428,7 +432,9 @@ def test_a_run_of_faults_that_would_end_before_they_are_over_is_refused() -> Non
 
 
 def test_the_autoscale_benchmark_launches_with_defaults_and_counts_the_start_as_waiting() -> None:
-    """Threads are left to the package: set to one, they would hide that code which holds the interpreter lock needs processes."""
+    """Threads are left to the package: set to one, they would hide that code which holds the
+    interpreter lock needs processes.
+    """
     setting = autoscale.Setting(
         folder=Path(),
         hosts=3,

@@ -1,4 +1,6 @@
-"""The command line on small real files: what it prints, how it fails, and that it stops when told to."""
+"""The command line on small real files: what it prints, how it fails, and that it stops when told
+to.
+"""
 
 from __future__ import annotations
 
@@ -145,12 +147,18 @@ def test_an_address_that_is_none_is_told(address: str) -> None:
     for command in (["status"], ["status", "--token", "small"], ["stop", "small"]):
         result = overlord(*command, "--address", address)
         assert result.exit_code == 2, result.output
-        said = f"{command[0]}: address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found '{address}'"
+        said = (
+            f"{command[0]}: address: wanted host:port of a Ray cluster's head, as in "
+            f"'10.0.0.1:6379', found '{address}'"
+        )
         assert said in " ".join(result.stderr.split())
 
 
 def test_parts_without_cores_are_told_of_what_may_have_kept_them() -> None:
-    said = "no node had any to spare that they may use (on nodes with ranks sidecar= says how many): loader-host/1"
+    said = (
+        "no node had any to spare that they may use (on nodes with ranks sidecar= says how "
+        "many): loader-host/1"
+    )
     assert without_cores(["loader-host/1"]).endswith(said)
 
 
@@ -176,8 +184,8 @@ def test_a_drill_whose_faults_hit_less_than_they_should_does_not_pass(tmp_path: 
     assert result.exit_code == 1, result.output
     said = " ".join(result.stdout.split())
     assert (
-        "kill:loader-host/9@1 hit nothing: no such part ran (there were constructor-host/0, loader-host/0"
-        in said
+        "kill:loader-host/9@1 hit nothing: no such part ran (there were "
+        "constructor-host/0, loader-host/0" in said
     )
     assert "kill:constructor-host*3@2 hit 1 and not 3: no more of them ran" in said
     assert "kill:planner@11 never struck: the data ended after 10 steps" in said
@@ -303,7 +311,8 @@ def test_a_state_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -
 def test_a_bad_job_file_shows_all_its_problems_and_no_traceback(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(
-        "name: x\nsources:\n  web: {uri: 3, wieght: 1}\nbatch: {samples: 0, context: 8}\nstrategie: x\n"
+        "name: x\nsources:\n  web: {uri: 3, wieght: 1}\nbatch: {samples: 0, context: "
+        "8}\nstrategie: x\n"
     )
     result = overlord("run", path)
     assert result.exit_code == 2
@@ -322,7 +331,8 @@ def test_functions_of_a_job_file_come_from_an_imported_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_functions_of_cli_test.py").write_text(
-        "import overlord as ov\n\ndef short(row):\n    return len(row['tokens']) < 9\n\nov.register_function('cli_test_short', short)\n"
+        "import overlord as ov\n\ndef short(row):\n    return len(row['tokens']) < "
+        "9\n\nov.register_function('cli_test_short', short)\n"
     )
     path = job_file(tmp_path)
     job = yaml.safe_load(path.read_text())
@@ -434,8 +444,10 @@ def test_a_plan_that_cannot_be_says_why(tmp_path: Path, args: tuple[str, ...], s
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom overlord.cli.main import cli\ntry:\n    cli(['--help'])\nexcept SystemExit:\n    pass\n"
-        "heavy = {'numpy', 'pyarrow', 'rich', 'yaml', 'tokenizers', 'torch'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "import sys\nfrom overlord.cli.main import cli\ntry:\n    "
+        "cli(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'numpy', 'pyarrow', 'rich', 'yaml', 'tokenizers', 'torch'} & "
+        "set(sys.modules)\nassert not heavy, heavy\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=_env(), capture_output=True, text=True, timeout=60

@@ -1,4 +1,6 @@
-"""What the command line says to people who give it the wrong file, the wrong state or the wrong column."""
+"""What the command line says to people who give it the wrong file, the wrong state or the wrong
+column.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def test_of_many_differences_a_mismatch_keeps_all_and_shows_some() -> None:
     assert str(error).splitlines() == [
         "the state belongs to another job; 42 part(s) differ",
         "  - sources of the state that the job lacks: x: 1",
-        "  - sources that changed: s0 (files, transforms), s10 (files, transforms), s11 (files, transforms), s12 (files, transforms), "
+        "  - sources that changed: s0 (files, transforms), s10 (files, transforms), s11 "
+        "(files, transforms), s12 (files, transforms), "
         "s13 (files, transforms) and 15 more",
         "  - seed: saved 1, found 2",
         "mend it",
@@ -102,7 +105,10 @@ def test_what_is_no_state_is_called_that_and_what_one_is_is_said(
     path = tmp_path / "state.json"
     path.write_text(text)
     words = said("run", job_file(tmp_path), "--steps", "1", "--resume", path)
-    wanted = "not an Overlord state: expected a mapping with version, job, fingerprint, step, cursors and more, as state_dict() gives it, "
+    wanted = (
+        "not an Overlord state: expected a mapping with version, job, fingerprint, step, "
+        "cursors and more, as state_dict() gives it, "
+    )
     assert f"{path}: {wanted}" in words
     assert found in words
     assert "another job" not in words

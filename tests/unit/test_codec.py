@@ -374,7 +374,8 @@ def test_a_record_with_other_fields_or_an_unknown_name_is_refused():
     for fields in ([layout, 1], [layout, 1, 2, 3], [layout + 1, 1, 2], [layout], [], ["x", 1, 2]):
         with pytest.raises(
             FrameError,
-            match="wanted a Consumed of rank, step, found one with other fields; both sides must run the same version",
+            match="wanted a Consumed of rank, step, found one with other fields; both sides "
+            "must run the same version",
         ):
             decode(tree([8, "Consumed", *fields]), [])
     with pytest.raises(
@@ -389,7 +390,8 @@ def test_a_record_that_its_own_class_refuses_is_refused():
     header, columns = encode(ClientPlaceTree(dp=77))
     with pytest.raises(
         FrameError,
-        match=r"wanted a ClientPlaceTree that can be, found JobError: place.dp: wanted a whole number",
+        match=r"wanted a ClientPlaceTree that can be, found JobError: place.dp: wanted a whole "
+        r"number",
     ):
         decode(header.replace(b"\x4d", b"\x00"), columns)
 

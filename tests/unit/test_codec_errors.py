@@ -1,4 +1,6 @@
-"""Exceptions in frames: ours and Python's own keep their type, fields and notes; others become words; none is made up."""
+"""Exceptions in frames: ours and Python's own keep their type, fields and notes; others become
+words; none is made up.
+"""
 
 from __future__ import annotations
 

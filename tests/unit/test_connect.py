@@ -12,7 +12,9 @@ from overlord.errors import DataStall
 
 
 class StalledServer:
-    """Answer every question at once with a stall, as a session does while one of its hosts is stopped."""
+    """Answer every question at once with a stall, as a session does while one of its hosts is
+    stopped.
+    """
 
     def __init__(self) -> None:
         self.questions = 0

@@ -58,7 +58,8 @@ def test_a_strategy_reads_as_one_chain() -> None:
 
 def test_mix_draws_from_the_front_by_the_rule_of_the_stream() -> None:
     graph = DGraph.from_buffer(candidates(), TREE).mix({"web": 0.75, "code": 0.25})
-    # six of web stand at 1/12, 3/12, ..., two of code at 1/4 and 3/4; ties go to web, which comes first
+    # six of web stand at 1/12, 3/12, ..., two of code at 1/4 and 3/4; ties go to web, which comes
+    # first
     assert "".join("wc"[s] for s in graph.buffer.source) == "wwcwwwcw"
     assert graph.buffer.row.tolist() == [0, 1, 0, 2, 3, 4, 1, 5]
     assert graph.buffer.drawn
@@ -168,7 +169,8 @@ def test_a_module_that_nobody_delivers_is_refused_by_name(name: str) -> None:
     graph = DGraph.from_buffer(drawn(web={"tokens": [8, 4]}), TREE).mix().distribute("DP").balance()
     with pytest.raises(
         PlanError,
-        match=f"module '{name}': expected 'backbone' or 'encoder', since no rank would receive any other",
+        match=f"module '{name}': expected 'backbone' or 'encoder', since no rank would receive "
+        "any other",
     ):
         graph.plan(**{name: graph})
     plan = graph.plan()
@@ -181,7 +183,10 @@ def test_a_module_on_another_mesh_is_refused_though_its_buckets_are_as_many() ->
     here, there = ClientPlaceTree(dp=2, tp=2), ClientPlaceTree(dp=4)
     samples = DGraph.from_buffer(buffer, here).mix().select("tokens").distribute("DP").balance()
     images = DGraph.from_buffer(buffer, there).mix().select("patches").distribute("WORLD")
-    problem = "expected a graph on pp1xdp2xcp1xtp2, got one on pp1xdp4xcp1xtp1; give both graphs the place"
+    problem = (
+        "expected a graph on pp1xdp2xcp1xtp2, got one on pp1xdp4xcp1xtp1; give both graphs "
+        "the place"
+    )
     with pytest.raises(PlanError, match=f"module 'encoder': {problem}"):
         samples.plan(encoder=images.balance())
     with pytest.raises(

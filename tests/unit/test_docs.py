@@ -1,4 +1,6 @@
-"""The documentation keeps up with the code: links lead somewhere, blocks of Python run, named files exist, tables list all fields."""
+"""The documentation keeps up with the code: links lead somewhere, blocks of Python run, named files
+exist, tables list all fields.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,8 @@ def test_blocks_of_python_run_in_the_order_of_the_page(page: Path, desk: Path):
     if page == ROOT / "README.md":
         pytest.importorskip("torch")
         names = (
-            "import torch\nmodel = torch.nn.Sequential(torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32))\n"
+            "import torch\nmodel = torch.nn.Sequential(torch.nn.Embedding(32, 8), "
+            "torch.nn.Linear(8, 32))\n"
             "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         )
     found = blocks(page, "python")
@@ -293,7 +296,9 @@ def test_the_files_of_the_paper_map_exist():
     ids=lambda page: page.name,
 )
 def test_files_named_in_pages_exist(page: Path):
-    """A bare name beside a path (`draw.py` after `planning/planner.py`) may be anywhere in the package."""
+    """A bare name beside a path (`draw.py` after `planning/planner.py`) may be anywhere in the
+    package.
+    """
     for name in re.findall(r"`([\w./]+\.py)`", text_of(page)):
         anywhere = list((ROOT / "src" / "overlord").rglob(name)) if "/" not in name else []
         assert (
@@ -333,7 +338,9 @@ def test_the_readme_names_its_two_commands_before_anything_else():
 
 
 def test_pages_give_methods_of_a_session_the_arguments_and_defaults_that_they_have():
-    """A call that a page writes out in full, as in `session.add_source(source, at=None, *, loaders=None)`."""
+    """A call that a page writes out in full, as in `session.add_source(source, at=None, *,
+    loaders=None)`.
+    """
     names = [
         name
         for name in dir(ov.Session)
@@ -364,15 +371,22 @@ def _parameters(method: Any) -> list[inspect.Parameter]:
 
 
 def test_the_page_on_laptops_says_when_a_program_needs_a_guard(desk: Path):
-    """Its block without the guard runs; with a function of its own in the job, it is the error that the page has in its table."""
+    """Its block without the guard runs; with a function of its own in the job, it is the error that
+    the page has in its table.
+    """
     [block] = [b for b in blocks(ROOT / "docs/deploy/laptop.md", "python") if "__main__" in b]
-    job = f"name: x\nsources: {{web: {{uri: {desk}/corpus/web, epochs: 1, transforms: [{{tokenize: {{tokenizer: tokenizer.json}}}}]}}}}\n"
+    job = (
+        f"name: x\nsources: {{web: {{uri: {desk}/corpus/web, epochs: 1, transforms: "
+        f"[{{tokenize: {{tokenizer: tokenizer.json}}}}]}}}}\n"
+    )
     (desk / "job.yaml").write_text(job + "batch: {samples: 50, context: 64}\n")
     bare = re.sub(r"^if __name__.*$", "if True:", block, flags=re.MULTILINE)
     own = bare.replace('ov.Job.from_yaml("job.yaml")', "job") + "\n"
     keep = (
-        "from dataclasses import replace\nimport overlord as ov\ndef keep(row):\n    return True\njob = ov.Job.from_yaml('job.yaml')\n"
-        "source = replace(job.sources[0], transforms=[ov.Filter(keep, rows=True), *job.sources[0].transforms])\n"
+        "from dataclasses import replace\nimport overlord as ov\ndef keep(row):\n    "
+        "return True\njob = ov.Job.from_yaml('job.yaml')\n"
+        "source = replace(job.sources[0], transforms=[ov.Filter(keep, rows=True), "
+        "*job.sources[0].transforms])\n"
         "job = replace(job, sources=[source])\n"
     )
     for text, code, words in (

@@ -47,8 +47,8 @@ def test_what_a_fault_cannot_do_is_refused_and_not_left_out():
         caught.value
     )
     assert (
-        "'kill:all*2@3': *2 is for loader-host or constructor-host; 'all' says already whom: leave it out"
-        in str(caught.value)
+        "'kill:all*2@3': *2 is for loader-host or constructor-host; 'all' says already "
+        "whom: leave it out" in str(caught.value)
     )
 
 

@@ -1,4 +1,6 @@
-"""Explanations of hand-made jobs, compared with the arrays of their plans; and of rows that are in no plan."""
+"""Explanations of hand-made jobs, compared with the arrays of their plans; and of rows that are in
+no plan.
+"""
 
 from __future__ import annotations
 

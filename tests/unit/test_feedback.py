@@ -1,4 +1,6 @@
-"""Stories of reports: what reaches a schedule and when, what is refused, and what a state holds of it."""
+"""Stories of reports: what reaches a schedule and when, what is refused, and what a state holds of
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ pytestmark = pytest.mark.timeout(200)
 
 
 class Listener:
-    """A schedule that writes down what it is told. What it wrote is shared by all copies, for the test to read."""
+    """A schedule that writes down what it is told. What it wrote is shared by all copies, for the
+    test to read.
+    """
 
     def __init__(self, heard: list[tuple[int, dict[str, float]]]):
         self.heard, self.total = heard, 0.0
@@ -89,7 +93,9 @@ def loss(step: int) -> dict[str, float]:
 def test_in_a_normal_loop_every_report_is_in_time_at_every_prefetch(
     prefetch: int, held: int
 ) -> None:
-    """A report may come as late as while the next step is worked on; the plan it is meant for has it, whatever the prefetch."""
+    """A report may come as late as while the next step is worked on; the plan it is meant for has
+    it, whatever the prefetch.
+    """
     heard: list[tuple[int, dict[str, float]]] = []
     lag = prefetch + 2
     with launch(job(Listener(heard), dp=2, feedback_lag=lag), prefetch=prefetch) as session:
@@ -171,7 +177,9 @@ def test_of_two_reports_of_a_rank_the_last_before_its_use_counts() -> None:
 def test_what_was_reported_before_steps_that_are_skipped_is_not_used_since_plans_run_ahead_of_it() -> (
     None
 ):
-    """Skipped steps do not fill the window, so how far planning is when a trainer speaks depends on its pace."""
+    """Skipped steps do not fill the window, so how far planning is when a trainer speaks depends on
+    its pace.
+    """
     heard: list[tuple[int, dict[str, float]]] = []
     digests = set()
     for seed in range(6):
@@ -576,7 +584,9 @@ def test_another_mixture_may_be_allowed_and_begins_to_learn() -> None:
 
 
 def test_ranks_that_saved_before_all_had_reported_may_still_load_their_own_states() -> None:
-    """The last reports are in some of the states and not in others; together they hold all, whoever loads first."""
+    """The last reports are in some of the states and not in others; together they hold all, whoever
+    loads first.
+    """
     made = job(Listener([]), dp=3, feedback_lag=4)
 
     def metrics(rank: int, step: int) -> dict[str, float]:

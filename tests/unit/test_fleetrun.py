@@ -1,4 +1,6 @@
-"""A job on a fleet that is not there: the real planner and assemblers on a virtual clock, and the command that shows it."""
+"""A job on a fleet that is not there: the real planner and assemblers on a virtual clock, and the
+command that shows it.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,10 @@ def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
     """Eight loaders of a source, 64 / 3 samples of it in a step, half a second each."""
     found = ran(job, Fleet(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64), row_s=0.5)
     assert found.most("waited_s") > 0
-    words = "source 's0': a step takes each of its 8 loaders 1.33 s, and it has no chunks for more (shuffle_chunks)"
+    words = (
+        "source 's0': a step takes each of its 8 loaders 1.33 s, and it has no chunks for "
+        "more (shuffle_chunks)"
+    )
     assert found.why(1.0) == words
 
 
@@ -243,6 +248,7 @@ def test_a_mesh_that_no_launch_takes_is_refused_before_anything_is_measured(
     )
     with pytest.raises(
         JobError,
-        match=r'simulate, 64 GPUs with cp 2, pp 1, tp 1: place: cp=2 cuts microbatches.*cp_split="none"',
+        match=r"simulate, 64 GPUs with cp 2, pp 1, tp 1: place: cp=2 cuts "
+        r'microbatches.*cp_split="none"',
     ):
         simulated(pictured(job, "s1"), Asked(gpus=[64], cp=2))

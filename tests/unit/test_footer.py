@@ -1,4 +1,6 @@
-"""Footers of Parquet files are not trusted: whatever they hold, the process goes on and the file is named."""
+"""Footers of Parquet files are not trusted: whatever they hold, the process goes on and the file is
+named.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,10 @@ def test_a_file_with_an_encrypted_column_is_named_with_a_remedy(tmp_path: Path) 
     path = str(write_encrypted(tmp_path / "a.parquet"))
     done = apart("-c", ENCRYPTED, path)
     assert done.returncode == 0, done.stderr[-500:]
-    problem = "expected columns that can be read, got encrypted ones: 'text'; write the file again without encryption"
+    problem = (
+        "expected columns that can be read, got encrypted ones: 'text'; write the file again "
+        "without encryption"
+    )
     first, second = done.stdout.splitlines()
     assert first == second
     assert path in first
@@ -74,9 +79,13 @@ def test_inspect_and_launch_name_a_file_with_an_encrypted_column(tmp_path: Path)
     """A user meets the error in both, and a local job must not end its trainer."""
     path = write_encrypted(tmp_path / "a.parquet", "tokens.list.element")
     (tmp_path / "job.yaml").write_text(
-        f"name: t\nsources: {{web: {{uri: {path}, transforms: [{{tokens: {{}}}}]}}}}\nbatch: {{samples: 2, context: 8}}\n"
+        f"name: t\nsources: {{web: {{uri: {path}, transforms: [{{tokens: "
+        f"{{}}}}]}}}}\nbatch: {{samples: 2, context: 8}}\n"
     )
-    launch = "import sys, overlord as ov\nwith ov.launch(ov.Job.from_yaml(sys.argv[1])) as session:\n    next(session.client(0))"
+    launch = (
+        "import sys, overlord as ov\nwith ov.launch(ov.Job.from_yaml(sys.argv[1])) as "
+        "session:\n    next(session.client(0))"
+    )
     for arguments in (["-m", "overlord", "inspect"], ["-c", launch]):
         done = apart(*arguments, str(tmp_path / "job.yaml"))
         said = "".join((done.stdout + done.stderr).split())

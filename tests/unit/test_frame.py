@@ -1,4 +1,6 @@
-"""Frames by example: the layout byte by byte, what is viewed and never copied, what is refused and in which words."""
+"""Frames by example: the layout byte by byte, what is viewed and never copied, what is refused and
+in which words.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Payload that comes in: nothing is believed of it before it is known to be what was planned, and no peer can break who gathers it."""
+"""Payload that comes in: nothing is believed of it before it is known to be what was planned, and
+no peer can break who gathers it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Steps that come again: what is complete stays, the rest comes anew, and what is of an earlier time is not heard."""
+"""Steps that come again: what is complete stays, the rest comes anew, and what is of an earlier
+time is not heard.
+"""
 
 from __future__ import annotations
 
@@ -295,7 +297,9 @@ def test_payload_of_no_generation_is_refused(generation: Any) -> None:
 def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_its_own_payload(
     data: st.DataObject,
 ) -> None:
-    """Loader hosts lose what is on its way, in any step; late words of each generation come in between."""
+    """Loader hosts lose what is on its way, in any step; late words of each generation come in
+    between.
+    """
     n, here = data.draw(st.integers(1, 6)), Later()
     flight: list[Any] = []  # of earlier generations, not come yet
     taken, generation = -1, 0

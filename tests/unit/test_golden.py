@@ -1,7 +1,8 @@
-"""The stream of fixed jobs, byte for byte, as it was when its digests were written: users' data order between releases.
+"""The stream of fixed jobs, byte for byte, as it was when its digests were written: users' data
+order between releases.
 
-A failure here means that a saved state would go on with other samples. If that is meant, ``python -m tests.golden`` writes
-the digests anew, and the changelog says **Breaks:**.
+A failure here means that a saved state would go on with other samples. If that is meant, ``python
+-m tests.golden`` writes the digests anew, and the changelog says **Breaks:**.
 """
 
 from __future__ import annotations

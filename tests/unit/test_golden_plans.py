@@ -1,6 +1,8 @@
-"""Small plans as they were when they were written down: a change of any placement is seen, and where.
+"""Small plans as they were when they were written down: a change of any placement is seen, and
+where.
 
-If a change is meant, ``python -m tests.golden plans`` writes them anew; look at the difference, and the changelog says **Breaks:**.
+If a change is meant, ``python -m tests.golden plans`` writes them anew; look at the difference, and
+the changelog says **Breaks:**.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The picture of a step: bindings that only a planned step tells, the flowchart, and the page with all its data and nothing foreign."""
+"""The picture of a step: bindings that only a planned step tells, the flowchart, and the page with
+all its data and nothing foreign.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def html_of(graph: ov.DGraph, tmp_path: Path, **modules: ov.DGraph) -> str:
 
 
 class Parsed(HTMLParser):
-    """Tags in order, attributes, and the text of every script; fails on a tag that is not closed where it should be."""
+    """Tags in order, attributes, and the text of every script; fails on a tag that is not closed
+    where it should be.
+    """
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,6 @@
-"""Stories of the low level: functions of the user's in place of the planner, the loaders and the constructors."""
+"""Stories of the low level: functions of the user's in place of the planner, the loaders and the
+constructors.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def tokens_of(steps: list[list[ov.Step]]) -> list[list[int]]:
 def by_row(
     columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int
 ) -> dict[str, Any]:
-    """Odd rows to one rank, even ones to the other, every other pair of them to the second microbatch."""
+    """Odd rows to one rank, even ones to the other, every other pair of them to the second
+    microbatch.
+    """
     return {"bucket": columns["row"] % place.dp, "microbatch": columns["row"] // 2 % 2}
 
 

@@ -1,4 +1,6 @@
-"""What a host does not hold: freed memory that nobody uses again, and pandas. How many arenas its threads share."""
+"""What a host does not hold: freed memory that nobody uses again, and pandas. How many arenas its
+threads share.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ HEAP = 2**26  # bytes: the GNU C library aligns the memory of an arena to this
 
 
 class Arenas:
-    """A host process that starts its threads in the order of a real one: service threads first, then workers."""
+    """A host process that starts its threads in the order of a real one: service threads first,
+    then workers.
+    """
 
     def shared(self, workers: int) -> list[list[str]]:
         """Return the threads that share an arena with a worker."""
@@ -156,7 +160,9 @@ class Arenas:
     reason="needs the GNU C library, and cores for threads to run at the same time",
 )
 def test_no_worker_of_a_host_process_shares_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C library gives arenas to threads in the order they come: with one for each worker, service threads had taken them."""
+    """The C library gives arenas to threads in the order they come: with one for each worker,
+    service threads had taken them.
+    """
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     with ProcessControl() as control:
@@ -176,7 +182,9 @@ class Noted(Machine):
 
 @pytest.mark.parametrize("links", [0, 40])
 def test_a_constructor_host_counts_all_its_threads_however_many_links_it_has(links: int) -> None:
-    """One thread serves all links of a server: more links need no more arenas. The planner is in another process here."""
+    """One thread serves all links of a server: more links need no more arenas. The planner is in
+    another process here.
+    """
     machine, peers = Noted(), Peers()
     before = set(threading.enumerate())
     settings = Settings(name="linked", token="t", workers=1, machine=machine)

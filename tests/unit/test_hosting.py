@@ -1,4 +1,6 @@
-"""Hosting: which loaders live in which process. Laws over random loads, and what people are promised about defaults."""
+"""Hosting: which loaders live in which process. Laws over random loads, and what people are
+promised about defaults.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,9 @@ def test_the_order_of_sources_does_not_matter_for_balance(
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=200), st.integers(1, 16))
 @examples(80)
 def test_light_sources_are_spread_to_within_one_of_them(costs: list[float], cores: int) -> None:
-    """Without limits in the way, the heaviest first is never further from even than one source's work."""
+    """Without limits in the way, the heaviest first is never further from even than one source's
+    work.
+    """
     loads = [load(f"s{i}", c, max_loaders=1) for i, c in enumerate(costs)]
     made = plan_hosts(loads, cores=cores)
     if max(map(len, by_host(loads, made).values())) < 25:  # no host was full

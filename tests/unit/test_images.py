@@ -1,4 +1,6 @@
-"""Images of a source: from columns to items, placeholders and metadata, and the rows that cannot be used."""
+"""Images of a source: from columns to items, placeholders and metadata, and the rows that cannot be
+used.
+"""
 
 from __future__ import annotations
 
@@ -294,7 +296,8 @@ def test_an_image_behind_the_first_piece_of_a_split_document_takes_it_out() -> N
     assert block.bad == [
         (
             0,
-            "an image ends at token 14, behind the first piece of 8; on_long='split' keeps images in the first piece",
+            "an image ends at token 14, behind the first piece of 8; on_long='split' "
+            "keeps images in the first piece",
         )
     ]
     assert items(block) == [[B]]

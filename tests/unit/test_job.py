@@ -234,7 +234,8 @@ def test_the_context_is_a_multiple_of_what_context_parallelism_cuts():
         )
     )
     assert found == [
-        "batch.context: wanted a multiple of 12 (pad_multiple, cp, tp for sequence_parallel), found 16"
+        "batch.context: wanted a multiple of 12 (pad_multiple, cp, tp for "
+        "sequence_parallel), found 16"
     ]
 
 
@@ -295,8 +296,8 @@ def test_a_good_job_reads_well_and_keeps_lists_as_tuples():
     assert made.names == ("web", "code")
     assert made.sources[0].transforms == (Tokens(),)
     assert (
-        repr(made)
-        == "Job('demo', 2 sources, 8 samples a step, pp1xdp4xcp1xtp1, llm_balance, sync microbatch, seed 0)"
+        repr(made) == "Job('demo', 2 sources, 8 samples a step, pp1xdp4xcp1xtp1, llm_balance, sync "
+        "microbatch, seed 0)"
     )
     assert pickle.loads(pickle.dumps(made)) == made
 

@@ -89,7 +89,8 @@ def test_a_file_says_what_python_says(tmp_path: Path):
 
 def test_sources_may_be_a_mapping(tmp_path: Path):
     job = read(
-        "{name: x, batch: {tokens: 9, context: 9}, sources: {b: {uri: /b}, a: {uri: /a, weight: 2}}}",
+        "{name: x, batch: {tokens: 9, context: 9}, sources: {b: {uri: /b}, a: {uri: /a, "
+        "weight: 2}}}",
         tmp_path,
     )
     assert job.sources == (Source("b", "/b"), Source("a", "/a", weight=2))
@@ -113,7 +114,8 @@ def test_only_what_differs_from_the_defaults_is_written(tmp_path: Path):
         batch=Batch(samples=8, context=16),
     )
     assert write_job(job) == (
-        "name: demo\nsources:\n- name: web\n  uri: /web/*.parquet\n  transforms:\n  - tokens: {}\nbatch:\n  samples: 8\n  context: 16\n"
+        "name: demo\nsources:\n- name: web\n  uri: /web/*.parquet\n  transforms:\n  - "
+        "tokens: {}\nbatch:\n  samples: 8\n  context: 16\n"
     )
     assert job.to_yaml() == write_job(job)
 
@@ -265,7 +267,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 
 def test_words_are_words_and_numbers_numbers(tmp_path: Path):
     job = read(
-        "{name: no, batch: {samples: 1, context: 1}, sources: [{name: 2024-01-01, uri: /x, weight: 1e-3}, {name: on, uri: /x}]}",
+        "{name: no, batch: {samples: 1, context: 1}, sources: [{name: 2024-01-01, uri: "
+        "/x, weight: 1e-3}, {name: on, uri: /x}]}",
         tmp_path,
     )
     assert (job.name, job.names, job.sources[0].weight) == ("no", ("2024-01-01", "on"), 0.001)
@@ -274,8 +277,10 @@ def test_words_are_words_and_numbers_numbers(tmp_path: Path):
 def test_functions_come_from_the_registry_only(tmp_path: Path):
     head = "{name: x, batch: {samples: 1, context: 1}, sources: {a: {uri: /x, transforms: [%s]}}}"
     assert problems(head % "{map: {fn: os.getcwd}}", tmp_path) == [
-        "sources.a.transforms[0].map.fn: no function is registered as 'os.getcwd' (known: clean, random row); "
-        "call ov.register_function before the file is read; on the command line, in a module named by --import"
+        "sources.a.transforms[0].map.fn: no function is registered as 'os.getcwd' "
+        "(known: clean, random row); "
+        "call ov.register_function before the file is read; on the command line, in a "
+        "module named by --import"
     ]
     assert problems(head % "{meta: {name: m, fn: clean, column: c}}", tmp_path) == [
         "sources.a.transforms[0].meta: wanted exactly one of column and fn"

@@ -1,4 +1,6 @@
-"""The journal in a directory: who may write, what is refused and in which words, and what is left after a disk failed."""
+"""The journal in a directory: who may write, what is refused and in which words, and what is left
+after a disk failed.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,8 @@ def test_a_directory_with_other_things_in_it_is_told_of_once(tmp_path, caplog):
     (tmp_path / "a.parquet").write_bytes(b"")
     Log.create(tmp_path, JOB).close()
     assert [r.message for r in caplog.records] == [
-        f"journal {tmp_path}: there are other things in this directory (a.parquet, web); a journal had better have its own"
+        f"journal {tmp_path}: there are other things in this directory (a.parquet, web); "
+        "a journal had better have its own"
     ]
     Log.open(tmp_path, JOB)[0].close()
     Log.create(tmp_path / "new", JOB).close()

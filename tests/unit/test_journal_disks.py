@@ -1,4 +1,6 @@
-"""Disks that fail under the journal: what is kept, what is said, and that nothing is taken for durable which is not."""
+"""Disks that fail under the journal: what is kept, what is said, and that nothing is taken for
+durable which is not.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,9 @@ def test_a_file_where_the_directory_should_be_is_told(tmp_path):
 
 
 def test_what_is_acknowledged_was_synced_and_what_is_gone_on_from_too(tmp_path, monkeypatch):
-    """In this order: what a segment holds, then that it is there. A writer that was killed may have written what no disk has yet."""
+    """In this order: what a segment holds, then that it is there. A writer that was killed may have
+    written what no disk has yet.
+    """
     synced: list[str] = []
     for module, call in ((directory.os, "fsync"), (directory, "_sync_data")):
         monkeypatch.setattr(module, call, _noting(getattr(module, call), synced))

@@ -1,4 +1,6 @@
-"""What can be asked of ``launch`` and of sources: options that are refused in words, worker processes, rows from objects."""
+"""What can be asked of ``launch`` and of sources: options that are refused in words, worker
+processes, rows from objects.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
     [
         (
             {"partition": "atuo"},
-            "partition: wanted how loaders are given to sources, found 'atuo'; did you mean 'auto'?",
+            "partition: wanted how loaders are given to sources, found 'atuo'; did you "
+            "mean 'auto'?",
         ),
         (
             {"partition": 3},
@@ -91,19 +94,22 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ({"max_restarts": -1}, "max_restarts: wanted a whole number of at least 0, found -1"),
         (
             {"constructors": False},
-            "constructors: False is for runtime='process', where it is measured; in one process there is no hop to leave out: leave it",
+            "constructors: False is for runtime='process', where it is measured; in one "
+            "process there is no hop to leave out: leave it",
         ),
         ({"constructors": 1}, "constructors: wanted True or False, found 1"),
         ({"sources_per_host": 0}, "sources_per_host: wanted a whole number of at least 1, found 0"),
         ({"ring_bytes": 1.5}, "ring_bytes: wanted a whole number of at least 1, found 1.5"),
         (
             {"runtime": "cloud"},
-            "runtime: wanted 'local' (in this process) or 'process' (in processes of this machine) or 'ray' (on a Ray",
+            "runtime: wanted 'local' (in this process) or 'process' (in processes of "
+            "this machine) or 'ray' (on a Ray",
         ),
         ({"address": "head:6379"}, "address: 'head:6379' is for runtime='ray'; leave it out"),
         (
             {"runtime": "ray", "address": "head"},
-            "address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found 'head'",
+            "address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', "
+            "found 'head'",
         ),
         (
             {"runtime": "ray", "address": "auto"},
@@ -115,7 +121,8 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"ports": "7000-7099"},
-            "ports: in one process nobody listens but session.serve, which has a port= of its own: leave it out",
+            "ports: in one process nobody listens but session.serve, which has a port= "
+            "of its own: leave it out",
         ),
         (
             {"runtime": "process", "ports": "7099-7000"},
@@ -140,7 +147,8 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"runtime": "ray", "node_labels": {"pool": 3}},
-            "node_labels: wanted labels with their values, as in {'pool': 'cpu'}, found {'pool': 3}",
+            "node_labels: wanted labels with their values, as in {'pool': 'cpu'}, found "
+            "{'pool': 3}",
         ),
         (
             {"runtime": "ray", "node_resources": {"disk": -1}},
@@ -159,7 +167,8 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ({"resume": Path("st.json")}, "resume: wanted a state, found 'st.json'"),
         (
             {"resume": "Auto"},
-            "resume: wanted a state, or 'auto' (from the job's journal), found 'Auto'; did you mean 'auto'?",
+            "resume: wanted a state, or 'auto' (from the job's journal), found 'Auto'; "
+            "did you mean 'auto'?",
         ),
         (
             {"resume": "last"},

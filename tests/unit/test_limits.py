@@ -1,4 +1,6 @@
-"""Cores and memory in a container: what its control group allows, of version 1 and of version 2, and nothing that stops a launch."""
+"""Cores and memory in a container: what its control group allows, of version 1 and of version 2,
+and nothing that stops a launch.
+"""
 
 from __future__ import annotations
 

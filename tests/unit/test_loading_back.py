@@ -175,7 +175,9 @@ def test_failures_before_the_cursor_are_left_out_and_those_behind_it_stay() -> N
 def test_documents_that_lost_tokens_are_told_again_from_behind_the_cursor_on(
     row: int, rest: list[int]
 ) -> None:
-    """Row 4 is a sample that was cut: its loss was counted when it was drawn. Rows 1 and 6 were dropped."""
+    """Row 4 is a sample that was cut: its loss was counted when it was drawn. Rows 1 and 6 were
+    dropped.
+    """
     kept = Memory(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0, 4], long=[1, 4, 6])))
     made = kept.since(replay_buffer.Since.of(Cursor(0, 0, 0, 0, row, 0), PLAIN))
@@ -507,7 +509,9 @@ class Constructor:
             self.came.notify_all()
 
     def wait(self, n: int, since: int = 0) -> list[tuple[int, int, list[bytes]]]:
-        """Payload of a generation and those after it; a thread that was slow may still send what nobody hears."""
+        """Payload of a generation and those after it; a thread that was slow may still send what
+        nobody hears.
+        """
         with self.came:
             assert self.came.wait_for(
                 lambda: sum(p.generation >= since for p in self.payload) >= n, 20.0

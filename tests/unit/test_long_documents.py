@@ -1,4 +1,6 @@
-"""Documents longer than the context: by default no token is lost, and what a job chooses to lose is counted for every source."""
+"""Documents longer than the context: by default no token is lost, and what a job chooses to lose is
+counted for every source.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ def test_by_default_every_token_of_a_long_document_is_delivered(tmp_path: Path) 
     )
     path = tmp_path / "job.yaml"
     path.write_text(
-        "name: x\nsources: {a: {uri: a.jsonl, transforms: [tokens]}}\nbatch: {samples: 2, context: 8}\n"
+        "name: x\nsources: {a: {uri: a.jsonl, transforms: [tokens]}}\nbatch: {samples: "
+        "2, context: 8}\n"
     )
     assert ov.Job.from_yaml(path).on_long == "split"
 

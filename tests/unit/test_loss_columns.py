@@ -1,4 +1,6 @@
-"""A column that says which tokens have a loss is refused by name until it is supported: ignored, it would train on the wrong tokens."""
+"""A column that says which tokens have a loss is refused by name until it is supported: ignored, it
+would train on the wrong tokens.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def test_a_mask_beside_the_ids_is_refused_by_name(tmp_path: Path, kind: str, nam
     uri = source_of(
         kind, tmp_path, [{"tokens": row["tokens"], name: row["loss_mask"]} for row in ROWS]
     )
-    problem = f"expected token ids alone, got the column '{name}' beside them, which is not supported yet; add Select"
+    problem = (
+        f"expected token ids alone, got the column '{name}' beside them, which is not "
+        "supported yet; add Select"
+    )
     for transforms in ([ov.Tokens("tokens")], [], [ov.Tokens("tokens"), ov.Filter(len_is_three)]):
         with pytest.raises(SourceError, match=problem):
             first_step(uri, *transforms)
@@ -68,7 +73,10 @@ def unmasked(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_function_that_returns_a_mask_is_refused_by_name(tmp_path: Path) -> None:
     uri = source_of("jsonl", tmp_path, ROWS)
-    problem = "expected columns that a job can use, got 'loss_mask', which is not supported yet; return 'tokens' without 'loss_mask'"
+    problem = (
+        "expected columns that a job can use, got 'loss_mask', which is not supported yet; "
+        "return 'tokens' without 'loss_mask'"
+    )
     with pytest.raises(TransformError, match=problem):
         first_step(uri, ov.Map(masked, rows=True))
     with pytest.raises(

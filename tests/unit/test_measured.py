@@ -1,4 +1,6 @@
-"""The README's "Measured" table, cell by cell: each number is that of the newest result page which has its row."""
+"""The README's "Measured" table, cell by cell: each number is that of the newest result page which
+has its row.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def test_the_section_holds_no_other_figure() -> None:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of the pages up to a fixed day, whose cells the tests change. Later pages do not change these tests."""
+    """A copy of the pages up to a fixed day, whose cells the tests change. Later pages do not
+    change these tests.
+    """
     for path in RESULTS.glob("*.md"):
         if path.name[:10] <= LAST_DAY:
             shutil.copy(path, tmp_path / path.name)
@@ -148,7 +152,10 @@ def test_starred_and_computed_cells_may_not_be_quoted() -> None:
 
 def test_the_first_alternative_that_was_measured_is_shown(copied: Path) -> None:
     preferred, before = ROWS[3][0], shown(pages(copied))[3]
-    head = "| loader | shuffle | sources | ranks | setting | x less than torch |\n|---|---|---|---|---|---|\n"
+    head = (
+        "| loader | shuffle | sources | ranks | setting | x less than torch "
+        "|\n|---|---|---|---|---|---|\n"
+    )
     row = "| process | on | 300 | 8 | smallest that keeps pace | 4.2 |\n"
     tag = "<!-- made by: memory.py; on: 16 cores; run: 2026-11-16.9 -->"
     old = Page.read(copied / "2026-11-16-memory.md").text.partition("## Source parallelism")[2]

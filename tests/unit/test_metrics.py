@@ -1,4 +1,6 @@
-"""What is told of a source whose readers say nothing: no figure that people count through may be missing for it."""
+"""What is told of a source whose readers say nothing: no figure that people count through may be
+missing for it.
+"""
 
 from __future__ import annotations
 

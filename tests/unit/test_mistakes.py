@@ -1,4 +1,6 @@
-"""Plausible mistakes in a strategy, a plan or a session get a named error that says what was wanted and what was found."""
+"""Plausible mistakes in a strategy, a plan or a session get a named error that says what was wanted
+and what was found.
+"""
 
 from __future__ import annotations
 

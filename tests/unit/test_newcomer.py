@@ -1,4 +1,6 @@
-"""What a person meets in the first hour: misspelled names, jobs pasted together, and whether the words then help."""
+"""What a person meets in the first hour: misspelled names, jobs pasted together, and whether the
+words then help.
+"""
 
 from __future__ import annotations
 
@@ -100,8 +102,8 @@ def test_inspect_says_so_where_every_document_would_be_dropped(tmp_path: Path) -
     result = overlord("inspect", job_file(tmp_path, {"web": source}, on_long="drop"))
     assert result.exit_code != 0
     assert (
-        "no sampled row became a sample; all 2 documents are longer than the context of 64 (on_long: drop)"
-        in result.output
+        "no sampled row became a sample; all 2 documents are longer than the context of "
+        "64 (on_long: drop)" in result.output
     )
 
 
@@ -252,7 +254,8 @@ def test_worker_processes_of_a_program_that_launches_at_import_say_what_is_missi
         "import overlord as ov\n"
         "def same(columns):\n    return columns\n"
         f"transforms = [ov.Map(same, holds_lock=True), ov.Tokenize({tokenizer!r})]\n"
-        f"job = ov.Job(name='x', sources=[ov.Source('web', {path!r}, transforms=transforms)], batch=ov.Batch(samples=8, context=64))\n"
+        f"job = ov.Job(name='x', sources=[ov.Source('web', {path!r}, "
+        "transforms=transforms)], batch=ov.Batch(samples=8, context=64))\n"
         "with ov.launch(job) as session:\n"
         "    next(session.client(0))\n"
     )

@@ -1,4 +1,6 @@
-"""The distribution: one name in the metadata, the errors and the documentation; licence, types and version inside it."""
+"""The distribution: one name in the metadata, the errors and the documentation; licence, types and
+version inside it.
+"""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(
     assert time.now == pytest.approx(60), "the last try is at the deadline"
     assert isinstance(found, Unreachable)
     assert (
-        str(found)
-        == f"cannot be read: Input/output error after {len(time.pauses) + 1} tries in {time.now:.1f} s (seen: EIO x{len(time.pauses) + 1})"
+        str(found) == f"cannot be read: Input/output error after {len(time.pauses) + 1} tries in "
+        f"{time.now:.1f} s (seen: EIO x{len(time.pauses) + 1})"
     )
     assert tally.trouble() == {
         "retries": len(time.pauses),
@@ -113,7 +113,8 @@ def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(
         assert trying(Time(), 5, OSError(errno.ENOENT, "no"))[0] == "bytes"
         assert trying(Time(), 0, OSError(errno.ENOENT, "no"))[0] == "bytes"
     assert [r.message for r in caplog.records] == [
-        "source 'web', a.parquet: the file is gone since the source was indexed (No such file or directory); "
+        "source 'web', a.parquet: the file is gone since the source was indexed (No such "
+        "file or directory); "
         "it is tried again for up to 120 s",
         "source 'web', a.parquet: well again after 3.1 s and 6 tries",
     ]
@@ -349,7 +350,10 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
     [("ext4", True), ("overlay", True), ("nfs4", False), ("fuse.s3fs", False), ("lustre", False)],
 )
 def test_only_disks_of_this_machine_are_known_to_answer(kind: str, disk: bool) -> None:
-    mounts = f"22 1 0:31 / / rw - tmpfs none rw\n36 22 0:45 / /data\\040two rw,noatime shared:1 - {kind} host:/x rw\nbroken line"
+    mounts = (
+        "22 1 0:31 / / rw - tmpfs none rw\n36 22 0:45 / /data\\040two rw,noatime shared:1 - "
+        f"{kind} host:/x rw\nbroken line"
+    )
     assert kind_of(os.makedev(0, 45), mounts) == kind
     assert (kind in DISKS) is disk
     assert kind_of(os.makedev(8, 1), mounts) == ""

@@ -205,7 +205,9 @@ def test_pixels_are_the_same_every_time_and_the_item_is_left_alone() -> None:
 
 
 def test_a_large_jpeg_is_decoded_smaller_by_a_rule_that_the_item_shows() -> None:
-    """A quarter of the size, and then resized: close to the whole image resized; the same where nothing is gained, or not wanted."""
+    """A quarter of the size, and then resized: close to the whole image resized; the same where
+    nothing is gained, or not wanted.
+    """
     data = jpeg(400, 600, quality=95)
     wanted = plain(Image.open(io.BytesIO(data)), 28, 14)
     exact, scaled = item_of(data, scaled=False), item_of(data)
@@ -273,7 +275,9 @@ def test_a_prefix_that_makes_no_sense_is_refused(change: Any, reason: str) -> No
 def test_what_a_program_set_for_its_own_images_changes_nothing_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Packages that people import tell Pillow to take files that are cut short; hosts of the process runtime do not import them."""
+    """Packages that people import tell Pillow to take files that are cut short; hosts of the
+    process runtime do not import them.
+    """
     whole = png(40, 60)
     broken = (
         whole[: len(whole) // 2]

@@ -1,4 +1,6 @@
-"""The hosts of a job by node: what is reported while a share is exceeded, and which hosts move when a node joins."""
+"""The hosts of a job by node: what is reported while a share is exceeded, and which hosts move when
+a node joins.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ HOSTS = ["constructor-host/0", *(f"loader-host/{i}" for i in range(3))]
 
 
 class Nodes:
-    """The nodes of a cluster, as a control plane tells of them; what was asked of them is in their figures at once."""
+    """The nodes of a cluster, as a control plane tells of them; what was asked of them is in their
+    figures at once.
+    """
 
     def __init__(self, *nodes: Node):
         self.there = list(nodes)
@@ -76,8 +80,8 @@ def test_an_exceeded_share_is_reported_once_in_the_log_and_for_as_long_as_it_las
     assert row == {"node": "gpu-0", "hosts": 4, "allowed": 2, "for_s": 6.0}
     [said] = [r.getMessage() for r in caplog.records]
     assert (
-        said
-        == "node gpu-0 runs 4 hosts of this job, and sidecar=0.5 allows 2: no other node had room. They move when one has"
+        said == "node gpu-0 runs 4 hosts of this job, and sidecar=0.5 allows 2: no other node "
+        "had room. They move when one has"
     )
     [(what, words)] = placement_facts(made.figures())
     assert what == "sidecar=0.5 exceeded"
@@ -155,8 +159,8 @@ def test_a_move_is_told_when_it_is_accepted_and_proposed_until_then(
     accept()
     told = [r.getMessage() for r in caplog.records if "moves to" in r.getMessage()]
     assert (
-        told[0]
-        == "loader-host/2 moves to node cpu-0, which has room: node gpu-0 runs more hosts than it may"
+        told[0] == "loader-host/2 moves to node cpu-0, which has room: node gpu-0 runs more hosts "
+        "than it may"
     )
     assert len(told) == 2
     machine.beat()

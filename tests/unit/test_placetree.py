@@ -74,7 +74,9 @@ def test_what_is_outside_the_mesh_is_refused() -> None:
 
 
 def test_the_default_order_is_megatrons() -> None:
-    """Megatron-LM's RankGenerator with order tp-cp-ep-dp-pp, its default: groups of 16 ranks with tp 2, cp 2, dp 2, pp 2."""
+    """Megatron-LM's RankGenerator with order tp-cp-ep-dp-pp, its default: groups of 16 ranks with
+    tp 2, cp 2, dp 2, pp 2.
+    """
     tree = ClientPlaceTree(pp=2, dp=2, cp=2, tp=2)
     assert tree.buckets("TP") == [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]]
     assert [tree.coords(r)["cp"] for r in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
@@ -123,7 +125,8 @@ def test_a_tree_comes_from_a_real_device_mesh() -> None:
         assert ClientPlaceTree.from_device_mesh(made) == ClientPlaceTree(pp=2, dp=4, tp=2)
         with pytest.raises(
             JobError,
-            match="unknown mesh dimension 'ep'; known: pp, dp, cp, tp, dp_replicate, dp_shard, ddp, fsdp, batch",
+            match="unknown mesh dimension 'ep'; known: pp, dp, cp, tp, dp_replicate, dp_shard, "
+            "ddp, fsdp, batch",
         ):
             ClientPlaceTree.from_device_mesh(
                 init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "ep"))

@@ -1,4 +1,6 @@
-"""Hosts go beside the trainers first, to machines without ranks when that runs out, and never nowhere."""
+"""Hosts go beside the trainers first, to machines without ranks when that runs out, and never
+nowhere.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ def test_a_node_that_is_not_there_is_told_once_with_those_that_are() -> None:
     assert said == "rank_nodes: no node of the cluster is called 'gpu-7'; there are cpu-0"
     [said] = problems([*CPUS, *TRAINERS], BESIDE, 8)
     assert (
-        said
-        == "rank_nodes: wanted a node for each of 8 ranks, found 4: name them by rank, from rank 0 on"
+        said == "rank_nodes: wanted a node for each of 8 ranks, found 4: name them by rank, from "
+        "rank 0 on"
     )
 
 
@@ -171,7 +173,8 @@ def test_whoever_waits_is_told_of_what_was_asked_for_by_name() -> None:
     ]
     said = no_room(Place(num_cpus=1, memory=2**20, resources=(("scratch", 1.0),)), nodes)
     assert said.startswith(
-        "a node with 1 core and 1 MB and scratch=1 idle (there are data-0 4 cores and 1024 MB and scratch=0.5, gpu-0 0"
+        "a node with 1 core and 1 MB and scratch=1 idle (there are data-0 4 cores and "
+        "1024 MB and scratch=0.5, gpu-0 0"
     )
     assert "scratch" not in no_room(Place(num_cpus=9), nodes)
 
@@ -260,7 +263,9 @@ SEVEN = ["constructor-host/0", *(f"loader-host/{i}" for i in range(7))]
 def after_loss(
     names: list[str], nodes: list[Node], left: list[Node], layout: Layout
 ) -> dict[str, Spot]:
-    """Where hosts are when nodes were lost, and those that were there have been started again on what is left."""
+    """Where hosts are when nodes were lost, and those that were there have been started again on
+    what is left.
+    """
     placed = all_spots(names, nodes, layout)
     for name in names:
         placed[name] = again(placed[name], left) or choose(name, left, layout, placed)
@@ -439,7 +444,8 @@ def test_labels_and_resources_that_no_node_has_are_told_with_those_there_are() -
         Node(id="b", address="10.0.0.9"),
     ]
     assert problems(there, Layout(labels={"pool": "cpu"}), 1) == [
-        "node_labels: no node of the cluster has pool=cpu; there are gpu-0 with pool=gpu and disk=2.0; 10.0.0.9 with none"
+        "node_labels: no node of the cluster has pool=cpu; there are gpu-0 with pool=gpu "
+        "and disk=2.0; 10.0.0.9 with none"
     ]
     [said] = problems(there, Layout(resources={"disk": 3}), 1)
     assert said.startswith(
@@ -451,7 +457,9 @@ def test_labels_and_resources_that_no_node_has_are_told_with_those_there_are() -
 
 
 def test_a_machine_that_the_cluster_is_to_find_is_none_with_ranks() -> None:
-    """Their share is used up: Ray, which knows no shares, would take the rest of it, and no machine be added."""
+    """Their share is used up: Ray, which knows no shares, would take the rest of it, and no machine
+    be added.
+    """
     layout = Layout(
         rank_nodes=BESIDE.rank_nodes,
         ranks_of=BESIDE.ranks_of,

@@ -1,4 +1,6 @@
-"""The planner and the front of a source's stream: what they keep, what they refuse, and what timing must not change."""
+"""The planner and the front of a source's stream: what they keep, what they refuse, and what timing
+must not change.
+"""
 
 from __future__ import annotations
 
@@ -207,7 +209,9 @@ def found(keys: list[int], dropped: int = 0, bad: tuple[int, ...] = ()) -> Found
 
 
 def test_news_of_a_failure_that_come_early_break_the_stream_no_sooner() -> None:
-    """Loader 1 fails in window 1; loader 0 is slow. In every order of arrival the same samples come before the break."""
+    """Loader 1 fails in window 1; loader 0 is slow. In every order of arrival the same samples come
+    before the break.
+    """
     gone = SourceError("a", "gone")
     of_loader = {
         0: [Announce(0, 0, 0, 0, found([1, 3]), True), Announce(0, 0, 0, 1, found([10, 12]), True)],

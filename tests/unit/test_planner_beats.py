@@ -1,4 +1,6 @@
-"""What a planner is killed for that stands still: it says nothing, or its process answers and its pump does not come to an end."""
+"""What a planner is killed for that stands still: it says nothing, or its process answers and its
+pump does not come to an end.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SILENT, STUCK = (
 
 
 class Control:
-    """Whoever is asked answers as told, so many ticks later: True, it has moved; False, it has not; None, never."""
+    """Whoever is asked answers as told, so many ticks later: True, it has moved; False, it has not;
+    None, never.
+    """
 
     def __init__(self, answers: list[tuple[bool | None, int]]):
         self.answers, self.now, self.asked = answers, 0, list[tuple[int, bool, Future[Any]]]()

@@ -1,4 +1,6 @@
-"""Folders of temporary files belong to this account alone, and a path that another account can replace is found."""
+"""Folders of temporary files belong to this account alone, and a path that another account can
+replace is found.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from overlord.ray.private_folder import (
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder that other accounts can enter; those of pytest are private, which hides all below them."""
+    """A folder that other accounts can enter; those of pytest are private, which hides all below
+    them.
+    """
     made = Path(tempfile.mkdtemp(dir="/tmp"))
     made.chmod(0o755)
     yield made
@@ -76,7 +80,8 @@ def test_a_symlink_or_a_folder_of_another_account_is_refused_by_name(
     monkeypatch.setattr(private_folder.os, "geteuid", lambda: owner + 1)
     with pytest.raises(
         NotPrivate,
-        match=rf"expected a folder of account {owner + 1} with mode 0700, got a folder of account {owner} ",
+        match=rf"expected a folder of account {owner + 1} with mode 0700, got a folder of "
+        rf"account {owner} ",
     ):
         check_private(made)
 
@@ -163,6 +168,6 @@ def test_a_cluster_whose_sockets_others_can_replace_is_warned_of_once(
         check_folder(str(shared / "ray" / "sockets" / "raylet"))
     [said] = [record.getMessage() for record in caplog.records]
     assert (
-        f"since {shared}/ray has mode 0777: start Ray with --temp-dir=DIR/ray, where DIR has mode 0700"
-        in said
+        f"since {shared}/ray has mode 0777: start Ray with --temp-dir=DIR/ray, where DIR "
+        "has mode 0700" in said
     )

@@ -1,4 +1,6 @@
-"""Profiles: what is kept of what sources cost, as values and as files that nobody may trust blindly."""
+"""Profiles: what is kept of what sources cost, as values and as files that nobody may trust
+blindly.
+"""
 
 from __future__ import annotations
 

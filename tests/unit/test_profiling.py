@@ -32,7 +32,9 @@ WORDS = ["a", "few", "words", "of", "text"]
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Journals are opened again by the process that closed them: a sync that takes longer than a second must not be in the way."""
+    """Journals are opened again by the process that closed them: a sync that takes longer than a
+    second must not be in the way.
+    """
     monkeypatch.setattr(job_journal, "CLOSE_S", 30.0)
 
 

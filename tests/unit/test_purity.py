@@ -1,4 +1,6 @@
-"""Decisions are made without clocks, files, threads or frameworks: looked up in a fresh interpreter, and in the text of the files."""
+"""Decisions are made without clocks, files, threads or frameworks: looked up in a fresh
+interpreter, and in the text of the files.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ PURE = sorted(
     ]
 )
 
-# Not `threading`: numpy may bring it in. That our own files do not is what the look into their text is for.
+# Not `threading`: numpy may bring it in. That our own files do not is what the look into their text
+# is for.
 IMPURE = (
     "pyarrow",
     "torch",
@@ -68,7 +71,8 @@ IMPURE = (
     "multiprocessing",
     "subprocess",
 )
-STANDARD = {  # what a decision may need of the standard library: no clock, no disk, no chance, no threads
+# what a decision may need of the standard library: no clock, no disk, no chance, no threads
+STANDARD = {
     "__future__",
     "bisect",
     "collections",
@@ -86,7 +90,8 @@ STANDARD = {  # what a decision may need of the standard library: no clock, no d
     "types",
     "typing",
 }
-# A job is told paths and hands YAML over to jobfile.py, a source its rows to sources/python_objects.py and its URIs to uris.py, which
+# A job is told paths and hands YAML over to jobfile.py, a source its rows to
+# sources/python_objects.py and its URIs to uris.py, which
 # looks for secrets in them; none opens anything.
 # A graph hands itself over to be drawn, when asked.
 EXCEPTIONS = {

@@ -1,4 +1,6 @@
-"""Who waits at a socket for somebody that is deaf goes on after a while, and that one, when it wakes, finds what was said, and no end."""
+"""Who waits at a socket for somebody that is deaf goes on after a while, and that one, when it
+wakes, finds what was said, and no end.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def test_who_waits_goes_on_and_no_other_is_disturbed(
         assert hears(deaf.near) == [b""]
     until(lambda: caplog.records)  # it is said behind that
     assert [r.getMessage() for r in caplog.records] == [
-        "Ray's process of this node has not answered for 0.05 s that this program leaves it, which is not waited for"
+        "Ray's process of this node has not answered for 0.05 s that this program leaves "
+        "it, which is not waited for"
     ]
     deaf.near.close()  # as Ray does next
     woken = select.poll()

@@ -1,4 +1,6 @@
-"""A cluster's folder stays for as long as its owner lives, whatever number that has, and goes when the owner was killed."""
+"""A cluster's folder stays for as long as its owner lives, whatever number that has, and goes when
+the owner was killed.
+"""
 
 from __future__ import annotations
 

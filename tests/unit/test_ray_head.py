@@ -1,4 +1,6 @@
-"""A head that answers is believed at once, one that is away is waited for, one that is gone is given up in words."""
+"""A head that answers is believed at once, one that is away is waited for, one that is gone is
+given up in words.
+"""
 
 from __future__ import annotations
 

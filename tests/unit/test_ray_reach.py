@@ -1,4 +1,6 @@
-"""Which addresses lead to one head; when a cluster is used with a token, without one, or not at all; and where a process listens."""
+"""Which addresses lead to one head; when a cluster is used with a token, without one, or not at
+all; and where a process listens.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
             None,
             True,
             OPEN,
-            r"it asks for no token, so whoever reaches its ports runs code .*RAY_AUTH_MODE=disabled in the environment",
+            r"it asks for no token, so whoever reaches its ports runs code "
+            r".*RAY_AUTH_MODE=disabled in the environment",
         ),
         (
             None,
@@ -105,7 +108,8 @@ def test_without_a_token_only_where_that_is_said_by_name_and_with_one_warning(
         check_token(lambda: False, OPEN.__getitem__)
     [said] = caplog.messages
     assert said.startswith(
-        "the cluster is used without token authentication: whoever reaches its ports can run code in it"
+        "the cluster is used without token authentication: whoever reaches its ports can "
+        "run code in it"
     )
 
 

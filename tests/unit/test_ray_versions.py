@@ -1,4 +1,6 @@
-"""Which versions of Ray are used, used with a warning, and refused; and that code, metadata and documentation name the same ones."""
+"""Which versions of Ray are used, used with a warning, and refused; and that code, metadata and
+documentation name the same ones.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ def test_a_version_that_was_not_tested_is_warned_of_once(
     said = [record.getMessage() for record in caplog.records]
     assert [line.partition(" was")[0] for line in said] == ["Ray 2.61.0", "Ray 3.0.0.dev0"]
     assert (
-        "was not tested with this package: expected 2.53 to 2.60. If something breaks, pip install 'overlord-data[ray]'"
-        in said[0]
+        "was not tested with this package: expected 2.53 to 2.60. If something breaks, "
+        "pip install 'overlord-data[ray]'" in said[0]
     )
 
 

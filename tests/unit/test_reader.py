@@ -46,7 +46,9 @@ def test_a_window_does_not_hold_the_row_group_it_was_cut_from(tmp_path: Path) ->
 def test_slices_that_disagree_on_a_type_spoil_only_their_own_rows(
     tmp_path: Path, tokenizer: str
 ) -> None:
-    """Each file is one slice; in the second every text is a number, which is no text, and the others do not suffer."""
+    """Each file is one slice; in the second every text is a number, which is no text, and the
+    others do not suffer.
+    """
     for name, texts in (("a", ["one", "two"]), ("b", [1, 2]), ("c", ["three"])):
         (tmp_path / f"{name}.jsonl").write_text(
             "".join(json.dumps({"text": t}) + "\n" for t in texts)

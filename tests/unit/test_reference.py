@@ -97,7 +97,8 @@ def test_whole_weights_sum_to_the_unit_and_the_largest_remainders_get_what_is_mi
 
 
 def test_exact_draws_follow_the_deadlines():
-    # Step 0: owed 1.5 and 0.5; a must give 1, and its second is due first: (2-1.5)/.75 < (1-.5)/.25. Step 1: owed 1 and 1.
+    # Step 0: owed 1.5 and 0.5; a must give 1, and its second is due first: (2-1.5)/.75 <
+    # (1-.5)/.25. Step 1: owed 1 and 1.
     stream = reference_stream(job([source("a", 6, weight=3), source("b", 2)], samples=2))
     assert names(stream) == ["a0 a1", "a2 b0", "a3 a4", "a5 b1"]
 
@@ -127,7 +128,8 @@ def test_what_changed_weights_left_owed_is_drawn_by_the_earliest_deadline():
     def schedule(step: int, feedback: Any) -> dict[str, float]:
         return {"a": 1, "b": 1, "c": 1} if step == 0 else {"a": 1, "b": 1, "c": 0}
 
-    # One sample over three sources: a comes first, c forgets its third when its weight falls to zero.
+    # One sample over three sources: a comes first, c forgets its third when its weight falls to
+    # zero.
     sources = [source(n, 9) for n in "abc"]
     assert names(islice(reference_stream(job(sources, samples=1, mixture=schedule)), 5)) == [
         "a0",
@@ -142,8 +144,10 @@ def test_musts_beyond_the_batch_wait():
     def schedule(step: int, feedback: Any) -> dict[str, float]:
         return {"a": 3, "b": 3, "c": 1, "d": 1} if step < 2 else {"c": 1, "d": 3}
 
-    # Two steps leave a and b half a sample ahead, c and d half behind. Then c is owed 1 and d 2: three musts for two places; d's first is
-    # the most overdue, c's first and d's second are due at the same time. At last .5 and 2.5 are owed.
+    # Two steps leave a and b half a sample ahead, c and d half behind. Then c is owed 1 and d 2:
+    # three musts for two places; d's first is
+    # the most overdue, c's first and d's second are due at the same time. At last .5 and 2.5 are
+    # owed.
     sources = [source(n, 9) for n in "abcd"]
     assert names(islice(reference_stream(job(sources, samples=2, mixture=schedule)), 4)) == [
         "a0 b0",
@@ -157,7 +161,8 @@ def test_sub_draws_mix_every_microbatch():
     sources = [source("a", 6), source("b", 6)]
     whole_step = names(reference_stream(job(sources, samples=5, microbatches=2)))[0]
     assert whole_step == "a0 b0 a1 b1 a2"
-    # Sub-draws of 3 and 2: first a, b, a; then .5 and 1.5 are owed, b must give one, and both seconds are due at the same time: a.
+    # Sub-draws of 3 and 2: first a, b, a; then .5 and 1.5 are owed, b must give one, and both
+    # seconds are due at the same time: a.
     sub_draws = names(
         reference_stream(job(sources, samples=5, microbatches=2, mix_every="microbatch"))
     )
@@ -274,7 +279,8 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own():
 
 
 def test_a_window_is_one_slice_of_each_chunk_of_a_group():
-    # 6 rows by slice_rows 1 make one chunk of 16; with 40 rows the chunks are 0-15, 16-31, 32-39, all in one group.
+    # 6 rows by slice_rows 1 make one chunk of 16; with 40 rows the chunks are 0-15, 16-31, 32-39,
+    # all in one group.
     stream = reference_stream(
         job([source("a", 40, shuffle=True)], samples=40, slice_rows=1, shuffle_chunks=3)
     )

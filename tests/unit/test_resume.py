@@ -1,4 +1,6 @@
-"""``Job.journal`` and ``resume="auto"``: who is let in, where a job goes on, and what is said when a journal cannot be written."""
+"""``Job.journal`` and ``resume="auto"``: who is let in, where a job goes on, and what is said when
+a journal cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def undisturbed() -> list[tuple[int, str]]:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Journals are opened again by the process that closed them: a sync that takes longer than a second must not be in the way."""
+    """Journals are opened again by the process that closed them: a sync that takes longer than a
+    second must not be in the way.
+    """
     monkeypatch.setattr(job_journal, "CLOSE_S", 30.0)
 
 
@@ -127,7 +131,8 @@ def test_the_journal_of_another_job_is_refused_by_the_parts_that_differ(tmp_path
     for resume in ("auto", state):  # of the batch a digest is kept: what is in it is said
         with pytest.raises(
             ov.StateMismatch,
-            match=r"batch: saved .*, a digest of samples, .*found .*, which is samples=4, tokens=None",
+            match=r"batch: saved .*, a digest of samples, .*found .*, which is samples=4, "
+            r"tokens=None",
         ) as caught:
             ov.launch(job(tmp_path, batch=ov.Batch(samples=4, context=64)), resume=resume)
         assert list(caught.value.differences) == ["batch"]
@@ -308,7 +313,9 @@ def _full(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
 def test_a_step_that_was_written_just_before_the_disk_was_full_is_handed_out_though_it_was_not_known_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pump is busy when one plan becomes durable, and hears of that when the next one has failed already."""
+    """The pump is busy when one plan becomes durable, and hears of that when the next one has
+    failed already.
+    """
     real, busy, go, plans = Directory._write, threading.Event(), threading.Event(), list[int]()
 
     def is_busy() -> None:
@@ -316,7 +323,9 @@ def test_a_step_that_was_written_just_before_the_disk_was_full_is_handed_out_tho
         assert go.wait(30)
 
     def one_waits() -> bool:
-        """Behind this write. Not where all that may be planned is in it: then it is written, and the next one is looked at."""
+        """Behind this write. Not where all that may be planned is in it: then it is written, and
+        the next one is looked at.
+        """
         deadline = time.monotonic() + 0.2
         while not (found := bool(session._journal._writer._orders)) and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -1,4 +1,6 @@
-"""Shared memory that is filled again must never be memory that somebody still reads, here or in another process."""
+"""Shared memory that is filled again must never be memory that somebody still reads, here or in
+another process.
+"""
 
 from __future__ import annotations
 
@@ -362,7 +364,8 @@ def test_a_limit_of_the_size_of_files_is_told_with_whom_it_stops_and_how_to_rais
     try:
         with pytest.raises(
             OverlordError,
-            match=r"loader-host/7: wanted 1048576 bytes of shared memory, .* is 5120 bytes: .*ulimit -f",
+            match=r"loader-host/7: wanted 1048576 bytes of shared memory, .* is 5120 bytes: "
+            r".*ulimit -f",
         ):
             Ring(name="loader-host/7")(MB)
     finally:

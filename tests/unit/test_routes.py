@@ -37,7 +37,9 @@ TWO = ov.ClientPlaceTree(dp=2, tp=2)
 def by_hand(
     buffer: ov.Buffer, place: ov.ClientPlaceTree, ranks: list[int], slots: list[int] | None = None
 ) -> ov.LoadingPlan:
-    """Samples dealt out in turn; image i goes to ``ranks[i]``, in the encoder's microbatch ``slots[i]``."""
+    """Samples dealt out in turn; image i goes to ``ranks[i]``, in the encoder's microbatch
+    ``slots[i]``.
+    """
     graph = ov.DGraph.from_buffer(buffer, place).mix()
     images = graph.select("image_patches").distribute("WORLD").balance("none")
     samples = graph.select("tokens").distribute("DP").balance("none")
@@ -57,7 +59,8 @@ def by_hand(
 
 
 def test_a_route_says_what_a_rank_encodes_sends_and_gets_and_where_it_goes() -> None:
-    # Samples 0 and 2 (20 and 30 tokens) go to replica 0, whose first rank is 0; images 0 and 1 are of sample 0, image 2 of sample 2.
+    # Samples 0 and 2 (20 and 30 tokens) go to replica 0, whose first rank is 0; images 0 and 1 are
+    # of sample 0, image 2 of sample 2.
     routes = by_hand(PHOTOS, TWO, ranks=[3, 1, 1]).routes("encoder")
     one, owner, idle = (routes.for_rank(r) for r in (1, 0, 2))
     assert (one.items.tolist(), one.send_lens.tolist(), one.send_splits.tolist()) == (

@@ -1,4 +1,6 @@
-"""What is said to a planner elsewhere: it has happened once, or not at all, whoever tells of it first."""
+"""What is said to a planner elsewhere: it has happened once, or not at all, whoever tells of it
+first.
+"""
 
 from __future__ import annotations
 

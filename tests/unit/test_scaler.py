@@ -68,7 +68,8 @@ def test_a_source_that_fills_its_host_gets_more_once_that_was_seen_twice() -> No
         source="photos",
         hosts=2,
         had=1,
-        reason="625 samples a second of 2 ms take 1.2 hosts, its hosts have room for 1, trainers wait 20% of their time",
+        reason="625 samples a second of 2 ms take 1.2 hosts, its hosts have room for 1, "
+        "trainers wait 20% of their time",
     )
     assert str(scale).startswith("photos: 1 -> 2 loader hosts: 625 samples")
 
@@ -171,7 +172,8 @@ def test_where_nothing_is_moved_a_source_is_named_with_the_loaders_that_it_would
     assert isinstance(named, CannotKeepUp)
     assert (named.what, named.hosts, named.wanted) == ("loaders", 1, 2)
     assert str(named) == (
-        "photos cannot keep up: it would take 2 loaders and has 1: 625 samples a second of 2 ms, trainers wait 20% of their time; loaders= "
+        "photos cannot keep up: it would take 2 loaders and has 1: 625 samples a second "
+        "of 2 ms, trainers wait 20% of their time; loaders= "
         "and autoscale=True give it more"
     )
     assert told(Scaler(LIMITS, fixed=True), look(mine), 9) == [], "nobody waits for it"
@@ -228,7 +230,9 @@ def test_a_source_whose_hosts_are_full_gets_more_before_trainers_wait() -> None:
 
 
 def test_what_is_reckoned_leads_to_nothing_while_nobody_waits_and_hosts_idle() -> None:
-    """Half of what was drawn had been read before: by its cost it would need more than its host, and it does not."""
+    """Half of what was drawn had been read before: by its cost it would need more than its host,
+    and it does not.
+    """
     assert told(Scaler(LIMITS), look(seen(drawn=1000.0, read=400.0, lanes=0.45)), 6) == []
     [scale] = told(
         Scaler(LIMITS), look(seen(drawn=1000.0, read=400.0, lanes=0.45), waited_s=0.05), 2
@@ -381,7 +385,9 @@ THREADED = replace(LIMITS, cores=3, lanes=3.0)
 def test_pieces_of_work_that_take_turns_on_one_core_get_another_process_though_their_host_has_threads_left() -> (
     None
 ):
-    """Three pieces in progress kept one core busy between them: by Karp and Flatt all of it is serial."""
+    """Three pieces in progress kept one core busy between them: by Karp and Flatt all of it is
+    serial.
+    """
     scaler = Scaler(THREADED)
     [scale] = told(scaler, look(seen(lanes=1.0, took_s=3.0, most=3), waited_s=0.5), 2)
     assert (scale.source, scale.hosts) == ("photos", 3), "one for each core"
@@ -431,7 +437,8 @@ def test_where_nothing_is_moved_processes_are_the_remedy_for_code_that_holds_the
     [named] = told(Scaler(LIMITS, fixed=True), look(mine, waited_s=0.2), 9)
     assert isinstance(named, CannotKeepUp)
     assert named.reason.endswith(
-        "its code holds the interpreter lock: workers='processes', or runtime='process' with autoscale=True, "
+        "its code holds the interpreter lock: workers='processes', or runtime='process' "
+        "with autoscale=True, "
         "give it more"
     )
 

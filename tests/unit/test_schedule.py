@@ -431,7 +431,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.staged({5: A, 9: 1}),
             [
-                "stages: the first stage begins at step 5; say what steps before it draw, from 0 on",
+                "stages: the first stage begins at step 5; say what steps before it "
+                "draw, from 0 on",
                 "stages[9]: wanted weights by source name or a schedule, found 1",
             ],
         ),
@@ -455,7 +456,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.cosine(A, S.length_warmup(1, 2, 3, A), 5),
             [
-                "end: length_warmup(start=1, end=2, steps=3, weights={'web': 1.0}) chooses samples, so it stands outermost; "
+                "end: length_warmup(start=1, end=2, steps=3, weights={'web': 1.0}) "
+                "chooses samples, so it stands outermost; "
                 "give it this schedule as its weights"
             ],
         ),
@@ -514,7 +516,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.odm(S.linear(A, B, 9)),
             [
-                "weights: wanted the weights to begin with, by source name, found linear(start={'web': 1.0}, "
+                "weights: wanted the weights to begin with, by source name, found "
+                "linear(start={'web': 1.0}, "
                 "end={'code': 3.0, 'web': 1.0}, steps=9)"
             ],
         ),
@@ -540,8 +543,8 @@ def test_a_job_names_what_is_no_source_of_it():
 def test_choosing_needs_something_to_choose_from():
     (found,) = refused(lambda: job(mixture=EACH["curriculum"]()))
     assert (
-        found
-        == "mixture: curriculum chooses among candidates, and look_ahead=1 leaves no choice; set look_ahead, for example to 4"
+        found == "mixture: curriculum chooses among candidates, and look_ahead=1 leaves no "
+        "choice; set look_ahead, for example to 4"
     )
 
     class Mine:
@@ -747,12 +750,14 @@ def read(mixture: str, folder: Path) -> Job:
 
 def test_a_file_says_what_python_says(tmp_path: Path):
     said = read(
-        "mixture: {schedule: cosine, start: {web: 0.9, code: 0.1}, end: {web: 1, code: 1}, steps: 1000}",
+        "mixture: {schedule: cosine, start: {web: 0.9, code: 0.1}, end: {web: 1, code: "
+        "1}, steps: 1000}",
         tmp_path,
     ).mixture
     assert said == S.cosine({"web": 0.9, "code": 0.1}, {"web": 1, "code": 1}, 1000)
     said = read(
-        "mixture:\n  schedule: staged\n  stages:\n    0: {web: 1}\n    500: {schedule: odm, weights: [web, code]}",
+        "mixture:\n  schedule: staged\n  stages:\n    0: {web: 1}\n    500: {schedule: "
+        "odm, weights: [web, code]}",
         tmp_path,
     ).mixture
     assert said == S.staged({0: {"web": 1}, 500: S.odm(["web", "code"])})
@@ -778,19 +783,22 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
             [
                 "mixture.ends: unknown; did you mean 'end'?",
                 "mixture.end: missing",
-                "mixture.start: the weight of 'web' must be a finite number of at least 0, found -1",
+                "mixture.start: the weight of 'web' must be a finite number of at least "
+                "0, found -1",
                 "mixture.steps: wanted a whole number of at least 1, found 0",
             ],
         ),
         (
-            "{schedule: staged, stages: {0: {schedule: linear, steps: x}, 9: {schedule: nothing}, -1: {web: 1}}}",
+            "{schedule: staged, stages: {0: {schedule: linear, steps: x}, 9: {schedule: "
+            "nothing}, -1: {web: 1}}}",
             [
                 "mixture.stages[0].start: missing",
                 "mixture.stages[0].end: missing",
                 "mixture.stages[0].steps: wanted a whole number of at least 1, found 'x'",
                 "mixture.stages[9].schedule: unknown; known: "
                 + ", ".join(sorted(library.BUILT_IN)),
-                "mixture.stages: wanted the first step of a stage, a whole number of at least 0, found -1",
+                "mixture.stages: wanted the first step of a stage, a whole number of at "
+                "least 0, found -1",
             ],
         ),
         (
@@ -800,7 +808,8 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
         (
             "{schedule: length_warmup, start: 1, end: 9, steps: 5}",
             [
-                "mixture: length_warmup chooses among candidates, and look_ahead=1 leaves no choice; set look_ahead, for example to 4"
+                "mixture: length_warmup chooses among candidates, and look_ahead=1 "
+                "leaves no choice; set look_ahead, for example to 4"
             ],
         ),
     ],

@@ -1,4 +1,6 @@
-"""Hosts that read ahead run in the background; whoever is waited for does not, and whoever chose a policy keeps it."""
+"""Hosts that read ahead run in the background; whoever is waited for does not, and whoever chose a
+policy keeps it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="n
 
 
 def in_thread(*calls):  # type: ignore[no-untyped-def]
-    """What they return, one after the other, in a thread of their own: what they change ends with it."""
+    """What they return, one after the other, in a thread of their own: what they change ends with
+    it.
+    """
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.extend(call() for call in calls))
     thread.start()

@@ -1,4 +1,6 @@
-"""Stories of a session and its clients: who holds up whom, what a state holds, how a job ends, and what never hangs."""
+"""Stories of a session and its clients: who holds up whom, what a state holds, how a job ends, and
+what never hangs.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def rest(client: ov.Client) -> list[Any]:
 
 @contextmanager
 def impatient(client: ov.Client, seconds: float = 0.3) -> Iterator[None]:
-    """Where no step can come. Those before and after it may take as long as they do, and so may whoever is asked why none comes."""
+    """Where no step can come. Those before and after it may take as long as they do, and so may
+    whoever is asked why none comes.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "_limit_s", seconds)
         for asked in ("client.connect.WHY_S", "runtime.session.WHY_S", "runtime.asked.ASK_S"):
@@ -279,7 +283,9 @@ def test_a_client_in_a_forked_process_says_so_at_once() -> None:
 
 
 def test_a_slow_strategy_is_named_in_the_warning_and_ends_nothing() -> None:
-    """The pump is busy when it is asked why nothing comes; that must not end a job whose deadline is far away."""
+    """The pump is busy when it is asked why nothing comes; that must not end a job whose deadline
+    is far away.
+    """
     hold = threading.Event()
 
     def slow(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
@@ -447,8 +453,8 @@ def test_a_rank_that_loads_another_state_is_refused() -> None:
         with pytest.raises(StateMismatch, match="load the same state on every rank") as refused:
             clients[1].load_state_dict(late)
         assert (
-            "rank 1 loads a state of this job that is not the one to which another rank has moved the session"
-            in str(refused.value)
+            "rank 1 loads a state of this job that is not the one to which another rank "
+            "has moved the session" in str(refused.value)
         )
         assert "another job" not in str(refused.value)
 
@@ -612,7 +618,9 @@ def test_a_schedule_with_a_fingerprint_is_known_by_it() -> None:
 
 
 def test_a_state_holds_events_that_came_after_its_step_was_planned() -> None:
-    """Prefetch runs ahead: the step a trainer saves behind was planned before the trainer said what comes later."""
+    """Prefetch runs ahead: the step a trainer saves behind was planned before the trainer said what
+    comes later.
+    """
     with launch(job(dp=1)) as session:
         client = session.client(0)
         take(client, 2)

@@ -114,7 +114,9 @@ def test_a_pool_forgets_beyond_its_budget_and_the_views_live_on() -> None:
 
 
 def test_threads_never_get_the_same_memory_at_the_same_time() -> None:
-    """Each fills what it gets with its own number, keeps it for a while, and looks whether it is still its own."""
+    """Each fills what it gets with its own number, keeps it for a while, and looks whether it is
+    still its own.
+    """
     pool, wrong = SlabPool(max_bytes=8 * MB), []
 
     def work(me: int) -> None:
@@ -147,7 +149,9 @@ def test_a_trainer_that_keeps_everything_does_not_make_the_search_long() -> None
     "ignore:The given NumPy array is not writable", "ignore:__array__ implementation"
 )
 def test_arrays_a_trainer_keeps_are_never_overwritten() -> None:
-    """A whole run with prefetch; the trainer keeps some arrays for ever, some as tensors, and lets most go."""
+    """A whole run with prefetch; the trainer keeps some arrays for ever, some as tensors, and lets
+    most go.
+    """
     torch = pytest.importorskip("torch")
     rows = Rows([{"tokens": [k % 30000] * (1 + k % 40)} for k in range(3000)])
     job = ov.Job(

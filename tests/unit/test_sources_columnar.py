@@ -177,7 +177,8 @@ def test_memory_follows_the_slice_and_not_the_row_group(tmp_path):
     rng = np.random.default_rng(0)
     blobs = [rng.bytes(20_000) for _ in range(2000)]
     path = tmp_path / "a.parquet"
-    # write_batch_size: else the writer looks at the size of a page only every 1024 rows, and a page is what must be held
+    # write_batch_size: else the writer looks at the size of a page only every 1024 rows, and a page
+    # is what must be held
     pq.write_table(
         pa.table({"a": blobs}),
         path,

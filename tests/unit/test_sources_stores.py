@@ -1,4 +1,6 @@
-"""Stores without a server: what a URI may hold, what texts may say, how few requests many reads make, which faults pass."""
+"""Stores without a server: what a URI may hold, what texts may say, how few requests many reads
+make, which faults pass.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,8 @@ def test_a_journal_with_a_secret_is_refused_and_the_secret_is_not_repeated(
         for kept in (SECRET, TOKEN)
     )
     (tmp_path / "job.yaml").write_text(
-        f"name: x\nbatch: {{samples: 4, context: 8}}\nsources:\n  web: {{uri: x.jsonl}}\njournal: '{uri}'\n"
+        f"name: x\nbatch: {{samples: 4, context: 8}}\nsources:\n  web: {{uri: "
+        f"x.jsonl}}\njournal: '{uri}'\n"
     )
     with pytest.raises(JobError, match="from the environment") as read:
         ov.Job.from_yaml(tmp_path / "job.yaml")
@@ -134,7 +137,8 @@ def test_the_command_line_does_not_repeat_a_uri_where_it_wants_a_file(tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.jsonl").write_text('{"tokens": [1, 2, 3]}\n' * 20)
     (tmp_path / "job.yaml").write_text(
-        "name: x\nbatch: {samples: 4, context: 8}\nuntil: 1\nsources:\n  web: {uri: x.jsonl, transforms: [tokens]}\n"
+        "name: x\nbatch: {samples: 4, context: 8}\nuntil: 1\nsources:\n  web: {uri: "
+        "x.jsonl, transforms: [tokens]}\n"
     )
     given = [f"s3://AKIAXYZ:{SECRET}@bucket/job.yaml" if word == "URI" else word for word in words]
     said = CliRunner().invoke(cli, given)
@@ -178,7 +182,8 @@ def test_a_scheme_that_is_not_known_is_named_without_what_stands_behind_it():
 def test_an_unknown_option_lists_the_known_ones():
     with pytest.raises(
         JobError,
-        match=r"unknown option 'endpoint_override'.*known options: region, anonymous.*AWS_ENDPOINT_URL",
+        match=r"unknown option 'endpoint_override'.*known options: region, "
+        r"anonymous.*AWS_ENDPOINT_URL",
     ):
         ov.Source("web", "s3://bucket/x.parquet?endpoint_override=127.0.0.1:9000")
 
@@ -186,7 +191,8 @@ def test_an_unknown_option_lists_the_known_ones():
 @pytest.mark.parametrize(
     "text",
     [
-        f"Authorization: AWS4-HMAC-SHA256 Credential=AKIAXYZ/20260101/us-east-1/s3/aws4_request, Signature={SECRET}",
+        "Authorization: AWS4-HMAC-SHA256 "
+        f"Credential=AKIAXYZ/20260101/us-east-1/s3/aws4_request, Signature={SECRET}",
         f"GET http://host/x?X-Amz-Credential=AKIA&X-Amz-Signature={SECRET}&X-Amz-Date=1",
         f"http://host/x?X-Amz-Security-Token={SECRET}",
         f"https://account.blob.core.windows.net/c/x?sv=1&sig={SECRET}",
@@ -221,7 +227,10 @@ def test_texts_lose_what_the_environment_keeps_secret_wherever_it_stands(monkeyp
 
 
 def test_texts_without_secrets_stay_as_they_are():
-    text = "Error performing GET http://127.0.0.1:1/bucket/web/part-00001.parquet in 46 ms - 503 Service Unavailable: tokens: 12 are enough"
+    text = (
+        "Error performing GET http://127.0.0.1:1/bucket/web/part-00001.parquet in 46 ms - "
+        "503 Service Unavailable: tokens: 12 are enough"
+    )
     assert "part-00001.parquet in 46 ms - 503 Service Unavailable" in scrub(text)
 
 
@@ -231,7 +240,9 @@ def test_texts_without_secrets_stay_as_they_are():
     st.lists(st.tuples(st.integers(0, 400), st.integers(1, 100)), max_size=5),
 )
 def test_a_remote_file_reads_like_the_bytes_themselves(data, reads, ranges):
-    """Whatever is read, in whatever order, whatever was said about it before; and nothing past the end is asked for."""
+    """Whatever is read, in whatever order, whatever was said about it before; and nothing past the
+    end is asked for.
+    """
     small = {"FIRST": 16, "READ_AHEAD": 64, "TAIL": 8, "GAP": 4, "RUNS": 2}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in small.items():
@@ -341,7 +352,10 @@ def test_a_deadline_that_is_no_number_of_seconds_is_an_error(monkeypatch, given)
         Files.resolve("s3://bucket/*.parquet", source="web")
 
 
-LIBRARY = "Generic S3 error: Error performing GET http://h/b/k in 4ms - Server returned non-2xx status code: {} Some Words: <Code>{}</Code>"
+LIBRARY = (
+    "Generic S3 error: Error performing GET http://h/b/k in 4ms - Server returned non-2xx "
+    "status code: {} Some Words: <Code>{}</Code>"
+)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +383,8 @@ LIBRARY = "Generic S3 error: Error performing GET http://h/b/k in 4ms - Server r
             True,
         ),
         (
-            "HTTP error: request or response body error\n\nDebug source:\n kind: Interrupted, error: IncompleteBody",
+            "HTTP error: request or response body error\n\nDebug source:\n kind: "
+            "Interrupted, error: IncompleteBody",
             "short body",
             True,
         ),
@@ -404,8 +419,8 @@ def test_giving_up_says_what_was_tried_how_often_how_long_and_what_to_do():
     ]
     text = str(gave_up("s3://b/x", "read (bytes 0 to 9)", seen, 12.34))
     assert (
-        text
-        == "could not be read (bytes 0 to 9) after 3 tries in 12.3 s: 503 Slow Down (seen: 503 x2, timeout x1)"
+        text == "could not be read (bytes 0 to 9) after 3 tries in 12.3 s: 503 Slow Down (seen: "
+        "503 x2, timeout x1)"
     )
     assert isinstance(gave_up("s3://b/x", "read", seen, 1.0), Unreachable)
 

@@ -1,4 +1,6 @@
-"""Rows of Arrow's record batches by plain reads: the rows that were written, whatever their types, and nothing mapped."""
+"""Rows of Arrow's record batches by plain reads: the rows that were written, whatever their types,
+and nothing mapped.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +177,9 @@ def test_no_file_is_mapped(tmp_path, file, packed):
 def test_what_is_broken_is_the_same_whether_batches_are_read_whole_or_in_part(
     tmp_path, monkeypatch, file
 ):
-    """Offsets, one by one, of text and of text in lists: in the middle a few rows, at the end all that follows."""
+    """Offsets, one by one, of text and of text in lists: in the middle a few rows, at the end all
+    that follows.
+    """
     table = pa.table(
         {"t": [f"text {k}" for k in range(40)], "l": [[f"{k}", "more"] for k in range(40)]}
     )

@@ -1,4 +1,6 @@
-"""What ``overlord status`` shows of a job on a cluster. That a cluster is asked is told in tests/scenarios/test_ray.py."""
+"""What ``overlord status`` shows of a job on a cluster. That a cluster is asked is told in
+tests/scenarios/test_ray.py.
+"""
 
 from __future__ import annotations
 
@@ -90,22 +92,25 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
     assert result.exit_code == 0, result.output
     lines = [line.strip() for line in result.output.splitlines()]
     assert (
-        "scaling: behind step 85: photos: 1 -> 3 loader hosts: the mixture will give it 10.0% in place of 0.4%"
-        in lines
+        "scaling: behind step 85: photos: 1 -> 3 loader hosts: the mixture will give it "
+        "10.0% in place of 0.4%" in lines
     )
     assert (
-        "scaling: behind step 85: web: 7 steps are read ahead: its slow reads take 0.5 s, usual ones 0.01 s"
-        in lines
+        "scaling: behind step 85: web: 7 steps are read ahead: its slow reads take 0.5 "
+        "s, usual ones 0.01 s" in lines
     )
     assert ["loader-host/0", "gpu-1", "1", "128", "2", "8", "new"] in [
         line.split() for line in lines
     ], "cores, memory, scratch"
-    why = "since no node had any to spare that they may use (on nodes with ranks sidecar= says how many)"
+    why = (
+        "since no node had any to spare that they may use (on nodes with ranks sidecar= says "
+        "how many)"
+    )
     assert f"without cores of their own, {why}: loader-host/1" in lines
     assert "sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed" in lines
     assert (
-        "cannot keep up: scenes has 1 loaders of the 4 that it would take: 62 samples a second of 95 ms"
-        in lines
+        "cannot keep up: scenes has 1 loaders of the 4 that it would take: 62 samples a "
+        "second of 95 ms" in lines
     )
 
 

@@ -157,7 +157,9 @@ def test_a_part_that_answers_nothing_is_killed_and_then_started() -> None:
 
 
 def test_whoever_watches_may_have_slept_itself() -> None:
-    """A machine that was suspended: much time and one tick have passed, and answers wait to be read."""
+    """A machine that was suspended: much time and one tick have passed, and answers wait to be
+    read.
+    """
     made = there()
     assert told(made, (0.0, Tick()), (3600.0, Tick()), (3600.1, Tick())) == []
     assert (

@@ -160,7 +160,10 @@ def test_explain_and_plan_say_when_ranks_wait_and_what_the_step_takes(
     with ov.launch(made) as session:
         next(session.client(0))
         plan, found = session.plan(0), session.explain(0)
-    said = f"ranks wait for each other {when} (sync: {sync}): the step takes {plan.imbalance()[key]:.3f} of the mean rank's time"
+    said = (
+        f"ranks wait for each other {when} (sync: {sync}): the step takes "
+        f"{plan.imbalance()[key]:.3f} of the mean rank's time"
+    )
     assert found.to_dict()["sync"] == sync
     assert said in str(found)
     console = Console(width=200, record=True, file=StringIO())

@@ -131,7 +131,10 @@ def test_specs_read_well_and_pickle():
 
 
 def test_importing_specs_and_job_files_loads_neither_pyarrow_nor_tokenizers():
-    code = "import sys, overlord.jobfile.yaml_file, overlord.transforms.base; print([m for m in ('pyarrow', 'tokenizers', 'torch') if m in sys.modules])"
+    code = (
+        "import sys, overlord.jobfile.yaml_file, overlord.transforms.base; print([m for m in "
+        "('pyarrow', 'tokenizers', 'torch') if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
@@ -172,7 +175,10 @@ def test_a_function_without_source_has_the_fingerprint_of_its_byte_code():
 
 
 def test_the_fingerprint_of_a_function_is_the_same_in_another_process():
-    code = "from tests.unit.test_transforms import *; print(Map(scaled(2)).fingerprint(), Filter(partial(keep_long, least=4)).fingerprint())"
+    code = (
+        "from tests.unit.test_transforms import *; print(Map(scaled(2)).fingerprint(), "
+        "Filter(partial(keep_long, least=4)).fingerprint())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -215,7 +221,8 @@ def test_a_process_that_finds_another_tokenizer_than_the_job_was_launched_with_s
     path.write_text(Path(tokenizer).read_text().replace('"w299"', '"w300"'))
     with pytest.raises(
         TransformError,
-        match=r"source 'web', Tokenize: the tokenizer file .* has changed since .*; put back the one it",
+        match=r"source 'web', Tokenize: the tokenizer file .* has changed since .*; put back "
+        r"the one it",
     ):
         pickle.loads(sent)
 
@@ -242,7 +249,10 @@ def test_the_tokenizer_is_loaded_once_per_process(tokenizer: str):
 
 
 def test_encoding_runs_on_the_calling_thread_unless_the_user_wants_otherwise(tokenizer: str):
-    code = "import os, sys; from overlord.transforms.tokenize import *; build_encoder(Tokenize(sys.argv[1])); "
+    code = (
+        "import os, sys; from overlord.transforms.tokenize import *; "
+        "build_encoder(Tokenize(sys.argv[1])); "
+    )
     code += "print(os.environ['TOKENIZERS_PARALLELISM'])"
     for given, wanted in (({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")):
         env = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"} | given
@@ -871,5 +881,6 @@ def test_a_worker_ends_when_its_parent_is_killed(tokenizer: str):
         check=False,
         cwd=Path(__file__).parents[2],
     )
-    # The pipe that printed the number is also the child's: it is about to be gone when reading it to its end is done.
+    # The pipe that printed the number is also the child's: it is about to be gone when reading it
+    # to its end is done.
     assert left_after([int(done.stdout)], WAIT_S) == []

@@ -1,4 +1,6 @@
-"""What the commands share: options with one meaning everywhere, how errors are shown, how a job file is read."""
+"""What the commands share: options with one meaning everywhere, how errors are shown, how a job
+file is read.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ imports = click.option(
     "modules",
     metavar="MODULE",
     multiple=True,
-    help="Import a module first: one that registers the functions which the job file names. It is looked for in the working directory, "
-    "after all other places; without --import nothing there is imported. May be given several times.",
+    help="Import a module first: one that registers the functions which the job file names. "
+    "It is looked for in the working directory, "
+    "after all other places; without --import nothing there is imported. May be given "
+    "several times.",
 )
 where = click.option(
     "--runtime",
@@ -53,7 +57,8 @@ resuming = click.option(
     "--resume",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="STATE.JSON|auto",
-    help="Go on from a saved state; auto: behind the last step that all ranks took, as the job's journal says.",
+    help="Go on from a saved state; auto: behind the last step that all ranks took, as the "
+    "job's journal says.",
 )
 saving = click.option(
     "--save",
@@ -73,7 +78,8 @@ launching = click.option(
     "options",
     metavar="NAME=VALUE",
     multiple=True,
-    help="An option of launch, as in -o prefetch=8 or -o 'loaders={web: 3}'; docs/jobs.md lists them. May be given several times.",
+    help="An option of launch, as in -o prefetch=8 or -o 'loaders={web: 3}'; docs/jobs.md "
+    "lists them. May be given several times.",
 )
 debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
@@ -86,18 +92,26 @@ def read_job(path: Path, modules: tuple[str, ...]) -> Job:
     if modules and (here := os.getcwd()) not in sys.path:
         sys.path.append(
             here
-        )  # after all others: no file there takes the place of a library; worker processes look there, too
+            # after all others: no file there takes the place of a library; worker processes look
+            # there,
+            # too
+        )
     for name in modules:
         try:
             import_module(name)
         except ImportError as fault:
-            problem = f"cannot import {name!r}: {fault}; it is looked for in PYTHONPATH and, last, in the working directory"
+            problem = (
+                f"cannot import {name!r}: {fault}; it is looked for in PYTHONPATH and, last, "
+                "in the working directory"
+            )
             raise JobError([problem], "--import") from fault
     return Job.from_yaml(path)
 
 
 def read_options(words: tuple[str, ...]) -> dict[str, Any]:
-    """Options of ``launch`` by name; values are YAML, as in a job file. Names and values are judged by ``launch``."""
+    """Options of ``launch`` by name; values are YAML, as in a job file. Names and values are judged
+    by ``launch``.
+    """
     import yaml
 
     found: dict[str, Any] = {}

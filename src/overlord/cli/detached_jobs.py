@@ -1,7 +1,8 @@
-"""Jobs of a cluster that need no launching process: an actor that Ray keeps has the session, and others find it by name.
+"""Jobs of a cluster that need no launching process: an actor that Ray keeps has the session, and
+others find it by name.
 
-``submit`` returns when trainers can connect; whoever submitted may go. ``jobs`` and ``stop`` are for whoever comes later, from any machine
-that reaches the cluster.
+``submit`` returns when trainers can connect; whoever submitted may go. ``jobs`` and ``stop`` are
+for whoever comes later, from any machine that reaches the cluster.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from overlord.setup.options import address_problems
 if TYPE_CHECKING:
     from overlord.session.session import Session
 
-START_S = 180.0  # for a session to be there: files are indexed, hosts open their sources; start_s= says otherwise
+# for a session to be there: files are indexed, hosts open their sources; start_s= says otherwise
+START_S = 180.0
 ASK_S = 20.0
 STOP_S = 30.0
 SUBMITTED, STARTING, RUNNING = (
@@ -57,7 +59,9 @@ class Status:
 
 
 class Keeper:
-    """Has the session of one job, in a process that Ray keeps whoever goes. Ray calls it from several threads."""
+    """Has the session of one job, in a process that Ray keeps whoever goes. Ray calls it from
+    several threads.
+    """
 
     def __init__(self, name: str) -> None:
         self._session: Session | None = None
@@ -75,8 +79,10 @@ class Keeper:
         token: str | None,
         refused: bool,
     ) -> tuple[str, str]:
-        """Launch and serve: where trainers connect, and what they show. Who submitted may be gone before that is there: what became of it
-        is kept. ``refused``: it was said there, by name, that this cluster asks for no token; else it was seen that it does."""
+        """Launch and serve: where trainers connect, and what they show. Who submitted may be gone
+        before that is there: what became of it is kept. ``refused``: it was said there, by name,
+        that this cluster asks for no token; else it was seen that it does.
+        """
         self._state, self._name = STARTING, name
         cluster.CLUSTER.trusted = True
         if refused:
@@ -200,8 +206,10 @@ def submit(
     start_s: float = START_S,
     **options: Any,
 ) -> Served:
-    """Start a job that lives on when this process goes. ``host``: the interface to serve at; empty: that of the node it comes to.
-    ``start_s``: for trainers to be able to connect; a job that takes longer is ended."""
+    """Start a job that lives on when this process goes. ``host``: the interface to serve at; empty:
+    that of the node it comes to. ``start_s``: for trainers to be able to connect; a job that takes
+    longer is ended.
+    """
     if (
         isinstance(start_s, bool)
         or not isinstance(start_s, (int, float))
@@ -245,7 +253,8 @@ def _make_way(name: str) -> None:
     if before.state.partition(":")[0] not in OVER:
         raise JobError(
             [
-                f"a job called {name!r} is {before.state} on this cluster; stop it first, or give this one another name"
+                f"a job called {name!r} is {before.state} on this cluster; stop it first, "
+                "or give this one another name"
             ],
             "submit",
         )
@@ -273,7 +282,9 @@ def jobs(address: str | None) -> list[Status]:
 
 
 def served(name: str, address: str | None) -> Served:
-    """Where trainers of a job connect, and what they show, as ``submit`` returned it: for when that was lost with who submitted."""
+    """Where trainers of a job connect, and what they show, as ``submit`` returned it: for when that
+    was lost with who submitted.
+    """
     with cluster.cluster(_wanted(address, "status")):
         return Served(
             *cluster.ask(
@@ -286,8 +297,9 @@ def served(name: str, address: str | None) -> Served:
 
 
 def stop(name: str, address: str | None) -> str:
-    """End a job and all its parts; its journal, if it has one, says where it stood. Returns why it was killed, if it had to be: one that
-    does not answer ends all the same."""
+    """End a job and all its parts; its journal, if it has one, says where it stood. Returns why it
+    was killed, if it had to be: one that does not answer ends all the same.
+    """
     with cluster.cluster(_wanted(address, "stop")):
         keeper, why = _keeper(name, "stop"), ""
         try:
@@ -311,7 +323,8 @@ def _keeper(name: str, what: str) -> Any:
         known = [other for other in known if other != name]
         raise JobError(
             [
-                f"no job called {name!r}{did_you_mean(name, known) if known else '; there is none at all'}"
+                "no job called "
+                f"{name!r}{did_you_mean(name, known) if known else '; there is none at all'}"
             ],
             what,
         )

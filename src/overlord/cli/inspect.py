@@ -1,4 +1,5 @@
-"""What ``overlord inspect`` finds out about a source: what is there, what a sample looks like, and what is broken.
+"""What ``overlord inspect`` finds out about a source: what is there, what a sample looks like, and
+what is broken.
 
 Every source is looked at by itself, so that one that fails hides none of the others.
 """
@@ -74,7 +75,8 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
             out.schema = _all_columns(index, options, cache) or out.schema
         if not len(out.tokens) and not out.failures:
             out.failures.append(
-                f"source {source.name!r}: no sampled row became a sample{_lacking(pipeline, out) or _all_long(out, job)}"
+                f"source {source.name!r}: no sampled row became a "
+                f"sample{_lacking(pipeline, out) or _all_long(out, job)}"
             )
     except OverlordError as fault:
         out.failures.append(str(fault))
@@ -93,7 +95,9 @@ def _describe(out: SourceReport, index: Index) -> None:
 
 
 def _judge(out: SourceReport, job: Job) -> None:
-    """Lengths are taken uncut, so that a person sees how much the context costs; here on_long has its say."""
+    """Lengths are taken uncut, so that a person sees how much the context costs; here on_long has
+    its say.
+    """
     context = job.batch.context
     out.longer = int((out.tokens > context).sum())
     out.all_tokens, out.lost = (
@@ -110,7 +114,9 @@ def _judge(out: SourceReport, job: Job) -> None:
 
 
 def _all_columns(index: Index, options: ReadOptions, cache: HandleCache) -> dict[str, str]:
-    """What the first rows hold, where no file says it. A job reads only the columns it names, and a misspelled name hides the rest."""
+    """What the first rows hold, where no file says it. A job reads only the columns it names, and a
+    misspelled name hides the rest.
+    """
     try:
         raw = ChunkReader(index, replace(options, columns=None), cache).slice(0, 0)
     except OverlordError:  # told already, as a failure of its file
@@ -130,7 +136,8 @@ def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
 
 def _all_long(out: SourceReport, job: Job) -> str:
     return (
-        f"; all {out.longer:,} documents are longer than the context of {job.batch.context:,} (on_long: {job.on_long})"
+        f"; all {out.longer:,} documents are longer than the context of "
+        f"{job.batch.context:,} (on_long: {job.on_long})"
         if out.longer
         else ""
     )
@@ -187,7 +194,9 @@ def _sample_slice(
 
 
 def _image_ends(block: Any, pipeline: Pipeline) -> np.ndarray:
-    """Return the number of tokens up to the end of the last image of every sample, 0 for one without images."""
+    """Return the number of tokens up to the end of the last image of every sample, 0 for one
+    without images.
+    """
     ends = np.zeros(len(block), np.int64)
     if any(t.kind == "images" for t in pipeline.transforms):
         offset, out = block.meta["image_offset"], block.meta["image_tokens"]

@@ -1,4 +1,6 @@
-"""Read where a job stands from its journal, without a lock: the job may run meanwhile, and nothing is written."""
+"""Read where a job stands from its journal, without a lock: the job may run meanwhile, and nothing
+is written.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where planning begins. ``state``: None stands for the beginning of the job file, without a journal."""
+    """Where planning begins. ``state``: None stands for the beginning of the job file, without a
+    journal.
+    """
 
     state: dict[str, Any] | None = None
     first: int = 0  # the step at which planning begins
@@ -50,15 +54,23 @@ class Past:
         return self.found.snapshots[0]
 
     def at(self, step: int) -> Standing:
-        """Return the newest state from which a step can be planned as the run planned it, or will plan it."""
+        """Return the newest state from which a step can be planned as the run planned it, or will
+        plan it.
+        """
         found = self.found
         if found.empty:
             return Standing()
         if step < self.oldest:
-            note = f"journal {self.shown}: expected step {step}, got steps from {self.oldest} on; the answer follows from the job file alone"
+            note = (
+                f"journal {self.shown}: expected step {step}, got steps from {self.oldest} "
+                "on; the answer follows from the job file alone"
+            )
             return Standing(note=note)
         first = min(step, found.open_step)
-        note = f"step {step} has no plan in journal {self.shown} yet; it is planned as the run will plan it if nothing changes"
+        note = (
+            f"step {step} has no plan in journal {self.shown} yet; it is planned as the run "
+            "will plan it if nothing changes"
+        )
         return self._from(
             first, found.planned.get(step, ""), note if step >= found.open_step else ""
         )

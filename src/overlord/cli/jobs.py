@@ -1,4 +1,6 @@
-"""The commands about jobs that live on a cluster by themselves: ``overlord status`` and ``overlord stop``."""
+"""The commands about jobs that live on a cluster by themselves: ``overlord status`` and ``overlord
+stop``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ cluster_address = click.option(
 
 def without_cores(parts: list[str]) -> str:
     """Whether nodes with ranks had more idle than a job may take there is not known here."""
-    why = "since no node had any to spare that they may use (on nodes with ranks sidecar= says how many)"
+    why = (
+        "since no node had any to spare that they may use (on nodes with ranks sidecar= says "
+        "how many)"
+    )
     return f"without cores of their own, {why}: {', '.join(parts)}"
 
 
@@ -26,7 +31,8 @@ def without_cores(parts: list[str]) -> str:
     "--token",
     "whose",
     metavar="NAME",
-    help="Print OVERLORD_ADDRESS and OVERLORD_TOKEN of this job instead, as `overlord serve --detach` did: nothing else shows a token.",
+    help="Print OVERLORD_ADDRESS and OVERLORD_TOKEN of this job instead, as `overlord serve "
+    "--detach` did: nothing else shows a token.",
 )
 @debug
 def status(address: str | None, whose: str | None, debug: bool) -> None:
@@ -43,7 +49,8 @@ def status(address: str | None, whose: str | None, debug: bool) -> None:
         found, console = jobs(address), screen()
         for job in found:
             console.print(
-                f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} taken by all; {job.clients} clients",
+                f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} "
+                f"taken by all; {job.clients} clients",
                 markup=False,
             )
             if not job.parts:

@@ -72,7 +72,8 @@ def journal_view(report: Report, reading: Reading, last: int | None, width: int)
     ]
     table = grid(["number", "kind", "body", "segment", "byte", "what"], rows, 6)
     head = (
-        f"job {report.job!r}: {report.records} records in {report.segments} segments, {size(report.nbytes)}; generation "
+        f"job {report.job!r}: {report.records} records in {report.segments} segments, "
+        f"{size(report.nbytes)}; generation "
         f"{report.generation}, by {report.writer or 'nobody'}"
     )
     left_out = [Text(f"left out: {cut}") for cut in report.cuts]
@@ -115,10 +116,16 @@ def in_words(entry: Entry, names: tuple[str, ...]) -> str:
         given = samples_of(body).tolist()
         each = ", ".join(f"{_name(names, i)} {n}" for i, n in enumerate(given) if n)
         skipped = ", skipped" if body["skipped"] else ""
-        return f"{sum(given)} samples{skipped}, digest {body['digest'][:12]}, all took {_upto(body['acked'])}: {each}"
+        return (
+            f"{sum(given)} samples{skipped}, digest {body['digest'][:12]}, all took "
+            f"{_upto(body['acked'])}: {each}"
+        )
     if entry.kind in (SNAPSHOT, REWIND):
         anew = "begins anew: " if entry.kind == REWIND else ""
-        return f"{anew}the state before step {step}, of {body['sources']} sources; all took {_upto(body['acked'])}"
+        return (
+            f"{anew}the state before step {step}, of {body['sources']} sources; all took "
+            f"{_upto(body['acked'])}"
+        )
     if entry.kind == EVENT:
         return ", ".join(f"{key} {value}" for key, value in body.items())
     if entry.kind == REPORT:
@@ -143,7 +150,9 @@ def _name(names: tuple[str, ...], i: int) -> str:
 
 
 def fold_faults(reading: Reading) -> tuple[str, ...]:
-    """Whether what a job wrote can be gone on from: steps in order, and every snapshot what the plans before it give."""
+    """Whether what a job wrote can be gone on from: steps in order, and every snapshot what the
+    plans before it give.
+    """
     if reading.faults or not any(record.kind == JOB for record in reading.records):
         return ()
     from overlord.journal.job_journal import entries

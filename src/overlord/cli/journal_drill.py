@@ -1,4 +1,6 @@
-"""The commands about faults: ``overlord drill`` rehearses them, ``overlord journal`` looks into what is kept against them."""
+"""The commands about faults: ``overlord drill`` rehearses them, ``overlord journal`` looks into
+what is kept against them.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def drill(
 
 @click.group()
 def journal() -> None:
-    """Look into a job's journal: a directory, or a store's URI. Nothing is written, and the job may run meanwhile."""
+    """Look into a job's journal: a directory, or a store's URI. Nothing is written, and the job may
+    run meanwhile.
+    """
 
 
 @journal.command()
@@ -127,7 +131,8 @@ def check(uri: str, debug: bool) -> None:
         reading = read(uri)
         report = report_of(uri, reading, decoding=True)
         click.echo(
-            f"job {report.job!r}: {report.records} records in {report.segments} segments, {report.nbytes} bytes"
+            f"job {report.job!r}: {report.records} records in {report.segments} segments, "
+            f"{report.nbytes} bytes"
         )
         for cut in report.cuts:
             click.echo(f"no fault, a write that was cut: {cut}")

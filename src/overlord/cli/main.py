@@ -1,4 +1,6 @@
-"""The command line. Heavy things are imported by the command that needs them, so that ``overlord --help`` is quick."""
+"""The command line. Heavy things are imported by the command that needs them, so that ``overlord
+--help`` is quick.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,8 @@ def run(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Holds the token that clients must know. Without it OVERLORD_TOKEN says it, or one is made up.",
+    help="Holds the token that clients must know. Without it OVERLORD_TOKEN says it, or one "
+    "is made up.",
 )
 @where
 @cluster_address
@@ -232,7 +235,8 @@ def serve(
         )
     if detach and save is not None:
         raise click.UsageError(
-            "--save is not for --detach: a job that lives by itself has a journal (Job.journal), or its trainers save"
+            "--save is not for --detach: a job that lives by itself has a journal "
+            "(Job.journal), or its trainers save"
         )
 
     def act() -> None:
@@ -270,7 +274,8 @@ def serve(
 def inspect(what: str, full: bool, modules: tuple[str, ...], debug: bool) -> None:
     """Open every source of a job and list what is broken; or show what data hold.
 
-    DATA is a file, a directory, a pattern of files or a URI: its columns are listed, and a job file for it is suggested.
+    DATA is a file, a directory, a pattern of files or a URI: its columns are listed, and a job file
+    for it is suggested.
     """
 
     def act() -> None:
@@ -403,7 +408,9 @@ def explain(
 
 
 def main() -> NoReturn:
-    """The entry point. After Ctrl-C the process ends at once: a thread in the middle of a read must not hold it up."""
+    """The entry point. After Ctrl-C the process ends at once: a thread in the middle of a read must
+    not hold it up.
+    """
     code = 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(
@@ -426,7 +433,9 @@ def main() -> NoReturn:
 
 
 class _Terminated(KeyboardInterrupt):
-    """What schedulers send; also all that reaches a command which a script started with ``&``: Ctrl-C is ignored there."""
+    """What schedulers send; also all that reaches a command which a script started with ``&``:
+    Ctrl-C is ignored there.
+    """
 
 
 def _terminate(*_: object) -> NoReturn:

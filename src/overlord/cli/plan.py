@@ -1,4 +1,6 @@
-"""The plan of one step without running the job up to it: earlier steps are drawn and skipped, nothing is built for them."""
+"""The plan of one step without running the job up to it: earlier steps are drawn and skipped,
+nothing is built for them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def parse_place(text: str, base: ClientPlaceTree) -> ClientPlaceTree:
         if axis not in AXES or not degree.isdigit():
             raise JobError(
                 [
-                    f"wanted axis=number with one of {', '.join(AXES)}, as in dp=64 or dp=8,tp=2, found {part!r}"
+                    f"wanted axis=number with one of {', '.join(AXES)}, as in dp=64 or "
+                    f"dp=8,tp=2, found {part!r}"
                 ],
                 "--place",
             )
@@ -60,10 +63,12 @@ def planned(
     what_if: bool = False,
     say: Say = silent,
 ) -> Iterator[Session]:
-    """Yield a session that has planned a step as a run of the job plans it. ``progress`` receives the number of planned steps.
+    """Yield a session that has planned a step as a run of the job plans it. ``progress`` receives
+    the number of planned steps.
 
-    With a journal, planning begins at the state that the journal has before the step. Nothing is written and nothing is locked.
-    ``what_if``: the job has another place or strategy than its run. ``say`` receives what a reader must know about the answer.
+    With a journal, planning begins at the state that the journal has before the step. Nothing is
+    written and nothing is locked. ``what_if``: the job has another place or strategy than its run.
+    ``say`` receives what a reader must know about the answer.
     """
     begin = Past.of(job).at(step)
     with _looking(job, begin, say, allow=("strategy",) if what_if else ()) as (session, first):
@@ -94,16 +99,19 @@ def find_sample(
     *,
     say: Say = silent,
 ) -> SampleExplanation:
-    """Where a run of the job puts a sample, looked for in the first steps. It ends as soon as the stream has passed the row.
+    """Where a run of the job puts a sample, looked for in the first steps. It ends as soon as the
+    stream has passed the row.
 
-    With a journal the search begins at its oldest state. A row that the stream had passed by then is looked for from the job file alone.
+    With a journal the search begins at its oldest state. A row that the stream had passed by then
+    is looked for from the job file alone.
     """
     past = Past.of(job)
     answer = _found(job, sample, within, progress, past.oldest_state(), say)
     if answer.status != "gone":
         return answer
     say(
-        f"journal {past.shown}: expected the step of {sample}, got steps from {past.oldest} on; the answer follows from the job file alone"
+        f"journal {past.shown}: expected the step of {sample}, got steps from "
+        f"{past.oldest} on; the answer follows from the job file alone"
     )
     return _found(job, sample, within, progress, Standing(), say)
 
@@ -132,7 +140,8 @@ def _found(
             )  # before looking at what was found: it was found before this
             if progress:
                 progress(min(within, known.state.step - first))
-            # All steps were watched, so none counts as forgotten; of those that are not delivered, the job skips its own alone.
+            # All steps were watched, so none counts as forgotten; of those that are not delivered,
+            # the job skips its own alone.
             watched = [
                 replace(s, skipped=skipped(begin.skipped, s.plan.step, s.plan.step + 1))
                 for s in found
@@ -158,7 +167,8 @@ def _looking(
             f" and {n} more" if (n := len(fault.differences) - MANY) > 0 else ""
         )
         say(
-            f"journal: expected this job's, got one that differs in {parts}; the answer follows from the job file alone"
+            f"journal: expected this job's, got one that differs in {parts}; the answer "
+            "follows from the job file alone"
         )
         session, first = ov.launch(quiet, **QUIET), 0
     else:
@@ -169,7 +179,9 @@ def _looking(
 
 
 def _compare(session: Session, step: int, begin: Standing, say: Say) -> None:
-    """Report a plan that differs from the journal's: files changed since, or the job has another mesh or sync."""
+    """Report a plan that differs from the journal's: files changed since, or the job has another
+    mesh or sync.
+    """
     from overlord.journal.job_journal import slots_of  # needed only here
 
     made = session.plan(step).digest()

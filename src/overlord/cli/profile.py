@@ -1,4 +1,6 @@
-"""The commands about what sources cost and how many loaders they need: ``overlord profile`` and ``overlord partition``."""
+"""The commands about what sources cost and how many loaders they need: ``overlord profile`` and
+``overlord partition``.
+"""
 
 from __future__ import annotations
 

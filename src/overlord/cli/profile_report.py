@@ -40,7 +40,9 @@ class Profiled:
 def profile_job(
     blueprint: Blueprint, bounds: Bounds, progress: Callable[[str], None] = lambda name: None
 ) -> Profiled:
-    """All sources, one after the other: memory can only be told apart while nothing else happens. One that fails hides no other."""
+    """All sources, one after the other: memory can only be told apart while nothing else happens.
+    One that fails hides no other.
+    """
     from overlord.setup.measure import machine, measure
 
     found, failures = list[SourceProfile](), list[str]()
@@ -51,7 +53,8 @@ def profile_job(
                 found.append(made)
             else:
                 failures.append(
-                    f"source {name!r}: no sample came within {bounds.rows} rows and {bounds.seconds:g} s"
+                    f"source {name!r}: no sample came within {bounds.rows} rows and "
+                    f"{bounds.seconds:g} s"
                 )
         except OverlordError as fault:
             failures.append(str(fault))
@@ -120,7 +123,8 @@ def profile_view(profile: JobProfile) -> RenderableType:
         parts += [Text(""), _cdf_table(every), Text(""), Text(file_state(profile))]
         parts.append(
             Text(
-                f"measured on {profile.machine}; waited: what no core was busy with of read and transform",
+                f"measured on {profile.machine}; waited: what no core was busy with of "
+                "read and transform",
                 "dim",
             )
         )
@@ -131,7 +135,10 @@ def file_state(profile: JobProfile) -> str:
     """The paper's Fig. 4 in a line, with a bar."""
     share, n = profile.file_share(), len(profile.sources)
     held = sum(p.file_bytes for p in profile.sources.values())
-    return f"file state is {share:.1%} of the memory of {n} sources, {size(held)} in all: {bar(share, 1.0, WIDE)}"
+    return (
+        f"file state is {share:.1%} of the memory of {n} sources, {size(held)} in all: "
+        f"{bar(share, 1.0, WIDE)}"
+    )
 
 
 def _cdf_table(every: Sequence[SourceProfile]) -> RenderableType:
@@ -144,7 +151,9 @@ def _cdf_table(every: Sequence[SourceProfile]) -> RenderableType:
 
 
 def cdf_svg(profile: JobProfile) -> str:
-    """P and M over sources, each in units of its median, on a logarithmic axis: how far sources are apart."""
+    """P and M over sources, each in units of its median, on a logarithmic axis: how far sources are
+    apart.
+    """
     every = list(profile.sources.values())
     drawn = []
     for k, (name, of, _) in enumerate(QUANTITIES):
@@ -193,8 +202,10 @@ def profile_svg(profile: JobProfile) -> str:
 def profile_page(profile: JobProfile, job: str) -> str:
     """The plot on a page."""
     return (
-        f"<!doctype html><meta charset=utf-8><title>{escape(job)}: what its sources cost</title><style>{STYLE}</style>"
-        f"<h1>{escape(job)}: what its sources cost</h1><p>{escape(file_state(profile).partition(':')[0])}. "
+        f"<!doctype html><meta charset=utf-8><title>{escape(job)}: what its sources "
+        f"cost</title><style>{STYLE}</style>"
+        f"<h1>{escape(job)}: what its sources "
+        f"cost</h1><p>{escape(file_state(profile).partition(':')[0])}. "
         f"Measured on {escape(profile.machine)}.</p>{cdf_svg(profile)}\n"
     )
 
@@ -205,11 +216,14 @@ def partition_view(made: Partition, tokens: float, measured: int) -> RenderableT
     memory = "" if r.memory_bytes is None else f" of {size(r.memory_bytes)}"
     beside = r.beside_s / made.sample_s if made.sample_s else 0.0
     facts = [
-        f"{n} sources on {r.cores} cores: {made.loading_cores} for loading, the rest for constructors and planner "
+        f"{n} sources on {r.cores} cores: {made.loading_cores} for loading, the rest for "
+        "constructors and planner "
         f"({beside:.0%} of the work)",
-        f"{sum(h.loaders)} loaders in {h.n_hosts} hosts of {h.threads} threads; a worker of level 1 is worth {made.block:.3g} cores",
+        f"{sum(h.loaders)} loaders in {h.n_hosts} hosts of {h.threads} threads; a worker "
+        f"of level 1 is worth {made.block:.3g} cores",
         f"memory of loader hosts: {size(made.memory)}{memory}",
-        f"predicted: {made.rate:,.0f} samples/s, {made.tokens_per_s(tokens):,.0f} tokens/s; what bounds it is {made.bound}",
+        f"predicted: {made.rate:,.0f} samples/s, {made.tokens_per_s(tokens):,.0f} "
+        f"tokens/s; what bounds it is {made.bound}",
         f"costs: {measured} of {n} sources measured, {n - measured} guessed from their index",
     ]
     order = sorted(made.shares, key=lambda s: (-s.work, s.source))
@@ -230,7 +244,8 @@ def partition_view(made: Partition, tokens: float, measured: int) -> RenderableT
     if len(order) > SHOWN:
         parts.append(
             Text(
-                f"and {len(order) - SHOWN} with less work, {sum(s.loaders for s in order[SHOWN:])} loaders in all",
+                f"and {len(order) - SHOWN} with less work, "
+                f"{sum(s.loaders for s in order[SHOWN:])} loaders in all",
                 "dim",
             )
         )

@@ -130,7 +130,8 @@ def of_this_machine(path: Path) -> None:
     if is_uri(str(path)):  # which may hold a secret, and is not repeated
         raise JobError(
             [
-                "wanted a file of this machine, found a URI; a journal may lie in a store: Job.journal"
+                "wanted a file of this machine, found a URI; a journal may lie in a "
+                "store: Job.journal"
             ],
             "state",
         )
@@ -175,8 +176,10 @@ def _showing(err: Console, steps: int | None, sync: str) -> Iterator[Show]:
     def words(taken: Taken, meter: Meter) -> str:
         of = f"/{steps}" if steps else ""
         return (
-            f"step {taken.plan.step} ({meter.steps}{of})  {meter.tokens_per_s / 1e3:,.0f}k tokens/s  "
-            f"imbalance {time_over_mean(sync, taken.plan.imbalance()):.3f}  wait {meter.last_wait_s * 1e3:.1f} ms"
+            f"step {taken.plan.step} ({meter.steps}{of})  "
+            f"{meter.tokens_per_s / 1e3:,.0f}k tokens/s  "
+            f"imbalance {time_over_mean(sync, taken.plan.imbalance()):.3f}  wait "
+            f"{meter.last_wait_s * 1e3:.1f} ms"
         )
 
     if not err.is_terminal:

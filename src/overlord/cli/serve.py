@@ -1,4 +1,6 @@
-"""What ``overlord serve`` does: launches a job for trainers in other processes, and tells how they get on."""
+"""What ``overlord serve`` does: launches a job for trainers in other processes, and tells how they
+get on.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,9 @@ class Serve:
 
 
 def serve_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
-    """The address goes to ``say``, what is going on to ``err``. Returns when the job has ended and everyone took everything, or
-    when all have left; raises what the job ended with."""
+    """The address goes to ``say``, what is going on to ``err``. Returns when the job has ended and
+    everyone took everything, or when all have left; raises what the job ended with.
+    """
     if wanted.save is not None:
         of_this_machine(wanted.save)
     if (
@@ -108,7 +111,9 @@ def submit_job(wanted: Serve, say: Callable[[str], None], err: Console) -> None:
 
 
 def read_token(path: Path | None) -> str | None:
-    """From a file, or from the environment: on the command line it would show in the list of processes."""
+    """From a file, or from the environment: on the command line it would show in the list of
+    processes.
+    """
     if path is None:
         return os.environ.get("OVERLORD_TOKEN") or None
     try:
@@ -155,7 +160,10 @@ def in_a_line(session: Session, total: int) -> str:
     if slowest is not None and slowest.absent:
         words = f"  waiting for rank {slowest.rank}, {slowest.absent}"
     elif slowest is not None and there == len(seats):
-        words = f"  next step {slowest._state.step}, trainers waited {max((s.waited_s for s in seats), default=0.0):.1f} s at most"
+        words = (
+            f"  next step {slowest._state.step}, trainers waited "
+            f"{max((s.waited_s for s in seats), default=0.0):.1f} s at most"
+        )
     return f"steps taken {steps}  clients {there}/{len(seats)}{left}{words}"
 
 

@@ -1,4 +1,6 @@
-"""``overlord simulate``: what a job would take on many more machines than there are. The paper's dry run."""
+"""``overlord simulate``: what a job would take on many more machines than there are. The paper's
+dry run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Sizes(click.ParamType):
             found = []
         if not found or min(found) < 1:
             self.fail(
-                f"wanted whole numbers above 0 with commas between them, as in 512,4096, found {value!r}",
+                "wanted whole numbers above 0 with commas between them, as in 512,4096, "
+                f"found {value!r}",
                 param,
                 ctx,
             )
@@ -46,7 +49,8 @@ class Sizes(click.ParamType):
 @click.option(
     "--gpus",
     type=Sizes(),
-    help="GPUs of the fleet; several with commas: a line each. Default 512,1024,2048,4096,8192,16384.",
+    help="GPUs of the fleet; several with commas: a line each. Default "
+    "512,1024,2048,4096,8192,16384.",
 )
 @click.option("--nodes", type=Sizes(), help="The same in nodes.")
 @click.option("--gpus-per-node", type=COUNT, default=8, show_default=True)
@@ -56,7 +60,8 @@ class Sizes(click.ParamType):
 @click.option(
     "--batch",
     type=COUNT,
-    help="Samples of a step over all ranks. Default: as many for a data-parallel group as the job has.",
+    help="Samples of a step over all ranks. Default: as many for a data-parallel group as the "
+    "job has.",
 )
 @click.option(
     "--workers",
@@ -130,9 +135,11 @@ def simulate(
     modules: tuple[str, ...],
     debug: bool,
 ) -> None:
-    """Say what a job would take on hundreds of machines: memory, planning, connections, fetch latency.
+    """Say what a job would take on hundreds of machines: memory, planning, connections, fetch
+    latency.
 
-    The planner is real and timed at that size; reading, sending and building take what dummy loading jobs took on this machine.
+    The planner is real and timed at that size; reading, sending and building take what dummy
+    loading jobs took on this machine.
     """
     if gpus and nodes:
         raise click.UsageError("give either --gpus or --nodes")
@@ -167,7 +174,8 @@ def simulate(
         for words in waits_of(cells):
             console.print(words, markup=False)
         console.print(
-            "Planning is measured (CPU seconds of the real planner at that place tree); all else is computed from the constants. "
+            "Planning is measured (CPU seconds of the real planner at that place tree); "
+            "all else is computed from the constants. "
             "Memory is that of data loading: what trainers hold anyway counts for nobody.",
             markup=False,
         )
@@ -290,7 +298,10 @@ def memory_view(cells: Sequence[Cell]) -> RenderableType:
         )
     f = cells[0].fleet
     mesh = f"cp {f.cp}, pp {f.pp}, tp {f.tp}"
-    what = f"memory of data loading per node of {f.gpus_per_node} GPUs ({mesh}), beside a loader with {f.workers} workers in every rank"
+    what = (
+        f"memory of data loading per node of {f.gpus_per_node} GPUs ({mesh}), beside a loader "
+        f"with {f.workers} workers in every rank"
+    )
     return _titled(what, heads, rows, 2)
 
 
@@ -341,7 +352,8 @@ def waits_of(cells: Sequence[Cell]) -> list[str]:
     """What trainers wait for, where they do."""
     told = [(cell, cell.ran.why(cell.pace_s)) for cell in cells]
     return [
-        f"{cell.fleet.gpus} GPUs, {'with' if cell.fleet.constructors else 'without'} constructors: trainers wait up to "
+        f"{cell.fleet.gpus} GPUs, {'with' if cell.fleet.constructors else 'without'} "
+        "constructors: trainers wait up to "
         f"{cell.ran.most('waited_s'):.2f} s a step for {why}"
         for cell, why in told
         if why

@@ -1,7 +1,9 @@
-"""Trainers that change what an iterator yields, recognised on the call stack when they call ``iter()``.
+"""Trainers that change what an iterator yields, recognised on the call stack when they call
+``iter()``.
 
-Some trainers wrap a loader without asking it. A wrapper hands every n-th item on, or takes items ahead of the training step, and the loader
-sees nothing of that in its own calls. Class names are compared as text, so that no trainer is imported.
+Some trainers wrap a loader without asking it. A wrapper hands every n-th item on, or takes items
+ahead of the training step, and the loader sees nothing of that in its own calls. Class names are
+compared as text, so that no trainer is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def callers() -> Iterator[Any]:
 
 
 def refuse_sharing(where: str) -> None:
-    """Refuse a wrapper that deals one stream out to all processes: these items are this rank's own, and it would drop most of them."""
+    """Refuse a wrapper that deals one stream out to all processes: these items are this rank's own,
+    and it would drop most of them.
+    """
     for caller in callers():
         if (name := type(caller).__name__) not in SHARING:
             continue
@@ -42,8 +46,10 @@ def refuse_sharing(where: str) -> None:
         if (processes := getattr(holder, "num_processes", 1)) > 1:
             raise JobError(
                 [
-                    f"expected every item to reach this rank, got {name}, which deals the items of one stream out to {processes} processes; "
-                    "each rank has a stream of its own: give the trainer overlord.torch.StatefulLoader(job), which it leaves as it is"
+                    f"expected every item to reach this rank, got {name}, which deals the "
+                    f"items of one stream out to {processes} processes; "
+                    "each rank has a stream of its own: give the trainer "
+                    "overlord.torch.StatefulLoader(job), which it leaves as it is"
                 ],
                 where,
             )
@@ -66,13 +72,17 @@ def taken_ahead() -> Ahead:
 
 
 def refuse_ahead(where: str) -> None:
-    """Refuse a trainer that takes items ahead and saves the state of the stream: it would skip them on resume."""
+    """Refuse a trainer that takes items ahead and saves the state of the stream: it would skip them
+    on resume.
+    """
     for caller in callers():
         if type(caller).__name__ == LIGHTNING:
             raise JobError(
                 [
-                    f"expected an overlord.torch.StatefulLoader in this trainer, got a {where}: {LIGHTNING} takes steps before it "
-                    "trains on them, and a resume would skip them; give it StatefulLoader(job), or StatefulLoader(client)"
+                    "expected an overlord.torch.StatefulLoader in this trainer, got a "
+                    f"{where}: {LIGHTNING} takes steps before it "
+                    "trains on them, and a resume would skip them; give it "
+                    "StatefulLoader(job), or StatefulLoader(client)"
                 ],
                 where,
             )

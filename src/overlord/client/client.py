@@ -1,4 +1,6 @@
-"""The Client: what a trainer iterates. It holds prefetched steps and waits with a deadline that names its reason."""
+"""The Client: what a trainer iterates. It holds prefetched steps and waits with a deadline that
+names its reason.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Inbox:
         return len(self._steps)
 
     def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
-        """The next step; None when the time is over; StopIteration, or the error, when there is none."""
+        """The next step; None when the time is over; StopIteration, or the error, when there is
+        none.
+        """
         with self._changed:
             if not self._steps and not self._ended:
                 self._changed.wait(timeout_s)
@@ -118,7 +122,8 @@ class Client:
         self._report = report
         self._warn_s, self._limit_s, self._on_stall = stall_warn_s, stall_limit_s, on_stall
         self._pid = os.getpid()
-        self._gate = threading.Lock()  # held for the moment in which a step becomes the trainer's, and while the session is moved
+        # held for the moment in which a step becomes the trainer's, and while the session is moved
+        self._gate = threading.Lock()
         self.session: Any = None  # of the one client that owns it (``join``)
         self._failed = False  # left by an exception: others need not be waited for
         self._fault: BaseException | None = None  # that one
@@ -157,7 +162,9 @@ class Client:
             with self._gate:
                 if (
                     inbox is self._inbox
-                ):  # else the session was moved meanwhile, and this client with it: the step comes again there
+                    # else the session was moved meanwhile, and this client with it: the step comes
+                    # again there
+                ):
                     self._state, self._shared = told.after, (told.place, told.broadcast)
                     break
         self.steps += 1
@@ -165,10 +172,14 @@ class Client:
         return Step(told, bucket, self.rank)
 
     def _taken_back(self) -> Step | None:
-        """Return a step that was refused, to be taken again. The result is None without one, or after the session was moved."""
+        """Return a step that was refused, to be taken again. The result is None without one, or
+        after the session was moved.
+        """
         if (
             self._back is None
-        ):  # without the gate: it is closed while the session moves, and ready steps are taken meanwhile
+            # without the gate: it is closed while the session moves, and ready steps are taken
+            # meanwhile
+        ):
             return None
         with self._gate:
             back, self._back = self._back, None
@@ -188,12 +199,15 @@ class Client:
     def _refuse_fork(self) -> None:
         if os.getpid() != self._pid:  # the threads that fill the inbox stayed behind
             raise OverlordError(
-                f"rank {self.rank}: the client was opened in process {self._pid} and this is process {os.getpid()}; a session does not "
+                f"rank {self.rank}: the client was opened in process {self._pid} and this "
+                f"is process {os.getpid()}; a session does not "
                 "survive a fork: launch it in the process that iterates"
             )
 
     def _wait(self, inbox: Box) -> tuple[Told, Bucket]:
-        """The watchdog: every ``stall_warn_s`` it says what is waited for, and after ``stall_limit_s`` it raises."""
+        """The watchdog: every ``stall_warn_s`` it says what is waited for, and after
+        ``stall_limit_s`` it raises.
+        """
         start = time.monotonic()
         warn_at = self._warn_s
         while True:
@@ -224,10 +238,12 @@ class Client:
             )
 
     def microbatches(self) -> Iterator[Microbatch]:
-        """Yield all microbatches in a row, for trainers that take ``Batch.microbatches`` of them for each optimizer step.
+        """Yield all microbatches in a row, for trainers that take ``Batch.microbatches`` of them
+        for each optimizer step.
 
-        A step with another number of microbatches raises ``PlanError``: such a trainer would mix steps from there on. The client then
-        stands before that step: a state saved there includes it, and it is the next step.
+        A step with another number of microbatches raises ``PlanError``: such a trainer would mix
+        steps from there on. The client then stands before that step: a state saved there includes
+        it, and it is the next step.
         """
         before = self.mark()
         for step in self:
@@ -240,20 +256,26 @@ class Client:
             before = self.mark()
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What was measured in a step this rank was handed, for a mixture that learns: ``{"loss/web": 2.31, "tokens/web": 8192}``.
+        """What was measured in a step this rank was handed, for a mixture that learns:
+        ``{"loss/web": 2.31, "tokens/web": 8192}``.
 
-        Plan ``step + feedback_lag`` uses it; say it before asking for ``step + 2`` and it is in time. Values of several ranks
-        are averaged, by ``tokens/<source>`` where given; of a rank's reports of one step the last counts. Returns at once.
+        Plan ``step + feedback_lag`` uses it; say it before asking for ``step + 2`` and it is in
+        time. Values of several ranks are averaged, by ``tokens/<source>`` where given; of a rank's
+        reports of one step the last counts. Returns at once.
         """
         self._refuse_fork()
         self._report(self._inbox, step, metrics, self._state.step)
 
     def state_dict(self, at: Mark | None = None) -> dict[str, Any]:
-        """Plain JSON values: the stream behind the last step yielded, or where a mark is. The same on every rank, valid on any mesh."""
+        """Plain JSON values: the stream behind the last step yielded, or where a mark is. The same
+        on every rank, valid on any mesh.
+        """
         return self._export(*((self._inbox, self._state) if at is None else at))
 
     def mark(self) -> Mark:
-        """The place behind the last step yielded, for a ``state_dict`` later: for those who take steps ahead of the trainer."""
+        """The place behind the last step yielded, for a ``state_dict`` later: for those who take
+        steps ahead of the trainer.
+        """
         state = self._state
         if isinstance(
             state, Sealed
@@ -262,8 +284,9 @@ class Client:
         return self._inbox, state
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
-        """Go on from a saved state. The first rank to do so moves the session; the others must load the same state.
-        ``allow`` names fingerprint parts that may differ."""
+        """Go on from a saved state. The first rank to do so moves the session; the others must load
+        the same state. ``allow`` names fingerprint parts that may differ.
+        """
         self._inbox, self._state = self._rewind(state, allow)
         self._back = None
 
@@ -286,7 +309,9 @@ class Client:
         self.close()
 
     def figures(self) -> dict[str, Any]:
-        """Who fetches, and what came: the figures of a ``BroadcastClient``, of a rank that fetches for itself."""
+        """Who fetches, and what came: the figures of a ``BroadcastClient``, of a rank that fetches
+        for itself.
+        """
         place, broadcast = self._shared
         by = np.arange(self.rank + 1) if place is None else place.served_by(broadcast)
         fetchers = self.world_size if place is None else len(place.fetchers(broadcast))
@@ -305,4 +330,7 @@ class Client:
         }
 
     def __repr__(self) -> str:
-        return f"Client(rank {self.rank}, next step {self._state.step}, {len(self._inbox)} steps ready, waited {self.waited_s:.2f} s)"
+        return (
+            f"Client(rank {self.rank}, next step {self._state.step}, {len(self._inbox)} steps "
+            f"ready, waited {self.waited_s:.2f} s)"
+        )

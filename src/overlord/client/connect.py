@@ -1,4 +1,6 @@
-"""``connect``: a client in any process, for a session that serves. Costs the trainer two sockets and what it maps."""
+"""``connect``: a client in any process, for a session that serves. Costs the trainer two sockets
+and what it maps.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,12 @@ def connect(
     reconnect_s: float = 60.0,
     on_stall: Callable[[str, float], None] | None = None,
 ) -> Client:
-    """The client of one rank of a session that serves elsewhere. Defaults: ``OVERLORD_ADDRESS``, ``OVERLORD_TOKEN``,
-    and the rank in the process group, or ``RANK``.
+    """The client of one rank of a session that serves elsewhere. Defaults: ``OVERLORD_ADDRESS``,
+    ``OVERLORD_TOKEN``, and the rank in the process group, or ``RANK``.
 
-    ``stall_warn_s``, ``stall_limit_s``: as in ``launch``; by default what the session was launched with. ``on_stall(words,
-    seconds)`` is called in place of the warning. ``reconnect_s``: how long to look for a constructor whose link broke.
+    ``stall_warn_s``, ``stall_limit_s``: as in ``launch``; by default what the session was launched
+    with. ``on_stall(words, seconds)`` is called in place of the warning. ``reconnect_s``: how long
+    to look for a constructor whose link broke.
     """
     address, rank, token = _given(address, rank, token)
     asking = Asking(address, token, rank, timeout_s=timeout_s)
@@ -70,7 +73,9 @@ def connect(
 
 
 def _started(asking: Asking, timeout_s: float) -> Mapping[str, Any]:
-    """Where the rank begins. What the session itself waits for, a host that stands still, may come while there is time."""
+    """Where the rank begins. What the session itself waits for, a host that stands still, may come
+    while there is time.
+    """
     deadline, fault = time.monotonic() + timeout_s, None
     while True:
         try:
@@ -93,11 +98,13 @@ def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
     problems = []
     if not isinstance(address, str) or not address:
         problems.append(
-            f"address: wanted overlord://host:port/key, as the session printed it, or OVERLORD_ADDRESS, found {address!r}"
+            "address: wanted overlord://host:port/key, as the session printed it, or "
+            f"OVERLORD_ADDRESS, found {address!r}"
         )
     if not isinstance(token, str) or not token:
         problems.append(
-            f"token: wanted what the session printed, or OVERLORD_TOKEN, found {'nothing' if not token else type(token)}"
+            "token: wanted what the session printed, or OVERLORD_TOKEN, found "
+            f"{'nothing' if not token else type(token)}"
         )
     try:
         number = int(said) if isinstance(said, str) else said.__index__()
@@ -110,7 +117,9 @@ def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
 
 
 def _rank() -> Any:
-    """Return the rank in the process group where there is one, else what the environment has as ``RANK``."""
+    """Return the rank in the process group where there is one, else what the environment has as
+    ``RANK``.
+    """
     groups = process_groups()
     return os.environ.get("RANK") if groups is None else groups.get_rank()
 
@@ -182,8 +191,10 @@ class _Connected:
         try:
             return self._remote(at, at["constructor"])
         except (ActorLost, DataStall, LinkRefused):
-            # It has died, perhaps, and another is started; or another rank moves the session just now; or it has not the step that is
-            # wanted any more. It is asked again when a step is asked for, and that is told then: a state may be loaded before.
+            # It has died, perhaps, and another is started; or another rank moves the session just
+            # now; or it has not the step that is
+            # wanted any more. It is asked again when a step is asked for, and that is told then: a
+            # state may be loaded before.
             return self._remote(at, "")
 
     def _remote(self, at: Mapping[str, Any], address: str) -> RemoteInbox:
@@ -204,7 +215,9 @@ class _Connected:
         return box
 
     def _beside(self, box: RemoteInbox) -> list[RemoteInbox]:
-        """Those that the same thread takes from: one that another thread has may be about to load a state."""
+        """Those that the same thread takes from: one that another thread has may be about to load a
+        state.
+        """
         with _LOCK:
             return [
                 other
@@ -213,7 +226,9 @@ class _Connected:
             ]
 
     def _token(self, at: Mapping[str, Any]) -> str:
-        """For the constructor: the one we came with, which so never travels; or one of a socket of this machine."""
+        """For the constructor: the one we came with, which so never travels; or one of a socket of
+        this machine.
+        """
         return at["token"] or self._asking.token
 
     def _where(self, generation: int) -> tuple[str, str]:
@@ -291,7 +306,9 @@ class _Connected:
         return new, at["state"]
 
     def _report(self, box: Box, step: Any, metrics: Any, next_step: int) -> None:
-        """Looked at here, so that scalars of any library become numbers and mistakes are told without a way."""
+        """Looked at here, so that scalars of any library become numbers and mistakes are told
+        without a way.
+        """
         from overlord.messages.reports import checked
 
         rank, generation = self._asking.rank, cast(Away, box).generation

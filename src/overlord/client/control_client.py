@@ -1,4 +1,6 @@
-"""Requests of a connected client to the session's front door: one at a time, each with a deadline, again after a cut."""
+"""Requests of a connected client to the session's front door: one at a time, each with a deadline,
+again after a cut.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to reach it
 
 
 class Asking:
-    """The control link of one rank. All requests may be said twice, so a link that was cut costs time and nothing else."""
+    """The control link of one rank. All requests may be said twice, so a link that was cut costs
+    time and nothing else.
+    """
 
     def __init__(
         self, address: str, token: str, rank: int, *, timeout_s: float, role: str = "control"
@@ -94,7 +98,10 @@ class Asking:
                 raise self._over
             left = deadline - time.monotonic()
             if left <= 0:
-                words = f"{self.address} could not be reached for {time.monotonic() - start:.1f} s: {reason_of(fault)}"
+                words = (
+                    f"{self.address} could not be reached for {time.monotonic() - start:.1f} "
+                    f"s: {reason_of(fault)}"
+                )
                 raise ActorLost(FRONT_DOOR, words) from fault
             try:
                 link, welcome = dial(
@@ -115,7 +122,8 @@ class Asking:
         if self.welcome and welcome.get("session") != self.welcome.get("session"):
             self._over = LinkRefused(
                 self.address,
-                "another session is served there than the one this client belongs to; connect anew, and load a saved state",
+                "another session is served there than the one this client belongs to; "
+                "connect anew, and load a saved state",
             )
             raise self._over
 

@@ -1,7 +1,9 @@
-"""Steps of a client that has no constructor (``constructors=False``): it is sent payload by every loader host and builds for itself.
+"""Steps of a client that has no constructor (``constructors=False``): it is sent payload by every
+loader host and builds for itself.
 
-The baseline of the Overlord paper's appendix B. Unlike a client with a constructor it needs threads in the trainer's process: a
-pump, one for the links of loader hosts, one for the planner's link, and one that builds where that takes long.
+The baseline of the Overlord paper's appendix B. Unlike a client with a constructor it needs threads
+in the trainer's process: a pump, one for the links of loader hosts, one for the planner's link, and
+one that builds where that takes long.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ Where = Callable[[int], tuple[str, str] | None]
 
 
 class Followed(Exception):
-    """No error: the whole session was moved to a state, and its clients with it. It ends what is waited for."""
+    """No error: the whole session was moved to a state, and its clients with it. It ends what is
+    waited for.
+    """
 
     def __init__(self, generation: int, state: Sealed, address: str, token: str):
         super().__init__(
@@ -54,7 +58,9 @@ class Followed(Exception):
 
 
 class DirectInbox:
-    """The ``Box`` of such a client. ``where(generation)`` gives the planner's address and token; None: whoever closed it says why."""
+    """The ``Box`` of such a client. ``where(generation)`` gives the planner's address and token;
+    None: whoever closed it says why.
+    """
 
     def __init__(
         self,
@@ -113,7 +119,9 @@ class DirectInbox:
             self.waited_s += time.monotonic() - start
 
     def _ask_whether_moved(self) -> None:
-        """The planner's link is gone: if the whole session was moved, what waits here is of a time that is over."""
+        """The planner's link is gone: if the whole session was moved, what waits here is of a time
+        that is over.
+        """
         if self._own is not None and self._own.trouble:
             with contextlib.suppress(
                 OverlordError
@@ -250,7 +258,9 @@ class OwnConstructor(Carrier):
                 self._pump.post(lambda value=value: self._take(value))  # type: ignore[misc]
 
     def _find_again(self, fault: OverlordError) -> bool:
-        """Whether the planner is there again. Once steps were sent it refuses: what was said meanwhile is said no more."""
+        """Whether the planner is there again. Once steps were sent it refuses: what was said
+        meanwhile is said no more.
+        """
         start, pause = time.monotonic(), FIRST_PAUSE_S
         while not self._closed:
             gone = time.monotonic() - start

@@ -1,4 +1,6 @@
-"""The box of a client that lives in the launching process while its constructor does not: linked when the first step is asked for."""
+"""The box of a client that lives in the launching process while its constructor does not: linked
+when the first step is asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from overlord.messages.client import Told
 
 
 class InsideBox:
-    """As a connected client's, but for the front door: whoever is here can ask without one. ``beside``: the links of all boxes of one
-    engine, which look after each other."""
+    """As a connected client's, but for the front door: whoever is here can ask without one.
+    ``beside``: the links of all boxes of one engine, which look after each other.
+    """
 
     def __init__(
         self,

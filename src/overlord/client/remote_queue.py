@@ -1,7 +1,9 @@
-"""Steps from a constructor in another process. On the same machine the trainer's own thread reads them: no thread is added.
+"""Steps from a constructor in another process. On the same machine the trainer's own thread reads
+them: no thread is added.
 
-What was sent stays readable when the constructor dies: descriptors wait in the socket, bytes in shared memory. Meanwhile another may be
-started in its place: the session tells where, and the steps go on where those that are here end.
+What was sent stays readable when the constructor dies: descriptors wait in the socket, bytes in
+shared memory. Meanwhile another may be started in its place: the session tells where, and the steps
+go on where those that are here end.
 """
 
 from __future__ import annotations
@@ -38,18 +40,22 @@ FOR_GOOD = (HOSTS, "planner")  # of whom the session says that they are lost whe
 SHORT_PAUSE_S = 0.2  # the same while a constructor is being started: it is there in a second
 GLANCE_S = 0.2  # for an attempt while there are steps to hand out: they wait for it
 BESIDE_S = 0.5  # without a step: then those beside it are seen to
-LOOK_S = 5.0  # without a word from the constructor: then the session is asked whether it is still the one
-SPARE_SLOTS = 8  # that a trainer may keep views of, beside the steps that wait; beyond them what comes is copied
+# without a word from the constructor: then the session is asked whether it is still the one
+LOOK_S = 5.0
+# that a trainer may keep views of, beside the steps that wait; beyond them what comes is copied
+SPARE_SLOTS = 8
 
 
 class RemoteInbox:
-    """The ``Box`` of a connected client. ``where(generation)`` asks for the constructor's address and token: after a fall it may be
-    another one, and after the session was moved there is none for those who have not moved with it. Without an address it is asked for
-    when the first step is.
+    """The ``Box`` of a connected client. ``where(generation)`` asks for the constructor's address
+    and token: after a fall it may be another one, and after the session was moved there is none for
+    those who have not moved with it. Without an address it is asked for when the first step is.
 
-    One thread may take the steps of several ranks in turn. When their constructor is lost and they live on what they have, it is the first
-    that waits for the next step, and the others ask for nothing any more: nobody would tell the new constructor what they have taken.
-    So whoever waits looks after those ``beside`` it, too, of this process and of one session."""
+    One thread may take the steps of several ranks in turn. When their constructor is lost and they
+    live on what they have, it is the first that waits for the next step, and the others ask for
+    nothing any more: nobody would tell the new constructor what they have taken. So whoever waits
+    looks after those ``beside`` it, too, of this process and of one session.
+    """
 
     def __init__(
         self,
@@ -111,7 +117,9 @@ class RemoteInbox:
     # the client's side
 
     def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
-        """The next step; None when the time is over; StopIteration, or the error, when there is none."""
+        """The next step; None when the time is over; StopIteration, or the error, when there is
+        none.
+        """
         start, self.taker = self._now(), (os.getpid(), threading.get_ident())
         try:
             with self._mine:
@@ -120,8 +128,10 @@ class RemoteInbox:
             self._waited_s += self._now() - start
 
     def look_around(self) -> None:
-        """Nobody asks for a step just now, and somebody else waits for one: a constructor that was lost meanwhile, and is there again, is
-        to know how far this rank is. Does nothing while it is asked."""
+        """Nobody asks for a step just now, and somebody else waits for one: a constructor that was
+        lost meanwhile, and is there again, is to know how far this rank is. Does nothing while it
+        is asked.
+        """
         if self._mine.acquire(blocking=False):
             try:
                 self._drain()
@@ -162,8 +172,9 @@ class RemoteInbox:
                 box.look_around()
 
     def _see_who_is_there(self) -> None:
-        """Nothing has come for long. Perhaps the constructor was given up, being stopped or cut off, and another has its place: the link
-        to it would hold for ever, and nothing come."""
+        """Nothing has come for long. Perhaps the constructor was given up, being stopped or cut
+        off, and another has its place: the link to it would hold for ever, and nothing come.
+        """
         if (
             (link := self._link) is None
             or self._steps
@@ -182,7 +193,9 @@ class RemoteInbox:
             self._broke(link, ActorLost(self._name, "another was started in its place"))
 
     def took(self, step: int) -> None:
-        """The step is the trainer's now. If the link is gone the constructor learns of it when we come again."""
+        """The step is the trainer's now. If the link is gone the constructor learns of it when we
+        come again.
+        """
         self.taken = step
         self._say_took(step)
 
@@ -201,7 +214,9 @@ class RemoteInbox:
         self._drop_link("the client is closed")
 
     def __len__(self) -> int:
-        """Steps already in this process. Those that wait in the socket are read for it, unless the trainer reads just now."""
+        """Steps already in this process. Those that wait in the socket are read for it, unless the
+        trainer reads just now.
+        """
         if self._mine.acquire(blocking=False):
             try:
                 with contextlib.suppress(OverlordError):
@@ -217,7 +232,10 @@ class RemoteInbox:
             return ""
         if isinstance(self._fault, DataStall):  # the session says what is done about it
             return self._fault.waiting_for
-        return f"{self._name} at {shown(self.address)}, whose link broke {self._now() - self._lost_at:.1f} s ago: {reason_of(self._fault)}"
+        return (
+            f"{self._name} at {shown(self.address)}, whose link broke "
+            f"{self._now() - self._lost_at:.1f} s ago: {reason_of(self._fault)}"
+        )
 
     # reading
 
@@ -235,7 +253,9 @@ class RemoteInbox:
             pass
 
     def _wait(self, seconds: float) -> None:
-        """Until something comes, or the time is over; where the link is gone, until it may be tried again."""
+        """Until something comes, or the time is over; where the link is gone, until it may be tried
+        again.
+        """
         link = self._link
         if link is None:
             self._try_again(seconds)
@@ -257,12 +277,15 @@ class RemoteInbox:
         except (ActorLost, FrameError) as fault:
             self._broke(link, fault)
             return TIMEOUT
-        except BaseException as fault:  # Ctrl-C in the middle of a message: a new link begins at the step that is missing
+        # Ctrl-C in the middle of a message: a new link begins at the step that is missing
+        except BaseException as fault:
             self._broke(link, fault)
             raise
 
     def _read_on(self, link: SocketLink) -> None:
-        """The reading thread of a TCP link: prefetched steps are in this process before they are asked for."""
+        """The reading thread of a TCP link: prefetched steps are in this process before they are
+        asked for.
+        """
         while self._link is link:
             self._read(link, 1.0)
 
@@ -297,8 +320,10 @@ class RemoteInbox:
             self._changed.notify_all()
 
     def _look_again(self) -> None:
-        """The link is gone while there are steps to hand out. The session is asked whether it was moved: then what is kept here is of a
-        time that is over. Else a constructor that is there again is to know how far we are, or no step is planned beyond those here."""
+        """The link is gone while there are steps to hand out. The session is asked whether it was
+        moved: then what is kept here is of a time that is over. Else a constructor that is there
+        again is to know how far we are, or no step is planned beyond those here.
+        """
         if self._silent or self._now() < self._retry_at:
             return
         self._retry_at = self._now() + LONGEST_PAUSE_S
@@ -391,7 +416,9 @@ class RemoteInbox:
         link.close()
 
     def _say_lost(self, fault: BaseException) -> None:
-        """One that closes in order does so since the session is moved, resharded or closed: nothing to be alarmed at."""
+        """One that closes in order does so since the session is moved, resharded or closed: nothing
+        to be alarmed at.
+        """
         level, words = (
             logging.WARNING if isinstance(fault, Exception) else logging.DEBUG,
             str(fault),
@@ -460,7 +487,8 @@ class RemoteInbox:
         )
         raise ActorLost(
             self._name,
-            f"{who} could not be reached for {gone:.1f} s while step {self._next} was wanted: {reason_of(fault)}{either}",
+            f"{who} could not be reached for {gone:.1f} s while step {self._next} was "
+            f"wanted: {reason_of(fault)}{either}",
         ) from fault
 
     def _drop_link(self, reason: str) -> None:

@@ -1,4 +1,6 @@
-"""What the trainer holds: a Step of Microbatches, read-only, each knowing which samples it was made of."""
+"""What the trainer holds: a Step of Microbatches, read-only, each knowing which samples it was made
+of.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Where one sample lies in a microbatch: ``tokens[offset:offset + length]`` (packed), or row ``offset`` (padded). It tells of the
-    whole microbatch, before it was cut for context parallelism; -1 where this rank holds no arrays."""
+    """Where one sample lies in a microbatch: ``tokens[offset:offset + length]`` (packed), or row
+    ``offset`` (padded). It tells of the whole microbatch, before it was cut for context
+    parallelism; -1 where this rank holds no arrays.
+    """
 
     sample: SampleId
     offset: int
@@ -41,7 +45,8 @@ class Microbatch(Mapping[str, np.ndarray]):
         served_by: int | None = None,
     ):
         self._arrays, self._told, self._rows = arrays, told, rows
-        self._served_by = served_by  # the rank that fetches this microbatch in its place; None: it was handed here
+        # the rank that fetches this microbatch in its place; None: it was handed here
+        self._served_by = served_by
 
     def __getitem__(self, key: str) -> np.ndarray:
         try:
@@ -62,8 +67,10 @@ class Microbatch(Mapping[str, np.ndarray]):
             return f"{key!r} is not in this microbatch; it has {', '.join(self._arrays)}{why}"
         along = ", ".join(self._told.broadcast)
         return (
-            f"{key!r} is not here: rank {self._served_by} fetches this microbatch and the trainer broadcasts it (broadcast_at {along}); "
-            "join with overlord.torch.join, launch with broadcast=False, or use a strategy without broadcast_at"
+            f"{key!r} is not here: rank {self._served_by} fetches this microbatch and the "
+            f"trainer broadcasts it (broadcast_at {along}); "
+            "join with overlord.torch.join, launch with broadcast=False, or use a "
+            "strategy without broadcast_at"
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -74,7 +81,9 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     @property
     def samples(self) -> list[Piece]:
-        """The samples in it, in order; made when asked for, so that packing costs no object per sample."""
+        """The samples in it, in order; made when asked for, so that packing costs no object per
+        sample.
+        """
         lengths = self._told.tokens[self._rows].tolist()
         if "attention_mask" in self._arrays:  # of the padded layout alone
             starts: Sequence[int] = range(len(self._rows))
@@ -122,7 +131,9 @@ class Step:
 
     @property
     def served_by(self) -> int:
-        """The rank that fetches these microbatches, for this one and those that the trainer broadcasts them to; itself where it is one."""
+        """The rank that fetches these microbatches, for this one and those that the trainer
+        broadcasts them to; itself where it is one.
+        """
         place = self._told.place
         return (
             self.rank if place is None else int(_fetchers(place, self._told.broadcast)[self.rank])
@@ -153,7 +164,9 @@ class Step:
 
     @property
     def encoder(self) -> tuple[Microbatch, ...]:
-        """What this rank feeds its encoder and how outputs are routed, an entry for each exchange; empty where the job has no images."""
+        """What this rank feeds its encoder and how outputs are routed, an entry for each exchange;
+        empty where the job has no images.
+        """
         if self._exchanges is None:
             wide = self._bucket.encoder
             cut = () if wide is None else wide.cut(0, wide.n)
@@ -169,20 +182,27 @@ class Step:
         return iter(self._microbatches())
 
     def __repr__(self) -> str:
-        return f"Step({self.step}, rank {self.rank}, {len(self)} microbatches, {self.global_valid_tokens} valid tokens in all)"
+        return (
+            f"Step({self.step}, rank {self.rank}, {len(self)} microbatches, "
+            f"{self.global_valid_tokens} valid tokens in all)"
+        )
 
 
 def check_count(step: Any, expected: int | None) -> None:
-    """Refuse a step whose number of microbatches is not that of the job, for trainers that count microbatches. None: not known."""
+    """Refuse a step whose number of microbatches is not that of the job, for trainers that count
+    microbatches. None: not known.
+    """
     if expected is None or len(step) == expected:
         return
     grown = (
-        f"give Batch(microbatches={len(step)}) or more, fewer samples or tokens, or a larger context"
+        f"give Batch(microbatches={len(step)}) or more, fewer samples or tokens, or a "
+        "larger context"
         if len(step) > expected
         else ""
     )
     raise PlanError(
-        f"expected the {expected} microbatches of Batch.microbatches, got {len(step)}; a trainer with a fixed accumulation count would mix "
+        f"expected the {expected} microbatches of Batch.microbatches, got {len(step)}; a "
+        "trainer with a fixed accumulation count would mix "
         "this step with others",
         step.step,
         f"{grown or 'use a strategy that fills Batch.microbatches'}, or iterate over whole steps",

@@ -1,4 +1,6 @@
-"""Rank and world size of this process: those of ``torch.distributed`` where it is initialised, else those of the environment."""
+"""Rank and world size of this process: those of ``torch.distributed`` where it is initialised, else
+those of the environment.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,19 @@ class World(NamedTuple):
 
 
 def process_groups() -> Any:
-    """Return ``torch.distributed`` where this process has initialised it, else None. Never imports torch."""
+    """Return ``torch.distributed`` where this process has initialised it, else None. Never imports
+    torch.
+    """
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def world_here(where: str) -> World | None:
-    """Return this process's rank and world size; None for a process that belongs to no world. ``where``: the caller, for error texts.
+    """Return this process's rank and world size; None for a process that belongs to no world.
+    ``where``: the caller, for error texts.
 
-    The process group comes first: launchers that set no ``RANK`` (``mp.spawn``, Lightning) initialise one.
+    The process group comes first: launchers that set no ``RANK`` (``mp.spawn``, Lightning)
+    initialise one.
     """
     if (dist := process_groups()) is not None:
         return World(dist.get_rank(), dist.get_world_size(), "the process group")

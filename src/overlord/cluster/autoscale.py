@@ -1,4 +1,6 @@
-"""The part of ``ProcessHost`` that looks at what loaders and trainers do, asks ``scaling/scaler.py`` what follows, and has it done."""
+"""The part of ``ProcessHost`` that looks at what loaders and trainers do, asks
+``scaling/scaler.py`` what follows, and has it done.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,9 @@ class Scaling(Spreading, Watching):
         return len(self.hosts_of(source))
 
     def _free_s(self, source: int) -> float:
-        """Return what its load says; a planner apart is not told of code in sources that joined, and assumes that it holds the lock."""
+        """Return what its load says; a planner apart is not told of code in sources that joined,
+        and assumes that it holds the lock.
+        """
         n = len(self.planner.spec.names)
         if len(self._free_seconds) != n:
             known = [load.free_s for load in loads_of(self.blueprint)][:n]
@@ -147,7 +151,9 @@ class Scaling(Spreading, Watching):
         return self._free_seconds[source]
 
     def _able(self, source: int) -> tuple[int, ...]:
-        """Return the hosts that have its code, and no more sources than ``sources_per_host`` allows."""
+        """Return the hosts that have its code, and no more sources than ``sources_per_host``
+        allows.
+        """
         hosts = sorted(self._living() - self._full - set(self.hosts_of(source)))
         return tuple(h for h in hosts if source in self._kits.get(h, ()))
 

@@ -1,4 +1,6 @@
-"""The process of some constructors: it gathers payload, builds microbatches into shared memory, and hands them to clients."""
+"""The process of some constructors: it gathers payload, builds microbatches into shared memory, and
+hands them to clients.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class ConstructorHost(HostActor):
         super().__init__(f"constructor-host/{number}", settings)
         self._ring = self._machine.ring(self.name, settings.ring_bytes)
         self._session = settings.generation
-        # Building never waits for a slot: short work is done in the pump, and without the pump no slot is let go.
+        # Building never waits for a slot: short work is done in the pump, and without the pump no
+        # slot is let go.
         self._building = Building(
             [Assembler(b, ranks, settings.build_ahead) for b, ranks in buckets.items()],
             batch=batch,
@@ -85,7 +88,9 @@ class ConstructorHost(HostActor):
         )
 
     def listen(self, host: str, token: str) -> str:
-        """Take clients of other processes at this interface, who show another token than ours; where they find it."""
+        """Take clients of other processes at this interface, who show another token than ours;
+        where they find it.
+        """
         self._servers.append(self._serve(token, **self._machine.outside(host)))
         return self._servers[-1].address
 
@@ -100,14 +105,17 @@ class ConstructorHost(HostActor):
         return self._delivery.opened(link, dict(hello))
 
     def _loader_came(self, link: Link, host: Any, incarnation: Any) -> dict[str, Any]:
-        """One that comes again, or was started anew, takes the place of the link before it, whose end may not have been seen yet."""
+        """One that comes again, or was started anew, takes the place of the link before it, whose
+        end may not have been seen yet.
+        """
         if type(host) is not int or host < 0 or type(incarnation) is not int or incarnation < 0:
             raise OverlordError(
                 f"wanted the number of a loader host, found {host!r:.60} and {incarnation!r:.60}"
             )
         if incarnation < self._incarnations.get(host, 0):
             raise OverlordError(
-                f"wanted the number of a loader host that is not linked yet, found {host}: a later one has its place"
+                "wanted the number of a loader host that is not linked yet, found "
+                f"{host}: a later one has its place"
             )
         former = next((other for other, h in self._loaders.items() if h == host), None)
         self._loaders[link], self._incarnations[host] = host, incarnation
@@ -170,7 +178,9 @@ class ConstructorHost(HostActor):
                 raise TypeError(f"a constructor host does not know {type(message).__name__}")
 
     def _back(self, back: Back) -> None:
-        """The planner plans again behind a step that all have taken. If it is another one, it must hear what they took since."""
+        """The planner plans again behind a step that all have taken. If it is another one, it must
+        hear what they took since.
+        """
         self.run(self._gathering.back(back))
         self._floor, self._behind = max(back.step, self._floor), back.step
         self._delivery.begin_behind(self._floor)
@@ -188,7 +198,8 @@ class ConstructorHost(HostActor):
             if step > self._taken.get(rank, step):
                 self._taken[rank] = step
                 commands += self._building.consumed([rank], step)
-        # What is let go comes first, so that its memory is used again; buckets of a step stand side by side, and are built together.
+        # What is let go comes first, so that its memory is used again; buckets of a step stand side
+        # by side, and are built together.
         self.run(sorted(commands, key=lambda c: c.step if isinstance(c, Build) else -1))
         self._tell()
 
@@ -231,8 +242,10 @@ class ConstructorHost(HostActor):
         return self._pump.ask(say, "the constructor host's pump", 1.0)
 
     def taken(self, rank: int) -> int:
-        """The last step that the rank's client took; the planner hears of it when the slowest has. One that died may have said so in
-        words that were not read yet, and whoever comes in its place would be told a step that is kept no longer."""
+        """The last step that the rank's client took; the planner hears of it when the slowest has.
+        One that died may have said so in words that were not read yet, and whoever comes in its
+        place would be told a step that is kept no longer.
+        """
         for server in self._servers:
             server.caught_up(HEARD_S)
         return self._delivery.taken(rank)

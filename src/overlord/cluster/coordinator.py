@@ -1,7 +1,9 @@
-"""The planner's half of a job that runs in several processes: the same face as ``Host``, the loaders and constructors elsewhere.
+"""The planner's half of a job that runs in several processes: the same face as ``Host``, the
+loaders and constructors elsewhere.
 
-The planner core lives here, in the session's pump. Loader hosts and constructor hosts are actors of a control plane; they get one
-message list per turn and answer with what happened. Which process does what is never seen in the stream.
+The planner core lives here, in the session's pump. Loader hosts and constructor hosts are actors of
+a control plane; they get one message list per turn and answer with what happened. Which process
+does what is never seen in the stream.
 """
 
 from __future__ import annotations
@@ -268,7 +270,9 @@ class ProcessHost(Scaling):
         return next((remote for remote in self._processes() if remote.handle.name == name), None)
 
     def _ask_how(self, lost: Remote, finish: Finish) -> None:
-        """A host that died is missed by its peers, who see but the end of a link; how it ended is known to who started it."""
+        """A host that died is missed by its peers, who see but the end of a link; how it ended is
+        known to who started it.
+        """
 
         def heard(future: Future[Any]) -> None:
             error = future.exception()
@@ -278,7 +282,9 @@ class ProcessHost(Scaling):
         self._control.call(lost.handle, "do", []).add_done_callback(heard)
 
     def _lost(self, remote: Remote, reason: str) -> None:
-        """A host is gone, and with it what it held: the job ends behind the steps that are complete."""
+        """A host is gone, and with it what it held: the job ends behind the steps that are
+        complete.
+        """
         if self._closed or remote.lost:
             return
         remote.lost = reason
@@ -314,8 +320,9 @@ class ProcessHost(Scaling):
             self.detach(rank)
 
     def consumed(self, ranks: Sequence[int], step: int) -> None:
-        """Constructor hosts tell it themselves. What was said to one that died is heard here: who took a step may not look for the next
-        before others have theirs."""
+        """Constructor hosts tell it themselves. What was said to one that died is heard here: who
+        took a step may not look for the next before others have theirs.
+        """
         if self.fails_over:
             self.run(
                 [
@@ -343,7 +350,9 @@ class ProcessHost(Scaling):
         return self._constructors[int(self._constructor_of[self._bucket_of[rank]])]
 
     def address_for(self, rank: int) -> tuple[str, str]:
-        """Where a rank's steps come from, and the token it takes; a constructor that is lost is said to be."""
+        """Where a rank's steps come from, and the token it takes; a constructor that is lost is
+        said to be.
+        """
         remote = self._constructor(rank)
         if remote.lost:
             raise self._starting(remote)
@@ -351,7 +360,9 @@ class ProcessHost(Scaling):
         return self._addresses[c], self._token
 
     def listen(self, host: str, token: str) -> None:
-        """Clients in other processes are expected at this interface, and show the token they were given."""
+        """Clients in other processes are expected at this interface, and show the token they were
+        given.
+        """
         self._listening = (host, token)  # first: those that are being started will be asked
         there = {
             c: remote
@@ -373,8 +384,10 @@ class ProcessHost(Scaling):
         return found, ""
 
     def taken_by(self, rank: int) -> int | None:
-        """The last step that a client took, as its constructor host knows, which tells when the slowest has moved on. Not in the pump.
-        None: it is being replaced, and what it alone knew is not known any more. ``DataStall``: it lives, and does not say."""
+        """The last step that a client took, as its constructor host knows, which tells when the
+        slowest has moved on. Not in the pump. None: it is being replaced, and what it alone knew is
+        not known any more. ``DataStall``: it lives, and does not say.
+        """
         remote = self._constructor(rank)
         if remote.lost:
             return None
@@ -408,7 +421,9 @@ class ProcessHost(Scaling):
                     self._say(remote)
 
     def _say(self, remote: Remote) -> None:
-        """All that a turn had for a host in one message; where its next news are to be asked for, in that one too."""
+        """All that a turn had for a host in one message; where its next news are to be asked for,
+        in that one too.
+        """
         messages, remote.out = remote.out, []
         asks, remote.asks = remote.asks, False
         if remote.lost:
@@ -472,7 +487,9 @@ class ProcessHost(Scaling):
             self._loaders[h].out.append(part)
 
     def _finish(self, finish: Finish) -> None:
-        """Of the planner, or of a host that cannot go on: then the planner hears of it first, and says it again."""
+        """Of the planner, or of a host that cannot go on: then the planner hears of it first, and
+        says it again.
+        """
         if self.planner.finished is not finish:
             self._queue.extend(self.planner.handle(finish))
             return
@@ -480,7 +497,9 @@ class ProcessHost(Scaling):
             remote.out.append(finish)
 
     def broke(self, error: Exception) -> None:
-        """The pump has stopped for good: constructor hosts tell their clients, who would else wait until they give up."""
+        """The pump has stopped for good: constructor hosts tell their clients, who would else wait
+        until they give up.
+        """
         for remote in list(self._constructors.values()):
             if not remote.lost and not self._closed:
                 with contextlib.suppress(OverlordError):

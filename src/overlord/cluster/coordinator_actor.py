@@ -1,7 +1,9 @@
-"""The planner in a process of its own: what ``ProcessHost`` is in the launching process, for a job whose planner may die.
+"""The planner in a process of its own: what ``ProcessHost`` is in the launching process, for a job
+whose planner may die.
 
-Hosts are started, ended and sent here by the launching process, which it asks for that by name (``Asking``). They are called directly
-(``peers.py``). What people ask of the planner comes as calls of this actor and is answered by its pump.
+Hosts are started, ended and sent here by the launching process, which it asks for that by name
+(``Asking``). They are called directly (``peers.py``). What people ask of the planner comes as calls
+of this actor and is answered by its pump.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class Counted:
 
 
 class PlannerActor:
-    """Its methods are called by the launching process; those that look or change are carried out by the pump, in order."""
+    """Its methods are called by the launching process; those that look or change are carried out by
+    the pump, in order.
+    """
 
     def __init__(self, kit: PlannerKit):
         self._kit, self._events = kit, Events()
@@ -90,7 +94,8 @@ class PlannerActor:
         self._acked = -2
         self._said: list[
             Any
-        ] = []  # events in the journal of planners before this one, that it went on from, and its own
+            # events in the journal of planners before this one, that it went on from, and its own
+        ] = []
         self._watched = kit.watched
         self._losses = Losses()
 
@@ -101,8 +106,10 @@ class PlannerActor:
         return self._peers.address, self._peers.token
 
     def beat(self) -> bool:
-        """Whether the pump has run since this was asked last: a planner whose pump stands is of no use, though its process lives. One that
-        waits for its journal is not to be killed for it: another would wait for the same disk, and trainers are told what it is."""
+        """Whether the pump has run since this was asked last: a planner whose pump stands is of no
+        use, though its process lives. One that waits for its journal is not to be killed for it:
+        another would wait for the same disk, and trainers are told what it is.
+        """
         if not self._ran.is_set():
             return self._writes()
         if self._beats_pump:
@@ -111,7 +118,9 @@ class PlannerActor:
         return True
 
     def doing(self) -> str:
-        """What the pump is at, of one that does not come to an end: the step, and whose function it is in."""
+        """What the pump is at, of one that does not come to an end: the step, and whose function it
+        is in.
+        """
         return f"step {self._host.planner.next_step}, {self._pump.at()}"
 
     def _writes(self) -> bool:
@@ -133,7 +142,9 @@ class PlannerActor:
         self._peers.died(ticket, reason, fault)
 
     def begin(self) -> Future[int]:
-        """Start the hosts, or take over those that live; answered with the step behind which planning begins."""
+        """Start the hosts, or take over those that live; answered with the step behind which
+        planning begins.
+        """
         begun = Future[int]()
         threading.Thread(
             target=self._begin, args=(begun,), name="overlord-begin", daemon=True
@@ -155,10 +166,14 @@ class PlannerActor:
             begun.set_exception(fault)
 
     def _make_host(self) -> PlannerHost:
-        """The first planner starts its hosts; one that comes later takes over those that live, and goes back."""
+        """The first planner starts its hosts; one that comes later takes over those that live, and
+        goes back.
+        """
         if not self._kit.incarnation:
             return PlannerHost(self._kit, self._peers, self._pump, self._starter, say=self._say)
-        if not self._kit.opened:  # what the journal says is of a session before this one, or nothing: ``open_journal`` is to come
+        # what the journal says is of a session before this one, or nothing: ``open_journal`` is to
+        # come
+        if not self._kit.opened:
             host = PlannerHost(
                 self._kit, self._peers, self._pump, self._starter, Recovered(), say=self._say
             )
@@ -182,8 +197,9 @@ class PlannerActor:
         return host
 
     def _say_found(self) -> None:
-        """What the planner before this one knew, and perhaps died before it was heard: behind which step all stand, how far each rank is,
-        which sources left."""
+        """What the planner before this one knew, and perhaps died before it was heard: behind which
+        step all stand, how far each rank is, which sources left.
+        """
         host = self._host
         if self._said:
             self._events.put(("found", list(self._said)))
@@ -203,8 +219,9 @@ class PlannerActor:
         return where
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> Future[None]:
-        """Before anything is planned: where the stream begins is written down. Nobody held the journal for a moment: another launch may
-        have gone on with it."""
+        """Before anything is planned: where the stream begins is written down. Nobody held the
+        journal for a moment: another launch may have gone on with it.
+        """
 
         def act() -> None:
             host, self._opens_journal = self._host, True
@@ -224,7 +241,9 @@ class PlannerActor:
         return self._in_pump(act)
 
     def _broke(self, error: BaseException) -> None:
-        """Nothing this process holds can be trusted: another takes its place, or the job ends with this."""
+        """Nothing this process holds can be trusted: another takes its place, or the job ends with
+        this.
+        """
         log.critical("the planner stops: %s: %s", type(error).__name__, error)
         self._say(
             "broke",
@@ -282,7 +301,9 @@ class PlannerActor:
         return answer
 
     def attach(self, ranks: list[int]) -> Future[None]:
-        """Those that the launching process knew of when this planner was started are attached already."""
+        """Those that the launching process knew of when this planner was started are attached
+        already.
+        """
         return self._in_pump(
             lambda: self._host.attach(
                 dict.fromkeys(r for r in ranks if r not in self._host.attached)
@@ -306,7 +327,9 @@ class PlannerActor:
         return self._in_pump(act)
 
     def report(self, report: Report) -> Future[bool]:
-        """Whether it came in time for a plan; of one that the planner before this had, whether it did there."""
+        """Whether it came in time for a plan; of one that the planner before this had, whether it
+        did there.
+        """
 
         def act() -> bool:
             used = (
@@ -352,7 +375,9 @@ class PlannerActor:
         self._events.put(("said", event))
 
     def said(self) -> Future[list[Any]]:
-        """Events that this planner has taken, behind those that it found in the journal; in force or not."""
+        """Events that this planner has taken, behind those that it found in the journal; in force
+        or not.
+        """
         return self._in_pump(lambda: list(self._said))
 
     def watch(self) -> None:
@@ -429,7 +454,9 @@ class PlannerActor:
     # the end
 
     def leave(self, taken: int = -1) -> None:
-        """Hosts are about to end, and are not to be missed. ``taken``: the last step that all ranks took, as is known elsewhere."""
+        """Hosts are about to end, and are not to be missed. ``taken``: the last step that all ranks
+        took, as is known elsewhere.
+        """
         if self._closed:
             return
         self._closed = True

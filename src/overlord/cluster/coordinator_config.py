@@ -1,4 +1,6 @@
-"""What a planner in a process of its own is started with: the job without what reads it. Code crosses here, and only here."""
+"""What a planner in a process of its own is started with: the job without what reads it. Code
+crosses here, and only here.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from overlord.setup.prepared_job import Blueprint
 
 
 class PlannerBlueprint(Blueprint):
-    """A blueprint that can be planned from and not read from: no files, indexes or transforms, which may be large, or not to be sent."""
+    """A blueprint that can be planned from and not read from: no files, indexes or transforms,
+    which may be large, or not to be sent.
+    """
 
     specs: tuple[SourceSpec, ...]
     loads: tuple[SourceLoad, ...]
@@ -67,7 +71,9 @@ class PlannerBlueprint(Blueprint):
         return more
 
     def first(self, n: int, fingerprint: Mapping[str, str]) -> PlannerBlueprint:
-        """Without sources that were to join when a planner was lost, and had not: as the journal knows it."""
+        """Without sources that were to join when a planner was lost, and had not: as the journal
+        knows it.
+        """
         if n == len(self.specs):
             return self
         less = copy.copy(self)
@@ -102,7 +108,9 @@ def _with(record: Any, **fields: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannerKit:
-    """All that a planner's process is told when it starts. ``living``: hosts that are there already, by name; then it takes them over."""
+    """All that a planner's process is told when it starts. ``living``: hosts that are there
+    already, by name; then it takes them over.
+    """
 
     blueprint: PlannerBlueprint
     state: StreamState | None
@@ -122,11 +130,14 @@ class PlannerKit:
     ] = ()  # that the one before it had accepted: the last may have died with it
     machine: Machine = field(default_factory=Machine, repr=False)  # where it comes to
     launch: str = ""  # as its journal knows it; known when the journal is opened
-    opened: bool = True  # the journal says where this session begins; else what it says is of the session before it
+    # the journal says where this session begins; else what it says is of the session before it
+    opened: bool = True
     watched: bool = False  # stages and taken steps are told, for clients that are served
 
     def hosting_of(self, n: int) -> Hosting:
-        """Of so many sources: the last may have joined when a planner was lost, and then the launching process was not told."""
+        """Of so many sources: the last may have joined when a planner was lost, and then the
+        launching process was not told.
+        """
         hosting, host_of = (
             self.hosting,
             {sources: h for h, sources in sorted(self.kits, reverse=True)},

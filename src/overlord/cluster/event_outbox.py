@@ -1,4 +1,6 @@
-"""What people told a planner elsewhere, and did not see answered in time: it may come to it all the same, and then it has happened."""
+"""What people told a planner elsewhere, and did not see answered in time: it may come to it all the
+same, and then it has happened.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from typing import Any
 from overlord.errors import DataStall
 
 KEPT = 64  # events that were taken, to tell one that was said twice from one that was said once
-MAY_STILL = "the planner may still come to it: then it has happened, and is in the states that are saved from there on"
+MAY_STILL = (
+    "the planner may still come to it: then it has happened, and is in the states that are "
+    "saved from there on"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -33,12 +38,16 @@ class Sayings:
 
     @property
     def unsettled(self) -> bool:
-        """Of something that was given up it is not known yet whether it happens. Until it is, nothing else is to be said: of two changes
-        for one step the last one counts, and sources have numbers."""
+        """Of something that was given up it is not known yet whether it happens. Until it is,
+        nothing else is to be said: of two changes for one step the last one counts, and sources
+        have numbers.
+        """
         return any(saying.given_up for saying in list(self._open))
 
     def say(self, event: Any, ask: Callable[[], Any], late: Callable[[], None]) -> None:
-        """``ask`` returns when a planner has taken the event. Where that is given up, ``late`` is called should one take it after all."""
+        """``ask`` returns when a planner has taken the event. Where that is given up, ``late`` is
+        called should one take it after all.
+        """
         saying = _Saying(event, late)
         with self._lock:
             self._open.append(saying)
@@ -72,7 +81,9 @@ class Sayings:
         late()
 
     def found(self, events: Sequence[Any]) -> None:
-        """A planner found these in the journal of the one before it, which may have died before it could say so."""
+        """A planner found these in the journal of the one before it, which may have died before it
+        could say so.
+        """
         for saying in list(self._open):
             with self._lock:
                 new = (
@@ -84,7 +95,9 @@ class Sayings:
             late()
 
     def settle(self, events: Sequence[Any]) -> None:
-        """All that the planner has taken, asked of it behind what was given up: what is not among it has not happened, and will not."""
+        """All that the planner has taken, asked of it behind what was given up: what is not among
+        it has not happened, and will not.
+        """
         self.found(events)
         with self._lock:
             self._open = [saying for saying in self._open if not saying.given_up]

@@ -1,5 +1,7 @@
-"""The processes of a job whose planner is one of them, as the launching process has them: it starts and ends all, and starts another
-planner when that is lost. It never decides where a host is wanted: the planner asks for hosts, and calls them itself."""
+"""The processes of a job whose planner is one of them, as the launching process has them: it starts
+and ends all, and starts another planner when that is lost. It never decides where a host is wanted:
+the planner asks for hosts, and calls them itself.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ log = logging.getLogger("overlord")
 PLANNER = "planner"
 START_S = 120.0  # for hosts to be there: they open their sources first, and a store may be slow
 BOOT_S = 30.0  # for the planner's process alone
-ASK_S = 25.0  # for the planner to answer, though it may have to be started again meanwhile; who asks the pump waits for 30
+# for the planner to answer, though it may have to be started again meanwhile; who asks the pump
+# waits for 30
+ASK_S = 25.0
 CUT_S = 1.0  # between the end of a host's link and the news that it died
 TICKS = (
     4  # within which a planner must answer: one that sleeps with the whole machine is not missed
@@ -47,7 +51,9 @@ LOST = "the planner was lost: "
 
 
 class Parts:
-    """All processes of a job by name. ``told`` gets what the planner says unasked; it is called in a thread of this class."""
+    """All processes of a job by name. ``told`` gets what the planner says unasked; it is called in
+    a thread of this class.
+    """
 
     def __init__(
         self,
@@ -104,7 +110,10 @@ class Parts:
         )  # a host that is being started for a planner is known before the next planner is
         self.preparing: set[str] = (
             set()
-        )  # hosts of sources that may join, while they start: no planner has anything to do with them yet
+            # hosts of sources that may join, while they start: no planner has anything to do with
+            # them
+            # yet
+        )
         self._ready = self._closed = False
         self.absent = ""  # why the planner cannot be asked, in words
         self._written: dict[Handle, list[float]] = {}  # what each planner counted of its journal
@@ -173,11 +182,15 @@ class Parts:
 
     @property
     def _begin_s(self) -> float:
-        """For a planner to be there with all its hosts: some may have to be given up first, and others started."""
+        """For a planner to be there with all its hosts: some may have to be given up first, and
+        others started.
+        """
         return 2 * START_S + 2 * self.blueprint.options.lost_after_s
 
     def _is_ready(self) -> None:
-        """One that died since it began, and was not missed because it was not there yet, is missed here."""
+        """One that died since it began, and was not missed because it was not there yet, is missed
+        here.
+        """
         with self._lock:
             planner = self.planner
             assert planner is not None
@@ -189,7 +202,9 @@ class Parts:
         self.control.get(self.control.call(planner, "beat"), BOOT_S)  # raises what it died of
 
     def _say_who_takes_part(self) -> None:
-        """Under the lock, before anything else is asked: who came and went while it was being started may have given up meanwhile."""
+        """Under the lock, before anything else is asked: who came and went while it was being
+        started may have given up meanwhile.
+        """
         now = frozenset(self.attached)
         for rank in sorted(self._takes_part - now):
             self.tell("detach", rank)
@@ -250,7 +265,9 @@ class Parts:
         return None
 
     def _was_mended(self, reason: str, since: float, behind: int) -> None:
-        """The planner is back, and with it the hosts that were lost together with it: it knows of none of them that it was missed."""
+        """The planner is back, and with it the hosts that were lost together with it: it knows of
+        none of them that it was missed.
+        """
         now = time.monotonic()
         there = [
             name for name in list(self._missed) if name in self.hosts and self.hosts[name].alive
@@ -278,7 +295,9 @@ class Parts:
             self._news.do(lambda row=row: self._told(("recovered", row)))  # type: ignore[misc]
 
     def _miss(self, name: str, why: str, silent_s: float = 0.0) -> None:
-        """From any thread. The first reason counts: one that is killed because it was silent is missed since then."""
+        """From any thread. The first reason counts: one that is killed because it was silent is
+        missed since then.
+        """
         if not self._closed and name in self.hosts:
             self._missed.setdefault(name, (why, time.monotonic() - silent_s))
 
@@ -290,7 +309,10 @@ class Parts:
                     f" and {len(names) - 8} more" if len(names) > 8 else ""
                 )
                 whom = f", and waits for {few} to answer" if names else ""
-                self.absent = f"the planner, which is being started again ({self._reason.removeprefix(LOST)}){whom}"
+                self.absent = (
+                    "the planner, which is being started again "
+                    f"({self._reason.removeprefix(LOST)}){whom}"
+                )
 
     def _did(self) -> str:
         return (
@@ -312,8 +334,9 @@ class Parts:
         self._news.do(lambda: self._told(("over", error)))
 
     def _beats(self) -> None:
-        """A planner that answers nothing, or does nothing, is killed; then it is missed like any other. One who is being started is watched
-        too, once its process is there."""
+        """A planner that answers nothing, or does nothing, is killed; then it is missed like any
+        other. One who is being started is watched too, once its process is there.
+        """
         lost_after_s = self.blueprint.options.lost_after_s
         still, answers, beat, of = 0, False, Future[Any](), self._beating
         beat.set_result(True)
@@ -362,8 +385,9 @@ class Parts:
         timeout_s: float = ASK_S,
         done: Callable[[], bool] = lambda: False,
     ) -> Any:
-        """An answer of the planner; if it is lost meanwhile, of the one that comes in its place. ``done``: asked after a loss, whether what
-        was said had been taken by then."""
+        """An answer of the planner; if it is lost meanwhile, of the one that comes in its place.
+        ``done``: asked after a loss, whether what was said had been taken by then.
+        """
         deadline, lost = self._machine.now() + timeout_s, False
         while True:
             planner = self._wait_for_planner(deadline, timeout_s)
@@ -381,8 +405,10 @@ class Parts:
                 self._machine.sleep(0.005)  # what it died of is told in a moment
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> None:
-        """Where this session begins is written down, before anyone takes part. If the planner that did so is lost before its answer is
-        here, the next one has begun at the same place, not knowing of it: it writes it once more. Nothing was planned meanwhile."""
+        """Where this session begins is written down, before anyone takes part. If the planner that
+        did so is lost before its answer is here, the next one has begun at the same place, not
+        knowing of it: it writes it once more. Nothing was planned meanwhile.
+        """
         self._launch = launch
         while not self._opened:
             planner = self.planner
@@ -397,7 +423,9 @@ class Parts:
                 self.control.tell(planner, method, *args)
 
     def _relocate(self, hosts: list[int], accept: Callable[[], None]) -> None:
-        """Ask the planner to replace loader hosts; one that is being started again is asked by the next review."""
+        """Ask the planner to replace loader hosts; one that is being started again is asked by the
+        next review.
+        """
         if (planner := self.planner) is None:
             return
 
@@ -428,7 +456,9 @@ class Parts:
         return self._over is not None
 
     def written_before(self) -> dict[str, float]:
-        """What the planners that are gone had counted of their journal, up to the last step that all ranks took."""
+        """What the planners that are gone had counted of their journal, up to the last step that
+        all ranks took.
+        """
         before = [
             counts for planner, counts in list(self._written.items()) if planner is not self.planner
         ]
@@ -575,7 +605,9 @@ class Parts:
         self.control.on_death(host, died)
 
     def end(self, host: Handle) -> None:
-        """Whoever asks does not wait for it, and neither do others that are killed: Ray may need seconds for each."""
+        """Whoever asks does not wait for it, and neither do others that are killed: Ray may need
+        seconds for each.
+        """
         self._beside(lambda: self._kill(host), f"kill {host.name}")
 
     def _kill(self, host: Handle) -> None:
@@ -586,7 +618,9 @@ class Parts:
         self._machine.thread(work, f"overlord {name}")
 
     def _kill_for(self, planner: Handle, ticket: int, name: str) -> None:
-        """One that is gone already cannot die any more: it is told once more that it did, or the planner would wait for that for ever."""
+        """One that is gone already cannot die any more: it is told once more that it did, or the
+        planner would wait for that for ever.
+        """
         host = self.hosts.get(name)
         if self._tickets.get(name) != ticket:
             self.control.tell(planner, "died", ticket, "another has its name by now")
@@ -607,7 +641,9 @@ class Parts:
                 self.recipes.end(h, host)
 
     def _cut_off(self, host: Handle | None, why: str) -> None:
-        """The planner has lost its link to a host: nearly always because the host died, which is told by itself."""
+        """The planner has lost its link to a host: nearly always because the host died, which is
+        told by itself.
+        """
         deadline = time.monotonic() + CUT_S
         while host is not None and host.alive and time.monotonic() < deadline and not self._closed:
             time.sleep(0.005)

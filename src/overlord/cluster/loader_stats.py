@@ -1,4 +1,6 @@
-"""What loaders and trainers did since the last look, as ``scaling/scaler.py`` is told of it, and what it answered: on every runtime."""
+"""What loaders and trainers did since the last look, as ``scaling/scaler.py`` is told of it, and
+what it answered: on every runtime.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ class Watching:
         return ()
 
     def _free_s(self, source: int) -> float:
-        """Return the seconds of a core, for a sample of a source, that are known to release the interpreter lock."""
+        """Return the seconds of a core, for a sample of a source, that are known to release the
+        interpreter lock.
+        """
         return math.inf
 
     # looking
@@ -95,8 +99,10 @@ class Watching:
         waited_s: float,
         **more: Any,
     ) -> Observed | None:
-        """What happened since the last look; None: there was none. ``gauges``: what loaders have done in all, by host; ``taken``: the last
-        step that all trainers took; ``waited_s``: how long they have waited, on average."""
+        """What happened since the last look; None: there was none. ``gauges``: what loaders have
+        done in all, by host; ``taken``: the last step that all trainers took; ``waited_s``: how
+        long they have waited, on average.
+        """
         drawn, planned = self.planner.ledger.samples.astype(float), self.planner.next_step
         was, self._before = self._before, (now, planned, taken, waited_s, drawn)
         rows = self._rows(gauges)
@@ -112,7 +118,9 @@ class Watching:
         )
 
     def _rows(self, gauges: Mapping[int, Iterable[Row]]) -> dict[int, Row]:
-        """What every loader did since the last look, where it is read; shadows are known, so that one of them that takes over is."""
+        """What every loader did since the last look, where it is read; shadows are known, so that
+        one of them that takes over is.
+        """
         found, last = dict[int, Row](), dict[tuple[int, int], Row]()
         for h, rows in gauges.items():
             for row in rows:
@@ -194,7 +202,9 @@ class Watching:
         return False
 
     def _watch_figures(self, now: float) -> dict[str, Any]:
-        """For people: what was decided and why, who cannot keep up, and what is known of every source."""
+        """For people: what was decided and why, who cannot keep up, and what is known of every
+        source.
+        """
         scaler = self._scaler
         if scaler is None:
             return {}

@@ -1,4 +1,6 @@
-"""The process of some logical loaders: it reads, announces metadata to the planner, and sends payload to constructor hosts."""
+"""The process of some logical loaders: it reads, announces metadata to the planner, and sends
+payload to constructor hosts.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ from overlord.transport.connection import TIMEOUT, Link
 log = logging.getLogger("overlord")
 
 DIAL_S = 30.0  # for a constructor host to answer a loader host
-SEND_S = 120.0  # for a constructor host to take payload: far above what a step takes, below what a trainer waits
-# The same where one that is lost is started anew: the pump must not wait so long that this host is taken for dead too.
+# for a constructor host to take payload: far above what a step takes, below what a trainer waits
+SEND_S = 120.0
+# The same where one that is lost is started anew: the pump must not wait so long that this host is
+# taken for dead too.
 REACH_S = 5.0
 JOIN_BELOW = 4096  # values a piece: to look at each takes longer than to copy all once more
 
 
 class LoaderHost(HostActor):
-    """Some logical loaders of a job. ``kits`` are of all sources it may ever have to read: code comes with the process, or not at all."""
+    """Some logical loaders of a job. ``kits`` are of all sources it may ever have to read: code
+    comes with the process, or not at all.
+    """
 
     BACKGROUND = True
 
@@ -98,8 +104,9 @@ class LoaderHost(HostActor):
         )
 
     def _reach(self, rank: int, address: str, token: str) -> None:
-        """A constructor host that was started anew; without constructors a client is one. No step is planned before all are linked, so
-        this may wait."""
+        """A constructor host that was started anew; without constructors a client is one. No step
+        is planned before all are linked, so this may wait.
+        """
         self._leave(rank)
         self._where[rank] = address
         try:
@@ -131,7 +138,9 @@ class LoaderHost(HostActor):
                 self._pump.post(lambda: self._cut(constructor, link, reason))
 
     def _cut(self, constructor: int, link: Link, reason: str) -> None:
-        """What was sent may not have come: the planner is told, which may know more, and goes back or links us again."""
+        """What was sent may not have come: the planner is told, which may know more, and goes back
+        or links us again.
+        """
         if self._links.get(constructor) is link:
             self._leave(constructor)
             self._events.put(
@@ -157,8 +166,10 @@ class LoaderHost(HostActor):
         self._loading.open(loader, reader)
 
     def beat(self) -> Future[bool]:
-        """While a source is opened the pump stands: processes for its transforms are started there, and import what they need. One that
-        does not come to an end is given up by who starts it, so this host is not to be missed for it."""
+        """While a source is opened the pump stands: processes for its transforms are started there,
+        and import what they need. One that does not come to an end is given up by who starts it, so
+        this host is not to be missed for it.
+        """
         answer = Future[bool]()
         self._beats.append(answer)
         self._pump.post(self._answer_beats)
@@ -256,20 +267,25 @@ class LoaderHost(HostActor):
             )
 
     def caught_up(self, loaders: list[int]) -> Future[bool]:
-        """Answered when these loaders hold as much as they were told to: then one of them that follows can take over. False: one of them
-        cannot read."""
+        """Answered when these loaders hold as much as they were told to: then one of them that
+        follows can take over. False: one of them cannot read.
+        """
         answer = Future[bool]()
         self._pump.post(lambda: self._awaited.append((loaders, answer)))
         return answer
 
     def gauge(self) -> Future[list[tuple[int, bool, float, float, int, float, float]]]:
-        """For scaling: of every loader what it took, of cores and of time, the samples it made, a usual and a slow read."""
+        """For scaling: of every loader what it took, of cores and of time, the samples it made, a
+        usual and a slow read.
+        """
         answer = Future[list[tuple[int, bool, float, float, int, float, float]]]()
         self._pump.post(lambda: answer.set_result(self._loading.gauge()))
         return answer
 
     def weighs(self) -> int:
-        """Bytes that this process holds, for scaling within a bound. Not in the pump: the system counts pages for it."""
+        """Bytes that this process holds, for scaling within a bound. Not in the pump: the system
+        counts pages for it.
+        """
         return pss_bytes()
 
     def _after_turn(self) -> float | None:
@@ -287,7 +303,9 @@ class LoaderHost(HostActor):
         return super()._after_turn()
 
     def _send(self, part: Part, popped: list[Content]) -> int:
-        """Payload into shared memory, one message for each constructor host. Returns the bytes sent, counted for each."""
+        """Payload into shared memory, one message for each constructor host. Returns the bytes
+        sent, counted for each.
+        """
         n = 0
         pieces = [p.tokens for p in popped]
         takes: Sequence[np.ndarray | None] = part.take or [None] * len(part.to)
@@ -302,7 +320,8 @@ class LoaderHost(HostActor):
                 tokens = self._in_ring(
                     pieces if take is None else [Ragged.concat(pieces).take(take)]
                 )
-            # else: without constructors the ranks of a group get the same, which lies in shared memory once
+            # else: without constructors the ranks of a group get the same, which lies in shared
+            # memory once
             items = None if (wanted := images[i]) is None else self._in_ring(wanted)
             n += self._hand(c, Payload(part.step, self._number, tokens, part.generation, items))
         return n
@@ -324,8 +343,10 @@ class LoaderHost(HostActor):
         return [[_row(found[i]) for i in wanted] or None for wanted in rows]
 
     def _hand(self, constructor: int, payload: Payload) -> int:
-        """Bytes sent. Clients may leave, and of one that died the planner hears by itself; a constructor host must be there, unless it can
-        be started anew: then the payload goes, and the Back that follows brings it again."""
+        """Bytes sent. Clients may leave, and of one that died the planner hears by itself; a
+        constructor host must be there, unless it can be started anew: then the payload goes, and
+        the Back that follows brings it again.
+        """
         try:
             if (link := self._links.get(constructor)) is None:
                 raise ActorLost("", f"{self.name} could not reach it")
@@ -343,8 +364,10 @@ class LoaderHost(HostActor):
             raise ActorLost(f"{self._kind}/{constructor}", lost.reason) from lost
 
     def _in_ring(self, pieces: Sequence[Ragged]) -> Ragged:
-        """Pieces as one, their values in a slot of the ring: the one copy on the way to the constructor. Where there is no room they lie in
-        this process and are copied once more: to wait for a slot would be to wait for the trainer, or for what stands behind us."""
+        """Pieces as one, their values in a slot of the ring: the one copy on the way to the
+        constructor. Where there is no room they lie in this process and are copied once more: to
+        wait for a slot would be to wait for the trainer, or for what stands behind us.
+        """
         spans = [p.values[p.offsets.item(0) : p.offsets.item(-1)] for p in pieces]
         if sum(map(len, spans)) < JOIN_BELOW * len(spans):
             spans = [np.concatenate(spans)]

@@ -1,6 +1,8 @@
-"""Where the hosts of a job are on the nodes of a cluster: chosen when they start, reviewed while they run.
+"""Where the hosts of a job are on the nodes of a cluster: chosen when they start, reviewed while
+they run.
 
-``placing.py`` decides, purely. This file holds the figures of the nodes, the hosts placed so far, and the clock.
+``placing.py`` decides, purely. This file holds the figures of the nodes, the hosts placed so far,
+and the clock.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ SETTLED_S = 5.0  # until what was asked of a cluster is missing from the figures
 REVIEW_S = 2.0  # between two reviews
 AGAIN_S = 60.0  # until a host that should have moved is proposed again
 
-# Takes the numbers of the loader hosts that are to move, and what to call once the move is accepted. Another change may be under way.
+# Takes the numbers of the loader hosts that are to move, and what to call once the move is
+# accepted. Another change may be under way.
 Move = Callable[[list[int], Callable[[], None]], None]
 
 
@@ -60,7 +63,9 @@ class Placement:
         self._lock = Lock()  # hosts are started by several threads
 
     def place(self, name: str, memory: int) -> dict[str, Any]:
-        """Return node and resources of a host, as arguments of ``spawn``. A host that is started again stays, if its node is there."""
+        """Return node and resources of a host, as arguments of ``spawn``. A host that is started
+        again stays, if its node is there.
+        """
         if not (nodes := self._living_nodes()):
             return {}
         layout = self._layout()
@@ -81,7 +86,9 @@ class Placement:
         return {"node": spot.node or labels_wanted(nodes, layout) or None, "resources": asked}
 
     def planner(self) -> dict[str, Any]:
-        """Return the node of the planner, which asks for nothing: one without ranks where there is one, else any."""
+        """Return the node of the planner, which asks for nothing: one without ranks where there is
+        one, else any.
+        """
         found = (
             without_ranks(nodes, layout)
             if (nodes := self._living_nodes()) and (layout := self._layout()).rank_nodes
@@ -100,7 +107,8 @@ class Placement:
         return self._memory.get(name)
 
     def review(self) -> list[str]:
-        """Report nodes whose share is exceeded, and return the loader hosts that are to move to nodes with room.
+        """Report nodes whose share is exceeded, and return the loader hosts that are to move to
+        nodes with room.
 
         They are returned again by the next review, until ``accept`` says that they move.
         """
@@ -122,7 +130,9 @@ class Placement:
             return list(self._wanted)
 
     def accept(self, hosts: Sequence[str]) -> None:
-        """Report that hosts move. They are proposed again after ``AGAIN_S``, where nothing came of it."""
+        """Report that hosts move. They are proposed again after ``AGAIN_S``, where nothing came of
+        it.
+        """
         with self._lock:
             for host in hosts:
                 if host in self._wanted:
@@ -136,7 +146,9 @@ class Placement:
                     )
 
     def figures(self) -> dict[str, Any]:
-        """Return the nodes with ranks that run more hosts of this job than ``sidecar`` allows; empty without a cluster."""
+        """Return the nodes with ranks that run more hosts of this job than ``sidecar`` allows;
+        empty without a cluster.
+        """
         now, share = time.monotonic(), self._layout().share
         with self._lock:
             if not self._placed:
@@ -167,7 +179,10 @@ class Placement:
         crowded = {s.node.id: s for s in found if s.has_ranks}
         for node, s in crowded.items():
             if node not in self._crowded:
-                words = "node %s runs %d hosts of this job, and sidecar=%g allows %d: no other node had room. They move when one has"
+                words = (
+                    "node %s runs %d hosts of this job, and sidecar=%g allows %d: no other "
+                    "node had room. They move when one has"
+                )
                 log.warning(
                     words, s.node.name or s.node.address, s.hosts, self._layout().share, s.allowed
                 )
@@ -186,7 +201,9 @@ class Placement:
 def watch(
     placement: Placement, machine: Machine, control: Control, move: Move
 ) -> Callable[[], None]:
-    """Review the placement every ``REVIEW_S`` in a thread of its own, since a cluster may be slow to answer. Returns what ends it."""
+    """Review the placement every ``REVIEW_S`` in a thread of its own, since a cluster may be slow
+    to answer. Returns what ends it.
+    """
     if not getattr(control, "nodes", list)():
         return lambda: None
 

@@ -1,4 +1,6 @@
-"""What a planner has planned and not every rank has taken: enough to go back behind any of it. Pure."""
+"""What a planner has planned and not every rank has taken: enough to go back behind any of it.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Past:
-    """States behind steps from the last one that all ranks took on, digests of the plans behind it, and what was said since.
+    """States behind steps from the last one that all ranks took on, digests of the plans behind it,
+    and what was said since.
 
     ``planned``: digests of steps behind the state that others planned before.
     """
@@ -30,10 +33,15 @@ class Past:
         self.acked = start.step - 1  # every rank took the steps up to here
 
     def staged(self, stage: Stage) -> bool:
-        """A step is planned; whether for the first time. One that comes out different the second time is a PlanError."""
+        """A step is planned; whether for the first time. One that comes out different the second
+        time is a PlanError.
+        """
         step, assured = stage.plan.step, self._digests.get(stage.plan.step)
         if assured is not None and assured != stage.digest:
-            what = f"after a part was lost the step was planned again, and came out different ({stage.digest}, first {assured})"
+            what = (
+                "after a part was lost the step was planned again, and came out different "
+                f"({stage.digest}, first {assured})"
+            )
             raise PlanError(what, step, NO_FUNCTION)
         assert isinstance(stage.after, StreamState)
         if step >= self.acked:
@@ -61,7 +69,9 @@ class Past:
         return True
 
     def go_back(self, names: Sequence[str]) -> StreamState:
-        """The state behind the last step that all took, with what was said since it was planned: from there all is planned again."""
+        """The state behind the last step that all took, with what was said since it was planned:
+        from there all is planned again.
+        """
         self._next = self.acked + 1
         return self._log.completed(self._states[self.acked], names, ahead=True)
 

@@ -1,4 +1,6 @@
-"""Cutting a step for the processes that carry it out: each loader host and each constructor host is told its share, no more. Pure."""
+"""Cutting a step for the processes that carry it out: each loader host and each constructor host is
+told its share, no more. Pure.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Cuts(NamedTuple):
 
 
 class Cutter:
-    """Knows which host has which loader and which bucket, and who holds what look-ahead passed over."""
+    """Knows which host has which loader and which bucket, and who holds what look-ahead passed
+    over.
+    """
 
     def __init__(
         self,
@@ -76,8 +80,9 @@ class Cutter:
         return self._host_of.copy()
 
     def cut(self, stage: Stage, after: Sealed, served: np.ndarray, acked: int = -1) -> Cuts:
-        """``served[g]``: somebody of data-parallel group g waits; documents for the others go nowhere. ``acked``: the last step that
-        every rank has taken."""
+        """``served[g]``: somebody of data-parallel group g waits; documents for the others go
+        nowhere. ``acked``: the last step that every rank has taken.
+        """
         by = np.concatenate([self._held_by, np.repeat(np.arange(len(stage.pops)), stage.pops)])
         host = self._host_of[by]
         number = _numbers(host)
@@ -97,7 +102,8 @@ class Cutter:
         )
         placed: dict[int, Placed] = {}
         of, scratch = _Shares(stage.plan, bucket, goes_to), np.full(len(stage.plan), -1, np.int64)
-        # Whoever serves anyone hears of the step: buckets without a document in it get empty microbatches.
+        # Whoever serves anyone hears of the step: buckets without a document in it get empty
+        # microbatches.
         for c in np.unique(goes_to[goes_to >= 0]).tolist():
             rows, items = of(c)
             order = np.lexsort((stage.doc[rows], host[stage.doc[rows]]))
@@ -256,7 +262,9 @@ class _Pictures:
         return self._made.of(ranks, at)
 
     def sends_all(self, h: int) -> bool:
-        """Whether all images of the host's documents are wanted, in the order in which the host has them."""
+        """Whether all images of the host's documents are wanted, in the order in which the host has
+        them.
+        """
         to = self.sends.get(h, {})
         return sum(found.shape[1] for found in to.values()) == int((self._host == h).sum())
 
@@ -266,7 +274,9 @@ class _Pictures:
 
 
 def _buckets_of(plan: LoadingPlan, groups: np.ndarray) -> np.ndarray:
-    """Buckets of the plan that have a rank in one of these data-parallel groups: bool, as ``groups`` is."""
+    """Buckets of the plan that have a rank in one of these data-parallel groups: bool, as
+    ``groups`` is.
+    """
     if plan.main.axis == "DP" or plan.place is None:
         return groups
     group_of, bucket_of = _ranks(plan.place, "DP"), _ranks(plan.place, plan.main.axis)
@@ -281,8 +291,9 @@ def _ranks(place: ClientPlaceTree, axis: str) -> np.ndarray:
 
 
 def spread(cuts: Cuts, ranks: Sequence[Sequence[int]], served: Collection[int] = ()) -> Cuts:
-    """Without constructors every rank is one: what constructor b was to get, each of ``ranks[b]`` gets. Those that are ``served`` by a
-    broadcast hear of the step and are sent no payload."""
+    """Without constructors every rank is one: what constructor b was to get, each of ``ranks[b]``
+    gets. Those that are ``served`` by a broadcast hear of the step and are sent no payload.
+    """
     fetch = [[rank for rank in group if rank not in served] for group in ranks]
 
     def to_ranks(part: Part) -> Part:
@@ -303,7 +314,9 @@ def spread(cuts: Cuts, ranks: Sequence[Sequence[int]], served: Collection[int] =
 
 
 def cut_plan(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> LoadingPlan:
-    """These samples of a plan, and of its backbone the items that ``items`` marks, which must be of them."""
+    """These samples of a plan, and of its backbone the items that ``items`` marks, which must be of
+    them.
+    """
     if not len(items):
         columns, substep = _columns(plan, rows)
         return replace(plan, substep=substep, **columns)
@@ -311,7 +324,9 @@ def cut_plan(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> LoadingP
 
 
 def _cut(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray, where: np.ndarray) -> LoadingPlan:
-    """The same with the numbers of the items. ``where``: as long as the plan, to be written to, what is in it does not matter."""
+    """The same with the numbers of the items. ``where``: as long as the plan, to be written to,
+    what is in it does not matter.
+    """
     columns, substep = _columns(plan, rows)
     where[rows] = np.arange(len(rows))
     return replace(
@@ -328,8 +343,9 @@ def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.nd
 
 
 class _Shares:
-    """Rows and items of a plan by constructor host, rising. Sorted once: there may be a thousand hosts, and a look at the whole plan
-    for each of them took ten times what planning takes."""
+    """Rows and items of a plan by constructor host, rising. Sorted once: there may be a thousand
+    hosts, and a look at the whole plan for each of them took ten times what planning takes.
+    """
 
     def __init__(self, plan: LoadingPlan, bucket: np.ndarray, goes_to: np.ndarray):
         self._plan, self._bucket, self._goes_to = plan, bucket, goes_to

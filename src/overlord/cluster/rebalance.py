@@ -1,9 +1,11 @@
-"""The part of ``ProcessHost`` that changes how many hosts read a source, or replaces hosts by others on another node.
+"""The part of ``ProcessHost`` that changes how many hosts read a source, or replaces hosts by
+others on another node.
 
-New hosts start in threads, follow the loaders they are to have until they hold what those hold, and take over between two steps. A host
-without loaders is ended once nobody needs what it sent.
+New hosts start in threads, follow the loaders they are to have until they hold what those hold, and
+take over between two steps. A host without loaders is ended once nobody needs what it sent.
 
-Nothing is thrown away by it: loaders that stay, and those that were followed, go on from what they hold (``Loading.stand``).
+Nothing is thrown away by it: loaders that stay, and those that were followed, go on from what they
+hold (``Loading.stand``).
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Change:
 
 
 class Spreading(Joining):
-    """In the pump, but for the starting of hosts and the waiting for them. One change at a time: the next follows from it."""
+    """In the pump, but for the starting of hosts and the waiting for them. One change at a time:
+    the next follows from it.
+    """
 
     def _plan_spreading(self, first: int = SCALED) -> None:
         self._change: Change | None = None
@@ -67,21 +71,25 @@ class Spreading(Joining):
         return range(first, first + self.hosting.loaders[source])
 
     def spread(self, source: int, n: int, on: Sequence[int] = ()) -> bool:
-        """Read a source in ``n`` hosts from here on: its own, those of ``on``, idle ones, and new ones for the rest. The stream stays.
+        """Read a source in ``n`` hosts from here on: its own, those of ``on``, idle ones, and new
+        ones for the rest. The stream stays.
 
-        Return False where another change is under way, or where it is read so already."""
+        Return False where another change is under way, or where it is read so already.
+        """
         name, most = self.blueprint.job.names[source], self.hosting.loaders[source]
         if not 1 <= n <= most:
             raise JobError(
                 [
-                    f"wanted 1 to {most} hosts for {name!r}, which has {most} loader{'s' * (most > 1)}, found {n}"
+                    f"wanted 1 to {most} hosts for {name!r}, which has {most} "
+                    f"loader{'s' * (most > 1)}, found {n}"
                 ],
                 "scale",
             )
         if n > 1 and of_kind(self.blueprint.job.hooks, LOADER):
             raise JobError(
                 [
-                    f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"
+                    f"a loader hook is shown all that a step takes from {name!r}: its "
+                    "loaders stay on one host"
                 ],
                 "scale",
             )
@@ -114,9 +122,11 @@ class Spreading(Joining):
         return True
 
     def relocate(self, hosts: Iterable[int]) -> bool:
-        """Replace loader hosts by new ones, which are placed anew, and follow their loaders before they take over.
+        """Replace loader hosts by new ones, which are placed anew, and follow their loaders before
+        they take over.
 
-        Returns False where another change is under way, or none of the hosts is there. The stream stays.
+        Returns False where another change is under way, or none of the hosts is there. The stream
+        stays.
         """
         old = [h for h in hosts if h in self._living() and self._loaders_on(h)]
         if self._change is not None or not old or self.planner.finished is not None:
@@ -199,7 +209,9 @@ class Spreading(Joining):
     # taking over
 
     def _hand_over(self, change: Change) -> None:
-        """All hosts are there: those that are to have other loaders follow them. A loader that has a stand-by anyway is moved as it is."""
+        """All hosts are there: those that are to have other loaders follow them. A loader that has
+        a stand-by anyway is moved as it is.
+        """
         self._change, living = change, self._living()
         hosts, loaders = [h for h in change.hosts if h in living], self._loaders_in(change)
         where = [self._cutter.host(loader) for loader in loaders]
@@ -248,11 +260,14 @@ class Spreading(Joining):
                 if not self._control.get(future, max(0.0, deadline - self._machine.now())):
                     blind.add(h)
             except OverlordError:
-                continue  # it is late, or lost: then its loaders stay where they are, or are opened again
+                # it is late, or lost: then its loaders stay where they are, or are opened again
+                continue
         self._pump.post(lambda: self._switch(change, blind))
 
     def _switch(self, change: Change, blind: Set[int] = frozenset()) -> None:
-        """Between two steps: all that the next one takes comes from where the loaders are then. ``blind``: hosts that cannot read it."""
+        """Between two steps: all that the next one takes comes from where the loaders are then.
+        ``blind``: hosts that cannot read it.
+        """
         if self._closed or self._change is not change:
             return  # planning went back meanwhile, and took them along
         if blind:
@@ -281,7 +296,9 @@ class Spreading(Joining):
         self.run()
 
     def _settle_change(self, dead: Sequence[int]) -> None:
-        """Planning goes back, and every loader is told where it stands: those who follow take over now, or never."""
+        """Planning goes back, and every loader is told where it stands: those who follow take over
+        now, or never.
+        """
         change = self._change
         moves = self._moves | (change.moves if change is not None and not change.starting else {})
         living, had = self._living() - set(dead), set(moves.values())
@@ -307,7 +324,9 @@ class Spreading(Joining):
     # hosts that are not needed
 
     def _leave_idle(self, hosts: Iterable[int]) -> None:
-        """Those of them that are left without a loader are ended, once all ranks have the steps that they sent payload for."""
+        """Those of them that are left without a loader are ended, once all ranks have the steps
+        that they sent payload for.
+        """
         busy = self._busy_hosts()
         self._leaving |= {
             h: self.planner.next_step - 1 for h in hosts if h not in busy and h in self._loaders

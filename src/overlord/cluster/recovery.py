@@ -1,6 +1,8 @@
-"""The half of ``ProcessHost`` that goes back: it keeps what is needed for it, starts lost parts again, and says Back to all.
+"""The half of ``ProcessHost`` that goes back: it keeps what is needed for it, starts lost parts
+again, and says Back to all.
 
-What is to be done is decided by ``cluster/supervisor.py``; from where to go on is known to ``cluster/plan_history.py``.
+What is to be done is decided by ``cluster/supervisor.py``; from where to go on is known to
+``cluster/plan_history.py``.
 """
 
 from __future__ import annotations
@@ -165,8 +167,9 @@ class Recovering(Shadowing):
         self._heed(commands)
 
     def _cut_off(self, name: str, reason: str, address: str) -> None:
-        """A loader host cannot reach a constructor host. If that has died, whoever started it will say so; if it answers, it is of no
-        use as it is; if not, it is known by its silence."""
+        """A loader host cannot reach a constructor host. If that has died, whoever started it will
+        say so; if it answers, it is of no use as it is; if not, it is known by its silence.
+        """
         c = int(name.rpartition("/")[2])
         if self._addresses.get(c) != address:
             return  # another is in its place already
@@ -189,7 +192,9 @@ class Recovering(Shadowing):
         remote.call(self._control, "beat").add_done_callback(heard)
 
     def _end_of(self, finish: Finish) -> None:
-        """Of a host that misses another: the other is started again, unless it was given up; then it is known what it died of."""
+        """Of a host that misses another: the other is started again, unless it was given up; then
+        it is known what it died of.
+        """
         if (error := self._supervisor.given_up) is not None:
             self._queue.append(Finish(finish.step, error))
 
@@ -298,7 +303,9 @@ class Recovering(Shadowing):
             )
 
     def _is_there(self, remote: Remote) -> None:
-        """Nobody says anything to it before all that are missing are there: it knows nothing of the steps that are under way."""
+        """Nobody says anything to it before all that are missing are there: it knows nothing of the
+        steps that are under way.
+        """
         if self._closed or remote.lost:
             return
         kind, _, number = remote.handle.name.partition("/")
@@ -318,7 +325,9 @@ class Recovering(Shadowing):
         raise NotImplementedError
 
     def go_back(self, reason: str) -> None:
-        """Plan again behind the last step that every rank has taken; all hosts hear of it before anything that follows from it."""
+        """Plan again behind the last step that every rank has taken; all hosts hear of it before
+        anything that follows from it.
+        """
         assert not self._running, "a planner is not replaced while its commands are carried out"
         fresh, self._fresh = self._fresh, {}
         for remote in fresh.values():
@@ -369,8 +378,10 @@ class Recovering(Shadowing):
         self._mended(self.planner.next_step - 1)
 
     def _join(self, name: str) -> None:
-        """A loader host is there again, and others have taken over what it had: it follows them from here on. Where they have not yet,
-        since someone else is missing whom nobody stands by for, it waits until all go back."""
+        """A loader host is there again, and others have taken over what it had: it follows them
+        from here on. Where they have not yet, since someone else is missing whom nobody stands by
+        for, it waits until all go back.
+        """
         h = int(name.partition("/")[2])
         if name not in self._fresh or self._loaders_on(h) or h in self._shadows.where.values():
             return  # or it came in time for all to go back
@@ -415,7 +426,9 @@ class Recovering(Shadowing):
                 remote.out.append(("constructor", c, address, self._token))
 
     def _mended(self, step: int) -> None:
-        """The steps up to this one are planned again; with the last of them, whoever was lost is not missed any more."""
+        """The steps up to this one are planned again; with the last of them, whoever was lost is
+        not missed any more.
+        """
         if not self._losses or step < self.planner.floor - 1:
             return
         losses, self._losses, now = self._losses, {}, self._machine.now()
@@ -448,7 +461,9 @@ class Recovering(Shadowing):
     # what is kept for it
 
     def _note(self, event: Any) -> None:
-        """What people say, before a plan that was made with it is acted upon; behind the end of the job nothing comes of it."""
+        """What people say, before a plan that was made with it is acted upon; behind the end of the
+        job nothing comes of it.
+        """
         self.past.said(
             said_of_all(event, self.planner.spec.names) if isinstance(event, SetMixture) else event
         )
@@ -458,7 +473,9 @@ class Recovering(Shadowing):
             self.past.reported(report)
 
     def _note_stage(self, stage: Stage) -> bool | None:
-        """Whether a step is planned for the first time; None: it comes out different than before, which ends the job."""
+        """Whether a step is planned for the first time; None: it comes out different than before,
+        which ends the job.
+        """
         try:
             return self.past.staged(stage)
         except PlanError as error:

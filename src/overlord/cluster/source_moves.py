@@ -1,4 +1,6 @@
-"""The part of ``ProcessHost`` that changes who reads what: sources that join, loaders that move to other hosts."""
+"""The part of ``ProcessHost`` that changes who reads what: sources that join, loaders that move to
+other hosts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from overlord.setup.prepared_job import Blueprint
 
 log = logging.getLogger("overlord")
 
-SCALED = 10_000  # hosts that scaling started are numbered from here on: others are counted where the job was launched
+# hosts that scaling started are numbered from here on: others are counted where the job was
+# launched
+SCALED = 10_000
 
 
 class Joining(Recovering):
@@ -29,8 +33,11 @@ class Joining(Recovering):
         raise NotImplementedError
 
     def prepare_source(self, blueprint: Blueprint) -> int:
-        """A host of its own for a source that joins: code crosses only when a process starts. Returns its number."""
-        # A number is used once: one that was dropped counts as lost. All hosts of the launch may have been replaced since.
+        """A host of its own for a source that joins: code crosses only when a process starts.
+        Returns its number.
+        """
+        # A number is used once: one that was dropped counts as lost. All hosts of the launch may
+        # have been replaced since.
         i, h = (
             len(blueprint.job.sources) - 1,
             max([self.hosting.n_hosts - 1, *(h for h in self._kits if h < SCALED)]) + 1,
@@ -87,7 +94,9 @@ class Joining(Recovering):
         self.run(commands)
 
     def move(self, source: int, hosts: Sequence[str]) -> None:
-        """Read a source elsewhere: its k-th loader on ``hosts[k % len(hosts)]``. The stream stays what it is."""
+        """Read a source elsewhere: its k-th loader on ``hosts[k % len(hosts)]``. The stream stays
+        what it is.
+        """
         known = {
             remote.handle.name: h for h, remote in list(self._loaders.items()) if not remote.lost
         }
@@ -101,12 +110,16 @@ class Joining(Recovering):
             )
         name = self.blueprint.job.names[source]
         if strangers := [host for host in hosts if source not in self._kits.get(known[host], ())]:
-            problem = f"{name!r} joined after {strangers[0]} was started, and code crosses only when a process starts"
+            problem = (
+                f"{name!r} joined after {strangers[0]} was started, and code crosses only "
+                "when a process starts"
+            )
             raise JobError([problem], "move")
         if of_kind(self.blueprint.job.hooks, LOADER) and len(set(hosts)) > 1:
             raise JobError(
                 [
-                    f"a loader hook is shown all that a step takes from {name!r}: its loaders stay on one host"
+                    f"a loader hook is shown all that a step takes from {name!r}: its "
+                    "loaders stay on one host"
                 ],
                 "move",
             )
@@ -129,7 +142,8 @@ class Joining(Recovering):
             loader - sum(self.hosting.loaders[:source])
         ]
         opening = replace(opening, generation=command.generation)
-        # What it holds stays, unless samples were passed over: those are gone with what was held of them.
+        # What it holds stays, unless samples were passed over: those are gone with what was held of
+        # them.
         afresh = self.planner.holds_over or not self.fails_over
         self._loaders[host].out.append(opening if afresh else ("stand", command.step, opening))
         if self._shadows.where.get(loader) == host:  # it moved to where it was followed

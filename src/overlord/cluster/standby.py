@@ -1,4 +1,6 @@
-"""The half of ``ProcessHost`` that keeps stand-bys: which loader is followed where, who takes over, who is to be told."""
+"""The half of ``ProcessHost`` that keeps stand-bys: which loader is followed where, who takes over,
+who is to be told.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Shadowing(Asked):
                 wanted |= mine if kind == "all" or load.cost > mean else {}
             if self.hosting.n_hosts == 1:
                 log.warning(
-                    "shadows=%r: there is one loader host, and no other where its loaders could have a stand-by",
+                    "shadows=%r: there is one loader host, and no other where its "
+                    "loaders could have a stand-by",
                     kind,
                 )
         self._shadows = Shadows(wanted, self._source)

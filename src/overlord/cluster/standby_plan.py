@@ -1,7 +1,8 @@
 """Which host has a stand-by of which loader. Pure.
 
-A *shadow* is a second loader of the same number on another host: it hears the same plans, holds the same samples and sends nothing. When
-the host of the loader is lost, the shadow's host becomes the loader's, and a new shadow is built where there is room.
+A *shadow* is a second loader of the same number on another host: it hears the same plans, holds the
+same samples and sends nothing. When the host of the loader is lost, the shadow's host becomes the
+loader's, and a new shadow is built where there is room.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ class Shadows:
         can_open: Callable[[int, int], bool],
         nodes: Mapping[int, str],
     ) -> list[int]:
-        """Give a shadow to those that want one: on another host that ``can_open`` the source, the one that holds least, and on another
-        of the ``nodes`` where there is one: what is on a node is lost with it. Loaders of a source on one host stay together, since hooks
-        are shown them together. ``held``: bytes of living hosts. Returns the new ones."""
+        """Give a shadow to those that want one: on another host that ``can_open`` the source, the
+        one that holds least, and on another of the ``nodes`` where there is one: what is on a node
+        is lost with it. Loaders of a source on one host stay together, since hooks are shown them
+        together. ``held``: bytes of living hosts. Returns the new ones.
+        """
         load, made = dict(held), list[int]()
         for loader, h in self.where.items():
             load[h] = load.get(h, 0.0) + self._size[loader]

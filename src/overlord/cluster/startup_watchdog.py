@@ -1,5 +1,7 @@
-"""Processes that stand still (``SIGSTOP``) while they are being started. Nobody can ask them whether they live before they are there, and a
-start may take long: sources are opened, a store may be slow. So whether they are stopped is seen from outside."""
+"""Processes that stand still (``SIGSTOP``) while they are being started. Nobody can ask them
+whether they live before they are there, and a start may take long: sources are opened, a store may
+be slow. So whether they are stopped is seen from outside.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from overlord.rpc.actors import Control, Handle
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal, not by a debugger. False where that cannot be seen: then a start has its deadline, and no other."""
+    """By a signal, not by a debugger. False where that cannot be seen: then a start has its
+    deadline, and no other.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
@@ -21,7 +25,9 @@ def is_stopped(pid: int) -> bool:
 
 
 class Starts:
-    """Those that are being started. ``look`` is to be called ``TICKS`` times in ``lost_after_s``, by one thread."""
+    """Those that are being started. ``look`` is to be called ``TICKS`` times in ``lost_after_s``,
+    by one thread.
+    """
 
     def __init__(self, control: Control, lost_after_s: float):
         self._control, self._lost_after_s = control, lost_after_s

@@ -1,4 +1,6 @@
-"""What people ask of a job in several processes: its hosts are asked in turn, all at once, and none is waited for long."""
+"""What people ask of a job in several processes: its hosts are asked in turn, all at once, and none
+is waited for long.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Remote:
     incarnation: int = 0  # how often it was started again
     beat: Future[Any] | None = None  # whether it lives, asked
     question: Future[Any] | None = None  # the last that people asked of it
-    address: str = ""  # of a constructor host that was started again, for loader hosts and clients of this process
+    # of a constructor host that was started again, for loader hosts and clients of this process
+    address: str = ""
     outside: str = ""  # and for those of others
     node: str = ""  # of a cluster, on which a loader host is: they may be lost together
     linked: dict[int, str] = field(
@@ -203,7 +206,9 @@ class Asked(Written):
         raise NotImplementedError
 
     def _untold(self, loader: int) -> dict[str, Any]:
-        """The row of a loader whose host does not answer, or is lost: nothing may be missing in what people count through."""
+        """The row of a loader whose host does not answer, or is lost: nothing may be missing in
+        what people count through.
+        """
         host = self._loaders[self._cutter.host(loader)]
         return {
             "loader": loader,

@@ -1,7 +1,8 @@
-"""Who of a job's parts is there, who is missed, and what is done about it. Pure: time comes in, commands come out.
+"""Who of a job's parts is there, who is missed, and what is done about it. Pure: time comes in,
+commands come out.
 
-Parts are hosts by name. One that died, or answers nothing, is started again under its own name as another *incarnation*; when all are
-there, planning goes back once for all that were lost meanwhile.
+Parts are hosts by name. One that died, or answers nothing, is started again under its own name as
+another *incarnation*; when all are there, planning goes back once for all that were lost meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ KINDS = (
     "constructor-host",
     "loader-host",
 )  # in the order in which they are started: each connects to those before it
-TICKS = 4  # within which a part must answer; a supervisor that slept itself sees one late tick, and no silence
+# within which a part must answer; a supervisor that slept itself sees one late tick, and no silence
+TICKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +156,14 @@ class Loss:
 
 
 def worn_out(lost: ActorLost, restarts: int, doing: str = "") -> ActorLost:
-    """A part that is not started again, for people: what it died of, what it was to do, how often it was tried, and what can be done."""
+    """A part that is not started again, for people: what it died of, what it was to do, how often
+    it was tried, and what can be done.
+    """
     why = str(lost).removeprefix(f"{lost.name} is lost: ")
-    tried = f"it was started again {restarts} time{'s' * (restarts != 1)}, and all ranks took no step in between"
+    tried = (
+        f"it was started again {restarts} time{'s' * (restarts != 1)}, and all ranks took no "
+        "step in between"
+    )
     said = "" if SAID in why else f"{SAID} is in the output of the job: "
     remedy = f"{said}mend what ends it; or raise max_restarts, if that passes by itself"
     return ActorLost(lost.name, "; ".join(words for words in (why, doing, tried, remedy) if words))

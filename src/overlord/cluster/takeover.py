@@ -1,4 +1,6 @@
-"""``ProcessHost`` where the planner has a process of its own: hosts are asked for by name, and those that live are taken over."""
+"""``ProcessHost`` where the planner has a process of its own: hosts are asked for by name, and
+those that live are taken over.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ PLANNERS = 2**40  # generations between two planners: each may go back a million
 
 
 class Asking:
-    """The starter of a planner elsewhere: hosts are asked for by name and number, and come by themselves."""
+    """The starter of a planner elsewhere: hosts are asked for by name and number, and come by
+    themselves.
+    """
 
     def __init__(self, peers: Peers, say: Callable[..., None], hosting: Hosting, token: str):
         self.hosting, self.token = hosting, token
@@ -84,15 +88,19 @@ class Asking:
 
 
 def behind(found: Recovered, taken: Sequence[int | None]) -> int:
-    """The last step that every rank took: as it is written, or further, where all are known to have gone on since. What is written is
-    of the ranks of this launch, since no other has opened the journal after it."""
+    """The last step that every rank took: as it is written, or further, where all are known to have
+    gone on since. What is written is of the ranks of this launch, since no other has opened the
+    journal after it.
+    """
     known = [step for step in taken if step is not None]
     return max(found.acked, min(known)) if known and len(known) == len(taken) else found.acked
 
 
 class PlannerHost(ProcessHost):
-    """The host of a planner elsewhere. ``found``: what the journal says, for one that comes in the place of another; ``say``: what it
-    waits for then, whom it gave up, and that it asks for all that was reported until now (``all_reported`` answers)."""
+    """The host of a planner elsewhere. ``found``: what the journal says, for one that comes in the
+    place of another; ``say``: what it waits for then, whom it gave up, and that it asks for all
+    that was reported until now (``all_reported`` answers).
+    """
 
     def __init__(
         self,
@@ -167,7 +175,9 @@ class PlannerHost(ProcessHost):
     # taking over
 
     def _ask_living(self, peers: Peers) -> None:
-        """All at the same time: those that answer nothing for as long as a part may be silent are given up together."""
+        """All at the same time: those that answer nothing for as long as a part may be silent are
+        given up together.
+        """
         asked = {
             name: peers.call(handle, ANSWERS[name.partition("/")[0]])
             for name, handle in self._handles.items()
@@ -206,7 +216,9 @@ class PlannerHost(ProcessHost):
                 future = peers.call(self._handles[name], ANSWERS[name.partition("/")[0]])
 
     def _taken_since(self, peers: Peers) -> list[int | None]:
-        """The last step that each attached rank took, as its constructor host says; None where that cannot be asked."""
+        """The last step that each attached rank took, as its constructor host says; None where that
+        cannot be asked.
+        """
         buckets = {
             rank: b
             for b, ranks in enumerate(self._kit.blueprint.job.place.buckets("DP"))
@@ -277,8 +289,10 @@ class PlannerHost(ProcessHost):
             )  # what it would do is not done: this planner only stands for the one that was lost
 
     def _is_spare(self, h: int) -> bool:
-        """It was to read a source beside others, has nothing yet, and is not there: perhaps it could not be started. One that took the
-        place of others stays: nobody else can open what they had, though it may not be known yet that it has it."""
+        """It was to read a source beside others, has nothing yet, and is not there: perhaps it
+        could not be started. One that took the place of others stays: nobody else can open what
+        they had, though it may not be known yet that it has it.
+        """
         others = {
             source for other, sources in self._kits.items() if other != h for source in sources
         }
@@ -286,7 +300,9 @@ class PlannerHost(ProcessHost):
         return h >= SCALED and not there and others.issuperset(self._kits[h])
 
     def _have(self, starts: Mapping[str, Callable[[], Handle]]) -> dict[str, tuple[Remote, Any]]:
-        """Hosts of a kind, by name, and their answers: those that live, and others for the rest, which are started together."""
+        """Hosts of a kind, by name, and their answers: those that live, and others for the rest,
+        which are started together.
+        """
         found = {
             name: (self._watched(self._handles.pop(name)), self._answers[name])
             for name in starts
@@ -316,7 +332,9 @@ class PlannerHost(ProcessHost):
         return {name: found[name] for name in starts}
 
     def take_over(self) -> None:
-        """All hosts are there: they go back with this planner. Who takes part may not be what they were told last."""
+        """All hosts are there: they go back with this planner. Who takes part may not be what they
+        were told last.
+        """
         every = set(self._bucket_of)
         for rank in sorted(every):
             self._constructor(rank).out.append(
@@ -335,8 +353,10 @@ class PlannerHost(ProcessHost):
         self._ask_for_reports()
         self.run()
 
-    # What trainers report comes by way of the launching process, what they took straight from constructor hosts. A step counts as taken
-    # when all that was reported before it is here: else a plan could be made without a report that was said in time.
+    # What trainers report comes by way of the launching process, what they took straight from
+    # constructor hosts. A step counts as taken
+    # when all that was reported before it is here: else a plan could be made without a report that
+    # was said in time.
 
     def _count(self, taken: list[Consumed]) -> None:
         if not self._learns:
@@ -385,7 +405,9 @@ class PlannerHost(ProcessHost):
         self._aside[h] = self._loaders.pop(h)
 
     def leave_source(self, h: int) -> None:
-        """It has joined, and that could not be written: the job is about to end, and whoever prepared its host ends that."""
+        """It has joined, and that could not be written: the job is about to end, and whoever
+        prepared its host ends that.
+        """
         remote = self._loaders[h]
         remote.lost = "its source could not join"
         self._supervisor.handle(Left(remote.handle.name), self._machine.now())

@@ -1,8 +1,10 @@
-"""What every host process of a job is: a pump with some cores in it, told what to do and asked what happened.
+"""What every host process of a job is: a pump with some cores in it, told what to do and asked what
+happened.
 
-What the planner says comes by ``do``; what it is to know goes by ``events``, a call that is answered when there is something to
-tell; ``turn`` is both, since every message wakes somebody. Payload goes from loader hosts (``loaderhost.py``) to constructor
-hosts (``constructorhost.py``) through links, never through here.
+What the planner says comes by ``do``; what it is to know goes by ``events``, a call that is
+answered when there is something to tell; ``turn`` is both, since every message wakes somebody.
+Payload goes from loader hosts (``loaderhost.py``) to constructor hosts (``constructorhost.py``)
+through links, never through here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from overlord.rpc.peers import Sibling
 
 log = logging.getLogger("overlord")
 
-# What was read ahead and nobody waits for is told so often: each word wakes two processes, and the planner answers most of them.
+# What was read ahead and nobody waits for is told so often: each word wakes two processes, and the
+# planner answers most of them.
 QUIET_S = 0.02
 
 
@@ -38,11 +41,15 @@ class Settings:
     ring_bytes: int = 2**30
     build_ahead: int = 2
     broadcast: bool = True  # False: every rank fetches its own
-    one_worker: bool = False  # loaders of a source share a worker process: they are more than would run side by side
-    narrow: bool = True  # payload travels in as few bytes as its ids need; hooks see the type that the source has
+    # loaders of a source share a worker process: they are more than would run side by side
+    one_worker: bool = False
+    # payload travels in as few bytes as its ids need; hooks see the type that the source has
+    narrow: bool = True
     check: bool = False
     failover: bool = False  # parts that are lost are started anew, and the others go back
-    born: int = 0  # of two hosts of a name the later one is heard, and machines differ in their clocks; 0: nobody counts
+    # of two hosts of a name the later one is heard, and machines differ in their clocks; 0: nobody
+    # counts
+    born: int = 0
     machine: Machine = field(
         default_factory=Machine, repr=False
     )  # where the host lives: this one, but in simulations
@@ -74,8 +81,10 @@ class Events:
         return asked
 
     def answer(self) -> float | None:
-        """Called when the pump has done a piece of work: what it led to is told together, at once if someone waits for it. Else it
-        waits for more of its kind, and the seconds are returned after which this is to be called again."""
+        """Called when the pump has done a piece of work: what it led to is told together, at once
+        if someone waits for it. Else it waits for more of its kind, and the seconds are returned
+        after which this is to be called again.
+        """
         with self._lock:
             now = self._now()
             if self._happened and not self._hurry and (left := self._answered + QUIET_S - now) > 0:
@@ -107,7 +116,9 @@ class HostActor(Carrier):
         self._pump.start(self._broke, self._after_turn)
 
     def _broke(self, error: BaseException) -> None:
-        """A core is broken: nothing this process holds can be trusted. Its death is seen at once, its silence only by a deadline."""
+        """A core is broken: nothing this process holds can be trusted. Its death is seen at once,
+        its silence only by a deadline.
+        """
         log.critical("%s ends itself: %s: %s", self.name, type(error).__name__, error)
         self._machine.end(70)
 
@@ -126,7 +137,9 @@ class HostActor(Carrier):
         raise NotImplementedError
 
     def at(self) -> str:
-        """The node of a cluster that this is on; asked of a host that was started, to know that it is there."""
+        """The node of a cluster that this is on; asked of a host that was started, to know that it
+        is there.
+        """
         return self._machine.node()
 
     def beat(self) -> Future[bool]:

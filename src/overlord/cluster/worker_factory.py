@@ -1,5 +1,7 @@
-"""Who starts the hosts of a job. Recipes hold code, and code crosses between processes only when one is started: so they stay with the
-process that launched the job, and whoever plans, there or elsewhere, asks for hosts by number."""
+"""Who starts the hosts of a job. Recipes hold code, and code crosses between processes only when
+one is started: so they stay with the process that launched the job, and whoever plans, there or
+elsewhere, asks for hosts by number.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def n_constructors(blueprint: Blueprint) -> int:
 
 
 def constructors_of(blueprint: Blueprint, hosts: int | None = None) -> list[int]:
-    """The constructor host of every data-parallel group, of ``hosts``: all that the job has where that is not said."""
+    """The constructor host of every data-parallel group, of ``hosts``: all that the job has where
+    that is not said.
+    """
     named = tuple(blueprint.options.rank_nodes or ())
     nodes_of = [
         [named[rank] for rank in ranks if rank < len(named)]
@@ -56,7 +60,9 @@ def read_ahead_of(hosting: Hosting, scaled: bool = False) -> int:
 
 
 def lanes_of(options: Options, hosting: Hosting) -> int:
-    """Return the number of threads of every loader host. Threads are not cores: see ``scaling/threads.py``."""
+    """Return the number of threads of every loader host. Threads are not cores: see
+    ``scaling/threads.py``.
+    """
     if hosting.threads and options.workers is None:
         return hosting.threads
     return max(1, (options.workers or n_cores()) // hosting.n_hosts)
@@ -110,7 +116,9 @@ def layout_asked(options: Options) -> Layout:
 
 
 class Starter(Protocol):
-    """Starts hosts, and does not wait for them; the handles are of the control plane by which they are called."""
+    """Starts hosts, and does not wait for them; the handles are of the control plane by which they
+    are called.
+    """
 
     hosting: Hosting
     token: str
@@ -130,7 +138,9 @@ class Starter(Protocol):
 
 
 class Recipes:
-    """The starter of the launching process: all that a host is made of. ``blueprint``: the one of now; sources may have joined."""
+    """The starter of the launching process: all that a host is made of. ``blueprint``: the one of
+    now; sources may have joined.
+    """
 
     def __init__(
         self,
@@ -197,7 +207,9 @@ class Recipes:
     def _spawn(
         self, name: str, memory: int, factory: Callable[..., HostActor], *args: Any
     ) -> Handle:
-        """Place a host and start it. One that cannot be started leaves no place behind, unless it had one before: it is tried again."""
+        """Place a host and start it. One that cannot be started leaves no place behind, unless it
+        had one before: it is tried again.
+        """
         is_new = self.placement.memory_of(name) is None
         where = self.placement.place(name, memory)
         try:

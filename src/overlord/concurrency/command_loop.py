@@ -1,4 +1,6 @@
-"""Carrying out commands: in order, those they lead to behind them, never re-entered. What a host does, whatever it hosts."""
+"""Carrying out commands: in order, those they lead to behind them, never re-entered. What a host
+does, whatever it hosts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ Done = Callable[[Any, BaseException | None], None]
 
 
 class Waits(Protocol):
-    """Work that may wait for storage, for minutes or for ever: the pump, which others wait for, does not do it itself."""
+    """Work that may wait for storage, for minutes or for ever: the pump, which others wait for,
+    does not do it itself.
+    """
 
     @property
     def many(self) -> bool:
@@ -28,12 +32,16 @@ class Waits(Protocol):
         ...
 
     def overdue(self) -> Exception | None:
-        """Asked by another thread now and then: an error if it is to be given up. Its outcome is then dropped, should it ever come."""
+        """Asked by another thread now and then: an error if it is to be given up. Its outcome is
+        then dropped, should it ever come.
+        """
         ...
 
 
 class Executor(Protocol):
-    """Runs work somewhere, some time, and hands its outcome to ``done`` in the pump. Works of one name cost alike by ``size``."""
+    """Runs work somewhere, some time, and hands its outcome to ``done`` in the pump. Works of one
+    name cost alike by ``size``.
+    """
 
     def submit(
         self,

@@ -1,7 +1,9 @@
-"""The local runtime: one pump thread runs all cores by direct call; a pool of threads reads, transforms and builds.
+"""The local runtime: one pump thread runs all cores by direct call; a pool of threads reads,
+transforms and builds.
 
-Threads are enough because pyarrow, tokenizers, zstd and numpy's large copies release the interpreter lock; a source whose
-transform holds it gets a worker process (``transforms/transform_process.py``).
+Threads are enough because pyarrow, tokenizers, zstd and numpy's large copies release the
+interpreter lock; a source whose transform holds it gets a worker process
+(``transforms/transform_process.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ log = logging.getLogger("overlord")
 
 OURS = str(Path(__file__).resolve().parents[1])  # where this package is
 
-# Handing work to a thread and back costs 0.1 to 0.3 ms, and data that crosses cores costs more again: below this, one core is
-# cheaper by a third and hardly slower (benchmarks/throughput.py, null job). Tokenizing blocks are sized above it.
+# Handing work to a thread and back costs 0.1 to 0.3 ms, and data that crosses cores costs more
+# again: below this, one core is
+# cheaper by a third and hardly slower (benchmarks/throughput.py, null job). Tokenizing blocks are
+# sized above it.
 INLINE_S = 0.005
 TURN_S = 0.02  # short work may lead to more short work for ever: so long at a time
 SLOW_S = 0.020  # work done in the pump that took this long is not done there again soon
@@ -54,8 +58,9 @@ class Pump:
         failed: Callable[[BaseException], None],
         after: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """``failed`` is told of an error that no core could handle; nothing is pumped after it. ``after`` runs behind calls, and once
-        more after so many seconds without one if it says so."""
+        """``failed`` is told of an error that no core could handle; nothing is pumped after it.
+        ``after`` runs behind calls, and once more after so many seconds without one if it says so.
+        """
         self._failed, self._after = failed, after
         self._thread.start()
 
@@ -120,7 +125,9 @@ class Pump:
             return _nothing
 
     def at(self) -> str:
-        """Where the call is that runs now: in which function of somebody else, if it is in one; else in which of ours."""
+        """Where the call is that runs now: in which function of somebody else, if it is in one;
+        else in which of ours.
+        """
         frame, calls = sys._current_frames().get(self._thread.ident or 0), []
         while frame is not None:
             calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
@@ -160,8 +167,9 @@ class _Task:
 
 
 class _Lane:
-    """Daemon threads and the work before them; what a step waits for goes first. One more starts when all are busy, up to ``most``;
-    a thread whose read does not end does not count."""
+    """Daemon threads and the work before them; what a step waits for goes first. One more starts
+    when all are busy, up to ``most``; a thread whose read does not end does not count.
+    """
 
     def __init__(self, name: str, most: int, run: Callable[[_Task], None]):
         self._name, self._most, self._run = name, most, run
@@ -225,7 +233,9 @@ class _Lane:
             return [task for task in self._under_way if task.waits is not None]
 
     def close(self, timeout_s: float) -> None:
-        """Stop taking work. A thread in the middle of a read is left to end by itself: it is a daemon."""
+        """Stop taking work. A thread in the middle of a read is left to end by itself: it is a
+        daemon.
+        """
         with self._changed:
             self._closed = True
             self._urgent.clear()
@@ -238,11 +248,13 @@ class _Lane:
 
 
 class ThreadExecutor:
-    """A few threads for work, and more for reads that wait for a store: one that does not answer must not hold up the others.
+    """A few threads for work, and more for reads that wait for a store: one that does not answer
+    must not hold up the others.
 
-    Work that has shown to be short is done at once, in the pump. Long work of the same name goes to the threads again as soon
-    as it is seen to be long. Reads of a mount or a store are never done there, for it may hang; nor are those that run
-    a user's code. Those of a disk are, unless they fail.
+    Work that has shown to be short is done at once, in the pump. Long work of the same name goes to
+    the threads again as soon as it is seen to be long. Reads of a mount or a store are never done
+    there, for it may hang; nor are those that run a user's code. Those of a disk are, unless they
+    fail.
     """
 
     def __init__(self, workers: int, pump: Pump, inline_s: float = INLINE_S):
@@ -279,7 +291,8 @@ class ThreadExecutor:
         self, name: str, work: Callable[[], Any], done: Done, size: int, waits: Waits | None
     ) -> bool:
         """Whether it was done here and now, since it has shown to be short."""
-        # The least of four: waiting for the interpreter lock lengthens some, waiting for storage lengthens all.
+        # The least of four: waiting for the interpreter lock lengthens some, waiting for storage
+        # lengthens all.
         if size * min(self._seconds.get(name, (1.0,))) >= self._inline_s:
             return False
         with nullcontext() if waits is None else waits.hasty():

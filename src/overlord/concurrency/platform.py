@@ -1,7 +1,8 @@
-"""What a host has from the machine it runs on: time, threads, memory that is shared, links to others.
+"""What a host has from the machine it runs on: time, threads, memory that is shared, links to
+others.
 
-Hosts take all of it from here and from nowhere else, so that the very same hosts run in a simulated cluster, where each has a
-machine of its own that is slow, cut off or gone when a seed says so.
+Hosts take all of it from here and from nowhere else, so that the very same hosts run in a simulated
+cluster, where each has a machine of its own that is slow, cut off or gone when a seed says so.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from overlord.transport.connection import Link
 from overlord.transport.server import OnClose, OnMessage, OnOpen, Server, dial
 from overlord.transport.shared_memory import Ring
 
-INTERFACE = "OVERLORD_INTERFACE"  # the environment's word for the address at which other machines reach this one
+# the environment's word for the address at which other machines reach this one
+INTERFACE = "OVERLORD_INTERFACE"
 NODE = "OVERLORD_NODE"  # and for what a cluster calls it
-MAX_SLOTS = 4096  # far above the steps of a prefetch window times the constructor hosts; bytes are what is bounded
+# far above the steps of a prefetch window times the constructor hosts; bytes are what is bounded
+MAX_SLOTS = 4096
 
 
 class Machine:
@@ -53,8 +56,9 @@ class Machine:
         }
 
     def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
-        """Set up a process that is a host's own: ``workers`` threads that work at the same time, one thread for each of ``links``.
-        ``background``: nobody waits for each of them."""
+        """Set up a process that is a host's own: ``workers`` threads that work at the same time,
+        one thread for each of ``links``. ``background``: nobody waits for each of them.
+        """
         limit_arenas(workers, links)
         if background:
             in_background()
@@ -127,8 +131,10 @@ class Machine:
 
 
 class Networked(Machine):
-    """One of several: hosts of a job reach each other by the network, and by shared memory where they share a machine. ``interface``: of
-    this process alone, for a machine that does not travel; what the environment says goes first."""
+    """One of several: hosts of a job reach each other by the network, and by shared memory where
+    they share a machine. ``interface``: of this process alone, for a machine that does not travel;
+    what the environment says goes first.
+    """
 
     def __init__(self, ports: range | None = None, interface: str = ""):
         super().__init__(ports)

@@ -1,10 +1,13 @@
-"""The Data Constructor core of one bucket: which steps can be built, who gets them, when they may go. Pure.
+"""The Data Constructor core of one bucket: which steps can be built, who gets them, when they may
+go. Pure.
 
-A step is built once for all ranks of the bucket, delivered in step order, and let go when every rank has taken it. Only a few
-steps are built ahead of the fastest rank: built wide, a step is ten times what its payload is.
+A step is built once for all ranks of the bucket, delivered in step order, and let go when every
+rank has taken it. Only a few steps are built ahead of the fastest rank: built wide, a step is ten
+times what its payload is.
 
-Everything may be said twice: after a fault the planner goes back and plans steps again that are here already. Such a step stays what
-it is, and one that misses its payload waits for it in its place, so that none behind it overtakes it.
+Everything may be said twice: after a fault the planner goes back and plans steps again that are
+here already. Such a step stays what it is, and one that misses its payload waits for it in its
+place, so that none behind it overtakes it.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ class Assembler:
             case Built(step=step):
                 return self._built(step)
             case Attach(rank=rank) if rank in self.ranks:
-                # The window opens at the first step nobody of the bucket has taken: steps before it are gone.
+                # The window opens at the first step nobody of the bucket has taken: steps before it
+                # are gone.
                 first = min(self._steps, default=0) - 1
                 self._wanted.setdefault(rank, first)
                 self._delivered.setdefault(rank, first)
@@ -108,7 +112,9 @@ class Assembler:
         return [*self._deliver(), *self._release()]
 
     def _forget(self, step: int) -> None:
-        """What is here of it goes. Behind the end of the job its place stays: the end may be undone, and none may overtake it then."""
+        """What is here of it goes. Behind the end of the job its place stays: the end may be
+        undone, and none may overtake it then.
+        """
         if self._is_over(step) and step in self._steps:
             self._steps[step] = PLANNED
         else:
@@ -117,7 +123,8 @@ class Assembler:
     def _finished(self, finish: Finish) -> list[Command]:
         if not self._is_over(finish.step):
             self._finish = finish
-        # A step that could not be built ends the job before it, though some behind it were planned already.
+        # A step that could not be built ends the job before it, though some behind it were planned
+        # already.
         over = [
             s for s, status in self._steps.items() if self._is_over(s) and status in (STAGED, BUILT)
         ]
@@ -126,7 +133,9 @@ class Assembler:
         return [*(Release(s, self.bucket) for s in over), *self._deliver()]
 
     def _back(self, step: int) -> list[Command]:
-        """All behind a step is planned again. What is here stays; an end behind it was that of a fault, or is found again."""
+        """All behind a step is planned again. What is here stays; an end behind it was that of a
+        fault, or is found again.
+        """
         for s, status in self._steps.items():
             if status == FAILED:
                 self._steps[s] = PLANNED
@@ -141,13 +150,17 @@ class Assembler:
         return self._steps.get(step, PLANNED) in (PLANNED, FAILED)
 
     def failed(self, step: int) -> None:
-        """It could not be built: it and those behind it are delivered to nobody, unless it is planned again."""
+        """It could not be built: it and those behind it are delivered to nobody, unless it is
+        planned again.
+        """
         if self._steps.get(step) == BUILDING:
             self._steps[step] = FAILED
 
     def _build(self) -> list[Command]:
-        """Those of the next steps whose payload is here: a few beyond what the fastest rank has taken, so that a slow one holds back
-        nobody. Payload may come out of order; which steps are next does not depend on it."""
+        """Those of the next steps whose payload is here: a few beyond what the fastest rank has
+        taken, so that a slow one holds back nobody. Payload may come out of order; which steps are
+        next does not depend on it.
+        """
         if not self._wanted:
             return []
         taken, commands = max(self._wanted.values()), list[Command]()
@@ -160,7 +173,9 @@ class Assembler:
         return commands
 
     def come_along(self, step: int) -> bool:
-        """Another bucket's step is built now: whether this one's is with it, though its own ranks are not so near yet."""
+        """Another bucket's step is built now: whether this one's is with it, though its own ranks
+        are not so near yet.
+        """
         if self._wanted and self._steps.get(step) == STAGED:
             self._steps[step] = BUILDING
             return True
@@ -188,7 +203,9 @@ class Assembler:
         return commands
 
     def _release(self) -> list[Command]:
-        """What is being built goes when it is. Of a step that was never built here, nothing may be here yet."""
+        """What is being built goes when it is. Of a step that was never built here, nothing may be
+        here yet.
+        """
         if self._wanted:
             taken = min(self._wanted.values())
             gone = {

@@ -1,6 +1,7 @@
 """Microbatches as they are built: end to end in one array a key, and the rows of it that each has.
 
-Whoever hands them to a trainer cuts views; whoever sends them to another process sends a few arrays instead of hundreds.
+Whoever hands them to a trainer cuts views; whoever sends them to another process sends a few arrays
+instead of hundreds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ ONE = -1  # in ``rows``: a microbatch has a single number, without a dimension
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wide:
-    """``starts[k][m]`` to ``starts[k][m + 1]`` are the rows of microbatch m in array number k; of those in ``single`` one each."""
+    """``starts[k][m]`` to ``starts[k][m + 1]`` are the rows of microbatch m in array number k; of
+    those in ``single`` one each.
+    """
 
     arrays: Mapping[str, np.ndarray]
     starts: list[list[int]]
@@ -54,7 +57,9 @@ class Wide:
         )
 
     def part(self, first: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The arrays of these microbatches alone, as views, and the rows of each: int64 [keys, microbatches]."""
+        """The arrays of these microbatches alone, as views, and the rows of each: int64 [keys,
+        microbatches].
+        """
         arrays, rows, ones, counted = {}, [], [ONE] * (stop - first), dict[int, list[int]]()
         for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
             arrays[key] = array[starts[first] : starts[stop]]

@@ -32,14 +32,17 @@ from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.rank_view import ALL, View, views_of
 from overlord.sample import Ragged, Scattered
 
-# Payload, where documents begin in it, their lengths, the microbatch of each, how many microbatches, the source of each.
+# Payload, where documents begin in it, their lengths, the microbatch of each, how many
+# microbatches, the source of each.
 _Documents = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedStep:
-    """A plan and the payload its samples were popped into: document d is ``tokens[d]``. ``items`` are the images that ranks of these
-    buckets encode, of whoever's samples: which row is whose is said by ``stage.encoding``."""
+    """A plan and the payload its samples were popped into: document d is ``tokens[d]``. ``items``
+    are the images that ranks of these buckets encode, of whoever's samples: which row is whose is
+    said by ``stage.encoding``.
+    """
 
     stage: Stage
     tokens: Ragged
@@ -48,7 +51,9 @@ class StagedStep:
         None  # int64 [n, 3]: bucket, microbatch, slot of documents that are left out of the loss
     )
     struck: np.ndarray | None = (
-        None  # int64 [n, 4]: bucket, microbatch, first token and number of those that are nothing to predict
+        # int64 [n, 4]: bucket, microbatch, first token and number of those that are nothing to
+        # predict
+        None
     )
 
     @property
@@ -62,9 +67,11 @@ class StagedStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """The microbatches of one bucket in one step, with the rows of the plan in each: row i of ``samples`` belongs to
-    microbatch m when ``bounds[m] <= i < bounds[m+1]``. They are microbatches ``first`` and on of ``wide``, or those in ``built``: of
-    a hook, or without arrays for a rank that is served by a broadcast."""
+    """The microbatches of one bucket in one step, with the rows of the plan in each: row i of
+    ``samples`` belongs to microbatch m when ``bounds[m] <= i < bounds[m+1]``. They are microbatches
+    ``first`` and on of ``wide``, or those in ``built``: of a hook, or without arrays for a rank
+    that is served by a broadcast.
+    """
 
     samples: np.ndarray  # rows of the plan
     bounds: np.ndarray
@@ -75,7 +82,8 @@ class Bucket:
         default_factory=dict
     )  # where ranks of one constructor get different things
     encoder: Wide | None = (
-        None  # the images that one rank encodes, and their routes, exchange by exchange (``encoding.py``)
+        # the images that one rank encodes, and their routes, exchange by exchange (``encoding.py``)
+        None
     )
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
     form: Form | None = None  # ``wide`` is compact, and is widened so
@@ -90,7 +98,9 @@ class Bucket:
 
     @property
     def microbatches(self) -> Sequence[Mapping[str, np.ndarray]]:
-        """Cut when asked for: views, made anew each time; what is compact is widened microbatch by microbatch, as they are looked at."""
+        """Cut when asked for: views, made anew each time; what is compact is widened microbatch by
+        microbatch, as they are looked at.
+        """
         if self.wide is None:
             return self.built
         cuts = self.wide.cut(self.first, self.first + len(self))
@@ -133,10 +143,12 @@ def build_groups(
     hooks: Sequence[Hook] = (),
     compact: bool = False,
 ) -> list[Bucket]:
-    """What the given ranks of some data-parallel groups get: built once for all that get the same, and for nobody else.
+    """What the given ranks of some data-parallel groups get: built once for all that get the same,
+    and for nobody else.
 
-    A group's ranks may be of several buckets of the plan, and get other parts of them: ``views.py`` says which. ``compact``: to be
-    widened by whoever gets it, where that can be; slices along cp cannot, nor what hooks build.
+    A group's ranks may be of several buckets of the plan, and get other parts of them: ``views.py``
+    says which. ``compact``: to be widened by whoever gets it, where that can be; slices along cp
+    cannot, nor what hooks build.
     """
     compact = (
         compact
@@ -193,8 +205,10 @@ def build_with_images(
     compact: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Bucket], Spoiled | None]:
-    """The same with the encoder's part of every rank. ``members`` are all ranks of the groups: the images of those whom nobody serves
-    are decoded too, since a sample is left out of the loss whoever looks on."""
+    """The same with the encoder's part of every rank. ``members`` are all ranks of the groups: the
+    images of those whom nobody serves are decoded too, since a sample is left out of the loss
+    whoever looks on.
+    """
     if told.place is not None and any(
         v.cp > 1 for v in views_of(told.place, told.axis, told.broadcast, batch.cp_split)
     ):
@@ -252,7 +266,9 @@ def _build_views(
     slab: Callable[[int], np.ndarray],
     compact: bool,
 ) -> dict[View, list[Bucket]]:
-    """The buckets as each view has them. Slices of all cp ranks are built together; no bucket's views are partly cut."""
+    """The buckets as each view has them. Slices of all cp ranks are built together; no bucket's
+    views are partly cut.
+    """
     rows, bounds, place = _rows(staged.plan.main, buckets)
     m, cp = staged.plan.main.n_microbatches, views[0].cp
     documents = _gathered(staged, rows, place, m * len(buckets))
@@ -288,7 +304,9 @@ def build_buckets(
     slab: Callable[[int], np.ndarray] = fresh,
     hooks: Sequence[Hook] = (),
 ) -> list[Bucket]:
-    """Gather the documents of some buckets and cut their microbatches: one gather for all, since small ones cost more apart."""
+    """Gather the documents of some buckets and cut their microbatches: one gather for all, since
+    small ones cost more apart.
+    """
     m = staged.plan.main.n_microbatches
     rows, bounds, place = _rows(staged.plan.main, buckets)
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
@@ -321,8 +339,9 @@ def build_buckets(
 def _left_out(
     wide: Wide, staged: StagedStep, buckets: Sequence[int], first: int, batch: Batch
 ) -> Wide:
-    """Without a loss for placeholders of images, and for samples whose image is missing. The microbatches are those of ``buckets`` from
-    number ``first`` on."""
+    """Without a loss for placeholders of images, and for samples whose image is missing. The
+    microbatches are those of ``buckets`` from number ``first`` on.
+    """
     m, number = staged.plan.main.n_microbatches, {b: k for k, b in enumerate(buckets)}
     if staged.struck is not None and len(staged.struck):
         runs = staged.struck[np.isin(staged.struck[:, 0], buckets)]
@@ -340,7 +359,9 @@ def _left_out(
 
 
 def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the plan in these buckets, where those of each microbatch begin, and the microbatch of each, counted over them."""
+    """Rows of the plan in these buckets, where those of each microbatch begin, and the microbatch
+    of each, counted over them.
+    """
     rows, place = _walk(main, buckets)
     return rows, np.searchsorted(place, np.arange(main.n_microbatches * len(buckets) + 1)), place
 
@@ -367,7 +388,9 @@ def _cut(
 
 
 def _walk(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of these buckets in the order of their slots: rows of the plan, and the microbatch of each, counted over them."""
+    """Documents of these buckets in the order of their slots: rows of the plan, and the microbatch
+    of each, counted over them.
+    """
     number = np.full(main.n_buckets, -1)
     number[list(buckets)] = np.arange(len(buckets))
     order = main.order()

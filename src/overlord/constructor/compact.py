@@ -1,10 +1,13 @@
-"""Microbatches in a few bytes a token: ids alone, as narrow as they came. All else that has an entry for every token follows from them.
+"""Microbatches in a few bytes a token: ids alone, as narrow as they came. All else that has an
+entry for every token follows from them.
 
-So they wait and travel (2 or 4 bytes a token in place of 28), and whoever works with a microbatch widens it then: into memory that is
-used again for the next one. What comes out is to the bit what ``microbatch.build_wide`` gives.
+So they wait and travel (2 or 4 bytes a token in place of 28), and whoever works with a microbatch
+widens it then: into memory that is used again for the next one. What comes out is to the bit what
+``microbatch.build_wide`` gives.
 
-Measured on one core, 128 microbatches of 8192 tokens from uint16, in ns of CPU a token at 150, 424 and 2000 tokens a document: laying
-1.6, 0.8, 0.4 and widening 2.8; ``build_wide``, with the last steps' arrays still held, 3.8, 3.6, 2.5.
+Measured on one core, 128 microbatches of 8192 tokens from uint16, in ns of CPU a token at 150, 424
+and 2000 tokens a document: laying 1.6, 0.8, 0.4 and widening 2.8; ``build_wide``, with the last
+steps' arrays still held, 3.8, 3.6, 2.5.
 """
 
 from __future__ import annotations
@@ -118,15 +121,19 @@ def form_of(batch: Batch) -> Form:
 
 
 def seen(wide: Wide, form: Form, view: View) -> tuple[Wide, Form]:
-    """What a view has of compact microbatches, and how it is widened: some of the keys. It may not be cut along cp."""
+    """What a view has of compact microbatches, and how it is widened: some of the keys. It may not
+    be cut along cp.
+    """
     form = form._replace(keys=tuple(key for key in form.keys if view.has(key)))
     ids = bool(set(form.keys) - {"attention_mask"})  # a stage in the middle needs none
     return wide.only(lambda key: view.has(key) and (ids or key != IDS)), form
 
 
 class Opened(Mapping[str, np.ndarray]):
-    """A microbatch in its compact form, with the keys of a wide one. Of the microbatches of a bucket the one that was asked for last
-    is kept wide: a trainer that takes them in turn needs memory for one or two, whatever it has of them it may keep."""
+    """A microbatch in its compact form, with the keys of a wide one. Of the microbatches of a
+    bucket the one that was asked for last is kept wide: a trainer that takes them in turn needs
+    memory for one or two, whatever it has of them it may keep.
+    """
 
     __slots__ = ("_bucket", "_cut", "_m", "_shown")
 
@@ -200,7 +207,9 @@ def widen(
     slab: Callable[[int], np.ndarray] = fresh,
     room: int = 0,
 ) -> dict[str, np.ndarray]:
-    """The arrays of one microbatch with an entry for every token. ``room``: tokens that memory is asked for."""
+    """The arrays of one microbatch with an entry for every token. ``room``: tokens that memory is
+    asked for.
+    """
     true, size = cut["cu_seqlens"], cut["cu_seqlens_padded"]
     total, made, at = int(size[-1]), dict[str, np.ndarray](), 0
     piece = slab(max(total, room) * sum(ITEMSIZE[key] for key in form.keys))

@@ -1,9 +1,12 @@
-"""What ranks feed their image encoder: pixels, decoded here from the bytes that loaders sent, and the maps for their outputs.
+"""What ranks feed their image encoder: pixels, decoded here from the bytes that loaders sent, and
+the maps for their outputs.
 
-Decoding an image is a thousand times the work of laying out its text, so it is done late, by whoever builds the step of the
-rank that encodes it, on all cores of that process: decoders release the interpreter's lock.
+Decoding an image is a thousand times the work of laying out its text, so it is done late, by
+whoever builds the step of the rank that encodes it, on all cores of that process: decoders release
+the interpreter's lock.
 
-Keys of one exchange of one rank, which encodes n images of P patches in all and receives the rows of k:
+Keys of one exchange of one rank, which encodes n images of P patches in all and receives the rows
+of k:
 
     pixel_values         [P, patch_dim]  float32, or what ov.Images says
     grid_thw             int64 [n, 3]    patches of each image: frames, rows, columns
@@ -73,7 +76,9 @@ class PixelForm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """The encoder's part of a step for some ranks. ``masked``: bucket, microbatch, slot of samples to be left out of the loss."""
+    """The encoder's part of a step for some ranks. ``masked``: bucket, microbatch, slot of samples
+    to be left out of the loss.
+    """
 
     wides: dict[int, Wide]
     per: str
@@ -87,7 +92,9 @@ cores = functools.cache(cgroup.cores)  # asked for in every step
 
 
 def pool() -> Executor:
-    """The one pool of this process: a host builds several steps at a time, and its cores are no more for it."""
+    """The one pool of this process: a host builds several steps at a time, and its cores are no
+    more for it.
+    """
     with _lock:
         if (
             found := _pools.get(os.getpid())
@@ -101,8 +108,10 @@ def pool() -> Executor:
 
 
 def _keep_freed_memory() -> None:
-    """Decoding takes and frees some megabytes for every image. glibc gives them back to the system, and fetches them again page by page
-    (a fifth of the work), until it has seen a block of this size freed: from then on it keeps twice as much."""
+    """Decoding takes and frees some megabytes for every image. glibc gives them back to the system,
+    and fetches them again page by page (a fifth of the work), until it has seen a block of this
+    size freed: from then on it keeps twice as much.
+    """
     np.empty(31 * 2**20, np.uint8)
 
 
@@ -114,8 +123,10 @@ def encoder_inputs(
     decoders: Executor | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Encoded:
-    """The encoder's arrays of these ranks, a slot for each exchange. An image that cannot be decoded has zeros for pixels. ``stopped``:
-    nobody waits for it any more, so that it need not go on."""
+    """The encoder's arrays of these ranks, a slot for each exchange. An image that cannot be
+    decoded has zeros for pixels. ``stopped``: nobody waits for it any more, so that it need not go
+    on.
+    """
     e = staged.stage.encoding
     assert e is not None, "no encoding was planned"
     assert staged.items is not None, "no images were staged"
@@ -145,7 +156,9 @@ def encoder_inputs(
 
 
 def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.ndarray:
-    """Patches of each image: int64 [n, 3]. What an image says of itself must be what the job says of all."""
+    """Patches of each image: int64 [n, 3]. What an image says of itself must be what the job says
+    of all.
+    """
     from overlord.transforms.image_items import BadImage, item_grid, item_shape
 
     grids = np.zeros((len(at), 3), np.int64)
@@ -160,7 +173,10 @@ def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.n
                 "this is a fault of the package: report it",
             ) from fault
         if (dim, np.dtype(dtype)) != (form.patch_dim, np.dtype(form.dtype)):
-            found = f"wanted images of {form.patch_dim} {form.dtype} a patch, found {dim} {np.dtype(dtype)}"
+            found = (
+                f"wanted images of {form.patch_dim} {form.dtype} a patch, found {dim} "
+                f"{np.dtype(dtype)}"
+            )
             raise PlanError(found, step, "this is a fault of the package: report it")
     return grids
 
@@ -175,7 +191,9 @@ def _decoded(
     decoders: Executor | None,
     stopped: Callable[[], bool],
 ) -> tuple[list[np.ndarray], list[tuple[int, str]]]:
-    """Pixels of each rank, views of one piece of memory; and which images have none, with the reason."""
+    """Pixels of each rank, views of one piece of memory; and which images have none, with the
+    reason.
+    """
     assert staged.items is not None
     sizes = [int(patches[a:b].sum()) * form.row_bytes for a, b in pairwise(of_rank)]
     starts = np.concatenate([[0], np.cumsum([-(-n // ALIGN) * ALIGN for n in sizes])]).tolist()
@@ -202,7 +220,9 @@ def _fill_all(
     stopped: Callable[[], bool],
     step: int,
 ) -> list[tuple[int, str]]:
-    """Decode every item into its place, this thread and those of the pool side by side. Returns what failed, by number."""
+    """Decode every item into its place, this thread and those of the pool side by side. Returns
+    what failed, by number.
+    """
     from overlord.transforms.image_items import BadImage, fill
 
     # The largest first: the last one to end decides.
@@ -240,8 +260,10 @@ def _fill_all(
 def _failures(
     staged: StagedStep, ranks: Sequence[int], rows: np.ndarray, bad: list[tuple[int, str]]
 ) -> tuple[Spoiled | None, np.ndarray]:
-    """For the record, and for the loss: a sample is left out of it where the bucket that encodes its image is the one that trains
-    on it. Elsewhere nobody waits to hear of it. By bucket and not by process, since the stream must not know of processes."""
+    """For the record, and for the loss: a sample is left out of it where the bucket that encodes
+    its image is the one that trains on it. Elsewhere nobody waits to hear of it. By bucket and not
+    by process, since the stream must not know of processes.
+    """
     e = staged.stage.encoding
     assert e is not None
     if not bad:
@@ -256,7 +278,8 @@ def _failures(
         False: "its sample is in the loss, on another replica",
     }
     reasons = tuple(
-        f"step {staged.plan.step}, image {int(e.number[row])}: {reason}; pixels are zero, {words[bool(here)]}"
+        f"step {staged.plan.step}, image {int(e.number[row])}: {reason}; pixels are zero, "
+        f"{words[bool(here)]}"
         for (_, reason), row, here in zip(bad, failed.tolist(), own.tolist(), strict=True)
     )
     return Spoiled(staged.plan.step, e.ids[failed], reasons), np.unique(e.home[failed[own]], axis=0)
@@ -276,8 +299,10 @@ def leave_out(wide: Wide, places: Sequence[tuple[int, int]]) -> None:
 
 
 def placeholders(staged: StagedStep) -> np.ndarray:
-    """Where those of images stand: int64 [n, 4], bucket, microbatch, the first one in the microbatch, and how many. Of the buckets whose
-    owner, who gets their rows, is among the ranks of the encoding: of all that are built with it."""
+    """Where those of images stand: int64 [n, 4], bucket, microbatch, the first one in the
+    microbatch, and how many. Of the buckets whose owner, who gets their rows, is among the ranks of
+    the encoding: of all that are built with it.
+    """
     e, main, place = staged.stage.encoding, staged.plan.main, staged.plan.place
     assert e is not None
     some = np.flatnonzero(e.out_lens)  # of an image that was cut off nothing stands there
@@ -292,8 +317,10 @@ def placeholders(staged: StagedStep) -> np.ndarray:
 
 
 def strike_out(wide: Wide, runs: np.ndarray, convention: str) -> None:
-    """No loss for the prediction of these tokens: int64 [n, 3], microbatch, first, how many. A token's label is its own (unshifted), or
-    that of the place before it; before the first of a document there is none to strike out: it ends another, or is padding."""
+    """No loss for the prediction of these tokens: int64 [n, 3], microbatch, first, how many. A
+    token's label is its own (unshifted), or that of the place before it; before the first of a
+    document there is none to strike out: it ends another, or is padding.
+    """
     if not len(runs):
         return
     k, first, count = runs.T

@@ -1,9 +1,11 @@
 """Documents in, microbatches out: the packed and the padded layout of the batch contract.
 
-All microbatches of a step are laid end to end in step-wide arrays, and a microbatch is a set of views of them: the cost
-per microbatch is a few slices, the cost per token a few vector operations (measured at the end of this text).
+All microbatches of a step are laid end to end in step-wide arrays, and a microbatch is a set of
+views of them: the cost per microbatch is a few slices, the cost per token a few vector operations
+(measured at the end of this text).
 
-Keys of a packed microbatch with n documents, T tokens (each document's length rounded up to ``multiple``, summed):
+Keys of a packed microbatch with n documents, T tokens (each document's length rounded up to
+``multiple``, summed):
 
     tokens, position_ids, labels   int64   [T]
     loss_mask                      float32 [T]
@@ -12,19 +14,23 @@ Keys of a packed microbatch with n documents, T tokens (each document's length r
     max_seqlen                     int32   []     longest padded document
     source_ids                     int32   [n]
 
-Positions restart with each document and go on through its padding. Padding has token ``pad_id``, label -100, mask 0.
-``labels="shifted"``: a token's label is the next token of its document, the last one has none (-100, mask 0).
-``labels="unshifted"``: a token's label is itself, and the first of each document, which nothing predicts, has none.
+Positions restart with each document and go on through its padding. Padding has token ``pad_id``,
+label -100, mask 0. ``labels="shifted"``: a token's label is the next token of its document, the
+last one has none (-100, mask 0). ``labels="unshifted"``: a token's label is itself, and the first
+of each document, which nothing predicts, has none.
 
-The padded layout is the same with every document padded to ``context``, one to a row: the [T] arrays become
-``[n, context]``, ``attention_mask`` (bool ``[n, context]``, true on documents, false on padding) stands beside them,
-``cu_seqlens_padded`` counts in steps of ``context`` and ``max_seqlen`` is ``context``. ``cu_seqlens`` keeps the true lengths.
+The padded layout is the same with every document padded to ``context``, one to a row: the [T]
+arrays become ``[n, context]``, ``attention_mask`` (bool ``[n, context]``, true on documents, false
+on padding) stands beside them, ``cu_seqlens_padded`` counts in steps of ``context`` and
+``max_seqlen`` is ``context``. ``cu_seqlens`` keeps the true lengths.
 
-An empty microbatch is one document of ``multiple`` pad tokens without labels, source -1. Those tokens count as its true length
-(``cu_seqlens == [0, multiple]``): attention kernels need not take an empty sequence, nor one whose mask is all false.
+An empty microbatch is one document of ``multiple`` pad tokens without labels, source -1. Those
+tokens count as its true length (``cu_seqlens == [0, multiple]``): attention kernels need not take
+an empty sequence, nor one whose mask is all false.
 
-Measured on one core, 64 microbatches of 8192 tokens from uint16, in ns of CPU a token: 3.3 at 150 tokens a document (a loop of slice
-copies over documents: 12) and 1.8 at 2000 (the loop: 2.3). The last steps' arrays still held, as prefetch does, add about 1.
+Measured on one core, 64 microbatches of 8192 tokens from uint16, in ns of CPU a token: 3.3 at 150
+tokens a document (a loop of slice copies over documents: 12) and 1.8 at 2000 (the loop: 2.3). The
+last steps' arrays still held, as prefetch does, add about 1.
 """
 
 from __future__ import annotations
@@ -42,8 +48,11 @@ from overlord.constructor.rank_views import pieces
 IGNORE = -100  # a label no loss is computed for
 BLOCK = (
     2**15
-)  # tokens gathered at a time: the temporaries stay in the cache; 2**16 is as good, all at once a tenth slower
-SLICE_FROM = 500  # mean tokens a document; from here on a slice copy per document is cheaper than gathering by index
+    # tokens gathered at a time: the temporaries stay in the cache; 2**16 is as good, all at once a
+    # tenth slower
+)
+# mean tokens a document; from here on a slice copy per document is cheaper than gathering by index
+SLICE_FROM = 500
 
 
 def fresh(nbytes: int) -> np.ndarray:
@@ -61,10 +70,12 @@ def build_wide(
     multiple: int,
     slab: Callable[[int], np.ndarray] = fresh,
 ) -> Wide:
-    """All microbatches of one bucket (or of several, one after another) in one step, arrays read-only.
+    """All microbatches of one bucket (or of several, one after another) in one step, arrays
+    read-only.
 
-    ``slab`` gives memory, bytes without content: a pool that reuses it saves more than the gather costs.
-    Document i is ``values[start[i] : start[i] + length[i]]`` and not empty; documents come sorted by (microbatch, slot).
+    ``slab`` gives memory, bytes without content: a pool that reuses it saves more than the gather
+    costs. Document i is ``values[start[i] : start[i] + length[i]]`` and not empty; documents come
+    sorted by (microbatch, slot).
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     total = int(docs.size.sum())
@@ -85,9 +96,11 @@ def build_slices(
     cp: int,
     cp_ranks: Sequence[int],
 ) -> list[Wide]:
-    """What these context-parallel ranks have of the same: ``views.cut`` of what ``build_wide`` gives, but never built whole.
+    """What these context-parallel ranks have of the same: ``views.cut`` of what ``build_wide``
+    gives, but never built whole.
 
-    Slices lie rank after rank in one piece of memory. A run of a document is laid as documents are, so it costs hardly more.
+    Slices lie rank after rank in one piece of memory. A run of a document is laid as documents are,
+    so it costs hardly more.
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     by_row = batch.layout == "padded"
@@ -235,7 +248,9 @@ def _with_empty_microbatches(
     n_microbatches: int,
     source: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Documents with one of no content put into each empty microbatch; last the first document of each microbatch, and their number."""
+    """Documents with one of no content put into each empty microbatch; last the first document of
+    each microbatch, and their number.
+    """
     assert not len(length) or length.min() > 0, "a document without tokens cannot be placed"
     assert (microbatch[1:] >= microbatch[:-1]).all(), "documents must come sorted by microbatch"
     counts = np.bincount(microbatch, minlength=n_microbatches)
@@ -253,7 +268,9 @@ def _with_empty_microbatches(
 
 
 def _allocate(total: int, slab: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a step in one piece of memory: large enough for huge pages, whose first touch costs a fraction of small ones'."""
+    """The arrays of a step in one piece of memory: large enough for huge pages, whose first touch
+    costs a fraction of small ones'.
+    """
     piece = slab(28 * total)
     tokens, position, labels = piece[: 24 * total].view(np.int64).reshape(3, total)
     return {
@@ -274,7 +291,9 @@ def _fill_by_index(
     tokens: np.ndarray,
     position: np.ndarray,
 ) -> None:
-    """Tokens (undefined in the holes behind documents) and positions, some hundred short documents at a time."""
+    """Tokens (undefined in the holes behind documents) and positions, some hundred short documents
+    at a time.
+    """
     cuts = np.append(
         np.unique(np.searchsorted(offset, np.arange(0, len(tokens), BLOCK))), len(offset)
     )
@@ -286,7 +305,8 @@ def _fill_by_index(
         np.subtract(count[: b - a], np.repeat(origin[d:e] - a, size[d:e]), out=position[a:b])
         index = np.repeat(start[d:e], size[d:e])
         index += position[a:b]
-        # Holes read what follows their document; "clip" keeps the last of them inside `values`, and is faster than a check.
+        # Holes read what follows their document; "clip" keeps the last of them inside `values`, and
+        # is faster than a check.
         tokens[a:b] = np.take(values, index, mode="clip")
 
 
@@ -324,7 +344,9 @@ def _fill_targets(
     laid: _Laid,
     convention: str,
 ) -> None:
-    """Labels start as a (shifted) copy of all tokens; then the few places without a label are struck out."""
+    """Labels start as a (shifted) copy of all tokens; then the few places without a label are
+    struck out.
+    """
     tokens, labels, loss_mask = wide["tokens"], wide["labels"], wide["loss_mask"]
     if convention == "shifted":
         labels[:-1] = tokens[
@@ -358,7 +380,9 @@ def ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def _cumulative(length: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """0 and the running sums of each microbatch's documents, microbatch after microbatch: one more entry each than documents."""
+    """0 and the running sums of each microbatch's documents, microbatch after microbatch: one more
+    entry each than documents.
+    """
     sums = np.zeros(len(length) + 1, np.int64)
     np.cumsum(length, out=sums[1:])
     n = np.diff(first)

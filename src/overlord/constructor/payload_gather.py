@@ -1,10 +1,13 @@
-"""Payload of planned steps on its way from several loader hosts: a step is staged when all of it is here.
+"""Payload of planned steps on its way from several loader hosts: a step is staged when all of it is
+here.
 
-Where microbatches are built there is one of these: in constructor hosts, and without constructors in every client.
+Where microbatches are built there is one of these: in constructor hosts, and without constructors
+in every client.
 
-When some part was lost, the planner goes back and plans steps again under a new *generation*. A step that is complete here stays; of one
-that is not, all comes again, and what still comes of the generation before is not heard. Plans come by another way than payload, so
-payload of a generation may be here before the word of it.
+When some part was lost, the planner goes back and plans steps again under a new *generation*. A
+step that is complete here stays; of one that is not, all comes again, and what still comes of the
+generation before is not heard. Plans come by another way than payload, so payload of a generation
+may be here before the word of it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from overlord.sample import Ragged, Scattered
 log = logging.getLogger("overlord")
 
 NOBODY = np.zeros(0, np.int64)  # images are of documents that need not be here
-MAX_EARLY = 1024  # steps of one loader host whose payload may come before they are told: far above any prefetch window
+# steps of one loader host whose payload may come before they are told: far above any prefetch
+# window
+MAX_EARLY = 1024
 
 Early = dict[tuple[int, int], Payload]  # by recovery and step
 
@@ -52,7 +57,9 @@ class Gathering:
         )
 
     def plan(self, placed: Placed) -> list[Any]:
-        """A step is planned; some of its payload may be here already. So may all of it, if it was planned before."""
+        """A step is planned; some of its payload may be here already. So may all of it, if it was
+        planned before.
+        """
         step, recovery = placed.stage.plan.step, placed.generation // STRIDE
         if recovery < self._recovery:
             log.debug("step %d of generation %d is planned again since", step, placed.generation)
@@ -77,7 +84,9 @@ class Gathering:
         return [*commands, *self._see(step)]
 
     def payload(self, payload: Payload) -> list[Any]:
-        """``check_payload`` has looked at what it is; whether it fits its plan is seen when both are here."""
+        """``check_payload`` has looked at what it is; whether it fits its plan is seen when both
+        are here.
+        """
         step, recovery = payload.step, payload.generation // STRIDE
         if recovery == self._recovery and step in self._expected:
             self._expected[step][1].setdefault(payload.origin, payload)
@@ -102,7 +111,9 @@ class Gathering:
         return []
 
     def _is_late(self, step: int, recovery: int) -> bool:
-        """Nobody will ask for it: it is of a time that is over, or the step is complete, or there is no such step."""
+        """Nobody will ask for it: it is of a time that is over, or the step is complete, or there
+        is no such step.
+        """
         if recovery != self._recovery:
             return recovery < self._recovery
         return (self._over is not None and step >= self._over) or (
@@ -135,7 +146,8 @@ class Gathering:
         if recovery <= self._recovery:
             return []  # it was said before, or is over
         self._recovery, self._over, self._given_up = recovery, None, not self._failover
-        # One that could not be built is to fail again: a planner that was lost may not have heard of it.
+        # One that could not be built is to fail again: a planner that was lost may not have heard
+        # of it.
         self._again.update(
             self._expected, (s for s in self._building.failed if back.step < s <= self._planned)
         )
@@ -148,7 +160,9 @@ class Gathering:
         return self._building.back(back)
 
     def lost(self, host: int, reason: str) -> list[Any]:
-        """A loader host sends no more: steps that wait for it cannot be, unless another is started in its place and they come again."""
+        """A loader host sends no more: steps that wait for it cannot be, unless another is started
+        in its place and they come again.
+        """
         self._gone[host] = reason
         return self._see_all()
 
@@ -190,7 +204,9 @@ class Gathering:
         return []
 
     def _cannot(self, step: int, error: Exception) -> list[Any]:
-        """The job ends before this step. The planner will say so; what is behind it is not waited for from here on."""
+        """The job ends before this step. The planner will say so; what is behind it is not waited
+        for from here on.
+        """
         self._end_before(step)
         self._building.cannot(step, None, "gathering", error)
         return []
@@ -203,7 +219,9 @@ class Gathering:
 
     @property
     def wants_plans(self) -> bool:
-        """The next step is to be planned again, and nothing else is on its way: only the planner knows what that waits for."""
+        """The next step is to be planned again, and nothing else is on its way: only the planner
+        knows what that waits for.
+        """
         return bool(self._again) and not self._expected
 
     def waiting(self) -> str:
@@ -224,7 +242,9 @@ class Gathering:
 
 
 def check_payload(payload: Payload, host: int) -> None:
-    """Where it comes in: a peer may say what it likes. That offsets lie within their values was seen when the frame was opened."""
+    """Where it comes in: a peer may say what it likes. That offsets lie within their values was
+    seen when the frame was opened.
+    """
     step, tokens = payload.step, payload.tokens
     if (
         type(step) is not int
@@ -233,11 +253,13 @@ def check_payload(payload: Payload, host: int) -> None:
         or payload.origin != host
     ):
         raise OverlordError(
-            f"wanted payload of loader-host/{host} for a step, found that of {payload.origin!r:.40} for {step!r:.40}"
+            f"wanted payload of loader-host/{host} for a step, found that of "
+            f"{payload.origin!r:.40} for {step!r:.40}"
         )
     if type(payload.generation) is not int or payload.generation < 0:
         raise OverlordError(
-            f"payload of loader-host/{host} for step {step}: wanted a generation, found {payload.generation!r:.40}"
+            f"payload of loader-host/{host} for step {step}: wanted a generation, found "
+            f"{payload.generation!r:.40}"
         )
     kinds = (
         [(a.dtype, a.ndim) for a in (tokens.values, tokens.offsets)]
@@ -251,7 +273,8 @@ def check_payload(payload: Payload, host: int) -> None:
         or kinds[1] != (np.dtype(np.int64), 1)
     ):
         raise OverlordError(
-            f"payload of loader-host/{host} for step {step}: wanted documents of whole numbers, found {kinds or type(tokens)}"
+            f"payload of loader-host/{host} for step {step}: wanted documents of whole "
+            f"numbers, found {kinds or type(tokens)}"
         )
     if (items := payload.items) is None:
         return
@@ -262,12 +285,15 @@ def check_payload(payload: Payload, host: int) -> None:
     )
     if kinds != [(np.dtype(np.uint8), 1), (np.dtype(np.int64), 1)]:
         raise OverlordError(
-            f"payload of loader-host/{host} for step {step}: wanted images as bytes, found {kinds or type(items)}"
+            f"payload of loader-host/{host} for step {step}: wanted images as bytes, "
+            f"found {kinds or type(items)}"
         )
 
 
 def _misfit(placed: Placed, tokens: Ragged, items: Scattered | None, parts: list[Payload]) -> str:
-    """Why payload is not that of its plan, in words: every document must have the length that was planned, every image be there."""
+    """Why payload is not that of its plan, in words: every document must have the length that was
+    planned, every image be there.
+    """
     doc = placed.stage.doc
     here = np.flatnonzero(doc >= 0)  # for hooks the plan is whole, and the payload is not
     hosts = ", ".join(f"loader-host/{origin}" for origin in placed.origins)
@@ -284,4 +310,7 @@ def _misfit(placed: Placed, tokens: Ragged, items: Scattered | None, parts: list
         int(np.searchsorted(np.cumsum([len(p.tokens) for p in parts]), doc[row], side="right"))
     ]
     wanted, found = int(placed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
-    return f"wanted {wanted} tokens of {placed.stage.plan.sample_id(row)} from loader-host/{origin}, found {found}"
+    return (
+        f"wanted {wanted} tokens of {placed.stage.plan.sample_id(row)} from "
+        f"loader-host/{origin}, found {found}"
+    )

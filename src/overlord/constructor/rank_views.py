@@ -1,14 +1,17 @@
-"""What each rank of a bucket gets of its microbatches: a slice along cp, the keys of its pipeline stage, all of it, or nothing. Pure.
+"""What each rank of a bucket gets of its microbatches: a slice along cp, the keys of its pipeline
+stage, all of it, or nothing. Pure.
 
     split="zigzag"        every document in 2*cp chunks; rank r has chunks r and 2*cp-1-r, so that causal attention costs all ranks the same
     split="zigzag_whole"  the same with the whole microbatch in place of a document
     split="contiguous"    the whole microbatch in cp equal runs
     split="none"          every cp rank gets the whole microbatch: for trainers that shard themselves
 
-In the padded layout the sequence dimension is cut, row by row: there a row is a document, and both zigzags are one.
+In the padded layout the sequence dimension is cut, row by row: there a row is a document, and both
+zigzags are one.
 
-A constructor never cuts: it builds slices as they are (``microbatch.build_slices``), from the runs that ``pieces`` lists. Gathering them
-from whole microbatches costs 3 to 40 ns a token; building them costs 0.4 to 6 more than the whole.
+A constructor never cuts: it builds slices as they are (``microbatch.build_slices``), from the runs
+that ``pieces`` lists. Gathering them from whole microbatches costs 3 to 40 ns a token; building
+them costs 0.4 to 6 more than the whole.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ WHOLE = frozenset(
 
 
 def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str) -> np.ndarray:
-    """int64: tokens of the packed microbatch that are in the slice, in the slice's order. ``ValueError`` where it cannot be cut evenly."""
+    """int64: tokens of the packed microbatch that are in the slice, in the slice's order.
+    ``ValueError`` where it cannot be cut evenly.
+    """
     start, length = _runs(
         _units(np.asarray(cu_seqlens_padded, np.int64), split), cp, [cp_rank], split
     )
@@ -56,9 +61,11 @@ def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str
 
 
 def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray]:
-    """A microbatch as this view has it: from the whole one, or from that of a rank that fetches for several, cut already or not.
+    """A microbatch as this view has it: from the whole one, or from that of a rank that fetches for
+    several, cut already or not.
 
-    Keys of your own (of a ``constructor_do_plan``) go to every stage; those with an entry for every token are cut as tokens are.
+    Keys of your own (of a ``constructor_do_plan``) go to every stage; those with an entry for every
+    token are cut as tokens are.
     """
     found = {key: array for key, array in arrays.items() if view.has(key)}
     if not view.sliced or not found:
@@ -131,7 +138,9 @@ def _is_per_token(key: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
 
 
 def cut(wide: Wide, view: View) -> Wide:
-    """What a view has of microbatches that lie end to end; those that are not cut along cp are the same arrays."""
+    """What a view has of microbatches that lie end to end; those that are not cut along cp are the
+    same arrays.
+    """
     found = of_stage(wide, view)
     if not view.sliced:
         return found
@@ -163,9 +172,11 @@ def pieces(
     *,
     by_row: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The slices of some cp ranks as runs of documents, rank after rank: the document of each run, its place in it, its length.
+    """The slices of some cp ranks as runs of documents, rank after rank: the document of each run,
+    its place in it, its length.
 
-    Documents of ``size`` tokens lie end to end; those of microbatch m begin with number ``first[m]``. ``by_row``: each is cut by itself.
+    Documents of ``size`` tokens lie end to end; those of microbatch m begin with number
+    ``first[m]``. ``by_row``: each is cut by itself.
     """
     ends = np.cumsum(size)
     bounds = np.append(0, ends)
@@ -209,7 +220,9 @@ def _wide_units(wide: Wide, split: str) -> np.ndarray:
 def _runs(
     bounds: np.ndarray, cp: int, ranks: Sequence[int], split: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where the runs of some cp ranks start and how long they are, rank after rank; ``bounds``: of what is cut evenly."""
+    """Where the runs of some cp ranks start and how long they are, rank after rank; ``bounds``: of
+    what is cut evenly.
+    """
     pieces = (
         {"zigzag": 2 * cp, "zigzag_whole": 2 * cp, "contiguous": cp, "none": 1}[split]
         if cp > 1
@@ -219,7 +232,8 @@ def _runs(
     if (size % pieces).any():
         what = "a document" if split == "zigzag" else "a microbatch"
         raise ValueError(
-            f"{what} of {int(size[size % pieces > 0][0])} tokens does not divide into {pieces} for cp={cp}, cp_split={split!r}"
+            f"{what} of {int(size[size % pieces > 0][0])} tokens does not divide into "
+            f"{pieces} for cp={cp}, cp_split={split!r}"
         )
     chunk = size // pieces
     if pieces == 1:

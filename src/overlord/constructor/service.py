@@ -1,4 +1,6 @@
-"""The constructor side of a host: which steps its buckets have, their payload, their built microbatches, and who gets them."""
+"""The constructor side of a host: which steps its buckets have, their payload, their built
+microbatches, and who gets them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Mailbox(Protocol):
 
 
 class Building:
-    """The constructors of some buckets. ``carry_out(command) -> commands``; what work leads to goes to ``run``."""
+    """The constructors of some buckets. ``carry_out(command) -> commands``; what work leads to goes
+    to ``run``.
+    """
 
     def __init__(
         self,
@@ -85,7 +89,9 @@ class Building:
     # clients
 
     def attach(self, mailboxes: Mapping[int, Mailbox]) -> list[Any]:
-        """Clients of these ranks exist. All that will take part come together: a step is not kept for one who comes later."""
+        """Clients of these ranks exist. All that will take part come together: a step is not kept
+        for one who comes later.
+        """
         self.mailboxes.update(mailboxes)
         return [
             command
@@ -148,7 +154,8 @@ class Building:
                 buckets = [bucket]
                 while queue and isinstance(queue[0], Build) and queue[0].step == step:
                     buckets.append(queue.popleft().bucket)
-                # Those whose ranks are a little behind come along: one gather for all costs less, and pieces of memory of one size are
+                # Those whose ranks are a little behind come along: one gather for all costs less,
+                # and pieces of memory of one size are
                 # used again, while those of some buckets now and of others then fit nobody.
                 self._build(
                     step,
@@ -245,7 +252,8 @@ class Building:
         return {
             "staged": sum(s.nbytes for s in self._staged.values()),
             "assembled": sum(bucket.nbytes for _, bucket in self._built.values()),
-            "slabs": self.slabs.nbytes,  # the memory assembled steps lie in, with what is kept for the next ones
+            # the memory assembled steps lie in, with what is kept for the next ones
+            "slabs": self.slabs.nbytes,
         }
 
     def figures(self) -> list[dict[str, Any]]:

@@ -1,8 +1,10 @@
-"""The demonstration's corpus on disk: six sources in six formats, a tokenizer trained on them, and the job as a file.
+"""The demonstration's corpus on disk: six sources in six formats, a tokenizer trained on them, and
+the job as a file.
 
 Without the package tokenizers the sources hold token ids instead of text (storing.py).
 
-Made once and kept: a stamp beside the files says what they were made from, and a run that wants the same uses them.
+Made once and kept: a stamp beside the files says what they were made from, and a run that wants the
+same uses them.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def make_corpus(out: Path, shape: Shape, say: Say, storing: Storing | None = Non
             texts = texts_of(kind, shape.seed, shape.rows)
             if not texts:
                 raise OverlordError(
-                    f"no text for the demonstration's {kind.name!r}: this Python ships no {kind.what}"
+                    f"no text for the demonstration's {kind.name!r}: this Python ships no "
+                    f"{kind.what}"
                 )
             rows = texts if storing.tokenizers else [word_ids(text, shape.vocab) for text in texts]
             write_rows(out / "corpus" / kind.name, format, storing.column(kind), rows)
@@ -195,7 +198,9 @@ _WRITERS: dict[str, Callable[[Path, str, Sequence[Row]], None]] = {
 
 
 def _some(texts: Sequence[str], chars: int) -> list[str]:
-    """Texts from the front, ``chars`` of them all together, none so long that it fills the share alone."""
+    """Texts from the front, ``chars`` of them all together, none so long that it fills the share
+    alone.
+    """
     out: list[str] = []
     for text in texts:
         out.append(text[: chars // 10])

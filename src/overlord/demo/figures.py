@@ -62,12 +62,16 @@ class Figures:
 
     @property
     def shown(self) -> int:
-        """The step whose imbalance without planning is the median: neither the best nor the worst case."""
+        """The step whose imbalance without planning is the median: neither the best nor the worst
+        case.
+        """
         return int(np.argsort(self.compared["vanilla"].bucket, kind="stable")[self.steps // 2])
 
 
 def buffer_of(plan: LoadingPlan, job: Job) -> Buffer:
-    """The drawn samples of a plan as a strategy sees them, so that another strategy can place the same samples."""
+    """The drawn samples of a plan as a strategy sees them, so that another strategy can place the
+    same samples.
+    """
     return Buffer(
         names=plan.names,
         source=plan.source,

@@ -1,4 +1,6 @@
-"""The figures of a demonstration as rows of text and as a report: the terminal and the page show the same strings."""
+"""The figures of a demonstration as rows of text and as a report: the terminal and the page show
+the same strings.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,17 @@ LONG = {
     "quarantine": "went to quarantine",
 }
 PLACING_HEAD = ("strategy", "by rank", "worst step", "by microbatch", "worst step", "filled")
-BY_RANK = "Imbalance by rank: cost of the slowest rank over the mean rank. 1 is perfect; a step lasts as long as its slowest rank."
+BY_RANK = (
+    "Imbalance by rank: cost of the slowest rank over the mean rank. 1 is perfect; a step "
+    "lasts as long as its slowest rank."
+)
 BY_MICROBATCH = "By microbatch: the same when ranks wait for each other after every microbatch."
 
 
 def mix_rows(f: Figures) -> list[tuple[str, ...]]:
-    """Means over all steps. The draw is exact, so wanted and realised differ by less than a sample, not by chance."""
+    """Means over all steps. The draw is exact, so wanted and realised differ by less than a sample,
+    not by chance.
+    """
     return [
         (
             name,
@@ -89,15 +96,18 @@ def tiles(f: Figures) -> list[tuple[str, str]]:
 
 def stand_in(f: Figures) -> str:
     return (
-        f"The trainer is a stand-in: every step it sleeps in proportion to the cost of its slowest rank, {f.compute_ms:.0f} ms on average. "
-        f"Its wait is the time from asking for a step until the last of {f.ranks} ranks has it; the first step "
+        "The trainer is a stand-in: every step it sleeps in proportion to the cost of "
+        f"its slowest rank, {f.compute_ms:.0f} ms on average. "
+        f"Its wait is the time from asking for a step until the last of {f.ranks} ranks "
+        "has it; the first step "
         f"took {f.first_wait_ms:,.0f} ms."
     )
 
 
 def report(f: Figures, job_yaml: str) -> Report:
     lead = (
-        f"{f.steps} steps of {f.samples} samples from {len(f.names)} sources to {f.ranks} ranks, {f.tokens:,} tokens in all, loaded, "
+        f"{f.steps} steps of {f.samples} samples from {len(f.names)} sources to {f.ranks} "
+        f"ranks, {f.tokens:,} tokens in all, loaded, "
         f"planned and packed in one process. {stand_in(f)} Every figure comes from this run."
     )
     parts: list[Picture | Sheet] = [
@@ -134,8 +144,10 @@ def _load_picture(f: Figures) -> Picture:
     ]
     return Picture(
         title="The same batch, unplanned and planned",
-        shows=f"Cost of every rank in step {k}, in units of the mean rank; the pieces of a bar are its microbatches. Step {k} is the one "
-        "of median imbalance without planning. No placement can bring the slowest rank below the dashed line: the mean, the dearest "
+        shows=f"Cost of every rank in step {k}, in units of the mean rank; the pieces of a bar "
+        f"are its microbatches. Step {k} is the one "
+        "of median imbalance without planning. No placement can bring the slowest rank "
+        "below the dashed line: the mean, the dearest "
         "single sample, or the dearest few that must share a rank.",
         svg=bars(
             panels,
@@ -157,7 +169,8 @@ def _imbalance_picture(f: Figures) -> Picture:
     top = max(float(s.y.max()) for s in series)
     return Picture(
         title="Imbalance over the run",
-        shows=f"{BY_RANK} The same samples of every step, placed by three strategies; no placement can go below the bound.",
+        shows=f"{BY_RANK} The same samples of every step, placed by three strategies; no "
+        "placement can go below the bound.",
         svg=lines(
             np.arange(f.steps),
             series,
@@ -186,8 +199,10 @@ def _mix_picture(f: Figures) -> Picture:
     )
     return Picture(
         title="Mix over steps, wanted and realised",
-        shows=f"Share of each source in the samples of a step: wanted dashed, realised solid.{change} A step of {f.samples} samples "
-        "cannot hold parts of a sample, so a step may be one sample off, and the steps after it make up for that.",
+        shows="Share of each source in the samples of a step: wanted dashed, realised "
+        f"solid.{change} A step of {f.samples} samples "
+        "cannot hold parts of a sample, so a step may be one sample off, and the steps "
+        "after it make up for that.",
         svg=lines(
             np.arange(f.steps),
             series,
@@ -216,7 +231,8 @@ def _length_picture(f: Figures) -> Picture:
     ]
     return Picture(
         title="Lengths: why placing matters",
-        shows="Tokens of the samples drawn in this run, by source, on a logarithmic axis; each row is scaled to its own highest bar. "
+        shows="Tokens of the samples drawn in this run, by source, on a logarithmic axis; each "
+        "row is scaled to its own highest bar. "
         f"Documents longer than the context of {f.context:,} tokens {LONG[f.on_long]}.",
         svg=ridges(
             rows,
@@ -231,7 +247,8 @@ def _length_picture(f: Figures) -> Picture:
 def _placing_sheet(f: Figures) -> Sheet:
     return Sheet(
         title="Imbalance of three strategies over the same steps",
-        shows=f"{BY_RANK} {BY_MICROBATCH} Means over {f.steps} steps beside the worst step; filled: share of the microbatches' room that "
+        shows=f"{BY_RANK} {BY_MICROBATCH} Means over {f.steps} steps beside the worst step; "
+        "filled: share of the microbatches' room that "
         "holds tokens. " + "; ".join(f"{name}: {way}" for name, way in WAYS.items()) + ".",
         head=PLACING_HEAD,
         rows=placing_rows(f),
@@ -241,8 +258,10 @@ def _placing_sheet(f: Figures) -> Sheet:
 def _mix_sheet(f: Figures) -> Sheet:
     return Sheet(
         title="What was delivered, by source",
-        shows="Shares of samples over the whole run, and how long samples are. Quarantined: rows that could not be read or tokenized. "
-        f"Lost tokens: those that on_long={f.on_long!r} cut or dropped, of documents longer than the context.",
+        shows="Shares of samples over the whole run, and how long samples are. Quarantined: "
+        "rows that could not be read or tokenized. "
+        f"Lost tokens: those that on_long={f.on_long!r} cut or dropped, of documents "
+        "longer than the context.",
         head=MIX_HEAD,
         rows=mix_rows(f),
     )
@@ -252,8 +271,10 @@ def _fault_sheet(f: Figures) -> list[Sheet]:
     if f.drill is None:
         return []
     shows = (
-        f"The job again, its planner, loaders and constructors in processes of their own, for {f.drill.drill.steps} steps; some "
-        f"were killed. Every byte that every rank got is compared with an undisturbed run in one process. {f.drill.sentence()}."
+        "The job again, its planner, loaders and constructors in processes of their own, "
+        f"for {f.drill.drill.steps} steps; some "
+        "were killed. Every byte that every rank got is compared with an undisturbed run "
+        f"in one process. {f.drill.sentence()}."
     )
     return [
         Sheet(

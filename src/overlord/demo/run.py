@@ -52,7 +52,9 @@ def run_demo(
     faults: str = FAULTS,
     runtime: str = "local",
 ) -> Figures:
-    """The whole demonstration; returns what it measured. ``faults``: of the rehearsal behind it; empty: there is none."""
+    """The whole demonstration; returns what it measured. ``faults``: of the rehearsal behind it;
+    empty: there is none.
+    """
     _make_folder(out)
     storing = Storing.installed()
     if storing.note:
@@ -63,7 +65,8 @@ def run_demo(
     yaml = job.to_yaml()
     _write(out / "job.yaml", yaml)
     console.print(
-        f"{len(job.sources)} sources {'made' if made else 'found'} in {out / 'corpus'}; {shape.ranks} ranks; job: {out / 'job.yaml'}"
+        f"{len(job.sources)} sources {'made' if made else 'found'} in {out / 'corpus'}; "
+        f"{shape.ranks} ranks; job: {out / 'job.yaml'}"
     )
     figures = _measure(job, steps, console, command, compute_s, runtime)
     if faults:
@@ -77,7 +80,8 @@ def run_demo(
         console.print(part, soft_wrap=False)
     if figures.drill is not None:
         console.print(
-            f"\nthe same job {'on Ray' if runtime == 'ray' else 'in processes'}, some of them killed:"
+            f"\nthe same job {'on Ray' if runtime == 'ray' else 'in processes'}, some of "
+            "them killed:"
         )
         console.print(drill_view(figures.drill))
     console.print(f"\nreport with plots: {out / 'report.html'}")
@@ -103,7 +107,9 @@ def _rehearse(job: Job, faults: str, console: Console, runtime: str) -> Report:
 
 
 def program() -> str:
-    """How this program is called from the working directory: a fresh environment is rarely on the PATH."""
+    """How this program is called from the working directory: a fresh environment is rarely on the
+    PATH.
+    """
     beside = os.path.join(os.path.dirname(os.path.abspath(sys.executable)), "overlord")
     found = shutil.which("overlord")
     if found and os.path.abspath(found) == beside:

@@ -1,4 +1,6 @@
-"""The demonstration in a terminal: live figures while it runs, then the same batch side by side, and tables."""
+"""The demonstration in a terminal: live figures while it runs, then the same batch side by side,
+and tables.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ SOURCE_COLORS = ("blue", "green", "yellow", "cyan", "magenta", "red")
 
 def progress_line(meter: Meter, steps: int, imbalance: float) -> str:
     done = f"step {meter.steps}/{steps}"
-    return f"{done:<12} {meter.tokens_per_s / 1e3:6.0f}k tokens/s   imbalance {imbalance:.3f}   wait {meter.last_wait_s * 1e3:5.1f} ms"
+    return (
+        f"{done:<12} {meter.tokens_per_s / 1e3:6.0f}k tokens/s   imbalance {imbalance:.3f}   "
+        f"wait {meter.last_wait_s * 1e3:5.1f} ms"
+    )
 
 
 def live_view(plan: LoadingPlan, meter: Meter, steps: int, width: int) -> RenderableType:
@@ -95,7 +100,8 @@ def side_by_side(f: Figures, width: int) -> RenderableType:
         )
     )
     says = (
-        f"slowest rank over the mean: {f.compared['vanilla'].bucket[k]:.3f} unplanned, {f.compared['llm_balance'].bucket[k]:.3f} planned; "
+        f"slowest rank over the mean: {f.compared['vanilla'].bucket[k]:.3f} unplanned, "
+        f"{f.compared['llm_balance'].bucket[k]:.3f} planned; "
         f"no placement can go below {f.bound[k]:.3f}"
     )
     title = Text(f"Step {k}, the same {f.samples} samples, cost of every rank (mean 1):", "bold")
@@ -104,15 +110,20 @@ def side_by_side(f: Figures, width: int) -> RenderableType:
 
 
 def summary(f: Figures, width: int) -> RenderableType:
-    memory = f"{f.peak_bytes / 2**20:,.0f} MB (PSS of the whole process; {f.before_bytes / 2**20:,.0f} MB before the job was launched)"
+    memory = (
+        f"{f.peak_bytes / 2**20:,.0f} MB (PSS of the whole process; "
+        f"{f.before_bytes / 2**20:,.0f} MB before the job was launched)"
+    )
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
         "tokens",
-        f"{f.tokens:,} in {f.steps} steps, {f.tokens_per_s:,.0f} tokens/s, the trainer's time included",
+        f"{f.tokens:,} in {f.steps} steps, {f.tokens_per_s:,.0f} tokens/s, the trainer's "
+        "time included",
     )
     facts.add_row(
         "wait of the trainer",
-        f"{f.wait_ms:.1f} ms/step after the first, beside {f.compute_ms:.0f} ms/step of stand-in compute",
+        f"{f.wait_ms:.1f} ms/step after the first, beside {f.compute_ms:.0f} ms/step of "
+        "stand-in compute",
     )
     facts.add_row("memory", memory)
     head = (

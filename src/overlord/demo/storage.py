@@ -1,4 +1,6 @@
-"""Storage of the demonstration's texts: with the packages that are installed, or as ready token ids."""
+"""Storage of the demonstration's texts: with the packages that are installed, or as ready token
+ids.
+"""
 
 from __future__ import annotations
 

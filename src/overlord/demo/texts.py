@@ -1,4 +1,5 @@
-"""Text for the demonstration, from what every Python installation ships: six kinds with very different lengths.
+"""Text for the demonstration, from what every Python installation ships: six kinds with very
+different lengths.
 
 Nothing is downloaded. The same installation and seed give the same texts in the same order.
 """
@@ -17,7 +18,8 @@ import numpy as np
 
 from overlord.hashing import key64, keyed_hash
 
-LONGEST = 48_000  # characters, some 12,000 tokens: beyond the demo's context, so that some documents are cut
+# characters, some 12,000 tokens: beyond the demo's context, so that some documents are cut
+LONGEST = 48_000
 LEFT_OUT = {
     "test",
     "tests",
@@ -61,7 +63,9 @@ FOLLOW_UPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of text: where it comes from, how it is stored, how much of it a step wants, first and later on."""
+    """One kind of text: where it comes from, how it is stored, how much of it a step wants, first
+    and later on.
+    """
 
     name: str
     format: str

@@ -1,4 +1,6 @@
-"""What the ranks of a run were handed, written down to the byte, and how two runs differ. Knows nothing of plans."""
+"""What the ranks of a run were handed, written down to the byte, and how two runs differ. Knows
+nothing of plans.
+"""
 
 from __future__ import annotations
 

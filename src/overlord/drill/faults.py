@@ -15,12 +15,17 @@ SEVERAL = ("loader-host", "constructor-host")  # roles that several parts may ha
 _FORM = re.compile(
     r"(?P<how>[a-z]+):(?P<whom>[a-z-]+(?:/\d+)?)(?:\*(?P<many>\d+))?@(?P<step>\d+)(?:%(?P<every>\d+))?"
 )
-WANTED = "wanted HOW:WHOM@STEP, as kill:loader-host/0@10, kill:loader-host*5@35, stop:planner@20 or kill:planner@15%15 (every 15 steps)"
+WANTED = (
+    "wanted HOW:WHOM@STEP, as kill:loader-host/0@10, kill:loader-host*5@35, stop:planner@20 "
+    "or kill:planner@15%15 (every 15 steps)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``whom``: a part by name, or a role. Of a role ``many`` parts are hit, the first ones by name that were not hit before."""
+    """``whom``: a part by name, or a role. Of a role ``many`` parts are hit, the first ones by name
+    that were not hit before.
+    """
 
     how: str  # kill: SIGKILL; stop: SIGSTOP, until it was replaced
     whom: str
@@ -75,11 +80,13 @@ def parse_faults(text: str) -> list[Fault]:
             problems.append(f"{word!r}: wanted at least one part, found {many}")
         elif match["many"] and match["whom"] not in SEVERAL:
             problems.append(
-                f"{word!r}: *{many} is for {' or '.join(SEVERAL)}; {match['whom']!r} says already whom: leave it out"
+                f"{word!r}: *{many} is for {' or '.join(SEVERAL)}; {match['whom']!r} says "
+                "already whom: leave it out"
             )
         if match["every"] and not every:
             problems.append(
-                f"{word!r}: wanted at least one step between two strikes, found %0; leave it out to strike once"
+                f"{word!r}: wanted at least one step between two strikes, found %0; leave "
+                "it out to strike once"
             )
         found.append(Fault(match["how"], match["whom"], int(match["step"]), many, every))
     if not found and not problems:

@@ -1,4 +1,6 @@
-"""Two runs of one job, the second with faults: ``overlord drill``, the demonstration and the benchmark of faults."""
+"""Two runs of one job, the second with faults: ``overlord drill``, the demonstration and the
+benchmark of faults.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ class Report:
 
 
 def rehearse(drill: Drill, show: Show = lambda what, taken: None) -> Report:
-    """The job undisturbed, in one process and without a journal; then in processes, with its faults."""
+    """The job undisturbed, in one process and without a journal; then in processes, with its
+    faults.
+    """
     alone = undisturbed(drill, show)
     with TemporaryDirectory(prefix="overlord-drill-") as scratch:
         return Report(drill, alone, disturbed(drill, Path(scratch), show))
@@ -112,7 +116,9 @@ def undisturbed(drill: Drill, show: Show = lambda what, taken: None) -> Outcome:
 
 
 def disturbed(drill: Drill, scratch: Path, show: Show = lambda what, taken: None) -> Outcome:
-    """A journal is made where the job has none: without one a planner cannot come again. One of the job's own is left alone."""
+    """A journal is made where the job has none: without one a planner cannot come again. One of the
+    job's own is left alone.
+    """
     outcome = Outcome()
     job = replace(drill.job, journal=str(scratch / "journal"))
     options = {"runtime": "process", "lost_after_s": LOST_AFTER_S, **drill.options}
@@ -188,8 +194,10 @@ def _strike(session: Session, faults: Sequence[Fault], taken: int, outcome: Outc
 
 
 def _settle(session: Session, outcome: Outcome) -> None:
-    """Until every part that was hit is replaced and its recovery told, which is a while after its process is there. Of one that is not, it
-    is said: a drill whose last fault was never mended must not pass."""
+    """Until every part that was hit is replaced and its recovery told, which is a while after its
+    process is there. Of one that is not, it is said: a drill whose last fault was never mended must
+    not pass.
+    """
     last = {s.name: s for s in outcome.strikes}
     deadline = time.monotonic() + SETTLE_S
     while left := unmended(session.metrics(), last):

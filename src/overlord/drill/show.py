@@ -64,6 +64,7 @@ def waits_line(report: Report) -> str:
     waits = np.array(report.hit.waits_s[first:] or [0.0])
     worst = int(np.argmax(waits)) + first
     return (
-        f"wait of a step: median {1e3 * float(np.median(waits)):.1f} ms, longest {1e3 * float(waits.max()):.0f} ms (step {worst}); "
+        f"wait of a step: median {1e3 * float(np.median(waits)):.1f} ms, longest "
+        f"{1e3 * float(waits.max()):.0f} ms (step {worst}); "
         f"{len(report.hit.waits_s)} steps{', without step 0' if first else ''}"
     )

@@ -1,4 +1,6 @@
-"""When a step's payload has come to everyone: every node sends one message after another, and receives one after another. Pure."""
+"""When a step's payload has come to everyone: every node sends one message after another, and
+receives one after another. Pure.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ def arrivals(
     link_s: float,
     bandwidth: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``nbytes[h, r]`` go from sender h, which begins at ``start[h]``, to receiver r on node ``node_of[r]``, which receives nothing
-    else from ``free[node]`` on.
+    """``nbytes[h, r]`` go from sender h, which begins at ``start[h]``, to receiver r on node
+    ``node_of[r]``, which receives nothing else from ``free[node]`` on.
 
-    Returns when the last of it has come to each receiver (-inf: nothing goes there), when each sender is done, and when each node is
-    free again. Senders begin with different receivers, or all would wait for the same one. What waits at a node is taken as it came.
+    Returns when the last of it has come to each receiver (-inf: nothing goes there), when each
+    sender is done, and when each node is free again. Senders begin with different receivers, or all
+    would wait for the same one. What waits at a node is taken as it came.
     """
     senders, receivers = nbytes.shape
     turn = (
@@ -42,10 +45,12 @@ def arrivals(
 def _taken(
     at: np.ndarray, cost: np.ndarray, node: np.ndarray, free: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """When each message has been taken: a node takes them in order, while others are on their way to it.
+    """When each message has been taken: a node takes them in order, while others are on their way
+    to it.
 
-    The first byte is there before the last: a message that finds its node idle is taken when it has come. So message k of a node is taken
-    at the latest of (come_j + cost of those behind it up to k) over all j up to k: a running maximum, over all nodes at once.
+    The first byte is there before the last: a message that finds its node idle is taken when it has
+    come. So message k of a node is taken at the latest of (come_j + cost of those behind it up to
+    k) over all j up to k: a running maximum, over all nodes at once.
     """
     busy = free.copy()
     if not len(at):
@@ -56,7 +61,8 @@ def _taken(
     behind = sums - np.repeat(
         sums[starts] - cost[starts], np.diff(np.append(starts, len(at)))
     )  # cost up to and with each, in its node
-    # taken_k = max_j<=k (at_j - cost_j + cost of j..k) = behind_k + max_j (at_j - behind_j); the first waits for the node too.
+    # taken_k = max_j<=k (at_j - cost_j + cost of j..k) = behind_k + max_j (at_j - behind_j); the
+    # first waits for the node too.
     lead = at - behind
     lead[starts] = np.maximum(lead[starts], free[node[starts]])
     span = float(lead.max() - lead.min()) + 1.0

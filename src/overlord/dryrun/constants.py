@@ -1,5 +1,6 @@
-"""Constants of a fleet, measured on this machine: a few rows of every source are read, the job runs small in processes, a worker opens
-sources as a colocated loader's would, links are opened and used. CPU seconds where two sides share this process, or other work its cores.
+"""Constants of a fleet, measured on this machine: a few rows of every source are read, the job runs
+small in processes, a worker opens sources as a colocated loader's would, links are opened and used.
+CPU seconds where two sides share this process, or other work its cores.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Measured:
 
     @staticmethod
     def of(values: Any, sources: int) -> Measured | None:
-        """From what was kept; None where that is of another version, or damaged: then it is measured again."""
+        """From what was kept; None where that is of another version, or damaged: then it is
+        measured again.
+        """
         try:
             if values["version"] != VERSION or len(values["probes"]) != sources:
                 return None
@@ -120,7 +123,8 @@ def measured(blueprint: Blueprint, kept: Path, *, again: bool, progress: Progres
     return found
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
+# ---- rows
+# -----------------------------------------------------------------------------------------------------------
 
 
 def probed(blueprint: Blueprint, progress: Progress) -> tuple[Probe, ...]:
@@ -182,7 +186,8 @@ def _seen(evaluated: Evaluated, nbytes: int, row_s: float) -> Probe:
     return Probe(row_s=row_s, sample_bytes=nbytes / len(evaluated.found), meta=meta)
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+# ---- processes
+# ------------------------------------------------------------------------------------------------------
 
 
 class _Child:
@@ -211,7 +216,8 @@ class _Child:
         assert self._process.stderr is not None
         if not (line := self._process.stdout.readline()):
             raise OverlordError(
-                f"a dummy loading job failed or took above {CHILD_S:.0f} s: {self._process.stderr.read()[-2000:]}"
+                f"a dummy loading job failed or took above {CHILD_S:.0f} s: "
+                f"{self._process.stderr.read()[-2000:]}"
             )
         found: dict[str, Any] = json.loads(line)
         return found
@@ -226,7 +232,9 @@ class _Child:
 
 
 def _colocated(blueprint: Blueprint) -> dict[str, float]:
-    """What a worker takes by itself, and for every source it opens. Sources in a store, or no files, are taken for like the others."""
+    """What a worker takes by itself, and for every source it opens. Sources in a store, or no
+    files, are taken for like the others.
+    """
     files, columns = [], []
     for index, pipeline in zip(blueprint.indexes, blueprint.pipelines, strict=True):
         if index.files and isinstance(index.access, Files) and index.access.local:
@@ -235,7 +243,8 @@ def _colocated(blueprint: Blueprint) -> dict[str, float]:
     files, columns = files[:SOURCES], columns[:SOURCES]
     if not files:
         raise OverlordError(
-            "no source of the job lies on a disk of this machine, so what a colocated loader holds cannot be measured here"
+            "no source of the job lies on a disk of this machine, so what a colocated "
+            "loader holds cannot be measured here"
         )
     half = len(files) // 2
     with _Child(
@@ -257,7 +266,9 @@ def samples_of(job: Job, probes: Sequence[Probe]) -> int:
 
 
 def chosen(job: Job, n: int) -> tuple[Source, ...]:
-    """Return n sources of a job in its order, the drawn ones first. Sources with images keep their share, at least one."""
+    """Return n sources of a job in its order, the drawn ones first. Sources with images keep their
+    share, at least one.
+    """
     ranked = sorted(job.sources, key=lambda source: not _weight(job, source))
     pictures = [s.name for s in ranked if PixelForm.of([s]) is not None]
     others = [s.name for s in ranked if s.name not in pictures]
@@ -348,7 +359,8 @@ def _told(session: Any) -> dict[str, Any]:
             return found
         if time.monotonic() > deadline:
             raise OverlordError(
-                f"a dummy loading job: wanted what hosts hold, found no answer in {CHILD_S:.0f} s of {', '.join(silent)}"
+                "a dummy loading job: wanted what hosts hold, found no answer in "
+                f"{CHILD_S:.0f} s of {', '.join(silent)}"
             )
         time.sleep(0.1)
 
@@ -373,11 +385,14 @@ def _resident(pid: int) -> int:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of all its threads, those that ended too, finer than clock ticks: Linux's clock of another process (clock_getcpuclockid(3))."""
+    """Of all its threads, those that ended too, finer than clock ticks: Linux's clock of another
+    process (clock_getcpuclockid(3)).
+    """
     return time.clock_gettime(~pid << 3 | 2)
 
 
-# ---- links ----------------------------------------------------------------------------------------------------------
+# ---- links
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _links() -> dict[str, float]:

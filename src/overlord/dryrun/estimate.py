@@ -1,4 +1,6 @@
-"""``overlord simulate``: one job at several sizes of a fleet, as plain values; tables are made of them by ``observe/scaletables.py``."""
+"""``overlord simulate``: one job at several sizes of a fleet, as plain values; tables are made of
+them by ``observe/scaletables.py``.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,8 @@ Progress = Callable[[str, int, int], None]
 
 def constants_of(blueprint: Blueprint, *, again: bool, progress: Progress) -> tuple[Measured, Path]:
     """Measured on this machine for these files, and where they are kept."""
-    # Not the samples of a batch or the place: constants are of sources and of the machine. A sample is as long as the context lets it be,
+    # Not the samples of a batch or the place: constants are of sources and of the machine. A sample
+    # is as long as the context lets it be,
     # and means over sources follow their weights.
     files = (f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in blueprint.indexes)
     job = blueprint.job

@@ -1,6 +1,8 @@
-"""What a fleet of trainers takes in memory and connections: Overlord beside a loader in every rank. Pure, from measured constants.
+"""What a fleet of trainers takes in memory and connections: Overlord beside a loader in every rank.
+Pure, from measured constants.
 
-Memory is that of data loading alone, over all nodes: what a trainer holds anyway (its interpreter, torch, the model) counts for nobody.
+Memory is that of data loading alone, over all nodes: what a trainer holds anyway (its interpreter,
+torch, the model) counts for nobody.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ IN_FLIGHT = 2  # batches that a worker of a colocated loader has ready: torch's 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What dummy loading jobs took on one machine (``dryrun/stand_ins.py``). Bytes, seconds, bytes per second."""
+    """What dummy loading jobs took on one machine (``dryrun/stand_ins.py``). Bytes, seconds, bytes
+    per second.
+    """
 
     worker_bytes: float  # a worker process of a colocated loader, nothing opened
     opened_bytes: float  # what it holds for every source it has open
@@ -44,7 +48,8 @@ class Constants:
                 f.name in ("bandwidth", "sample_tokens") and not value
             ):
                 raise ValueError(
-                    f"{f.name}: wanted a number of at least 0 (bandwidth and sample_tokens: above 0), found {value!r}"
+                    f"{f.name}: wanted a number of at least 0 (bandwidth and "
+                    f"sample_tokens: above 0), found {value!r}"
                 )
 
     @staticmethod
@@ -75,7 +80,9 @@ class Fleet:
     broadcast: bool = True  # False: every rank is sent arrays
     sources_per_host: int = 25
     hosts: int = 1  # loader hosts at least: what reading takes at the trainers' pace
-    copies: int = 1  # sets of loaders, each with all sources: 1 here; a set for every data-parallel group where sources are not partitioned
+    # sets of loaders, each with all sources: 1 here; a set for every data-parallel group where
+    # sources are not partitioned
+    copies: int = 1
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -83,7 +90,8 @@ class Fleet:
                 raise ValueError(f"{f.name}: wanted at least 1, found {getattr(self, f.name)}")
         if self.gpus % (self.tp * self.cp * self.pp):
             raise ValueError(
-                f"gpus: wanted a multiple of tp x cp x pp = {self.tp * self.cp * self.pp}, found {self.gpus}"
+                "gpus: wanted a multiple of tp x cp x pp = "
+                f"{self.tp * self.cp * self.pp}, found {self.gpus}"
             )
 
     @property
@@ -101,12 +109,16 @@ class Fleet:
 
     @property
     def fetching(self) -> int:
-        """Ranks that are sent arrays: of a tensor-parallel group one, which broadcasts; of the stages the first and the last."""
+        """Ranks that are sent arrays: of a tensor-parallel group one, which broadcasts; of the
+        stages the first and the last.
+        """
         return self.dp * self.cp * min(2, self.pp) if self.broadcast else self.gpus
 
     @property
     def remote(self) -> int:
-        """Of these, the ones on another node than the constructor of their group: they receive what others map."""
+        """Of these, the ones on another node than the constructor of their group: they receive what
+        others map.
+        """
         near = max(1, self.gpus_per_node // (self.tp if self.broadcast else 1))
         return (
             0
@@ -141,7 +153,9 @@ class Memory:
 
 
 def colocated(fleet: Fleet, c: Constants, *, first_of_tp: bool = False) -> Memory:
-    """A loader in every rank, each worker with every source open. ``first_of_tp``: one rank of a tensor-parallel group loads for all."""
+    """A loader in every rank, each worker with every source open. ``first_of_tp``: one rank of a
+    tensor-parallel group loads for all.
+    """
     ranks = fleet.gpus // (fleet.tp if first_of_tp else 1)
     batch = fleet.batch / fleet.dp * c.sample_tokens * c.wide_bytes
     worker = c.worker_bytes + fleet.sources * c.opened_bytes
@@ -152,7 +166,9 @@ def colocated(fleet: Fleet, c: Constants, *, first_of_tp: bool = False) -> Memor
 
 
 def overlord(fleet: Fleet, c: Constants) -> Memory:
-    """The same job by role. Without constructors every rank that is sent arrays gathers payload and builds for itself."""
+    """The same job by role. Without constructors every rank that is sent arrays gathers payload and
+    builds for itself.
+    """
     links, payload = connections(fleet), fleet.batch * c.sample_bytes
     built = fleet.batch * c.sample_tokens * c.built_bytes  # of a step, for one set of ranks
     held = (
@@ -221,5 +237,7 @@ def connections(fleet: Fleet) -> Links:
 
 
 def connecting_s(fleet: Fleet, c: Constants) -> float:
-    """Until the last connection is open: each part opens its own one after another, all parts at the same time."""
+    """Until the last connection is open: each part opens its own one after another, all parts at
+    the same time.
+    """
     return connections(fleet).most * c.connect_s

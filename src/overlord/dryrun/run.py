@@ -1,5 +1,6 @@
-"""A fleet on a virtual clock: the planner, draw, strategy, loaders and assemblers of a real job at any place tree; reading, sending and
-building take what was measured of them. What the planner takes is no model: it runs, and is timed.
+"""A fleet on a virtual clock: the planner, draw, strategy, loaders and assemblers of a real job at
+any place tree; reading, sending and building take what was measured of them. What the planner takes
+is no model: it runs, and is timed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from overlord.setup.partition import loads_of
 from overlord.setup.prepared_job import Blueprint
 
 THREADS = 8  # of a loader host, that read side by side
-BUSY = 0.7  # of a loader, or of a host's threads, at the trainers' pace: the rest is room for steps that cost more
+# of a loader, or of a host's threads, at the trainers' pace: the rest is room for steps that cost
+# more
+BUSY = 0.7
 MAX_EVENTS = 5_000_000
 LEAST_WAIT = 0.01  # of a step: less is not worth a word
 
@@ -70,7 +73,10 @@ class Ran:
             return ""
         if self.source_s > max(pace_s, self.planner_s):
             n = f"{self.source_loaders} loader{'s' * (self.source_loaders != 1)}"
-            why = f"a step takes each of its {n} {self.source_s:.2f} s, and it has no chunks for more (shuffle_chunks)"
+            why = (
+                f"a step takes each of its {n} {self.source_s:.2f} s, and it has no chunks "
+                "for more (shuffle_chunks)"
+            )
             return f"source {self.source!r}: {why}"
         if self.planner_s > pace_s:
             return f"the planner: a step takes it {self.planner_s:.2f} s"
@@ -86,7 +92,9 @@ class Ran:
 def loaders_of(
     blueprint: Blueprint, probes: Sequence[Probe], batch: int, pace_s: float
 ) -> dict[str, int]:
-    """Loaders of each source: so many that none is busy above ``BUSY`` at the trainers' pace, as far as its chunks go round."""
+    """Loaders of each source: so many that none is busy above ``BUSY`` at the trainers' pace, as
+    far as its chunks go round.
+    """
     asked, job = {}, blueprint.job
     for load, probe, order in zip(loads_of(blueprint), probes, blueprint.orders, strict=True):
         most = min(job.shuffle_chunks if order.shuffle else 1, order.n_chunks)
@@ -97,7 +105,9 @@ def loaders_of(
 
 
 class FleetRun:
-    """One run. ``clock`` times what really runs; without it planning takes no time, and runs are equal to the last digit."""
+    """One run. ``clock`` times what really runs; without it planning takes no time, and runs are
+    equal to the last digit.
+    """
 
     def __init__(
         self,
@@ -162,7 +172,8 @@ class FleetRun:
         self._builder_of = np.arange(fleet.dp) * n // fleet.dp  # of every group
         self._built_until = np.zeros(n)
         self._served = np.ones(fleet.dp, bool)
-        # All of the window is built: else a step's latency would have in it how long it waits for the one before to be taken.
+        # All of the window is built: else a step's latency would have in it how long it waits for
+        # the one before to be taken.
         self._assemblers = (
             [Assembler(b, ranks, fleet.prefetch) for b, ranks in enumerate(self._groups)]
             if fleet.constructors
@@ -383,7 +394,9 @@ class FleetRun:
                 self._has(command.step, 1, when)
 
     def _built_by_ranks(self, stage: Stage, step: Happened, last: np.ndarray) -> None:
-        """Without constructors: every rank that fetches builds its group's microbatches; the others hear that there is a step."""
+        """Without constructors: every rank that fetches builds its group's microbatches; the others
+        hear that there is a step.
+        """
         tokens = np.bincount(
             self._buckets(stage), weights=stage.plan.tokens, minlength=self._fleet.dp
         )

@@ -1,5 +1,6 @@
-"""Dummy loading jobs, each a process of its own (``python -m overlord.dryrun.stand_in_job``): what a colocated loader's worker holds, and
-what a client holds. They are told what to do by JSON on their input, and answer with JSON; memory is that of the real thing.
+"""Dummy loading jobs, each a process of its own (``python -m overlord.dryrun.stand_in_job``): what
+a colocated loader's worker holds, and what a client holds. They are told what to do by JSON on
+their input, and answer with JSON; memory is that of the real thing.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ HELD_BYTES = 2**20  # of a file that is no Parquet: what is read of it at once
 
 
 def opened(files: list[list[str]], columns: list[list[str] | None], counts: list[int]) -> None:
-    """A worker forked as torch's DataLoader forks its own, that opens source after source and takes a batch of each. Tells what it
-    added with nothing opened, and with so many sources open."""
+    """A worker forked as torch's DataLoader forks its own, that opens source after source and takes
+    a batch of each. Tells what it added with nothing opened, and with so many sources open.
+    """
     import pyarrow.parquet as pq  # before the fork, as in a trainer
 
     from overlord.process.memory import own_bytes
@@ -56,7 +58,9 @@ def _open(pq: Any, path: str, columns: list[str] | None) -> Any:
 
 
 def connected(address: str, token: str, steps: int) -> None:
-    """A client: what it adds to its process, without steps; then, when told to go on, tokens and bytes of so many steps."""
+    """A client: what it adds to its process, without steps; then, when told to go on, tokens and
+    bytes of so many steps.
+    """
     from overlord.client.connect import connect
     from overlord.process.memory import own_bytes
 

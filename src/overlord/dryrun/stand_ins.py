@@ -1,6 +1,8 @@
-"""Readers that read nothing: the rows of a source's index with the metadata of a few rows that were really read.
+"""Readers that read nothing: the rows of a source's index with the metadata of a few rows that were
+really read.
 
-The loader core above them cannot tell, so a fleet of any size is planned by the cores that would plan it, on one machine.
+The loader core above them cannot tell, so a fleet of any size is planned by the cores that would
+plan it, on one machine.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Probe:
 
 
 class DummyReader:
-    """Answers a loader's Reads and Evaluates. Every raw row is a sample, drawn from the probed ones by the row's own key."""
+    """Answers a loader's Reads and Evaluates. Every raw row is a sample, drawn from the probed ones
+    by the row's own key.
+    """
 
     def __init__(self, order: SourceOrder, index: Index, probe: Probe, slice_rows: int):
         self._order, self._probe, self._slice = order, probe, slice_rows

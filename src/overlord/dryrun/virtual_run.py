@@ -1,7 +1,9 @@
-"""The simulated runtime: the same cores, readers and builders on a virtual clock with seeded delays and orderings.
+"""The simulated runtime: the same cores, readers and builders on a virtual clock with seeded delays
+and orderings.
 
-Nothing is modelled twice: the host is the local runtime's, only *when* a piece of work ends is drawn from a seed. So a
-run under any seed must give the stream of the local runtime, byte for byte, and a failing seed is the bug report.
+Nothing is modelled twice: the host is the local runtime's, only *when* a piece of work ends is
+drawn from a seed. So a run under any seed must give the stream of the local runtime, byte for byte,
+and a failing seed is the bug report.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from overlord.setup.prepared_job import Blueprint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """How long work takes, in virtual seconds: log-normal around a median, so that orders vary wildly."""
+    """How long work takes, in virtual seconds: log-normal around a median, so that orders vary
+    wildly.
+    """
 
     work_s: float = 0.010
     step_s: float = 0.050  # a rank's time between steps
@@ -41,7 +45,9 @@ class Delays:
 
 
 class VirtualExecutor:
-    """An event queue. Work is done when its virtual time has come; ties and durations come from the seed."""
+    """An event queue. Work is done when its virtual time has come; ties and durations come from the
+    seed.
+    """
 
     def __init__(self, seed: int, delays: Delays):
         self._random, self._delays = np.random.Generator(np.random.Philox(seed)), delays
@@ -98,8 +104,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A source is read anew from where the draw stands, as when its loaders move to another host: when so many pieces of work are
-    done, or, with ``step``, in the middle of carrying out that step's plan. Nobody may notice."""
+    """A source is read anew from where the draw stands, as when its loaders move to another host:
+    when so many pieces of work are done, or, with ``step``, in the middle of carrying out that
+    step's plan. Nobody may notice.
+    """
 
     source: str
     after: int = 0
@@ -151,7 +159,9 @@ class Run:
 
 
 class _Simulation:
-    """One run: the host of the local runtime, trainers that take steps and report, and an event queue in place of time."""
+    """One run: the host of the local runtime, trainers that take steps and report, and an event
+    queue in place of time.
+    """
 
     def __init__(
         self,
@@ -301,10 +311,12 @@ def simulate(
     max_events: int = 10_000_000,
     **options: Any,
 ) -> Run:
-    """Run a job on a virtual clock until it ends, or until every rank has taken ``steps`` steps. ``events``: what people
-    change in mid-run; each names its step, so when it is said does not matter; and sources that move, which must not matter at
-    all. ``report``: what trainers report of a step, some time before they ask for the second next; resumed, they say again what the
-    state may lack. ``save``: keep the state behind every step, as a checkpoint would."""
+    """Run a job on a virtual clock until it ends, or until every rank has taken ``steps`` steps.
+    ``events``: what people change in mid-run; each names its step, so when it is said does not
+    matter; and sources that move, which must not matter at all. ``report``: what trainers report of
+    a step, some time before they ask for the second next; resumed, they say again what the state
+    may lack. ``save``: keep the state behind every step, as a checkpoint would.
+    """
     blueprint, delays = Blueprint(job, Options.of(options)), delays or Delays()
     run = _Simulation(
         blueprint,

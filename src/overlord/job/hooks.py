@@ -1,13 +1,15 @@
-"""The low level: places where a function of yours stands in for a part of the package (the Overlord paper, section 4.2).
+"""The low level: places where a function of yours stands in for a part of the package (the Overlord
+paper, section 4.2).
 
     Job(strategy=ov.plan_raw(fn))                    the planner: where every sample goes, from raw arrays
     session.summary_buffer()                         what the planner sees, to try things on
     Job(hooks=[ov.loader_do_plan(fn)])               the loaders: the tokens of what a step takes from one source
     Job(hooks=[ov.constructor_do_plan(fn)])          the constructors: the microbatches of one bucket
 
-All three shape what ranks receive, so they belong to the job and its fingerprint, by the text of the function. What they
-return is checked; an error in one ends the job at its step and names the function. They must be pure: equal input, equal
-output, whatever the thread, the machine and the step that ran before.
+All three shape what ranks receive, so they belong to the job and its fingerprint, by the text of
+the function. What they return is checked; an error in one ends the job at its step and names the
+function. They must be pure: equal input, equal output, whatever the thread, the machine and the
+step that ran before.
 """
 
 from __future__ import annotations
@@ -72,31 +74,37 @@ class Hook:
 
 
 def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
-    """Replaces the tokens that loaders hand over: ``fn(samples: Popped) -> Ragged`` of the same row lengths.
+    """Replaces the tokens that loaders hand over: ``fn(samples: Popped) -> Ragged`` of the same row
+    lengths.
 
-    It is called once per step and source with all the source's samples of the step, in the plan's order, whichever loaders held
-    them: so the number of loaders still does not show in the stream. Lengths are planned already and cannot change. Hooks run
-    in the order of ``Job.hooks``, before any constructor's, in a worker thread.
+    It is called once per step and source with all the source's samples of the step, in the plan's
+    order, whichever loaders held them: so the number of loaders still does not show in the stream.
+    Lengths are planned already and cannot change. Hooks run in the order of ``Job.hooks``, before
+    any constructor's, in a worker thread.
 
         def hide_digits(samples):
             if samples.source != "web":
                 return samples.tokens
-            return ov.Ragged(np.where(samples.tokens.values < 10, 0, samples.tokens.values), samples.tokens.offsets)
+            return ov.Ragged(np.where(samples.tokens.values < 10, 0, samples.tokens.values),
+            samples.tokens.offsets)
     """
     return Hook(kind=LOADER, fn=checked_function(fn, LOADER, ("samples",)))
 
 
 def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -> Hook:
-    """Builds the microbatches of one bucket: ``fn(assembly: Assembly) -> list of dicts``, one per planned microbatch.
+    """Builds the microbatches of one bucket: ``fn(assembly: Assembly) -> list of dicts``, one per
+    planned microbatch.
 
-    It is called once per step and bucket (with buckets along PP or TP, once for each data-parallel group). What it returns is cut for
-    ranks as the package's own is: keys of yours go to every pipeline stage, those with an entry for every token are sliced along cp.
-    Every dict must have the keys of the batch contract, of their types, with
-    ``cu_seqlens`` and ``cu_seqlens_padded`` that cut its tokens into a document for each of ``source_ids``; more keys of any name
-    may stand beside them, as numpy arrays, and arrive in the trainer's ``Microbatch``. ``assembly.default()`` gives
-    what the package would build (read-only arrays: copy what you change), or what the hook before this one gave. A microbatch
-    may be empty: it has no documents, and one document of padding in the default.
-    ``Step.global_valid_tokens`` and ``Microbatch.samples`` keep telling of the plan: who strikes out more loss counts it itself.
+    It is called once per step and bucket (with buckets along PP or TP, once for each data-parallel
+    group). What it returns is cut for ranks as the package's own is: keys of yours go to every
+    pipeline stage, those with an entry for every token are sliced along cp. Every dict must have
+    the keys of the batch contract, of their types, with ``cu_seqlens`` and ``cu_seqlens_padded``
+    that cut its tokens into a document for each of ``source_ids``; more keys of any name may stand
+    beside them, as numpy arrays, and arrive in the trainer's ``Microbatch``. ``assembly.default()``
+    gives what the package would build (read-only arrays: copy what you change), or what the hook
+    before this one gave. A microbatch may be empty: it has no documents, and one document of
+    padding in the default. ``Step.global_valid_tokens`` and ``Microbatch.samples`` keep telling of
+    the plan: who strikes out more loss counts it itself.
 
         def with_lengths(assembly):
             return [mb | {"lengths": np.diff(mb["cu_seqlens"])} for mb in assembly.default()]
@@ -106,8 +114,9 @@ def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Popped:
-    """What one source gives to one step: ids and tokens of its samples, row by row, in the plan's order (that of the stream,
-    but where look-ahead chooses)."""
+    """What one source gives to one step: ids and tokens of its samples, row by row, in the plan's
+    order (that of the stream, but where look-ahead chooses).
+    """
 
     step: int
     source: str
@@ -127,8 +136,10 @@ class Popped:
         )
 
     def chance(self, purpose: str = "") -> np.ndarray:
-        """A number from 0 to below 1 for every token of ``tokens.values``: by the job's seed, the sample's id and the token's
-        place in it, so the same in every run. Other purposes, other numbers."""
+        """A number from 0 to below 1 for every token of ``tokens.values``: by the job's seed, the
+        sample's id and the token's place in it, so the same in every run. Other purposes, other
+        numbers.
+        """
         lengths = self.tokens.lengths
         each = keyed_hash(
             key64("hook", self.seed, self.source, purpose),
@@ -177,7 +188,9 @@ def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
 def popped_by(
     hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int
 ) -> tuple[np.ndarray, Ragged]:
-    """The step's payload after the loader hooks: number of each sample's document, and the documents."""
+    """The step's payload after the loader hooks: number of each sample's document, and the
+    documents.
+    """
     order = np.argsort(plan.source, kind="stable")
     bounds = np.searchsorted(plan.source[order], np.arange(len(plan.names) + 1))
     pieces = []
@@ -210,7 +223,10 @@ def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
     elif not np.array_equal(said.lengths, before.lengths) or not 0 <= said.offsets[
         0
     ] <= said.offsets[-1] <= len(said.values):
-        problem = f"wanted {len(before)} rows of the lengths it was given, found {len(said)} rows of {int(said.lengths.sum())} tokens"
+        problem = (
+            f"wanted {len(before)} rows of the lengths it was given, found {len(said)} rows "
+            f"of {int(said.lengths.sum())} tokens"
+        )
     else:
         said = Ragged(said.compact().values, before.offsets)
         if len(said.values) and not 0 <= said.values.min() <= said.values.max() < 2**31:
@@ -272,7 +288,10 @@ def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
             or not isinstance(array, (np.ndarray, np.generic))
             or array.dtype.kind not in "biufS"
         ):
-            return f"wanted a numpy array of numbers for {key!r}, found {getattr(array, 'dtype', type(array).__name__)}"
+            return (
+                f"wanted a numpy array of numbers for {key!r}, found "
+                f"{getattr(array, 'dtype', type(array).__name__)}"
+            )
         if key in wanted and array.dtype != wanted[key]:
             return f"wanted {np.dtype(wanted[key])} for {key!r}, found {array.dtype}"
     shapes = {key: microbatch[key].shape for key in PER_TOKEN if key in wanted}
@@ -296,7 +315,10 @@ def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
                 f"{key} does not cut {tokens} tokens into {n} documents, one for each of source_ids"
             )
     if microbatch["cu_seqlens_padded"][-1] != tokens:
-        return f"cu_seqlens_padded ends at {microbatch['cu_seqlens_padded'][-1]}, not with the {tokens} tokens"
+        return (
+            f"cu_seqlens_padded ends at {microbatch['cu_seqlens_padded'][-1]}, not with the "
+            f"{tokens} tokens"
+        )
     if (np.diff(microbatch["cu_seqlens"]) > np.diff(microbatch["cu_seqlens_padded"])).any():
         return "a document of cu_seqlens is longer than with its padding in cu_seqlens_padded"
     return (

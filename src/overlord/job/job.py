@@ -1,7 +1,7 @@
 """Job, Source, Batch: everything that shapes the stream, frozen and validated.
 
-One validator serves Python and YAML (``docs/decisions/0008``): each class lists all of its problems, a job lists its
-own and those of its parts, and ``JobError`` shows them together.
+One validator serves Python and YAML (``docs/decisions/0008``): each class lists all of its
+problems, a job lists its own and those of its parts, and ``JobError`` shows them together.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ STRATEGIES = (
 class Source:
     """One source: files, a map-style dataset or a replayable factory, and what is done to its rows.
 
-    ``uri`` is a glob, a directory, a file, a list of these, a store's URI, an object with ``__len__`` and
-    ``__getitem__``, or an ``ov.Factory``. ``format`` is told from the file name when it is not given.
+    ``uri`` is a glob, a directory, a file, a list of these, a store's URI, an object with
+    ``__len__`` and ``__getitem__``, or an ``ov.Factory``. ``format`` is told from the file name
+    when it is not given.
     """
 
     name: str
@@ -107,7 +108,9 @@ class Source:
         fingerprint: str | None = None,
         **fields: Any,
     ) -> Source:
-        """A source of a function that returns a fresh iterator of the same rows every time: ``fn(shard)``, or ``fn()`` with one shard."""
+        """A source of a function that returns a fresh iterator of the same rows every time:
+        ``fn(shard)``, or ``fn()`` with one shard.
+        """
         from overlord.sources.python_objects import Factory  # imports Arrow
 
         return cls(name, Factory(fn, shards, fingerprint), **fields)
@@ -130,14 +133,16 @@ class Source:
             )
         if self.epochs is not None and (not is_int(self.epochs) or self.epochs < 1):
             found.append(
-                f"{at}.epochs: wanted a whole number of at least 1, or None for ever, found {self.epochs!r}"
+                f"{at}.epochs: wanted a whole number of at least 1, or None for ever, "
+                f"found {self.epochs!r}"
             )
         if not isinstance(self.shuffle, bool):
             found.append(f"{at}.shuffle: wanted true or false, found {self.shuffle!r}")
         for name in ("max_bad", "max_sample_bytes"):
             if not is_int(getattr(self, name)) or getattr(self, name) < 1:
                 found.append(
-                    f"{at}.{name}: wanted a whole number of at least 1, found {getattr(self, name)!r}"
+                    f"{at}.{name}: wanted a whole number of at least 1, found "
+                    f"{getattr(self, name)!r}"
                 )
         if not isinstance(self.transforms, tuple):
             found.append(f"{at}.transforms: wanted a list, found {type(self.transforms).__name__}")
@@ -179,7 +184,8 @@ class Source:
             wrong = [p for p in self.uri if not isinstance(p, (str, PathLike)) or not str(p)]
             if wrong:
                 return [
-                    f"{at}.uri: wanted a list of paths, found {wrong[0]!r} in it; rows go in by Source.from_dataset"
+                    f"{at}.uri: wanted a list of paths, found {wrong[0]!r} in it; rows go "
+                    "in by Source.from_dataset"
                 ]
             counts = Counter(str(p) for p in self.uri)
             return [
@@ -202,7 +208,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that shapes the stream (fingerprinted), and ``place``, ``sync`` and ``journal`` (not fingerprinted)."""
+    """Everything that shapes the stream (fingerprinted), and ``place``, ``sync`` and ``journal``
+    (not fingerprinted).
+    """
 
     name: str
     sources: Sequence[Source]
@@ -210,7 +218,8 @@ class Job:
     batch: Batch
     mixture: Any = None  # None: the sources' weights; or a mapping name -> weight; or a schedule
     strategy: str | Callable[..., Any] = "llm_balance"
-    sync: str = "microbatch"  # when ranks wait for each other: what strategies balance for, unless they are told
+    # when ranks wait for each other: what strategies balance for, unless they are told
+    sync: str = "microbatch"
     seed: int = 0
     journal: str | None = (
         None  # a directory or a store's URI; None: nothing outlives the process but state_dict()
@@ -249,7 +258,10 @@ class Job:
             f"{self.batch.samples} samples" if self.batch.samples else f"{self.batch.tokens} tokens"
         )
         how = f"{_name_of(self.strategy)}, sync {self.sync}"
-        return f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, {how}, seed {self.seed})"
+        return (
+            f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, "
+            f"{how}, seed {self.seed})"
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -274,7 +286,8 @@ class Job:
                 ", tp for sequence_parallel" if self.batch.sequence_parallel else ""
             )
             found.append(
-                f"batch.context: wanted a multiple of {self.document_multiple} ({what}), found {self.batch.context}"
+                f"batch.context: wanted a multiple of {self.document_multiple} ({what}), "
+                f"found {self.batch.context}"
             )
         for name in (
             "seed",
@@ -288,7 +301,8 @@ class Job:
             least = 0 if name == "seed" else 1
             if not is_int(getattr(self, name)) or getattr(self, name) < least:
                 found.append(
-                    f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}"
+                    f"{name}: wanted a whole number of at least {least}, found "
+                    f"{getattr(self, name)!r}"
                 )
         for name, known in (
             ("draw", DRAWS),
@@ -315,7 +329,8 @@ class Job:
         elif isinstance(self.strategy, str):
             if self.strategy not in STRATEGIES:
                 found.append(
-                    f"strategy: unknown strategy {self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}"
+                    "strategy: unknown strategy "
+                    f"{self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}"
                 )
         return (
             found
@@ -332,7 +347,8 @@ class Job:
         known = "ov.loader_do_plan(fn) or ov.constructor_do_plan(fn)"
         raw = " (it goes in as strategy=)"
         return [
-            f"hooks[{i}]: wanted {known}, found {_name_of(h)}{raw if getattr(h, 'kind', '') == 'strategy' else ''}"
+            f"hooks[{i}]: wanted {known}, found "
+            f"{_name_of(h)}{raw if getattr(h, 'kind', '') == 'strategy' else ''}"
             for i, h in wrong
         ]
 
@@ -355,7 +371,8 @@ class Job:
         ):
             why = 'until="first" ends the job where one has no more'
             found.append(
-                f"sources: {', '.join(map(repr, leaves))} may leave (on_lost), and {why}; leave out one of the two"
+                f"sources: {', '.join(map(repr, leaves))} may leave (on_lost), and {why}; "
+                "leave out one of the two"
             )
         if self.mixture is None and all(s.weight == 0 for s in self.sources):
             found.append("sources: all weights are zero, so no sample would ever be drawn")
@@ -376,7 +393,9 @@ class Job:
         return found
 
     def _look_ahead_problems(self) -> list[str]:
-        """A schedule that chooses samples needs several to choose from; choosing goes by count, so not with tokens."""
+        """A schedule that chooses samples needs several to choose from; choosing goes by count, so
+        not with tokens.
+        """
         found = []
         if (
             self.overflow == "defer"
@@ -384,16 +403,19 @@ class Job:
             and self.batch.tokens is not None
         ):
             found.append(
-                'overflow: "defer" goes with a batch in samples only; a batch in tokens can be made small enough to fit'
+                'overflow: "defer" goes with a batch in samples only; a batch in tokens '
+                "can be made small enough to fit"
             )
         if self.overflow == "defer" and self.look_ahead != 1:
             found.append(
-                'overflow: "defer" goes with look_ahead=1; look-ahead chooses what a step takes already'
+                'overflow: "defer" goes with look_ahead=1; look-ahead chooses what a '
+                "step takes already"
             )
         if hasattr(self.mixture, "prefer") and self.look_ahead == 1:
             what = getattr(self.mixture, "kind", None) or _name_of(self.mixture)
             found.append(
-                f"mixture: {what} chooses among candidates, and look_ahead=1 leaves no choice; set look_ahead, for example to 4"
+                f"mixture: {what} chooses among candidates, and look_ahead=1 leaves no "
+                "choice; set look_ahead, for example to 4"
             )
         if (
             is_int(self.look_ahead)
@@ -402,12 +424,15 @@ class Job:
             and self.batch.tokens is not None
         ):
             found.append(
-                f"look_ahead: {self.look_ahead} goes with a batch in samples only; give batch.samples, or set look_ahead=1"
+                f"look_ahead: {self.look_ahead} goes with a batch in samples only; give "
+                "batch.samples, or set look_ahead=1"
             )
         return found
 
     def _image_problems(self) -> list[str]:
-        """One encoder sees the images of all sources, so they must be of one form; and some rank must have whole microbatches."""
+        """One encoder sees the images of all sources, so they must be of one form; and some rank
+        must have whole microbatches.
+        """
         sources = (
             [s for s in self.sources if isinstance(s, Source)]
             if isinstance(self.sources, tuple)
@@ -424,7 +449,8 @@ class Job:
                     f"{value!r} in {source!r}" for value, source in reversed(said.items())
                 )
                 found.append(
-                    f"sources: images of all sources go to one encoder and need one {name}, found {words}"
+                    "sources: images of all sources go to one encoder and need one "
+                    f"{name}, found {words}"
                 )
         sliced = (
             isinstance(self.place, ClientPlaceTree)
@@ -436,7 +462,8 @@ class Job:
                 'batch.cp_split="none", or a strategy with .broadcast_at("CP") or .distribute("CP")'
             )
             found.append(
-                f"place: cp={self.place.cp} cuts microbatches, and rows of images go into whole ones; use {ways}"
+                f"place: cp={self.place.cp} cuts microbatches, and rows of images go into "
+                f"whole ones; use {ways}"
             )
         return found
 
@@ -454,7 +481,8 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
             found.append(f"mixture: unknown source {name!r}{did_you_mean(name, known)}")
         elif not is_real(weight) or not math.isfinite(weight) or weight < 0:
             found.append(
-                f"mixture: the weight of {name!r} must be a finite number of at least 0, found {weight!r}"
+                f"mixture: the weight of {name!r} must be a finite number of at least 0, "
+                f"found {weight!r}"
             )
     if not found and not any(weights.values()):
         found.append("mixture: all weights are zero, so no sample would ever be drawn")
@@ -462,7 +490,9 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
 
 
 def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
-    """Names in a schedule that are no sources. One that does not say whom it weighs is checked when it speaks."""
+    """Names in a schedule that are no sources. One that does not say whom it weighs is checked when
+    it speaks.
+    """
     said, known = getattr(mixture, "sources", ()), tuple(names)
     listed = said if isinstance(said, (tuple, list)) else ()
     return [

@@ -1,7 +1,9 @@
-"""The mixture of a job file: ``mixture: {schedule: cosine, start: {...}, end: {...}, steps: 1000}``, both ways.
+"""The mixture of a job file: ``mixture: {schedule: cosine, start: {...}, end: {...}, steps:
+1000}``, both ways.
 
-A mapping with the key ``schedule`` is a schedule, wherever weights may stand; its other keys are the arguments of the
-function of that name in ``ov.schedule``, or of the factory given to ``register_schedule``.
+A mapping with the key ``schedule`` is a schedule, wherever weights may stand; its other keys are
+the arguments of the function of that name in ``ov.schedule``, or of the factory given to
+``register_schedule``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def is_schedule(plain: Any) -> bool:
 
 
 def read_mixture(plain: Any, at: str, problems: list[str]) -> Any:
-    """Weights as they are, a schedule from its mapping; ``failed`` and its problems where it cannot be made."""
+    """Weights as they are, a schedule from its mapping; ``failed`` and its problems where it cannot
+    be made.
+    """
     if isinstance(plain, list):
         return [read_mixture(inner, f"{at}[{i}]", problems) for i, inner in enumerate(plain)]
     if not isinstance(plain, Mapping):
@@ -107,7 +111,8 @@ def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
     if isinstance(mixture, (str, bool, int, float, type(None))):
         return mixture
     problems.append(
-        f"{at}: {shown(mixture)} is code; a file can name only what has a name (ov.register_schedule)"
+        f"{at}: {shown(mixture)} is code; a file can name only what has a name "
+        "(ov.register_schedule)"
     )
     return None
 

@@ -1,7 +1,8 @@
 """A job as one YAML file, with the names of the Python classes.
 
-The file is only data: it names no code to import, functions come from ``register_function`` alone. Every problem of the
-file, those that the classes themselves find included, comes in one ``JobError``, each with its full key.
+The file is only data: it names no code to import, functions come from ``register_function`` alone.
+Every problem of the file, those that the classes themselves find included, comes in one
+``JobError``, each with its full key.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
 from overlord.uris import is_uri, uri_problems
 
-REGISTER = "call ov.register_function before the file is read; on the command line, in a module named by --import"
+REGISTER = (
+    "call ov.register_function before the file is read; on the command line, in a module "
+    "named by --import"
+)
 _functions: dict[str, Callable[..., Any]] = {}
 _TRANSFORMS: dict[str, Callable[..., Any]] = {
     "tokenize": Tokenize,
@@ -40,7 +44,9 @@ _TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 
 def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets job files say ``{map: {fn: name}}``. The same name again replaces only the same function, edited and run anew."""
+    """Lets job files say ``{map: {fn: name}}``. The same name again replaces only the same
+    function, edited and run anew.
+    """
     if not isinstance(name, str) or not name or not callable(fn):
         raise JobError(
             [f"wanted a name and a function, found {name!r} and {fn!r}"], "register_function"
@@ -66,7 +72,10 @@ def read_job(path: str | Path) -> Job:
     except OSError as fault:
         raise JobError([f"cannot be read: {fault.strerror or fault}"], where) from fault
     except UnicodeDecodeError as fault:
-        problem = f"expected a job file as text, got a file that is not UTF-8: {fault.reason} at byte {fault.start}"
+        problem = (
+            f"expected a job file as text, got a file that is not UTF-8: {fault.reason} at "
+            f"byte {fault.start}"
+        )
         raise JobError([problem], where) from fault
     reader = _Reader(os.path.dirname(os.path.abspath(where)))
     job = reader.read(text)
@@ -82,21 +91,25 @@ def _refuse_data(where: str) -> None:
     if os.path.isdir(where):
         raise JobError(
             [
-                f"expected a job file, got a directory; `overlord inspect {where}` lists the data in it"
+                f"expected a job file, got a directory; `overlord inspect {where}` lists "
+                "the data in it"
             ],
             where,
         )
     if where.lower().endswith(SUFFIXES) and not where.lower().endswith(".json"):
         raise JobError(
             [
-                f"expected a job file (YAML), got data; `overlord inspect {where}` shows it and suggests a job file"
+                f"expected a job file (YAML), got data; `overlord inspect {where}` shows "
+                "it and suggests a job file"
             ],
             where,
         )
 
 
 def write_job(job: Job) -> str:
-    """The job as YAML, only what differs from the defaults. Paths become absolute, so that the text means the same anywhere."""
+    """The job as YAML, only what differs from the defaults. Paths become absolute, so that the text
+    means the same anywhere.
+    """
     writer = _Writer()
     plain = writer.job(job)
     if writer.problems:
@@ -166,7 +179,9 @@ class _Reader:
             loader.dispose()
 
     def _known(self, plain: Mapping[Any, Any], cls: type, at: str) -> dict[str, Any]:
-        """The entries that name fields, and a stand-in for what is missing, so that the rest is still checked."""
+        """The entries that name fields, and a stand-in for what is missing, so that the rest is
+        still checked.
+        """
         names = [f.name for f in fields(cls)]
         dot = f"{at}." if at else ""
         self.problems += [
@@ -183,7 +198,9 @@ class _Reader:
         return {key: value for key, value in plain.items() if key in names} | stand_ins
 
     def _part(self, cls: type, plain: Any, at: str, **given: Any) -> Any:
-        """One object of a class from a mapping, or None and its problems. ``given``: fields already read."""
+        """One object of a class from a mapping, or None and its problems. ``given``: fields already
+        read.
+        """
         if not isinstance(plain, dict):
             self.problems.append(f"{at}: wanted a mapping, found {_shown(plain)}")
             return None
@@ -197,7 +214,9 @@ class _Reader:
         return part if len(self.problems) == before else None
 
     def _sources(self, plain: Any) -> list[Source]:
-        """Every source, or a stand-in of its name where it failed, so that names and mixture can still be checked."""
+        """Every source, or a stand-in of its name where it failed, so that names and mixture can
+        still be checked.
+        """
         if isinstance(plain, dict) and plain:
             entries = [(f"sources.{name}", name, entry) for name, entry in plain.items()]
         elif isinstance(plain, list) and plain:
@@ -205,7 +224,8 @@ class _Reader:
         else:
             example = "as in {web: {uri: 'data/web/*.parquet'}}"
             self.problems.append(
-                f"sources: expected a list or a mapping with at least one source, got {_shown(plain)}; name one, {example}"
+                "sources: expected a list or a mapping with at least one source, got "
+                f"{_shown(plain)}; name one, {example}"
             )
             return []
         return [self._source(at, name, entry) for at, name, entry in entries]
@@ -239,7 +259,9 @@ class _Reader:
         return Source(at, "?")
 
     def _paths(self, path: Any, at: str) -> Any:
-        """A path or a list of paths, put behind the file's folder; anything else is a problem here, not a dataset."""
+        """A path or a list of paths, put behind the file's folder; anything else is a problem here,
+        not a dataset.
+        """
         if isinstance(path, str) and path:
             return self._path(path)
         if isinstance(path, list) and path and all(isinstance(p, str) and p for p in path):
@@ -248,7 +270,9 @@ class _Reader:
         return "?"
 
     def _path(self, path: str) -> str:
-        """What is no good as a URI stays as it is, for whoever checks it: a folder before it would make a path of it."""
+        """What is no good as a URI stays as it is, for whoever checks it: a folder before it would
+        make a path of it.
+        """
         return (
             path
             if "://" in path or uri_problems(path)
@@ -264,7 +288,8 @@ class _Reader:
             plain = {plain: {}}
         if not isinstance(plain, dict) or len(plain) != 1:
             self.problems.append(
-                f"{at}: wanted one of {', '.join(_TRANSFORMS)} with its fields, found {_shown(plain)}"
+                f"{at}: wanted one of {', '.join(_TRANSFORMS)} with its fields, found "
+                f"{_shown(plain)}"
             )
             return None
         kind, body = next(iter(plain.items()))
@@ -308,7 +333,9 @@ class _Reader:
             return None
 
     def _meta_value(self, body: dict[Any, Any], at: str) -> dict[Any, Any]:
-        """``column`` or ``fn`` in a file, where Python has one argument for both: a file must say which it means."""
+        """``column`` or ``fn`` in a file, where Python has one argument for both: a file must say
+        which it means.
+        """
         rest = {key: value for key, value in body.items() if key not in ("column", "fn")}
         if ("column" in body) == ("fn" in body):
             self.problems.append(f"{at}: wanted exactly one of column and fn")
@@ -342,7 +369,9 @@ def _missing(*_: Any) -> None:
 
 
 def _keyed(problem: str, at: str, name: Any) -> str:
-    """What a class says about itself, under the file's key: "source 'web'.weight: ..." is "sources[3].weight: ..."."""
+    """What a class says about itself, under the file's key: "source 'web'.weight: ..." is
+    "sources[3].weight: ...".
+    """
     for own in (f"source {name!r}", "batch", "place"):
         if problem.startswith((f"{own}.", f"{own}:")):
             return at + problem.removeprefix(own)
@@ -449,7 +478,8 @@ class _Writer:
             if _functions[name] is fn:
                 return name
         self.problems.append(
-            f"{at}: the function {_place(fn)} has no name in a job file; call ov.register_function first"
+            f"{at}: the function {_place(fn)} has no name in a job file; call "
+            "ov.register_function first"
         )
         return "?"
 
@@ -468,7 +498,9 @@ def _anywhere(path: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe, no key twice, and plain scalars as YAML 1.2 reads them: 1e-3 is a number; no, on and 2024-01-01 are text."""
+    """Safe, no key twice, and plain scalars as YAML 1.2 reads them: 1e-3 is a number; no, on and
+    2024-01-01 are text.
+    """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -480,7 +512,8 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
                     self.twice.append(
-                        f"{key.value}: given twice, the second time in line {key.start_mark.line + 1}"
+                        f"{key.value}: given twice, the second time in line "
+                        f"{key.start_mark.line + 1}"
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)

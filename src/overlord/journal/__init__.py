@@ -1,1 +1,3 @@
-"""A durable log of records: what must be known after everything was killed. It does not know what its records mean."""
+"""A durable log of records: what must be known after everything was killed. It does not know what
+its records mean.
+"""

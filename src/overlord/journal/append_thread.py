@@ -1,7 +1,9 @@
-"""Appends beside whoever has something to write: a disk takes milliseconds, a store takes many, and neither is to hold up the rest.
+"""Appends beside whoever has something to write: a disk takes milliseconds, a store takes many, and
+neither is to hold up the rest.
 
-What waits together is written together, with one sync; in order, always. After an error nothing more is written, and whatever it was it
-is told: who waits for an append would wait for ever. What cannot be removed is no such error: it is not read any more, and only takes room.
+What waits together is written together, with one sync; in order, always. After an error nothing
+more is written, and whatever it was it is told: who waits for an append would wait for ever. What
+cannot be removed is no such error: it is not read any more, and only takes room.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ class _Order:
 
 
 class Writer:
-    """One log's writer. ``told`` is called, in a thread of its own, when something became durable or failed; without it everything is
-    written at once, by the caller."""
+    """One log's writer. ``told`` is called, in a thread of its own, when something became durable
+    or failed; without it everything is written at once, by the caller.
+    """
 
     def __init__(self, log: Log, told: Callable[[], None] | None = None):
         self._log, self._told = log, told
@@ -57,7 +60,9 @@ class Writer:
         before: int | None = None,
         anew: bool = False,
     ) -> int:
-        """Have records written, then segments pruned; returns the number by which to ask whether it is done."""
+        """Have records written, then segments pruned; returns the number by which to ask whether it
+        is done.
+        """
         order = _Order(records, rolls or anew, before, anew)
         with self._changed:
             if self.failed is not None:
@@ -144,7 +149,9 @@ class Writer:
             self.seconds += time.perf_counter() - start
 
     def _sweep(self, orders: Sequence[_Order]) -> None:
-        """After a pruning: what nobody wants any more goes, when all who wait were told. A place may take writes and refuse removals."""
+        """After a pruning: what nobody wants any more goes, when all who wait were told. A place
+        may take writes and refuse removals.
+        """
         if orders[-1].before is None and not orders[0].anew:
             return
         if not self._log.removes_slowly or self._thread is None:
@@ -170,8 +177,10 @@ class Writer:
                 else f"{type(error).__name__}: {error}"
             )
             self.unpruned = (
-                f"journal {where}: {self._log.doomed} segments that are not wanted any more stay: {why}; let the job remove them (in a "
-                "store: DeleteObject). It goes on, the journal grows, and the next pruning tries again"
+                f"journal {where}: {self._log.doomed} segments that are not wanted any "
+                f"more stay: {why}; let the job remove them (in a "
+                "store: DeleteObject). It goes on, the journal grows, and the next "
+                "pruning tries again"
             )
         if self.unpruned and not said:
             log.warning("%s", self.unpruned)
@@ -181,14 +190,18 @@ class Writer:
         """What no place has words for: no memory, a fault of our own."""
         log.error("journal %s: an append failed", self._log.shown, exc_info=error)
         what = f"wanted an append, found {type(error).__name__}: {error}"
-        remedy = "nothing is written any more, and all that was acknowledged is kept: mend that, and resume; the log has where it was raised"
+        remedy = (
+            "nothing is written any more, and all that was acknowledged is kept: mend that, "
+            "and resume; the log has where it was raised"
+        )
         failed = JournalError(self._log.shown, what, remedy)
         failed.__cause__ = error
         return failed
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits, and stop; whether that was done in time. Then the log is still open; else it is closed when that is done, so
-        that this process, too, can open the journal again."""
+        """Write what waits, and stop; whether that was done in time. Then the log is still open;
+        else it is closed when that is done, so that this process, too, can open the journal again.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,8 +1,10 @@
-"""What is written down of a stream, so that the state behind any step is there after everything was killed. Pure.
+"""What is written down of a stream, so that the state behind any step is there after everything was
+killed. Pure.
 
-Differential checkpoints (the Overlord paper, section 6.1): the whole state seldom, as a *snapshot*; with every plan only what it changed
-in the state. A snapshot and the plans since give the state behind each of them, bit for bit, and no data is read for it. A snapshot is a
-change as well: one from the empty state.
+Differential checkpoints (the Overlord paper, section 6.1): the whole state seldom, as a *snapshot*;
+with every plan only what it changed in the state. A snapshot and the plans since give the state
+behind each of them, bit for bit, and no data is read for it. A snapshot is a change as well: one
+from the empty state.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ Body = dict[str, Any]  # texts, whole numbers, bytes, lists and dicts of them
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record by what it means. ``number``: a step; ``where``: segment and byte, of one that was read."""
+    """A record by what it means. ``number``: a step; ``where``: segment and byte, of one that was
+    read.
+    """
 
     kind: str
     number: int
@@ -55,10 +59,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """When the next snapshot is due: as soon as the plans since the last one hold ``ratio`` times its bytes.
+    """When the next snapshot is due: as soon as the plans since the last one hold ``ratio`` times
+    its bytes.
 
-    Then snapshots add one part in ``ratio`` to what is written, whatever the number of sources, and reading the plans again costs at most
-    so many times as much as reading the snapshot. ``most_bytes`` and ``most_plans`` bound what a restart holds in memory and folds.
+    Then snapshots add one part in ``ratio`` to what is written, whatever the number of sources, and
+    reading the plans again costs at most so many times as much as reading the snapshot.
+    ``most_bytes`` and ``most_plans`` bound what a restart holds in memory and folds.
     """
 
     ratio: int = 64
@@ -80,8 +86,9 @@ def snapshot(state: StreamState, acked: int) -> Entry:
 
 
 def rewind(state: StreamState, floor: int = 0) -> Entry:
-    """A snapshot that opens anew: what was planned before does not count any more. ``floor``: the first step that events may still
-    change, where steps that are planned again were seen by some."""
+    """A snapshot that opens anew: what was planned before does not count any more. ``floor``: the
+    first step that events may still change, where steps that are planned again were seen by some.
+    """
     return Entry(
         REWIND,
         state.step,
@@ -90,7 +97,9 @@ def rewind(state: StreamState, floor: int = 0) -> Entry:
 
 
 def plan(stage: Stage, before: StreamState, acked: int) -> Entry:
-    """A planned step: what is needed to know it again, and what it changed in the state. ``acked``: the last step that all took by then."""
+    """A planned step: what is needed to know it again, and what it changed in the state. ``acked``:
+    the last step that all took by then.
+    """
     assert isinstance(stage.after, StreamState)
     body = {
         "digest": stage.digest,
@@ -116,13 +125,17 @@ def acked(step: int) -> Entry:
 
 
 def back(step: int, generation: int, reason: str) -> Entry:
-    """A part was lost, and what lies behind ``step`` was planned again. For people: the same plans came again."""
+    """A part was lost, and what lies behind ``step`` was planned again. For people: the same plans
+    came again.
+    """
     return Entry(BACK, step, {"generation": generation, "reason": reason})
 
 
 def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: str) -> Entry:
-    """Whose stream it is: beside the first snapshot of a segment, and when a source joins. ``place``: under another mesh or
-    ``sync`` the same samples have other slots, and plans other digests."""
+    """Whose stream it is: beside the first snapshot of a segment, and when a source joins.
+    ``place``: under another mesh or ``sync`` the same samples have other slots, and plans other
+    digests.
+    """
     return Entry(
         JOB,
         step,
@@ -143,7 +156,9 @@ def report_of(entry: Entry) -> Report:
 
 
 def changes(before: StreamState | None, after: StreamState) -> Body:
-    """What makes ``after`` of ``before``; of nothing, where that is None. Numbers as differences, which are small."""
+    """What makes ``after`` of ``before``; of nothing, where that is None. Numbers as differences,
+    which are small.
+    """
     n, full = len(after.active), before is None
     before = _empty(n, tuple(after.counts)) if before is None else widened(before, n)
     body: Body = {"step": after.step, "sources": n, "mix": [after.mix_step, after.mix_epoch]}
@@ -173,7 +188,9 @@ def changes(before: StreamState | None, after: StreamState) -> Body:
 
 
 def changed(before: StreamState | None, body: Body) -> StreamState:
-    """``after``, of ``before`` and what ``changes`` gave. What does not fit is a ValueError, a TypeError or a KeyError."""
+    """``after``, of ``before`` and what ``changes`` gave. What does not fit is a ValueError, a
+    TypeError or a KeyError.
+    """
     n = _whole(body["sources"], MOST_SOURCES)
     before = _empty(n, ()) if before is None else widened(before, n)
     if len(before.active) != n:
@@ -243,12 +260,16 @@ def _counted(state: StreamState, names: tuple[str, ...]) -> dict[str, np.ndarray
 
 
 def _fits(owed: Sequence[int]) -> bool:
-    """Whether accounts are numbers of 64 bits. In tokens, after a change of weights, they may be more."""
+    """Whether accounts are numbers of 64 bits. In tokens, after a change of weights, they may be
+    more.
+    """
     return not owed or (min(owed) >= -(2**63) and max(owed) < 2**63)
 
 
 def _table(state: StreamState) -> np.ndarray:
-    """All that is a whole number for every source: cursor, account, counts. Differences wrap around, and back."""
+    """All that is a whole number for every source: cursor, account, counts. Differences wrap
+    around, and back.
+    """
     owed = (
         np.array(state.owed, np.int64) if _fits(state.owed) else np.zeros(len(state.owed), np.int64)
     )

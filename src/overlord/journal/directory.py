@@ -1,4 +1,6 @@
-"""A journal in a directory: files that are only ever appended to, one writer at a time, nothing acknowledged before the disk has it."""
+"""A journal in a directory: files that are only ever appended to, one writer at a time, nothing
+acknowledged before the disk has it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _held: set[Directory] = (
 
 
 class Directory:
-    """The lock is the kernel's (flock): it ends with the process that holds it, however that ends. The file it is on stays."""
+    """The lock is the kernel's (flock): it ends with the process that holds it, however that ends.
+    The file it is on stays.
+    """
 
     whole = False
 
@@ -72,7 +76,8 @@ class Directory:
         if others:
             words = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}"
             log.warning(
-                "journal %s: there are other things in this directory (%s); a journal had better have its own",
+                "journal %s: there are other things in this directory (%s); a journal "
+                "had better have its own",
                 self.shown,
                 words,
             )
@@ -156,7 +161,9 @@ class Directory:
             raise
 
     def _unchanged(self, name: str, at: int) -> None:
-        """The file must be there, and as it was left: a journal that was removed takes every write and keeps none."""
+        """The file must be there, and as it was left: a journal that was removed takes every write
+        and keeps none.
+        """
         try:
             found = os.fstat(self._file)
         except OSError as error:  # the server of a network's file system has lost it
@@ -167,7 +174,10 @@ class Directory:
         if found.st_nlink and found.st_size == at:
             return
         self._leave()
-        what = f"wanted a file of {at} bytes, found {f'one of {found.st_size}' if found.st_nlink else 'that it was removed'}"
+        what = (
+            f"wanted a file of {at} bytes, found "
+            f"{f'one of {found.st_size}' if found.st_nlink else 'that it was removed'}"
+        )
         raise JournalError(
             f"{self.shown}/{name}",
             what,
@@ -186,7 +196,8 @@ class Directory:
         try:
             _sync_data(self._file)
         except OSError as error:
-            # The kernel may have dropped the bytes and call them clean: a second sync would succeed and mean nothing.
+            # The kernel may have dropped the bytes and call them clean: a second sync would succeed
+            # and mean nothing.
             raise refusal(f"{self.shown}/{name}", f"{doing} and make them durable", error) from None
 
     def _leave(self) -> None:

@@ -1,8 +1,10 @@
-"""A job's journal: every plan and event is written down before anyone acts on it. What is written is decided by ``journal/checkpoint.py``.
+"""A job's journal: every plan and event is written down before anyone acts on it. What is written
+is decided by ``journal/checkpoint.py``.
 
-The pump calls it, and a thread of its own writes: plans wait for that in ``journal/write_ahead.py``, events in the call that says them. Once an
-append has failed nothing is written any more, so that the journal never says less than what was acted upon: the job ends before the step
-that could not be written.
+The pump calls it, and a thread of its own writes: plans wait for that in
+``journal/write_ahead.py``, events in the call that says them. Once an append has failed nothing is
+written any more, so that the journal never says less than what was acted upon: the job ends before
+the step that could not be written.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ CLOSE_S = 1.0  # that closing waits for an append under way
 
 
 class Journal(Unwritten):
-    """Of a fresh job (``Journal.fresh``) or of one that goes on (``Journal.resumed``); ``begin`` before the first plan."""
+    """Of a fresh job (``Journal.fresh``) or of one that goes on (``Journal.resumed``); ``begin``
+    before the first plan.
+    """
 
     def __init__(
         self,
@@ -91,7 +95,9 @@ class Journal(Unwritten):
 
     @staticmethod
     def fresh(where: Where, name: str) -> Journal:
-        """A new journal; refused where there is one. Nothing is written before ``begin``: a launch that fails leaves none behind."""
+        """A new journal; refused where there is one. Nothing is written before ``begin``: a launch
+        that fails leaves none behind.
+        """
         place = place_of(where) if isinstance(where, (str, os.PathLike)) else where
         try:
             place.hold()
@@ -106,8 +112,10 @@ class Journal(Unwritten):
     def resumed(
         where: Where, name: str, allow: Sequence[str] = (), launch: str = ""
     ) -> tuple[Journal, Recovered]:
-        """The journal of a job, which may be empty, and what it says. Older writers are shut out. ``launch``: as it is known already; then
-        the journal must be empty, or that launch's: a job that was shut out must not come back by another of its processes."""
+        """The journal of a job, which may be empty, and what it says. Older writers are shut out.
+        ``launch``: as it is known already; then the journal must be empty, or that launch's: a job
+        that was shut out must not come back by another of its processes.
+        """
         place = place_of(where) if isinstance(where, (str, os.PathLike)) else where
         header = Header(job=name, launch=launch or token_hex(8))
         log, records = Log.open(place, header, allow=tuple(allow), goes_on=bool(launch))
@@ -137,7 +145,9 @@ class Journal(Unwritten):
         self._segment_bytes = SEGMENT_BYTES  # the next snapshot begins a segment
 
     def begin(self, state: StreamState, blueprint: Blueprint) -> None:
-        """Before anything is planned: where the stream begins. A journal that says so already is left as it is."""
+        """Before anything is planned: where the stream begins. A journal that says so already is
+        left as it is.
+        """
         self._whose = _whose(blueprint, state.step)
         if self._last is None:
             self._open_anew(checkpoint.snapshot(state, state.step - 1), state)
@@ -145,7 +155,8 @@ class Journal(Unwritten):
     # what happens
 
     def planned(self, stages: Sequence[Stage], taken: int | None) -> None:
-        """These steps are planned, and nobody knows it yet. ``taken``: the last step that all ranks took; None: nobody takes part.
+        """These steps are planned, and nobody knows it yet. ``taken``: the last step that all ranks
+        took; None: nobody takes part.
 
         Steps that are written already are planned again: they must come out as they were.
         """
@@ -176,12 +187,17 @@ class Journal(Unwritten):
             return False
         first = self._digests.get(stage.plan.step)
         if first is not None and first != stage.digest:
-            what = f"the journal has another plan of this step: it came out as {stage.digest}, and before as {first}"
+            what = (
+                f"the journal has another plan of this step: it came out as {stage.digest}, "
+                f"and before as {first}"
+            )
             raise PlanError(what, stage.plan.step, NO_FUNCTION)
         return True
 
     def said(self, event: Any) -> None:
-        """An event that the planner has accepted, before anyone is told so. Anything else is no event of the log."""
+        """An event that the planner has accepted, before anyone is told so. Anything else is no
+        event of the log.
+        """
         if isinstance(event, (SetMixture, Skip, SourceLost)):
             self._settle(self._append([*self._pending, checkpoint.event(event, self._next)]))
 
@@ -193,23 +209,31 @@ class Journal(Unwritten):
         )
 
     def reported(self, report: Report) -> None:
-        """A report that came in time. It is written with what comes next: nothing depends on it before a plan does."""
+        """A report that came in time. It is written with what comes next: nothing depends on it
+        before a plan does.
+        """
         if self._last is not None:
             self._pending.append(checkpoint.report(report))
             self._last = checkpoint.with_report(self._last, report)
 
     def took(self, step: int | None, last: bool) -> None:
-        """All ranks took a step. The next plan says so, unless there is none to come (``last``), or is long in coming."""
+        """All ranks took a step. The next plan says so, unless there is none to come (``last``), or
+        is long in coming.
+        """
         if step is not None and step > self._acked + (not last):
             self._append([*self._pending, checkpoint.acked(step)])
             self._acked = step
 
     def went_back(self, step: int, generation: int, reason: str) -> None:
-        """A part was lost, and steps behind this one are planned again: for people, so it is written with what comes next."""
+        """A part was lost, and steps behind this one are planned again: for people, so it is
+        written with what comes next.
+        """
         self._pending.append(checkpoint.back(step, generation, reason))
 
     def rewound(self, state: StreamState, blueprint: Blueprint, floor: int = 0) -> None:
-        """The stream begins anew at a state: trainers loaded it, or the mesh is another. What was planned before does not count."""
+        """The stream begins anew at a state: trainers loaded it, or the mesh is another. What was
+        planned before does not count.
+        """
         self._whose, self._digests = _whose(blueprint, state.step), {}
         self._open_anew(
             checkpoint.rewind(state, floor), state
@@ -287,7 +311,9 @@ class Journal(Unwritten):
                 )
 
     def _prune(self) -> None:
-        """Nobody goes back behind the last step that all ranks took: of what lies before the newest snapshot up to it nothing is needed."""
+        """Nobody goes back behind the last step that all ranks took: of what lies before the newest
+        snapshot up to it nothing is needed.
+        """
         passed = False
         while len(self._snapshots) > 1 and self._snapshots[1] <= self._acked + 1:
             self._snapshots.popleft()
@@ -318,7 +344,9 @@ class Journal(Unwritten):
         return {**self._counts, **done, **told, **wrong}
 
     def close(self, taken: int = -1) -> None:
-        """Say how far all ranks came, and let go. From a signal's handler, too; nothing that counts is lost without it."""
+        """Say how far all ranks came, and let go. From a signal's handler, too; nothing that counts
+        is lost without it.
+        """
         if self._writer is None:
             (self._log or self._place).close()
             return
@@ -352,5 +380,7 @@ def _whose(blueprint: Blueprint, step: int) -> Entry:
 
 
 def slots_of(job: Job) -> str:
-    """Return what decides the slots of a step and not its samples: plans of the same samples differ with it."""
+    """Return what decides the slots of a step and not its samples: plans of the same samples differ
+    with it.
+    """
     return f"{job.place!r}, sync={job.sync!r}"

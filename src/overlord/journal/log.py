@@ -1,7 +1,9 @@
-"""The log: records that are durable when ``append`` returns, read back after a crash exactly as far as they were written.
+"""The log: records that are durable when ``append`` returns, read back after a crash exactly as far
+as they were written.
 
-One writer, one thread at a time; nothing here waits but for the disk or the store. A writer never goes on in a segment of another one: it
-begins its own, whose header says where the records before it end. So nothing that was once read is ever changed.
+One writer, one thread at a time; nothing here waits but for the disk or the store. A writer never
+goes on in a segment of another one: it begins its own, whose header says where the records before
+it end. So nothing that was once read is ever changed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from overlord.journal.storage import NameTaken, Place, place_of, whoami
 from overlord.version import __version__
 
 SEGMENT_BYTES = 2**24  # read whole when the journal is opened, and what pruning frees at a time
-TRIES = 10  # of what another process may disturb: a list that changes while it is read, a number that is taken
+# of what another process may disturb: a list that changes while it is read, a number that is taken
+TRIES = 10
 T = TypeVar("T")
 Where = str | os.PathLike[str] | Place
 
@@ -58,7 +61,9 @@ class _Kept:
 
 
 class Log:
-    """A journal open for writing. After an append that failed the next one begins a new segment, which leaves the failed one out."""
+    """A journal open for writing. After an append that failed the next one begins a new segment,
+    which leaves the failed one out.
+    """
 
     def __init__(
         self,
@@ -123,10 +128,12 @@ class Log:
         goes_on: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> tuple[Log, list[Record]]:
-        """A journal and its records so far; a new one where there is none. Older writers are shut out.
+        """A journal and its records so far; a new one where there is none. Older writers are shut
+        out.
 
-        A journal of another job is a ``StateMismatch``; ``allow`` names parts of the fingerprint that may differ. ``goes_on``: only if the
-        last writer was of the launch that the header names; else nobody is shut out, and it is a ``JournalTaken``.
+        A journal of another job is a ``StateMismatch``; ``allow`` names parts of the fingerprint
+        that may differ. ``goes_on``: only if the last writer was of the launch that the header
+        names; else nobody is shut out, and it is a ``JournalTaken``.
         """
         place = _place(where)
         return _closing(place, lambda: cls._open(place, header, allow, goes_on, segment_bytes))
@@ -172,9 +179,11 @@ class Log:
     # writing
 
     def append(self, records: Sequence[Record], *, anew: bool = False) -> None:
-        """Durable when it returns, with one sync for all. If it raises, they may be read back or not, but each whole or not at all.
+        """Durable when it returns, with one sync for all. If it raises, they may be read back or
+        not, but each whole or not at all.
 
-        ``anew``: they begin a segment, and once they are durable nothing before it is wanted, whatever its numbers; ``sweep`` removes it.
+        ``anew``: they begin a segment, and once they are durable nothing before it is wanted,
+        whatever its numbers; ``sweep`` removes it.
         """
         if notes := [record.kind for record in records if record.is_note]:
             raise ValueError(f"wanted records of the caller, found the log's own {notes[0]!r}")
@@ -204,8 +213,10 @@ class Log:
     def _begin(
         self, records: Sequence[Record], *, claiming: bool = False, anew: bool = False
     ) -> None:
-        """A new segment with these records in it. That all before it goes is noted behind them, in the same append: where that is cut, the
-        note is not there without them, and what lies before still counts."""
+        """A new segment with these records in it. That all before it goes is noted behind them, in
+        the same append: where that is cut, the note is not there without them, and what lies before
+        still counts.
+        """
         self._tip = None
         for _ in range(TRIES):
             name, head = name_of(self._next), header_bytes(self._segment_header())
@@ -222,7 +233,8 @@ class Log:
                     self._ended = self._replaced(taken)
                     raise self._ended from None
                 self._kept.append(_Kept(name, self._next, None))
-                self._next += 1  # an append of ours that failed, and yet is there: the next segment leaves it out
+                # an append of ours that failed, and yet is there: the next segment leaves it out
+                self._next += 1
         else:
             raise JournalError(
                 self._place.shown,
@@ -283,18 +295,24 @@ class Log:
             kept.top = max(numbers) if kept.top is None else max(kept.top, *numbers)
 
     def roll(self) -> None:
-        """The next append begins a new segment: before a snapshot, so that all before it can be pruned."""
+        """The next append begins a new segment: before a snapshot, so that all before it can be
+        pruned.
+        """
         self._tip = None
 
     def prune(self, before: int) -> int:
-        """Removes segments from the oldest on, as long as all their records have lower numbers; the one being written stays. Returns how
-        many ended: from here on they are not read, also where the place refuses to remove them."""
+        """Removes segments from the oldest on, as long as all their records have lower numbers; the
+        one being written stays. Returns how many ended: from here on they are not read, also where
+        the place refuses to remove them.
+        """
         ended = self.give_up(before)
         self.sweep()
         return ended
 
     def give_up(self, before: int) -> int:
-        """The first half of it: that they are no longer wanted is noted durably. A segment that is gone without a note was lost."""
+        """The first half of it: that they are no longer wanted is noted durably. A segment that is
+        gone without a note was lost.
+        """
         going = []
         for kept in self._kept:
             if (self._tip is not None and kept.ordinal == self._tip.ordinal) or not (
@@ -309,15 +327,18 @@ class Log:
         return len(going)
 
     def _drop(self, n: int) -> None:
-        """The oldest so many were given up. Of a store's those stay for ever by which writers were shut out: one that wakes late must find
-        its next number taken."""
+        """The oldest so many were given up. Of a store's those stay for ever by which writers were
+        shut out: one that wakes late must find its next number taken.
+        """
         self._doomed += [
             kept.name for kept in self._kept[:n] if not (kept.opens and self._place.whole)
         ]
         del self._kept[:n]
 
     def sweep(self) -> None:
-        """The second half: what was given up goes, also what an earlier writer did not remove. What is refused is tried again next time."""
+        """The second half: what was given up goes, also what an earlier writer did not remove. What
+        is refused is tried again next time.
+        """
         doomed = list(self._doomed)  # more may be given up meanwhile
         if doomed:
             self._place.remove(doomed)
@@ -384,7 +405,9 @@ def read_all(where: Where) -> list[Record]:
 
 
 def read_if_any(where: Where) -> list[Record]:
-    """Return the records of a journal without holding it; an empty list where there is no journal. A fault is an error."""
+    """Return the records of a journal without holding it; an empty list where there is no journal.
+    A fault is an error.
+    """
     place = _place(where)
     reading = _load(place)
     if reading.faults:
@@ -446,8 +469,14 @@ def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> N
 
 
 def _of_another_launch(place: Place, found: SegmentHeader) -> JournalTaken:
-    what = f"{found.writer} with generation {found.generation} has taken over: another launch of this job has gone on with its journal"
-    remedy = 'stop this job: nothing it does counts any more; to have it instead of the other, stop that one and launch with resume="auto"'
+    what = (
+        f"{found.writer} with generation {found.generation} has taken over: another launch of "
+        "this job has gone on with its journal"
+    )
+    remedy = (
+        "stop this job: nothing it does counts any more; to have it instead of the other, "
+        'stop that one and launch with resume="auto"'
+    )
     return JournalTaken(f"{place.shown}/{name_of(found.ordinal)}", what, remedy)
 
 

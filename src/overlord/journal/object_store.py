@@ -1,7 +1,8 @@
 """A journal in an object store: an object for every append, each created where none is.
 
-A store cannot append and has no locks. But it can refuse to write over an object, and segments are numbered: the writer that creates the
-next number goes on, and the one that finds it taken has been replaced. So a new writer shuts out the old one by its first object.
+A store cannot append and has no locks. But it can refuse to write over an object, and segments are
+numbered: the writer that creates the next number goes on, and the one that finds it taken has been
+replaced. So a new writer shuts out the old one by its first object.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from overlord.sources.object_store import Remote
 T = TypeVar("T")
 READERS = 16  # requests at a time when a journal is read: each takes some ten milliseconds
 AT_ONCE = 256  # objects that are held while the first of them are looked at
-_NO_CONDITIONS = "the journal needs a store that refuses to write over an object (If-None-Match); use another store, or a directory"
+_NO_CONDITIONS = (
+    "the journal needs a store that refuses to write over an object (If-None-Match); use "
+    "another store, or a directory"
+)
 
 
 class Bucket:
@@ -71,7 +75,8 @@ class Bucket:
     def create(self, name: str, data: bytes) -> None:
         if self._put(name, data):
             return
-        # There already. It may be this very object: a request whose answer was lost has still been carried out.
+        # There already. It may be this very object: a request whose answer was lost has still been
+        # carried out.
         found = self._look(name)
         if found is None and self._put(
             name, data
@@ -82,7 +87,9 @@ class Bucket:
             raise NameTaken(name, found or b"")
 
     def prove(self, name: str, data: bytes) -> None:
-        """That the store refuses a second object of that name: one that does not would let two writers go on side by side."""
+        """That the store refuses a second object of that name: one that does not would let two
+        writers go on side by side.
+        """
         if self._put(name, data):
             raise JournalError(
                 f"{self.shown}/{name}",

@@ -1,12 +1,15 @@
 """One record as bytes, and back. No file is touched here, and nothing that is read is run.
 
-mark | version, form, length of kind, 0 | number | start of the append | length | checksum of kind and body | checksum of head | kind | body
+mark | version, form, length of kind, 0 | number | start of the append | length | checksum of kind
+and body | checksum of head | kind | body
 
-The head's checksum begins with that of the segment's header and the record's own position, so that a record is good in one place only:
-none can be moved, swapped or taken over from another journal. The length is in the head and so is believed only when the head is whole.
+The head's checksum begins with that of the segment's header and the record's own position, so that
+a record is good in one place only: none can be moved, swapped or taken over from another journal.
+The length is in the head and so is believed only when the head is whole.
 
-After the mark every byte is stored XOR 0xA5. A disk that lost power gives zeros where it never wrote; bodies are full of zeros too (columns
-of plans), and stored as they are they could not be told from these.
+After the mark every byte is stored XOR 0xA5. A disk that lost power gives zeros where it never
+wrote; bodies are full of zeros too (columns of plans), and stored as they are they could not be
+told from these.
 """
 
 from __future__ import annotations
@@ -33,20 +36,30 @@ FEWEST_ZEROS = 4  # of a sector's part: fewer may be data
 
 _HEAD = struct.Struct(
     "<BBBBqQII"
-)  # version, form, bytes of the kind, 0, number, start of the append, bytes of the body, their checksum
+    # version, form, bytes of the kind, 0, number, start of the append, bytes of the body, their
+    # checksum
+)
 _CRC, _POSITION = struct.Struct("<I"), struct.Struct("<Q")
 HEAD_BYTES = len(MARK) + _HEAD.size + _CRC.size
 _CRC_AT = len(MARK) + _HEAD.size
 _MASK = bytes(byte ^ 0xA5 for byte in range(256))
 _KIND = re.compile(r"\.?[a-z][a-z0-9_-]{0,31}")
-DAMAGED = "the bytes were changed after they were written: restore the segment from a copy, or resume the trainers' state with a new journal"
-_OR_CUT = "; if the machine lost power while this was written it was never acknowledged, and `truncate -s {}` on the segment drops it"
+DAMAGED = (
+    "the bytes were changed after they were written: restore the segment from a copy, or "
+    "resume the trainers' state with a new journal"
+)
+_OR_CUT = (
+    "; if the machine lost power while this was written it was never acknowledged, and "
+    "`truncate -s {}` on the segment drops it"
+)
 NEWER = "it was written by another version of Overlord: read it with that one"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``data`` is the body in bytes, made when the record is: what the caller changes later is not what is written."""
+    """``data`` is the body in bytes, made when the record is: what the caller changes later is not
+    what is written.
+    """
 
     kind: str  # one that begins with a dot is a note of the log's own
     number: int  # a step, as a rule; several records may have the same, and numbers may go back
@@ -65,7 +78,8 @@ class Record:
             )
         if len(self.data) > MAX_BODY_BYTES:
             raise ValueError(
-                f"{self.kind} {self.number}: wanted a body of at most {MAX_BODY_BYTES} bytes, found {len(self.data)}"
+                f"{self.kind} {self.number}: wanted a body of at most {MAX_BODY_BYTES} "
+                f"bytes, found {len(self.data)}"
             )
 
     @staticmethod
@@ -88,7 +102,10 @@ class Record:
             frame = unpack_frame(self.data)
             return decode(frame.header, frame.columns)
         except FrameError as error:
-            what = f"the body of {self.kind!r} {self.number} is whole, but no value that this version knows: {error}"
+            what = (
+                f"the body of {self.kind!r} {self.number} is whole, but no value that this "
+                f"version knows: {error}"
+            )
             raise JournalError(self.where or "record", what, NEWER) from error
 
 
@@ -119,7 +136,9 @@ class Placed(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What the bytes behind a segment's header hold. ``end``: where whole records end; behind it ``torn`` bytes of one cut in writing."""
+    """What the bytes behind a segment's header hold. ``end``: where whole records end; behind it
+    ``torn`` bytes of one cut in writing.
+    """
 
     records: list[Placed]
     end: int
@@ -139,7 +158,9 @@ class _Head(NamedTuple):
 
 
 def pack(records: Iterable[Record], at: int, seed: int) -> bytes:
-    """The bytes of records that are appended together, at this position of the segment whose header has that checksum."""
+    """The bytes of records that are appended together, at this position of the segment whose header
+    has that checksum.
+    """
     pieces, position = [], at
     for record in records:
         kind = record.kind.encode()
@@ -154,7 +175,9 @@ def pack(records: Iterable[Record], at: int, seed: int) -> bytes:
 
 
 def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
-    """All records from ``start`` on. After a fault it goes on with the next record that is whole, so that all faults are told."""
+    """All records from ``start`` on. After a fault it goes on with the next record that is whole,
+    so that all faults are told.
+    """
     records, faults, at = list[Placed](), list[Fault](), start
     while at < len(data):
         found = _read(data, at, seed, segment)
@@ -163,7 +186,8 @@ def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
             at = found.end
             continue
         later = _next_head(data, at + 1, seed) if found else -1
-        # A later append shows that this one was acknowledged; without one, zeros that were never written show that it was not.
+        # A later append shows that this one was acknowledged; without one, zeros that were never
+        # written show that it was not.
         acknowledged = later >= 0 and _head_at(data, later).append_at > at
         if found is None or (not acknowledged and unwritten(data, at)):
             return Scan(records, at, len(data) - at, faults)
@@ -182,7 +206,8 @@ def _read(data: bytes, at: int, seed: int, segment: str) -> Placed | Fault | Non
         return Fault(
             segment,
             at,
-            f"wanted a record that starts with {MARK.hex()}, found {data[at : at + len(MARK)].hex()}",
+            f"wanted a record that starts with {MARK.hex()}, found "
+            f"{data[at : at + len(MARK)].hex()}",
         )
     head, wanted, found = (
         _head_at(data, at),
@@ -206,7 +231,8 @@ def _read(data: bytes, at: int, seed: int, segment: str) -> Placed | Fault | Non
         return Fault(
             segment,
             at,
-            f"wanted {len(rest)} bytes with checksum {head.crc:08x} in record {head.number}, found {crc:08x}",
+            f"wanted {len(rest)} bytes with checksum {head.crc:08x} in record "
+            f"{head.number}, found {crc:08x}",
         )
     kind = rest[: head.kind_bytes].decode("ascii", "replace")
     try:
@@ -246,6 +272,8 @@ def _next_head(data: bytes, at: int, seed: int) -> int:
 
 
 def unwritten(data: bytes, start: int) -> bool:
-    """Whether some sector from there on has nothing but zeros: it was never written, though the file is long enough."""
+    """Whether some sector from there on has nothing but zeros: it was never written, though the
+    file is long enough.
+    """
     bounds = [start, *range((start // SECTOR + 1) * SECTOR, len(data), SECTOR), len(data)]
     return any(b - a >= FEWEST_ZEROS and not any(data[a:b]) for a, b in pairwise(bounds))

@@ -1,4 +1,6 @@
-"""What a journal says: where the stream stands, what was planned, and the state behind every step that anyone may go back to. Pure."""
+"""What a journal says: where the stream stands, what was planned, and the state behind every step
+that anyone may go back to. Pure.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,17 @@ from overlord.messages.control import StreamState
 from overlord.planning.events import Event, Log
 from overlord.planning.state_json import fingerprint_in
 
-NOT_A_RUN = "it was written by another version of Overlord, or by something else: resume the trainers' state with a new journal"
+NOT_A_RUN = (
+    "it was written by another version of Overlord, or by something else: resume the "
+    "trainers' state with a new journal"
+)
 
 
 @dataclass(slots=True)
 class Recovered:
-    """A journal's records, folded. Steps are meant as "behind step k": ``state(k)`` is where a stream goes on with step k + 1."""
+    """A journal's records, folded. Steps are meant as "behind step k": ``state(k)`` is where a
+    stream goes on with step k + 1.
+    """
 
     names: tuple[str, ...] = ()  # of the sources, those that joined last
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -43,7 +50,8 @@ class Recovered:
     )  # digests, of the steps behind the oldest state that is kept
     empty: bool = True
     checking: bool = False  # every snapshot must be what the plans before it give
-    keeping: bool = False  # all states stay, also those before the step that all ranks took: for readers, who never prune
+    # all states stay, also those before the step that all ranks took: for readers, who never prune
+    keeping: bool = False
     _astray: Entry | None = (
         None  # the first that stands before any snapshot: the one it was a change of was pruned
     )
@@ -57,7 +65,9 @@ class Recovered:
 
     @staticmethod
     def of(entries: Iterable[Entry], *, checking: bool = False, keeping: bool = False) -> Recovered:
-        """From records in the order in which they were written; what cannot be is a ``JournalError`` that says where it lies."""
+        """From records in the order in which they were written; what cannot be is a
+        ``JournalError`` that says where it lies.
+        """
         found = Recovered(checking=checking, keeping=keeping)
         for entry in entries:
             try:
@@ -70,19 +80,26 @@ class Recovered:
                 IndexError,
                 OverflowError,
             ) as error:
-                what = f"wanted a {entry.kind} of step {entry.number}, found what cannot be one: {type(error).__name__}: {error}"
+                what = (
+                    f"wanted a {entry.kind} of step {entry.number}, found what cannot be one: "
+                    f"{type(error).__name__}: {error}"
+                )
                 raise JournalError(entry.where or "journal", what, NOT_A_RUN) from error
         if found.empty and (astray := found._astray) is not None:
-            what = f"wanted a snapshot before the {astray.kind} of step {astray.number}, or behind it, found none"
+            what = (
+                f"wanted a snapshot before the {astray.kind} of step {astray.number}, or "
+                "behind it, found none"
+            )
             raise JournalError(astray.where or "journal", what, NOT_A_RUN)
         return found
 
     def add(self, entry: Entry) -> None:
         """One record more. What does not fit is a ValueError, a TypeError or a KeyError.
 
-        Pruning ends with the first segment that holds a step of a number that may be wanted. Where a job went back, or was restarted, that
-        segment may be older than the snapshot that is wanted and newer than the one it follows. What comes before the first snapshot
-        says nothing that is not in it, then.
+        Pruning ends with the first segment that holds a step of a number that may be wanted. Where
+        a job went back, or was restarted, that segment may be older than the snapshot that is
+        wanted and newer than the one it follows. What comes before the first snapshot says nothing
+        that is not in it, then.
         """
         if entry.kind in (SNAPSHOT, REWIND):
             self._add_snapshot(entry)
@@ -142,7 +159,9 @@ class Recovered:
         return max([*list(self._states)[-1:], *list(self.planned)[-1:]])
 
     def _let_go(self) -> None:
-        """Nothing is wanted of what lies before the newest snapshot that all ranks have passed: all that was said by then is in it."""
+        """Nothing is wanted of what lies before the newest snapshot that all ranks have passed: all
+        that was said by then is in it.
+        """
         passed = [] if self.keeping else [step for step in self._states if step <= self.acked]
         if len(passed) > 1:
             oldest = passed[-1]
@@ -169,14 +188,18 @@ class Recovered:
 
     @property
     def events(self) -> list[Event]:
-        """What people said since the oldest snapshot that is kept, also what came to pass and is in force no more."""
+        """What people said since the oldest snapshot that is kept, also what came to pass and is in
+        force no more.
+        """
         return [event_of(entry) for entry in self._entries if entry.kind == EVENT]
 
     # states
 
     def state(self, step: int) -> StreamState:
-        """The stream behind a step, with all that was said since: plans made from it are those that were made. Reports of later steps stay,
-        too: what was accepted counts, whether or not trainers say it again."""
+        """The stream behind a step, with all that was said since: plans made from it are those that
+        were made. Reports of later steps stay, too: what was accepted counts, whether or not
+        trainers say it again.
+        """
         bare = self.bare(step)
         said = Log(int(self.fingerprint.get("feedback_lag", 0)))
         for entry in self._entries:
@@ -202,7 +225,9 @@ class Recovered:
         return state
 
     def front(self) -> StreamState:
-        """The state behind the last planned step, with the reports that came since: what the next plan is a change of."""
+        """The state behind the last planned step, with the reports that came since: what the next
+        plan is a change of.
+        """
         last = max(self._states)
         state = self._states[last]
         for entry in self._entries[self._index(last) + 1 :]:
@@ -222,7 +247,10 @@ class Recovered:
                 else "no step was planned yet"
             )
         if self.acked + 1 == self.next_step:
-            return f"step {self.acked} is the last that all ranks took, and nothing was planned behind it"
+            return (
+                f"step {self.acked} is the last that all ranks took, and nothing was planned "
+                "behind it"
+            )
         return f"step {self.acked} is the last that all ranks took; {planned}"
 
 

@@ -1,7 +1,9 @@
-"""A segment: a run of records under one name, behind a header that says whose they are. No file is touched here.
+"""A segment: a run of records under one name, behind a header that says whose they are. No file is
+touched here.
 
-Segments are numbered 0, 1, 2, ... and the number alone is the name. A name that holds the writer's generation would let two writers
-each write "the next" segment; like this only one of them can create it, and the other learns that it has been replaced.
+Segments are numbered 0, 1, 2, ... and the number alone is the name. A name that holds the writer's
+generation would let two writers each write "the next" segment; like this only one of them can
+create it, and the other learns that it has been replaced.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ SUFFIX = ".ovj"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Whose journal it is. ``fingerprint``: a digest for each part of the job that must stay the same. ``launch``: what all writers of one
-    launch share, drawn by lot: a job whose writer is lost must not take its journal back from another launch."""
+    """Whose journal it is. ``fingerprint``: a digest for each part of the job that must stay the
+    same. ``launch``: what all writers of one launch share, drawn by lot: a job whose writer is lost
+    must not take its journal back from another launch.
+    """
 
     job: str
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -48,7 +52,9 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """Where the records before a segment end: at this byte of that one. What lies behind it, or in segments between, does not count."""
+    """Where the records before a segment end: at this byte of that one. What lies behind it, or in
+    segments between, does not count.
+    """
 
     ordinal: int  # -1: nothing is before
     end: int
@@ -57,7 +63,9 @@ class After:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentHeader:
-    """The header of one segment: all that is needed to read it, to trust it, and to know who wrote it."""
+    """The header of one segment: all that is needed to read it, to trust it, and to know who wrote
+    it.
+    """
 
     ordinal: int
     generation: int  # raised each time that a writer opens the journal
@@ -98,7 +106,8 @@ def header_bytes(header: SegmentHeader) -> bytes:
     text = json.dumps(asdict(header), ensure_ascii=True, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
-            f"wanted a header of at most {MAX_HEADER_BYTES} bytes, found {len(text)}: give digests, not whole parts"
+            f"wanted a header of at most {MAX_HEADER_BYTES} bytes, found {len(text)}: "
+            "give digests, not whole parts"
         )
     start = _START.pack(MAGIC, VERSION, 0, len(text))
     return start + _CRCS.pack(zlib.crc32(start), zlib.crc32(text)) + text
@@ -116,7 +125,10 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
     magic, version, zero, size = _START.unpack_from(data)
     start_crc, text_crc = _CRCS.unpack_from(data, _START.size)
     if zlib.crc32(data[: _START.size]) != start_crc:
-        what = f"wanted a segment that starts with {MAGIC.hex()} and a good checksum, found {data[:PREFIX_BYTES].hex()}"
+        what = (
+            f"wanted a segment that starts with {MAGIC.hex()} and a good checksum, found "
+            f"{data[:PREFIX_BYTES].hex()}"
+        )
         return None if unwritten(data[:SECTOR], 0) else Fault(segment, 0, what)
     if magic != MAGIC or zero or size > MAX_HEADER_BYTES:
         return Fault(

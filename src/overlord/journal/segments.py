@@ -1,7 +1,9 @@
-"""The segments of a journal, one after another, as one log: which records count, where it was cut, what is wrong. No file is touched here.
+"""The segments of a journal, one after another, as one log: which records count, where it was cut,
+what is wrong. No file is touched here.
 
-Every segment says where the records before it end. So what a writer left behind its last acknowledged append (half a record, an append
-that failed, a segment that never got its header) is kept as it is and never read again; and acknowledged bytes cannot go missing unseen.
+Every segment says where the records before it end. So what a writer left behind its last
+acknowledged append (half a record, an append that failed, a segment that never got its header) is
+kept as it is and never read again; and acknowledged bytes cannot go missing unseen.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from overlord.journal.segment import (
 )
 
 PRUNED = ".pruned"  # the note that segments before one are no longer wanted
-MISSING = "segments were taken away: restore them from a copy, or resume the trainers' state with a new journal"
+MISSING = (
+    "segments were taken away: restore them from a copy, or resume the trainers' state with "
+    "a new journal"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,10 @@ class Cut:
     nbytes: int
 
     def __str__(self) -> str:
-        return f"{self.segment}, byte {self.offset}: {self.nbytes} bytes of a write that did not finish are left out"
+        return (
+            f"{self.segment}, byte {self.offset}: {self.nbytes} bytes of a write that did not "
+            "finish are left out"
+        )
 
 
 @dataclass(slots=True)
@@ -69,7 +77,10 @@ class Part:
         self.faults = [fault for fault in self.faults if fault.offset < end]
         self.records = [p for p in self.records if p.end <= end]
         if end not in known and not self.faults:
-            what = f"wanted whole records up to byte {end}, as the next segment says, found them up to byte {self.end}"
+            what = (
+                f"wanted whole records up to byte {end}, as the next segment says, found them "
+                f"up to byte {self.end}"
+            )
             self.faults.append(Fault(self.name, self.end, what))
         self.end, self.torn = end, max(0, self.nbytes - end)
 
@@ -82,7 +93,10 @@ def read_part(name: str, data: bytes) -> Part:
         part.header, part.begin = found.header, found.end
         part.records, part.end, part.torn, part.faults = scan(data, found.end, found.seed, name)
         if found.header.ordinal != part.ordinal:
-            what = f"wanted segment {part.ordinal}, as its name says, found segment {found.header.ordinal}"
+            what = (
+                f"wanted segment {part.ordinal}, as its name says, found segment "
+                f"{found.header.ordinal}"
+            )
             part.faults.insert(0, Fault(name, 0, what, "a file was renamed: give it its name back"))
     elif found is None:
         part.torn = len(data)
@@ -112,13 +126,17 @@ class Chain:
         if before is not None and before.header is not None:
             was = before.header
             if header.journal != was.journal:
-                what = f"wanted a segment of journal {was.journal} (job {was.job!r}), found one of {header.journal} (job {header.job!r})"
+                what = (
+                    f"wanted a segment of journal {was.journal} (job {was.job!r}), found one "
+                    f"of {header.journal} (job {header.job!r})"
+                )
                 part.faults.append(
                     Fault(
                         part.name,
                         0,
                         what,
-                        "segments of two journals lie in one place: take those of the other one away",
+                        "segments of two journals lie in one place: take those of the "
+                        "other one away",
                     )
                 )
                 return

@@ -1,4 +1,6 @@
-"""Where segments lie: what the log asks of a place, which place a URI names, and what is said when one refuses."""
+"""Where segments lie: what the log asks of a place, which place a URI names, and what is said when
+one refuses.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,23 @@ from urllib.parse import unquote, urlsplit
 from overlord.errors import JournalError
 from overlord.uris import OBJECT_STORES, SCHEME, shown_uri, uri_problems
 
-_FULL = "free some space and append again, or resume when there is some: all that was acknowledged is kept"
+_FULL = (
+    "free some space and append again, or resume when there is some: all that was "
+    "acknowledged is kept"
+)
 _DENIED = "let the job write there, or give it another journal"
 _REMEDIES = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f) or make segments smaller: all that was acknowledged is kept",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f) or make segments smaller: all that "
+    "was acknowledged is kept",
     errno.EROFS: _DENIED,
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
-    errno.EIO: "the disk fails: copy the journal to another one and resume there; the segment is not written again",
-    errno.ESTALE: "the server of the file system has lost the file: mount it anew, see that the segments are there, and resume",
+    errno.EIO: "the disk fails: copy the journal to another one and resume there; the segment is "
+    "not written again",
+    errno.ESTALE: "the server of the file system has lost the file: mount it anew, see that the "
+    "segments are there, and resume",
     errno.ENOTDIR: "name a directory",
     errno.EEXIST: "name a directory",
     errno.ENOENT: "name a directory that is there",
@@ -38,7 +46,9 @@ class NameTaken(Exception):
 
 
 class Place(Protocol):
-    """Everything that is written is durable when the call returns; whatever goes wrong is a ``JournalError``."""
+    """Everything that is written is durable when the call returns; whatever goes wrong is a
+    ``JournalError``.
+    """
 
     shown: str  # for people: no secrets
     whole: bool  # a segment is written once and cannot be appended to
@@ -59,10 +69,14 @@ class Place(Protocol):
         """A new segment; ``NameTaken`` where there is one."""
 
     def prove(self, name: str, data: bytes) -> None:
-        """That a second segment of that name would be refused; these are the bytes it was created with."""
+        """That a second segment of that name would be refused; these are the bytes it was created
+        with.
+        """
 
     def append(self, name: str, data: bytes, at: int) -> None:
-        """To the segment that was created last, which has so many bytes. After an error it is never appended to again."""
+        """To the segment that was created last, which has so many bytes. After an error it is never
+        appended to again.
+        """
 
     def remove(self, names: Sequence[str]) -> None: ...
 

@@ -1,4 +1,6 @@
-"""What every engine does for its journal: plans and events are written down before anyone acts on them. Without a journal nothing is."""
+"""What every engine does for its journal: plans and events are written down before anyone acts on
+them. Without a journal nothing is.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ log = logging.getLogger("overlord")
 class Unwritten:
     """The journal of a job that has none; what the others do is said in ``journal/job_journal.py``."""
 
-    launch = ""  # what all writers of one launch share: the next one goes on only where the last was one of them
+    # what all writers of one launch share: the next one goes on only where the last was one of them
+    launch = ""
     failed: JournalError | None = None
     settling = False  # an event waits to be durable, and the pump with it
     heard: Callable[[], None] = staticmethod(
@@ -98,7 +101,9 @@ class Beginning:
     anew: bool = False  # what the journal says of steps behind the state does not count any more
 
     def write(self, engine: Journaled, blueprint: Blueprint) -> None:
-        """Before the engine plans anything; if it cannot be written there is nothing to run. A planner elsewhere writes for itself."""
+        """Before the engine plans anything; if it cannot be written there is nothing to run. A
+        planner elsewhere writes for itself.
+        """
         try:
             if (write := getattr(engine, "write_beginning", None)) is not None:
                 write(self)
@@ -123,8 +128,9 @@ class Free:
 class Written(Carrier):
     """The part of an engine that writes. In the pump.
 
-    What the planner commands goes its way in the order in which it was said, and no plan goes before it is durable: it waits here, and
-    with it all that was said behind it. Everything else goes on meanwhile.
+    What the planner commands goes its way in the order in which it was said, and no plan goes
+    before it is durable: it waits here, and with it all that was said behind it. Everything else
+    goes on meanwhile.
     """
 
     planner: Planner
@@ -150,7 +156,9 @@ class Written(Carrier):
         """Whatever is said here has happened when it returns."""
 
     def event(self, event: Any) -> None:
-        """An event of the log, for the planner: when this returns it is durable, and may be said to have happened."""
+        """An event of the log, for the planner: when this returns it is durable, and may be said to
+        have happened.
+        """
         self.run(self._answered(event))
 
     def _answered(self, event: Any) -> list[Any]:
@@ -167,7 +175,9 @@ class Written(Carrier):
         return [*commands]
 
     def _lose(self, event: SourceLost) -> None:
-        """The planner asks for an event: it is one like those that people say, written down before a step is planned with it."""
+        """The planner asks for an event: it is one like those that people say, written down before
+        a step is planned with it.
+        """
         log.error(
             "from step %d on nothing is drawn from source %r, whose storage was given up: %s",
             event.at,
@@ -200,7 +210,9 @@ class Written(Carrier):
             self._carry_out(command)
 
     def _is_written(self, stage: Stage) -> bool:
-        """Hand a plan to the journal, and all that were made in the same turn. If that cannot be, the job ends before it."""
+        """Hand a plan to the journal, and all that were made in the same turn. If that cannot be,
+        the job ends before it.
+        """
         try:
             self.journal.planned(
                 [stage, *(c for c in self._queue if isinstance(c, Stage))], self.planner.taken
@@ -237,7 +249,9 @@ class Written(Carrier):
         self.run()
 
     def _end_before(self, step: int, error: JournalError | PlanError) -> None:
-        """No plan from this step on is acted upon. Those before it go their way when they are durable, if they are not yet."""
+        """No plan from this step on is acted upon. Those before it go their way when they are
+        durable, if they are not yet.
+        """
         self._held = deque(c for c in self._held if not isinstance(c, Stage) or c.plan.step < step)
         self._queue = deque(
             c for c in self._queue if not isinstance(c, Stage) or c.plan.step < step

@@ -1,4 +1,6 @@
-"""Blocks of evaluated rows: chosen from a window, merged from several tables, and what of them lost tokens."""
+"""Blocks of evaluated rows: chosen from a window, merged from several tables, and what of them lost
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def long_of(
     lost: np.ndarray,
     after: Cursor | None,
 ) -> Long | None:
-    """Return the documents ``at``, which lost tokens, without the cursor's document: its loss was counted with its sample."""
+    """Return the documents ``at``, which lost tokens, without the cursor's document: its loss was
+    counted with its sample.
+    """
     found = Long(key[at], file[at], row[at], lost)
     if after is None:
         return found

@@ -1,7 +1,8 @@
 """The Source Loader core: what to read next, how far ahead, what a plan pops. Pure.
 
-One per source and share of its chunks. It walks its chunks window by window and asks its host to read and evaluate;
-rows are evaluated no sooner than they are wanted, so that start-up costs what step 0 draws and not full buffers.
+One per source and share of its chunks. It walks its chunks window by window and asks its host to
+read and evaluate; rows are evaluated no sooner than they are wanted, so that start-up costs what
+step 0 draws and not full buffers.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from overlord.messages.loader import (
 
 Command = Read | Evaluate | Announce
 
-BLOCK_S = 0.016  # a block of rows should cost about this much: 80 times the 0.2 ms of a round trip, short enough to interleave
-# Rows of the first block read ahead; each is twice the one before until blocks cost what they should. With hundreds of sources step 1
+# a block of rows should cost about this much: 80 times the 0.2 ms of a round trip, short enough to
+# interleave
+BLOCK_S = 0.016
+# Rows of the first block read ahead; each is twice the one before until blocks cost what they
+# should. With hundreds of sources step 1
 # would else wait until all have read several steps ahead.
 FIRST_BLOCK = 8
 
@@ -50,7 +54,8 @@ class Loader:
     ):
         self._opened = cursor = cursor or Cursor()
         self.generation, self._epochs = generation, epochs
-        self.life = generation  # work it asked for is its own as long as it lives, also when it went back since
+        # work it asked for is its own as long as it lives, also when it went back since
+        self.life = generation
         self.number, self._order, self._loader, self._loaders = number, order, loader, loaders
         self._block_rows, self._budget = block_rows, budget_bytes
         self._grown = FIRST_BLOCK // 2
@@ -65,7 +70,9 @@ class Loader:
         self._done = self.failed = False  # the latter: something could not be read
         self._must = self._level = 0
         self._horizon = cursor.epoch * order.n_groups + cursor.group + GROUPS_AHEAD
-        self.ready = 0  # samples announced and not popped; one that follows another may owe some, and is below 0 then
+        # samples announced and not popped; one that follows another may owe some, and is below 0
+        # then
+        self.ready = 0
         self.announced = 0  # samples since it was opened
         self.memory: Memory | None = None  # what it announced, if it may have to go back
         self._since: Since | None = (
@@ -104,8 +111,10 @@ class Loader:
         return self.announced - self.ready
 
     def back(self, cursor: Cursor, generation: int) -> list[Command] | None:
-        """Stand where one opened at this cursor would stand, and say what it would have said; work under way goes on. None: it cannot
-        be had from memory, and nothing has changed. ``ready`` then says where the front of its shelf belongs."""
+        """Stand where one opened at this cursor would stand, and say what it would have said; work
+        under way goes on. None: it cannot be had from memory, and nothing has changed. ``ready``
+        then says where the front of its shelf belongs.
+        """
         since = Since.of(cursor, self._order)
         if self.memory is None or (found := self.memory.since(since)) is None:
             return None
@@ -192,7 +201,9 @@ class Loader:
         return self._say(news)
 
     def _say(self, news: Announce) -> list[Command]:
-        """Remembered as it is, told from where it went back to: samples before that are popped already."""
+        """Remembered as it is, told from where it went back to: samples before that are popped
+        already.
+        """
         if self.memory is not None:
             self.memory.add(news)
         if self._since is None:
@@ -245,9 +256,11 @@ class Loader:
         return self.ready < self._level and self.ready_bytes < self._budget
 
     def _block(self) -> int:
-        """Just what the draw waits for, when it waits; else rows worth a few milliseconds, since each block costs a round trip.
+        """Just what the draw waits for, when it waits; else rows worth a few milliseconds, since
+        each block costs a round trip.
 
-        The size changes what is held ready, never the stream: a row's samples depend on the row alone.
+        The size changes what is held ready, never the stream: a row's samples depend on the row
+        alone.
         """
         if self.ready < self._must:
             return math.ceil((self._must - self.ready) / self._pieces)
@@ -284,7 +297,9 @@ class Loader:
         return self._busy or ("done" if self._done else "idle")
 
     def state(self) -> dict[str, Any]:
-        """Where the loader stands, for tests and for people; what it holds is rebuilt from the cursor, not saved."""
+        """Where the loader stands, for tests and for people; what it holds is rebuilt from the
+        cursor, not saved.
+        """
         return {
             "epoch": self._epoch,
             "group": self._group,

@@ -19,7 +19,8 @@ class SourceOrder:
     seed: int
     shuffle: bool
     shuffle_chunks: int
-    # Asked for once a group, and a source of many chunks has many groups; two epochs, since loaders are not all in the same one.
+    # Asked for once a group, and a source of many chunks has many groups; two epochs, since loaders
+    # are not all in the same one.
     _orders: dict[int, np.ndarray] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -50,7 +51,9 @@ class SourceOrder:
         )
 
     def owned(self, epoch: int, group: int, loader: int, loaders: int) -> tuple[int, ...]:
-        """The chunks of a group that loader number ``loader`` of ``loaders`` reads: every loaders-th place of the order."""
+        """The chunks of a group that loader number ``loader`` of ``loaders`` reads: every
+        loaders-th place of the order.
+        """
         places = np.arange(
             group * self.group_size, min(self.n_chunks, (group + 1) * self.group_size)
         )

@@ -48,7 +48,9 @@ class Stages(Protocol):
 
 
 def core_s(stages: Stages) -> float:
-    """Seconds that cores were busy for this thread so far: here, and in the process of a ``TransformWorker``."""
+    """Seconds that cores were busy for this thread so far: here, and in the process of a
+    ``TransformWorker``.
+    """
     elsewhere: float = getattr(stages, "core_s", float)()
     return time.thread_time() + elsewhere
 
@@ -85,7 +87,9 @@ class ReaderStats:
         0.0  # transforms of whole slices, which run when a window is opened and are no reading
     )
     transform_s: float = 0.0  # of rows, as they are asked for
-    read_busy_s: float = 0.0  # of these, the time a core was busy with it: other threads of the process, and storage, may be waited for
+    # of these, the time a core was busy with it: other threads of the process, and storage, may be
+    # waited for
+    read_busy_s: float = 0.0
     staged_busy_s: float = 0.0
     transform_busy_s: float = 0.0
     rows: int = 0
@@ -102,8 +106,10 @@ class ReaderStats:
 
     @property
     def asked_for(self) -> float:
-        """The part of what was read that samples were made of. Rows of a window that nobody has asked for yet are no cost of those: with
-        many loaders and a small share of the mixture they would be most of it."""
+        """The part of what was read that samples were made of. Rows of a window that nobody has
+        asked for yet are no cost of those: with many loaders and a small share of the mixture they
+        would be most of it.
+        """
         return self.evaluated / self.rows if self.rows else 0.0
 
     @property
@@ -140,7 +146,9 @@ class ReaderStats:
 
 @dataclass(slots=True, eq=False)
 class SourceReader:
-    """Turns Read and Evaluate commands into outcomes; the payload of a block is returned beside its metadata."""
+    """Turns Read and Evaluate commands into outcomes; the payload of a block is returned beside its
+    metadata.
+    """
 
     order: SourceOrder
     chunks: Chunked
@@ -163,7 +171,9 @@ class SourceReader:
 
     @property
     def evaluation_waits(self) -> SourceReader | None:
-        """The same of what is made of rows that were read: only another process may keep it waiting."""
+        """The same of what is made of rows that were read: only another process may keep it
+        waiting.
+        """
         return self if getattr(self.stages, "elsewhere", False) else None
 
     @property
@@ -203,7 +213,9 @@ class SourceReader:
 
     @property
     def quick(self) -> bool:
-        """Whether none of its reads hangs; code that is not ours may, on any row, however short it was before."""
+        """Whether none of its reads hangs; code that is not ours may, on any row, however short it
+        was before.
+        """
         return bool(getattr(self.chunks, "quick", False)) and not self._own_code
 
     def hasty(self) -> AbstractContextManager[None]:
@@ -212,7 +224,9 @@ class SourceReader:
         return manager
 
     def overdue(self) -> Exception | None:
-        """An error if the read under way has hung for so long that it is given up; what it may still find is dropped."""
+        """An error if the read under way has hung for so long that it is given up; what it may
+        still find is dropped.
+        """
         error: Exception | None = getattr(self.chunks, "stalled", lambda: None)()
         if error is not None:
             with self._lock:
@@ -311,7 +325,8 @@ class SourceReader:
             return self.chunks.slice(chunk, t)
 
     def _joined(self, tables: list[pa.Table]) -> list[pa.Table]:
-        """Slices as one table in memory of its own: one may be a view, and must not keep alive the row group it was cut from.
+        """Slices as one table in memory of its own: one may be a view, and must not keep alive the
+        row group it was cut from.
 
         Slices of JSONL may disagree on the type of a column; then they stay apart.
         """
@@ -321,7 +336,8 @@ class SourceReader:
             except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
                 return [compact(table) for table in tables]
         table = tables[0]
-        # Half of a row group may keep the other half alive: the copy would cost more than the memory, which is soon read anyway.
+        # Half of a row group may keep the other half alive: the copy would cost more than the
+        # memory, which is soon read anyway.
         return [
             compact(table)
             if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096
@@ -331,7 +347,9 @@ class SourceReader:
     def _stage_slice(
         self, raw: RawSlice, ids: RowIds, reasons: list[str]
     ) -> tuple[np.ndarray, np.ndarray, Staged]:
-        """Run the slice stage. Returns the raw rows that are left (samples to be, or failures), and where each is."""
+        """Run the slice stage. Returns the raw rows that are left (samples to be, or failures), and
+        where each is.
+        """
         bad = dict(raw.bad)
         if not bad:
             staged = self.stages.slice_stage(raw.table, ids)
@@ -401,8 +419,10 @@ class SourceReader:
         return Evaluated(found, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
-        """Rows of the open window into samples. A column no row of which can be used is the fault of those rows, not of the
-        others: what happens to a row must not depend on which rows a loader reads beside it."""
+        """Rows of the open window into samples. A column no row of which can be used is the fault
+        of those rows, not of the others: what happens to a row must not depend on which rows a
+        loader reads beside it.
+        """
         blocks, first = [], 0
         for table in tables:
             mine = (
@@ -471,7 +491,9 @@ def _not_before(
     order: SourceOrder,
     epoch: int,
 ) -> np.ndarray:
-    """Which of the ordered rows stand at or behind the cursor. Its own row stays: pieces of it may be left."""
+    """Which of the ordered rows stand at or behind the cursor. Its own row stays: pieces of it may
+    be left.
+    """
     limit = order.row_keys(epoch, np.array([after.file]), np.array([after.row]))[0]
     return (key > limit) | (
         (key == limit) & ((file > after.file) | ((file == after.file) & (row >= after.row)))

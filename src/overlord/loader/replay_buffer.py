@@ -1,7 +1,9 @@
-"""What a loader has announced, kept so that it can be announced again from any place since the last acknowledged sample. Pure.
+"""What a loader has announced, kept so that it can be announced again from any place since the last
+acknowledged sample. Pure.
 
-A loader that goes back in memory must say exactly what one would say that is opened at the same cursor: the window of the cursor
-without what stands before it, but with all rows that filters dropped in it, and everything behind.
+A loader that goes back in memory must say exactly what one would say that is opened at the same
+cursor: the window of the cursor without what stands before it, but with all rows that filters
+dropped in it, and everything behind.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from overlord.messages.control import Cursor
 from overlord.messages.loader import Announce, Found
 from overlord.sample import cut_rows
 
-# Announcements without a sample that are kept: a loader all of whose rows a filter drops never has one acknowledged, and would keep
+# Announcements without a sample that are kept: a loader all of whose rows a filter drops never has
+# one acknowledged, and would keep
 # them for ever. Whoever wants to go back further reads again.
 MAX_EMPTY = 1024
 
@@ -113,7 +116,8 @@ class Memory:
         self._order = order
         self._news: deque[Announce] = deque()
         self._first = 0  # samples in announcements that are kept no longer
-        self._dropped = 0  # rows that filters dropped in the window of the first one, told in announcements before it
+        # rows that filters dropped in the window of the first one, told in announcements before it
+        self._dropped = 0
         self._empty = 0  # announcements without a sample
         self._reach = Since.of(since, order).place  # nothing before it is known
         self._over: Announce | None = (
@@ -128,7 +132,9 @@ class Memory:
             self._forget_ahead()
 
     def release(self, samples: int) -> None:
-        """The first ``samples`` will not be wanted again. The announcement with the last of them stays: failures may stand behind it."""
+        """The first ``samples`` will not be wanted again. The announcement with the last of them
+        stays: failures may stand behind it.
+        """
         self.released = max(self.released, samples)
         while self._news and self._first + _samples(self._news[0]) < self.released:
             self._forget()
@@ -144,7 +150,9 @@ class Memory:
         return news
 
     def _forget_ahead(self) -> None:
-        """The oldest goes though it might be wanted: with the rest of its window, so that the memory begins with a whole one."""
+        """The oldest goes though it might be wanted: with the rest of its window, so that the
+        memory begins with a whole one.
+        """
         while True:
             news = self._forget()
             if news.closes or not self._news:
@@ -153,7 +161,9 @@ class Memory:
         self._over = news if news.last else None
 
     def since(self, since: Since) -> tuple[int, list[Announce]] | None:
-        """How many samples stand before a place, and what a loader opened there would have said; None: memory does not reach so far."""
+        """How many samples stand before a place, and what a loader opened there would have said;
+        None: memory does not reach so far.
+        """
         before, dropped, announced = self._first, self._dropped, self._first
         told = (
             [over] if self._over is not None and (over := since.cut(self._over)) is not None else []

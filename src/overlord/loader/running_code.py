@@ -10,7 +10,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Code:
-    """Code of a user's that runs now, or might: nobody can end it, so it is named while it is waited for."""
+    """Code of a user's that runs now, or might: nobody can end it, so it is named while it is
+    waited for.
+    """
 
     began: float
     thread: int

@@ -1,4 +1,6 @@
-"""Shelf: the payload a loader holds, in stream order. Popping is a cut from the front, as views; what was popped can be kept before it."""
+"""Shelf: the payload a loader holds, in stream order. Popping is a cut from the front, as views;
+what was popped can be kept before it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ from overlord.sample import Content
 
 
 class Shelf:
-    """Blocks of samples; the front is popped by plans, the back is filled by the reader. With ``keeps`` popped rows stay before the
-    front until they are released, so that the front can go back over them."""
+    """Blocks of samples; the front is popped by plans, the back is filled by the reader. With
+    ``keeps`` popped rows stay before the front until they are released, so that the front can go
+    back over them.
+    """
 
     def __init__(self, *, keeps: bool = False) -> None:
         self._keeps = keeps
@@ -22,7 +26,9 @@ class Shelf:
 
     @property
     def kept_bytes(self) -> int:
-        """Counted when asked for: hosts of many sources pop a few rows of each all the time, and are asked now and then."""
+        """Counted when asked for: hosts of many sources pop a few rows of each all the time, and
+        are asked now and then.
+        """
         return sum(piece.nbytes for piece in self._kept)
 
     def put(self, block: Content) -> None:

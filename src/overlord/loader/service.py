@@ -1,4 +1,6 @@
-"""The loader side of a host: logical loaders, what reads for them, and the payload they hold. One in every process with loaders."""
+"""The loader side of a host: logical loaders, what reads for them, and the payload they hold. One
+in every process with loaders.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,16 @@ from overlord.sample import Content, Ragged
 from overlord.transforms.transform_process import TransformWorker
 from overlord.user_code import as_exception
 
-RELEASED_TOGETHER = 4  # steps: to look through all loaders at every step costs more than what is kept a little longer
+# steps: to look through all loaders at every step costs more than what is kept a little longer
+RELEASED_TOGETHER = 4
 NOTHING = Content(Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64)))
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A reader does one thing at a time, whoever asks: a loader that began again waits for what the one before it had begun."""
+    """A reader does one thing at a time, whoever asks: a loader that began again waits for what the
+    one before it had begun.
+    """
 
     working: bool = False
     then: Callable[[], None] | None = None
@@ -34,8 +39,10 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Hosted:
-    """One logical loader, and its payload: the front of the shelf is where the loader's ``ready`` says. A shadow follows one on another
-    host: it is popped as that one is, though perhaps later, and nobody hears of it until it takes the other's place."""
+    """One logical loader, and its payload: the front of the shelf is where the loader's ``ready``
+    says. A shadow follows one on another host: it is popped as that one is, though perhaps later,
+    and nobody hears of it until it takes the other's place.
+    """
 
     loader: Loader
     reader: SourceReader
@@ -58,7 +65,9 @@ class Hosted:
         return self.shelf.nbytes + self.shelf.kept_bytes + self.reader.stats.raw_bytes
 
     def pop(self, step: int, n: int) -> tuple[list[Content], list[Any]]:
-        """The next n samples; of a shadow as many of them as there are, the others as soon as they are read."""
+        """The next n samples; of a shadow as many of them as there are, the others as soon as they
+        are read.
+        """
         commands = self.loader.handle(Pop(step, n))
         pieces = self.shelf.pop(min(n, self.shelf.rows) if self.shadow else n)
         self.last = step
@@ -76,8 +85,10 @@ class Hosted:
             self.settle()
 
     def back(self, opening: Opening, step: int) -> list[Any] | None:
-        """Stand where the loader stood behind a step; None: memory does not reach so far. What a shadow could not read is read again when
-        it takes the other's place: nobody has heard of it, and it may be long ago."""
+        """Stand where the loader stood behind a step; None: memory does not reach so far. What a
+        shadow could not read is read again when it takes the other's place: nobody has heard of it,
+        and it may be long ago.
+        """
         commands = (
             None
             if self.shadow and self.loader.failed
@@ -108,8 +119,9 @@ class Hosted:
 
 
 class Loading:
-    """``carry_out(command) -> commands``; what work leads to goes to ``run``. With ``keeps`` it can go back over steps that were not
-    acknowledged; else nothing is kept, and nothing paid."""
+    """``carry_out(command) -> commands``; what work leads to goes to ``run``. With ``keeps`` it can
+    go back over steps that were not acknowledged; else nothing is kept, and nothing paid.
+    """
 
     def __init__(
         self, executor: Executor, run: Callable[[Sequence[Any]], None], *, keeps: bool = False
@@ -125,7 +137,9 @@ class Loading:
         self._held_by = np.zeros(0, np.int64)  # which loader read each of them
 
     def open(self, loader: Loader, reader: SourceReader) -> None:
-        """A loader takes part, or takes the place of one that did; outcomes of the old one's work lead to nothing."""
+        """A loader takes part, or takes the place of one that did; outcomes of the old one's work
+        lead to nothing.
+        """
         self.hosted[loader.number] = self._hosting(loader, reader, Turn())
         if loader.number != max(self.hosted):
             self.hosted = dict(sorted(self.hosted.items()))
@@ -155,7 +169,9 @@ class Loading:
     # going back, and following
 
     def acked(self, step: int) -> None:
-        """Every rank took the steps up to here: what is kept of them goes, that of a few steps together."""
+        """Every rank took the steps up to here: what is kept of them goes, that of a few steps
+        together.
+        """
         self._acked = max(step, self._acked)
         if self._acked >= self._released + RELEASED_TOGETHER:
             self._release()
@@ -166,8 +182,10 @@ class Loading:
             hosted.acked(self._acked)
 
     def back(self, back: Back, open: Callable[[Opening], None]) -> list[Any]:
-        """Bring the named loaders to where they stood behind a step: in memory where it reaches so far, else opened afresh. Said again, it
-        changes nothing. Returns what they say and want then."""
+        """Bring the named loaders to where they stood behind a step: in memory where it reaches so
+        far, else opened afresh. Said again, it changes nothing. Returns what they say and want
+        then.
+        """
         if back.generation < self.generation:
             return []
         if back.generation > self.generation:
@@ -201,18 +219,24 @@ class Loading:
         return self._stand(opening, open, step, shadow=True)
 
     def stand(self, opening: Opening, open: Callable[[Opening], None], step: int) -> list[Any]:
-        """Be this loader from a place on, behind a step: what it holds, or held as a shadow, stays; else it is opened there."""
+        """Be this loader from a place on, behind a step: what it holds, or held as a shadow, stays;
+        else it is opened there.
+        """
         return self._stand(opening, open, step, shadow=False)
 
     def caught_up(self, loaders: Iterable[int]) -> bool | None:
-        """Whether all these hold as much as they were told to; None: not yet; False: one of them could not read."""
+        """Whether all these hold as much as they were told to; None: not yet; False: one of them
+        could not read.
+        """
         here = [self.hosted[number].loader for number in loaders if number in self.hosted]
         if any(loader.failed for loader in here):
             return False
         return True if all(loader.full for loader in here) else None
 
     def pop_shadows(self, step: int, pops: Mapping[int, int]) -> tuple[dict[int, int], list[Any]]:
-        """What a step takes from loaders that are shadows here leaves them and goes nowhere. Returns the other pops, and what they want."""
+        """What a step takes from loaders that are shadows here leaves them and goes nowhere.
+        Returns the other pops, and what they want.
+        """
         commands: list[Any] = []
         for hosted in (h for number in pops if (h := self.hosted[number]).shadow):
             if (
@@ -305,9 +329,11 @@ class Loading:
     def pop(
         self, step: int, pops: Mapping[int, int], kept: np.ndarray | None
     ) -> tuple[list[Content], list[Any]]:
-        """Take ``pops[l]`` samples off the front of loader l. Returns the payload, loader by loader, and what the loaders want then.
+        """Take ``pops[l]`` samples off the front of loader l. Returns the payload, loader by
+        loader, and what the loaders want then.
 
-        With look-ahead, payload held over comes first; ``kept`` says which documents of all this stay held.
+        With look-ahead, payload held over comes first; ``kept`` says which documents of all this
+        stay held.
         """
         pieces: list[Content] = []
         commands: list[Any] = []
@@ -342,7 +368,9 @@ class Loading:
         return [f"{name} is {doing}" for name, doing in every if doing not in ("idle", "done")]
 
     def held_bytes(self) -> dict[str, int]:
-        """What loaders hold, in bytes: ready, kept until it is acknowledged, raw rows, held over; and all that shadows hold."""
+        """What loaders hold, in bytes: ready, kept until it is acknowledged, raw rows, held over;
+        and all that shadows hold.
+        """
         primary = [h for h in self.hosted.values() if not h.shadow]
         return {
             "ready": sum(h.shelf.nbytes for h in primary),
@@ -353,7 +381,9 @@ class Loading:
         }
 
     def gauge(self) -> list[tuple[int, bool, float, float, int, float, float]]:
-        """What each loader has done and how long its reads take, in short: scaling asks for it all the time."""
+        """What each loader has done and how long its reads take, in short: scaling asks for it all
+        the time.
+        """
         stats = ((number, h.shadow, h.reader.stats) for number, h in self.hosted.items())
         return [(number, shadow, *s.work, s.samples, *s.latency) for number, shadow, s in stats]
 

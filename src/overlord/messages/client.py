@@ -1,4 +1,6 @@
-"""Messages between a constructor and the client of a rank: steps with their arrays, the end, acknowledgements."""
+"""Messages between a constructor and the client of a rank: steps with their arrays, the end,
+acknowledgements.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from overlord.sample import SampleId
 
 
 def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, ClientPlaceTree | None]:
-    """What says who gets what of a plan: broadcasts that serve anyone, the axis of its buckets, and the mesh where it matters."""
+    """What says who gets what of a plan: broadcasts that serve anyone, the axis of its buckets, and
+    the mesh where it matters.
+    """
     main, place = plan.main, plan.place
     if place is None:
         return (), main.axis, None
@@ -31,13 +35,17 @@ def _needed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Told:
-    """What a client is told of a step beside its arrays: the samples, a row each, and the state behind the step."""
+    """What a client is told of a step beside its arrays: the samples, a row each, and the state
+    behind the step.
+    """
 
     step: int
     digest: str
     valid_tokens: int
     names: tuple[str, ...]
-    table: np.ndarray  # int64 [samples, 6]: source, epoch, file, row, part, tokens; one array, since each costs on its way
+    # int64 [samples, 6]: source, epoch, file, row, part, tokens; one array, since each costs on its
+    # way
+    table: np.ndarray
     after: StreamState | Sealed
     broadcast: tuple[str, ...] = ()  # axes of more than one rank along which the trainer broadcasts
     axis: str = "DP"  # whose buckets the plan has
@@ -101,8 +109,10 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handed:
-    """A step on its way to the client of one rank: its microbatches side by side (``constructor/batch_arrays.py``), or one by one where they
-    do not go together; rows ``bounds[m]`` to ``bounds[m + 1]`` of the told samples are in microbatch m."""
+    """A step on its way to the client of one rank: its microbatches side by side
+    (``constructor/batch_arrays.py``), or one by one where they do not go together; rows
+    ``bounds[m]`` to ``bounds[m + 1]`` of the told samples are in microbatch m.
+    """
 
     told: Told
     bounds: np.ndarray

@@ -9,7 +9,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spoiled:
-    """Images that could not be decoded where they were wanted: their pixels are zero. For the record; it changes no stream."""
+    """Images that could not be decoded where they were wanted: their pixels are zero. For the
+    record; it changes no stream.
+    """
 
     step: int
     ids: np.ndarray  # int64 [n, 5]: source, epoch, file, row, part of each one's sample

@@ -1,4 +1,5 @@
-"""Every message of the workflow, in the order of the paper's Figure 7. Frozen; ids and metadata only, never payload.
+"""Every message of the workflow, in the order of the paper's Figure 7. Frozen; ids and metadata
+only, never payload.
 
 Consumed   client      -> planner, constructors      a step was handed to the trainer: the window moves on
 Report     client      -> planner                    what a trainer measured in a step, for the mixture of a later one
@@ -61,7 +62,9 @@ class SetMixture:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """These steps are drawn, listed and not delivered. They may be very many, and every plan asks: rising, each once."""
+    """These steps are drawn, listed and not delivered. They may be very many, and every plan asks:
+    rising, each once.
+    """
 
     steps: tuple[int, ...]
 
@@ -80,7 +83,9 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class AddSource:
-    """A source that joins at step ``at``. Its name and fingerprint only: code never stands in a state (it is in the job)."""
+    """A source that joins at step ``at``. Its name and fingerprint only: code never stands in a
+    state (it is in the job).
+    """
 
     at: int
     name: str
@@ -89,8 +94,10 @@ class AddSource:
 
 @dataclass(frozen=True, slots=True)
 class SourceLost:
-    """The storage of a source was given up: from step ``at`` on nothing of it is drawn. An event of the log, so that a run that is resumed
-    or replayed leaves it at the same step, whether its storage answers then or not. The planner asks for it, and is told it."""
+    """The storage of a source was given up: from step ``at`` on nothing of it is drawn. An event of
+    the log, so that a run that is resumed or replayed leaves it at the same step, whether its
+    storage answers then or not. The planner asks for it, and is told it.
+    """
 
     at: int
     name: str
@@ -99,7 +106,9 @@ class SourceLost:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank measured in a step. An event of the log: plan ``step + feedback_lag`` may depend on it."""
+    """What one rank measured in a step. An event of the log: plan ``step + feedback_lag`` may
+    depend on it.
+    """
 
     step: int
     rank: int
@@ -108,10 +117,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """Hold at least ``must`` samples ready whatever the budget says (the draw waits for them), and ``level`` if it allows.
+    """Hold at least ``must`` samples ready whatever the budget says (the draw waits for them), and
+    ``level`` if it allows.
 
-    ``horizon`` is the last group (counted over epochs) to be opened: without it, a loader whose chunks give no samples would
-    run ahead for ever.
+    ``horizon`` is the last group (counted over epochs) to be opened: without it, a loader whose
+    chunks give no samples would run ahead for ever.
     """
 
     loader: int
@@ -121,7 +131,9 @@ class Refill:
 
 
 class Cursor(NamedTuple):
-    """A place in a source's stream: just behind sample (file, row, part) of a window; file -1: at the window's start."""
+    """A place in a source's stream: just behind sample (file, row, part) of a window; file -1: at
+    the window's start.
+    """
 
     epoch: int = 0
     group: int = 0
@@ -133,7 +145,9 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A logical loader as it begins: share number ``share`` of ``shares`` of a source's chunks, from a place of its stream on."""
+    """A logical loader as it begins: share number ``share`` of ``shares`` of a source's chunks,
+    from a place of its stream on.
+    """
 
     loader: int
     source: int
@@ -146,14 +160,18 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Reopen:
-    """Read a source again from where the draw stands, as after a restart: what its loaders hold is gone, or is to be elsewhere."""
+    """Read a source again from where the draw stands, as after a restart: what its loaders hold is
+    gone, or is to be elsewhere.
+    """
 
     source: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Hold so many steps' worth of a source's samples ready beyond the draw: its reads may be slow now and then. It changes no stream."""
+    """Hold so many steps' worth of a source's samples ready beyond the draw: its reads may be slow
+    now and then. It changes no stream.
+    """
 
     source: int
     steps: int
@@ -161,7 +179,9 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A loader begins again at a cursor, with nothing held; what it said before belongs to a generation that is over."""
+    """A loader begins again at a cursor, with nothing held; what it said before belongs to a
+    generation that is over.
+    """
 
     loader: int
     cursor: Cursor
@@ -171,8 +191,9 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """All behind ``step``, the last that stays, is planned again under a new generation: some part was lost. What is complete of it
-    stays complete; what comes of an older generation is not heard."""
+    """All behind ``step``, the last that stays, is planned again under a new generation: some part
+    was lost. What is complete of it stays complete; what comes of an older generation is not heard.
+    """
 
     generation: int
     step: int
@@ -184,17 +205,21 @@ class Back:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Payload held over from these loaders goes; the other held rows close ranks, and are numbered so from now on."""
+    """Payload held over from these loaders goes; the other held rows close ranks, and are numbered
+    so from now on.
+    """
 
     loaders: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoding:
-    """What some ranks encode in a step and how outputs come to the backbone, as columns: rank by rank, in each exchange by exchange.
+    """What some ranks encode in a step and how outputs come to the backbone, as columns: rank by
+    rank, in each exchange by exchange.
 
-    Group ``g = i * n_slots + s`` is exchange s of ``ranks[i]``; its items are rows ``bounds[g]`` to ``bounds[g + 1]`` of the first
-    columns, what it receives rows ``recv_bounds[g]`` to ``recv_bounds[g + 1]`` of the last ones (``plan/routes.py``).
+    Group ``g = i * n_slots + s`` is exchange s of ``ranks[i]``; its items are rows ``bounds[g]`` to
+    ``bounds[g + 1]`` of the first columns, what it receives rows ``recv_bounds[g]`` to
+    ``recv_bounds[g + 1]`` of the last ones (``plan/routes.py``).
     """
 
     ranks: np.ndarray  # int64
@@ -220,8 +245,10 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """The plan of a step. ``pops[l]`` samples leave the front of loader l; ``doc[i]`` is sample i's number among all
-    popped ones, counted loader by loader behind those that were held over from steps before."""
+    """The plan of a step. ``pops[l]`` samples leave the front of loader l; ``doc[i]`` is sample i's
+    number among all popped ones, counted loader by loader behind those that were held over from
+    steps before.
+    """
 
     plan: LoadingPlan
     pops: np.ndarray
@@ -230,7 +257,9 @@ class Stage:
     after: StreamState | Sealed
     skipped: bool = False
     kept: np.ndarray | None = (
-        None  # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is ever held
+        # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is
+        # ever held
+        None
     )
     loader: np.ndarray | None = (
         None  # int32: who read each sample of the plan; for people, never for a strategy
@@ -243,18 +272,23 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A loader host's share of a Stage: what leaves its loaders, and which of it goes to which constructor host.
+    """A loader host's share of a Stage: what leaves its loaders, and which of it goes to which
+    constructor host.
 
-    The host's documents are numbered: those held over from steps before, then the popped ones, loader by loader. ``take[j]`` are
-    those for constructor host ``to[j]``, rising; without ``take`` all go to each of ``to``. Without constructors the hosts are ranks.
-    ``items[j]`` are the images for constructor host ``to[j]``, which need not be of its documents; without ``take`` all go.
+    The host's documents are numbered: those held over from steps before, then the popped ones,
+    loader by loader. ``take[j]`` are those for constructor host ``to[j]``, rising; without ``take``
+    all go to each of ``to``. Without constructors the hosts are ranks. ``items[j]`` are the images
+    for constructor host ``to[j]``, which need not be of its documents; without ``take`` all go.
 
-    Shadows. ``("follow", Opening)`` makes a loader host the shadow of a loader that is read on another: it reads the same, is told the
-    same Refills, and is popped by the same Parts, where its loaders stand among the others, or in a Part of their own without ``to``.
-    What is popped of a shadow goes nowhere and has no number; one that is behind owes it, and reads it at once. Nobody hears its
-    announcements. It keeps what was popped until ``acked``, as its primary does, so that a Back with its Opening makes it the primary,
-    from memory. Behind a Back the shadows that stay shadows are told ``("follow", Opening)`` again, with their place and generation
-    there: until then they are not popped. So are they when their source is opened again. ``("drop", loader)`` ends one.
+    Shadows. ``("follow", Opening)`` makes a loader host the shadow of a loader that is read on
+    another: it reads the same, is told the same Refills, and is popped by the same Parts, where its
+    loaders stand among the others, or in a Part of their own without ``to``. What is popped of a
+    shadow goes nowhere and has no number; one that is behind owes it, and reads it at once. Nobody
+    hears its announcements. It keeps what was popped until ``acked``, as its primary does, so that
+    a Back with its Opening makes it the primary, from memory. Behind a Back the shadows that stay
+    shadows are told ``("follow", Opening)`` again, with their place and generation there: until
+    then they are not popped. So are they when their source is opened again. ``("drop", loader)``
+    ends one.
     """
 
     step: int
@@ -276,7 +310,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A constructor host's share of a Stage: the samples of its buckets. ``doc`` counts over the payloads of ``origins``, in order."""
+    """A constructor host's share of a Stage: the samples of its buckets. ``doc`` counts over the
+    payloads of ``origins``, in order.
+    """
 
     stage: Stage
     origins: tuple[int, ...]  # loader hosts that send payload
@@ -293,7 +329,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamState:
-    """The planner's state between two steps: small, global, the same on every rank. What a checkpoint holds."""
+    """The planner's state between two steps: small, global, the same on every rank. What a
+    checkpoint holds.
+    """
 
     step: int  # the next step to draw
     cursors: np.ndarray  # int64 [sources, 6]: a Cursor each
@@ -315,13 +353,17 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sealed:
-    """A StreamState as bytes: whoever carries it to a client need not look inside, and a client looks only when it saves."""
+    """A StreamState as bytes: whoever carries it to a client need not look inside, and a client
+    looks only when it saves.
+    """
 
     step: int  # the next step to draw, as in the state
     data: np.ndarray  # uint8
 
 
-GROUPS_AHEAD = 8  # groups a loader may open beyond the one the planner draws from; windows in memory are bounded by the level
+# groups a loader may open beyond the one the planner draws from; windows in memory are bounded by
+# the level
+GROUPS_AHEAD = 8
 
 
 STRIDE = (

@@ -1,4 +1,6 @@
-"""Messages of a loader: work it requests, results of that work, samples it announces, payload it sends."""
+"""Messages of a loader: work it requests, results of that work, samples it announces, payload it
+sends.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from overlord.sample import Column, Ragged
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read one window of a group: slice ``window`` of each of these chunks; rows up to ``after`` are already drawn."""
+    """Read one window of a group: slice ``window`` of each of these chunks; rows up to ``after``
+    are already drawn.
+    """
 
     loader: int
     epoch: int
@@ -27,7 +31,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class WindowRead:
-    """A window is in memory: ``rows`` raw rows wait to be evaluated; ``over`` lists chunks that ended with it."""
+    """A window is in memory: ``rows`` raw rows wait to be evaluated; ``over`` lists chunks that
+    ended with it.
+    """
 
     rows: int
     over: tuple[int, ...]
@@ -47,7 +53,9 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Long:
-    """Documents that lost tokens to ``Job.on_long``, in stream order: cut ("truncate"), or no sample at all ("drop")."""
+    """Documents that lost tokens to ``Job.on_long``, in stream order: cut ("truncate"), or no
+    sample at all ("drop").
+    """
 
     key: np.ndarray  # uint64: the order in the window
     file: np.ndarray

@@ -1,4 +1,6 @@
-"""Validation of the metrics that a trainer reports. The client and the planner apply the same checks."""
+"""Validation of the metrics that a trainer reports. The client and the planner apply the same
+checks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ SHOWN = 5  # problems that one error lists
 def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
     """A report, or every problem with it. ``next_step``: the first that the rank was not handed.
 
-    A value that is infinite or no number is left out: a run that diverges must not end because it said so.
+    A value that is infinite or no number is left out: a run that diverges must not end because it
+    said so.
     """
     where = f"report of rank {rank}"
     try:

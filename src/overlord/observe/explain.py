@@ -1,4 +1,6 @@
-"""Why: which rows were in a step and how they were placed; where one sample went. Answers are values that print as tables."""
+"""Why: which rows were in a step and how they were placed; where one sample went. Answers are
+values that print as tables.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRows:
-    """Rows of one file in a step: ``samples`` of them, between ``first`` and ``last`` (bytes where ``unit`` says so)."""
+    """Rows of one file in a step: ``samples`` of them, between ``first`` and ``last`` (bytes where
+    ``unit`` says so).
+    """
 
     path: str
     file: int
@@ -86,7 +90,9 @@ class FileRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceShare:
-    """What a source gave to a step. Shares are of samples, or of tokens where the batch is in tokens."""
+    """What a source gave to a step. Shares are of samples, or of tokens where the batch is in
+    tokens.
+    """
 
     name: str
     weight: float
@@ -165,7 +171,9 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleExplanation(Explanation):
-    """A sample, or a row that is none. ``status``: placed, skipped, quarantined, ahead, gone, no sample, undecided."""
+    """A sample, or a row that is none. ``status``: placed, skipped, quarantined, ahead, gone, no
+    sample, undecided.
+    """
 
     sample: str
     status: str
@@ -374,7 +382,8 @@ def _there(sample: SampleId, known: Known) -> tuple[int, int]:
     """Number of the source and chunk; an id that no run of the job can have is refused."""
     if sample.source not in known.names:
         raise PlanError(
-            f"no sample {sample}: unknown source {sample.source!r}{did_you_mean(sample.source, known.names)}"
+            f"no sample {sample}: unknown source "
+            f"{sample.source!r}{did_you_mean(sample.source, known.names)}"
         )
     source = known.names.index(sample.source)
     files, epochs = (
@@ -402,30 +411,37 @@ def _elsewhere(sample: SampleId, source: int, chunk: int, known: Known) -> tuple
     """What can be said of a row that is in no kept plan and not in quarantine."""
     cursor = Cursor(*known.state.cursors[source].tolist())
     passed = known.whereabouts(source).passed(sample, chunk, cursor)
-    where = f"the stream of {sample.source!r} stands in epoch {cursor.epoch}, group {cursor.group} of {known.orders[source].n_groups}"
+    where = (
+        f"the stream of {sample.source!r} stands in epoch {cursor.epoch}, group "
+        f"{cursor.group} of {known.orders[source].n_groups}"
+    )
     where += f", window {cursor.window}; the next step is {known.state.step}"
     dropper = "a filter or on_long" if known.job.on_long == "drop" else "a filter"
     complete = known.start == 0 and (not known.stages or known.stages[0].plan.step == 0)
     if passed is None:
         return (
             "undecided",
-            f"It is in the group that is being drawn from: not drawn yet, or dropped by {dropper}; {where}.",
+            "It is in the group that is being drawn from: not drawn yet, or dropped by "
+            f"{dropper}; {where}.",
         )
     if not passed and not complete and (known.job.look_ahead > 1 or known.job.overflow == "defer"):
         return (
             "undecided",
-            f"Not drawn yet, or chosen ahead of its turn in a step whose plan is not kept; {where}.",
+            "Not drawn yet, or chosen ahead of its turn in a step whose plan is not "
+            f"kept; {where}.",
         )
     if not passed:
         return "ahead", f"Not drawn yet: {where}."
     if complete:
         return (
             "no sample",
-            f"The stream has passed this row and made no such sample of it: {dropper} dropped it, or it has no such part; {where}.",
+            f"The stream has passed this row and made no such sample of it: {dropper} "
+            f"dropped it, or it has no such part; {where}.",
         )
     return (
         "gone",
-        f"Drawn in a step whose plan is no longer kept (steps {known.kept()} are), or dropped by {dropper}; {where}.",
+        f"Drawn in a step whose plan is no longer kept (steps {known.kept()} are), or "
+        f"dropped by {dropper}; {where}.",
     )
 
 
@@ -491,7 +507,9 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> Placed:
 
 
 def _nth(costs: np.ndarray, i: int) -> int:
-    """Which by falling cost, from 1; of equals the earlier drawn comes first, as the balancers have it."""
+    """Which by falling cost, from 1; of equals the earlier drawn comes first, as the balancers have
+    it.
+    """
     return 1 + int((costs > costs[i]).sum()) + int((costs[:i] == costs[i]).sum())
 
 

@@ -25,7 +25,9 @@ def text(explained: Explanation) -> str:
 def columns(
     head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, last_left: bool = False
 ) -> list[str]:
-    """Aligned rows: the first ``left`` columns are text, the others figures, the last one text again where asked."""
+    """Aligned rows: the first ``left`` columns are text, the others figures, the last one text
+    again where asked.
+    """
     cells = [list(head), *map(list, rows)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(head))]
     lines = []
@@ -74,7 +76,9 @@ def _step(e: StepExplanation) -> str:
     lines += ["", *columns(head, rows, last_left=True)]
     if rest := len(e.sources) - len(shown):
         lines.append(
-            f"and {rest} more sources with {sum(s.samples for s in e.sources) - sum(s.samples for s in shown):,} samples"
+            f"and {rest} more sources with "
+            f"{sum(s.samples for s in e.sources) - sum(s.samples for s in shown):,} "
+            "samples"
         )
     for m in e.modules:
         lines += ["", *_module(m, e)]
@@ -82,21 +86,27 @@ def _step(e: StepExplanation) -> str:
 
 
 def time_over_mean(sync: str, imbalance: Mapping[str, float]) -> float:
-    """Return the imbalance that decides the time of a step whose ranks wait for each other at ``sync``."""
+    """Return the imbalance that decides the time of a step whose ranks wait for each other at
+    ``sync``.
+    """
     return imbalance["bucket" if sync == "step" else "microbatch"]
 
 
 def waits(sync: str, imbalance: Mapping[str, float]) -> str:
     """Say when ranks wait for each other, and how long the step takes therefore."""
     when = "once a step" if sync == "step" else "after every microbatch"
-    return f"ranks wait for each other {when} (sync: {sync}): the step takes {time_over_mean(sync, imbalance):.3f} of the mean rank's time"
+    return (
+        f"ranks wait for each other {when} (sync: {sync}): the step takes "
+        f"{time_over_mean(sync, imbalance):.3f} of the mean rank's time"
+    )
 
 
 def _from(source: SourceShare) -> str:
     """The files that gave most, by their names alone: all paths are in the fields."""
     most = sorted(source.files, key=lambda f: -f.samples)[:FILES]
     words = [
-        f"f{f.file} {f.path.rpartition('/')[2] or f.path} {f.unit}s {f.first}-{f.last} ({f.samples})"
+        f"f{f.file} {f.path.rpartition('/')[2] or f.path} {f.unit}s {f.first}-{f.last} "
+        f"({f.samples})"
         for f in most
     ]
     more = [f"{len(source.files) - len(most)} more files"] if len(source.files) > len(most) else []
@@ -120,7 +130,8 @@ def _module(m: ModuleFigures, e: StepExplanation) -> list[str]:
         [
             (
                 m.name,
-                f"{m.items:,} items in {m.buckets:,} buckets ({m.axis}) x {m.microbatches} microbatches{room}{filled}",
+                f"{m.items:,} items in {m.buckets:,} buckets ({m.axis}) x "
+                f"{m.microbatches} microbatches{room}{filled}",
             ),
             (
                 "imbalance",
@@ -129,7 +140,8 @@ def _module(m: ModuleFigures, e: StepExplanation) -> list[str]:
             *([("waits", waits(e.sync, i))] if m.name == "backbone" else []),
             (
                 "slowest",
-                f"bucket {m.slowest} (ranks {spans(m.slowest_ranks)}), {m.slowest_over_mean:.3f} of the mean: {why}",
+                f"bucket {m.slowest} (ranks {spans(m.slowest_ranks)}), "
+                f"{m.slowest_over_mean:.3f} of the mean: {why}",
             ),
             (
                 "peak",
@@ -166,7 +178,8 @@ def _sample(e: SampleExplanation) -> str:
         rows += [
             (
                 p.module,
-                f"bucket {p.bucket}, microbatch {p.microbatch}, slot {p.slot}; ranks {spans(p.ranks)}, {p.constructor}",
+                f"bucket {p.bucket}, microbatch {p.microbatch}, slot {p.slot}; ranks "
+                f"{spans(p.ranks)}, {p.constructor}",
             ),
             ("", f"size {p.size:,}, cost {p.cost:.4g}: {p.share:.1%} of its bucket"),
             ("why there", p.why),

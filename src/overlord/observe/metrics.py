@@ -23,8 +23,10 @@ def job_metrics(
     sources: Mapping[str, Mapping[str, Any]],
     on_long: str,
 ) -> dict[str, Any]:
-    """Steps, samples and tokens, what each source gave, the mix of the last steps, reports, memory. ``sources``: by name, what of storage
-    and images its readers count, at nothing: it is told where none of them answers, too."""
+    """Steps, samples and tokens, what each source gave, the mix of the last steps, reports, memory.
+    ``sources``: by name, what of storage and images its readers count, at nothing: it is told where
+    none of them answers, too.
+    """
     totals, names, roles = planner.totals, list(sources), pss_by_role(figures)
     return {
         "planned_steps": planner.next_step,
@@ -42,8 +44,10 @@ BYTES = ("ready_bytes", "kept_bytes", "window_bytes", "open_bytes")  # of a load
 
 
 def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
-    """PSS of all processes of the job: pages that they share are counted once, in equal parts. ``session`` is the process that
-    launched: it has the planner unless that has one of its own, and in the local runtime all there is. Trainers elsewhere are not ours."""
+    """PSS of all processes of the job: pages that they share are counted once, in equal parts.
+    ``session`` is the process that launched: it has the planner unless that has one of its own, and
+    in the local runtime all there is. Trainers elsewhere are not ours.
+    """
     roles = {
         "session": pss_bytes(),
         "planner": sum(part["pss"] for part in _apart(figures)),
@@ -110,7 +114,8 @@ def _by_source(
 def losses(filtered: int, long: int, lost: int, on_long: str) -> dict[str, int]:
     """Return the losses of a source so far, as documents and as tokens.
 
-    ``dropped``: rows without a sample, by a filter or ``on_long="drop"``; ``cut``: documents that ``on_long="truncate"`` cut.
+    ``dropped``: rows without a sample, by a filter or ``on_long="drop"``; ``cut``: documents that
+    ``on_long="truncate"`` cut.
     """
     cut = on_long == "truncate"
     return {
@@ -133,7 +138,9 @@ def added_up(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
-    """Columns over the last steps: ``step``, and by source the shares ``wanted``, and realised in ``samples`` and in ``tokens``."""
+    """Columns over the last steps: ``step``, and by source the shares ``wanted``, and realised in
+    ``samples`` and in ``tokens``.
+    """
     steps = list(mixed)
     wide = np.zeros((3, len(steps), len(names)))
     for k, m in enumerate(steps):  # a source that joined later is not in the steps before
@@ -150,7 +157,9 @@ def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
 
 
 def actors(figures: Mapping[str, Any], clients: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """Every part of the job, where it lives and what it does; None is a process that this machine does not know."""
+    """Every part of the job, where it lives and what it does; None is a process that this machine
+    does not know.
+    """
     here = os.getpid()
     planners = _apart(figures) or [{"pid": here, "state": "planning"}]
     found = [

@@ -65,7 +65,9 @@ class Meter:
             self.peak_pss = max(self.peak_pss, pss_bytes())
 
     def _count(self, plan: LoadingPlan) -> None:
-        """By plan and not by the planner's totals, which hold prefetched steps that nobody has taken."""
+        """By plan and not by the planner's totals, which hold prefetched steps that nobody has
+        taken.
+        """
         n = len(plan.names)
         if not len(self.samples):
             self.wanted, self.samples, self.source_tokens = (
@@ -94,7 +96,9 @@ class Meter:
 
     @property
     def wait_ms(self) -> float:
-        """Mean wait of a step after the first: the first one also pays for opening files, and is told apart."""
+        """Mean wait of a step after the first: the first one also pays for opening files, and is
+        told apart.
+        """
         return 1e3 * (self.wait_s - self.first_wait_s) / max(1, self.steps - 1)
 
 
@@ -118,7 +122,9 @@ def watch(session: Watched, ranks: Sequence[int], steps: int | None = None) -> I
 
 
 def interruptible(work: Callable[[], T]) -> T:
-    """Runs work in a thread and waits for it, so that Ctrl-C is heard at once even while native code is busy."""
+    """Runs work in a thread and waits for it, so that Ctrl-C is heard at once even while native
+    code is busy.
+    """
     box: list[tuple[Any, BaseException | None]] = []
 
     def run() -> None:

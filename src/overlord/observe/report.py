@@ -1,4 +1,6 @@
-"""A report as one HTML file that stands alone: no script, no font, no address outside it; light and dark."""
+"""A report as one HTML file that stands alone: no script, no font, no address outside it; light and
+dark.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ class Report:
         )
         return (
             f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(self.title)}</title>\n'
+            '<meta name="viewport" content="width=device-width, '
+            f'initial-scale=1">\n<title>{escape(self.title)}</title>\n'
             f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{escape(self.title)}</h1>\n<p>{escape(self.lead)}</p>\n"
             f'<div class="tiles">{tiles}</div>\n{parts}\n{attached}\n</body>\n</html>\n'
         )
@@ -96,7 +99,10 @@ def _sheet(s: Sheet, command: str) -> str:
     rows = "\n".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in s.rows
     )
-    table = f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+    table = (
+        "<div "
+        f'class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+    )
     return f"<figure>\n<h2>{escape(s.title)}</h2>\n<p>{escape(s.shows)}</p>\n{table}\n{_made_by(command)}\n</figure>"
 
 

@@ -32,7 +32,8 @@ def parse_id(text: str) -> SampleId:
     found = _ID.fullmatch(text.strip())
     if found is None:
         raise PlanError(
-            f"wanted a sample id such as web/e0/f2/r17 (source, epoch, file, row) or web/e0/f2/r17/p1, found {text!r}"
+            "wanted a sample id such as web/e0/f2/r17 (source, epoch, file, row) or "
+            f"web/e0/f2/r17/p1, found {text!r}"
         )
     numbers = {name: int(found[name] or 0) for name in ("epoch", "file", "row", "part")}
     return SampleId(found["source"], **numbers)
@@ -58,7 +59,9 @@ class Whereabouts:
         return int(at[0]) if len(at) else -1
 
     def passed(self, sample: SampleId, chunk: int, cursor: Cursor) -> bool | None:
-        """Whether the stream has gone by this row; None: it is in the group being drawn from, and only reading tells."""
+        """Whether the stream has gone by this row; None: it is in the group being drawn from, and
+        only reading tells.
+        """
         place = int(np.flatnonzero(self.order.chunk_order(sample.epoch) == chunk)[0])
         mine, there = (sample.epoch, place // self.order.group_size), (cursor.epoch, cursor.group)
         if mine != there:

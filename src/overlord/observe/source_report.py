@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class SourceReport:
-    """What was found. ``failures``: why the job could not use this source, or a file of it, as it is."""
+    """What was found. ``failures``: why the job could not use this source, or a file of it, as it
+    is.
+    """
 
     name: str
     format: str = ""

@@ -1,7 +1,8 @@
-"""Small plots as inline SVG text: no library, no script, colours from the page's CSS variables so that dark mode works.
+"""Small plots as inline SVG text: no library, no script, colours from the page's CSS variables so
+that dark mode works.
 
-Series colours are ``var(--s0)`` to ``var(--s5)``; text is always ink, never the colour of a series. Every mark has a
-``<title>``, which browsers show on hover and read aloud.
+Series colours are ``var(--s0)`` to ``var(--s5)``; text is always ink, never the colour of a series.
+Every mark has a ``<title>``, which browsers show on hover and read aloud.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def lines(
     x_ticks: Sequence[tuple[float, str]] = (),
     height: int = 300,
 ) -> str:
-    """Lines with their names at their ends; ``marks`` are vertical lines with a word, ``x_ticks`` names for places on the axis."""
+    """Lines with their names at their ends; ``marks`` are vertical lines with a word, ``x_ticks``
+    names for places on the axis.
+    """
     left, right, top, bottom = 56, 130, 26, 40
     sx = _scale(float(x[0]), float(x[-1]), left, WIDTH - right)
     sy = _scale(y_from, y_to, height - bottom, top)
@@ -98,7 +101,9 @@ def lines(
 def ridges(
     rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, limit_label: str
 ) -> str:
-    """Histograms of positive values over a logarithmic axis, one row each, every row to its own height."""
+    """Histograms of positive values over a logarithmic axis, one row each, every row to its own
+    height.
+    """
     left, right, top, each, bottom = 110, 166, 24, 58, 44
     height = top + each * len(rows) + bottom
     highest = max(limit, *(float(r.values.max(initial=1)) for r in rows))
@@ -127,7 +132,10 @@ def _ridge(row: Ridge, edges: np.ndarray, sx: Scale, base: float, tall: float) -
     for k in np.flatnonzero(counts).tolist():
         x0, x1 = sx(float(edges[k])), sx(float(edges[k + 1]))
         h = max(1.5, tall * int(counts[k]) / most)
-        says = f"{row.label}: {int(counts[k])} of {len(row.values)} samples of {2 ** edges[k]:.0f} to {2 ** edges[k + 1]:.0f} tokens"
+        says = (
+            f"{row.label}: {int(counts[k])} of {len(row.values)} samples of "
+            f"{2 ** edges[k]:.0f} to {2 ** edges[k + 1]:.0f} tokens"
+        )
         out.append(_rect(x0 + 1, base - h, x1 - x0 - 2, h, row.color, says))
     return out
 
@@ -143,7 +151,9 @@ def bars(
     bound_label: str,
     height: int = 320,
 ) -> str:
-    """Groups of stacked bars on one scale in units of ``mean``, with the mean and the bound drawn through all of them."""
+    """Groups of stacked bars on one scale in units of ``mean``, with the mean and the bound drawn
+    through all of them.
+    """
     left, right, top, bottom = 56, 150, 34, 62
     most = max(float(p.stacks.sum(axis=1).max(initial=0.0)) for p in panels) / (mean or 1.0)
     sy = _scale(0.0, max(most, bound) * 1.08, height - bottom, top)
@@ -176,7 +186,10 @@ def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name
         for m, load in enumerate((stack / mean).tolist()):
             y0, y1 = sy(low), sy(low + load)
             if load > 0:
-                says = f"{panel.label}, {bar_name} {b}, microbatch {m}: {load:.3f} of the mean {bar_name}"
+                says = (
+                    f"{panel.label}, {bar_name} {b}, microbatch {m}: {load:.3f} of the mean "
+                    f"{bar_name}"
+                )
                 out.append(
                     _rect(
                         centre - thick / 2, y1 + 1, thick, max(0.8, y0 - y1 - 2), panel.color, says
@@ -222,7 +235,9 @@ def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -
 def _end_labels(
     series: Sequence[Line], sy: Scale, x: float, top: float, bottom: float
 ) -> list[str]:
-    """Names at the ends of lines, pushed apart where they would lie over each other; a short stroke carries the colour."""
+    """Names at the ends of lines, pushed apart where they would lie over each other; a short stroke
+    carries the colour.
+    """
     order = sorted(range(len(series)), key=lambda i: sy(float(series[i].y[-1])))
     places: list[float] = []
     for i in order:
@@ -235,7 +250,8 @@ def _end_labels(
     for i, at in zip(order, places, strict=True):
         end = sy(float(series[i].y[-1]))
         out.append(
-            f'<path class="leader" style="stroke:{series[i].color}" d="M{x + 3:.1f} {end:.1f}L{x + 16:.1f} {at:.1f}H{x + 24:.1f}"/>'
+            f'<path class="leader" style="stroke:{series[i].color}" d="M{x + 3:.1f} '
+            f'{end:.1f}L{x + 16:.1f} {at:.1f}H{x + 24:.1f}"/>'
         )
         out.append(_text(x + 28, at + 4, series[i].label, "name"))
     return out
@@ -245,7 +261,10 @@ def _path(
     sx: Scale, sy: Scale, x: np.ndarray, y: np.ndarray, color: str, label: str, kind: str
 ) -> str:
     points = "L".join(f"{sx(float(a)):.1f} {sy(float(b)):.1f}" for a, b in zip(x, y, strict=True))
-    return f'<path class="{kind}" style="stroke:{color}" d="M{points}"><title>{escape(label)}</title></path>'
+    return (
+        f'<path class="{kind}" style="stroke:{color}" '
+        f'd="M{points}"><title>{escape(label)}</title></path>'
+    )
 
 
 def _rect(x: float, y: float, w: float, h: float, color: str, says: str) -> str:
@@ -258,12 +277,18 @@ def _rule(x0: float, y0: float, x1: float, y1: float, kind: str) -> str:
 
 
 def _text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" '
+        f'text-anchor="{anchor}">{escape(words)}</text>'
+    )
 
 
 def _svg(height: float, about: str, parts: Sequence[str]) -> str:
     body = "\n".join(parts)
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(about, quote=True)}">\n{body}\n</svg>'
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+        f'aria-label="{escape(about, quote=True)}">\n{body}\n</svg>'
+    )
 
 
 def _scale(a: float, b: float, to_a: float, to_b: float) -> Scale:

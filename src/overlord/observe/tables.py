@@ -62,7 +62,9 @@ def size(nbytes: float) -> str:
 
 @contextmanager
 def waiting(err: Console, what: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """Progress on a terminal, nothing elsewhere. Told a number: so many are done; told anything else: one more is."""
+    """Progress on a terminal, nothing elsewhere. Told a number: so many are done; told anything
+    else: one more is.
+    """
     if not err.is_terminal:
         yield lambda _: None
         return
@@ -128,7 +130,8 @@ def run_view(
         ("steps", f"{meter.steps:,}, {meter.tokens:,} tokens, {meter.tokens_per_s:,.0f} tokens/s"),
         (
             "wait",
-            f"{meter.wait_ms:.1f} ms/step after a first of {meter.first_wait_s * 1e3:,.0f} ms; no trainer computes in between",
+            f"{meter.wait_ms:.1f} ms/step after a first of "
+            f"{meter.first_wait_s * 1e3:,.0f} ms; no trainer computes in between",
         ),
         (
             "memory",
@@ -155,7 +158,9 @@ def tokens_lost(tokens: int, lost: int) -> str:
 
 
 def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What scaling has decided lately, and which sources cannot keep up; nothing where there is none."""
+    """What scaling has decided lately, and which sources cannot keep up; nothing where there is
+    none.
+    """
     told = [
         ("scaling", f"behind step {d['step']}: {d['words']}")
         for d in scaling.get("decisions", ())[-DECISIONS:]
@@ -166,8 +171,13 @@ def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def placement_facts(placement: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the nodes with ranks that run more hosts than ``sidecar`` allows; nothing where there is none."""
-    words = "node {node} runs {hosts} hosts of this job where {allowed} are allowed, for {for_s:.0f} s; they move when another has room"
+    """Return the nodes with ranks that run more hosts than ``sidecar`` allows; nothing where there
+    is none.
+    """
+    words = (
+        "node {node} runs {hosts} hosts of this job where {allowed} are allowed, for "
+        "{for_s:.0f} s; they move when another has room"
+    )
     return [
         (f"sidecar={placement['sidecar']:g} exceeded", words.format_map(row))
         for row in placement.get("exceeded", ())
@@ -216,7 +226,10 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
                 else ""
             )
             if r.lost:
-                longer += f": {r.lost:,} of {r.all_tokens:,} tokens {LOST[job.on_long]} ({r.lost / r.all_tokens:.1%})"
+                longer += (
+                    f": {r.lost:,} of {r.all_tokens:,} tokens {LOST[job.on_long]} "
+                    f"({r.lost / r.all_tokens:.1%})"
+                )
             parts.append(
                 Text.assemble(
                     (r.name, "bold"),
@@ -230,11 +243,16 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
 def _spread(tokens: np.ndarray) -> str:
     if not len(tokens):
         return "no sample"
-    return f"tokens {int(tokens.min()):,} / {np.median(tokens):,.0f} / {int(tokens.max()):,} (min / median / max)"
+    return (
+        f"tokens {int(tokens.min()):,} / {np.median(tokens):,.0f} / {int(tokens.max()):,} "
+        "(min / median / max)"
+    )
 
 
 def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
-    """A plan by bucket: cost over the mean as a bar, tokens and samples, and the same by microbatch as far as there is room."""
+    """A plan by bucket: cost over the mean as a bar, tokens and samples, and the same by microbatch
+    as far as there is room.
+    """
     a, i = plan.main, plan.imbalance()
     shape, flat = (a.n_buckets, a.n_microbatches), a.bins()
     tokens = (
@@ -274,11 +292,13 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     facts = [
         (
             "step",
-            f"{plan.step}: {len(plan):,} samples, {int(plan.tokens.sum()):,} tokens, placed by {strategy} on {job.place}",
+            f"{plan.step}: {len(plan):,} samples, {int(plan.tokens.sum()):,} tokens, "
+            f"placed by {strategy} on {job.place}",
         ),
         (
             "imbalance",
-            f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; no placement can go below {i['bound']:.3f}",
+            f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; no "
+            f"placement can go below {i['bound']:.3f}",
         ),
         ("waits", waits(job.sync, i)),
         (

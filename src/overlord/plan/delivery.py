@@ -1,4 +1,6 @@
-"""What a plan costs to deliver: who fetches, who is served by a broadcast, and how many bytes go to whom. Pure."""
+"""What a plan costs to deliver: who fetches, who is served by a broadcast, and how many bytes go to
+whom. Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ DOCUMENT_BYTES = {"cu_seqlens": 4, "cu_seqlens_padded": 4, "source_ids": 4}
 
 
 def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
-    """``clients``: how many fetch, one for each bucket and fetcher; ``fetchers``: the ranks whose processes do; ``served``: ranks that
-    the trainer broadcasts to; ``bytes_by_client``: of arrays in this step, by the rank whose microbatches they are, without pixels; and
-    their sum."""
+    """``clients``: how many fetch, one for each bucket and fetcher; ``fetchers``: the ranks whose
+    processes do; ``served``: ranks that the trainer broadcasts to; ``bytes_by_client``: of arrays
+    in this step, by the rank whose microbatches they are, without pixels; and their sum.
+    """
     place, main = plan.tree, plan.main
     dims = main.broadcast if broadcast else ()
     views, bucket_of = (
@@ -47,7 +50,9 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
 
 
 def _loads(main: Assignment, batch: Batch, place: ClientPlaceTree) -> tuple[np.ndarray, np.ndarray]:
-    """Places for tokens and documents of every bucket, all its microbatches together. An empty one is a document of padding."""
+    """Places for tokens and documents of every bucket, all its microbatches together. An empty one
+    is a document of padding.
+    """
     shape = (main.n_buckets, main.n_microbatches)
     counts = np.bincount(main.bins(), minlength=main.n_buckets * main.n_microbatches).reshape(shape)
     documents = np.maximum(counts, 1).sum(axis=1)

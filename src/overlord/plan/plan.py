@@ -1,6 +1,7 @@
 """LoadingPlan: which sample goes to which bucket, microbatch and slot. Arrays, not objects.
 
-A plan is a value: it can be validated, digested, printed, sent and replayed. It knows nothing of how it was made.
+A plan is a value: it can be validated, digested, printed, sent and replayed. It knows nothing of
+how it was made.
 """
 
 from __future__ import annotations
@@ -36,13 +37,18 @@ MOST = 2**53  # of a size: sums of whole numbers must neither wrap round nor be 
 def check_modules(names: Iterable[str], step: int) -> None:
     """Refuse modules that no constructor delivers."""
     if unknown := [name for name in names if name not in MODULES]:
-        problem = f"module {unknown[0]!r}: expected {' or '.join(map(repr, MODULES))}, since no rank would receive any other"
+        problem = (
+            f"module {unknown[0]!r}: expected {' or '.join(map(repr, MODULES))}, since no "
+            "rank would receive any other"
+        )
         raise PlanError(problem, step, "leave it out; images are the module 'encoder'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
-    """Where the items of one module (backbone, encoder) go. Item i belongs to sample ``sample[i]`` of the plan."""
+    """Where the items of one module (backbone, encoder) go. Item i belongs to sample ``sample[i]``
+    of the plan.
+    """
 
     axis: str  # whose buckets: "DP", "CP", "WORLD", "PP", "TP"
     n_buckets: int
@@ -67,7 +73,9 @@ class Assignment:
     offset: np.ndarray | None = None  # int64: where in its sample's tokens those begin
 
     def order(self) -> np.ndarray:
-        """Items sorted by (bucket, microbatch, slot): the way a constructor walks them. Slots are dense, so nothing is sorted."""
+        """Items sorted by (bucket, microbatch, slot): the way a constructor walks them. Slots are
+        dense, so nothing is sorted.
+        """
         bins = self.bins()
         counts = np.bincount(bins, minlength=self.n_buckets * self.n_microbatches)
         order = np.empty(len(bins), np.int64)
@@ -86,7 +94,9 @@ def _is_whole(column: np.ndarray) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadingPlan:
-    """The plan of one step. Sample columns are in the order of the draw; ``modules["backbone"]`` places them."""
+    """The plan of one step. Sample columns are in the order of the draw; ``modules["backbone"]``
+    places them.
+    """
 
     step: int
     names: tuple[str, ...]  # source names
@@ -128,8 +138,10 @@ class LoadingPlan:
     def __repr__(self) -> str:
         a = self.main
         return (
-            f"LoadingPlan(step {self.step}, {len(self)} samples, {int(self.tokens.sum())} tokens -> "
-            f"{a.n_buckets} buckets x {a.n_microbatches} microbatches, imbalance {self.imbalance()['bucket']:.3f})"
+            f"LoadingPlan(step {self.step}, {len(self)} samples, {int(self.tokens.sum())} "
+            "tokens -> "
+            f"{a.n_buckets} buckets x {a.n_microbatches} microbatches, imbalance "
+            f"{self.imbalance()['bucket']:.3f})"
         )
 
     def sample_id(self, i: int) -> SampleId:
@@ -142,7 +154,9 @@ class LoadingPlan:
         )
 
     def validate(self) -> LoadingPlan:
-        """Every sample in exactly one slot of the backbone, slots dense, capacities kept, every rank served; returns itself."""
+        """Every sample in exactly one slot of the backbone, slots dense, capacities kept, every
+        rank served; returns itself.
+        """
         if "backbone" not in self.modules:
             raise PlanError("no module 'backbone'", self.step, "end the strategy with .plan()")
         check_modules(self.modules, self.step)
@@ -204,7 +218,8 @@ class LoadingPlan:
             )
         if a.n_buckets * a.n_microbatches > MAX_BINS:
             raise PlanError(
-                f"module {name!r}: {a.n_buckets} buckets of {a.n_microbatches} microbatches are too many",
+                f"module {name!r}: {a.n_buckets} buckets of {a.n_microbatches} "
+                "microbatches are too many",
                 self.step,
             )
         for label, column in columns.items():
@@ -222,7 +237,8 @@ class LoadingPlan:
                 and not 0 <= column.min() <= column.max() < top
             ):
                 raise PlanError(
-                    f"module {name!r}: {label} has a number that is negative, infinite or none at all",
+                    f"module {name!r}: {label} has a number that is negative, infinite or "
+                    "none at all",
                     self.step,
                 )
         for label, column, bound in (
@@ -234,8 +250,10 @@ class LoadingPlan:
                 raise PlanError(f"module {name!r}: {label} outside 0..{bound - 1}", self.step)
 
     def _validate_served(self, name: str, a: Assignment) -> None:
-        """Each rank is in one bucket of its axis and has one fetcher along the broadcasts: that is how a tree is made. What
-        can be wrong is that the plan was made for another tree, or for axes that are none."""
+        """Each rank is in one bucket of its axis and has one fetcher along the broadcasts: that is
+        how a tree is made. What can be wrong is that the plan was made for another tree, or for
+        axes that are none.
+        """
         try:
             broadcast_dims(a.broadcast)
             wanted = a.n_buckets if self.place is None else self.place.n_buckets(a.axis)
@@ -243,7 +261,8 @@ class LoadingPlan:
             raise PlanError(f"module {name!r}: {e.problems[0]}", self.step) from None
         if a.n_buckets != wanted:
             raise PlanError(
-                f"module {name!r}: {a.n_buckets} buckets, but {self.place} has {wanted} along {a.axis}, so some rank is not served",
+                f"module {name!r}: {a.n_buckets} buckets, but {self.place} has {wanted} "
+                f"along {a.axis}, so some rank is not served",
                 self.step,
                 f'call .distribute("{a.axis}") with the place the strategy is given',
             )
@@ -263,8 +282,10 @@ class LoadingPlan:
         if held.max() > capacity:
             worst = int(held.argmax())
             raise PlanError(
-                f"module {name!r}: microbatch {worst % a.n_microbatches} of bucket {worst // a.n_microbatches} holds "
-                f"{held[worst]:.12g} {'tokens' if what == 'tokens' else 'of memory'}, more than its capacity of {capacity:.12g}",
+                f"module {name!r}: microbatch {worst % a.n_microbatches} of bucket "
+                f"{worst // a.n_microbatches} holds "
+                f"{held[worst]:.12g} {'tokens' if what == 'tokens' else 'of memory'}, "
+                f"more than its capacity of {capacity:.12g}",
                 self.step,
             )
 
@@ -282,7 +303,9 @@ class LoadingPlan:
             )
 
     def _validate_placeholders(self, name: str, a: Assignment) -> None:
-        """What an item becomes stands in its own document, and no two items on one token: none is encoded twice."""
+        """What an item becomes stands in its own document, and no two items on one token: none is
+        encoded twice.
+        """
         if (a.out is None) != (a.offset is None):
             raise PlanError(f"module {name!r}: out and offset go together", self.step)
         if a.out is None or a.offset is None or not len(a.out):
@@ -291,7 +314,8 @@ class LoadingPlan:
         if (end > self.tokens[a.sample]).any():
             i = int((end > self.tokens[a.sample]).argmax())
             raise PlanError(
-                f"module {name!r}: item {i} ends at token {end[i]} of sample {self.sample_id(int(a.sample[i]))}, which has "
+                f"module {name!r}: item {i} ends at token {end[i]} of sample "
+                f"{self.sample_id(int(a.sample[i]))}, which has "
                 f"{self.tokens[a.sample[i]]}",
                 self.step,
             )
@@ -311,13 +335,17 @@ class LoadingPlan:
             )
 
     def routes(self, module: str = "encoder") -> Routes:
-        """Which rank encodes which item, and all that one exchange of the outputs needs, for every rank."""
+        """Which rank encodes which item, and all that one exchange of the outputs needs, for every
+        rank.
+        """
         from overlord.plan.routes import make_routes  # it imports this module
 
         return make_routes(self, module)
 
     def digest(self) -> str:
-        """Equal deliveries, equal digest, on every machine. A broadcast along an axis of one rank changes none."""
+        """Equal deliveries, equal digest, on every machine. A broadcast along an axis of one rank
+        changes none.
+        """
         parts: list[str | np.ndarray] = [str(self.step), "\x1f".join(self.names)]
         parts += [self.source, self.epoch, self.file, self.row, self.part, self.tokens]
         for name, a in sorted(self.modules.items()):
@@ -346,7 +374,9 @@ class LoadingPlan:
     # who fetches
 
     def fetchers(self, module: str = "backbone") -> list[int]:
-        """Ranks that take this module's microbatches from the loader; the others are served by the trainer's broadcasts."""
+        """Ranks that take this module's microbatches from the loader; the others are served by the
+        trainer's broadcasts.
+        """
         return self.tree.fetchers(self.module(module).broadcast)
 
     def served_by(self, module: str = "backbone") -> np.ndarray:
@@ -354,14 +384,18 @@ class LoadingPlan:
         return self.tree.served_by(self.module(module).broadcast)
 
     def fetches(self, rank: int, module: str = "backbone") -> list[int]:
-        """Buckets whose microbatches a rank fetches: its own and those of the ranks it serves; none if it is served."""
+        """Buckets whose microbatches a rank fetches: its own and those of the ranks it serves; none
+        if it is served.
+        """
         if problem := self.tree.rank_problem(rank):
             raise PlanError(problem, self.step)
         buckets = self.tree.bucket_of(self.module(module).axis)
         return sorted(set(buckets[self.served_by(module) == rank].tolist()))
 
     def delivery(self, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
-        """How many clients fetch, whom they serve, and how many bytes of arrays this step is to each; without broadcasts, if asked."""
+        """How many clients fetch, whom they serve, and how many bytes of arrays this step is to
+        each; without broadcasts, if asked.
+        """
         from overlord.plan.delivery import delivery
 
         return delivery(self, batch, broadcast)
@@ -379,8 +413,10 @@ class LoadingPlan:
     # how good it is
 
     def imbalance(self, module: str = "backbone") -> dict[str, float]:
-        """Over the mean bucket's cost: ``bucket``, the dearest bucket, and ``microbatch``, the dearest of each slot summed;
-        ``bound`` and ``slot_bound`` are what no placement of these samples can pass."""
+        """Over the mean bucket's cost: ``bucket``, the dearest bucket, and ``microbatch``, the
+        dearest of each slot summed; ``bound`` and ``slot_bound`` are what no placement of these
+        samples can pass.
+        """
         from overlord.plan.summary import bounds
 
         loads = self.loads(module)
@@ -395,7 +431,9 @@ class LoadingPlan:
         return found | dict(zip(("bound", "slot_bound"), bounds(self.module(module)), strict=True))
 
     def summary(self) -> dict[str, Any]:
-        """What a person asks of a plan, as plain values: balance beside its bound, predicted time, peak, fill, mixture."""
+        """What a person asks of a plan, as plain values: balance beside its bound, predicted time,
+        peak, fill, mixture.
+        """
         from overlord.plan.summary import summary
 
         return summary(self)
@@ -433,14 +471,16 @@ class LoadingPlan:
         mean = loads.sum() / a.n_buckets or 1.0
         lines = [
             repr(self),
-            f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {'samples':>7}  tokens (samples) by microbatch",
+            f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {'samples':>7}  tokens "
+            "(samples) by microbatch",
         ]
         for b in range(min(a.n_buckets, 64)):
             cells = "  ".join(
                 f"{tokens[b, m]} ({samples[b, m]})" for m in range(min(a.n_microbatches, 16))
             )
             lines.append(
-                f"{b:>6}  {loads[b].sum() / mean:>9.3f}  {tokens[b].sum():>9}  {samples[b].sum():>7}  {cells}"
+                f"{b:>6}  {loads[b].sum() / mean:>9.3f}  {tokens[b].sum():>9}  "
+                f"{samples[b].sum():>7}  {cells}"
             )
         if a.n_buckets > 64:
             lines.append(f"... {a.n_buckets - 64} more buckets")
@@ -454,7 +494,9 @@ class LoadingPlan:
 
     @staticmethod
     def from_bytes(data: bytes) -> LoadingPlan:
-        """What ``to_bytes`` wrote. Bytes are never trusted: whatever is wrong with them is a ``PlanError``."""
+        """What ``to_bytes`` wrote. Bytes are never trusted: whatever is wrong with them is a
+        ``PlanError``.
+        """
         from overlord.plan import codec
 
         return codec.read(data)

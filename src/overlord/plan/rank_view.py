@@ -1,4 +1,6 @@
-"""Views: the part of a bucket's microbatches that a rank receives, derived from mesh, axis and broadcasts. Pure."""
+"""Views: the part of a bucket's microbatches that a rank receives, derived from mesh, axis and
+broadcasts. Pure.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ LAST = (
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Which part of a bucket's microbatches. ``cp > 1``: slice ``cp_rank`` of so many; ``nothing``: no arrays at all."""
+    """Which part of a bucket's microbatches. ``cp > 1``: slice ``cp_rank`` of so many; ``nothing``:
+    no arrays at all.
+    """
 
     first: bool = True  # with the keys of the first pipeline stage
     last: bool = True
@@ -52,10 +56,11 @@ NOTHING = View(first=False, last=False, nothing=True)
 def view_of(
     place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], rank: int, split: str
 ) -> View:
-    """What the rank is handed. Along cp slices are cut, and stages get their own keys only, where cp and pp are no axes of buckets.
+    """What the rank is handed. Along cp slices are cut, and stages get their own keys only, where
+    cp and pp are no axes of buckets.
 
-    A rank that fetches for others of its bucket gets the union of what they need; those others get nothing. Without ``broadcast``
-    it is the rank's own view: what ``narrow`` makes of the union.
+    A rank that fetches for others of its bucket gets the union of what they need; those others get
+    nothing. Without ``broadcast`` it is the rank's own view: what ``narrow`` makes of the union.
     """
     return views_of(place, axis, broadcast, split)[rank]
 

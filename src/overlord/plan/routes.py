@@ -1,18 +1,20 @@
-"""Routes: how the output of an encoder comes to the ranks that run the backbone, for one differentiable all-to-all.
+"""Routes: how the output of an encoder comes to the ranks that run the backbone, for one
+differentiable all-to-all.
 
     route = plan.routes("encoder").for_rank(rank, slot)
     rows = torch.cat([o[:n] for o, n in zip(outputs_of(route.items), route.send_lens)])            # encoder's side
     got = all_to_all_single(rows, route.recv_splits, route.send_splits)                            # every rank calls it
     embeddings[route.image_token_index] = got[route.recv_rows]                                     # backbone's side
 
-``slot`` is a microbatch of the encoder: the backbone's own when items kept their slots (``follow(per="microbatch")``), 0
-when the encoder is balanced once per step. Then rows of all the step's microbatches come in one exchange:
-``route.microbatch(m)`` cuts out what belongs to one.
+``slot`` is a microbatch of the encoder: the backbone's own when items kept their slots
+(``follow(per="microbatch")``), 0 when the encoder is balanced once per step. Then rows of all the
+step's microbatches come in one exchange: ``route.microbatch(m)`` cuts out what belongs to one.
 
-An *owner* is the rank that gets an item's rows: the first of the bucket that its sample went to (pipeline stage 0, and
-coordinate 0 along CP and TP where those are no bucket's axes). It holds the whole microbatch, puts the rows in and then
-slices or broadcasts embeddings as it does tokens. All other ranks receive nothing and take part with zeros: a rank
-without items has empty arrays and must still call the collective, forward and backward.
+An *owner* is the rank that gets an item's rows: the first of the bucket that its sample went to
+(pipeline stage 0, and coordinate 0 along CP and TP where those are no bucket's axes). It holds the
+whole microbatch, puts the rows in and then slices or broadcasts embeddings as it does tokens. All
+other ranks receive nothing and take part with zeros: a rank without items has empty arrays and must
+still call the collective, forward and backward.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Route:
 
     rank: int
     slot: int
-    items: np.ndarray  # int64 [n]: items of the module that this rank encodes, in the order in which their rows are sent
+    # int64 [n]: items of the module that this rank encodes, in the order in which their rows are
+    # sent
+    items: np.ndarray
     send_lens: (
         np.ndarray
     )  # int32 [n]: rows sent of each, the first ones; fewer than it has where its document was cut
@@ -59,7 +63,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routes:
-    """The routes of a whole step as columns by item, and three orders of the items; ``for_rank`` cuts out one rank's part."""
+    """The routes of a whole step as columns by item, and three orders of the items; ``for_rank``
+    cuts out one rank's part.
+    """
 
     module: str
     world_size: int
@@ -88,7 +94,8 @@ class Routes:
     def __repr__(self) -> str:
         moved = int(self.out[self.encoder != self.owner].sum())
         return (
-            f"Routes({self.module}, {len(self)} items, {int(self.out.sum())} rows, {moved} of them between ranks; {self.world_size} ranks, "
+            f"Routes({self.module}, {len(self)} items, {int(self.out.sum())} rows, "
+            f"{moved} of them between ranks; {self.world_size} ranks, "
             f"{self.n_slots} exchange{'s' if self.n_slots > 1 else ''} a step)"
         )
 
@@ -129,7 +136,9 @@ class Routes:
         )
 
     def validate(self) -> Routes:
-        """Every item is sent once, received once and wanted once, and both ends of every pair of ranks agree on the order."""
+        """Every item is sent once, received once and wanted once, and both ends of every pair of
+        ranks agree on the order.
+        """
         n, w = len(self), self.world_size
         for name in ("sent", "received", "wanted"):
             if not np.array_equal(
@@ -147,12 +156,14 @@ class Routes:
                 raise PlanError(
                     f"routes of {self.module!r}: an item is {name} by another rank than its own"
                 )
-        # The rows that a rank sends to another must be the ones that the other takes from it, one by one.
+        # The rows that a rank sends to another must be the ones that the other takes from it, one
+        # by one.
         as_sent = self.received[by_key(self.encoder[self.received], w)]
         as_sent = as_sent[by_key(self.slot[as_sent], self.n_slots)]
         if not np.array_equal(as_sent, self.sent):
             raise PlanError(
-                f"routes of {self.module!r}: a sender and its receiver disagree about the order of rows"
+                f"routes of {self.module!r}: a sender and its receiver disagree about the "
+                "order of rows"
             )
         return self
 
@@ -226,7 +237,9 @@ def _placed(a: Assignment, b: Assignment, owners: np.ndarray) -> np.ndarray:
 
 
 def starts(b: Assignment, size: np.ndarray | None = None) -> np.ndarray:
-    """Where each document begins in its packed microbatch, where documents take ``size`` (default: what was planned)."""
+    """Where each document begins in its packed microbatch, where documents take ``size`` (default:
+    what was planned).
+    """
     order, bins = b.order(), b.bins()
     size = (b.size if size is None else size)[order]
     before = np.cumsum(size) - size

@@ -1,4 +1,6 @@
-"""What a plan promises, in numbers for people: balance beside what is possible, predicted time, peak memory, mixture."""
+"""What a plan promises, in numbers for people: balance beside what is possible, predicted time,
+peak memory, mixture.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan
 
 
 def bounds(a: Assignment) -> tuple[float, float]:
-    """What no placement can pass, over the mean bucket: for the dearest bucket, and for the slots' dearest ones summed.
+    """What no placement can pass, over the mean bucket: for the dearest bucket, and for the slots'
+    dearest ones summed.
 
-    Of the k*D + 1 dearest items, some bucket of D holds k + 1, at least the cheapest of them (k = 0: the dearest item alone).
-    Items larger than half a microbatch stand alone in theirs, D to a slot: the j-th slot cannot be cheaper than item j*D.
+    Of the k*D + 1 dearest items, some bucket of D holds k + 1, at least the cheapest of them (k =
+    0: the dearest item alone). Items larger than half a microbatch stand alone in theirs, D to a
+    slot: the j-th slot cannot be cheaper than item j*D.
     """
     total, d = float(a.cost.sum()), a.n_buckets
     if total <= 0:

@@ -1,4 +1,6 @@
-"""From pieces of the streams to what a strategy sees, and from its plan back: is it a plan of these samples, for this job?"""
+"""From pieces of the streams to what a strategy sees, and from its plan back: is it a plan of these
+samples, for this job?
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def gather(
     state: StreamState,
     weights: Sequence[float],
 ) -> Buffer:
-    """The samples of the pieces in the given order. Read-only: the plan is compared with these very arrays."""
+    """The samples of the pieces in the given order. Read-only: the plan is compared with these very
+    arrays.
+    """
     names = present(spec.names, state.events, state.step)
     meta = {name: take_rows(values, order) for name, values in step_meta(pieces.parts).items()}
     own = dict.fromkeys(name for s in spec.sources[: len(names)] for name in s.meta)

@@ -1,4 +1,5 @@
-"""What loaders are asked to hold: as much as a blocked draw lacks, and beyond that a few steps' worth. Pure.
+"""What loaders are asked to hold: as much as a blocked draw lacks, and beyond that a few steps'
+worth. Pure.
 
 Loaders of all sources are numbered through; source i's are ``first[i]`` to ``first[i + 1] - 1``.
 """
@@ -20,7 +21,9 @@ class Demand:
     def __init__(
         self, loaders: Sequence[int], read_ahead: int, of_source: Mapping[int, int] | None = None
     ):
-        """``of_source``: steps that sources are read ahead which are not read as far ahead as the others."""
+        """``of_source``: steps that sources are read ahead which are not read as far ahead as the
+        others.
+        """
         self._loaders, self._read_ahead, self._of_source = (
             list(loaders),
             read_ahead,
@@ -83,15 +86,18 @@ class Demand:
         return commands
 
     def move_horizon(self, i: int, group: int) -> list[Refill]:
-        """The stream has come to another group: its loaders may open groups further on. They are told of some at once, since each
-        word wakes a process."""
+        """The stream has come to another group: its loaders may open groups further on. They are
+        told of some at once, since each word wakes a process.
+        """
         if group + GROUPS_AHEAD <= self._horizon[i]:
             return []
         self._horizon[i] = group + GROUPS_AHEAD + STRIDE
         return [Refill(loader, 0, self._share(i), self._horizon[i]) for loader in self.of(i)]
 
     def keep_ahead(self, counts: np.ndarray) -> list[Refill]:
-        """Keep loaders a few steps ahead. They refill by themselves; they hear only of a level that changed."""
+        """Keep loaders a few steps ahead. They refill by themselves; they hear only of a level that
+        changed.
+        """
         commands: list[Refill] = []
         for i in np.flatnonzero(counts).tolist():
             level = int(counts[i]) * self._of_source.get(i, self._read_ahead) + 1

@@ -1,7 +1,8 @@
-"""The draw: how many samples each source gives to a step, in exact integers (``docs/stream.md``, "The draw").
+"""The draw: how many samples each source gives to a step, in exact integers (``docs/stream.md``,
+"The draw").
 
-Weights are whole numbers that sum to 2^40 and accounts count in the same unit, so every machine draws the same step
-for ever; floating point would drift. Work is per source, never per sample.
+Weights are whole numbers that sum to 2^40 and accounts count in the same unit, so every machine
+draws the same step for ever; floating point would drift. Work is per source, never per sample.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 from overlord.hashing import key64, keyed_hash
 from overlord.job.job import UNIT
 
-SHIFT = 80  # deadlines are rationals with denominators up to 2^40: scaled by 2^80, unequal ones differ by at least 1
+# deadlines are rationals with denominators up to 2^40: scaled by 2^80, unequal ones differ by at
+# least 1
+SHIFT = 80
 
 
 class Front(Protocol):
@@ -28,13 +31,17 @@ class Front(Protocol):
     @property
     def ended(self) -> bool: ...  # nothing comes after them
     def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
-        """(how many samples from ``start`` on reach ``tokens``, what they hold); all known ones if they do not reach it."""
+        """(how many samples from ``start`` on reach ``tokens``, what they hold); all known ones if
+        they do not reach it.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One step's draw: per sub-draw and source how many samples come from the front; the accounts afterwards."""
+    """One step's draw: per sub-draw and source how many samples come from the front; the accounts
+    afterwards.
+    """
 
     counts: tuple[tuple[int, ...], ...]  # [sub-draw][source]
     owed: tuple[int, ...]
@@ -50,7 +57,9 @@ class Short:
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Weights as whole numbers that sum to 2^40 (all zero stays all zero): largest remainder over exact rationals."""
+    """Weights as whole numbers that sum to 2^40 (all zero stays all zero): largest remainder over
+    exact rationals.
+    """
     exact = [Fraction(w) for w in weights]
     total = sum(exact)
     if total == 0:
@@ -66,8 +75,10 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 def owed_behind(
     owed: Sequence[int], left: Sequence[int], weights: Sequence[float], active: Sequence[bool]
 ) -> tuple[int, ...]:
-    """The accounts when some drawn samples were left for later: the step was so much smaller, and so are the targets. Without that a
-    job that overflows at every step owes ever more, and what is owed outweighs any mixture that is set later."""
+    """The accounts when some drawn samples were left for later: the step was so much smaller, and
+    so are the targets. Without that a job that overflows at every step owes ever more, and what is
+    owed outweighs any mixture that is set later.
+    """
     whole = whole_weights([w if a else 0.0 for w, a in zip(weights, active, strict=True)])
     return tuple(o + n * UNIT - sum(left) * w for o, n, w in zip(owed, left, whole, strict=True))
 
@@ -81,7 +92,8 @@ def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
     if missing < 0:  # only after weights changed: the latest deadlines wait
         counts = _earliest(n, counts, weights, owed)
     while missing > 0:
-        # One more each for those that may have one (their target is above their count); without that rule a heavy source
+        # One more each for those that may have one (their target is above their count); without
+        # that rule a heavy source
         # would run ahead. a/w as an exact integer key: unequal rationals differ by at least 2^-80.
         weighted = [i for i, w in enumerate(weights) if w]
         may = [i for i in weighted if owed[i] > UNIT * counts[i]] or weighted
@@ -120,9 +132,11 @@ def random_counts(n: int, weights: Sequence[int], seed: int, step: int, first: i
 
 
 def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(source, k) of every sample of a draw in its order: the k-th of n (from 0) stands at (k + 1/2)/n, ties by source.
+    """(source, k) of every sample of a draw in its order: the k-th of n (from 0) stands at (k +
+    1/2)/n, ties by source.
 
-    float64 division is correctly rounded, so equal rationals give equal keys and, below 2^25 samples, unequal ones differ.
+    float64 division is correctly rounded, so equal rationals give equal keys and, below 2^25
+    samples, unequal ones differ.
     """
     n = np.asarray(counts, np.int64)
     source = np.repeat(np.arange(len(n)), n)
@@ -132,7 +146,9 @@ def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Order of a step over samples listed source by source, and the sub-draw of each if there are several: ``counts[draw][source]``."""
+    """Order of a step over samples listed source by source, and the sub-draw of each if there are
+    several: ``counts[draw][source]``.
+    """
     totals = np.sum(counts, axis=0)
     first = np.cumsum(totals) - totals
     orders = []
@@ -148,7 +164,9 @@ def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
 
 
 class Drawer:
-    """Draws steps from the fronts of the streams. Holds rules, no state: accounts come in and go out."""
+    """Draws steps from the fronts of the streams. Holds rules, no state: accounts come in and go
+    out.
+    """
 
     def __init__(
         self,
@@ -191,7 +209,9 @@ class Drawer:
         return Drawn(tuple(counts), tuple(run.owed), tuple(run.active), run.short)
 
     def _weights(self, run: _Run) -> list[int]:
-        """Whole weights over the active sources; kept, since they change only when a source leaves or the mix does."""
+        """Whole weights over the active sources; kept, since they change only when a source leaves
+        or the mix does.
+        """
         active = tuple(run.active)
         if self._whole is None or self._whole[:2] != (run.weights, active):
             whole = whole_weights(

@@ -1,4 +1,6 @@
-"""What people change in mid-run. Each event names its step; a state keeps those that still matter, not the history."""
+"""What people change in mid-run. Each event names its step; a state keeps those that still matter,
+not the history.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ Event = SetMixture | Skip | AddSource | SourceLost
 
 
 def last_step(event: Event) -> int:
-    """The last step at which an event does something new: behind it, it is folded into the state or forgotten."""
+    """The last step at which an event does something new: behind it, it is folded into the state or
+    forgotten.
+    """
     return event.last if isinstance(event, Skip) else event.at
 
 
 def latest(events: Sequence[Event], after: int, step: int) -> list[SetMixture]:
-    """The change of mixture that holds at a step, of those behind ``after``: that of the latest step, the last said of equals."""
+    """The change of mixture that holds at a step, of those behind ``after``: that of the latest
+    step, the last said of equals.
+    """
     changes = [e for e in events if isinstance(e, SetMixture) and after < e.at <= step]
     return sorted(changes, key=lambda e: e.at)[-1:]
 
@@ -34,10 +40,12 @@ def latest(events: Sequence[Event], after: int, step: int) -> list[SetMixture]:
 def still_in_force(
     events: Sequence[Event], step: int, mix_step: int, lag: int = 0
 ) -> tuple[Event, ...]:
-    """The folded log behind a step: sources that were added, the mixture in force and what is still to come.
+    """The folded log behind a step: sources that were added, the mixture in force and what is still
+    to come.
 
-    Under ``mix_every="epoch"`` the mixture in force is that of ``mix_step``, and a later one waits for the next epoch. A skip
-    is remembered for ``lag`` steps more: feedback from before it is not used.
+    Under ``mix_every="epoch"`` the mixture in force is that of ``mix_step``, and a later one waits
+    for the next epoch. A skip is remembered for ``lag`` steps more: feedback from before it is not
+    used.
     """
     coming = (
         e
@@ -55,17 +63,23 @@ def still_in_force(
 
 
 def joined(events: Sequence[Event]) -> tuple[AddSource, ...]:
-    """Sources that were added, in their order. Kept for ever: the job lists them too, but not since when."""
+    """Sources that were added, in their order. Kept for ever: the job lists them too, but not since
+    when.
+    """
     return tuple(e for e in events if isinstance(e, AddSource))
 
 
 def lost(events: Sequence[Event]) -> tuple[SourceLost, ...]:
-    """Sources that were given up. Kept for ever, with their reasons: that they are not drawn from does not say why."""
+    """Sources that were given up. Kept for ever, with their reasons: that they are not drawn from
+    does not say why.
+    """
     return tuple(e for e in events if isinstance(e, SourceLost))
 
 
 def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
-    """As states hold them, whenever they were said: who joined, who was lost, and the rest, each as they were said."""
+    """As states hold them, whenever they were said: who joined, who was lost, and the rest, each as
+    they were said.
+    """
     every = tuple(events)
     return (
         *joined(every),
@@ -75,7 +89,9 @@ def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def present(names: Sequence[str], events: Sequence[Event], step: int) -> tuple[str, ...]:
-    """The sources that a plan of a step knows: whether one that joins later was announced already must not be seen in it."""
+    """The sources that a plan of a step knows: whether one that joins later was announced already
+    must not be seen in it.
+    """
     n, coming = len(names), {e.name for e in joined(events) if e.at > step}
     while coming and names[n - 1] in coming:
         n -= 1
@@ -88,7 +104,9 @@ def skipped(events: Sequence[Event], first: int, stop: int) -> bool:
 
 
 def said_of_all(change: SetMixture, names: Sequence[str]) -> SetMixture:
-    """A change of mixture with a weight for every source there is, so that a source added later is one it does not name."""
+    """A change of mixture with a weight for every source there is, so that a source added later is
+    one it does not name.
+    """
     if all(name in change.weights for name in names):
         return change
     return replace(change, weights={**dict.fromkeys(names, 0.0), **change.weights})
@@ -113,7 +131,9 @@ def widened(state: StreamState, n: int) -> StreamState:
 
 
 class Log:
-    """What was said lately: states of steps planned before it do not hold it, since prefetch runs ahead of what people say."""
+    """What was said lately: states of steps planned before it do not hold it, since prefetch runs
+    ahead of what people say.
+    """
 
     def __init__(self, lag: int):
         self._lag = lag
@@ -123,11 +143,15 @@ class Log:
         self._many = 64  # reports at which old ones are let go
 
     def add(self, event: Event, first: int) -> None:
-        """``first``: the lowest step at which some client's state stands; what lies behind it is in every state."""
+        """``first``: the lowest step at which some client's state stands; what lies behind it is in
+        every state.
+        """
         self._events = (*(e for e in self._events if last_step(e) >= first), event)
 
     def report(self, report: Report, first: int) -> None:
-        """Of reports only those that came in time, or a resumed run would know what this one did not."""
+        """Of reports only those that came in time, or a resumed run would know what this one did
+        not.
+        """
         self._reports[report.step, report.rank] = report
         if len(self._reports) >= self._many:
             self._reports = {
@@ -136,8 +160,9 @@ class Log:
             self._many = 64 + 2 * len(self._reports)
 
     def expect(self, report: Report) -> None:
-        """One that is in time whenever the planner hears of it: it may be on its way for long, and a state that is saved meanwhile must
-        hold it, since trainers do not say it again."""
+        """One that is in time whenever the planner hears of it: it may be on its way for long, and
+        a state that is saved meanwhile must hold it, since trainers do not say it again.
+        """
         self._unheard[report.step, report.rank] = report
 
     def heard(self, report: Report) -> None:
@@ -150,8 +175,10 @@ class Log:
     def completed(
         self, state: StreamState, names: Sequence[str], *, ahead: bool = False
     ) -> StreamState:
-        """A state of the sources of these names with all that was said since its step was planned. ``ahead``: also what was reported of
-        steps behind it, for trainers that stand where they are and say nothing twice."""
+        """A state of the sources of these names with all that was said since its step was planned.
+        ``ahead``: also what was reported of steps behind it, for trainers that stand where they are
+        and say nothing twice.
+        """
         late, held = list[Event](), list(state.events)
         for e in (
             self._events

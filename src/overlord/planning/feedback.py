@@ -1,7 +1,8 @@
 """What trainers report, and when a plan may use it.
 
-Plan t sees the reports of step t - ``feedback_lag`` alone, so that the prefetch window never decides what a schedule knew.
-Values stay apart by rank until then and are joined without regard to who came first: equal reports, equal stream.
+Plan t sees the reports of step t - ``feedback_lag`` alone, so that the prefetch window never
+decides what a schedule knew. Values stay apart by rank until then and are joined without regard to
+who came first: equal reports, equal stream.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from overlord.messages.control import Report
 
 
 def promised(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
-    """Whether no plan that uses it can have been made when a rank says it that was not handed ``next_step`` yet: planning is at most
-    ``prefetch`` steps ahead of that rank."""
+    """Whether no plan that uses it can have been made when a rank says it that was not handed
+    ``next_step`` yet: planning is at most ``prefetch`` steps ahead of that rank.
+    """
     return report.step + lag >= next_step + prefetch
 
 
 def reduced(reports: Iterable[Report]) -> dict[str, float]:
-    """One value for every metric of a step: the mean over the ranks that gave it, by their ``tokens/<source>`` where all gave
-    those; token counts themselves are summed. Exactly rounded sums, so the order of the ranks does not matter."""
+    """One value for every metric of a step: the mean over the ranks that gave it, by their
+    ``tokens/<source>`` where all gave those; token counts themselves are summed. Exactly rounded
+    sums, so the order of the ranks does not matter.
+    """
     ranks = list(reports)
     names = sorted({name for r in ranks for name in r.metrics})
     return {name: _joined(name, [r.metrics for r in ranks if name in r.metrics]) for name in names}
@@ -51,7 +55,9 @@ class Feedback:
             self._steps.setdefault(report.step, {})[report.rank] = report
 
     def in_time(self, report: Report, planned: int) -> bool:
-        """Whether the plan that uses it is still to come, ``planned`` being the last step whose weights were asked for."""
+        """Whether the plan that uses it is still to come, ``planned`` being the last step whose
+        weights were asked for.
+        """
         return self.takes and report.step + self._lag > planned
 
     def add(self, report: Report, planned: int) -> None:
@@ -66,8 +72,8 @@ class Feedback:
     def use(self, step: int, skipped: bool) -> dict[str, float]:
         """What the plan of a step is told, which nothing that comes later can change.
 
-        Where a step was ``skipped`` meanwhile nothing is: planning then runs ahead of what trainers can have said, by as much
-        as they happen to be fast.
+        Where a step was ``skipped`` meanwhile nothing is: planning then runs ahead of what trainers
+        can have said, by as much as they happen to be fast.
         """
         reports = self._steps.pop(step - self._lag, {})
         if step >= self._floor:  # else it is counted already

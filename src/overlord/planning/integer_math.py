@@ -1,8 +1,9 @@
 """Exponential, logarithm and cosine in whole numbers, so that every machine gets the same bits.
 
-Weights become whole numbers of 2^40 (``draw.py``), so a last bit that differs between two maths libraries can change
-the stream. Rounding a library's result makes that rare, never impossible: a value close to a rounding border still
-falls to either side. Here everything is integer arithmetic in units of 2^-80 and one correctly rounded division at the end.
+Weights become whole numbers of 2^40 (``draw.py``), so a last bit that differs between two maths
+libraries can change the stream. Rounding a library's result makes that rare, never impossible: a
+value close to a rounding border still falls to either side. Here everything is integer arithmetic
+in units of 2^-80 and one correctly rounded division at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ PI = 4 * (4 * _arctan_of_one_over(5) - _arctan_of_one_over(239)) >> 16
 
 
 def exp_down(x: float) -> float:
-    """``exp(x)`` for x of at most 0, right to 2^-70: what is smaller is 0, and no weight in units of 2^-40 can tell."""
+    """``exp(x)`` for x of at most 0, right to 2^-70: what is smaller is 0, and no weight in units
+    of 2^-40 can tell.
+    """
     assert x <= 0, "softmax and powers are taken relative to their largest term"
     if x < -64:
         return 0.0
@@ -34,7 +37,9 @@ def exp_down(x: float) -> float:
 
 
 def _exp_down(y: int) -> int:
-    """``exp(-y)``: halvings by ln 2, then the series at a sixteenth of the rest, squared four times."""
+    """``exp(-y)``: halvings by ln 2, then the series at a sixteenth of the rest, squared four
+    times.
+    """
     halvings, rest = divmod(y, LN2)
     z = rest >> 4
     total = term = ONE
@@ -63,7 +68,9 @@ def log(x: float) -> int:
 
 
 def power_below_one(log_ratio: int, exponent: float) -> float:
-    """``ratio ** exponent`` for a ratio of at most 1, given by its logarithm, and an exponent of at least 0."""
+    """``ratio ** exponent`` for a ratio of at most 1, given by its logarithm, and an exponent of at
+    least 0.
+    """
     assert log_ratio <= 0 <= exponent
     n, d = exponent.as_integer_ratio()
     y = -log_ratio * n // d

@@ -1,8 +1,10 @@
-"""Samples the planner has pulled from the streams beyond those it drew: passed over by look-ahead, or left for a later step.
+"""Samples the planner has pulled from the streams beyond those it drew: passed over by look-ahead,
+or left for a later step.
 
-Streams are read front to back whatever a strategy chooses, so loaders and merging know nothing of this: a step *pulls* prefixes,
-*takes* some of the samples, and the rest stays here with an age. A state keeps the cursor in front of the first sample left,
-and behind it one age per sample up to the last one pulled; -1 says that it was taken. Restoring pulls them again.
+Streams are read front to back whatever a strategy chooses, so loaders and merging know nothing of
+this: a step *pulls* prefixes, *takes* some of the samples, and the rest stays here with an age. A
+state keeps the cursor in front of the first sample left, and behind it one age per sample up to the
+last one pulled; -1 says that it was taken. Restoring pulls them again.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Reserve:
     def pull(
         self, i: int, pieces: Sequence[Piece], loader: np.ndarray, age: np.ndarray | None = None
     ) -> None:
-        """Samples from the front of a stream; with ``age`` they are those of a restored state, some of them taken."""
+        """Samples from the front of a stream; with ``age`` they are those of a restored state, some
+        of them taken.
+        """
         record, n = self._records[i], len(loader)
         record.pieces += pieces
         record.age = np.concatenate(
@@ -64,7 +68,9 @@ class Reserve:
         self._open[i] = record.open()
 
     def give_back(self, i: int) -> tuple[np.ndarray, int]:
-        """A source is read again: ages of its samples, to be pulled again, and how many rows of payload are held no more."""
+        """A source is read again: ages of its samples, to be pulled again, and how many rows of
+        payload are held no more.
+        """
         record = self._records[i]
         held = record.number[(record.age != TAKEN) & (record.number != PENDING)]
         for other in self._records if len(held) else ():
@@ -76,7 +82,9 @@ class Reserve:
         return record.age, len(held)
 
     def number(self, n_loaders: int) -> np.ndarray:
-        """Give the rows pulled since the last stage their numbers: behind the held ones, loader by loader. Returns pops by loader."""
+        """Give the rows pulled since the last stage their numbers: behind the held ones, loader by
+        loader. Returns pops by loader.
+        """
         pending = [(r, np.flatnonzero(r.number == PENDING)) for r in self._records]
         loader = (
             np.concatenate([r.loader[rows] for r, rows in pending])
@@ -115,8 +123,9 @@ class Reserve:
     def settle(
         self, candidates: Candidates, taken: np.ndarray, cursors: np.ndarray, *, left: bool = False
     ) -> np.ndarray:
-        """``taken[j]``: candidate j was drawn; those passed over for it are a step older, or all others when they were ``left``.
-        Moves cursors; returns the payload rows that stay, in order."""
+        """``taken[j]``: candidate j was drawn; those passed over for it are a step older, or all
+        others when they were ``left``. Moves cursors; returns the payload rows that stay, in order.
+        """
         for k, i in enumerate(candidates.sources):
             record = self._records[i]
             mine = (candidates.rows >= candidates.first[k]) & (
@@ -166,7 +175,9 @@ class Reserve:
         )
 
     def ages(self) -> tuple[np.ndarray, ...]:
-        """What a state holds: for each source one age per sample behind its cursor, as far as it was pulled."""
+        """What a state holds: for each source one age per sample behind its cursor, as far as it
+        was pulled.
+        """
         return tuple(r.age.copy() for r in self._records)
 
 

@@ -1,5 +1,7 @@
-"""Sources whose storage was given up, and that may leave: the planner asks for the event, and a step is planned without them once it is
-in the log. So when storage was given up depends on timing, and the stream on the log alone. Pure."""
+"""Sources whose storage was given up, and that may leave: the planner asks for the event, and a
+step is planned without them once it is in the log. So when storage was given up depends on timing,
+and the stream on the log alone. Pure.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ class Leaving(Answers):
     _unbegun: StreamState | None  # the state before the step was begun
 
     def _asks_to_leave(self, need: Mapping[int, int]) -> list[SourceLost]:
-        """What is to be said of the streams that broke before a draw; nothing if the job ends there. A step that was planned before, or
-        that lies before the one at which the log says that they leave, has samples of them: it comes out the same or not at all."""
+        """What is to be said of the streams that broke before a draw; nothing if the job ends
+        there. A step that was planned before, or that lies before the one at which the log says
+        that they leave, has samples of them: it comes out the same or not at all.
+        """
         state = self._state
         broken = {i: error for i in sorted(need) if (error := self._streams[i].error) is not None}
         known, specs = {e.name for e in lost(state.events)}, self.spec.sources
@@ -69,7 +73,9 @@ class Leaving(Answers):
         self._waiting = {}
 
     def _leave_lost(self) -> list[Forget]:
-        """Before a step is drawn: those that are lost by then are not drawn from. What was read of them and not drawn is of no use."""
+        """Before a step is drawn: those that are lost by then are not drawn from. What was read of
+        them and not drawn is of no use.
+        """
         state = self._state
         gone = {e.name for e in lost(state.events) if e.at <= state.step}
         leaving = [i for i, s in enumerate(self.spec.sources) if s.name in gone and state.active[i]]
@@ -88,7 +94,9 @@ class Leaving(Answers):
         return commands
 
     def _nothing_left(self) -> StorageError | None:
-        """Why no source is left to draw from, where all that the mixture weighs were lost; None: they have given all they had."""
+        """Why no source is left to draw from, where all that the mixture weighs were lost; None:
+        they have given all they had.
+        """
         reasons = {e.name: e.reason for e in lost(self._state.events)}
         weighed = [s.name for s, w in zip(self.spec.sources, self._weights, strict=True) if w]
         if not weighed or any(name not in reasons for name in weighed):

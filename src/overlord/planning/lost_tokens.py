@@ -1,4 +1,6 @@
-"""Sources that lose more than a small share of their tokens to ``Job.on_long``: found once each, for a warning. Pure."""
+"""Sources that lose more than a small share of their tokens to ``Job.on_long``: found once each,
+for a warning. Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,17 @@ SHARE = 0.01  # of a source's tokens so far, delivered and lost
 
 
 class Losses:
-    """Finds sources whose losses pass ``SHARE``. A source is found once, also when steps are planned again after a fault."""
+    """Finds sources whose losses pass ``SHARE``. A source is found once, also when steps are
+    planned again after a fault.
+    """
 
     def __init__(self) -> None:
         self._found: set[int] = set()
 
     def found(self, counts: Mapping[str, np.ndarray]) -> list[int]:
-        """Return the numbers of the sources that pass it now and did not before. ``counts``: of a ``StreamState``."""
+        """Return the numbers of the sources that pass it now and did not before. ``counts``: of a
+        ``StreamState``.
+        """
         if (lost := counts.get("lost_tokens")) is None or not lost.any():
             return []
         over = np.flatnonzero(lost > SHARE * (counts["tokens"] + lost)).tolist()
@@ -44,6 +50,7 @@ def share(tokens: int, lost: int) -> float:
 def _words(name: str, tokens: int, lost: int, on_long: str, context: int) -> str:
     what = "cut" if on_long == "truncate" else "dropped"
     return (
-        f"source {name!r}: on_long={on_long!r} has {what} {lost:,} of {tokens + lost:,} tokens so far ({share(tokens, lost):.1%}): "
+        f"source {name!r}: on_long={on_long!r} has {what} {lost:,} of {tokens + lost:,} "
+        f"tokens so far ({share(tokens, lost):.1%}): "
         f"documents longer than the context of {context:,}; on_long='split' keeps all tokens"
     )

@@ -1,4 +1,6 @@
-"""The draw of a buffer made by hand: one step from the front of its candidates, with nothing owed from before."""
+"""The draw of a buffer made by hand: one step from the front of its candidates, with nothing owed
+from before.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,17 @@ class _Front:
 def draw_by_hand(
     buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int, look_ahead: int
 ) -> Buffer:
-    """The candidates of step ``buffer.step``, drawn with nothing owed by the exact rule of docs/stream.md."""
+    """The candidates of step ``buffer.step``, drawn with nothing owed by the exact rule of
+    docs/stream.md.
+    """
     if (
         not isinstance(look_ahead, int)
         or look_ahead < 1
         or (look_ahead > 1 and buffer.batch.samples is None)
     ):
         raise PlanError(
-            f"look_ahead: wanted a whole number of at least 1 (above 1 with a batch in samples), found {look_ahead!r}",
+            "look_ahead: wanted a whole number of at least 1 (above 1 with a batch in "
+            f"samples), found {look_ahead!r}",
             buffer.step,
         )
     if callable(schedule) and (problem := cannot_take(schedule, ("step", "feedback"))):

@@ -1,7 +1,9 @@
-"""The weights in force, step by step: what the schedule says, what trainers reported, what people changed.
+"""The weights in force, step by step: what the schedule says, what trainers reported, what people
+changed.
 
-The schedule is asked once for every planned step, in step order, whether or not its answer is used: what it learns must not
-depend on ``set_mixture`` or ``mix_every``, nor on how often a blocked draw is tried again.
+The schedule is asked once for every planned step, in step order, whether or not its answer is used:
+what it learns must not depend on ``set_mixture`` or ``mix_every``, nor on how often a blocked draw
+is tried again.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class Mixture:
         return self.feedback.in_time(report, max(self._asked, self._floor - 1))
 
     def at(self, state: StreamState, own: Mapping[str, float]) -> StreamState:
-        """Bring the weights up to date for the state's step. ``own``: every source's own weight, in source order."""
+        """Bring the weights up to date for the state's step. ``own``: every source's own weight, in
+        source order.
+        """
         self._ask(state)
         if self._every != "epoch":
             self.weights = self._weigh(state, own)
@@ -125,8 +129,10 @@ class Mixture:
     def foreseen(
         self, state: StreamState, step: int, own: Mapping[str, float]
     ) -> list[float] | None:
-        """The weights of a later step, where they follow from its number and from what was said; else None. Schedules that people wrote
-        are asked once for every step, in order, and so not before their time."""
+        """The weights of a later step, where they follow from its number and from what was said;
+        else None. Schedules that people wrote are asked once for every step, in order, and so not
+        before their time.
+        """
         change = latest(state.events, -1, step)
         if not change and (
             self._every == "epoch" or not (self._fixed or follows_from_step(self._schedule))
@@ -161,7 +167,9 @@ class Mixture:
         return {"weights": weights, "schedule": self._learned(), "reports": self.feedback.pending()}
 
     def _learned(self) -> dict[str, Any] | None:
-        """The schedule's state in its JSON form, so that it is the same whether it was written down meanwhile or not."""
+        """The schedule's state in its JSON form, so that it is the same whether it was written down
+        meanwhile or not.
+        """
         if not self._stateful:
             return None
         state = self._schedule.state_dict()  # type: ignore[union-attr]
@@ -182,9 +190,11 @@ def beside(
     step: int,
     as_shares: bool = False,
 ) -> list[float]:
-    """One weight for every source. A source added in mid-run weighs nothing before its step; from then on what the mixture gives
-    it, and its own weight beside the others' where the mixture does not name it. ``as_shares``: a schedule's numbers have a scale
-    of their own that may change from step to step, so there the share counts that its weight has among the sources' own."""
+    """One weight for every source. A source added in mid-run weighs nothing before its step; from
+    then on what the mixture gives it, and its own weight beside the others' where the mixture does
+    not name it. ``as_shares``: a schedule's numbers have a scale of their own that may change from
+    step to step, so there the share counts that its weight has among the sources' own.
+    """
     names = tuple(own)
     if not added:
         return by_source(given, names)
@@ -209,7 +219,9 @@ def beside(
 
 
 def _scale(given: Sequence[Any], own: Sequence[float]) -> float:
-    """What a weight of 1 among the sources' own is among a schedule's; what is wrong with those is said when they are checked."""
+    """What a weight of 1 among the sources' own is among a schedule's; what is wrong with those is
+    said when they are checked.
+    """
     said = sum(w for w in given if isinstance(w, float) and 0 < w < math.inf)
     return said / total if said and (total := sum(own)) > 0 else 1.0
 

@@ -1,7 +1,9 @@
-"""The Planner core: announcements and demand in, plans out. Pure: no clock, file, thread or runtime.
+"""The Planner core: announcements and demand in, plans out. Pure: no clock, file, thread or
+runtime.
 
-A step is planned when the prefetch window is open and the draw's samples are known; it waits for what the draw needs
-and for nothing else. Every input that changes the stream is an event with its first step, kept in the state.
+A step is planned when the prefetch window is open and the draw's samples are known; it waits for
+what the draw needs and for nothing else. Every input that changes the stream is an event with its
+first step, kept in the state.
 """
 
 from __future__ import annotations
@@ -64,8 +66,10 @@ class Planner(Leaving):
         generation: int = 0,
         floor: int = 0,
     ):
-        """``generation``: of all loaders at first. ``floor``: the first step that was never planned; those before it are planned again, and
-        closed to all that is said now, or they would not come out the same."""
+        """``generation``: of all loaders at first. ``floor``: the first step that was never
+        planned; those before it are planned again, and closed to all that is said now, or they
+        would not come out the same.
+        """
         self.spec, self.generation, self.floor = spec, generation, floor
         state = state or initial_state(spec)
         self._state = state
@@ -103,7 +107,9 @@ class Planner(Leaving):
             None  # found by the planner before this one, which nothing that is said since may move
         )
         self._unbegun = None
-        self._begun = -1  # a step whose weights were charged to the accounts already: a draw gave nothing, the next one waits
+        # a step whose weights were charged to the accounts already: a draw gave nothing, the next
+        # one waits
+        self._begun = -1
         self._mixture = Mixture(
             spec.schedule,
             every=spec.mix_every,
@@ -116,8 +122,10 @@ class Planner(Leaving):
         self.ledger = Ledger(state, len(spec.sources))
 
     def adopt(self, before: Planner) -> list[Command]:
-        """Take the place of a planner that was further on, from a state it passed: who takes part and how far they are, what is listed and
-        counted, and where it ended. ``handle`` then gives what it gave, step by step; what it listed since is listed again."""
+        """Take the place of a planner that was further on, from a state it passed: who takes part
+        and how far they are, what is listed and counted, and where it ended. ``handle`` then gives
+        what it gave, step by step; what it listed since is listed again.
+        """
         self._stop, self._ended = before._stop, before._finished or before._ended
         self.ledger.adopt(before.ledger)
         self._mixture.feedback.adopt(before._mixture.feedback)
@@ -223,8 +231,10 @@ class Planner(Leaving):
         self.ledger.widen()
 
     def _reopen(self, i: int) -> list[Command]:
-        """A source as a restart would find it: a fresh stream at the cursor, and what was pulled beyond is pulled again. Nothing is
-        drawn, listed or counted by that, so it does not show in the stream."""
+        """A source as a restart would find it: a fresh stream at the cursor, and what was pulled
+        beyond is pulled again. Nothing is drawn, listed or counted by that, so it does not show in
+        the stream.
+        """
         if self._finished:
             return []  # nothing is read any more
         cursor, commands = Cursor(*self._state.cursors[i].tolist()), list[Command]()
@@ -261,10 +271,12 @@ class Planner(Leaving):
                 planned = self._finish(
                     PlanError(what, self._state.step, "it must end neither the program nor a loop")
                 )
-            except Exception as error:  # a strategy is the user's code: whatever it raises ends the job at this step, as it is
+            # a strategy is the user's code: whatever it raises ends the job at this step, as it is
+            except Exception as error:
                 if (where := where_raised(error)) or not isinstance(error, OverlordError):
                     error.add_note(
-                        f"raised by the strategy or the schedule while step {self._state.step} was planned{where}"
+                        "raised by the strategy or the schedule while step "
+                        f"{self._state.step} was planned{where}"
                     )
                 planned = self._finish(error)
             commands += planned
@@ -298,7 +310,8 @@ class Planner(Leaving):
                 return self._wait({i: n - self._open(i) for i, n in drawn.need.items()})
             if any(map(sum, drawn.counts)):
                 break
-            # Nothing drawn: the end, or a step of few tokens while long samples taken before are still being paid for.
+            # Nothing drawn: the end, or a step of few tokens while long samples taken before are
+            # still being paid for.
             self._see_off(drawn.active)
             self._unbegun = state if self._begun != state.step else self._unbegun
             self._state = state = replace(self._state, owed=drawn.owed, active=drawn.active)
@@ -402,8 +415,10 @@ class Planner(Leaving):
         )
 
     def _wait(self, need: dict[int, int]) -> list[Command]:
-        """Ask for what the draw lacks. A stream that broke before it is where the job ends; of several that did, the first source's
-        is named, so the others are waited for: who was read first must not be seen."""
+        """Ask for what the draw lacks. A stream that broke before it is where the job ends; of
+        several that did, the first source's is named, so the others are waited for: who was read
+        first must not be seen.
+        """
         self._waiting = need
         if self._satisfied():
             if leave := self._asks_to_leave(need):
@@ -436,8 +451,9 @@ class Planner(Leaving):
         return [self._finished]
 
     def _see_off(self, active: Sequence[bool]) -> None:
-        """Sources that leave: the failures behind their last samples are listed now, since nothing of them is read again, here or
-        after a restart."""
+        """Sources that leave: the failures behind their last samples are listed now, since nothing
+        of them is read again, here or after a restart.
+        """
         for i, (was, stays) in enumerate(zip(self._state.active, active, strict=True)):
             if was and not stays:
                 self.ledger.list_bad(i, self._streams[i].rest())
@@ -468,7 +484,8 @@ class Planner(Leaving):
         if spec.images:
             check_images(plan, buffer)
         plan.validate()
-        # A loader's samples leave it in its own order: within a loader, that is their order in the source's stream.
+        # A loader's samples leave it in its own order: within a loader, that is their order in the
+        # source's stream.
         pops = np.bincount(loader, minlength=self._demand.n_loaders)
         by_stream = np.lexsort((order, loader))
         doc = np.empty(len(loader), np.int64)

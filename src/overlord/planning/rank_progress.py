@@ -1,4 +1,6 @@
-"""How far every rank is, and the slowest of them without a look at all: each of ten thousand ranks that takes a step asks for it. Pure."""
+"""How far every rank is, and the slowest of them without a look at all: each of ten thousand ranks
+that takes a step asks for it. Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from collections.abc import Iterable, Mapping
 
 
 class Paces(dict[int, int]):
-    """Rank -> last step it was handed. Ranks stand at few different steps at a time, so those are counted."""
+    """Rank -> last step it was handed. Ranks stand at few different steps at a time, so those are
+    counted.
+    """
 
     def __init__(self, taken: Mapping[int, int] | Iterable[tuple[int, int]] = ()):
         super().__init__(taken)

@@ -1,4 +1,6 @@
-"""``plan_raw``: a strategy from a function over raw arrays, the lowest level of the planning interface."""
+"""``plan_raw``: a strategy from a function over raw arrays, the lowest level of the planning
+interface.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,21 @@ from overlord.user_code import checked_function, name_of
 
 
 def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("TP",)) -> RawPlan:
-    """A strategy from a function over raw arrays: ``fn(columns, place, batch, step) -> {"bucket": ..., "microbatch": ...}``.
+    """A strategy from a function over raw arrays: ``fn(columns, place, batch, step) -> {"bucket":
+    ..., "microbatch": ...}``.
 
-    It goes in as ``Job(strategy=ov.plan_raw(fn))`` and is called once per step. ``columns`` has a read-only array per column,
-    one row per drawn sample in the order of the draw: ``tokens`` and your metadata (a ``Ragged`` where a sample has several
-    values), the identity ``source`` (number in the job's order), ``epoch``, ``file``, ``row``, ``part``, and ``substep`` under
-    ``mix_every="microbatch"``. It returns a whole number per sample for ``bucket`` (0 to ``place.n_buckets(axis) - 1``) and
-    ``microbatch`` (as many as the highest says, ``batch.microbatches`` at least); optionally ``slot``, the place inside the
-    microbatch (default: the order of the draw), and ``cost`` (default: tokens), which only reports use.
+    It goes in as ``Job(strategy=ov.plan_raw(fn))`` and is called once per step. ``columns`` has a
+    read-only array per column, one row per drawn sample in the order of the draw: ``tokens`` and
+    your metadata (a ``Ragged`` where a sample has several values), the identity ``source`` (number
+    in the job's order), ``epoch``, ``file``, ``row``, ``part``, and ``substep`` under
+    ``mix_every="microbatch"``. It returns a whole number per sample for ``bucket`` (0 to
+    ``place.n_buckets(axis) - 1``) and ``microbatch`` (as many as the highest says,
+    ``batch.microbatches`` at least); optionally ``slot``, the place inside the microbatch (default:
+    the order of the draw), and ``cost`` (default: tokens), which only reports use.
 
         def by_row(columns, place, batch, step):
-            return {"bucket": columns["row"] % place.dp, "microbatch": np.zeros(len(columns["row"]), int)}
+            return {"bucket": columns["row"] % place.dp, "microbatch": np.zeros(len(columns["row"]),
+            int)}
     """
     dims = (broadcast,) if isinstance(broadcast, str) else tuple(broadcast)
     return RawPlan(
@@ -97,7 +103,8 @@ class RawPlan:
             if array.shape != (len(buffer),) or (array.dtype.kind not in kinds and len(buffer)):
                 wanted = f"{len(buffer)} {'numbers' if key == 'cost' else 'whole numbers'}"
                 raise PlanError(
-                    f"{self.__name__}: wanted {wanted} for {key}, found {array.dtype} {array.shape}",
+                    f"{self.__name__}: wanted {wanted} for {key}, found {array.dtype} "
+                    f"{array.shape}",
                     buffer.step,
                 )
             top = n_buckets if key == "bucket" else 2**31

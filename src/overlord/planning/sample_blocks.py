@@ -1,4 +1,6 @@
-"""Announced samples as values: taken, joined, cut at a key, and ranked in the order of a window. Pure."""
+"""Announced samples as values: taken, joined, cut at a key, and ranked in the order of a window.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def sorted_found(found: Found) -> tuple[Found, np.ndarray]:
 
 
 def take(found: Found, rows: np.ndarray, bad: np.ndarray) -> Found:
-    """Return some of the samples and of the quarantined rows; what was dropped, and long documents, stay as they are."""
+    """Return some of the samples and of the quarantined rows; what was dropped, and long documents,
+    stay as they are.
+    """
     return Found(
         found.key[rows],
         found.file[rows],
@@ -90,7 +94,9 @@ def last_key(parts: Sequence[Found]) -> int | None:
 
 
 def split(parts: list[Found], bound: int | None) -> tuple[list[Found], list[Found]]:
-    """Parts before a key, and the rest. Rows of the key itself wait: a row of equal key may still be announced before them."""
+    """Parts before a key, and the rest. Rows of the key itself wait: a row of equal key may still
+    be announced before them.
+    """
     if bound is None:
         return parts, []
     final, rest = [], []
@@ -124,7 +130,9 @@ def rank_of_bad(found: Found) -> np.ndarray:
 
 
 def rank_of_long(found: Found) -> np.ndarray:
-    """Return how many samples stand before each long document; where it was cut, this is the number of its own sample."""
+    """Return how many samples stand before each long document; where it was cut, this is the number
+    of its own sample.
+    """
     return (
         NO_ROWS
         if found.long is None

@@ -1,8 +1,10 @@
-"""Choosing among look-ahead candidates: which of a source's first ``look_ahead * n`` samples make up its n of this step.
+"""Choosing among look-ahead candidates: which of a source's first ``look_ahead * n`` samples make
+up its n of this step.
 
-How many each source gives is the draw's; which ones may be chosen, by a score for each candidate: those passed over for
-``max_age`` steps come first, then the lowest scores, ties in stream order. The chosen stand in the step as if they had been
-a prefix: in stream order, the k-th of n at (k + 1/2)/n.
+How many each source gives is the draw's; which ones may be chosen, by a score for each candidate:
+those passed over for ``max_age`` steps come first, then the lowest scores, ties in stream order.
+The chosen stand in the step as if they had been a prefix: in stream order, the k-th of n at (k +
+1/2)/n.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
         found = np.zeros(0) if len(candidates) else np.zeros(1)  # of no shape that could be right
     if found.shape != candidates.source.shape or np.isnan(found).any():
         raise PlanError(
-            f"prefer: wanted {len(candidates)} numbers, one for each candidate, found shape {found.shape}"
+            f"prefer: wanted {len(candidates)} numbers, one for each candidate, found "
+            f"shape {found.shape}"
             + (" with some that are no number" if np.isnan(found).any() else ""),
             candidates.step,
         )
@@ -91,9 +94,11 @@ def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
 
 
 def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np.ndarray:
-    """Rows of a drawn step that can be packed into so many bins, those left longest first; what is left out waits for a later step.
+    """Rows of a drawn step that can be packed into so many bins, those left longest first; what is
+    left out waits for a later step.
 
-    Packing is best fit, the last resort of every balance method, so that whatever fits here fits there without more microbatches.
+    Packing is best fit, the last resort of every balance method, so that whatever fits here fits
+    there without more microbatches.
     """
     first = (
         np.argsort(-buffer.age, kind="stable") if buffer.age is not None else np.arange(len(buffer))
@@ -109,7 +114,9 @@ def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np
 
 
 def rows_of(plan: LoadingPlan, buffer: Buffer) -> np.ndarray:
-    """The row of the buffer that each sample of a plan is; refuses a plan with a sample of its own, or one twice."""
+    """The row of the buffer that each sample of a plan is; refuses a plan with a sample of its own,
+    or one twice.
+    """
     if len(plan) == len(buffer) and all(getattr(plan, n) is getattr(buffer, n) for n in IDENTITY):
         rows, known = np.arange(len(buffer)), True
     else:
@@ -139,7 +146,9 @@ def _hashes(columns: Buffer | LoadingPlan) -> np.ndarray:
 
 
 def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
-    """A plan's rows must be a whole choice in the order of the step; with ``left_allowed`` some may be missing, but not all."""
+    """A plan's rows must be a whole choice in the order of the step; with ``left_allowed`` some may
+    be missing, but not all.
+    """
     if not buffer.wanted:
         if (
             len(rows) == 0
@@ -157,7 +166,8 @@ def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
     if not np.array_equal(counts, wanted):
         i = int(np.flatnonzero(counts != wanted)[0])
         raise PlanError(
-            f"the strategy chose {counts[i]} samples of {buffer.names[i]!r}, the draw wants {wanted[i]}",
+            f"the strategy chose {counts[i]} samples of {buffer.names[i]!r}, the draw "
+            f"wants {wanted[i]}",
             buffer.step,
             "call .mix()",
         )
@@ -181,8 +191,10 @@ def _unavoidable(buffer: Buffer, wanted: np.ndarray) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HoldLong:
-    """Lets samples dearer than a whole rank's share wait for each other: a step that holds one is as slow as it is, so several in
-    one step cost what one does. They go together when there is one for every rank, or when the oldest may wait no longer."""
+    """Lets samples dearer than a whole rank's share wait for each other: a step that holds one is
+    as slow as it is, so several in one step cost what one does. They go together when there is one
+    for every rank, or when the oldest may wait no longer.
+    """
 
     cost: CostFn | str
 

@@ -1,4 +1,6 @@
-"""What the planner is given, and the records it keeps: the job as it sees it, running counts, the rows it could not use."""
+"""What the planner is given, and the records it keeps: the job as it sees it, running counts, the
+rows it could not use.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ class PlannerSpec:
         return tuple(s.name for s in self.sources)
 
     def ends_at(self, step: int) -> bool:
-        """Return whether the job has no step of this number: a state may be past the end of a job that was shortened."""
+        """Return whether the job has no step of this number: a state may be past the end of a job
+        that was shortened.
+        """
         return isinstance(self.until, int) and step >= self.until
 
     @property
@@ -88,7 +92,9 @@ class PlannerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A row that never reached a plan, and why; or a sample one of whose images could not be decoded."""
+    """A row that never reached a plan, and why; or a sample one of whose images could not be
+    decoded.
+    """
 
     source: int
     epoch: int
@@ -125,7 +131,9 @@ PASSED = (
 
 
 class Ledger:
-    """Running counts per source, part of the state so that they survive a restart; the last mixes; the rows that failed."""
+    """Running counts per source, part of the state so that they survive a restart; the last mixes;
+    the rows that failed.
+    """
 
     def __init__(self, state: StreamState, n_sources: int):
         self.samples, self.tokens, self.quarantined, self.dropped, self.long, self.lost_tokens = (
@@ -160,15 +168,18 @@ class Ledger:
             self.mixed.append(Mixed(plan.step, wanted / (wanted.sum() or 1.0), samples, tokens))
 
     def list_bad(self, i: int, rows: list[BadRow]) -> None:
-        """Rows that failed, in the order of planning: where steps are planned again, the same come again."""
+        """Rows that failed, in the order of planning: where steps are planned again, the same come
+        again.
+        """
         known = max(0, self._listed - int(self.quarantined.sum()))
         self.quarantine += [Quarantined(i, *row) for row in rows[known:]]
         self.quarantined[i] += len(rows)
         self._listed = max(self._listed, int(self.quarantined.sum()))
 
     def spoil(self, event: Spoiled) -> None:
-        """Samples that were delivered with an image missing. They count for the record only, never for ``max_bad``: when a step is
-        built must not decide where the stream ends."""
+        """Samples that were delivered with an image missing. They count for the record only, never
+        for ``max_bad``: when a step is built must not decide where the stream ends.
+        """
         for (source, epoch, file, row, part), reason in zip(
             event.ids.tolist(), event.reasons, strict=True
         ):
@@ -184,7 +195,9 @@ class Ledger:
         self.mixed, self.spoiled = before.mixed, before.spoiled
 
     def bad_rows(self) -> list[Quarantined]:
-        """All that is listed, late news behind the rest and in one order: constructors are not heard in any."""
+        """All that is listed, late news behind the rest and in one order: constructors are not
+        heard in any.
+        """
         late = sorted(
             self.spoiled,
             key=lambda s: (
@@ -200,12 +213,15 @@ class Ledger:
         return [*self.quarantine, *(bad for _, bad in late)]
 
     def counted_before(self, i: int, passed: Sequence[int], sign: int = 1) -> None:
-        """Leave out what the stream of a source has passed so far: it was counted before the restart. ``sign=-1``: keep it, since
-        another stream takes its place and counts from 0."""
+        """Leave out what the stream of a source has passed so far: it was counted before the
+        restart. ``sign=-1``: keep it, since another stream takes its place and counts from 0.
+        """
         self._before[i] -= sign * np.array(passed, np.int64)
 
     def see_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
-        """Bring the counts of ``PASSED`` up to date with what the stream of every source has passed."""
+        """Bring the counts of ``PASSED`` up to date with what the stream of every source has
+        passed.
+        """
         counts = np.fromiter(chain.from_iterable(passed), np.int64, self._before.size).reshape(
             self._before.shape
         )

@@ -1,4 +1,6 @@
-"""Events and reports as the plain JSON of a saved state. Names and numbers only: nothing in a state is ever executed."""
+"""Events and reports as the plain JSON of a saved state. Names and numbers only: nothing in a state
+is ever executed.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def reports_in(saved: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[
 
 
 def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """The parts of a fingerprint with what most sources have in common said once: of hundreds all but the files are mostly alike."""
+    """The parts of a fingerprint with what most sources have in common said once: of hundreds all
+    but the files are mostly alike.
+    """
     out = dict(parts)
     for part in EACH:
         own = [f"source {name}: {part}" for name in names]

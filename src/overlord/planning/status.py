@@ -1,4 +1,6 @@
-"""What a planner can be asked: where it stands, what it sees, what it waits for. Nothing here changes it. Pure."""
+"""What a planner can be asked: where it stands, what it sees, what it waits for. Nothing here
+changes it. Pure.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Answers:
         return self._state
 
     def summary_buffer(self) -> Buffer:
-        """All samples that are ready and not drawn, source by source in stream order: candidates for what-if, never for a plan."""
+        """All samples that are ready and not drawn, source by source in stream order: candidates
+        for what-if, never for a plan.
+        """
         opened = [self._open(i) for i in range(len(self._streams))]
         held = (
             self._reserve.candidates(opened) if self._reserve is not None and any(opened) else None
@@ -109,7 +113,9 @@ class Answers:
         return max(self._state.step + (self._begun == self._state.step), self.floor)
 
     def opening(self, loader: int) -> tuple[Cursor, int, Refill]:
-        """Where the plans stand in a loader's source, its generation, and what the loader was told: for one that is to follow it."""
+        """Where the plans stand in a loader's source, its generation, and what the loader was told:
+        for one that is to follow it.
+        """
         source = self._demand.source_of[loader]
         return (
             Cursor(*self._state.cursors[source].tolist()),
@@ -138,7 +144,9 @@ class Answers:
         return list(self._weights)
 
     def shares(self, step: int | None = None) -> np.ndarray:
-        """What every source weighs among those that take part: in the step planned last, or, as far as is known, in a later one."""
+        """What every source weighs among those that take part: in the step planned last, or, as far
+        as is known, in a later one.
+        """
         own = {s.name: s.weight for s in self.spec.sources}
         weights = (
             (None if step is None else self._mixture.foreseen(self._state, step, own))
@@ -159,7 +167,9 @@ class Answers:
 
     @property
     def totals(self) -> Ledger:
-        """Return the ledger with all that the streams have passed, also at the end of a source after its last step."""
+        """Return the ledger with all that the streams have passed, also at the end of a source
+        after its last step.
+        """
         self.ledger.see_passed([s.passed for s in self._streams])
         return self.ledger
 
@@ -189,7 +199,10 @@ class Answers:
             )
         slow = min(self._consumed, key=lambda r: self._consumed[r]) if self._consumed else -1
         if slow >= 0 and len(self._outstanding) >= self.spec.prefetch:
-            return f"rank {slow}, which holds {self.spec.prefetch} steps it has not taken (it took step {self._consumed[slow]} last)"
+            return (
+                f"rank {slow}, which holds {self.spec.prefetch} steps it has not taken (it "
+                f"took step {self._consumed[slow]} last)"
+            )
         return f"the plan of step {self._state.step}"
 
     def check(self) -> None:

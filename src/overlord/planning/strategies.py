@@ -34,12 +34,16 @@ IMAGES = "image_patches"  # the metadata that says how many patches each image o
 
 
 def vanilla(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
-    """No planning: sample i goes to rank i mod D, and each rank's samples in stream order into microbatches of equal counts."""
+    """No planning: sample i goes to rank i mod D, and each rank's samples in stream order into
+    microbatches of equal counts.
+    """
     return _plan(_samples(buffer, place).balance("none"))
 
 
 def packed(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
-    """Token packing: one global stream cut into microbatches of about equal tokens, dealt out to ranks in turn."""
+    """Token packing: one global stream cut into microbatches of about equal tokens, dealt out to
+    ranks in turn.
+    """
     graph, n, context = _samples(buffer, place), place.n_buckets("DP"), buffer.batch.context
     graph.check_sizes(context)
     sizes = graph.sizes()
@@ -66,7 +70,9 @@ def llm_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
 
 
 def look_ahead_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
-    """``llm_balance`` that lets samples dearer than a rank's share wait for each other; needs ``Job(look_ahead=...)`` above 1 to choose."""
+    """``llm_balance`` that lets samples dearer than a rank's share wait for each other; needs
+    ``Job(look_ahead=...)`` above 1 to choose.
+    """
     graph = DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=hold_long(DENSE_12B))
     return _plan(graph.distribute("DP").cost(DENSE_12B).balance("greedy"))
 
@@ -77,7 +83,9 @@ def backbone_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
 
 
 def encoder_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
-    """Equal encoder cost over all ranks, once per step; the samples themselves are dealt out as they come."""
+    """Equal encoder cost over all ranks, once per step; the samples themselves are dealt out as
+    they come.
+    """
     images = (
         DGraph.from_buffer(buffer, place)
         .mix()
@@ -100,13 +108,15 @@ def vlm(
     method: str = "greedy",
     objective: str | None = None,
 ) -> Strategy:
-    """A strategy for models with an encoder: images are balanced over all ranks, samples over replicas.
+    """A strategy for models with an encoder: images are balanced over all ranks, samples over
+    replicas.
 
-    ``encoder`` and ``backbone`` are what an image and a sample cost, in one unit. ``per``: the encoder runs once per step
-    (``"iteration"``: best balance, outputs of the whole step in memory) or before every microbatch (``"microbatch"``).
-    ``joint``: one cost for a sample and its images, which stay with the ranks of its replica, so that no output leaves it; ``None``
-    does so where replicas are single ranks or CP groups. ``merge``: see ``DGraph.select``.
-    ``objective``: when replicas wait for each other, by default as ``Job.sync`` says, see ``DGraph.balance``.
+    ``encoder`` and ``backbone`` are what an image and a sample cost, in one unit. ``per``: the
+    encoder runs once per step (``"iteration"``: best balance, outputs of the whole step in memory)
+    or before every microbatch (``"microbatch"``). ``joint``: one cost for a sample and its images,
+    which stay with the ranks of its replica, so that no output leaves it; ``None`` does so where
+    replicas are single ranks or CP groups. ``merge``: see ``DGraph.select``. ``objective``: when
+    replicas wait for each other, by default as ``Job.sync`` says, see ``DGraph.balance``.
     """
     if per not in PER:
         raise JobError([f"strategy.vlm: unknown per={per!r}; known: {', '.join(PER)}"])
@@ -154,7 +164,9 @@ def _samples(buffer: Buffer, place: ClientPlaceTree) -> DGraph:
 
 
 def _plan(samples: DGraph) -> LoadingPlan:
-    """Samples as placed. Their images, where they have any, are encoded by the ranks of their replica in turn."""
+    """Samples as placed. Their images, where they have any, are encoded by the ranks of their
+    replica in turn.
+    """
     buffer, samples = samples.buffer, samples.broadcast_at("TP")
     if not isinstance(buffer.meta.get(IMAGES), Ragged) and IMAGES not in buffer.absent:
         return samples.plan()

@@ -1,7 +1,8 @@
 """The front of one source's stream: announcements of its loaders, merged into one order.
 
-Loaders own whole chunks, so each announces its share of a window in the window's order; a sample is final when every
-loader that is not done with the window has announced one behind it. The order never depends on who announces first.
+Loaders own whole chunks, so each announces its share of a window in the window's order; a sample is
+final when every loader that is not done with the window has announced one behind it. The order
+never depends on who announces first.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class _Segment:
     loader: np.ndarray | int  # who holds each sample
     tokens: np.ndarray  # running sum, with a leading 0
     bad_at: np.ndarray  # how many samples of the segment stand before each quarantined row
-    ids: np.ndarray  # int64 [n, 3]: file, row and part of each, side by side, since steps are joined of hundreds of short runs
+    # int64 [n, 3]: file, row and part of each, side by side, since steps are joined of hundreds of
+    # short runs
+    ids: np.ndarray
     size: int
     long_at: np.ndarray  # how many samples of the segment stand before each long document
     start: int = 0  # samples already taken
@@ -127,7 +130,9 @@ class SourceStream:
 
     @property
     def passed(self) -> tuple[int, int, int]:
-        """Rows that filters dropped, documents that lost tokens to ``on_long``, and these tokens: so far (``spec.PASSED``)."""
+        """Rows that filters dropped, documents that lost tokens to ``on_long``, and these tokens:
+        so far (``spec.PASSED``).
+        """
         return self.dropped, self.long, self.lost
 
     @property
@@ -159,7 +164,8 @@ class SourceStream:
         if self.error is not None or self._exhausted:
             return
         if news.error is not None:
-            # The stream breaks where it comes to this window, not now: what was final when the news came depends on timing.
+            # The stream breaks where it comes to this window, not now: what was final when the news
+            # came depends on timing.
             self._failed[ordinal] = ((news.epoch, news.group, news.window), news.error)
             self._advance()
             return
@@ -252,7 +258,9 @@ class SourceStream:
         self._epoch_has_sample |= len(found) > 0
 
     def _check_bad(self, found: Found, bad_at: np.ndarray) -> tuple[int, int] | None:
-        """Count failures in a row, in stream order; (samples, failures) up to where the job must stop, or None."""
+        """Count failures in a row, in stream order; (samples, failures) up to where the job must
+        stop, or None.
+        """
         if not len(bad_at):
             self._bad_run = self._bad_run if not len(found) else 0
             return None
@@ -265,9 +273,11 @@ class SourceStream:
                 file, row = int(found.bad_file[j]), int(found.bad_row[j])
                 self.error = SourceError(
                     self.name,
-                    f"{self._bad_run} rows in a row could not be used; the last: row {row}: {found.bad_reason[j]}",
+                    f"{self._bad_run} rows in a row could not be used; the last: row "
+                    f"{row}: {found.bad_reason[j]}",
                     self._files[file] if file < len(self._files) else f"file {file}",
-                    remedy=f"mend the source (overlord inspect shows it), filter these rows, or raise max_bad{_tokenize(self._bad_said)}",
+                    remedy="mend the source (overlord inspect shows it), filter these rows, or "
+                    f"raise max_bad{_tokenize(self._bad_said)}",
                 )
                 return goods, j + 1
         if previous < len(found):
@@ -302,7 +312,9 @@ class SourceStream:
         return SourceError(self.name, lost + self._bad_said, remedy=remedy)
 
     def behind(self) -> list[int]:
-        """Loaders whose word is missing before more samples become final, those that will never speak again among them."""
+        """Loaders whose word is missing before more samples become final, those that will never
+        speak again among them.
+        """
         at = (self._at.epoch, self._at.group, self._at.window)
         shares, lasts = self._shares.get(at), self._lasts.get(at[:2], [None] * self._n_loaders)
         return [
@@ -328,19 +340,23 @@ class SourceStream:
                 )
             self._count_long(segment, a, b)
             n -= b - a
-            # A used-up segment is left only to reach the next sample, so that failures behind the last one stay unlisted.
+            # A used-up segment is left only to reach the next sample, so that failures behind the
+            # last one stay unlisted.
             if b == segment.size and (n > 0 or not segment.trails):
                 bad += _bad_rows(segment, np.flatnonzero(segment.bad_at >= b))
                 self._count_long(segment, b)
                 self._segments.popleft()
-        # A window's drops count when a later one is drawn from: a restored stream reads the window of its cursor again.
+        # A window's drops count when a later one is drawn from: a restored stream reads the window
+        # of its cursor again.
         while pieces and self._drops and self._drops[0][0] < pieces[-1].at:
             self.dropped += self._drops.popleft()[1]
         return pieces, bad
 
     def _count_long(self, segment: _Segment, start: int, stop: int | None = None) -> None:
-        """Count the documents that lost tokens before samples ``start`` to ``stop`` of a segment, or up to its end. One that was cut
-        counts with its sample, one that was dropped with the next sample: so a restored stream counts each once."""
+        """Count the documents that lost tokens before samples ``start`` to ``stop`` of a segment,
+        or up to its end. One that was cut counts with its sample, one that was dropped with the
+        next sample: so a restored stream counts each once.
+        """
         if (long := segment.found.long) is None:
             return
         mine = segment.long_at >= start
@@ -356,8 +372,10 @@ class SourceStream:
         ]
 
     def rest(self) -> list[BadRow]:
-        """Failures behind the last sample taken: of an exhausted source those at its end, of a broken one those that broke it.
-        Said once, at the end; drops are counted to the end too, and long documents if no sample is left untaken."""
+        """Failures behind the last sample taken: of an exhausted source those at its end, of a
+        broken one those that broke it. Said once, at the end; drops are counted to the end too, and
+        long documents if no sample is left untaken.
+        """
         if self.error is None and (self._ready or not self._exhausted):
             return []
         self.dropped += sum(n for _, n in self._drops)
@@ -384,8 +402,8 @@ def _tokenize(said: str) -> str:
 def step_meta(pieces: Sequence[Piece]) -> dict[str, Column]:
     """Metadata of all pieces, joined.
 
-    A number that only some sources have cannot be balanced on; it is left out rather than invented. A list is another
-    matter: a source without image_patches has no images.
+    A number that only some sources have cannot be balanced on; it is left out rather than invented.
+    A list is another matter: a source without image_patches has no images.
     """
     meta: dict[str, Column] = {}
     first = pieces[0].found.meta

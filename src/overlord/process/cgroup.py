@@ -1,7 +1,8 @@
-"""What there is to use: cores and memory of this machine, or what is left of them by the group that this process runs in.
+"""What there is to use: cores and memory of this machine, or what is left of them by the group that
+this process runs in.
 
-A container sees the whole machine in ``/proc``; what it may use stands in the files of its control group (cgroup), of version 1 or 2.
-Whoever goes by the machine there is throttled, or killed.
+A container sees the whole machine in ``/proc``; what it may use stands in the files of its control
+group (cgroup), of version 1 or 2. Whoever goes by the machine there is throttled, or killed.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Those of this process's group and of all above it, whose bounds count too. Where a container was given a view of its own group
-    alone, the path that the system names is not there, and the top is its group."""
+    """Those of this process's group and of all above it, whose bounds count too. Where a container
+    was given a view of its own group alone, the path that the system names is not there, and the
+    top is its group.
+    """
     mounts = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")

@@ -1,4 +1,6 @@
-"""Processes of ours: started by one fork server that has the heavy modules loaded, and none outlives the process that wanted it."""
+"""Processes of ours: started by one fork server that has the heavy modules loaded, and none
+outlives the process that wanted it.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ from typing import Any
 
 from overlord import import_path
 
-# Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these pages with all others. What
-# stands here must start no Python thread when imported (a fork does not copy threads), and is best what every host needs.
+# Loaded once, in the fork server: a process then starts in tens of milliseconds and shares these
+# pages with all others. What
+# stands here must start no Python thread when imported (a fork does not copy threads), and is best
+# what every host needs.
 PRELOAD = (
     "numpy",
     "overlord.process.preload",
@@ -33,7 +37,8 @@ PRELOAD = (
 
 # A child that is sent something of the program's main file imports that file again.
 UNGUARDED = (
-    '; with worker processes a program is a file that can be imported, launches under `if __name__ == "__main__":`, '
+    "; with worker processes a program is a file that can be imported, launches under "
+    '`if __name__ == "__main__":`, '
     "and has the functions it sends above that line"
 )
 
@@ -45,8 +50,10 @@ _server: Any = getattr(
 
 
 class _Popen(popen_forkserver.Popen):
-    """As Python's own, but a child imports the program's main file only if something it is sent is defined there. A trainer's main
-    file imports torch: seconds, and hundreds of megabytes, in every host."""
+    """As Python's own, but a child imports the program's main file only if something it is sent is
+    defined there. A trainer's main file imports torch: seconds, and hundreds of megabytes, in every
+    host.
+    """
 
     def _launch(self, process_obj: Any) -> None:
         prepared: dict[str, Any] = spawn.get_preparation_data(process_obj._name)
@@ -73,7 +80,9 @@ class _Popen(popen_forkserver.Popen):
 
 
 class Process(ForkServerProcess):
-    """A child of the fork server. Python joins all children when the program ends, and a thread of ours may close one at that moment."""
+    """A child of the fork server. Python joins all children when the program ends, and a thread of
+    ours may close one at that moment.
+    """
 
     _ended = False  # it is closed, or being closed
 
@@ -99,7 +108,9 @@ class Process(ForkServerProcess):
 
 
 def context() -> ForkServerContext:
-    """What every process of ours is started with. The list counts when the server starts, which is at the first process."""
+    """What every process of ours is started with. The list counts when the server starts, which is
+    at the first process.
+    """
     found = multiprocessing.get_context("forkserver")
     asked = list(getattr(_server, "_preload_modules", ["__main__"]))  # by the program itself
     asked = [] if asked == ["__main__"] else asked  # Python's default: see _Popen
@@ -118,7 +129,9 @@ def process(**what: Any) -> Process:
 
 
 def warm_up() -> None:
-    """Start the fork server now, so that it loads its modules while this process does something else."""
+    """Start the fork server now, so that it loads its modules while this process does something
+    else.
+    """
     context()
     _ensure_server()
 
@@ -126,7 +139,8 @@ def warm_up() -> None:
 def _ensure_server() -> None:
     """Start the fork server if none runs. It looks for modules where this process does.
 
-    Python starts it with ``-c``, and an interpreter so started looks in its working directory first.
+    Python starts it with ``-c``, and an interpreter so started looks in its working directory
+    first.
     """
     if (
         _server is None
@@ -164,8 +178,10 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def leave_no_socket() -> None:
-    """In the fork server: the file of its socket, and the folder of it, go when it ends. Python leaves that to the program, which cannot
-    do it after a ``kill -9``. A child that was forked has the same function, and leaves the file where it is."""
+    """In the fork server: the file of its socket, and the folder of it, go when it ends. Python
+    leaves that to the program, which cannot do it after a ``kill -9``. A child that was forked has
+    the same function, and leaves the file where it is.
+    """
     atexit.register(_remove_socket, os.getpid())
 
 
@@ -178,8 +194,10 @@ def _remove_socket(server: int) -> None:
 
 
 def share_server() -> None:
-    """In a child: its own children come from the same fork server. Python's ``ensure_running`` says so too, but starts a server for
-    every child that has children, which costs 50 MB and a third of a second each."""
+    """In a child: its own children come from the same fork server. Python's ``ensure_running`` says
+    so too, but starts a server for every child that has children, which costs 50 MB and a third of
+    a second each.
+    """
     if (
         getattr(_server, "_forkserver_address", None) is not None
         and getattr(_server, "_forkserver_alive_fd", None) is not None
@@ -188,10 +206,11 @@ def share_server() -> None:
 
 
 def die_with_parent() -> None:
-    """In a child: the kernel kills this process when its parent is gone, however that ended and whatever runs here.
+    """In a child: the kernel kills this process when its parent is gone, however that ended and
+    whatever runs here.
 
-    The parent holds the other end of a pipe that nobody writes to. A thread that waits for its end would need the interpreter
-    lock, and user code in C may hold that for ever.
+    The parent holds the other end of a pipe that nobody writes to. A thread that waits for its end
+    would need the interpreter lock, and user code in C may hold that for ever.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not hasattr(

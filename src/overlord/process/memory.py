@@ -6,13 +6,17 @@ from pathlib import Path
 
 
 def pss_bytes(pid: int | str = "self") -> int:
-    """Proportional set size; resident size where the system does not tell PSS; 0 where it tells nothing."""
+    """Proportional set size; resident size where the system does not tell PSS; 0 where it tells
+    nothing.
+    """
     return _told(pid, "Pss:")
 
 
 def own_bytes(pid: int | str = "self") -> int:
-    """What the process itself has written: PSS without the pages of files. A share of those comes and goes with every other process that
-    maps the same libraries, so a difference of two PSS is not what happened in between; of these it is."""
+    """What the process itself has written: PSS without the pages of files. A share of those comes
+    and goes with every other process that maps the same libraries, so a difference of two PSS is
+    not what happened in between; of these it is.
+    """
     return _told(pid, "Pss_Anon:")
 
 

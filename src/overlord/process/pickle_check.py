@@ -16,7 +16,9 @@ REMEDY = "use functions of a module, not lambdas or inner functions, or runtime=
 
 
 def sendable(value: T, where: str) -> T:
-    """The value as it is; ``JobError`` if another process could not have it. ``where``: whose it is, for the error."""
+    """The value as it is; ``JobError`` if another process could not have it. ``where``: whose it
+    is, for the error.
+    """
     try:
         _Sieve(io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(value)
         return value
@@ -25,7 +27,9 @@ def sendable(value: T, where: str) -> T:
 
 
 class _Sieve(pickle.Pickler):
-    """Pickles, but finds what only this process has: it goes by name, and the name is missed only where it arrives."""
+    """Pickles, but finds what only this process has: it goes by name, and the name is missed only
+    where it arrives.
+    """
 
     def reducer_override(self, found: Any) -> Any:
         if (
@@ -34,6 +38,7 @@ class _Sieve(pickle.Pickler):
             and not hasattr(sys.modules["__main__"], "__file__")
         ):
             raise pickle.PicklingError(
-                f"{found.__qualname__} was defined in a notebook, at a prompt or by -c, where no other process finds it"
+                f"{found.__qualname__} was defined in a notebook, at a prompt or by -c, "
+                "where no other process finds it"
             )
         return NotImplemented

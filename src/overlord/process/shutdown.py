@@ -1,4 +1,6 @@
-"""The end of what was started, which anything may interrupt: Ctrl-C most of all, since people press it while they wait for that end."""
+"""The end of what was started, which anything may interrupt: Ctrl-C most of all, since people press
+it while they wait for that end.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ Steps = list[Callable[[], object]]
 
 
 def in_turn(steps: Steps) -> None:
-    """Do each, whatever becomes of those before it, and raise what went wrong first. What was done is off the list: called again, this does
-    what could not be done."""
+    """Do each, whatever becomes of those before it, and raise what went wrong first. What was done
+    is off the list: called again, this does what could not be done.
+    """
     first: BaseException | None = None
     for step in list(steps):
         try:
@@ -30,7 +33,9 @@ class Ending:
         self._steps: Steps | None = None
 
     def go(self, steps: Callable[[], Steps]) -> None:
-        """Whoever comes while another is at it leaves it to them: it may be the handler of a signal, which has interrupted that one."""
+        """Whoever comes while another is at it leaves it to them: it may be the handler of a
+        signal, which has interrupted that one.
+        """
         if not self._lock.acquire(blocking=False):
             return
         try:

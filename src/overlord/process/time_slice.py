@@ -1,8 +1,10 @@
-"""How the system shares cores among processes: hosts that read and transform run longer at a time, and interrupt nobody.
+"""How the system shares cores among processes: hosts that read and transform run longer at a time,
+and interrupt nobody.
 
-Where hosts are more than cores, the system changes between them every 3 ms, and each finds the caches filled by the others: twelve that
-tokenize on two cores take 1.5 times the CPU of two. Slices of 20 ms win back half of that; waits of others are not longer for it, since
-whoever has the common, shorter slice comes first, and work in the background does not interrupt what runs when it wakes.
+Where hosts are more than cores, the system changes between them every 3 ms, and each finds the
+caches filled by the others: twelve that tokenize on two cores take 1.5 times the CPU of two. Slices
+of 20 ms win back half of that; waits of others are not longer for it, since whoever has the common,
+shorter slice comes first, and work in the background does not interrupt what runs when it wakes.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ ATTRIBUTES = (
 
 
 def in_background(slice_s: float = SLICE_S) -> bool:
-    """This thread, and those that it starts: long slices (Linux 6.12 and later have them), as work that nobody waits for. Its share of
-    the cores is what it was. False where the system does not have it, or somebody has chosen a policy for this process."""
+    """This thread, and those that it starts: long slices (Linux 6.12 and later have them), as work
+    that nobody waits for. Its share of the cores is what it was. False where the system does not
+    have it, or somebody has chosen a policy for this process.
+    """
     number = SCHED_SETATTR.get(platform.machine())
     if (
         number is None

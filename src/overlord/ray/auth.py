@@ -1,4 +1,6 @@
-"""Whether a Ray cluster is the one that was asked for, and lets in only who has its token. Nothing of Ray is imported in this file."""
+"""Whether a Ray cluster is the one that was asked for, and lets in only who has its token. Nothing
+of Ray is imported in this file.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def reach(address: str) -> None:
 
 
 def same_head(one: str, other: str) -> bool:
-    """Whether two addresses lead to one head: names and addresses of the same machine count as equal."""
+    """Whether two addresses lead to one head: names and addresses of the same machine count as
+    equal.
+    """
     (one_host, one_port), (other_host, other_port) = split(one), split(other)
     if one_port != other_port:
         return False
@@ -77,11 +81,14 @@ def _of_this_machine(address: str) -> bool:
 
 
 def check_joined(nodes: Collection[tuple[str, str]], address: str) -> None:
-    """A program reaches a cluster by a node of its own machine. Of each node its address, and the socket that it has on its machine."""
+    """A program reaches a cluster by a node of its own machine. Of each node its address, and the
+    socket that it has on its machine.
+    """
     if nodes and not any(_of_this_machine(at) or Path(local).exists() for at, local in nodes):
         there = ", ".join(sorted({at for at, _ in nodes})[:8])
         raise Unwelcome(
-            f"none of its nodes is on this machine (there are {there}): join it first, ray start --address={address}"
+            f"none of its nodes is on this machine (there are {there}): join it first, "
+            f"ray start --address={address}"
         )
 
 
@@ -89,7 +96,9 @@ _warned: set[str] = set()  # once for each in a process
 
 
 def check_folder(socket_path: str) -> None:
-    """Warn where every account of this machine can replace the socket of a node's Ray; ``ray start`` opens its folders to all."""
+    """Warn where every account of this machine can replace the socket of a node's Ray; ``ray
+    start`` opens its folders to all.
+    """
     folder = str(Path(socket_path).parent)
     if socket_path and folder not in _warned and (why := exposed(Path(folder), owners=False)):
         _warned.add(folder)
@@ -97,7 +106,8 @@ def check_folder(socket_path: str) -> None:
             "start Ray with --temp-dir=DIR/ray, where DIR has mode 0700 (Security in docs/ray.md)"
         )
         log.warning(
-            "every account of this machine can replace the sockets and logs of its Ray, since %s: %s",
+            "every account of this machine can replace the sockets and logs of its Ray, "
+            "since %s: %s",
             why,
             remedy,
         )
@@ -119,11 +129,14 @@ def token_named() -> bool:
 
 
 def check_token(has_token: Callable[[], bool], lets_in: Callable[[bool], bool]) -> None:
-    """Of a cluster that was not started here. ``lets_in(with_token)``: whether it answers who shows what is found here, or nothing."""
+    """Of a cluster that was not started here. ``lets_in(with_token)``: whether it answers who shows
+    what is found here, or nothing.
+    """
     if is_refused():
         if not lets_in(False):
             raise Unwelcome(
-                f"it wants a token, but {MODE}=disabled here; unset that, and say its token by {WHERE}"
+                f"it wants a token, but {MODE}=disabled here; unset that, and say its "
+                f"token by {WHERE}"
             )
         warn("the cluster", "whoever reaches its ports")
         return
@@ -131,20 +144,26 @@ def check_token(has_token: Callable[[], bool], lets_in: Callable[[bool], bool]) 
         raise Unwelcome(f"no token was found: wanted that of the cluster in {WHERE}. {REFUSE}")
     if lets_in(False):  # before the token is shown: whoever is in there would have it
         raise Unwelcome(
-            f"it asks for no token, so whoever reaches its ports runs code there: start it with {MODE}=token. {REFUSE}"
+            "it asks for no token, so whoever reaches its ports runs code there: start "
+            f"it with {MODE}=token. {REFUSE}"
         )
     if not lets_in(True):
         raise Unwelcome(f"its token is another one than that in {WHERE}")
 
 
 def asks_for_token(address: str) -> bool:
-    """Whether a head that this program is connected to lets in only who shows one. Asked by another process: what a process shows is one
-    setting for all it says, also to who is asked at the same time. Where that fails it is taken for one that asks, with a warning."""
+    """Whether a head that this program is connected to lets in only who shows one. Asked by another
+    process: what a process shows is one setting for all it says, also to who is asked at the same
+    time. Where that fails it is taken for one that asks, with a warning.
+    """
     settings = {key: value for key, value in os.environ.items() if key not in TOKENS} | {
         MODE: "disabled"
     }
     settings["PYTHONPATH"] = as_setting()
-    code = "import sys; from overlord.ray.cluster import _lets_in; print('open' if _lets_in(sys.argv[1], False) else 'closed')"
+    code = (
+        "import sys; from overlord.ray.cluster import _lets_in; print('open' if "
+        "_lets_in(sys.argv[1], False) else 'closed')"
+    )
     try:
         said = subprocess.run(
             [sys.executable, "-P", "-c", code, address],
@@ -175,5 +194,8 @@ def check_own_refused() -> None:
 
 
 def warn(what: str, who: str) -> None:
-    words = "%s is used without token authentication: %s can run code in it, read what it reads and end its jobs (Security in docs/ray.md)"
+    words = (
+        "%s is used without token authentication: %s can run code in it, read what it reads "
+        "and end its jobs (Security in docs/ray.md)"
+    )
     log.warning(words, what, who)

@@ -1,4 +1,5 @@
-"""The Ray cluster that this process is connected to. The only file that imports Ray: what the rest wants of it has words here.
+"""The Ray cluster that this process is connected to. The only file that imports Ray: what the rest
+wants of it has words here.
 
 ``docs/ray.md`` has the settings, and what each of them avoids.
 """
@@ -96,9 +97,12 @@ OWN = (
 KEPT = "overlord-jobs"  # the namespace of jobs that live on by themselves
 ALIVE = 0  # of a node, as the head has it
 NOBODYS = "00" * 27 + "01"  # the id of no cluster
-# Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's niceness of 15. A driver that has lost
-# its cluster's head ends the whole program after a minute: a trainer must not die of that. Up to 2.55 Ray hides GPUs from actors that ask
-# for none, and warns at every start that later versions do not; the last setting makes all versions alike.
+# Ray's own settings, where nobody has said otherwise. Workers beside a busy trainer starve at Ray's
+# niceness of 15. A driver that has lost
+# its cluster's head ends the whole program after a minute: a trainer must not die of that. Up to
+# 2.55 Ray hides GPUs from actors that ask
+# for none, and warns at every start that later versions do not; the last setting makes all versions
+# alike.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
@@ -173,7 +177,9 @@ class Cluster:
         self._nodes: list[Node] = []  # as they were when the head last answered
 
     def hold(self, address: str | None) -> None:
-        """Connect, or start one of this machine alone; a program that has connected already decides for us."""
+        """Connect, or start one of this machine alone; a program that has connected already decides
+        for us.
+        """
         with self._held("what another session asked for to come to an end"):
             if self._holders == 0:
                 self._ours = not ray.is_initialized()
@@ -208,7 +214,8 @@ class Cluster:
             timeout=END_S
         ):  # Ray has hung in a start: to wait for it would hang whoever closes a session
             log.warning(
-                "Ray did not come to an end with what it was asked for in %g s, and is left as it is",
+                "Ray did not come to an end with what it was asked for in %g s, and is "
+                "left as it is",
                 END_S,
             )
             return
@@ -243,8 +250,11 @@ class Cluster:
         while self._idle:
             _, actor, pid = self._idle.pop()
             end_process(
-                actor, pid
-            )  # also by its number: Ray does nothing without its head, nor where the raylet stands still
+                actor,
+                pid,
+                # also by its number: Ray does nothing without its head, nor where the raylet stands
+                # still
+            )
         if self._ours:
             self._end()
 
@@ -258,8 +268,10 @@ class Cluster:
     def start(
         self, key: Key, home: Home, code: bytes, wanted: Callable[[], bool]
     ) -> tuple[Any, Future[Any], bool] | None:
-        """An actor, its life, which is done when that is over, and whether its process waited for it; None: nobody wants it any more.
-        Waits for the head. Under the lock: Ray starts a cluster for who asks when it is gone."""
+        """An actor, its life, which is done when that is over, and whether its process waited for
+        it; None: nobody wants it any more. Waits for the head. Under the lock: Ray starts a cluster
+        for who asks when it is gone.
+        """
         if not self._head.wait(wanted):
             return None
         with self._held(f"{key[1]} to be started, behind others"):
@@ -270,8 +282,10 @@ class Cluster:
         return actor, life, waited
 
     def _process(self, key: Key) -> tuple[Any, bool]:
-        """Of an actor of the same name that has left (a session that goes back starts all its parts again), or a new one. A name is used
-        once: Ray keeps that of an actor that was killed for as long as somebody remembers it."""
+        """Of an actor of the same name that has left (a session that goes back starts all its parts
+        again), or a new one. A name is used once: Ray keeps that of an actor that was killed for as
+        long as somebody remembers it.
+        """
         for i, (of, actor, _) in enumerate(self._idle):
             if of == key:
                 del self._idle[i]
@@ -302,7 +316,9 @@ class Cluster:
         end_process(actor, pid)
 
     def has_process(self, actor: Any) -> bool | None:
-        """Whether Ray has found a process for it; one for which its node has no room has none. None: the head is away."""
+        """Whether Ray has found a process for it; one for which its node has no room has none.
+        None: the head is away.
+        """
         return (
             bool(ray_state.actors(actor._actor_id.hex()).get("Address", {}).get("Port"))
             if self._head.answers()
@@ -310,14 +326,17 @@ class Cluster:
         )
 
     def nodes(self) -> list[Node]:
-        """Those that live, and what they have left; while the head is away, those that lived before."""
+        """Those that live, and what they have left; while the head is away, those that lived
+        before.
+        """
         if self._head.answers() or (not self._nodes and self._head.wait()):
             self._look_at_nodes()
         return self._nodes
 
     def _look_at_nodes(self) -> None:
-        """Ask Ray under the lock, since every call of Ray starts a cluster where none is connected. Keep the nodes known before where the
-        lock is taken."""
+        """Ask Ray under the lock, since every call of Ray starts a cluster where none is connected.
+        Keep the nodes known before where the lock is taken.
+        """
         if self._lock.acquire(timeout=PING_S if self._nodes else HOLD_S):
             try:
                 if self._holders > len(self._owed):
@@ -429,7 +448,8 @@ class Cluster:
             ray_worker.print_to_stdstream = _prints
             while self._set_here:
                 os.environ.pop(self._set_here.pop(), None)
-            _as_it_is_now()  # else a ray.init of the program's own has the mode of this cluster, and not its token
+            # else a ray.init of the program's own has the mode of this cluster, and not its token
+            _as_it_is_now()
             if self._folder is not None:
                 self._folder.remove()
                 self._folder = None
@@ -446,7 +466,9 @@ CLUSTER = Cluster()
 
 @contextlib.contextmanager
 def cluster(address: str | None = None) -> Iterator[Cluster]:
-    """Connected for as long as the block takes: control planes within it need not wait for a cluster to start."""
+    """Connected for as long as the block takes: control planes within it need not wait for a
+    cluster to start.
+    """
     CLUSTER.hold(address)
     try:
         yield CLUSTER
@@ -478,7 +500,9 @@ def _node(found: Mapping[str, Any], idle: Mapping[str, Any]) -> Node:
 
 
 def _wake_own() -> None:
-    """One that was stopped would be killed where it stands, and what it started would live on for a minute."""
+    """One that was stopped would be killed where it stands, and what it started would live on for a
+    minute.
+    """
     for started in (
         ray_worker._global_node.all_processes.values() if ray_worker._global_node else ()
     ):
@@ -493,7 +517,9 @@ def _socket_of_node() -> str:
 
 
 def warn_if_exposed() -> None:
-    """Warn where other accounts of this machine can replace the sockets of the Ray that this process uses."""
+    """Warn where other accounts of this machine can replace the sockets of the Ray that this
+    process uses.
+    """
     check_folder(_socket_of_node())
 
 
@@ -504,7 +530,9 @@ def kill(actor: Any) -> None:
 
 
 def end_process(actor: Any, pid: int) -> None:
-    """For good. ``pid``: of this machine, or 0. Ray asks a process to go, gives one that stands still five seconds, and needs its head."""
+    """For good. ``pid``: of this machine, or 0. Ray asks a process to go, gives one that stands
+    still five seconds, and needs its head.
+    """
     kill(actor)
     with contextlib.suppress(OSError):
         if pid and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(
@@ -579,7 +607,9 @@ def kept_by(name: str) -> Any:
 
 
 def ask(actor: Any, method: str, *args: Any, timeout_s: float, what: str) -> Any:
-    """An answer that comes through Ray: for words that are said once. The errors are those of the method."""
+    """An answer that comes through Ray: for words that are said once. The errors are those of the
+    method.
+    """
     try:
         return ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
     except exceptions.GetTimeoutError:
@@ -616,7 +646,10 @@ def reason_of(error: BaseException) -> str:
         return DIED
     if "never ran" in said:  # what Ray says of an actor that did, when its node is gone
         return GONE
-    return f"its process died: {textwrap.shorten(said, 300, placeholder=' ...') or type(error).__name__}"
+    return (
+        "its process died: "
+        f"{textwrap.shorten(said, 300, placeholder=' ...') or type(error).__name__}"
+    )
 
 
 def _said_by_ray(data: Mapping[str, Any], *_: Any, **__: Any) -> None:
@@ -631,8 +664,10 @@ def _as_it_is_now() -> None:
 
 @contextlib.contextmanager
 def _loopback() -> Iterator[None]:
-    """A cluster that is started meanwhile listens on loopback only, by Ray's own way for systems where it has no clusters of several
-    machines. Else its processes listen on all interfaces, and 127.0.0.1 as its address is replaced by that of the default route."""
+    """A cluster that is started meanwhile listens on loopback only, by Ray's own way for systems
+    where it has no clusters of several machines. Else its processes listen on all interfaces, and
+    127.0.0.1 as its address is replaced by that of the default route.
+    """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -649,8 +684,10 @@ def _has_token() -> bool:
 
 
 def _lets_in(address: str, with_token: bool) -> bool:
-    """Whether the head answers who shows the token that is found here, or nothing. It looks at tokens first and then at the id of its
-    cluster: that one was made up is what it says to whom it lets in. Ray itself would try for twenty seconds."""
+    """Whether the head answers who shows the token that is found here, or nothing. It looks at
+    tokens first and then at the id of its cluster: that one was made up is what it says to whom it
+    lets in. Ray itself would try for twenty seconds.
+    """
     with environment_kept():
         if not with_token:
             os.environ[MODE] = "disabled"
@@ -665,7 +702,9 @@ def _lets_in(address: str, with_token: bool) -> bool:
 
 
 def _nodes_at(address: str) -> list[tuple[str, str]]:
-    """Addresses and sockets of the nodes of a cluster that live. Ray looks for one of this machine for a minute."""
+    """Addresses and sockets of the nodes of a cluster that live. Ray looks for one of this machine
+    for a minute.
+    """
     found = _raylet.GcsClient(address=address).get_all_node_info(timeout=PING_S)
     return [
         (node.node_manager_address, node.raylet_socket_name)
@@ -695,7 +734,10 @@ def _is_connected_to(address: str) -> bool:
 def _refuse_another(address: str | None, now: str, why: str) -> None:
     """A process is connected to one cluster at a time."""
     if address is not None and not same_head(address, now) and not _is_connected_to(address):
-        words = f"address: {address!r} was asked for, but this process is connected to the cluster at {now!r}, {why}"
+        words = (
+            f"address: {address!r} was asked for, but this process is connected to the "
+            f"cluster at {now!r}, {why}"
+        )
         raise JobError([f"{words}; close that first, or leave address out"], "launch")
 
 
@@ -709,4 +751,7 @@ def _cannot(address: str | None, fault: Exception) -> str:
         return f"runtime: 'ray' could not start a cluster of this machine: {words}"
     if isinstance(fault, Unwelcome):
         return f"address: the cluster at {address!r} is not used: {words}"
-    return f"address: {address!r} could not be reached as a Ray cluster; wanted host:port of its head: {words}"
+    return (
+        f"address: {address!r} could not be reached as a Ray cluster; wanted host:port of its "
+        f"head: {words}"
+    )

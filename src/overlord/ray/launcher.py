@@ -1,8 +1,9 @@
 """Actors that Ray places, starts and watches; called by links of ours.
 
-Ray does what it is good at: it finds a machine, starts a process there, says when that ends, and gives it a name others can find. An actor
-then comes back by a link (``ray_actor.py``), and all that is said goes that way. So calls, errors and deadlines are those of
-``peers.py``; here stands how an actor is started and how it ends.
+Ray does what it is good at: it finds a machine, starts a process there, says when that ends, and
+gives it a name others can find. An actor then comes back by a link (``ray_actor.py``), and all that
+is said goes that way. So calls, errors and deadlines are those of ``peers.py``; here stands how an
+actor is started and how it ends.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ log = logging.getLogger("overlord")
 KILLED = "killed"
 KILL_S = 8.0  # for Ray to say that an actor is gone
 ROOM_S = 10.0  # for a node with room: whoever waits longer is told for what
-PROCESS_S = 40.0  # for a process on a node that had room: far above what a slow disk takes to start one, far below what a launch waits
+# for a process on a node that had room: far above what a slow disk takes to start one, far below
+# what a launch waits
+PROCESS_S = 40.0
 SILENT_S = 6.0  # for Ray to say that one that was killed is gone; without a head it may say nothing
 
 
@@ -98,7 +101,10 @@ class RayControl(Peers):
         }
         atexit.register(
             self._at_exit
-        )  # before Ray's own, which was registered first and ends actors under a session that is not closed
+            # before Ray's own, which was registered first and ends actors under a session that is
+            # not
+            # closed
+        )
 
     # starting
 
@@ -121,7 +127,9 @@ class RayControl(Peers):
         return handle._record.pid if isinstance(handle._record, RayRecord) else 0
 
     def asked(self) -> dict[str, dict[str, float]]:
-        """What Ray was asked for, for every actor: cores, memory in bytes, and kinds of the cluster's own."""
+        """What Ray was asked for, for every actor: cores, memory in bytes, and kinds of the
+        cluster's own.
+        """
         places = {r.name: r.place for r in self._living() if r.place is not None}
         return {
             name: {"cores": p.num_cpus, "memory": p.memory or 0.0, **dict(p.resources)}
@@ -213,8 +221,10 @@ class RayControl(Peers):
             log.warning("%s waits for %s", record.name, no_room(record.place, CLUSTER.nodes()))
 
     def _ask_for_nothing(self, record: RayRecord, actor: Any, home: Home, code: bytes) -> None:
-        """What its node had idle a moment before was given to somebody else, and Ray would wait for it as long as they have it: a job must
-        not. So it takes what is idle, as one does for which there was no room to begin with."""
+        """What its node had idle a moment before was given to somebody else, and Ray would wait for
+        it as long as they have it: a job must not. So it takes what is idle, as one does for which
+        there was no room to begin with.
+        """
         if not self._is_awaited(record) or (there := CLUSTER.has_process(actor)):
             return
         if there is None:
@@ -270,7 +280,9 @@ class RayControl(Peers):
                 )
 
     def _kill(self, record: PeerRecord, why: str = KILLED) -> None:
-        """One whose link is closed leaves by itself, also where Ray can do nothing; if no word comes of it, it is given up."""
+        """One whose link is closed leaves by itself, also where Ray can do nothing; if no word
+        comes of it, it is given up.
+        """
         assert isinstance(record, RayRecord)
         with record.order:
             record.killed, actor, link = record.killed or why, record.actor, record.link
@@ -290,7 +302,9 @@ class RayControl(Peers):
             self._kill(record, why)
 
     def _cut_off(self, name: str, ticket: int, why: str) -> None:
-        """Its link ended: nearly always because its process did, which Ray tells by itself. One that lives is of no use."""
+        """Its link ended: nearly always because its process did, which Ray tells by itself. One
+        that lives is of no use.
+        """
         after(
             CUT_S,
             lambda: self._end_by_name(
@@ -299,12 +313,15 @@ class RayControl(Peers):
         )
 
     def _life_over(self, record: RayRecord, actor: Any, life: Future[Any]) -> None:
-        """Ray says that it is over. What the actor said before still counts: the end of its link says that all was read."""
+        """Ray says that it is over. What the actor said before still counts: the end of its link
+        says that all was read.
+        """
         if actor is not record.actor:  # another was started in its place
             return
         error = life.exception()
         code = None if error else life.result()
-        with record.order:  # whoever is late to kill it must not find the process: it may be another session's by then
+        # whoever is late to kill it must not find the process: it may be another session's by then
+        with record.order:
             if leaves := record.leaving and not record.killed and error is None and code is None:
                 record.actor = None
         if leaves:
@@ -317,8 +334,10 @@ class RayControl(Peers):
         self.died(record.ticket, reason, record.fault)
 
     def _last_words(self, record: RayRecord) -> str:
-        """Of one that died of itself. They are in files of Ray's, which a cluster of this machine takes with it: so they are said here. In
-        one that is there they stay, and it is told where, unless it can be seen that there are none."""
+        """Of one that died of itself. They are in files of Ray's, which a cluster of this machine
+        takes with it: so they are said here. In one that is there they stay, and it is told where,
+        unless it can be seen that there are none.
+        """
         if lines := record.words.last() if record.near else []:
             log.warning("%s said last:\n  %s", record.name, "\n  ".join(lines))
         return (
@@ -362,7 +381,9 @@ class RayControl(Peers):
             record.fault = fault
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Every actor finishes its calls, is closed and goes; one that has not at the deadline is killed."""
+        """Every actor finishes its calls, is closed and goes; one that has not at the deadline is
+        killed.
+        """
         if os.getpid() != self._pid:  # a forked copy of the program: the actors are not its own
             return
         if self._in_callback():

@@ -1,8 +1,10 @@
-"""Which node of a cluster a host of a job goes to. Decided here, purely; a control plane carries it out.
+"""Which node of a cluster a host of a job goes to. Decided here, purely; a control plane carries it
+out.
 
-Beside the trainers first, as in the Overlord paper (arXiv 2504.09844): their machines have idle cores and memory, and what is built there
-reaches a rank through shared memory. Constructors go where the ranks of their groups are. Loaders take a share of the idle cores of those
-machines, and machines without ranks when that runs out.
+Beside the trainers first, as in the Overlord paper (arXiv 2504.09844): their machines have idle
+cores and memory, and what is built there reaches a rank through shared memory. Constructors go
+where the ranks of their groups are. Loaders take a share of the idle cores of those machines, and
+machines without ranks when that runs out.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ _ONE_OF = re.compile(r"in\((.*)\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine of the cluster: what it is called, and cores and bytes that nobody has asked for. Labels and resources are whatever those
-    who run the cluster gave it."""
+    """A machine of the cluster: what it is called, and cores and bytes that nobody has asked for.
+    Labels and resources are whatever those who run the cluster gave it.
+    """
 
     id: str
     name: str = ""
@@ -39,12 +42,18 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What is wanted: the node of every rank, where they are known, and which ranks a constructor host serves."""
+    """What is wanted: the node of every rank, where they are known, and which ranks a constructor
+    host serves.
+    """
 
     rank_nodes: tuple[str, ...] = ()
     ranks_of: tuple[tuple[int, ...], ...] = ()  # by constructor host
-    share: float = 0.5  # of the idle cores and memory of machines that have ranks: of constructors there, and of loaders what is left
-    reserve: bool = False  # a loader host for which there is no room is left to the cluster, which may get another machine for it
+    # of the idle cores and memory of machines that have ranks: of constructors there, and of
+    # loaders what is left
+    share: float = 0.5
+    # a loader host for which there is no room is left to the cluster, which may get another machine
+    # for it
+    reserve: bool = False
     labels: Mapping[str, str] = field(
         default_factory=dict
     )  # of machines for hosts that need not be beside ranks
@@ -60,8 +69,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """Where a host goes, and what is asked for it there: nothing where there is no room, since who asks for more than there is waits.
-    ``node`` is empty where the cluster is to find one."""
+    """Where a host goes, and what is asked for it there: nothing where there is no room, since who
+    asks for more than there is waits. ``node`` is empty where the cluster is to find one.
+    """
 
     node: str
     cores: float = 0.0
@@ -76,7 +86,9 @@ class Spot:
 
 
 def has_label(labels: Mapping[str, str], key: str, wanted: str) -> bool:
-    """``wanted`` as Ray writes it: ``cpu``, ``!spot``, ``in(a, b)``, ``!in(a, b)``. A machine without the label is unlike any value."""
+    """``wanted`` as Ray writes it: ``cpu``, ``!spot``, ``in(a, b)``, ``!in(a, b)``. A machine
+    without the label is unlike any value.
+    """
     found, negated = labels.get(key), wanted.startswith("!")
     listed = _ONE_OF.fullmatch(wanted.removeprefix("!"))
     values = (
@@ -101,7 +113,9 @@ def without_job(node: Node, ours: Iterable[Spot]) -> Node:
 
 
 def at_most(node: Node, before: Node) -> Node:
-    """What was asked for a moment ago may not be missing from a machine's figures yet: so it has no more than when they had settled."""
+    """What was asked for a moment ago may not be missing from a machine's figures yet: so it has no
+    more than when they had settled.
+    """
     return replace(
         node,
         idle_cores=min(node.idle_cores, before.idle_cores),
@@ -116,7 +130,9 @@ def at_most(node: Node, before: Node) -> Node:
 def choose(
     name: str, nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: int = 0
 ) -> Spot:
-    """The place for a host of so many bytes: ``placed`` says where the others are, by name of host. There is at least one node."""
+    """The place for a host of so many bytes: ``placed`` says where the others are, by name of host.
+    There is at least one node.
+    """
     trainers = [n for n in nodes if any(n.is_called(rank_node) for rank_node in layout.rank_nodes)]
     load = Counter(spot.node for host, spot in placed.items() if host != name)
     held, taken = Counter[str](), defaultdict[tuple[str, str], float](float)
@@ -178,8 +194,10 @@ def _beside(name: str, trainers: Sequence[Node], layout: Layout) -> Node | None:
 
 
 def again(spot: Spot, nodes: Sequence[Node]) -> Spot | None:
-    """The place of a host that is started again, as long as its machine is there. What it had may have been given to others, or not been
-    given back yet: then it asks for nothing, since coming back must not wait."""
+    """The place of a host that is started again, as long as its machine is there. What it had may
+    have been given to others, or not been given back yet: then it asks for nothing, since coming
+    back must not wait.
+    """
     if (node := next((n for n in nodes if n.id == spot.node), None)) is None:
         return None
     return spot if spot.fits(node) else Spot(node=spot.node)
@@ -201,8 +219,9 @@ def surplus(
 ) -> list[Surplus]:
     """Return the nodes that run more hosts than their share allows, those with ranks first.
 
-    ``nodes`` are as they would be without the job; ``memory`` is what each host needs. Hosts that were given a core keep it, also where
-    others have taken cores since. Constructor hosts never leave the ranks they serve.
+    ``nodes`` are as they would be without the job; ``memory`` is what each host needs. Hosts that
+    were given a core keep it, also where others have taken cores since. Constructor hosts never
+    leave the ranks they serve.
     """
     found = []
     for node in nodes:
@@ -239,7 +258,9 @@ def surplus(
 def moves(
     nodes: Sequence[Node], layout: Layout, placed: Mapping[str, Spot], memory: Mapping[str, int]
 ) -> dict[str, Spot]:
-    """Return the loader hosts that are to move to nodes with room, as those that joined: off nodes that run more than they may."""
+    """Return the loader hosts that are to move to nodes with room, as those that joined: off nodes
+    that run more than they may.
+    """
     found, now = dict[str, Spot](), dict(placed)
     for crowded in surplus(nodes, layout, placed, memory):
         for host in crowded.leave:
@@ -257,7 +278,9 @@ def _number(host: str) -> int:
 
 
 def without_ranks(nodes: Sequence[Node], layout: Layout) -> Node | None:
-    """Return the node without ranks that is best for the planner, which asks for nothing; None where all nodes have ranks."""
+    """Return the node without ranks that is best for the planner, which asks for nothing; None
+    where all nodes have ranks.
+    """
     others = [
         n for n in nodes if not any(n.is_called(rank_node) for rank_node in layout.rank_nodes)
     ]
@@ -274,10 +297,13 @@ def labels_wanted(nodes: Sequence[Node], layout: Layout) -> dict[str, str]:
 
 
 def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[int]:
-    """The constructor host of every data-parallel group. ``nodes_of``: for each group the machines of its ranks, as far as they are known.
+    """The constructor host of every data-parallel group. ``nodes_of``: for each group the machines
+    of its ranks, as far as they are known.
 
-    A host is on one machine, so the groups that it has should be: every machine gets hosts by the number of its groups, as far as they go
-    round; with fewer hosts than machines, one host has the groups of several. Where no machine is known they are dealt out in turn."""
+    A host is on one machine, so the groups that it has should be: every machine gets hosts by the
+    number of its groups, as far as they go round; with fewer hosts than machines, one host has the
+    groups of several. Where no machine is known they are dealt out in turn.
+    """
     at = [Counter(nodes).most_common(1)[0][0] if nodes else "" for nodes in nodes_of]
     groups = Counter(at)
     if not any(at):
@@ -305,15 +331,18 @@ def constructors_by_node(nodes_of: Sequence[Sequence[str]], hosts: int) -> list[
 
 
 def by_one_name(nodes: Sequence[Node], called: Sequence[str]) -> tuple[str, ...]:
-    """The same machines, each under one name however it was called: else two names of one machine would count as two."""
+    """The same machines, each under one name however it was called: else two names of one machine
+    would count as two.
+    """
     names = Counter(n.name for n in nodes)
     found = [next(n for n in nodes if n.is_called(name)) for name in called]
     return tuple(n.name if n.name and names[n.name] == 1 else n.id for n in found)
 
 
 def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
-    """What is wrong with what was asked for, in words: a machine that is not there would be passed over, and its ranks served from
-    elsewhere."""
+    """What is wrong with what was asked for, in words: a machine that is not there would be passed
+    over, and its ranks served from elsewhere.
+    """
     missing = dict.fromkeys(
         called for called in layout.rank_nodes if not any(n.is_called(called) for n in nodes)
     )
@@ -324,21 +353,24 @@ def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
     ]
     if layout.rank_nodes and len(layout.rank_nodes) != ranks:
         found.append(
-            f"rank_nodes: wanted a node for each of {ranks} ranks, found {len(layout.rank_nodes)}: name them by rank, from rank 0 on"
+            f"rank_nodes: wanted a node for each of {ranks} ranks, found "
+            f"{len(layout.rank_nodes)}: name them by rank, from rank 0 on"
         )
     if not layout.reserve and not any(
         layout.suits(n) for n in nodes
     ):  # with it, a machine that has them may come
         found += (
             [
-                f"node_labels: no node of the cluster has {_both(layout.labels)}; there are {_told(nodes)}"
+                f"node_labels: no node of the cluster has {_both(layout.labels)}; there "
+                f"are {_told(nodes)}"
             ]
             if layout.labels
             else []
         )
         found += (
             [
-                f"node_resources: no node of the cluster has {_both(layout.resources)}; there are {_told(nodes)}"
+                f"node_resources: no node of the cluster has {_both(layout.resources)}; "
+                f"there are {_told(nodes)}"
             ]
             if layout.resources
             else []

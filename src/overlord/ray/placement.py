@@ -1,4 +1,6 @@
-"""Where an actor on Ray is to be, and what is asked for it there, before Ray is told. Nothing of Ray is imported in this file."""
+"""Where an actor on Ray is to be, and what is asked for it there, before Ray is told. Nothing of
+Ray is imported in this file.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ class Place:
     @property
     def wanted(self) -> str:
         """What is asked for, in words."""
-        found = f"{self.num_cpus:g} core{'s' * (self.num_cpus != 1)} and {(self.memory or 0.0) / 2**20:.0f} MB"
+        found = (
+            f"{self.num_cpus:g} core{'s' * (self.num_cpus != 1)} and "
+            f"{(self.memory or 0.0) / 2**20:.0f} MB"
+        )
         return (
             found
             + "".join(f" and {key}={value:g}" for key, value in self.resources)
@@ -68,4 +73,7 @@ def no_room(place: Place, nodes: Sequence[Node]) -> str:
     idle = ", ".join(
         f"{one} and {kept}" if kept else one for one, kept in zip(had, more, strict=True)
     )
-    return f"a node with {place.wanted} idle (there are {idle or 'none'}): an autoscaler may add one, or others leave"
+    return (
+        f"a node with {place.wanted} idle (there are {idle or 'none'}): an autoscaler may add "
+        "one, or others leave"
+    )

@@ -1,4 +1,6 @@
-"""Folders that no other account of this machine can enter, and paths that no other account can replace."""
+"""Folders that no other account of this machine can enter, and paths that no other account can
+replace.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def rename_private(made: Path, path: Path) -> None:
         os.rename(made, path)
     except OSError as fault:
         raise NotPrivate(
-            f"{path}: expected a free name, got {_found(path)} ({fault.strerror}); remove it, or {REMEDY}"
+            f"{path}: expected a free name, got {_found(path)} ({fault.strerror}); remove "
+            f"it, or {REMEDY}"
         ) from fault
     after = os.lstat(path)
     if (after.st_dev, after.st_ino) != (before.st_dev, before.st_ino):
@@ -48,18 +51,22 @@ def rename_private(made: Path, path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise ``NotPrivate`` unless ``path`` is a folder of this account, and no symlink, that no other account can enter."""
+    """Raise ``NotPrivate`` unless ``path`` is a folder of this account, and no symlink, that no
+    other account can enter.
+    """
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & OTHERS:
         raise NotPrivate(
-            f"{path}: expected a folder of account {os.geteuid()} with mode 0700, got {_found(path)}; {REMEDY}"
+            f"{path}: expected a folder of account {os.geteuid()} with mode 0700, got "
+            f"{_found(path)}; {REMEDY}"
         )
 
 
 def exposed(path: Path, *, owners: bool = True) -> str:
     """Return why another account can replace ``path`` or a folder above it; empty when none can.
 
-    ``owners=False`` accepts folders of any owner and looks at their modes alone. A folder that others cannot enter hides all below it.
+    ``owners=False`` accepts folders of any owner and looks at their modes alone. A folder that
+    others cannot enter hides all below it.
     """
     trusted = trusted_owners() if owners else None
     written, real = (
@@ -80,7 +87,8 @@ def _first_open(path: Path, trusted: set[int] | None) -> str:
             return f"{one} belongs to account {found.st_uid}"
         if stat.S_ISDIR(found.st_mode) and not found.st_mode & OTHERS:
             return ""
-        # In a folder with the sticky bit, as /tmp, only the owner of an entry renames or removes it.
+        # In a folder with the sticky bit, as /tmp, only the owner of an entry renames or removes
+        # it.
         if (
             stat.S_ISDIR(found.st_mode)
             and found.st_mode & WRITERS
@@ -91,7 +99,9 @@ def _first_open(path: Path, trusted: set[int] | None) -> str:
 
 
 def trusted_owners(uid_map: Path = Path("/proc/self/uid_map")) -> set[int]:
-    """Return this account and root. In a user namespace root of the machine has the number of accounts that are not mapped."""
+    """Return this account and root. In a user namespace root of the machine has the number of
+    accounts that are not mapped.
+    """
     found = {0, os.geteuid()}
     try:
         if " ".join(uid_map.read_text().split()) != ALL_MAPPED:

@@ -1,4 +1,6 @@
-"""Leaving a node whose Ray does not answer any more: stopped, or in the hands of a disk that hangs. Nothing of Ray is imported here."""
+"""Leaving a node whose Ray does not answer any more: stopped, or in the hands of a disk that hangs.
+Nothing of Ray is imported here.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ _kept: list[socket.socket] = []  # for as long as this process lives
 
 @contextlib.contextmanager
 def not_waited_for(path: str, seconds: float) -> Iterator[None]:
-    """Whoever waits for an answer by a socket of this machine hears after that time that none will come. Ray waits without end for its
-    node to say that it may leave."""
+    """Whoever waits for an answer by a socket of this machine hears after that time that none will
+    come. Ray waits without end for its node to say that it may leave.
+    """
     timer = threading.Timer(seconds, lambda: _give_up(path, seconds))
     timer.daemon = True
     timer.start()
@@ -30,7 +33,8 @@ def not_waited_for(path: str, seconds: float) -> Iterator[None]:
 def _give_up(path: str, seconds: float) -> None:
     if hang_up(path):
         log.warning(
-            "Ray's process of this node has not answered for %g s that this program leaves it, which is not waited for",
+            "Ray's process of this node has not answered for %g s that this program "
+            "leaves it, which is not waited for",
             seconds,
         )
 
@@ -38,8 +42,9 @@ def _give_up(path: str, seconds: float) -> None:
 def hang_up(path: str) -> int:
     """Nothing more is heard from there; how many waited.
 
-    The other end must not find the link closed when it wakes: Ray kills a program whose link ended, though it has said that it leaves, and
-    which of the two it sees first is chance. So this side stays open for writing, by a copy of it.
+    The other end must not find the link closed when it wakes: Ray kills a program whose link ended,
+    though it has said that it leaves, and which of the two it sees first is chance. So this side
+    stays open for writing, by a copy of it.
     """
     found = 0
     for fd in [int(name) for name in os.listdir("/dev/fd")]:

@@ -1,4 +1,5 @@
-"""The versions of Ray that this package is tested with, and what is said of others. Nothing of Ray is imported in this file.
+"""The versions of Ray that this package is tested with, and what is said of others. Nothing of Ray
+is imported in this file.
 
 ``make ray-versions`` runs the scenarios with each of them and writes the table of ``docs/ray.md``.
 """
@@ -13,7 +14,8 @@ from overlord.extras import pip_install
 
 log = logging.getLogger("overlord")
 
-# One release of every minor version. Older ones lack parts of token authentication: ``has_token`` of 2.52 takes no mode.
+# One release of every minor version. Older ones lack parts of token authentication: ``has_token``
+# of 2.52 takes no mode.
 TESTED = ("2.53.0", "2.54.1", "2.55.1", "2.56.1", "2.57.1", "2.58.1", "2.59.0", "2.60.0")
 _warned: set[str] = set()  # once in a process
 
@@ -31,7 +33,10 @@ RANGE = f"ray>={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}"  # as pip writes 
 def check_version(version: str) -> None:
     """Refuse a version that is known to break, and warn once of one that was not tested."""
     if minor(version) < FIRST:
-        problem = f"runtime: 'ray' expected Ray {_shown(FIRST)} to {_shown(LAST)}, got {version}; {pip_install('ray')}"
+        problem = (
+            f"runtime: 'ray' expected Ray {_shown(FIRST)} to {_shown(LAST)}, got {version}; "
+            f"{pip_install('ray')}"
+        )
         raise JobError([problem], "launch")
     if minor(version) not in {minor(tested) for tested in TESTED} and version not in _warned:
         _warned.add(version)

@@ -1,7 +1,9 @@
-"""The inside of an actor that Ray started: it comes back to who wanted it by a link of ours, and takes its calls there.
+"""The inside of an actor that Ray started: it comes back to who wanted it by a link of ours, and
+takes its calls there.
 
-Ray has begun the process and tells of its end. What is said to the actor does not pass through Ray: a call by link costs a tenth, nothing
-is pickled, and what works between processes works here. Nothing of Ray is imported in this file.
+Ray has begun the process and tells of its end. What is said to the actor does not pass through Ray:
+a call by link costs a tenth, nothing is pickled, and what works between processes works here.
+Nothing of Ray is imported in this file.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ LOOK_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """What an actor must know to come back: where, what to show, and the surroundings it would have as a process of that program."""
+    """What an actor must know to come back: where, what to show, and the surroundings it would have
+    as a process of that program.
+    """
 
     name: str
     address: str
@@ -57,8 +61,10 @@ class Body:
         code: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
         words: Mapping[str, Any],
     ) -> int | None:
-        """Until it is asked to leave (None), or leaves by itself: with this exit code. ``code``: factory and arguments, as they came.
-        ``words``: where its output is, for who is left without it."""
+        """Until it is asked to leave (None), or leaves by itself: with this exit code. ``code``:
+        factory and arguments, as they came. ``words``: where its output is, for who is left without
+        it.
+        """
         _take_over(home, interface)
         hello = {
             "name": home.name,
@@ -93,8 +99,10 @@ def _made(factory: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class Line:
-    """The actor's end of the link. Calls are read by who performs them, as in ``process_actor``; a thread of its own watches for the end of
-    the link, with which the process ends, even in the middle of a method."""
+    """The actor's end of the link. Calls are read by who performs them, as in ``process_actor``; a
+    thread of its own watches for the end of the link, with which the process ends, even in the
+    middle of a method.
+    """
 
     def __init__(self, link: SocketLink):
         self._link, self._leaving = link, False
@@ -128,7 +136,9 @@ class Line:
         self._end()
 
     def _end(self) -> None:
-        """There is nobody to work for. This also ends one that Ray takes for dead and that lives: who wanted it has hung up."""
+        """There is nobody to work for. This also ends one that Ray takes for dead and that lives:
+        who wanted it has hung up.
+        """
         if not self._leaving:
             os._exit(1)
 
@@ -138,7 +148,9 @@ class Line:
 
 
 def this_machine() -> str:
-    """What tells two processes that each can signal the other by its number; empty where that cannot be known."""
+    """What tells two processes that each can signal the other by its number; empty where that
+    cannot be known.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
             "/proc/self/ns/pid"
@@ -148,7 +160,9 @@ def this_machine() -> str:
 
 
 def _take_over(home: Home, interface: str) -> None:
-    """The surroundings of the program now; those of the worker are from when the cluster was started."""
+    """The surroundings of the program now; those of the worker are from when the cluster was
+    started.
+    """
     if home.environ is not None:
         for key in [
             k

@@ -1,4 +1,5 @@
-"""What a process of Ray's said last: its output is in files of its node, and nobody who waits for the job sees them.
+"""What a process of Ray's said last: its output is in files of its node, and nobody who waits for
+the job sees them.
 
 Nothing of Ray is imported in this file.
 """
@@ -22,8 +23,9 @@ MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Where the output of an actor is: its node's address, and files with their lengths when it began, since a process may have had others
-    before."""
+    """Where the output of an actor is: its node's address, and files with their lengths when it
+    began, since a process may have had others before.
+    """
 
     node: str = ""
     files: Mapping[str, int] = field(default_factory=dict)
@@ -55,7 +57,9 @@ class Words:
 
     @property
     def where(self) -> str:
-        """For people on any machine; empty where it is not known. It goes into the reason of a death, where ``worn_out`` looks."""
+        """For people on any machine; empty where it is not known. It goes into the reason of a
+        death, where ``worn_out`` looks.
+        """
         return f"{SAID} is in {' and '.join(self.files)} on node {self.node}" if self.files else ""
 
 

@@ -1,8 +1,10 @@
-"""The control plane: actors by name, calls with futures, deaths that are told. Every runtime that has more than one part is built on it.
+"""The control plane: actors by name, calls with futures, deaths that are told. Every runtime that
+has more than one part is built on it.
 
-An actor is whatever ``factory(*args)`` returns. It lives somewhere else (a thread, a process, later another machine), its methods run
-one at a time, and only data travels: what a call carries is encoded by ``channel.codec`` on every backend, so what works on one
-works on all. ``docs/control.md`` is the contract; ``tests/scenarios/test_control.py`` is its proof.
+An actor is whatever ``factory(*args)`` returns. It lives somewhere else (a thread, a process, later
+another machine), its methods run one at a time, and only data travels: what a call carries is
+encoded by ``channel.codec`` on every backend, so what works on one works on all.
+``docs/control.md`` is the contract; ``tests/scenarios/test_control.py`` is its proof.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from overlord.transport.codec import encode
 log = logging.getLogger("overlord")
 
 SHUTDOWN_S = 5.0
-HURRY_S = 0.5  # for actors to leave when an exception, or the end of the program, is on its way: Ctrl-C ends within a second
+# for actors to leave when an exception, or the end of the program, is on its way: Ctrl-C ends
+# within a second
+HURRY_S = 0.5
 SHUT_DOWN = "it was shut down"
 
 
@@ -84,7 +88,9 @@ class Control(Protocol):
 
 
 class Record:
-    """What a control plane knows of one actor: calls without an answer, and how it ended. For any thread."""
+    """What a control plane knows of one actor: calls without an answer, and how it ended. For any
+    thread.
+    """
 
     def __init__(self, name: str):
         self.name = name
@@ -101,7 +107,9 @@ class Record:
         self._quiet = False
 
     def opened(self, method: str) -> tuple[int, Answer]:
-        """A call is about to be sent. If there is nobody left to send it to, its answer is an error already."""
+        """A call is about to be sent. If there is nobody left to send it to, its answer is an error
+        already.
+        """
         number, answer = next(self._numbers), Answer(self.name, method)
         with self._lock:
             if self.reason is None:
@@ -123,7 +131,9 @@ class Record:
     def ended(
         self, reason: str, *, fault: BaseException | None = None, quiet: bool = False
     ) -> bool:
-        """The actor is no more: whoever waits for it is told, once. ``quiet``: it left because it was asked to, which is no death."""
+        """The actor is no more: whoever waits for it is told, once. ``quiet``: it left because it
+        was asked to, which is no death.
+        """
         with self._lock:
             if self.reason is not None:
                 return False
@@ -145,7 +155,9 @@ class Record:
             callback(self.reason)
 
     def _lost(self) -> BaseException:
-        """A fault of the factory is the answer to every call, whenever it was made: callers need not win a race to learn of it."""
+        """A fault of the factory is the answer to every call, whenever it was made: callers need
+        not win a race to learn of it.
+        """
         return self.fault if self.fault is not None else ActorLost(self.name, self.reason or "")
 
 
@@ -153,7 +165,9 @@ R = TypeVar("R", bound=Record)
 
 
 class Actors(Generic[R]):
-    """What all backends share: names, calls, waits. A backend adds how an actor is started, called, killed and asked to leave."""
+    """What all backends share: names, calls, waits. A backend adds how an actor is started, called,
+    killed and asked to leave.
+    """
 
     _kind: type[R]
 
@@ -193,8 +207,10 @@ class Actors(Generic[R]):
         resources: Mapping[str, float] | None = None,
         node: Somewhere = None,
     ) -> Handle:
-        """Start an actor; returns before its factory has run, so that many start together. ``resources`` is a hint for backends that
-        place actors; these run on this machine, and know no other ``node``."""
+        """Start an actor; returns before its factory has run, so that many start together.
+        ``resources`` is a hint for backends that place actors; these run on this machine, and know
+        no other ``node``.
+        """
         place = self._place(name, resources or {}, node)
         record = self._kind(name)
         record.place = place
@@ -214,7 +230,9 @@ class Actors(Generic[R]):
         return record.handle
 
     def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]:
-        """Ask an actor; never waits. Calls of one thread arrive in order. Arguments must not be changed afterwards."""
+        """Ask an actor; never waits. Calls of one thread arrive in order. Arguments must not be
+        changed afterwards.
+        """
         record = self._mine(handle)
         header, columns = _encoded(handle.name, method, args)
         number, answer = record.opened(method)
@@ -227,15 +245,18 @@ class Actors(Generic[R]):
         return answer
 
     def tell(self, handle: Handle, method: str, *args: Any) -> None:
-        """The same without an answer, which would wake both sides once more. One who is gone is told nothing; a fault of the method is
-        in the log of its actor."""
+        """The same without an answer, which would wake both sides once more. One who is gone is
+        told nothing; a fault of the method is in the log of its actor.
+        """
         record = self._mine(handle)
         header, columns = _encoded(handle.name, method, args)
         if record.reason is None:
             self._send(record, NOBODY, header, columns)
 
     def get(self, future: Future[Any], timeout_s: float) -> Any:
-        """The answer, or the actor's own exception; ``DataStall`` at the deadline. The call goes on, and may be asked for again."""
+        """The answer, or the actor's own exception; ``DataStall`` at the deadline. The call goes
+        on, and may be asked for again.
+        """
         try:
             return future.result(timeout_s)
         except TimeoutError:
@@ -254,7 +275,9 @@ class Actors(Generic[R]):
     def wait(
         self, futures: Sequence[Future[Any]], timeout_s: float
     ) -> tuple[list[Future[Any]], list[Future[Any]]]:
-        """Until one has its answer (or its error), or the deadline: those that have, and those that have not, in the order given."""
+        """Until one has its answer (or its error), or the deadline: those that have, and those that
+        have not, in the order given.
+        """
         concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_COMPLETED)
         ready = {id(f) for f in futures if f.done()}
         return [f for f in futures if id(f) in ready], [f for f in futures if id(f) not in ready]
@@ -272,7 +295,9 @@ class Actors(Generic[R]):
         return handle
 
     def on_death(self, handle: Handle, callback: OnDeath) -> None:
-        """Call back once when the actor dies, at once if it has. Callbacks must be short: other actors' answers wait behind them."""
+        """Call back once when the actor dies, at once if it has. Callbacks must be short: other
+        actors' answers wait behind them.
+        """
 
         def told(reason: str) -> None:
             try:
@@ -302,7 +327,9 @@ class Actors(Generic[R]):
     def _over(
         self, record: R, reason: str, *, fault: BaseException | None = None, quiet: bool = False
     ) -> bool:
-        """The name is free before anyone is told, so that whoever is told can start another under it."""
+        """The name is free before anyone is told, so that whoever is told can start another under
+        it.
+        """
         with self._names_lock:
             if self._names.get(record.name) is record:
                 del self._names[record.name]
@@ -315,7 +342,9 @@ class Actors(Generic[R]):
     def _dismiss(
         self, records: Sequence[R], timeout_s: float, kill: Callable[[R], None]
     ) -> list[R]:
-        """Ask these to finish their calls and leave. Those that had not at the deadline, and were killed for it."""
+        """Ask these to finish their calls and leave. Those that had not at the deadline, and were
+        killed for it.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             for record in records:
@@ -340,7 +369,9 @@ class Actors(Generic[R]):
         return late
 
     def _end_by(self, steps: Callable[[], Steps]) -> None:
-        """For the first who shuts down; for another one after that was interrupted, who does the rest."""
+        """For the first who shuts down; for another one after that was interrupted, who does the
+        rest.
+        """
         self._closed = True
         self._ending.go(steps)
 

@@ -1,4 +1,6 @@
-"""Actors as threads of this process: the same contract without processes, for tests, notebooks and small jobs."""
+"""Actors as threads of this process: the same contract without processes, for tests, notebooks and
+small jobs.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,24 @@ class ThreadRecord(Record):
 
 
 class LocalControl(Actors[ThreadRecord]):
-    """A thread an actor. Arrays are handed over as they are, read-only; everything else is copied, as between processes."""
+    """A thread an actor. Arrays are handed over as they are, read-only; everything else is copied,
+    as between processes.
+    """
 
     _kind = ThreadRecord
 
     def kill(self, handle: Handle) -> None:
-        """A thread cannot be killed: it is given up. Its calls fail now, what it still does is seen by nobody, then it goes."""
+        """A thread cannot be killed: it is given up. Its calls fail now, what it still does is seen
+        by nobody, then it goes.
+        """
         record = self._mine(handle)
         self._over(record, KILLED)
         record.inbox.put(_LEAVE)  # wakes it
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Every actor finishes its calls, is closed and goes; one that has not at the deadline is given up."""
+        """Every actor finishes its calls, is closed and goes; one that has not at the deadline is
+        given up.
+        """
         if not self._close_once():
             return
         deadline, records = time.monotonic() + timeout_s, self._living()

@@ -1,9 +1,10 @@
 """Actors of somebody else, called directly: the control plane of a process that did not start them.
 
-Who started them (the launching process) tells each where to come: it dials, shows a token and the ticket of the one who expects it, and
-takes calls by that link from then on. So whoever comes in the place of a caller that died has the same actors, and the one that died,
-should it wake again, has none: an actor listens to the last one it was sent to, and to nobody else. Calls and replies are those of the
-other control planes.
+Who started them (the launching process) tells each where to come: it dials, shows a token and the
+ticket of the one who expects it, and takes calls by that link from then on. So whoever comes in the
+place of a caller that died has the same actors, and the one that died, should it wake again, has
+none: an actor listens to the last one it was sent to, and to nobody else. Calls and replies are
+those of the other control planes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ KILL_S = 8.0  # for a process to be gone, when somebody else kills it
 CUT_S = 1.0  # between the end of a link and the word that the process died, in either order
 UNBOUNDED = (
     2**62
-)  # of bytes that wait for an actor: a pump must not wait for one that is stuck, which is noticed otherwise
+    # of bytes that wait for an actor: a pump must not wait for one that is stuck, which is noticed
+    # otherwise
+)
 
 
 class PeerRecord(Record):
@@ -89,8 +92,10 @@ def _nobody(name: str, ticket: int, why: str) -> None:
 
 
 class Peers(Actors[PeerRecord]):
-    """Calls to actors that come here. ``end(name, ticket, why)`` asks who started one to end it; ``cut`` the same for one whose link broke,
-    which is nearly always the end of its process. In both cases ``died`` is to follow. Callbacks run in the server's thread."""
+    """Calls to actors that come here. ``end(name, ticket, why)`` asks who started one to end it;
+    ``cut`` the same for one whose link broke, which is nearly always the end of its process. In
+    both cases ``died`` is to follow. Callbacks run in the server's thread.
+    """
 
     _kind = PeerRecord
 
@@ -113,7 +118,9 @@ class Peers(Actors[PeerRecord]):
         self.address = self._server.address
 
     def expect(self, name: str) -> tuple[Handle, int]:
-        """An actor that will come, or come again: its handle, and the ticket it has to show. It can be called at once."""
+        """An actor that will come, or come again: its handle, and the ticket it has to show. It can
+        be called at once.
+        """
         record = PeerRecord(name)
         with self._names_lock:
             self._check_open(name)
@@ -125,13 +132,17 @@ class Peers(Actors[PeerRecord]):
         return record.handle, record.ticket
 
     def died(self, ticket: int, reason: str, fault: BaseException | None = None) -> None:
-        """Who started it says that it is gone; ``fault``: what its factory raised. What it had said before still counts."""
+        """Who started it says that it is gone; ``fault``: what its factory raised. What it had said
+        before still counts.
+        """
         if (record := self._by_ticket.pop(ticket, None)) is not None:
             with record.order:
                 record.end, link = (reason, fault), record.link
             if link is None:
                 self._ended(record)
-            else:  # its end is on the way, behind what it said last; of a machine that vanished none would come
+            # its end is on the way, behind what it said last; of a machine that vanished none would
+            # come
+            else:
                 after(CUT_S, lambda: link.cut("who started it says that it is gone"))
 
     def _ended(self, record: PeerRecord) -> None:
@@ -226,7 +237,9 @@ def after(seconds: float, act: Callable[[], None]) -> None:
 
 
 def fault_of(control: Control, dead: Handle) -> BaseException | None:
-    """What the factory of an actor raised that died of it: the answer to every call, there and wherever else it was expected."""
+    """What the factory of an actor raised that died of it: the answer to every call, there and
+    wherever else it was expected.
+    """
     error = control.call(dead, "").exception(0)
     return None if isinstance(error, ActorLost) else error
 
@@ -240,7 +253,9 @@ class Dial(Protocol):
 
 
 class Sibling:
-    """The other side: an actor that takes calls from whoever it was sent to last, beside those of the one who started it."""
+    """The other side: an actor that takes calls from whoever it was sent to last, beside those of
+    the one who started it.
+    """
 
     def __init__(
         self,
@@ -256,7 +271,9 @@ class Sibling:
         self._link: Link | None = None
 
     def meet(self, address: str, token: str, ticket: int) -> None:
-        """Go there, and away from where it was before. Does not wait: whoever is there may be stuck, and another come in its place."""
+        """Go there, and away from where it was before. Does not wait: whoever is there may be
+        stuck, and another come in its place.
+        """
         with self._lock:
             self._sent += 1
             sent, former, self._link = self._sent, self._link, None

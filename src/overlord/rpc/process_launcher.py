@@ -1,6 +1,8 @@
-"""Actors as processes of this machine. A socket pair each, one thread here that reads for all of them, real kills.
+"""Actors as processes of this machine. A socket pair each, one thread here that reads for all of
+them, real kills.
 
-Calls and replies are frames: the number of the call, then (method, arguments) and (whether it went well, value or error).
+Calls and replies are frames: the number of the call, then (method, arguments) and (whether it went
+well, value or error).
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ class ProcessRecord(Record):
 
 
 class ProcessControl(Actors[ProcessRecord]):
-    """A process an actor, from a fork server. Callbacks of futures and deaths run in the one I/O thread."""
+    """A process an actor, from a fork server. Callbacks of futures and deaths run in the one I/O
+    thread.
+    """
 
     _kind = ProcessRecord
 
@@ -143,7 +147,9 @@ class ProcessControl(Actors[ProcessRecord]):
             )
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Every actor finishes its calls, is closed and goes; one that has not at the deadline is killed."""
+        """Every actor finishes its calls, is closed and goes; one that has not at the deadline is
+        killed.
+        """
         if os.getpid() != self._pid:  # a forked copy of the program: the actors are not its own
             return
         if threading.current_thread() is self._thread:
@@ -172,7 +178,8 @@ class ProcessControl(Actors[ProcessRecord]):
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise OverlordError(
-                "this process was forked from the one that has the actors; only that one can call them"
+                "this process was forked from the one that has the actors; only that one "
+                "can call them"
             )
 
     # starting
@@ -250,7 +257,8 @@ class ProcessControl(Actors[ProcessRecord]):
         if events & selectors.EVENT_WRITE and record.write_more():
             self._want(record, selectors.EVENT_READ)
         if events & selectors.EVENT_READ and not self._read(record, READS):
-            # Its end comes with that of the process, but for one that is still being started and fails. Should a process have
+            # Its end comes with that of the process, but for one that is still being started and
+            # fails. Should a process have
             # closed it and live, or have sent nonsense, it is of no use to anyone.
             self._selector.unregister(record.sock)
             if (
@@ -312,7 +320,10 @@ def _reason(record: ProcessRecord, code: int | None) -> str:
         return factory_failed(record.fault)
     if record.started or code is None or code < 0:
         return how
-    return f"its process ended before it could start ({how}) and said why on stderr; it may miss a module{forkserver.UNGUARDED}"
+    return (
+        f"its process ended before it could start ({how}) and said why on stderr; it may miss "
+        f"a module{forkserver.UNGUARDED}"
+    )
 
 
 def _begin(
@@ -326,7 +337,10 @@ def _begin(
         ) from e
     except Exception as e:
         if what := _unsendable(factory, args):
-            remedy = "use a function or a class of a module, not a lambda or an inner one, and arguments that can be pickled"
+            remedy = (
+                "use a function or a class of a module, not a lambda or an inner one, and "
+                "arguments that can be pickled"
+            )
             raise JobError(
                 [f"{what} cannot be sent to a process: {e}; {remedy}"], f"actor {name!r}"
             ) from e
@@ -348,7 +362,9 @@ def _unsendable(factory: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def _pidfd(pid: int | None) -> int:
-    """A process by this, and not by a number that another process may have by then. -1 where there is none."""
+    """A process by this, and not by a number that another process may have by then. -1 where there
+    is none.
+    """
     try:
         return os.pidfd_open(pid or 0)
     except (AttributeError, OSError):

@@ -1,6 +1,8 @@
-"""The inside of an actor that is a process: built, then one call after another from its socket, until it is asked to leave.
+"""The inside of an actor that is a process: built, then one call after another from its socket,
+until it is asked to leave.
 
-The socket ends with the parent, however that ends; so does this process, even in the middle of a method.
+The socket ends with the parent, however that ends; so does this process, even in the middle of a
+method.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _NUMBER = struct.Struct("<Q")
 HANGUP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 _kept: list[
     socket.socket
-] = []  # the parent takes the end of the socket for the end of the process, so it must not come sooner
+    # the parent takes the end of the socket for the end of the process, so it must not come sooner
+] = []
 
 
 class Line:
@@ -80,7 +83,9 @@ def serve(
     factory: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """The life of the process. Factory and arguments came with its start, the one place where code crosses."""
+    """The life of the process. Factory and arguments came with its start, the one place where code
+    crosses.
+    """
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole group; the parent says when to leave
@@ -119,7 +124,9 @@ def _watch(sock: socket.socket) -> None:
     poller, parent = select.poll(), multiprocessing.parent_process()
     poller.register(sock, HANGUP)
     if parent is not None and hasattr(os, "pidfd_open"):
-        try:  # a copy of the parent that was forked (a DataLoader's worker) holds the socket open, but not this
+        # a copy of the parent that was forked (a DataLoader's worker) holds the socket open, but
+        # not this
+        try:
             poller.register(os.pidfd_open(parent.pid), select.POLLIN)  # type: ignore[arg-type]
         except ProcessLookupError:
             os._exit(1)

@@ -1,4 +1,6 @@
-"""The inside of an actor: it is built, its methods are called one after another, it is closed. The same in a thread and a process."""
+"""The inside of an actor: it is built, its methods are called one after another, it is closed. The
+same in a thread and a process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import numpy as np
 from overlord.errors import FrameError, OverlordError
 from overlord.transport.codec import decode, encode
 
-ITSELF = 0  # the number of no call: to an actor, that it is to leave; from it, that it started, or cannot start or close
+# the number of no call: to an actor, that it is to leave; from it, that it started, or cannot start
+# or close
+ITSELF = 0
 
 NOBODY = 2**64 - 1  # nor this: who called wants no answer
 
@@ -23,7 +27,9 @@ Reply = Callable[[int, bytes, list[np.ndarray]], None]
 
 
 class Performer:
-    """Runs encoded calls (method, arguments) on an actor and hands out encoded replies (whether it went well, value or error)."""
+    """Runs encoded calls (method, arguments) on an actor and hands out encoded replies (whether it
+    went well, value or error).
+    """
 
     def __init__(self, name: str, reply: Reply):
         self.name, self._reply, self._actor = name, reply, None
@@ -38,7 +44,9 @@ class Performer:
         return True
 
     def perform(self, number: int, header: Any, columns: list[np.ndarray]) -> None:
-        """One call. Its answer may come later, from another thread, when the method returns a future."""
+        """One call. Its answer may come later, from another thread, when the method returns a
+        future.
+        """
         method = "a call"
         try:
             method, args = decode(header, columns)
@@ -113,7 +121,9 @@ class Performer:
 
 
 def open_reply(name: str, header: Any, columns: list[np.ndarray]) -> tuple[bool, Any]:
-    """A reply at the caller. One that cannot be opened (a record that only the actor knows) is an error of its call alone."""
+    """A reply at the caller. One that cannot be opened (a record that only the actor knows) is an
+    error of its call alone.
+    """
     try:
         ok, value = decode(header, columns)
     except FrameError as e:

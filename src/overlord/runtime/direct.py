@@ -1,8 +1,10 @@
-"""A job without constructors (``constructors=False``): loader hosts send to every client, and each builds its own microbatches.
+"""A job without constructors (``constructors=False``): loader hosts send to every client, and each
+builds its own microbatches.
 
-The baseline of the Overlord paper's appendix B, for measurement. Every rank is a constructor here: all ranks of a data-parallel group
-are sent the group's payload, and all build the same. Their clients come to a *registry* in the launching process, which tells
-loader hosts where to find them. Nobody keeps steps for a client that is not there, so planning begins when all are.
+The baseline of the Overlord paper's appendix B, for measurement. Every rank is a constructor here:
+all ranks of a data-parallel group are sent the group's payload, and all build the same. Their
+clients come to a *registry* in the launching process, which tells loader hosts where to find them.
+Nobody keeps steps for a client that is not there, so planning begins when all are.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from overlord.transport.connection import Link
 from overlord.transport.server import Server
 from overlord.transport.server_connection import ServerLink
 
-GONE = "the steps that were sent to this rank are gone with the client they were sent to; load a saved state on every rank"
+GONE = (
+    "the steps that were sent to this rank are gone with the client they were sent to; load "
+    "a saved state on every rank"
+)
 
 
 class Linked(Remote):
@@ -62,7 +67,9 @@ class Linked(Remote):
 
 
 class Registry:
-    """Where clients say that they are there. In the server's thread; what it leads to is posted to the pump."""
+    """Where clients say that they are there. In the server's thread; what it leads to is posted to
+    the pump.
+    """
 
     def __init__(
         self,
@@ -125,7 +132,8 @@ class Registry:
         if former is not None:
             dismiss(
                 former,
-                f"rank {rank}: another client of this rank has connected and takes this one's place",
+                f"rank {rank}: another client of this rank has connected and takes this "
+                "one's place",
             )
         self._came(client)
         return welcome
@@ -168,7 +176,9 @@ class DirectHost(ProcessHost):
     _registry: Registry
 
     def _start_constructors(self) -> None:
-        """None are; the clients will come. Every bucket is one for the cutter, whose cuts are spread over its ranks."""
+        """None are; the clients will come. Every bucket is one for the cutter, whose cuts are
+        spread over its ranks.
+        """
         self._begun = False
 
         def post(act: Callable[..., None]) -> Callable[..., None]:
@@ -212,8 +222,10 @@ class DirectHost(ProcessHost):
         self._begin()
 
     def _went(self, client: Linked, reason: str) -> None:
-        """Before the first step another may come in its place. After it, what was sent to one that died is lost, and so is the job;
-        one that ended in order was closed, or its session is moving, and others tell."""
+        """Before the first step another may come in its place. After it, what was sent to one that
+        died is lost, and so is the job; one that ended in order was closed, or its session is
+        moving, and others tell.
+        """
         for remote in list(self._loaders.values()):
             remote.out.append(("leave", client.rank))
         if (
@@ -263,7 +275,9 @@ class DirectHost(ProcessHost):
         return self._constructors[rank]
 
     def listen(self, host: str, token: str) -> None:
-        """Clients build themselves, on this machine: they are told a token of ours, over a socket of this machine."""
+        """Clients build themselves, on this machine: they are told a token of ours, over a socket
+        of this machine.
+        """
 
     def outside(self, rank: int) -> tuple[str, str]:
         return self.address_for(rank)
@@ -276,7 +290,9 @@ class DirectHost(ProcessHost):
         return -1
 
     def inbox(self, rank: int, next_step: int) -> DirectInbox:  # type: ignore[override]
-        """A client of this process builds as any other; when these cores are closed the session says why."""
+        """A client of this process builds as any other; when these cores are closed the session
+        says why.
+        """
         where = lambda generation: None if self._closed else self.address_for(rank)  # noqa: E731
         address, token = self.address_for(rank)
         return DirectInbox(
@@ -319,7 +335,10 @@ class DirectHost(ProcessHost):
     def waiting_for(self, rank: int) -> str:
         if absent := self._registry.absent(self._attached) if not self._begun else []:
             few = ", ".join(map(str, absent[:16])) + (", ..." if len(absent) > 16 else "")
-            words = "without constructors no step is planned before all have come, and loaded the state that one of them loaded"
+            words = (
+                "without constructors no step is planned before all have come, and loaded "
+                "the state that one of them loaded"
+            )
             return f"the clients of ranks {few}: {words}"
         if (
             rank not in self._constructors
@@ -331,7 +350,8 @@ class DirectHost(ProcessHost):
         if name.startswith("client/"):
             raise JobError(
                 [
-                    f"{name}: a client lives in its trainer's process, which is not the session's to kill"
+                    f"{name}: a client lives in its trainer's process, which is not the "
+                    "session's to kill"
                 ],
                 "kill",
             )

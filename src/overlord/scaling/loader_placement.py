@@ -1,7 +1,8 @@
-"""Which loaders live in which process. Processes follow cores, not sources: a process costs memory and start-up, a logical loader
-costs next to nothing, and reading and tokenizing release the interpreter lock. So light sources share hosts; only a source that would
-hold up all others gets several loaders, on different hosts. Code of the user's is assumed to hold the lock: sources that run it share a
-host only as far as one core does their work. Pure, and never seen in the stream.
+"""Which loaders live in which process. Processes follow cores, not sources: a process costs memory
+and start-up, a logical loader costs next to nothing, and reading and tokenizing release the
+interpreter lock. So light sources share hosts; only a source that would hold up all others gets
+several loaders, on different hosts. Code of the user's is assumed to hold the lock: sources that
+run it share a host only as far as one core does their work. Pure, and never seen in the stream.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from overlord.scaling.threads import locked_part
 if TYPE_CHECKING:
     pass
 
-SOURCES_PER_HOST = 25  # 300 sources in 12 processes held 6 MB each, in 100 processes 71 MB each, and started 25 times faster
+# 300 sources in 12 processes held 6 MB each, in 100 processes 71 MB each, and started 25 times
+# faster
+SOURCES_PER_HOST = 25
 NAMED = 4  # sources of a host that its reason names
 
 
@@ -27,12 +30,16 @@ class SourceLoad:
 
     name: str
     share: float  # of the mixture
-    cost: float  # seconds of reading and transforming per step, in any unit that is the same for all sources
+    # seconds of reading and transforming per step, in any unit that is the same for all sources
+    cost: float
     memory: int  # bytes of file state and buffers
     max_loaders: int = 1  # more would have nothing to do
     state: int = 0  # of the memory: file state, which every host with a loader of the source holds
-    shares: int = 1  # loaders that it is cut into where it may be scaled: a row may cost much, whatever it weighs now
-    free_s: float = math.inf  # of a core, for a sample: known to release the interpreter lock; the rest is assumed to hold it
+    # loaders that it is cut into where it may be scaled: a row may cost much, whatever it weighs
+    # now
+    shares: int = 1
+    # of a core, for a sample: known to release the interpreter lock; the rest is assumed to hold it
+    free_s: float = math.inf
 
     def __post_init__(self) -> None:
         if not (
@@ -44,12 +51,15 @@ class SourceLoad:
             and self.free_s >= 0
         ):
             raise ValueError(
-                f"{self.name}: share, cost and memory are at least 0 and finite, max_loaders at least 1; found {self}"
+                f"{self.name}: share, cost and memory are at least 0 and finite, "
+                f"max_loaders at least 1; found {self}"
             )
 
     @property
     def locked(self) -> float:
-        """Return the part of its cost that is assumed to hold the interpreter lock: one core per process does it."""
+        """Return the part of its cost that is assumed to hold the interpreter lock: one core per
+        process does it.
+        """
         return locked_part(self.cost / self.share, self.free_s) if self.share else 0.0
 
 
@@ -75,7 +85,10 @@ class Hosting:
 
     def to_table(self) -> str:
         """For people."""
-        head = f"{sum(self.loaders)} loaders of {len(self.loaders)} sources in {self.n_hosts} hosts, the busiest does {self.slowest:.0%}"
+        head = (
+            f"{sum(self.loaders)} loaders of {len(self.loaders)} sources in {self.n_hosts} "
+            f"hosts, the busiest does {self.slowest:.0%}"
+        )
         return "\n".join(
             [head, *(f"  host {h:<3} {reason}" for h, reason in enumerate(self.reasons))]
         )
@@ -106,7 +119,9 @@ class _Rules:
     total: float
 
     def loaders(self, cores: int) -> tuple[int, ...]:
-        """Loaders per source: so many that none has more to do than a core's fair share, where chunks allow it."""
+        """Loaders per source: so many that none has more to do than a core's fair share, where
+        chunks allow it.
+        """
         if self.counts is not None:
             return self.counts
         alone = self.strict and self.per_host == 1
@@ -125,7 +140,9 @@ class _Rules:
         return load.cost * cores / self.total - 1e-9 if self.total else 0.0
 
     def parts(self, cores: int) -> list[_Part]:
-        """What is placed, in the order of placing: split sources while every host has room, then the heaviest first."""
+        """What is placed, in the order of placing: split sources while every host has room, then
+        the heaviest first.
+        """
         made, first = [], 0
         for i, (load, n) in enumerate(zip(self.loads, self.loaders(cores), strict=True)):
             groups = (
@@ -159,7 +176,9 @@ class _Rules:
         return min(n, len(parts))
 
     def limit(self, n_hosts: int, parts: Sequence[_Part]) -> int:
-        """Sources a host may have: what was asked for, or an equal share where cores are too few for that."""
+        """Sources a host may have: what was asked for, or an equal share where cores are too few
+        for that.
+        """
         return self.per_host if self.strict else max(self.per_host, -(-len(parts) // n_hosts))
 
 
@@ -175,11 +194,13 @@ def plan_hosts(
 ) -> Hosting:
     """Loaders and hosts for these sources on so many cores for loading.
 
-    ``min(cores, sources / 25)`` hosts, and one more for every loader of a source that is more than a core's fair share of the work. Light
-    sources whose code holds the interpreter lock get a host for every core that their locked work takes. More hosts when one would
-    hold above ``memory_bytes``. ``sources_per_host`` is kept even where that takes more hosts than cores; 1 gives every source a process
-    of its own. ``loaders`` fixes the number for the sources it names, ``counts`` for all (by ``scaling.partition``, which has reasons of
-    its own). ``together`` keeps all loaders of a source on one host.
+    ``min(cores, sources / 25)`` hosts, and one more for every loader of a source that is more than
+    a core's fair share of the work. Light sources whose code holds the interpreter lock get a host
+    for every core that their locked work takes. More hosts when one would hold above
+    ``memory_bytes``. ``sources_per_host`` is kept even where that takes more hosts than cores; 1
+    gives every source a process of its own. ``loaders`` fixes the number for the sources it names,
+    ``counts`` for all (by ``scaling.partition``, which has reasons of its own). ``together`` keeps
+    all loaders of a source on one host.
     """
     for name, value in (
         ("cores", cores),
@@ -203,7 +224,9 @@ def plan_hosts(
 
 
 def _best(rules: _Rules, cores: int) -> _Layout:
-    """Placing the heaviest first is near the best, not monotone: where fewer cores happen to do better, they are used."""
+    """Placing the heaviest first is near the best, not monotone: where fewer cores happen to do
+    better, they are used.
+    """
     best, tried = _layout(rules, cores), set[tuple[int, tuple[int, ...]]]()
     for c in range(cores - 1, 0, -1):
         parts = rules.parts(c)
@@ -269,7 +292,8 @@ def _placed(
         passed = []
         while heap and (part.source in sources[heap[0][2]] or not may(part, heap[0][2])):
             passed.append(heapq.heappop(heap))
-        # Every host has a loader of this source, or no room: then a second one of it, where there is.
+        # Every host has a loader of this source, or no room: then a second one of it, where there
+        # is.
         found = (
             heapq.heappop(heap)
             if heap
@@ -328,7 +352,10 @@ def _reason(
             what += f" ({loaders[i] if rules.together else n} of its {loaders[i]} loaders; {why})"
         told.append(what)
     more = f" and {len(mine) - NAMED} more" if len(mine) > NAMED else ""
-    said = f"{cost:.1%} of the work, {memory / 2**20:,.0f} MB, {len(mine)} source{'s' * (len(mine) != 1)}: {', '.join(told)}{more}"
+    said = (
+        f"{cost:.1%} of the work, {memory / 2**20:,.0f} MB, {len(mine)} "
+        f"source{'s' * (len(mine) != 1)}: {', '.join(told)}{more}"
+    )
     over = rules.memory_bytes is not None and memory > rules.memory_bytes
     return said + (
         f"; above {rules.memory_bytes} bytes, which one loader alone needs" if over else ""

@@ -1,7 +1,8 @@
 """One budget for a machine, split over what loading may hold there. Pure.
 
-Some of it is needed whatever the budget: processes, the open window of every loader, what the draw takes. That is set aside first, by
-estimate; the rest bounds what is held *ahead*. A budget bounds reading ahead, never the draw: a small one makes a job slower, never wrong.
+Some of it is needed whatever the budget: processes, the open window of every loader, what the draw
+takes. That is set aside first, by estimate; the rest bounds what is held *ahead*. A budget bounds
+reading ahead, never the draw: a small one makes a job slower, never wrong.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def split(total: int, *, loaders: int, loader_hosts: int = 0, constructor_hosts:
             else ""
         )
         raise ValueError(
-            f"wanted at least {shown(processes + windows + LEAST)}, found {shown(total)}: {hosts}{loaders} loaders with a window each "
+            f"wanted at least {shown(processes + windows + LEAST)}, found {shown(total)}: "
+            f"{hosts}{loaders} loaders with a window each "
             f"{shown(windows)}, and {shown(LEAST)} is the least to read ahead with"
         )
     return Budget(

@@ -1,6 +1,7 @@
 """Needs of sources and room of their loader hosts, in cores. Pure.
 
-A host has two resources: its threads, and one interpreter lock. A source needs both, the lock for its locked part alone.
+A host has two resources: its threads, and one interpreter lock. A source needs both, the lock for
+its locked part alone.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ from dataclasses import dataclass
 
 from overlord.scaling.threads import useful
 
-LEAST_ROOM = 0.1  # of what a host could give a source alone: the least it is taken to have, however crowded it is
-WORTH = 0.3  # the same of a host that does not read it yet: with less, reading it there too is not worth the change
+# of what a host could give a source alone: the least it is taken to have, however crowded it is
+LEAST_ROOM = 0.1
+# the same of a host that does not read it yet: with less, reading it there too is not worth the
+# change
+WORTH = 0.3
 CLOSE = 1e-9  # cores that count as none
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One source: cores that it needs now and soon, its locked part, the hosts that read it, the processes these are, and other hosts
-    that could read it."""
+    """One source: cores that it needs now and soon, its locked part, the hosts that read it, the
+    processes these are, and other hosts that could read it.
+    """
 
     name: str
     now: float
@@ -56,14 +61,18 @@ class Need:
         return math.fsum(self.rooms)
 
     def fewest(self, busy: float) -> int:
-        """Return the number of hosts that suffices if none is to be busier than ``busy``, whichever hosts go."""
+        """Return the number of hosts that suffices if none is to be busier than ``busy``, whichever
+        hosts go.
+        """
         return next(
             (n for n in range(1, len(self.rooms)) if self.most <= busy * math.fsum(self.rooms[:n])),
             len(self.rooms),
         )
 
     def grant(self, target: float, free: int, most: int) -> Grant:
-        """Return the hosts that bring it to ``target``: up to ``free`` new ones, then those there are with room, ``most`` in all."""
+        """Return the hosts that bring it to ``target``: up to ``free`` new ones, then those there
+        are with room, ``most`` in all.
+        """
         missing = self.most / target - self.room
         new = min(free, most, max(1, math.ceil(missing / self.per_host - CLOSE)))
         missing, on = missing - new * self.per_host, list[int]()
@@ -84,7 +93,9 @@ class Grant:
 
 
 def needs_of(demands: Sequence[Demand], lanes: float) -> dict[str, Need]:
-    """Return what every source needs and has, where hosts have ``lanes`` threads each and may read several sources."""
+    """Return what every source needs and has, where hosts have ``lanes`` threads each and may read
+    several sources.
+    """
     threads, lock = dict[int, float](), dict[int, float]()
     for d in demands:
         for h in d.hosts:
@@ -117,7 +128,9 @@ def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[i
 
 
 def cores_used(demands: Sequence[Demand], lanes: float, hosts: int) -> float:
-    """Return the cores that ``hosts`` loader hosts keep busy: at least one each, the lock's holder one in all, at most ``lanes`` each."""
+    """Return the cores that ``hosts`` loader hosts keep busy: at least one each, the lock's holder
+    one in all, at most ``lanes`` each.
+    """
     free, held = dict[int, float](), dict[int, float]()
     for d in demands:
         for h in d.hosts:

@@ -1,12 +1,16 @@
-"""Offline auto-partitioning: loaders for every source, and the host of each, from what sources cost and what there is to run them on.
+"""Offline auto-partitioning: loaders for every source, and the host of each, from what sources cost
+and what there is to run them on.
 
-The Overlord paper (arXiv 2504.09844), section 5.1: sources are sorted by cost and clustered, clusters get resource levels by the ratio of
-their means, what constructors and planner leave is divided by the workers of all levels into blocks, and limits by source, by actor and
-of memory are kept. Its words and ours: a *worker* is a logical loader, which does one thing at a time on one core; an *actor* of a
-source is a host that has loaders of it; several loaders on a host are its worker parallelism, several hosts its data parallelism,
-and sources spread over hosts source parallelism. Decision record 0019 says where this differs from the paper.
+The Overlord paper (arXiv 2504.09844), section 5.1: sources are sorted by cost and clustered,
+clusters get resource levels by the ratio of their means, what constructors and planner leave is
+divided by the workers of all levels into blocks, and limits by source, by actor and of memory are
+kept. Its words and ours: a *worker* is a logical loader, which does one thing at a time on one
+core; an *actor* of a source is a host that has loaders of it; several loaders on a host are its
+worker parallelism, several hosts its data parallelism, and sources spread over hosts source
+parallelism. Decision record 0019 says where this differs from the paper.
 
-Every configuration that fewer cores would allow is looked at too, and the best predicted rate wins: so more resources never do worse.
+Every configuration that fewer cores would allow is looked at too, and the best predicted rate wins:
+so more resources never do worse.
 """
 
 from __future__ import annotations
@@ -27,8 +31,10 @@ CLOSE = 1e-9  # rates that differ by less are equal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a partition must keep. ``batch`` and ``per_source`` bound the loaders of a source (the paper's w_src), ``per_actor`` those of
-    one source on one host (w_actor). Numbers that the user gave in ``loaders`` are kept as they are."""
+    """What a partition must keep. ``batch`` and ``per_source`` bound the loaders of a source (the
+    paper's w_src), ``per_actor`` those of one source on one host (w_actor). Numbers that the user
+    gave in ``loaders`` are kept as they are.
+    """
 
     batch: int | None = None  # samples of a step: more loaders would have none to read
     per_source: int | None = None
@@ -64,7 +70,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What there is: cores for loading, constructors and planner together, and memory for loader hosts; None: enough."""
+    """What there is: cores for loading, constructors and planner together, and memory for loader
+    hosts; None: enough.
+    """
 
     cores: int
     memory_bytes: int | None = None
@@ -106,7 +114,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A configuration with what it is predicted to give. ``rate``: drawn samples a second; 0 where it does not fit into memory."""
+    """A configuration with what it is predicted to give. ``rate``: drawn samples a second; 0 where
+    it does not fit into memory.
+    """
 
     hosting: Hosting
     shares: tuple[Share, ...]  # in the order of the sources
@@ -128,11 +138,16 @@ class Partition:
         return self.rate * tokens
 
     def shortfall(self, demand: float) -> str:
-        """By how much a demand of samples a second cannot be met, and what would be needed, in words; empty: it is met."""
+        """By how much a demand of samples a second cannot be met, and what would be needed, in
+        words; empty: it is met.
+        """
         if not self.fits:
             assert self.resources.memory_bytes is not None
             short = self.memory - self.resources.memory_bytes
-            return f"memory: {self.memory / 2**20:,.0f} MB are needed at least, {short / 2**20:,.0f} MB more than there are"
+            return (
+                f"memory: {self.memory / 2**20:,.0f} MB are needed at least, "
+                f"{short / 2**20:,.0f} MB more than there are"
+            )
         if demand <= self.rate * (1 + CLOSE):
             return ""
         cores = math.ceil(demand * self.sample_s - CLOSE)
@@ -141,18 +156,24 @@ class Partition:
             if cores > self.resources.cores
             else "more cores would not help"
         )
-        said = f"{1 - self.rate / demand:.1%} of the demand are not met; {more}, and what holds it back is {self.bound}"
+        said = (
+            f"{1 - self.rate / demand:.1%} of the demand are not met; {more}, and what holds "
+            f"it back is {self.bound}"
+        )
         return "; ".join([said, *self._short_of_loaders(demand)])
 
     def _short_of_loaders(self, demand: float) -> list[str]:
-        """The sources that could not keep up on any number of cores, those first that are the furthest from it."""
+        """The sources that could not keep up on any number of cores, those first that are the
+        furthest from it.
+        """
         wanted = [(math.ceil(demand * s.cost - CLOSE), s) for s in self.shares]
         short = sorted(
             ((n, s) for n, s in wanted if n > s.most),
             key=lambda found: (-found[0] / found[1].most, found[1].source),
         )
         said = [
-            f"on any number of cores source {s.source!r} would take {n} loaders and can have {s.why_not_more}"
+            f"on any number of cores source {s.source!r} would take {n} loaders and can "
+            f"have {s.why_not_more}"
             for n, s in short[:TOLD]
         ]
         return said + [f"{len(short) - TOLD} more are short of loaders too"] * (len(short) > TOLD)
@@ -161,8 +182,10 @@ class Partition:
 def partition(
     loads: Sequence[SourceLoad], resources: Resources, limits: Limits | None = None
 ) -> Partition:
-    """Loaders and hosts for these sources. ``cost`` of a load is in seconds of one core for every sample that the mixture draws.
-    The order of the sources does not matter: they are placed in the order of their names."""
+    """Loaders and hosts for these sources. ``cost`` of a load is in seconds of one core for every
+    sample that the mixture draws. The order of the sources does not matter: they are placed in the
+    order of their names.
+    """
     if not loads:
         raise ValueError("sources: wanted at least 1, found none")
     limits = limits or Limits()
@@ -174,14 +197,17 @@ def partition(
         if free.rate > made.rate * (1 + CLOSE):
             made = replace(
                 made,
-                bound=f"memory: with {free.memory / 2**20:,.0f} MB it would be {free.rate / made.rate - 1:.0%} faster",
+                bound=f"memory: with {free.memory / 2**20:,.0f} MB it would be "
+                f"{free.rate / made.rate - 1:.0%} faster",
             )
     return _in_order(made, order)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """One configuration and what it is good for. ``cores``: for which the levels were cut; ``room``: for how many hosts it was placed."""
+    """One configuration and what it is good for. ``cores``: for which the levels were cut;
+    ``room``: for how many hosts it was placed.
+    """
 
     hosting: Hosting
     cores: int
@@ -195,7 +221,9 @@ class _Tried:
 
 
 class _Search:
-    """All configurations for up to so many cores, the largest first, until none that is left can be better."""
+    """All configurations for up to so many cores, the largest first, until none that is left can be
+    better.
+    """
 
     def __init__(self, loads: Sequence[SourceLoad], resources: Resources, limits: Limits):
         self.loads, self.resources, self.limits = loads, resources, limits
@@ -222,9 +250,10 @@ class _Search:
         return self._told(self._trimmed(best))
 
     def _ways(self) -> Iterator[tuple[int, int, float]]:
-        """Cores that levels are cut for; hosts for their loaders: one for each, and where memory is bounded half as many, and so on;
-        and the least seconds that may come of it. Loaders of a source that share a host, which holds its files once, are the
-        paper's worker parallelism."""
+        """Cores that levels are cut for; hosts for their loaders: one for each, and where memory is
+        bounded half as many, and so on; and the least seconds that may come of it. Loaders of a
+        source that share a host, which holds its files once, are the paper's worker parallelism.
+        """
         for cores in _tried_cores(self.cores):
             least, room = self._least(cores), cores
             yield cores, room, least
@@ -243,7 +272,9 @@ class _Search:
         )
 
     def _trimmed(self, best: _Tried) -> _Tried:
-        """The same rate with fewer loaders, where one source holds up all and the others need not be ready before it."""
+        """The same rate with fewer loaders, where one source holds up all and the others need not
+        be ready before it.
+        """
         if not best.seconds:
             return best
         counts = [
@@ -258,7 +289,9 @@ class _Search:
         return new if as_good and self._allowed(hosting) else best
 
     def _counts(self, cores: int) -> Iterator[tuple[int, ...]]:
-        """Loaders of every source, by its cluster's level, and by its own share: the mean may hide a source that holds up all."""
+        """Loaders of every source, by its cluster's level, and by its own share: the mean may hide
+        a source that holds up all.
+        """
         for wanted in (self._by_level, self._by_share):
             yield tuple(
                 self.limits.loaders.get(
@@ -269,7 +302,9 @@ class _Search:
             )
 
     def _by_level(self, i: int, cores: int) -> float:
-        """Worker resource blocks of a source, in cores: its level times what the workers of all levels leave for each."""
+        """Worker resource blocks of a source, in cores: its level times what the workers of all
+        levels leave for each.
+        """
         return self.level[i].level * cores / self.workers if self.workers else 0.0
 
     def _by_share(self, i: int, cores: int) -> float:
@@ -308,7 +343,9 @@ class _Search:
         )
 
     def _parts(self, hosting: Hosting, threads: int) -> dict[str, float]:
-        """Seconds by drawn sample of what may be the slowest: all cores together, a host, its interpreter lock, a loader."""
+        """Seconds by drawn sample of what may be the slowest: all cores together, a host, its
+        interpreter lock, a loader.
+        """
         slowest = max(
             range(len(self.loads)),
             key=lambda i: (self.loads[i].cost / hosting.loaders[i], self.loads[i].name),
@@ -355,7 +392,9 @@ class _Search:
         return self.resources.memory_bytes is None or tried.memory <= self.resources.memory_bytes
 
     def _better(self, best: _Tried | None, new: _Tried) -> _Tried:
-        """What fits before what does not, then the faster; of what does not fit, the one that needs least."""
+        """What fits before what does not, then the faster; of what does not fit, the one that needs
+        least.
+        """
         if best is None or self._fits(new) > self._fits(best):
             return new
         if self._fits(best) > self._fits(new):
@@ -364,7 +403,8 @@ class _Search:
             return min(best, new, key=lambda t: (t.memory, t.seconds))
         if abs(new.seconds - best.seconds) > CLOSE * best.seconds:
             return min(best, new, key=lambda t: t.seconds)
-        # Of equal ones for as many cores the smaller; but processes are not saved for their own sake: threads of one share a lock.
+        # Of equal ones for as many cores the smaller; but processes are not saved for their own
+        # sake: threads of one share a lock.
         return min(best, new, key=lambda t: (-t.cores, -t.room, t.small))
 
     def _told(self, best: _Tried) -> Partition:
@@ -418,7 +458,9 @@ class _Search:
 
 
 def _tried_cores(most: int) -> Iterator[int]:
-    """Numbers of cores, the largest first. Those for fewer cores are among those for more, or more could do worse."""
+    """Numbers of cores, the largest first. Those for fewer cores are among those for more, or more
+    could do worse.
+    """
     for c in range(most, 0, -1):
         if c <= EVERY or (c <= BY_EIGHT and c % 8 == 0) or c % 64 == 0:
             yield c
@@ -437,7 +479,9 @@ def _on_hosts(hosting: Hosting) -> list[dict[int, int]]:
 
 
 def _in_order(made: Partition, order: Sequence[int]) -> Partition:
-    """The same for sources in the order they were given: ``order[k]`` is where the k-th by name stands."""
+    """The same for sources in the order they were given: ``order[k]`` is where the k-th by name
+    stands.
+    """
     hosting, place = made.hosting, {i: k for k, i in enumerate(order)}
     firsts = [0]
     for n in hosting.loaders:

@@ -1,8 +1,9 @@
-"""What sources cost: the tuple (P, T, M) of the Overlord paper (arXiv 2504.09844), section 5.1, for each of them, and for all of a job.
+"""What sources cost: the tuple (P, T, M) of the Overlord paper (arXiv 2504.09844), section 5.1, for
+each of them, and for all of a job.
 
-P is what one sample takes to be read and transformed, in seconds, and what cores were busy with of them; T what it takes to be handed
-over; M is memory: M_b of buffers, M_d of file access state. All of it was measured by somebody; here it is kept, checked, averaged and
-looked at.
+P is what one sample takes to be read and transformed, in seconds, and what cores were busy with of
+them; T what it takes to be handed over; M is memory: M_b of buffers, M_d of file access state. All
+of it was measured by somebody; here it is kept, checked, averaged and looked at.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import numpy as np
 from overlord.hashing import digest
 
 VERSION = 2
-NEW = 0.3  # weight of what was measured last: an outlier fades in ten refreshes, a real change is half seen in two
+# weight of what was measured last: an outlier fades in ten refreshes, a real change is half seen in
+# two
+NEW = 0.3
 MOST = 2**62  # samples and bytes are whole numbers of 64 bits wherever they go
 
 
@@ -28,8 +31,9 @@ class BadProfile(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceProfile:
-    """What one source costs. Seconds are per sample and by the clock; ``core_s`` says how much of that cores were busy.
-    0 bytes: nobody has measured them."""
+    """What one source costs. Seconds are per sample and by the clock; ``core_s`` says how much of
+    that cores were busy. 0 bytes: nobody has measured them.
+    """
 
     name: str
     fingerprint: str  # of its files and transforms: other ones cost something else
@@ -39,7 +43,9 @@ class SourceProfile:
     tokens: float  # of a sample, on average
     transfer_s: float = 0.0  # T
     buffer_bytes: int = 0  # M_b: an open window, and the samples made of it
-    core_s: float = 0.0  # of read_s + transform_s: the rest was waited, for storage, a core, or the interpreter's lock; 0: not told apart
+    # of read_s + transform_s: the rest was waited, for storage, a core, or the interpreter's lock;
+    # 0: not told apart
+    core_s: float = 0.0
     file_bytes: int = 0  # M_d: what stays while files are open: footers, handles, decompressors
 
     def __post_init__(self) -> None:
@@ -64,7 +70,9 @@ class SourceProfile:
 
     @property
     def cost_s(self) -> float:
-        """Of a core, which is what is divided among sources; all of it where that is not told apart."""
+        """Of a core, which is what is divided among sources; all of it where that is not told
+        apart.
+        """
         return self.core_s or self.sample_s
 
     @property
@@ -83,7 +91,9 @@ class SourceProfile:
         return self.buffer_bytes + self.file_bytes
 
     def merged(self, new: SourceProfile, weight: float = NEW) -> SourceProfile:
-        """A moving average. Of other files or transforms nothing is carried over, and what nobody measured changes nothing."""
+        """A moving average. Of other files or transforms nothing is carried over, and what nobody
+        measured changes nothing.
+        """
         if new.fingerprint != self.fingerprint or not self.samples:
             return new
         if not new.samples:
@@ -114,7 +124,9 @@ class JobProfile:
         return JobProfile(machine=machine, sources={p.name: p for p in profiles})
 
     def merge(self, new: JobProfile, weight: float = NEW) -> JobProfile:
-        """This profile refreshed by a newer one; what another machine measured is replaced, not averaged."""
+        """This profile refreshed by a newer one; what another machine measured is replaced, not
+        averaged.
+        """
         if new.machine != self.machine:
             return replace(new, sources={**self.sources, **new.sources})
         both = {
@@ -133,7 +145,9 @@ class JobProfile:
         return replace(self, sources=fits)
 
     def file_share(self) -> float:
-        """The part of all memory that is file access state (Fig. 4 of the paper); 0 where nothing was measured."""
+        """The part of all memory that is file access state (Fig. 4 of the paper); 0 where nothing
+        was measured.
+        """
         file, both = (
             sum(getattr(p, n) for p in self.sources.values()) for n in ("file_bytes", "memory")
         )

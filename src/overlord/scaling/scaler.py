@@ -1,8 +1,10 @@
-"""When a source is to be read by more processes, or by fewer: the Overlord paper (arXiv 2504.09844), section 5.2. Pure.
+"""When a source is to be read by more processes, or by fewer: the Overlord paper (arXiv
+2504.09844), section 5.2. Pure.
 
-What a source needs is the pace at which trainers would take steps if they never waited, times the samples that the mixture gives it in a
-step, times what a sample was seen to cost: seconds of work per second, which is cores. That is compared with the cores that its processes
-can use (``scaling/needs.py``). Nothing here decides what is drawn, and the stream does not know of it.
+What a source needs is the pace at which trainers would take steps if they never waited, times the
+samples that the mixture gives it in a step, times what a sample was seen to cost: seconds of work
+per second, which is cores. That is compared with the cores that its processes can use
+(``scaling/needs.py``). Nothing here decides what is drawn, and the stream does not know of it.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from dataclasses import dataclass
 from overlord.scaling.needs import Demand, Need, cores_used, needs_of
 from overlord.scaling.threads import locked_part, measured_part
 
-LEAST_TAIL = 4.0  # a slow read counts as one of a long tail when it takes so many times what a usual one does
+# a slow read counts as one of a long tail when it takes so many times what a usual one does
+LEAST_TAIL = 4.0
 WAITED = 0.02  # of their time that trainers wait before anybody is named where nothing can be moved
 MOST_AHEAD = 32  # steps' worth of samples held ready of one source; bytes are bounded beside that
 LOCKED = 0.5  # locked part of a source above which threads are no remedy for it
-SPARE = 0.25  # of a core that may be missing for one host more: light sources that share a host with a heavy one take a few percent
+# of a core that may be missing for one host more: light sources that share a host with a heavy one
+# take a few percent
+SPARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +49,14 @@ class Limits:
     cool_down_s: float = (
         5.0  # after a change before the same source is looked at again: its figures are of before
     )
-    foresight_s: float = 10.0  # how far into a schedule's future is looked: about what it takes until a new host has taken over
+    # how far into a schedule's future is looked: about what it takes until a new host has taken
+    # over
+    foresight_s: float = 10.0
     target: float = 0.7  # of what its hosts can do; the rest is for slow moments
     high: float = 0.85  # above it a source gets more
-    low: float = 0.55  # it gets less where one host less would be below this: far enough below `target` that noise does not undo it
+    # it gets less where one host less would be below this: far enough below `target` that noise
+    # does not undo it
+    low: float = 0.55
 
     def __post_init__(self) -> None:
         whole = {
@@ -86,7 +95,8 @@ class SourceSeen:
 
     name: str
     share: float  # of the mixture, now
-    ahead: float  # the largest share that is known to come within the foresight; the same where nothing is known
+    # the largest share that is known to come within the foresight; the same where nothing is known
+    ahead: float
     drawn: float  # samples that steps took
     read: float  # samples that its loaders made ready
     busy_s: float  # seconds that cores were busy with it, all together
@@ -95,7 +105,8 @@ class SourceSeen:
     hosts: tuple[int, ...]  # that read it
     most: int = 1  # hosts that could
     able: tuple[int, ...] = ()  # of those there are, that do not and could
-    free_s: float = math.inf  # of a core, for a sample: known to release the interpreter lock; the rest is assumed to hold it
+    # of a core, for a sample: known to release the interpreter lock; the rest is assumed to hold it
+    free_s: float = math.inf
     processes: int = 0  # that its code runs in; 0: one for each of ``hosts``
     read_s: float = 0.0  # what a usual read takes
     slow_read_s: float = 0.0  # and one of the slowest
@@ -133,7 +144,9 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CannotKeepUp:
-    """A source that trainers wait for, or will, and that gets no more hosts; with what it would take."""
+    """A source that trainers wait for, or will, and that gets no more hosts; with what it would
+    take.
+    """
 
     source: str
     hosts: int
@@ -142,7 +155,10 @@ class CannotKeepUp:
     what: str = "loader hosts"
 
     def __str__(self) -> str:
-        return f"{self.source} cannot keep up: it would take {self.wanted} {self.what} and has {self.hosts}: {self.reason}"
+        return (
+            f"{self.source} cannot keep up: it would take {self.wanted} {self.what} and has "
+            f"{self.hosts}: {self.reason}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +197,9 @@ class _Known:
 class Scaler:
     """``handle(observed, now) -> decisions``: at most one ``Scale`` at a time, the most urgent.
 
-    ``fixed``: nothing is moved, and what a source has are loaders, each on a core of its own; there it is only said who is to be read
-    further ahead, and who cannot keep up."""
+    ``fixed``: nothing is moved, and what a source has are loaders, each on a core of its own; there
+    it is only said who is to be read further ahead, and who cannot keep up.
+    """
 
     def __init__(self, limits: Limits, read_ahead: int = 2, *, fixed: bool = False):
         self.limits, self._read_ahead, self.fixed = limits, read_ahead, fixed
@@ -271,7 +288,8 @@ class Scaler:
         )
         waited = min(seconds, math.fsum(o.waited_s for o in self._paces))
         self.waited = waited / seconds if seconds else 0.0
-        # One that only ever waits would take any number: it is told from one that computes by a twentieth of its time.
+        # One that only ever waits would take any number: it is told from one that computes by a
+        # twentieth of its time.
         self.pace = taken / max(seconds - waited, seconds / 20) if taken else 0.0
         self.rate = taken / seconds if seconds else 0.0
 
@@ -283,7 +301,8 @@ class Scaler:
         per_step, found = drawn / planned if planned else 0.0, []
         for s in observed.sources:
             known = self._known[s.name]
-            # What was needed a moment ago may be needed again in a moment: mixtures that learn go up and down.
+            # What was needed a moment ago may be needed again in a moment: mixtures that learn go
+            # up and down.
             shares = max(s.share, known.share), s.ahead
             now, later = (
                 self.pace * self._samples(s, share, per_step) * known.cost_s for share in shares
@@ -303,7 +322,9 @@ class Scaler:
         return found
 
     def _samples(self, seen: SourceSeen, share: float, per_step: float) -> float:
-        """Of a step. Weights of batches in tokens are shares of tokens: there what was drawn says how many samples that is."""
+        """Of a step. Weights of batches in tokens are shares of tokens: there what was drawn says
+        how many samples that is.
+        """
         looks = self._known[seen.name].looks
         drawn, meant = (
             math.fsum(s.drawn for s, _ in looks),
@@ -340,7 +361,8 @@ class Scaler:
             for s in observed.sources
             if self._known[s.name].above >= self.limits.patience and self._cool(s, now)
         ]
-        # The heaviest first: on a host that several sources share, it alone goes elsewhere, and the others have room then.
+        # The heaviest first: on a host that several sources share, it alone goes elsewhere, and the
+        # others have room then.
         for s in sorted(ready, key=lambda s: (-needs[s.name].most, s.name)):
             if crowded & set(s.hosts):
                 continue
@@ -381,11 +403,17 @@ class Scaler:
             )
         why = f"{self._rates(seen, need.most)}, trainers wait {self.waited:.0%} of their time; "
         if self._locked(seen) > LOCKED:
-            why += "its code holds the interpreter lock: workers='processes', or runtime='process' with autoscale=True, give it more"
+            why += (
+                "its code holds the interpreter lock: workers='processes', or "
+                "runtime='process' with autoscale=True, give it more"
+            )
         else:
             why += "loaders= and autoscale=True give it more"
         if self._all > self.limits.cores:
-            why += f"; all sources together take {self._all:.2g} cores of {self.limits.cores}, so that alone is not enough"
+            why += (
+                f"; all sources together take {self._all:.2g} cores of {self.limits.cores}, "
+                "so that alone is not enough"
+            )
         return CannotKeepUp(
             source=seen.name, hosts=hosts, wanted=wanted, reason=why, what="loaders"
         )
@@ -421,8 +449,14 @@ class Scaler:
 
     def _slow_storage(self, seen: SourceSeen, need: Need) -> CannotKeepUp:
         known = self._known[seen.name]
-        why = f"a sample takes {known.took_s * 1e3:.3g} ms, of a core {known.cost_s * 1e3:.3g} ms: it waits for storage, for whom its "
-        why += "transforms ask, or for the interpreter's lock (workers='processes'); so many loaders= wait side by side"
+        why = (
+            f"a sample takes {known.took_s * 1e3:.3g} ms, of a core {known.cost_s * 1e3:.3g} "
+            "ms: it waits for storage, for whom its "
+        )
+        why += (
+            "transforms ask, or for the interpreter's lock (workers='processes'); so many "
+            "loaders= wait side by side"
+        )
         return CannotKeepUp(
             source=seen.name, hosts=seen.most, wanted=known.short, what="loaders", reason=why
         )
@@ -445,7 +479,9 @@ class Scaler:
     def _downs(
         self, observed: Observed, needs: dict[str, Need], now: float, pressed: bool
     ) -> list[Scale]:
-        """``pressed``: another source needs hosts and there are none: then nobody keeps what it does not need for long."""
+        """``pressed``: another source needs hosts and there are none: then nobody keeps what it
+        does not need for long.
+        """
         patience = self.limits.patience if pressed else self.limits.idle_patience
         downs = []
         for s in sorted(
@@ -481,21 +517,32 @@ class Scaler:
     def _why(self, seen: SourceSeen, need: Need) -> str:
         room = f"its hosts have room for {need.room:.2g}"
         if need.later > need.now:
-            return f"the mixture will give it {seen.ahead:.1%} in place of {seen.share:.1%}: {self._rates(seen, need.later)}; {room}"
+            return (
+                f"the mixture will give it {seen.ahead:.1%} in place of {seen.share:.1%}: "
+                f"{self._rates(seen, need.later)}; {room}"
+            )
         waits = f", trainers wait {self.waited:.0%} of their time" if self.waited > 0.01 else ""
         return f"{self._rates(seen, need.now)} take {need.now:.2g} hosts, {room}{waits}"
 
     def _why_not(self, seen: SourceSeen, need: Need, hosts: int) -> str:
         if hosts >= seen.most:
-            why = f"it has {seen.most} loader{'s' * (seen.most > 1)}: more chunks open together (shuffle_chunks) or loaders= allow more"
+            why = (
+                f"it has {seen.most} loader{'s' * (seen.most > 1)}: more chunks open together "
+                "(shuffle_chunks) or loaders= allow more"
+            )
         else:
-            why = f"all {self.limits.cores} loader hosts that cores and memory allow are in use (hosts=)"
+            why = (
+                f"all {self.limits.cores} loader hosts that cores and memory allow are in use "
+                "(hosts=)"
+            )
         return f"{self._rates(seen, need.most)}; {why}"
 
     # read-ahead
 
     def _read_aheads(self, observed: Observed) -> list[ReadAhead]:
-        """A source whose reads have a long tail holds as many steps more as trainers take during a slow one."""
+        """A source whose reads have a long tail holds as many steps more as trainers take during a
+        slow one.
+        """
         decisions = []
         for s in observed.sources:
             known, steps = self._known[s.name], self._read_ahead

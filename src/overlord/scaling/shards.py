@@ -1,7 +1,8 @@
 """Which process reads which share of a source. Pure, and never seen in the stream.
 
-A source that may become heavy is cut into as many *shares* (logical loaders) as it could ever use when the job is launched: they cost
-next to nothing. To scale it is to spread its shares over more processes, or over fewer; which chunks a share has never changes.
+A source that may become heavy is cut into as many *shares* (logical loaders) as it could ever use
+when the job is launched: they cost next to nothing. To scale it is to spread its shares over more
+processes, or over fewer; which chunks a share has never changes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Callable, Container, Mapping, Sequence
 def spread(
     where: Sequence[int], hosts: Sequence[int], crowded: Container[int] = ()
 ) -> tuple[int, ...]:
-    """A host for every share, of these hosts alone; few shares move. Each has one at least, where there are so many; those that are
-    ``crowded``, since they read other sources too, have half as many as the others, and these differ by one at most.
+    """A host for every share, of these hosts alone; few shares move. Each has one at least, where
+    there are so many; those that are ``crowded``, since they read other sources too, have half as
+    many as the others, and these differ by one at most.
 
     ``where``: the host that each share has now.
     """
@@ -35,7 +37,9 @@ def spread(
 def _allotted(
     held: Mapping[int, int], n: int, hosts: Sequence[int], crowded: Container[int]
 ) -> dict[int, int]:
-    """How many shares each host is to have. Of hosts with equal claims, who has most now has one more: fewer shares move then."""
+    """How many shares each host is to have. Of hosts with equal claims, who has most now has one
+    more: fewer shares move then.
+    """
     weight = {h: 0.5 if h in crowded else 1.0 for h in hosts}
     ideal = {h: n * w / math.fsum(weight.values()) for h, w in weight.items()}
     order = sorted(hosts, key=lambda h: (-held.get(h, 0), hosts.index(h)))
@@ -48,15 +52,19 @@ def _allotted(
 def kept(
     hosts: Sequence[int], n: int, others: Mapping[int, int], first: Callable[[int], bool]
 ) -> list[int]:
-    """The n of a source's hosts that go on reading it, where it needs no more. Those that read other sources stay for those anyway, then
-    those that were there ``first``: who is left over has nothing to do, and can be ended. ``others``: loaders of other sources by host."""
+    """The n of a source's hosts that go on reading it, where it needs no more. Those that read
+    other sources stay for those anyway, then those that were there ``first``: who is left over has
+    nothing to do, and can be ended. ``others``: loaders of other sources by host.
+    """
     return sorted(sorted(hosts, key=lambda h: (not others.get(h), not first(h), h))[:n])
 
 
 def widened(
     loaders: Sequence[int], host_of: Sequence[int], shares: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Loaders per source and the host of each, with every source cut into ``shares`` where it had fewer: on the same hosts, in turn."""
+    """Loaders per source and the host of each, with every source cut into ``shares`` where it had
+    fewer: on the same hosts, in turn.
+    """
     counts, where, first = [], list[int](), 0
     for n, wanted in zip(loaders, shares, strict=True):
         mine, many = host_of[first : first + n], max(n, wanted)

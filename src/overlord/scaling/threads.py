@@ -1,16 +1,24 @@
-"""Threads of one process, in cores: code that holds the interpreter lock (GIL) uses one core per process. Pure.
+"""Threads of one process, in cores: code that holds the interpreter lock (GIL) uses one core per
+process. Pure.
 
-Python code holds the lock while it runs; pyarrow, tokenizers, zstd and large numpy copies release it. The *locked part* of a source is the
-share of its CPU time under the lock: 1 for plain Python, 0 for code that always releases it. Amdahl's law gives the cores that its threads
-can use in one process. Before a source runs, the part is an assumption; afterwards it is measured. Decision record 0022 has the reasons.
+Python code holds the lock while it runs; pyarrow, tokenizers, zstd and large numpy copies release
+it. The *locked part* of a source is the share of its CPU time under the lock: 1 for plain Python, 0
+for code that always releases it. Amdahl's law gives the cores that its threads can use in one
+process. Before a source runs, the part is an assumption; afterwards it is measured. Decision record
+0022 has the reasons.
 """
 
 from __future__ import annotations
 
-THREADS = 8  # of a process that are busy at a time: beyond, they wait for the lock between two calls that release it
+# of a process that are busy at a time: beyond, they wait for the lock between two calls that
+# release it
+THREADS = 8
 SECOND = 0.9  # of a core that the second thread of a process is worth, and each after it
-SIDE_BY_SIDE = 1.5  # pieces of work in progress per process: with fewer, threads do not compete and nothing can be measured
-SATURATED = 0.75  # cores per process: with fewer, threads wait for storage or other programs and not for the lock
+# pieces of work in progress per process: with fewer, threads do not compete and nothing can be
+# measured
+SIDE_BY_SIDE = 1.5
+# cores per process: with fewer, threads wait for storage or other programs and not for the lock
+SATURATED = 0.75
 
 
 def worth(threads: float) -> float:
@@ -19,15 +27,19 @@ def worth(threads: float) -> float:
 
 
 def locked_part(cost_s: float, free_s: float) -> float:
-    """Return the assumed locked part of a sample that costs ``cost_s`` of a core, ``free_s`` of them in code known to release the lock."""
+    """Return the assumed locked part of a sample that costs ``cost_s`` of a core, ``free_s`` of
+    them in code known to release the lock.
+    """
     return max(0.0, 1 - free_s / cost_s) if cost_s > 0 else 0.0
 
 
 def measured_part(in_progress: float, cores: float) -> float | None:
-    """Return the locked part by the Karp-Flatt metric; None: too little work in progress, or it waits for something else.
+    """Return the locked part by the Karp-Flatt metric; None: too little work in progress, or it
+    waits for something else.
 
-    ``in_progress``: pieces of work that one process has begun, on average. ``cores``: cores that they kept busy. A machine without idle
-    cores looks the same as a lock: the result is then too high.
+    ``in_progress``: pieces of work that one process has begun, on average. ``cores``: cores that
+    they kept busy. A machine without idle cores looks the same as a lock: the result is then too
+    high.
     """
     if in_progress < SIDE_BY_SIDE or cores < SATURATED:
         return None

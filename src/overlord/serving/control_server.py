@@ -1,7 +1,9 @@
-"""The front door of a session that serves: where clients in other processes say who they are and ask for things.
+"""The front door of a session that serves: where clients in other processes say who they are and
+ask for things.
 
-Links are read by the server's one thread, which must not wait; what a request leads to is done by a few threads of its own, and
-why someone waits by another, so that the reason can be had while everything else is busy.
+Links are read by the server's one thread, which must not wait; what a request leads to is done by a
+few threads of its own, and why someone waits by another, so that the reason can be had while
+everything else is busy.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ CLOSE_S = 0.5  # for last words to be sent; whoever does not read them finds the
 
 
 class FrontDoor:
-    """The server of a session. Control links are answered here; data links go to ``delivery``, if the steps are served here too."""
+    """The server of a session. Control links are answered here; data links go to ``delivery``, if
+    the steps are served here too.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""What a session that serves offers: ``serve``, and the boxes of ranks whose clients are in other processes."""
+"""What a session that serves offers: ``serve``, and the boxes of ranks whose clients are in other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,13 @@ class ServingMethods:
         token: str | None = None,
         ranks: Iterable[int] | None = None,
     ) -> Served:
-        """Let clients in other processes connect; print the result, and set it in their environment. Call it before the first step.
+        """Let clients in other processes connect; print the result, and set it in their
+        environment. Call it before the first step.
 
-        From here on all ranks (or ``ranks``) are expected, in this process or in others: planning begins with the first that
-        connects, and one that is missing holds up the others when the prefetch window is full. ``host``: of which interface;
-        the default can be reached from this machine only.
+        From here on all ranks (or ``ranks``) are expected, in this process or in others: planning
+        begins with the first that connects, and one that is missing holds up the others when the
+        prefetch window is full. ``host``: of which interface; the default can be reached from this
+        machine only.
         """
         self._refuse_closed()
         with self._moving:  # one at a time; the session's lock is held for moments only
@@ -60,7 +64,8 @@ class ServingMethods:
         """Under the lock: those of them that have no client here."""
         if self._begun:
             raise OverlordError(
-                "serve: the first step was asked for already; call serve() before iterating a client"
+                "serve: the first step was asked for already; call serve() before "
+                "iterating a client"
             )
         return sorted(set(_ranks(self.job.place, ranks)) - set(self._clients))
 
@@ -70,7 +75,10 @@ class ServingMethods:
                 ["token: wanted a text that is not empty, or None for one that is made up"], "serve"
             )
         if not self._options.constructors and not is_loopback(host):
-            words = "without constructors payload goes to clients through shared memory, so they live on this machine: leave it out"
+            words = (
+                "without constructors payload goes to clients through shared memory, so they "
+                "live on this machine: leave it out"
+            )
             raise JobError([f"host: {words}"], "serve")
 
     def _new_box(self: Session, rank: int) -> Any:  # type: ignore[misc]
@@ -82,13 +90,16 @@ class ServingMethods:
         return self._host.inbox(rank, self._start_state.step)
 
     def _take_seat(self: Session, rank: int) -> Box | None:  # type: ignore[misc]
-        """Under the lock: a client of this process takes a seat that nobody has taken yet, with all that is kept for it."""
+        """Under the lock: a client of this process takes a seat that nobody has taken yet, with all
+        that is kept for it.
+        """
         seat = self._clients.get(rank)
         if not isinstance(seat, Seat):
             return None
         if seat.peer:
             raise OverlordError(
-                f"rank {rank} is served to a client of another process, {seat.peer}; open the clients of this process before serve()"
+                f"rank {rank} is served to a client of another process, {seat.peer}; open "
+                "the clients of this process before serve()"
             )
         inbox: Box = self._host.inbox(rank, seat._state.step)
         if isinstance(seat._inbox, Outbox) and isinstance(inbox, Inbox):
@@ -97,7 +108,9 @@ class ServingMethods:
         return inbox
 
     def _constructor_address(self: Session, rank: int) -> tuple[str, str]:  # type: ignore[misc]
-        """Where the steps of a connected rank come from, and the token it takes there; empty: the one it came with."""
+        """Where the steps of a connected rank come from, and the token it takes there; empty: the
+        one it came with.
+        """
         assert self._serving is not None
         if hasattr(self._host, "outside"):
             found: tuple[str, str] = self._host.outside(rank)

@@ -1,4 +1,6 @@
-"""Serving: clients in other processes, of a session in this one. Beside those that live here, and treated alike."""
+"""Serving: clients in other processes, of a session in this one. Beside those that live here, and
+treated alike.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ log = logging.getLogger("overlord")
 
 
 class Served(str):
-    """An address, with its token. As text it is the address; printed it is two lines for the environment of the trainers."""
+    """An address, with its token. As text it is the address; printed it is two lines for the
+    environment of the trainers.
+    """
 
     token: str
-    resumed: str  # where the job goes on and why, of one that was submitted to a cluster; else the session knows
+    # where the job goes on and why, of one that was submitted to a cluster; else the session knows
+    resumed: str
 
     def __new__(cls, address: str, token: str, resumed: str = "") -> Served:
         made = super().__new__(cls, address)
@@ -89,7 +94,9 @@ class Serving:
                 host.listen(self._bind, self.served.token)
 
     def again(self, host: str, port: int, token: str | None, ranks: Iterable[int] | None) -> Served:
-        """Asked for a second time: there is one door, so what is asked for must be what there is, or nothing in particular."""
+        """Asked for a second time: there is one door, so what is asked for must be what there is,
+        or nothing in particular.
+        """
         asked = {
             "host": host,
             "port": port,
@@ -105,7 +112,10 @@ class Serving:
         }
         nothing = {"host": "127.0.0.1", "port": 0, "token": None, "ranks": None}
         if wrong := [name for name in asked if asked[name] not in (nothing[name], here[name])]:
-            words = f"{', '.join(wrong)}: the session is served already at {self.served.address}, and not as asked for now"
+            words = (
+                f"{', '.join(wrong)}: the session is served already at {self.served.address}, "
+                "and not as asked for now"
+            )
             raise JobError([f"{words}; call serve() without arguments for its address"], "serve")
         return self.served
 
@@ -117,8 +127,10 @@ class Serving:
         )
 
     def _note(self, stage: Stage) -> None:
-        """In the pump, or in a thread that hears what a planner elsewhere says: one that came in the place of another may say of a step
-        that was taken already what that one did not live to say."""
+        """In the pump, or in a thread that hears what a planner elsewhere says: one that came in
+        the place of another may say of a step that was taken already what that one did not live to
+        say.
+        """
         session, step = self._session, stage.plan.step
         with session._lock, self._lock:
             self._afters[step] = stage.after  # type: ignore[assignment]
@@ -131,7 +143,9 @@ class Serving:
                     seat._state = stage.after
 
     def took(self, rank: int, step: int, of: Outbox | None = None) -> None:
-        """A client has handed a step to its trainer. ``of``: from this box, which may be one of a generation that is over."""
+        """A client has handed a step to its trainer. ``of``: from this box, which may be one of a
+        generation that is over.
+        """
         session = self._session
         with session._lock:
             seat = session._clients.get(rank)
@@ -140,7 +154,9 @@ class Serving:
             box = session._inboxes[rank][1]
             before = session._taken.get(rank, -1)
             if (of is not None and box is not of) or step < max(before, session._start_state.step):
-                return  # after a loss constructors count every rank as having taken all up to where planning begins: that says nothing
+                # after a loss constructors count every rank as having taken all up to where
+                # planning begins: that says nothing
+                return
             session._inboxes[rank] = (
                 session._generation,
                 box,
@@ -178,8 +194,10 @@ class Serving:
         )
 
     def excuse(self, ranks: Iterable[int], idle: Iterable[int]) -> None:
-        """Trainers broadcast to these ranks what another of them fetches: they may ask for the state, and report, and take no steps. For
-        the idle ones no step is kept, and nobody waits for them; the mailboxes of the others are emptied by who fetches for them."""
+        """Trainers broadcast to these ranks what another of them fetches: they may ask for the
+        state, and report, and take no steps. For the idle ones no step is kept, and nobody waits
+        for them; the mailboxes of the others are emptied by who fetches for them.
+        """
         self.excused = frozenset(ranks)
         for rank in idle:
             self._session._detach(rank)
@@ -219,7 +237,9 @@ class Serving:
         return [seat for seat in list(self._session._clients.values()) if isinstance(seat, Seat)]
 
     def say(self, words: str) -> str:
-        """Why someone waits; where it is for a rank to take its steps, whether that rank is there at all."""
+        """Why someone waits; where it is for a rank to take its steps, whether that rank is there
+        at all.
+        """
         if not words.startswith("rank "):
             return words
         session = self._session
@@ -251,7 +271,9 @@ class Serving:
             )
 
     def wait_until_left(self, timeout_s: float) -> bool:
-        """Until no client of another process needs the session any more: it has left, or it is gone."""
+        """Until no client of another process needs the session any more: it has left, or it is
+        gone.
+        """
         deadline = time.monotonic() + timeout_s
         while waiting := [seat for seat in self.seats if seat.there or not seat.peer]:
             if time.monotonic() >= deadline:
@@ -267,7 +289,9 @@ class Serving:
     # requests, in a thread that may wait
 
     def carry_out(self, rank: int, request: Mapping[str, Any], *, served: bool = False) -> Any:
-        """``served``: of a rank that takes no steps here. It has no box that would tell whether the session was moved since."""
+        """``served``: of a rank that takes no steps here. It has no box that would tell whether the
+        session was moved since.
+        """
         todo: dict[str, Callable[[int, Mapping[str, Any]], Any]] = {
             "start": self._start,
             "where": self._where,
@@ -313,8 +337,10 @@ class Serving:
         return where_it_stands(state, generation, self._address(rank)) | about | stalls
 
     def _catch_up(self, rank: int) -> None:
-        """A rank that comes again goes on behind the last step it took. Its constructor host tells of it when the slowest rank has
-        moved on, which may be later. One that lives and does not say is waited for: who began at an older step would be refused."""
+        """A rank that comes again goes on behind the last step it took. Its constructor host tells
+        of it when the slowest rank has moved on, which may be later. One that lives and does not
+        say is waited for: who began at an older step would be refused.
+        """
         session = self._session
         with session._lock:
             host, before = session._host, session._taken.get(rank, -1)
@@ -325,14 +351,18 @@ class Serving:
             self.took(rank, step)
 
     def _address(self, rank: int) -> tuple[str, str]:
-        """Of the rank's constructor; empty while another is started in its place: its client asks again."""
+        """Of the rank's constructor; empty while another is started in its place: its client asks
+        again.
+        """
         try:
             return self._session._constructor_address(rank)
         except DataStall:
             return "", ""
 
     def _current(self, rank: int, generation: Any) -> Box:
-        """The rank's box, if the client is in the session's generation; else one that is no longer any."""
+        """The rank's box, if the client is in the session's generation; else one that is no longer
+        any.
+        """
         session = self._session
         with session._lock:
             box = session._inboxes[rank][1] if rank in session._inboxes else None
@@ -394,7 +424,9 @@ class Serving:
             self._session._refused += 1
 
     def _crashed(self, rank: int, request: Mapping[str, Any]) -> None:
-        """It may come again, behind the last step it took: its last word of that may be lost with its other link."""
+        """It may come again, behind the last step it took: its last word of that may be lost with
+        its other link.
+        """
         session, (generation, step) = self._session, request["took"]
         with session._lock:
             news = generation == session._generation and step > session._taken.get(rank, -1)
@@ -416,7 +448,9 @@ class Serving:
     # what else happens to a session
 
     def expect(self, ranks: Iterable[int]) -> None:
-        """The mesh is another one: ranks that nobody had a client for may connect, and are waited for."""
+        """The mesh is another one: ranks that nobody had a client for may connect, and are waited
+        for.
+        """
         session, expected = self._session, set(ranks)
         if self.delivery is not None:
             for rank in {*self.ranks, *self._joined} - expected:

@@ -1,10 +1,13 @@
-"""The outgoing half of constructors: steps for clients in other processes, kept until their client took them.
+"""The outgoing half of constructors: steps for clients in other processes, kept until their client
+took them.
 
-Steps are pushed as soon as they are built; the prefetch window bounds how many there are. A client that lost its link comes
-again and says which step it wants next: it is sent everything from there, so a cut costs nothing and repeats nothing.
+Steps are pushed as soon as they are built; the prefetch window bounds how many there are. A client
+that lost its link comes again and says which step it wants next: it is sent everything from there,
+so a cut costs nothing and repeats nothing.
 
-Steps that a client has from a process that died come again in the one that was started in its place. They are kept as any other: if
-that client dies too, whoever comes for its rank gets all it had not taken.
+Steps that a client has from a process that died come again in the one that was started in its
+place. They are kept as any other: if that client dies too, whoever comes for its rank gets all it
+had not taken.
 """
 
 from __future__ import annotations
@@ -43,8 +46,10 @@ def sealed(state: State) -> Sealed:
 
 
 class Slabs:
-    """Memory for microbatches that clients map. When all of it is in use, by trainers that keep what they got, memory of this
-    process serves: what is built there is copied on its way, and nobody waits for anybody."""
+    """Memory for microbatches that clients map. When all of it is in use, by trainers that keep
+    what they got, memory of this process serves: what is built there is copied on its way, and
+    nobody waits for anybody.
+    """
 
     def __init__(self, ring: Ring):
         self._ring, self._more = ring, SlabPool(min(2**30, ring.max_bytes))
@@ -164,14 +169,19 @@ class Outbox:
         """Under the lock: all from this step on goes to this link."""
         if next_step <= self._taken:
             raise OverlordError(
-                f"rank {self.rank}: step {next_step} was handed out already and is kept no longer (step {self._taken} was taken last); "
+                f"rank {self.rank}: step {next_step} was handed out already and is kept "
+                f"no longer (step {self._taken} was taken last); "
                 "load a saved state on every rank"
             )
         if isinstance(link, ServerLink):
-            link.max_queued_bytes = UNBOUNDED  # the prefetch window bounds it, and the pump must not wait for a slow client
+            # the prefetch window bounds it, and the pump must not wait for a slow client
+            link.max_queued_bytes = UNBOUNDED
         former, self._link, self._next, self._claimed = self._link, link, next_step, -1
         if former is not None:
-            words = f"rank {self.rank}: another client of this rank has connected and takes this one's place"
+            words = (
+                f"rank {self.rank}: another client of this rank has connected and takes this "
+                "one's place"
+            )
             self._delivery.dismiss(former, Ended(OverlordError(words)))
         self.send_from(next_step)
 
@@ -186,8 +196,10 @@ class Outbox:
     def took(
         self, link: Link, step: int, waited_s: float, generation: int | None = None
     ) -> int | None:
-        """Under the lock: the step, if this is news. Those up to it may go. One that was never sent is not believed, unless the client
-        came with it from a process of before; and one that was taken before the session was moved is not the one of that number here."""
+        """Under the lock: the step, if this is news. Those up to it may go. One that was never sent
+        is not believed, unless the client came with it from a process of before; and one that was
+        taken before the session was moved is not the one of that number here.
+        """
         if generation not in (None, self.generation) or link is not self._link:
             return None
         if self._put < step < self._next:
@@ -204,7 +216,9 @@ class Outbox:
             self._delivery.let_go(self._steps.popleft()[1])
 
     def begin_behind(self, step: int) -> None:
-        """Under the lock: its client took all up to here, as the planner knows; a process that was started anew has none of them."""
+        """Under the lock: its client took all up to here, as the planner knows; a process that was
+        started anew has none of them.
+        """
         self._taken, self._put = max(step, self._taken), max(step, self._put)
         self._drop_taken()
 
@@ -233,7 +247,9 @@ class Outbox:
 
 
 class Delivery:
-    """The boxes of all ranks served here, and the callbacks of a channel server for the links of their clients."""
+    """The boxes of all ranks served here, and the callbacks of a channel server for the links of
+    their clients.
+    """
 
     def __init__(
         self,
@@ -261,8 +277,10 @@ class Delivery:
         self.n_made = 0
 
     def box(self, rank: int, generation: int | None = None) -> Outbox:
-        """The box of a rank; a new one for a new generation of the session, and links of the old one get nothing from it. None:
-        there is but one, since this process lives no longer than a generation does."""
+        """The box of a rank; a new one for a new generation of the session, and links of the old
+        one get nothing from it. None: there is but one, since this process lives no longer than a
+        generation does.
+        """
         with self.lock:
             box = self._boxes.get(rank)
             if box is None or box.generation != generation:
@@ -278,7 +296,9 @@ class Delivery:
                 )
 
     def carry(self, rank: int, state: State) -> None:
-        """The session was moved to a state, and its clients with it: an open link of the generation before goes on there."""
+        """The session was moved to a state, and its clients with it: an open link of the generation
+        before goes on there.
+        """
         with self.lock:
             box = self._boxes.get(rank)
             former, link = (
@@ -293,7 +313,9 @@ class Delivery:
                 box.send_from(state.step)
 
     def figures(self) -> dict[int, dict[str, Any]]:
-        """Of every rank: whether its client is there, what is kept for it, how long its trainer has waited."""
+        """Of every rank: whether its client is there, what is kept for it, how long its trainer has
+        waited.
+        """
         with self.lock:
             return {
                 rank: {
@@ -309,7 +331,9 @@ class Delivery:
     # what boxes share
 
     def handed(self, told: Told, bucket: Bucket) -> Handed:
-        """Under the lock. What all ranks of the bucket are sent: made once, the arrays are those that were built."""
+        """Under the lock. What all ranks of the bucket are sent: made once, the arrays are those
+        that were built.
+        """
         if (made := self._made.get(id(bucket))) is None:
             bounds = np.asarray(bucket.bounds)
             first = int(bounds[0]) if len(bounds) else 0

@@ -1,7 +1,8 @@
-"""The engine of a session whose planner has a process of its own: the launching process starts processes and asks; it plans nothing.
+"""The engine of a session whose planner has a process of its own: the launching process starts
+processes and asks; it plans nothing.
 
-Everything here but ``prepare_source``, ``address_for`` and ``close`` runs in the session's pump, and waits there for the planner: whatever
-is posted to that pump needs the planner anyway.
+Everything here but ``prepare_source``, ``address_for`` and ``close`` runs in the session's pump,
+and waits there for the planner: whatever is posted to that pump needs the planner anyway.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class FarPlans:
 
 
 class FarPlanner:
-    """A planner elsewhere, as far as a session reads it. Nothing is kept here but how the job ended."""
+    """A planner elsewhere, as far as a session reads it. Nothing is kept here but how the job
+    ended.
+    """
 
     def __init__(self, parts: Parts):
         self._parts = parts
@@ -207,8 +210,10 @@ class PlannedEngine:
                 raise TypeError(f"a planner tells of {event!r:.80}")
 
     def _end_all(self, error: Exception) -> None:
-        """There is no planner, and there will be none: constructor hosts tell their clients, behind the steps that are complete. One that
-        stands still tells nobody, and no planner is there to miss it: it is ended, and its clients find that out."""
+        """There is no planner, and there will be none: constructor hosts tell their clients, behind
+        the steps that are complete. One that stands still tells nobody, and no planner is there to
+        miss it: it is ended, and its clients find that out.
+        """
         finish, control = Finish(self._parts.acked + 1, error), self._parts.control
         self.planner.finished = self.planner.finished or finish
         hosts = [
@@ -250,8 +255,9 @@ class PlannedEngine:
         self._parts.attached.clear()
 
     def consumed(self, ranks: Sequence[int], step: int) -> None:
-        """Constructor hosts tell it themselves. What was said to one that died is heard here; and it is known when the job ends before they
-        did."""
+        """Constructor hosts tell it themselves. What was said to one that died is heard here; and
+        it is known when the job ends before they did.
+        """
         if self._parts.attached <= set(ranks):
             self._parts.acked = max(step, self._parts.acked)
         self._parts.tell("consumed", list(ranks), step)
@@ -297,8 +303,10 @@ class PlannedEngine:
         return self._outside[host]
 
     def taken_by(self, rank: int) -> int | None:
-        """The last step that a rank's client took, as its constructor host knows. None: it is being replaced, and what it alone knew is
-        not known any more. ``DataStall``: it lives, and does not say."""
+        """The last step that a rank's client took, as its constructor host knows. None: it is being
+        replaced, and what it alone knew is not known any more. ``DataStall``: it lives, and does
+        not say.
+        """
         host, control = self._parts.hosts.get(self._constructor_name(rank)), self._parts.control
         if host is None or not host.alive:
             return None
@@ -327,7 +335,9 @@ class PlannedEngine:
         return DataStall(f"{name} to be started again", 0.0)
 
     def _of_host(self, host: Any, wait_s: float, method: str, *args: Any) -> str:
-        """Asked once, whoever wants it: one that is being started answers later, and who asks for many must not wait for it."""
+        """Asked once, whoever wants it: one that is being started answers later, and who asks for
+        many must not wait for it.
+        """
         control = self._parts.control
         with self._asking:
             answer = self._asked.get((host, method))
@@ -348,7 +358,9 @@ class PlannedEngine:
             self._sayings.say(event, lambda: self._say(event), lambda: self._came_late(event))
 
     def settle(self) -> None:
-        """Before anything else is said: what was given up has happened, or never will. A planner does what it is asked in that order."""
+        """Before anything else is said: what was given up has happened, or never will. A planner
+        does what it is asked in that order.
+        """
         if self._sayings.unsettled:
             self._sayings.settle(self._parts.ask("said"))
 
@@ -360,9 +372,11 @@ class PlannedEngine:
         self._parts.ask("event", event, done=lambda: event in self._parts.ask("said"))
 
     def report(self, report: Report) -> bool | None:
-        """Whether it came in time for a plan. Kept here until a planner has it; None: none has answered, and none will.
+        """Whether it came in time for a plan. Kept here until a planner has it; None: none has
+        answered, and none will.
 
-        Kept before it is answered: a planner that has accepted it, and dies, may be followed by another before this is known.
+        Kept before it is answered: a planner that has accepted it, and dies, may be followed by
+        another before this is known.
         """
         key, before = (report.step, report.rank), self._parts.reports
         self._keep(report)
@@ -392,7 +406,9 @@ class PlannedEngine:
             self._parts.ask("all_reported", mark)
 
     def _keep(self, report: Report) -> None:
-        """A planner has accepted it, and may die before it is written: the next one is told of it as it begins."""
+        """A planner has accepted it, and may die before it is written: the next one is told of it
+        as it begins.
+        """
         job, prefetch = self._parts.blueprint.job, self._parts.blueprint.options.prefetch
         oldest = report.step - job.feedback_lag - prefetch
         kept = (
@@ -425,7 +441,9 @@ class PlannedEngine:
         return h
 
     def _constructor_addresses(self) -> dict[int, str]:
-        """Of one that is being started again where the last one was: the planner will tell of the new one."""
+        """Of one that is being started again where the last one was: the planner will tell of the
+        new one.
+        """
         for rank in self._bucket_of:
             with contextlib.suppress(DataStall):
                 self._address_for(rank, START_S)

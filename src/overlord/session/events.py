@@ -1,4 +1,6 @@
-"""What people and trainers change in a running job: events of the log, reports, and which process does what."""
+"""What people and trainers change in a running job: events of the log, reports, and which process
+does what.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ log = logging.getLogger("overlord")
 
 
 class Changes:
-    """The part of ``Session`` that changes what it runs. All of it happens in the pump, between two steps."""
+    """The part of ``Session`` that changes what it runs. All of it happens in the pump, between two
+    steps.
+    """
 
     job: Job
     _blueprint: Blueprint
@@ -65,7 +69,9 @@ class Changes:
             raise OverlordError("the session is closed")
 
     def set_mixture(self, weights: Mapping[str, float], at: int | None = None) -> int:
-        """New weights from step ``at`` on (default: the first step not yet planned); returns that step."""
+        """New weights from step ``at`` on (default: the first step not yet planned); returns that
+        step.
+        """
         if not isinstance(weights, Mapping):
             raise PlanError(
                 f"set_mixture: wanted a mapping of source name to weight, found {weights!r}"
@@ -82,7 +88,9 @@ class Changes:
         return int(self._pump.ask(act, "the planner"))
 
     def _at(self, step: int | None, act: Callable[[int], None]) -> int:
-        """In the pump: at that step, or at the first that is not planned yet: a planner elsewhere may plan on before it hears of it."""
+        """In the pump: at that step, or at the first that is not planned yet: a planner elsewhere
+        may plan on before it hears of it.
+        """
         while True:
             self._host.settle()
             at = self._host.planner.open_step if step is None else step
@@ -101,7 +109,9 @@ class Changes:
             self._pump.ask(lambda: self._add(event), "the planner")
 
     def _add(self, event: SetMixture | Skip) -> None:
-        """In the pump. Clients stand at steps planned before this: their states get the event until they have passed it."""
+        """In the pump. Clients stand at steps planned before this: their states get the event until
+        they have passed it.
+        """
         self._host.settle()
         self._host.event(event)
         self._note(event)
@@ -112,7 +122,9 @@ class Changes:
         host.on_stage.append(lambda stage: self._warn_of_losses(stage.after))
 
     def _warn_of_losses(self, after: StreamState) -> None:
-        """Warn once of each source that loses many tokens to ``on_long``. A planner in another process sends the steps that need it."""
+        """Warn once of each source that loses many tokens to ``on_long``. A planner in another
+        process sends the steps that need it.
+        """
         job = (self._joining or self._blueprint).job
         for words in self._losses.warnings(after.counts, job.names, job.on_long, job.batch.context):
             log.warning("%s", words)
@@ -123,7 +135,9 @@ class Changes:
             self._log.add(event, self._slowest())
 
     def _source_lost(self, event: SourceLost) -> None:
-        """A source has left, since its storage was given up. A planner that comes later says so again."""
+        """A source has left, since its storage was given up. A planner that comes later says so
+        again.
+        """
         with self._lock:
             if self._lost.get(event.name) == event:
                 return
@@ -139,12 +153,14 @@ class Changes:
     def add_source(
         self, source: Source, at: int | None = None, *, loaders: int | None = None
     ) -> int:
-        """One more source, drawn from step ``at`` on (default: the first step not yet planned); returns that step.
+        """One more source, drawn from step ``at`` on (default: the first step not yet planned);
+        returns that step.
 
-        It weighs its own ``weight`` beside what the mixture gives the others, unless the mixture names it. Nothing else in the
-        stream changes. ``loaders``: as many as what it is seen to cost takes, if you say nothing. It is indexed here first; what is
-        wrong with it is raised as at launch, and then nothing has happened.
-        To resume from a state saved after this, list the source last in ``Job.sources``: a state holds no code.
+        It weighs its own ``weight`` beside what the mixture gives the others, unless the mixture
+        names it. Nothing else in the stream changes. ``loaders``: as many as what it is seen to
+        cost takes, if you say nothing. It is indexed here first; what is wrong with it is raised as
+        at launch, and then nothing has happened. To resume from a state saved after this, list the
+        source last in ``Job.sources``: a state holds no code.
         """
         [step] = _steps("add_source", [] if at is None else [at]) or [None]
         self._refuse_closed()
@@ -182,7 +198,8 @@ class Changes:
 
         def joined() -> None:
             self._host.journal.joined(new.event, more)
-            # The event before the source: a state written meanwhile, in a trainer's thread, must not have one without the other.
+            # The event before the source: a state written meanwhile, in a trainer's thread, must
+            # not have one without the other.
             with self._lock:
                 self._note(new.event)
                 self._blueprint, self.job = more, more.given
@@ -191,15 +208,18 @@ class Changes:
         self._joining = more
         try:
             self._host.add_source(new, prepared, more.budget_bytes, joined)
-        except JournalError as error:  # the planner knows of it, and the journal does not: no step may be planned with it
+        # the planner knows of it, and the journal does not: no step may be planned with it
+        except JournalError as error:
             self._host.event(Finish(self._host.planner.next_step, error))
             raise
 
     # processes
 
     def move(self, source: str, *hosts: str) -> None:
-        """Read a source in other loader hosts from here on (``metrics()["actors"]`` lists them); of several loaders one each, in turn.
-        The stream stays what it is: the source is read again from where the draw stands."""
+        """Read a source in other loader hosts from here on (``metrics()["actors"]`` lists them); of
+        several loaders one each, in turn. The stream stays what it is: the source is read again
+        from where the draw stands.
+        """
         self._refuse_closed()
         if source not in self.job.names:
             raise JobError(
@@ -213,8 +233,10 @@ class Changes:
         self._pump.ask(lambda: self._host.move(self.job.names.index(source), hosts), "the planner")
 
     def scale(self, source: str, hosts: int) -> bool:
-        """Read a source in so many loader hosts from here on: new ones are started in the background, and take over when they hold what
-        those before them hold. False: it is read so already, or another change is under way. The stream stays what it is."""
+        """Read a source in so many loader hosts from here on: new ones are started in the
+        background, and take over when they hold what those before them hold. False: it is read so
+        already, or another change is under way. The stream stays what it is.
+        """
         self._refuse_closed()
         if source not in self.job.names:
             raise JobError(
@@ -228,7 +250,9 @@ class Changes:
         )
 
     def kill(self, name: str) -> None:
-        """End a process of the job at once, as a crash would. For drills; ``metrics()["actors"]`` lists their names."""
+        """End a process of the job at once, as a crash would. For drills; ``metrics()["actors"]``
+        lists their names.
+        """
         self._refuse_closed()
         self._pump.ask(lambda: self._host.kill(name), "the pump")
 
@@ -267,14 +291,18 @@ class Changes:
             )
 
     def _send(self, report: Report, promised: bool) -> None:
-        """Under the lock: to the planner of now. One that is in time for sure is in states from here on, wherever the planner is."""
+        """Under the lock: to the planner of now. One that is in time for sure is in states from
+        here on, wherever the planner is.
+        """
         host, said = self._host, self._log
         if promised:
             said.expect(report)
         self._pump.post(lambda: self._take_report(host, said, report))
 
     def _is_promised(self, report: Report, next_step: int) -> bool:
-        """Under the lock. Of ranks that are served by a broadcast it is not known: another takes steps ahead of them."""
+        """Under the lock. Of ranks that are served by a broadcast it is not known: another takes
+        steps ahead of them.
+        """
         excused = self._serving is not None and report.rank in self._serving.excused
         return (
             self._learns

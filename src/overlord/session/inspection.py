@@ -1,4 +1,6 @@
-"""What people may ask of a running job: plans, where samples went, what is going on. Nothing here changes it."""
+"""What people may ask of a running job: plans, where samples went, what is going on. Nothing here
+changes it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 
 class Questions:
-    """The half of ``Session`` that only looks. All answers come from the pump, so they are of one moment."""
+    """The half of ``Session`` that only looks. All answers come from the pump, so they are of one
+    moment.
+    """
 
     job: Job
     _blueprint: Blueprint
@@ -44,7 +48,9 @@ class Questions:
     _lost: dict[str, SourceLost]  # sources whose storage was given up, and that left
 
     def _blueprint_of(self, n: int, blueprint: Blueprint | None = None) -> Blueprint:
-        """For what a planner says of so many sources: one elsewhere may have let a source join, and its answer be on the way."""
+        """For what a planner says of so many sources: one elsewhere may have let a source join, and
+        its answer be on the way.
+        """
         known, joining = blueprint or self._blueprint, self._joining
         return (
             joining
@@ -66,7 +72,9 @@ class Questions:
         return found[-1].plan
 
     def graph(self, step: int) -> DGraph:
-        """The graph of a planned step, with what strategies are not told: who read each sample, who builds each bucket."""
+        """The graph of a planned step, with what strategies are not told: who read each sample, who
+        builds each bucket.
+        """
         from overlord.observe.explain import stage_of
         from overlord.planning.graph.lineage import planned_graph
 
@@ -79,7 +87,9 @@ class Questions:
         )
 
     def explain(self, what: int | str | SampleId) -> Explanation:
-        """A step by its number: which rows, which weights, how it was placed. A sample by its id: where it went, and why."""
+        """A step by its number: which rows, which weights, how it was placed. A sample by its id:
+        where it went, and why.
+        """
         from overlord.observe.explain import explain
 
         return explain(what, self._pump.ask(self._known, "the planner"))
@@ -101,16 +111,19 @@ class Questions:
         )
 
     def summary_buffer(self) -> Buffer:
-        """What the planner sees now: metadata of all samples that are ready and not drawn, source by source in stream order.
+        """What the planner sees now: metadata of all samples that are ready and not drawn, source
+        by source in stream order.
 
-        For what-if: ``DGraph.from_buffer(session.summary_buffer(), place).mix(weights)`` and so on. What is ready depends on
-        timing, so nothing of the stream may be decided by it.
+        For what-if: ``DGraph.from_buffer(session.summary_buffer(), place).mix(weights)`` and so on.
+        What is ready depends on timing, so nothing of the stream may be decided by it.
         """
         return self._pump.ask(lambda: self._host.planner.summary_buffer(), "the planner")
 
     def quarantine(self) -> list[dict[str, Any]]:
-        """Rows passed so far that never reached a plan, each with its reason; and, behind them, samples of which an image could not be
-        decoded: those were delivered, without it, and each reason says in which step."""
+        """Rows passed so far that never reached a plan, each with its reason; and, behind them,
+        samples of which an image could not be decoded: those were delivered, without it, and each
+        reason says in which step.
+        """
         rows = self._pump.ask(lambda: self._host.planner.ledger.bad_rows(), "the planner")
         indexes = self._blueprint.indexes
         return [
@@ -139,11 +152,15 @@ class Questions:
         return figures
 
     def metrics(self) -> dict[str, Any]:
-        """A dict of what is going on: steps, mix wanted and realised, memory, time spent reading and transforming."""
+        """A dict of what is going on: steps, mix wanted and realised, memory, time spent reading
+        and transforming.
+        """
         return self._pump.ask(self._metrics, "the pump")
 
     def _budget(self) -> dict[str, int]:
-        """What may be held ahead of the draw, in bytes: samples ready, files being read, and by each host steps on their way."""
+        """What may be held ahead of the draw, in bytes: samples ready, files being read, and by
+        each host steps on their way.
+        """
         options = self._blueprint.options
         return {
             "ready": options.buffer_bytes,

@@ -1,4 +1,6 @@
-"""``launch``: from a job to a running session, and everything that can be wrong with how it is asked for."""
+"""``launch``: from a job to a running session, and everything that can be wrong with how it is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,28 @@ def launch(
     allow: tuple[str, ...] = (),
     **options: Any,
 ) -> Session:
-    """Start a job. ``runtime``: ``"local"`` embeds it in this process, ``"process"`` hosts its loaders and constructors in processes
-    of this machine, ``"ray"`` on a Ray cluster. ``resume``: a state to go on from; ``"auto"``: behind the last step that all ranks took, as
-    the job's journal says.
+    """Start a job. ``runtime``: ``"local"`` embeds it in this process, ``"process"`` hosts its
+    loaders and constructors in processes of this machine, ``"ray"`` on a Ray cluster. ``resume``: a
+    state to go on from; ``"auto"``: behind the last step that all ranks took, as the job's journal
+    says.
 
-    Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=, build_ahead=, buffer_bytes=, open_bytes=,
-    open_files=, memory="64GB" (of this machine, split over these), cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after
-    600), on_stall=callback(words, seconds), progress=callback(done, total). Of the process runtime: sources_per_host=, hosts=,
-    constructor_hosts=, ring_bytes=, constructors=True.
-    Of trainers that broadcast: broadcast=True (False: every rank fetches its own).
-    Of what is lost (process runtime): failover=True (False: a lost part ends the job), lost_after_s=15, max_restarts=3, shadows="none",
-    "heavy" or "all".
-    Of the Ray runtime, which has all of these too: address="host:port" of a cluster's head (None: a cluster of this machine, for this job),
-    rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores and memory, for loaders),
-    node_labels={"pool": "cpu"} and node_resources={"scratch": 1} (for hosts that need not be beside ranks),
-    reserve=False (True: hosts for which there is no room wait for Ray to find it). ports="7000-7099": where hosts listen, for firewalls.
-    Of scaling: partition="auto" (loaders by what sources cost; "off": by what their index says), autoscale=False (True: sources are read
-    in more processes, or in fewer, as the mixture and the pace of trainers change), watch_s=2 (how often loaders and trainers are looked
-    at, to read sources with slow reads further ahead and to name those that cannot keep up; 0: never).
+    Options (none changes the stream): prefetch=4, loaders={"web": 3}, workers=, read_ahead=,
+    build_ahead=, buffer_bytes=, open_bytes=, open_files=, memory="64GB" (of this machine, split
+    over these), cache_dir=, stall_warn_s=30, stall_limit_s=540 (NCCL gives up after 600),
+    on_stall=callback(words, seconds), progress=callback(done, total). Of the process runtime:
+    sources_per_host=, hosts=, constructor_hosts=, ring_bytes=, constructors=True. Of trainers that
+    broadcast: broadcast=True (False: every rank fetches its own). Of what is lost (process
+    runtime): failover=True (False: a lost part ends the job), lost_after_s=15, max_restarts=3,
+    shadows="none", "heavy" or "all". Of the Ray runtime, which has all of these too:
+    address="host:port" of a cluster's head (None: a cluster of this machine, for this job),
+    rank_nodes=["gpu-0", ...] by rank, sidecar=0.5 (of those nodes' idle cores and memory, for
+    loaders), node_labels={"pool": "cpu"} and node_resources={"scratch": 1} (for hosts that need not
+    be beside ranks), reserve=False (True: hosts for which there is no room wait for Ray to find
+    it). ports="7000-7099": where hosts listen, for firewalls. Of scaling: partition="auto" (loaders
+    by what sources cost; "off": by what their index says), autoscale=False (True: sources are read
+    in more processes, or in fewer, as the mixture and the pace of trainers change), watch_s=2 (how
+    often loaders and trainers are looked at, to read sources with slow reads further ahead and to
+    name those that cannot keep up; 0: never).
     """
     if not isinstance(job, Job):
         raise JobError([f"wanted a Job, found {type(job).__name__}"], "launch")
@@ -58,28 +64,32 @@ def launch(
         )
         raise JobError(
             [
-                f"constructors: False is for runtime='process', where it is measured; {why}: leave it out"
+                "constructors: False is for runtime='process', where it is measured; "
+                f"{why}: leave it out"
             ],
             "launch",
         )
     if given.ports is not None and runtime == "local":
         raise JobError(
             [
-                "ports: in one process nobody listens but session.serve, which has a port= of its own: leave it out"
+                "ports: in one process nobody listens but session.serve, which has a "
+                "port= of its own: leave it out"
             ],
             "launch",
         )
     if given.reserve is True and (runtime != "ray" or given.address is None):
         raise JobError(
             [
-                "reserve: True is for runtime='ray' with the address of a cluster; one machine cannot get more: leave it out"
+                "reserve: True is for runtime='ray' with the address of a cluster; one "
+                "machine cannot get more: leave it out"
             ],
             "launch",
         )
     if given.shadows in ("heavy", "all") and given.failover and runtime == "local":
         raise JobError(
             [
-                f"shadows: {given.shadows!r} is for runtime='process'; what is in one process is lost together"
+                f"shadows: {given.shadows!r} is for runtime='process'; what is in one "
+                "process is lost together"
             ],
             "launch",
         )
@@ -128,7 +138,8 @@ def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[st
     if isinstance(resume, str) and resume == "auto":
         if job.journal is None:
             found.append(
-                "resume: 'auto' goes on from the job's journal, and it has none: name one in Job.journal, or give a state"
+                "resume: 'auto' goes on from the job's journal, and it has none: name "
+                "one in Job.journal, or give a state"
             )
     elif isinstance(resume, (str, PathLike)):
         found.append(_no_state(resume))
@@ -152,6 +163,12 @@ def _no_state(resume: str | PathLike[str]) -> str:
         and not Path(resume).exists()
     )
     if isinstance(resume, str) and word:
-        return f"resume: wanted a state, or 'auto' (from the job's journal), found {resume!r}{did_you_mean(resume.lower(), ['auto'])}"
+        return (
+            "resume: wanted a state, or 'auto' (from the job's journal), found "
+            f"{resume!r}{did_you_mean(resume.lower(), ['auto'])}"
+        )
     name = str(resume)
-    return f"resume: wanted a state, found {name!r}; read the file first: resume=json.loads(Path({name!r}).read_text()); or say 'auto'"
+    return (
+        f"resume: wanted a state, found {name!r}; read the file first: "
+        f"resume=json.loads(Path({name!r}).read_text()); or say 'auto'"
+    )

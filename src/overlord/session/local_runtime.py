@@ -1,7 +1,9 @@
-"""All cores of a job in one pump: the host of the runtimes that live in one process. Payload is handed over as it is, without a copy.
+"""All cores of a job in one pump: the host of the runtimes that live in one process. Payload is
+handed over as it is, without a copy.
 
-Work that takes time (reading, transforming, building) goes to an *executor*, whose outcome comes back as an event; the
-local runtime's is a pool of threads, the simulated one's a virtual clock. Everything else happens in the pump, in order.
+Work that takes time (reading, transforming, building) goes to an *executor*, whose outcome comes
+back as an event; the local runtime's is a pool of threads, the simulated one's a virtual clock.
+Everything else happens in the pump, in order.
 """
 
 from __future__ import annotations
@@ -113,7 +115,9 @@ class Host(Written, Watching):
     # what comes in
 
     def attach(self, mailboxes: Mapping[int, Mailbox]) -> None:
-        """Clients of these ranks exist. All that will take part come together: a step is not kept for one who comes later."""
+        """Clients of these ranks exist. All that will take part come together: a step is not kept
+        for one who comes later.
+        """
         self._queue.extend(self.building.attach(mailboxes))
         self.run([command for rank in mailboxes for command in self.planner.handle(Attach(rank))])
 
@@ -154,8 +158,9 @@ class Host(Written, Watching):
         budget_bytes: int,
         joined: Callable[[], None] = lambda: None,
     ) -> None:
-        """A source joins, with loaders behind all others; the planner refuses before anything has changed. ``joined`` is called
-        when it has, before a step with the source reaches anyone."""
+        """A source joins, with loaders behind all others; the planner refuses before anything has
+        changed. ``joined`` is called when it has, before a step with the source reaches anyone.
+        """
         commands = self.planner.handle(new)
         for loader, reader in cores:
             self.loading.open(loader, reader)
@@ -188,7 +193,9 @@ class Host(Written, Watching):
                 raise TypeError(f"no one carries out {type(command).__name__}")
 
     def _stage(self, stage: Stage) -> None:
-        """Pop the step's samples from their loaders and hand them to the constructors: the payload's one hop."""
+        """Pop the step's samples from their loaders and hand them to the constructors: the
+        payload's one hop.
+        """
         loaders = np.flatnonzero(stage.pops)
         pops = dict(zip(loaders.tolist(), stage.pops[loaders].tolist(), strict=True))
         pieces, commands = self.loading.pop(stage.plan.step, pops, stage.kept)
@@ -248,7 +255,9 @@ class Host(Written, Watching):
     # looking
 
     def look(self, options: Options, waited_s: float, now: float) -> None:
-        """What loaders and trainers did since the last look, and what follows from it. ``waited_s``: trainers so far, on average."""
+        """What loaders and trainers did since the last look, and what follows from it.
+        ``waited_s``: trainers so far, on average.
+        """
         if self._scaler is None:
             self._watch(onlooker(options, self.planner.spec.read_ahead))
         if self.planner.finished is None and self.building.mailboxes:
@@ -295,7 +304,8 @@ class Host(Written, Watching):
     def kill(self, name: str) -> None:
         raise JobError(
             [
-                f"{name!r}: all actors live in this process; with runtime='process' there are others to kill"
+                f"{name!r}: all actors live in this process; with runtime='process' there "
+                "are others to kill"
             ],
             "kill",
         )
@@ -303,7 +313,9 @@ class Host(Written, Watching):
     # what people ask
 
     def waiting_for(self, rank: int) -> str:
-        """Why a rank has no step, in words: the constructor first, then the planner, then the loaders it waits for."""
+        """Why a rank has no step, in words: the constructor first, then the planner, then the
+        loaders it waits for.
+        """
         if words := self.building.waiting(rank) or self._writing():
             return words
         busy = self.loading.busy()

@@ -1,7 +1,8 @@
-"""``join``: one call in every process of a distributed job. One rank serves, the others connect: never one pipeline for each rank.
+"""``join``: one call in every process of a distributed job. One rank serves, the others connect:
+never one pipeline for each rank.
 
-The address and the token travel by the store of the process group, or by torchrun's rendezvous. All ranks raise the
-error of a launch that fails on rank 0; none waits for its session.
+The address and the token travel by the store of the process group, or by torchrun's rendezvous. All
+ranks raise the error of a launch that fails on rank 0; none waits for its session.
 """
 
 from __future__ import annotations
@@ -51,14 +52,17 @@ def join(
     leave_s: float = 60.0,
     **launch_options: Any,
 ) -> Client:
-    """Return the client of this process's rank. Rank 0 launches the job and serves it, the others connect.
+    """Return the client of this process's rank. Rank 0 launches the job and serves it, the others
+    connect.
 
-    Rank and world size are those of ``torch.distributed`` where it is initialised, else ``RANK`` and ``WORLD_SIZE``. The world size must
-    be that of ``job.place``. A process without either launches the job for itself; its mesh has one rank, else the call is refused.
+    Rank and world size are those of ``torch.distributed`` where it is initialised, else ``RANK``
+    and ``WORLD_SIZE``. The world size must be that of ``job.place``. A process without either
+    launches the job for itself; its mesh has one rank, else the call is refused.
 
-    The client of rank 0 has the session as ``client.session`` and ends it when it is
-    closed, after the others have left (or ``leave_s``). ``timeout_s``: for rank 0 to launch. A rank whose job is not that
-    of rank 0 is refused. Between nodes the session binds to the address of ``MASTER_ADDR``, or ``OVERLORD_HOST``.
+    The client of rank 0 has the session as ``client.session`` and ends it when it is closed, after
+    the others have left (or ``leave_s``). ``timeout_s``: for rank 0 to launch. A rank whose job is
+    not that of rank 0 is refused. Between nodes the session binds to the address of
+    ``MASTER_ADDR``, or ``OVERLORD_HOST``.
     """
     if not isinstance(job, Job):
         raise JobError([f"wanted a Job, found {type(job).__name__}"], "join")
@@ -80,12 +84,15 @@ def join(
 
 
 def checked_world(job: Job) -> World | None:
-    """Return the world that this process joins with; refuse one that the job's mesh does not fit. None: this process is alone."""
+    """Return the world that this process joins with; refuse one that the job's mesh does not fit.
+    None: this process is alone.
+    """
     here, place = world_here("join"), job.place
     if here is not None and here.size != place.world_size:
         raise JobError(
             [
-                f"place: wanted the {here.size} ranks of {here.named}, found {place.world_size} in {place}; give the job that mesh, "
+                f"place: wanted the {here.size} ranks of {here.named}, found "
+                f"{place.world_size} in {place}; give the job that mesh, "
                 f"as ClientPlaceTree.from_env(world_size={here.size}) does. "
                 "For a job of this process alone: overlord.launch(job), then session.client(rank)"
             ],
@@ -94,8 +101,10 @@ def checked_world(job: Job) -> World | None:
     if here is None and place.world_size > 1:
         raise JobError(
             [
-                f"place: expected one rank, since this process has neither a process group nor RANK and WORLD_SIZE, got {place.world_size} in "
-                f"{place}; {JOINED}. For all ranks in one process: overlord.launch(job), then session.client(rank)"
+                "place: expected one rank, since this process has neither a process "
+                f"group nor RANK and WORLD_SIZE, got {place.world_size} in "
+                f"{place}; {JOINED}. For all ranks in one process: overlord.launch(job), "
+                "then session.client(rank)"
             ],
             "join",
         )
@@ -122,7 +131,9 @@ def _serve(job: Job, store: _Board, leave_s: float, launch_options: dict[str, An
 def _owning(
     session: Session, client: Client, leave_s: float, store: _Board | None = None
 ) -> Client:
-    """Closing this client ends the session, once nobody else needs it. Where rank 0 keeps the store, it lives as long."""
+    """Closing this client ends the session, once nobody else needs it. Where rank 0 keeps the
+    store, it lives as long.
+    """
     client.session, leave = session, client._close
 
     def close(store: _Board | None = store) -> None:
@@ -133,7 +144,9 @@ def _owning(
         session.close()
 
     def at_exit() -> None:
-        """A trainer that ends without a word must not take the steps of the others with it; one that failed goes at once."""
+        """A trainer that ends without a word must not take the steps of the others with it; one
+        that failed goes at once.
+        """
         client._failed = client._failed or getattr(sys, "last_value", None) is not None
         client.close()
 
@@ -143,7 +156,9 @@ def _owning(
 
 
 class _Board:
-    """Where rank 0 writes and the others read: torchrun's store, with a name of its own for every call and every restart."""
+    """Where rank 0 writes and the others read: torchrun's store, with a name of its own for every
+    call and every restart.
+    """
 
     def __init__(self, rank: int, world: int, timeout_s: float, stalls: Mapping[str, Any]):
         self._rank, self._world, self._deadline = rank, world, time.monotonic() + timeout_s
@@ -172,8 +187,9 @@ class _Board:
         return said
 
     def meet(self, problem: str = "") -> None:
-        """Until every rank has come here: what follows is a collective, which says nothing of who is missing. ``problem``: why this
-        rank does not go on, and so nobody can."""
+        """Until every rank has come here: what follows is a collective, which says nothing of who
+        is missing. ``problem``: why this rank does not go on, and so nobody can.
+        """
         wrong, came, gave_up = (f"{self._key}/{name}" for name in ("wrong", "came", "gave_up"))
         if self._store.check([gave_up]):
             raise JobError(
@@ -200,12 +216,15 @@ class _Board:
             raise JobError([self._store.get(wrong).decode()], "join")
 
     def is_one_node(self) -> bool:
-        """Whether all ranks share a machine: as the launcher says, or, where it does not, once every rank has written its own."""
+        """Whether all ranks share a machine: as the launcher says, or, where it does not, once
+        every rank has written its own.
+        """
         if said := os.environ.get("LOCAL_WORLD_SIZE"):
             if not said.isdecimal():
                 raise JobError(
                     [
-                        f"LOCAL_WORLD_SIZE: expected a whole number, got {said!r}; unset it, or let the launcher set the ranks of each node"
+                        f"LOCAL_WORLD_SIZE: expected a whole number, got {said!r}; unset "
+                        "it, or let the launcher set the ranks of each node"
                     ],
                     "join",
                 )
@@ -354,7 +373,8 @@ def serving_host(board: _Board) -> str:
                 return found
     raise JobError(
         [
-            "ranks live on several nodes, and no address of this one was found that they can reach; set OVERLORD_HOST on rank 0"
+            "ranks live on several nodes, and no address of this one was found that they "
+            "can reach; set OVERLORD_HOST on rank 0"
         ],
         "join",
     )

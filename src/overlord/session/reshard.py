@@ -1,4 +1,6 @@
-"""Another mesh for a running job: from the first step that no rank was handed, the same samples are placed on the new ranks."""
+"""Another mesh for a running job: from the first step that no rank was handed, the same samples are
+placed on the new ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.01
 WARN_S, WARN_AGAIN_S = 2.0, 10.0  # a change of the mesh is waited for by people
-REMEDY = "all ranks must stand behind the same step: let those that are behind take their steps, in other threads or processes"
+REMEDY = (
+    "all ranks must stand behind the same step: let those that are behind take their steps, "
+    "in other threads or processes"
+)
 
 log = logging.getLogger("overlord")
 
@@ -55,13 +60,16 @@ class Resharding:
     def reshard(
         self, place: ClientPlaceTree, at: int | None = None, *, timeout_s: float = 60.0
     ) -> int:
-        """Go on with another mesh from the first step that no rank was handed; returns that step. Its samples, and those of all steps
-        behind it, are what they were going to be: they are placed anew, never drawn anew.
+        """Go on with another mesh from the first step that no rank was handed; returns that step.
+        Its samples, and those of all steps behind it, are what they were going to be: they are
+        placed anew, never drawn anew.
 
-        All ranks must stand behind the same step, as trainers do at a barrier: one that is behind is waited for (``timeout_s``), and must
-        take its steps meanwhile, in another thread or process. ``at`` names the step; it must be given where clients are connected from
-        other processes, since what they were handed a moment ago is not known here yet. Clients of ranks that the new mesh
-        has too go on as they are; those of others are told so by an error; those of new ranks are opened before the next step is asked for.
+        All ranks must stand behind the same step, as trainers do at a barrier: one that is behind
+        is waited for (``timeout_s``), and must take its steps meanwhile, in another thread or
+        process. ``at`` names the step; it must be given where clients are connected from other
+        processes, since what they were handed a moment ago is not known here yet. Clients of ranks
+        that the new mesh has too go on as they are; those of others are told so by an error; those
+        of new ranks are opened before the next step is asked for.
         """
         if not isinstance(place, ClientPlaceTree):
             raise JobError([f"place: wanted a ClientPlaceTree, found {place!r:.80}"], "reshard")
@@ -69,10 +77,14 @@ class Resharding:
 
         self._blueprint.placed(place)  # what is wrong with it is told before anyone is waited for
         if at is None and any(isinstance(client, Seat) for client in list(self._clients.values())):
-            problem = "at: ranks in other processes may have been handed more than is known here: name the first step of the new mesh"
+            problem = (
+                "at: ranks in other processes may have been handed more than is known here: "
+                "name the first step of the new mesh"
+            )
             raise JobError([problem], "reshard")
         with self._moving, self._standing(at, timeout_s) as state:
-            # Of now: a source may have joined meanwhile. All of them: a state that is loaded later is gone on from under this mesh.
+            # Of now: a source may have joined meanwhile. All of them: a state that is loaded later
+            # is gone on from under this mesh.
             blueprint, every = (
                 self._blueprint.placed(place),
                 [b.placed(place) for b in self._blueprints],
@@ -90,7 +102,9 @@ class Resharding:
 
     @contextlib.contextmanager
     def _standing(self, at: int | None, timeout_s: float) -> Iterator[StreamState]:
-        """All ranks behind one step, and none of those in this process takes another while this lasts; with the state behind it."""
+        """All ranks behind one step, and none of those in this process takes another while this
+        lasts; with the state behind it.
+        """
         start, warn_at = time.monotonic(), WARN_S
         while True:
             if self._closed:
@@ -122,7 +136,8 @@ class Resharding:
 
         if not clients:
             raise OverlordError(
-                "reshard: no client is open, so there is nothing to go on from; launch the job with the new place"
+                "reshard: no client is open, so there is nothing to go on from; launch "
+                "the job with the new place"
             )
         state = opened(next(iter(clients.values()))._state)
         return self._log.completed(state, self._blueprint.job.names)
@@ -130,11 +145,16 @@ class Resharding:
 
 def not_in_the_mesh(rank: int, place: ClientPlaceTree) -> str:
     """An error and no end: a trainer must not take it for the end of the data."""
-    return f"rank {rank} is no part of the mesh any more: the session was resharded to {place.world_size} ranks ({place!r})"
+    return (
+        f"rank {rank} is no part of the mesh any more: the session was resharded to "
+        f"{place.world_size} ranks ({place!r})"
+    )
 
 
 def _apart(steps: dict[int, int], at: int | None) -> str:
-    """Whom one waits for, in words; empty when all stand behind one step, the one that was asked for."""
+    """Whom one waits for, in words; empty when all stand behind one step, the one that was asked
+    for.
+    """
     if not steps:
         return ""
     wanted = max(steps.values()) if at is None else at
@@ -147,4 +167,8 @@ def _apart(steps: dict[int, int], at: int | None) -> str:
     behind = [rank for rank, step in steps.items() if step < wanted]
     if not behind:
         return ""
-    return f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, behind[:8]))}{', ...' * (len(behind) > 8)} to take step {wanted - 1}"
+    return (
+        f"rank{'s' * (len(behind) > 1)} "
+        f"{', '.join(map(str, behind[:8]))}{', ...' * (len(behind) > 8)} to take step "
+        f"{wanted - 1}"
+    )

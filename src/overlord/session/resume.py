@@ -1,4 +1,6 @@
-"""Launching a job that has a journal: a new one, one that goes on where it stood, or one whose trainers bring their own state."""
+"""Launching a job that has a journal: a new one, one that goes on where it stood, or one whose
+trainers bring their own state.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ Begun = tuple[Blueprint, StreamState | None, Beginning]
 def _by_journal(
     blueprint: Blueprint, journal: Journal, found: Recovered, allow: tuple[str, ...]
 ) -> Begun:
-    """Behind the last step that all ranks took. Steps that were planned behind it come again, and are compared with what they were."""
+    """Behind the last step that all ranks took. Steps that were planned behind it come again, and
+    are compared with what they were.
+    """
     if found.empty:
         return blueprint, None, Beginning(journal)
     saved = exported(found.state(found.acked), blueprint.job.name, found.names, found.fingerprint)
@@ -117,13 +121,18 @@ def _by_state(
 
 
 def _same_job(then: Mapping[str, str], blueprint: Blueprint, allow: Sequence[str]) -> None:
-    """The state fits the job; whether the journal is the same job's. Sources may have joined since the state was saved."""
+    """The state fits the job; whether the journal is the same job's. Sources may have joined since
+    the state was saved.
+    """
     now = blueprint.fingerprint
     parts = [
         p for p in sorted({*then} & {*now}) if then[p] != now[p] and p not in (*MAY_GROW, *allow)
     ]
     if parts:
-        remedy = f"the journal is another job's: give this one a journal of its own, or pass allow=({', '.join(map(repr, parts))},)"
+        remedy = (
+            "the journal is another job's: give this one a journal of its own, or pass "
+            f"allow=({', '.join(map(repr, parts))},)"
+        )
         differ = {p: (then[p], now[p]) for p in parts}
         if "batch" in differ:
             differ["batch"] = batch_in_words(*differ["batch"], blueprint.job)

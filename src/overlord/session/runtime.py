@@ -1,5 +1,6 @@
-"""Where the cores of a session live: in this process, in processes of this machine, or on a Ray cluster. The session does not see the
-difference."""
+"""Where the cores of a session live: in this process, in processes of this machine, or on a Ray
+cluster. The session does not see the difference.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +134,9 @@ def make_control(runtime: str, blueprint: Blueprint) -> tuple[Control, Machine]:
 
 
 def sized(runtime: str, job: Job, options: Options) -> Options:
-    """How many hosts, for a cluster of several machines: said once, where the job is launched, since machines differ. It is kept."""
+    """How many hosts, for a cluster of several machines: said once, where the job is launched,
+    since machines differ. It is kept.
+    """
     if runtime != "ray":
         _refuse_nodes(options, f"runtime={runtime!r} has one machine: leave it out")
         return options
@@ -174,7 +177,9 @@ def _refuse_nodes(options: Options, why: str) -> None:
 
 
 def budgeted(runtime: str, job: Job, options: Options) -> Options:
-    """One budget for a machine, as bounds of what is held there. Of hosts as many are counted as there may be, on this one machine."""
+    """One budget for a machine, as bounds of what is held there. Of hosts as many are counted as
+    there may be, on this one machine.
+    """
     if options.memory is None:
         return options
     loaders = sum((options.loaders or {}).get(name, 1) for name in job.names) * (
@@ -205,7 +210,9 @@ def budgeted(runtime: str, job: Job, options: Options) -> Options:
 
 
 def keep(runtime: str, address: str | None) -> Callable[[], None]:
-    """What all engines of a session need is there, until the function returned is called: a cluster takes seconds to start."""
+    """What all engines of a session need is there, until the function returned is called: a cluster
+    takes seconds to start.
+    """
     if runtime != "ray":
         return lambda: None
     from overlord.ray.cluster import CLUSTER

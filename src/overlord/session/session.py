@@ -1,4 +1,6 @@
-"""Session: a running job. ``launch`` makes one; clients come from it; closing it leaves nothing behind."""
+"""Session: a running job. ``launch`` makes one; clients come from it; closing it leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ from overlord.transport.state_codec import unseal
 log = logging.getLogger("overlord")
 
 WHY_S = 1.0  # how long a client waits to be told why it waits
-MOVE_S = 600.0  # for a session that is moved to be written down: its planner may be lost meanwhile, and hosts with it
+# for a session that is moved to be written down: its planner may be lost meanwhile, and hosts with
+# it
+MOVE_S = 600.0
 
 
 class Session(Questions, Changes, ServingMethods, Resharding):
@@ -75,7 +79,8 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._closed = self._begun = False
         self._ending = Ending()
         self._serving: Serving | None = None
-        self._lock = threading.RLock()  # for who takes part and how far they are; held for a moment only, by a signal's handler too
+        # for who takes part and how far they are; held for a moment only, by a signal's handler too
+        self._lock = threading.RLock()
         self._moving = threading.Lock()  # one rank at a time moves the session to a state
         self._taken: dict[int, int] = {}  # rank -> last step it took
         self._left: State | None = None  # where the last client stood when it left
@@ -113,7 +118,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._stop_looking = self._watch_here(blueprint.options)
 
     def client(self, rank: int = 0) -> Client:
-        """The client of one rank. Open the clients of all ranks of this process before iterating the first."""
+        """The client of one rank. Open the clients of all ranks of this process before iterating
+        the first.
+        """
         if self._closed:
             raise OverlordError("the session is closed")
         if problem := self.job.place.rank_problem(rank):
@@ -124,8 +131,10 @@ class Session(Questions, Changes, ServingMethods, Resharding):
                 return self._clients[rank]
             if self._begun and seated is None:
                 raise OverlordError(
-                    f"rank {rank}: the first step was asked for already, and no step is kept for a rank that comes later; open the "
-                    "clients of all ranks of this process before iterating, or load a state on every rank"
+                    f"rank {rank}: the first step was asked for already, and no step is "
+                    "kept for a rank that comes later; open the "
+                    "clients of all ranks of this process before iterating, or load a "
+                    "state on every rank"
                 )
             inbox = (
                 self._host.inbox(rank, self._start_state.step) if seated is None else seated
@@ -153,7 +162,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             return client
 
     def _begin(self) -> None:
-        """The first step is asked for: from here on all clients of this process are served, at the pace of the slowest."""
+        """The first step is asked for: from here on all clients of this process are served, at the
+        pace of the slowest.
+        """
         with self._lock:
             if self._begun or self._closed:
                 return
@@ -162,7 +173,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._pump.ask(lambda: self._attach(host), "clients to be attached")
 
     def _watch_here(self, options: Options) -> Callable[[], None]:
-        """Where all cores are in this process, look at loaders and trainers every now and then; elsewhere the planner's host does."""
+        """Where all cores are in this process, look at loaders and trainers every now and then;
+        elsewhere the planner's host does.
+        """
         if not options.watch_s or not isinstance(self._host, Host):
             return lambda: None
 
@@ -176,7 +189,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         return Machine().every(options.watch_s, look, "overlord watch")
 
     def _attach(self, host: Engine) -> None:
-        """In the pump. Who takes part is asked here: one who closed since this was sent for would hold up all others for ever."""
+        """In the pump. Who takes part is asked here: one who closed since this was sent for would
+        hold up all others for ever.
+        """
         with self._lock:
             boxes = (
                 {rank: inbox for rank, (_, inbox) in self._inboxes.items()}
@@ -186,8 +201,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         host.attach(boxes)
 
     def _consumed(self, rank: int, inbox: Box, step: int) -> None:
-        """A rank took a step. The pump hears of it once all clients of this process took it: the slowest sets the pace
-        anyway, and waking a thread for every rank costs more than planning."""
+        """A rank took a step. The pump hears of it once all clients of this process took it: the
+        slowest sets the pace anyway, and waking a thread for every rank costs more than planning.
+        """
         if isinstance(inbox, (InsideBox, DirectInbox)):  # its constructor host is to know
             inbox.took(step)
         with self._lock:
@@ -225,7 +241,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
                 self._tell()
 
     def _why(self, rank: int) -> str:
-        """What a rank waits for, in words. Asked when nothing comes, so it must not fail for the same reason."""
+        """What a rank waits for, in words. Asked when nothing comes, so it must not fail for the
+        same reason.
+        """
         if self._pump.broken is not None:
             return f"the pump, which stopped: {self._pump.broken}"
         with self._lock:
@@ -245,13 +263,18 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             words: str = self._pump.ask(act, "the pump", WHY_S)
             return words if self._serving is None else self._serving.say(words)
         except DataStall:
-            return "the pump, which is busy: with the strategy, the schedule, or work that was short before"
+            return (
+                "the pump, which is busy: with the strategy, the schedule, or work that was "
+                "short before"
+            )
 
     # state
 
     def state_dict(self) -> dict[str, Any]:
         """The stream behind the last step that every client was handed. Plain JSON values."""
-        with self._lock:  # a rank that has not loaded the state yet to which another moved the session was handed nothing behind it
+        # a rank that has not loaded the state yet to which another moved the session was handed
+        # nothing behind it
+        with self._lock:
             here = {rank: self._inboxes[rank][0] == self._generation for rank in self._clients}
             behind = [
                 client._state if here[rank] else self._start_state
@@ -264,7 +287,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         return self._export(slowest, blueprint, said)
 
     def _export_of(self, rank: int, inbox: Box, state: State) -> dict[str, Any]:
-        """A client's state. What was said since belongs to the generation the client is in, and to no other."""
+        """A client's state. What was said since belongs to the generation the client is in, and to
+        no other.
+        """
         with self._lock:
             if rank in self._inboxes and self._inboxes[rank][1] is not inbox:
                 raise OverlordError(f"rank {rank}: {MOVED}")
@@ -272,7 +297,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         return self._export(state, blueprint, said)
 
     def _export(self, state: State, blueprint: Blueprint, said: Log) -> dict[str, Any]:
-        """A state with the events and reports that came after its step was planned: prefetch runs ahead of what a trainer says."""
+        """A state with the events and reports that came after its step was planned: prefetch runs
+        ahead of what a trainer says.
+        """
 
         def act() -> dict[str, Any]:
             whole = opened(state)
@@ -301,7 +328,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
     def _restore(
         self, saved: Mapping[str, Any], allow: tuple[str, ...]
     ) -> tuple[Blueprint, StreamState]:
-        """A state, and the blueprint with the sources there were: it may be of a step before some of them joined."""
+        """A state, and the blueprint with the sources there were: it may be of a step before some
+        of them joined.
+        """
         names = saved.get("cursors") if isinstance(saved, Mapping) else None
         known = set(names) if isinstance(names, Mapping) else set()
         error: StateMismatch | None = None
@@ -319,8 +348,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
     def _rewind(
         self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...], *, again: bool = False
     ) -> tuple[Box, StreamState]:
-        """One rank loads a state. The first opens a generation; the others join it, and must load the same state. ``again``: it may have
-        said so before, and not have heard the answer."""
+        """One rank loads a state. The first opens a generation; the others join it, and must load
+        the same state. ``again``: it may have said so before, and not have heard the answer.
+        """
         blueprint, restored = self._restore(state, allow)
         mark = mark_of(blueprint, restored)
         with self._moving:
@@ -338,9 +368,13 @@ class Session(Questions, Changes, ServingMethods, Resharding):
                 differ = _apart(
                     blueprint.export(restored), self._blueprint.export(self._start_state)
                 )
-                problem = f"rank {rank} loads a state of this job that is not the one to which another rank has moved the session"
+                problem = (
+                    f"rank {rank} loads a state of this job that is not the one to which "
+                    "another rank has moved the session"
+                )
                 raise StateMismatch(differ, "load the same state on every rank", problem)
-            # A state that this rank saved for itself holds its own reports; that of the first rank may be a moment older.
+            # A state that this rank saved for itself holds its own reports; that of the first rank
+            # may be a moment older.
             own = [
                 report
                 for report in restored.reports
@@ -358,7 +392,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
     def _restart(
         self, blueprint: Blueprint, state: StreamState, mark: str, *, together: bool = False
     ) -> None:
-        """New cores at a state; the old ones and all they hold are dropped. ``together``: all clients are moved there at once."""
+        """New cores at a state; the old ones and all they hold are dropped. ``together``: all
+        clients are moved there at once.
+        """
         if self._closed:
             raise OverlordError("the session is closed")
         old, boxes = self._host, dict(self._inboxes)
@@ -421,7 +457,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             self._pump.ask(lambda: self._attach(host), "clients to be attached")
 
     def _new_engine(self, blueprint: Blueprint, state: StreamState) -> Engine:
-        """For a session that runs: a part that is lost while they are all being started does not end it."""
+        """For a session that runs: a part that is lost while they are all being started does not
+        end it.
+        """
         options = blueprint.options
         for left in reversed(range(1 + (options.max_restarts if options.failover else 0))):
             try:
@@ -450,8 +488,9 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._host.broke(error)
 
     def close(self) -> None:
-        """Stop everything. Safe to call twice, and from a signal's handler. Whatever interrupts it, the rest is done all the same, and who
-        calls it again does what was interrupted."""
+        """Stop everything. Safe to call twice, and from a signal's handler. Whatever interrupts it,
+        the rest is done all the same, and who calls it again does what was interrupted.
+        """
         self._closed = True
         first = [
             self._stop_looking,
@@ -493,13 +532,16 @@ def opened(state: State) -> StreamState:
 
 
 def mark_of(blueprint: Blueprint, state: StreamState) -> str:
-    """Equal states, equal marks, however they were written down. Reports are left out: those of one step are in the states of
-    some ranks and not yet in those of others."""
+    """Equal states, equal marks, however they were written down. Reports are left out: those of one
+    step are in the states of some ranks and not yet in those of others.
+    """
     return digest(json.dumps(blueprint.export(replace(state, reports=())), sort_keys=True))
 
 
 def _apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """What tells two states apart: the step, or of the same step all that differs, such as an event said between the two."""
+    """What tells two states apart: the step, or of the same step all that differs, such as an event
+    said between the two.
+    """
     parts = [p for p in sorted({*one, *other} - {"reports"}) if one.get(p) != other.get(p)]
     return {
         p: (f"{one.get(p)!s:.80}", f"{other.get(p)!s:.80}")

@@ -1,4 +1,6 @@
-"""Whether all ranks joined with the same job. Rank 0's is the one that runs, and the others would take parts of it for their own."""
+"""Whether all ranks joined with the same job. Rank 0's is the one that runs, and the others would
+take parts of it for their own.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in some process
 
 
 def parts_of(job: Job) -> dict[str, str]:
-    """What shapes the stream and who gets what of it, part by part. Nothing is read: files and tokenizers are looked at by rank 0 alone."""
+    """What shapes the stream and who gets what of it, part by part. Nothing is read: files and
+    tokenizers are looked at by rank 0 alone.
+    """
     parts = {name: repr(getattr(job, name)) for name in PLAIN}
     parts |= {f"batch.{f.name}": repr(getattr(job.batch, f.name)) for f in fields(Batch)}
     parts |= {f"place.{axis}": repr(getattr(job.place, axis)) for axis in AXES}
@@ -48,7 +52,8 @@ def parts_of(job: Job) -> dict[str, str]:
     for source in job.sources:
         parts[f"source {source.name}: transforms"] = digest(*map(_transform, source.transforms))
         parts[f"source {source.name}: reading"] = (
-            f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes {source.max_sample_bytes}"
+            f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes "
+            f"{source.max_sample_bytes}"
         )
     return parts
 
@@ -57,7 +62,8 @@ def difference(job: Job, rank: int, said: Mapping[str, str]) -> JobError | None:
     """What is to be said on a rank whose job is not the one of rank 0, whose parts these are."""
     mine = parts_of(job)
     problems = [
-        f"{part}: wanted {said.get(part, 'nothing')}, as on rank 0, found {mine.get(part, 'nothing')} on rank {rank}"
+        f"{part}: wanted {said.get(part, 'nothing')}, as on rank 0, found "
+        f"{mine.get(part, 'nothing')} on rank {rank}"
         for part in sorted({*said, *mine})
         if said.get(part) != mine.get(part)
     ]

@@ -1,7 +1,9 @@
-"""Measuring a source: its real reader and its real transforms on a few slices, within bounds on rows and seconds.
+"""Measuring a source: its real reader and its real transforms on a few slices, within bounds on
+rows and seconds.
 
-Seconds are by the clock, and beside them what cores were busy with of them, here and in a worker process: cores are what is divided among
-sources, and the rest is what storage, or a transform that asks somebody else, lets one wait for.
+Seconds are by the clock, and beside them what cores were busy with of them, here and in a worker
+process: cores are what is divided among sources, and the rest is what storage, or a transform that
+asks somebody else, lets one wait for.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ Clock = Callable[[], np.ndarray]  # seconds by the clock, and of cores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How much of a source is looked at. ``memory``: whether it is measured too, which takes the process to itself."""
+    """How much of a source is looked at. ``memory``: whether it is measured too, which takes the
+    process to itself.
+    """
 
     rows: int = 2048
     seconds: float = 2.0
@@ -47,7 +51,9 @@ class Bounds:
 
 
 def fingerprint_of(kit: SourceKit) -> str:
-    """Return a digest of all that costs depend on: files, transforms, the size of a slice, the context and ``on_long``."""
+    """Return a digest of all that costs depend on: files, transforms, the size of a slice, the
+    context and ``on_long``.
+    """
     pipeline = kit.pipeline
     return digest(
         kit.index.fingerprint,
@@ -72,7 +78,9 @@ def machine() -> str:
 
 @dataclass(slots=True)
 class _Timed:
-    """Stages that say how long user code took, which runs while a window is opened and is no reading, and how many rows it dropped."""
+    """Stages that say how long user code took, which runs while a window is opened and is no
+    reading, and how many rows it dropped.
+    """
 
     stages: Stages
     clock: Clock
@@ -95,8 +103,10 @@ class _Timed:
 def measure(
     kit: SourceKit, bounds: Bounds, over: Callable[[], bool] = lambda: False
 ) -> SourceProfile:
-    """The profile of one source; without samples where none came within the bounds. ``over``: whether to stop before they are reached.
-    What is wrong with the source is raised as reading it would."""
+    """The profile of one source; without samples where none came within the bounds. ``over``:
+    whether to stop before they are reached. What is wrong with the source is raised as reading it
+    would.
+    """
     cache = HandleCache(max_open=64)
     worker = TransformWorker(kit.pipeline) if kit.processes else None
     try:
@@ -167,7 +177,9 @@ class _Probe:
         return chunk in window.over
 
     def _whole(self, chunk: int) -> bool:
-        """Whether the first slice of a chunk pays for all of them: small row groups are decoded in one go."""
+        """Whether the first slice of a chunk pays for all of them: small row groups are decoded in
+        one go.
+        """
         return (
             self._kit.index.format == "parquet"
             and 0 <= int(self._kit.index.chunks.nbytes[chunk]) <= SMALL_ROW_GROUP
@@ -216,13 +228,17 @@ class _Probe:
 
     @property
     def _part(self) -> float:
-        """Of the rows that were read, those that were looked at: time may be up in the middle of a window."""
+        """Of the rows that were read, those that were looked at: time may be up in the middle of a
+        window.
+        """
         kept = self._rows - self._stages.dropped
         return self._evaluated / kept if kept else 1.0
 
 
 def _transfer_s(pieces: list[Content]) -> float:
-    """What it takes to pick samples and lay them side by side for whoever builds: the copy into a slot, without what wakes the other."""
+    """What it takes to pick samples and lay them side by side for whoever builds: the copy into a
+    slot, without what wakes the other.
+    """
     content = Content.concat(pieces)
     rows = np.arange(len(content))[::-1]
     start = time.thread_time()
@@ -235,8 +251,10 @@ def _transfer_s(pieces: list[Content]) -> float:
 
 
 def _file_bytes(kit: SourceKit, bounds: Bounds) -> int:
-    """What stays in memory while the chunks of a group are open between two slices: footers, handles, decompressors, decoded row groups.
-    Measured: what allocators have given out before and after, all rows dropped."""
+    """What stays in memory while the chunks of a group are open between two slices: footers,
+    handles, decompressors, decoded row groups. Measured: what allocators have given out before and
+    after, all rows dropped.
+    """
     cache = HandleCache(max_open=1024)
     reader, began, opened = ChunkReader(kit.index, kit.read, cache), time.perf_counter(), 0
     chunks = kit.order.chunk_order(0)[: kit.order.group_size].tolist()
@@ -273,7 +291,9 @@ class _Mallinfo(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes that allocators of this process have given out; all its memory where the C library does not tell."""
+    """Bytes that allocators of this process have given out; all its memory where the C library does
+    not tell.
+    """
     try:
         mallinfo2: Any = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):

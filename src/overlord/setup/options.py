@@ -21,7 +21,8 @@ from overlord.scaling.scaler import Limits
 
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
-CORES_PER_CONSTRUCTOR = 16  # one builds a hundred million tokens a second; with several, loaders must sort payload by host
+# one builds a hundred million tokens a second; with several, loaders must sort payload by host
+CORES_PER_CONSTRUCTOR = 16
 SHADOWS = ("none", "heavy", "all")
 PARTITION = ("auto", "off")
 
@@ -32,17 +33,22 @@ class Options:
 
     prefetch: int = 4
     build_ahead: int | None = (
-        None  # steps of the window that are built; None: all in one process, 2 in several, the others wait as payload
+        # steps of the window that are built; None: all in one process, 2 in several, the others
+        # wait as payload
+        None
     )
     loaders: Mapping[str, int] | None = None  # loaders per source; 1 where not named
     workers: int | None = None  # threads that read, transform and build
-    # Steps' worth of samples held ready beyond the draw; None: 2 where one process reads, 8 where several do. All sources must have theirs
-    # before a step can be drawn, so hosts that work side by side need room to differ: 16 of them were 55 % busy with 2, 92 % with 16.
+    # Steps' worth of samples held ready beyond the draw; None: 2 where one process reads, 8 where
+    # several do. All sources must have theirs
+    # before a step can be drawn, so hosts that work side by side need room to differ: 16 of them
+    # were 55 % busy with 2, 92 % with 16.
     read_ahead: int | None = None
     buffer_bytes: int = 2**30  # of samples held ready beyond the draw, over all sources
     open_bytes: int = 2**28  # of files held open in the middle of a chunk
     open_files: int = 512
-    # Of this machine, "64GB": split over what loading holds there. What buffer_bytes, open_bytes and ring_bytes say can only make it less.
+    # Of this machine, "64GB": split over what loading holds there. What buffer_bytes, open_bytes
+    # and ring_bytes say can only make it less.
     memory: int | str | None = None
     cache_dir: str | Path | None = None
     stall_warn_s: float = 30.0
@@ -64,37 +70,50 @@ class Options:
     ring_bytes: int | None = (
         None  # of shared memory that one host may use; None: a quarter of the memory that there is
     )
-    constructors: bool = True  # False: loader hosts send to every client, and each builds for itself; for measurement
+    # False: loader hosts send to every client, and each builds for itself; for measurement
+    constructors: bool = True
     broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts say
     failover: bool = True  # False: a part that is lost ends the job
     lost_after_s: float = (
         15.0  # a part that answers nothing for so long is taken for dead, killed and replaced
     )
-    max_restarts: int = 3  # of one part without a step taken by all in between: then the job ends with what it died of
-    shadows: str = "none"  # loaders with a stand-by in another host: those of the sources that cost most ("heavy"), or "all"
+    # of one part without a step taken by all in between: then the job ends with what it died of
+    max_restarts: int = 3
+    # loaders with a stand-by in another host: those of the sources that cost most ("heavy"), or
+    # "all"
+    shadows: str = "none"
     address: str | None = (
-        None  # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
+        # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
+        None
     )
     rank_nodes: Sequence[str] | None = (
-        None  # of the cluster, by rank: name, address or id; constructors and loaders go there first
+        # of the cluster, by rank: name, address or id; constructors and loaders go there first
+        None
     )
-    sidecar: float = 0.5  # of the idle cores of those nodes, for constructors and then loaders; beyond it these go to nodes without ranks
+    # of the idle cores of those nodes, for constructors and then loaders; beyond it these go to
+    # nodes without ranks
+    sidecar: float = 0.5
     node_labels: Mapping[str, str] | None = (
-        None  # of nodes for hosts that need not be beside ranks, as Ray writes them: {"pool": "cpu"}
+        # of nodes for hosts that need not be beside ranks, as Ray writes them: {"pool": "cpu"}
+        None
     )
     node_resources: Mapping[str, float] | None = (
         None  # of the cluster's own kinds, that each of those hosts asks for: {"scratch": 1}
     )
-    reserve: bool = False  # True: hosts for which no node has room wait for Ray, and its autoscaler, to find one
+    # True: hosts for which no node has room wait for Ray, and its autoscaler, to find one
+    reserve: bool = False
     ports: str | None = (
         None  # "7000-7099": TCP ports at which hosts listen for others; None: any that is free
     )
     partition: str | None = (
         "auto"  # loaders by what sources cost, as measured; "off" or None: by what their index says
     )
-    watch_s: float = 2.0  # between two looks at loaders and trainers: who is to be read further ahead, who cannot keep up; 0: nobody looks
+    # between two looks at loaders and trainers: who is to be read further ahead, who cannot keep
+    # up; 0: nobody looks
+    watch_s: float = 2.0
     autoscale: bool | Mapping[str, Any] = (
-        False  # hosts for a source as it needs them; a mapping: True, with other limits (scaling.Limits)
+        # hosts for a source as it needs them; a mapping: True, with other limits (scaling.Limits)
+        False
     )
 
     @staticmethod
@@ -118,7 +137,8 @@ class Options:
         ):
             if not _is_int(getattr(self, name)) or getattr(self, name) < least:
                 found.append(
-                    f"{name}: wanted a whole number of at least {least}, found {getattr(self, name)!r}"
+                    f"{name}: wanted a whole number of at least {least}, found "
+                    f"{getattr(self, name)!r}"
                 )
         for name in ("stall_warn_s", "stall_limit_s", "watch_s"):
             value = getattr(self, name)
@@ -151,7 +171,8 @@ class Options:
             _is_list(given) and all(isinstance(n, str) for n in given)
         ):
             found.append(
-                f"rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found {given!r:.200}"
+                "rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', "
+                f"'gpu-1'], found {given!r:.200}"
             )
         found += self._node_problems()
         if self.partition is not None and self.partition not in PARTITION:
@@ -161,7 +182,8 @@ class Options:
                 else f"; there are {', '.join(PARTITION)}"
             )
             found.append(
-                f"partition: wanted how loaders are given to sources, found {self.partition!r}{known}"
+                "partition: wanted how loaders are given to sources, found "
+                f"{self.partition!r}{known}"
             )
         if not isinstance(self.reserve, bool):
             found.append(f"reserve: wanted True or False, found {self.reserve!r}")
@@ -174,11 +196,13 @@ class Options:
             found.append(f"cache_dir: wanted a directory, found {self.cache_dir!r}")
         if self.on_stall is not None and not callable(self.on_stall):
             found.append(
-                f"on_stall: wanted a function of (what is waited for, seconds), found {self.on_stall!r}"
+                "on_stall: wanted a function of (what is waited for, seconds), found "
+                f"{self.on_stall!r}"
             )
         if self.progress is not None and not callable(self.progress):
             found.append(
-                f"progress: wanted a function of (sources indexed, of how many), found {self.progress!r}"
+                "progress: wanted a function of (sources indexed, of how many), found "
+                f"{self.progress!r}"
             )
         found += self._loader_problems(job) + self._scaling_problems() + self._memory_problems()
         return found or self._lag_problems(job)
@@ -197,13 +221,15 @@ class Options:
             and all(isinstance(x, str) and x for pair in labels.items() for x in pair)
         ):
             found.append(
-                f"node_labels: wanted labels with their values, as in {{'pool': 'cpu'}}, found {labels!r:.200}"
+                f"node_labels: wanted labels with their values, as in {{'pool': 'cpu'}}, "
+                f"found {labels!r:.200}"
             )
         if resources is not None and not (
             isinstance(resources, Mapping) and all(map(_is_amount, resources, resources.values()))
         ):
             found.append(
-                f"node_resources: wanted amounts of the cluster's own kinds, as in {{'scratch': 1}}, found {resources!r:.200}"
+                "node_resources: wanted amounts of the cluster's own kinds, as in "
+                f"{{'scratch': 1}}, found {resources!r:.200}"
             )
         elif common := [
             name
@@ -211,7 +237,8 @@ class Options:
             if name.lower() in ("cpu", "cpus", "gpu", "memory", "object_store_memory")
         ]:
             found.append(
-                f"node_resources: {common[0]!r} is asked for by itself (hosts=, memory=) or not at all: leave it out"
+                f"node_resources: {common[0]!r} is asked for by itself (hosts=, memory=) "
+                "or not at all: leave it out"
             )
         return found
 
@@ -220,7 +247,8 @@ class Options:
             return []
         if not isinstance(self.loaders, Mapping):
             return [
-                f"loaders: wanted a number for each source by name, as in {{{job.names[0]!r}: 3}}, found {self.loaders!r}"
+                "loaders: wanted a number for each source by name, as in "
+                f"{{{job.names[0]!r}: 3}}, found {self.loaders!r}"
             ]
         found = [
             f"loaders: unknown source {name!r}{did_you_mean(name, job.names)}"
@@ -282,11 +310,13 @@ class Options:
             )
         elif self.shadows != "none" and not (self.failover and self.constructors):
             found.append(
-                f"shadows: {self.shadows!r} takes the place of what is lost, and without failover nothing does: leave it out"
+                f"shadows: {self.shadows!r} takes the place of what is lost, and without "
+                "failover nothing does: leave it out"
             )
         elif self.shadows != "none" and (job.look_ahead > 1 or job.overflow == "defer"):
             found.append(
-                f"shadows: {self.shadows!r} is of no use with look_ahead or overflow='defer': there all loaders read again"
+                f"shadows: {self.shadows!r} is of no use with look_ahead or "
+                "overflow='defer': there all loaders read again"
             )
         return found
 
@@ -301,26 +331,34 @@ class Options:
             ]
         if not self.constructors and PixelForm.of(job.sources) is not None:
             return [
-                "constructors: without them clients build, and images are decoded by constructors only: leave it out"
+                "constructors: without them clients build, and images are decoded by "
+                "constructors only: leave it out"
             ]
         if self.constructors or not of_kind(job.hooks, CONSTRUCTOR):
             return []
         return [
-            "constructors: without them clients build, and code does not travel to them: leave out the job's constructor_do_plan"
+            "constructors: without them clients build, and code does not travel to them: "
+            "leave out the job's constructor_do_plan"
         ]
 
     def _lag_problems(self, job: Job) -> list[str]:
-        """A plan must not be made before the report it uses can have come; jobs without feedback have no such bound."""
+        """A plan must not be made before the report it uses can have come; jobs without feedback
+        have no such bound.
+        """
         if not learns(job.mixture) or job.feedback_lag >= self.prefetch + 2:
             return []
         return [
-            f"feedback_lag: wanted at least prefetch + 2 = {self.prefetch + 2}, found {job.feedback_lag}; plans are made {self.prefetch} "
-            "steps ahead, and reports must have come before the plan that uses them: raise the job's feedback_lag, or lower prefetch"
+            f"feedback_lag: wanted at least prefetch + 2 = {self.prefetch + 2}, found "
+            f"{job.feedback_lag}; plans are made {self.prefetch} "
+            "steps ahead, and reports must have come before the plan that uses them: "
+            "raise the job's feedback_lag, or lower prefetch"
         ]
 
 
 def address_problems(said: object) -> list[str]:
-    """Of a cluster's head. Ray itself takes other words too, and what it finds for them may be of a cluster that is dead."""
+    """Of a cluster's head. Ray itself takes other words too, and what it finds for them may be of a
+    cluster that is dead.
+    """
     if isinstance(said, str) and _HOST_PORT.fullmatch(said):
         return []
     return [

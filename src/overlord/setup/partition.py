@@ -1,4 +1,6 @@
-"""From a job made ready to its partition: the one place that says how many loaders a source has and which host they live in."""
+"""From a job made ready to its partition: the one place that says how many loaders a source has and
+which host they live in.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,22 @@ from overlord.setup.source_loads import load_of, row_tokens
 
 log = logging.getLogger("overlord")
 
-# What is beside loading, on one core: a constructor builds a hundred million tokens a second, a planner with its messages takes this for
-# a sample of a step of two thousand, and a sample costs about this to be handed over where nobody has measured it.
+# What is beside loading, on one core: a constructor builds a hundred million tokens a second, a
+# planner with its messages takes this for
+# a sample of a step of two thousand, and a sample costs about this to be handed over where nobody
+# has measured it.
 BUILD_S, PLAN_S, TRANSFER_S = 1e-8, 3e-6, 1e-6
-WORTH_S = 0.005  # of work in a step: below it, threads of one process gain nothing by a second loader (see INLINE_S)
+# of work in a step: below it, threads of one process gain nothing by a second loader (see INLINE_S)
+WORTH_S = 0.005
 MEMORY = (
     0.8  # of the machine's, for loader hosts: what is predicted to need more gets fewer of them
 )
 
 
 def weights_of(blueprint: Blueprint) -> list[float]:
-    """The mixture as it begins. Schedules of this package are asked for step 0; of others only the sources' weights are known."""
+    """The mixture as it begins. Schedules of this package are asked for step 0; of others only the
+    sources' weights are known.
+    """
     job = blueprint.job
     said: Any = job.mixture
     if isinstance(said, Base) and callable(said):
@@ -46,11 +53,13 @@ def weights_of(blueprint: Blueprint) -> list[float]:
 
 
 def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
-    """What reading each source takes for every sample that the mixture draws: as measured, else as its index says. A blueprint
-    without indexes has been told.
+    """What reading each source takes for every sample that the mixture draws: as measured, else as
+    its index says. A blueprint without indexes has been told.
 
-    Transforms in worker processes hold no lock of a host. Where a job is scaled, the loaders of a source share one worker per host, which
-    does one batch at a time: there such a source needs processes as one that holds the lock does."""
+    Transforms in worker processes hold no lock of a host. Where a job is scaled, the loaders of a
+    source share one worker per host, which does one batch at a time: there such a source needs
+    processes as one that holds the lock does.
+    """
     if (told := getattr(blueprint, "loads", None)) is not None:
         return list(told)
     job, shares, found = blueprint.job, shares_of(blueprint), list[SourceLoad]()
@@ -73,7 +82,9 @@ def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
 
 
 def _off(blueprint: Blueprint, guesses: Sequence[SourceLoad]) -> dict[tuple[str, ...], float]:
-    """How far guesses are off, by kind of source: a measured one beside a guessed one of its kind must not look dearer than it is."""
+    """How far guesses are off, by kind of source: a measured one beside a guessed one of its kind
+    must not look dearer than it is.
+    """
     ratios: dict[tuple[str, ...], list[float]] = {}
     for i, guess in enumerate(guesses):
         if (p := _profile(blueprint, i)) is not None and guess.cost and p.cost_s:
@@ -86,7 +97,9 @@ def _kind(blueprint: Blueprint, i: int) -> tuple[str, ...]:
 
 
 def shares_of(blueprint: Blueprint) -> list[float]:
-    """Of the samples that are drawn. Where a batch counts tokens, sources of long samples are drawn from less often."""
+    """Of the samples that are drawn. Where a batch counts tokens, sources of long samples are drawn
+    from less often.
+    """
     weights = weights_of(blueprint)
     if blueprint.job.batch.tokens is not None:
         weights = [w / max(1.0, t) for w, t in zip(weights, tokens_of(blueprint), strict=True)]
@@ -168,7 +181,9 @@ def partition_of(
 
 
 def hosting_of(blueprint: Blueprint) -> Hosting:
-    """Loaders and loader hosts of a job; where it is scaled, with as many loaders as its sources could ever use."""
+    """Loaders and loader hosts of a job; where it is scaled, with as many loaders as its sources
+    could ever use.
+    """
     options = blueprint.options
     hosting = _partitioned(blueprint) if options.partition == "auto" else _guessed(blueprint)
     if not scales(blueprint):
@@ -180,7 +195,9 @@ def hosting_of(blueprint: Blueprint) -> Hosting:
 
 
 def _cores_to_come(options: Options) -> int:
-    """Loader hosts that a scaled job may have in the end: a cluster may get more cores than it has now."""
+    """Loader hosts that a scaled job may have in the end: a cluster may get more cores than it has
+    now.
+    """
     said = options.autoscale.get("cores", 1) if isinstance(options.autoscale, Mapping) else 1
     return max(options.hosts or n_cores(), said)
 
@@ -213,7 +230,9 @@ def machine_memory() -> int:
 
 
 def profiled(blueprint: Blueprint, runtime: str) -> Blueprint:
-    """A job made ready, with what is known of its sources; in one process, where hosts do not matter, with its loaders."""
+    """A job made ready, with what is known of its sources; in one process, where hosts do not
+    matter, with its loaders.
+    """
     if blueprint.options.partition == "auto":
         blueprint.profile = known(blueprint)
         loads = loads_of(blueprint)
@@ -231,8 +250,10 @@ def profiled(blueprint: Blueprint, runtime: str) -> Blueprint:
 
 
 def _loaders_here(blueprint: Blueprint) -> list[int]:
-    """Loaders of each source where all are in one process. Its threads take whatever there is to do, so scaling is that a source which may
-    become heavy has as many loaders as there are threads; a worker process for each of them would cost memory all the time, though."""
+    """Loaders of each source where all are in one process. Its threads take whatever there is to
+    do, so scaling is that a source which may become heavy has as many loaders as there are threads;
+    a worker process for each of them would cost memory all the time, though.
+    """
     options, threads = blueprint.options, n_workers(blueprint.options)
     loaders = [blueprint.loaders_of(i) for i in range(len(blueprint.job.sources))]
     if options.partition == "auto":
@@ -250,7 +271,9 @@ def _loaders_here(blueprint: Blueprint) -> list[int]:
 
 
 def joining(blueprint: Blueprint, runtime: str) -> Blueprint:
-    """A blueprint whose last source is about to join, with what that costs, and as many loaders for it as that takes."""
+    """A blueprint whose last source is about to join, with what that costs, and as many loaders for
+    it as that takes.
+    """
     name, made = blueprint.job.names[-1], copy.copy(blueprint)
     others = {n: k for n, k in (blueprint.options.loaders or {}).items() if n != name}
     made.options = options = replace(blueprint.options, loaders=others)
@@ -278,15 +301,19 @@ def _loaders_apart(blueprint: Blueprint) -> int:
 
 
 def _matters(loads: Sequence[SourceLoad], samples: int, options: Options) -> bool:
-    """Whether it is worth a look how dear sources are: not where a step is nothing, or one core does it all."""
+    """Whether it is worth a look how dear sources are: not where a step is nothing, or one core
+    does it all.
+    """
     return (options.hosts or n_cores()) > 1 and samples * sum(
         load.cost for load in loads
     ) >= WORTH_S
 
 
 def scales(blueprint: Blueprint) -> bool:
-    """Whether sources get more processes, and fewer, as the mixture and the pace of trainers change. A loader hook is shown all that a
-    step takes from a source, so there its loaders stay together; without failover nothing is kept that a loader could be moved with."""
+    """Whether sources get more processes, and fewer, as the mixture and the pace of trainers
+    change. A loader hook is shown all that a step takes from a source, so there its loaders stay
+    together; without failover nothing is kept that a loader could be moved with.
+    """
     options = blueprint.options
     return (
         bool(options.autoscale)

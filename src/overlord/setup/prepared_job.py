@@ -57,7 +57,9 @@ READ_AHEAD = 2  # steps, where everything is in one process
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SourceKit:
-    """What reads a source. Made once, where the job is launched; it goes to other processes when they are started."""
+    """What reads a source. Made once, where the job is launched; it goes to other processes when
+    they are started.
+    """
 
     order: SourceOrder
     index: Index
@@ -70,7 +72,9 @@ class SourceKit:
 def open_loader(
     kit: SourceKit, opening: Opening, handles: HandleCache, shared: TransformWorker | None = None
 ) -> tuple[Loader, SourceReader, TransformWorker | None]:
-    """One logical loader at a place of its source's stream. ``shared``: a worker process that others of the source have too."""
+    """One logical loader at a place of its source's stream. ``shared``: a worker process that
+    others of the source have too.
+    """
     o, worker = opening, shared or (TransformWorker(kit.pipeline) if kit.processes else None)
     loader = Loader(
         o.loader,
@@ -191,13 +195,17 @@ class Blueprint:
         return Planner(spec, state or initial_state(spec), floor=self.floor)
 
     def floored(self, floor: int) -> Blueprint:
-        """This blueprint for a planner that plans steps below the floor again: nothing that is said now changes them."""
+        """This blueprint for a planner that plans steps below the floor again: nothing that is said
+        now changes them.
+        """
         other = copy.copy(self)
         other.floor = floor
         return other
 
     def with_loaders(self, loaders: Sequence[int], read_ahead: int) -> Blueprint:
-        """This blueprint with so many loaders for each source, that read so many steps ahead where nobody said how many."""
+        """This blueprint with so many loaders for each source, that read so many steps ahead where
+        nobody said how many.
+        """
         other = copy.copy(self)
         by_name = dict(zip(self.job.names, loaders, strict=True))
         other.options = replace(
@@ -244,7 +252,9 @@ class Blueprint:
         return self.pipelines[i].holds_lock or self.job.sources[i].workers != "threads"
 
     def at_nothing(self) -> dict[str, dict[str, Any]]:
-        """What of storage and images readers of a source count, by its name, where none has counted anything yet."""
+        """What of storage and images readers of a source count, by its name, where none has counted
+        anything yet.
+        """
         found: dict[str, dict[str, Any]] = {}
         for name, index, pipeline in zip(self.job.names, self.indexes, self.pipelines, strict=True):
             mine, tally = found.setdefault(name, {}), Tally(name)
@@ -266,7 +276,9 @@ class Blueprint:
     # sources that join
 
     def with_source(self, source: Any, loaders: int = 1) -> Blueprint:
-        """This blueprint and one source more, indexed; what is wrong with it is raised as at launch, and nothing has changed."""
+        """This blueprint and one source more, indexed; what is wrong with it is raised as at
+        launch, and nothing has changed.
+        """
         if not isinstance(source, Source):
             raise JobError([f"wanted a Source, found {source!r}"], "add_source")
         more = copy.copy(self)
@@ -278,7 +290,10 @@ class Blueprint:
         if problems := more.options.problems(job):
             raise JobError(problems, "add_source")
         if self.images is None and more.images is not None:
-            problem = f"source {source.name!r} has images, and the job began without: list a source with images from the start, at weight 0"
+            problem = (
+                f"source {source.name!r} has images, and the job began without: list a source "
+                "with images from the start, at weight 0"
+            )
             raise JobError([problem], "add_source")
         pipeline = Pipeline(
             source.name,
@@ -312,7 +327,9 @@ class Blueprint:
         )
 
     def fitting(self, saved: Any) -> Blueprint:
-        """This blueprint with a schedule that knows the sources it knew when the state was saved: not those that joined later."""
+        """This blueprint with a schedule that knows the sources it knew when the state was saved:
+        not those that joined later.
+        """
         try:
             joined_then = {str(e["name"]) for e in saved["events"] if e["event"] == "add_source"}
         except (KeyError, TypeError):  # no state at all: to be said by ``restore``
@@ -348,7 +365,8 @@ class Blueprint:
         if problem := no_state(saved):
             wrapped = isinstance(saved, Mapping) and "stream" in saved
             remedy = (
-                "it is one of a Dataset or StatefulLoader: load it there, or json.loads its 'stream'"
+                "it is one of a Dataset or StatefulLoader: load it there, or json.loads "
+                "its 'stream'"
                 if wrapped
                 else SAVE_ONE
             )
@@ -368,7 +386,10 @@ class Blueprint:
                 damage, "save and load what state_dict() gave, unchanged", "the state is damaged"
             ) from e
         if self.job.batch.tokens is not None and any(map(len, state.ahead)):
-            remedy = "go on with a batch in samples and look_ahead=1 until a state has no 'ahead', and change the batch there"
+            remedy = (
+                "go on with a batch in samples and look_ahead=1 until a state has no "
+                "'ahead', and change the batch there"
+            )
             raise StateMismatch(
                 {
                     "ahead": (
@@ -469,13 +490,18 @@ class Blueprint:
         if saved["job"] != self.job.name:
             problem += f", {saved['job']!r}; this is {self.job.name!r}"
         if absent:
-            known = f"a state holds no code: list what was added in mid-run ({', '.join(absent)}) last in Job.sources"
+            known = (
+                f"a state holds no code: list what was added in mid-run ({', '.join(absent)}) "
+                "last in Job.sources"
+            )
             raise StateMismatch(differ, f"{known}; or, to go on without, {remedy}", problem)
         raise StateMismatch(differ, f"if this is meant, {remedy}", problem)
 
 
 def batch_in_words(saved: str, found: str, job: Job) -> tuple[str, str]:
-    """Of the batch that was saved a digest is all there is, which tells nobody what to mend: that of now is written out beside it."""
+    """Of the batch that was saved a digest is all there is, which tells nobody what to mend: that
+    of now is written out beside it.
+    """
     fields = {k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM}
     here = ", ".join(f"{k}={v!r}" for k, v in fields.items())
     return f"{saved}, a digest of {', '.join(fields)}", f"{found}, which is {here}"
@@ -515,8 +541,9 @@ def exported(
 def fingerprint(
     job: Job, indexes: list[Index], pipelines: list[Pipeline], added: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """What shapes the stream, part by part, so that a mismatch can be named. ``place`` and ``sync`` are left out: a state fits any
-    mesh and any trainer, which changes the slots of a step and not its samples.
+    """What shapes the stream, part by part, so that a mismatch can be named. ``place`` and ``sync``
+    are left out: a state fits any mesh and any trainer, which changes the slots of a step and not
+    its samples.
 
     The weight of a source that was ``added`` counts beside any mixture, so it is a part of its own.
     """
@@ -554,7 +581,8 @@ def fingerprint(
         parts[f"source {source.name}: files"] = index.fingerprint
         parts[f"source {source.name}: transforms"] = pipeline.fingerprint
         parts[f"source {source.name}: reading"] = (
-            f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes {source.max_sample_bytes}"
+            f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes "
+            f"{source.max_sample_bytes}"
             + (f", on_lost {source.on_lost}" if source.on_lost != "fail" else "")
         )
         if source.name in added:
@@ -580,7 +608,9 @@ def _order(job: Job, source: Source, index: Index) -> SourceOrder:
 
 
 def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:
-    """The job with its schedule told what only the job and its files know: weights and sizes of the sources it began with."""
+    """The job with its schedule told what only the job and its files know: weights and sizes of the
+    sources it began with.
+    """
     sources = [(s, i) for s, i in zip(job.sources, indexes, strict=True) if s.name not in added]
     mixture = bind(
         job.mixture,
@@ -591,7 +621,9 @@ def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:
 
 
 def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
-    """The job's mixture for one planner: fixed weights by name, or a schedule that is its own, since schedules learn."""
+    """The job's mixture for one planner: fixed weights by name, or a schedule that is its own,
+    since schedules learn.
+    """
     if job.mixture is None:
         return {s.name: float(s.weight) for s in job.sources if s.name not in added}
     if isinstance(job.mixture, Mapping):
@@ -601,7 +633,8 @@ def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
     except Exception as e:
         raise JobError(
             [
-                f"mixture: a schedule is copied for every run of the job, and this one cannot be: {e}"
+                "mixture: a schedule is copied for every run of the job, and this one "
+                f"cannot be: {e}"
             ],
             "launch",
         ) from e
@@ -616,13 +649,21 @@ def _mixture_text(job: Job) -> str:
 
 
 def _source_of(function: Any) -> str:
-    """What tells a user's function or object from another, the same in every process: no address may be in it."""
+    """What tells a user's function or object from another, the same in every process: no address
+    may be in it.
+    """
     if isinstance(said := getattr(function, "fingerprint", None), str):
         return said
     if isinstance(function, functools.partial):
-        return f"{_source_of(function.func)} of {function.args!r} {sorted(function.keywords.items())!r}"
+        return (
+            f"{_source_of(function.func)} of {function.args!r} "
+            f"{sorted(function.keywords.items())!r}"
+        )
     if isinstance(function, (Hook, RawPlan)):
-        return f"{[getattr(function, f.name) for f in fields(function) if f.name != 'fn']} {_source_of(function.fn)}"
+        return (
+            f"{[getattr(function, f.name) for f in fields(function) if f.name != 'fn']} "
+            f"{_source_of(function.fn)}"
+        )
     if not inspect.isroutine(function) and repr(function) != object.__repr__(function):
         return repr(function)
     what = function if inspect.isroutine(function) else type(function)

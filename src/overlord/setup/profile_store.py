@@ -1,4 +1,5 @@
-"""Where profiles are kept, and how they come: from a file, from a quick probe at launch, from what loaders measure while a job runs.
+"""Where profiles are kept, and how they come: from a file, from a quick probe at launch, from what
+loaders measure while a job runs.
 
 A profile that cannot be read or written costs a probe, never a job.
 """
@@ -47,7 +48,9 @@ EVERY_S = (15.0, 600.0)  # between two refreshes: the first, and as it doubles t
 
 
 def path_of(job: Job, cache_dir: str | Path | None) -> Path | str:
-    """In the job's journal, a directory or a store (then as a URI); without one in the cache, by the names of job and sources."""
+    """In the job's journal, a directory or a store (then as a URI); without one in the cache, by
+    the names of job and sources.
+    """
     journal = None if job.journal is None else os.fspath(job.journal)
     if journal is not None and not SCHEME.match(journal):
         return Path(journal) / PROFILE
@@ -122,7 +125,9 @@ def _put(uri: str, profile: JobProfile) -> bool:
 
 
 def save(path: Path | str, profile: JobProfile) -> bool:
-    """Into a file of its own first: a reader never sees half a profile. Whether it could be written."""
+    """Into a file of its own first: a reader never sees half a profile. Whether it could be
+    written.
+    """
     if isinstance(path, str):
         return _put(path, profile)
     try:
@@ -163,11 +168,12 @@ def quick(
     have: JobProfile,
     only: Container[str] | None = None,
 ) -> JobProfile:
-    """What is known, and a quick look at the others that may be heavy, the heaviest first, side by side, within ``ALL_S`` for all.
-    ``only``: at none but these.
+    """What is known, and a quick look at the others that may be heavy, the heaviest first, side by
+    side, within ``ALL_S`` for all. ``only``: at none but these.
 
-    Only what is safe and cheap is run: transforms of this package over files on a disk of this machine. Code of yours, stores, mounts and
-    datasets are measured by ``overlord profile``, or while the job runs.
+    Only what is safe and cheap is run: transforms of this package over files on a disk of this
+    machine. Code of yours, stores, mounts and datasets are measured by ``overlord profile``, or
+    while the job runs.
     """
     news = [
         i
@@ -227,7 +233,9 @@ def _probed(blueprint: Blueprint, i: int) -> bool:
 
 
 class Refresher:
-    """Merges what loaders measured since the last time into the job's profile, every now and then, and keeps it."""
+    """Merges what loaders measured since the last time into the job's profile, every now and then,
+    and keeps it.
+    """
 
     def __init__(self, blueprint: Blueprint, figures: Callable[[], Mapping[str, Any]]):
         self._path, self._figures = path_of(blueprint.given, blueprint.options.cache_dir), figures
@@ -244,8 +252,9 @@ class Refresher:
         self._thread.start()
 
     def joined(self, blueprint: Blueprint) -> None:
-        """A source takes part that was not there: what it was seen to cost counts, and it is measured as the others are. From here on
-        all is kept where the job that lists it finds it."""
+        """A source takes part that was not there: what it was seen to cost counts, and it is
+        measured as the others are. From here on all is kept where the job that lists it finds it.
+        """
         marks, name = fingerprints(blueprint), blueprint.job.names[-1]
         with self._lock:
             self._path, self._fingerprints = (
@@ -283,7 +292,9 @@ class Refresher:
             return self.profile
 
     def _since(self, rows: Sequence[Mapping[str, Any]]) -> list[SourceProfile]:
-        """Of sources of which enough has come together; what there is of the others is kept until then."""
+        """Of sources of which enough has come together; what there is of the others is kept until
+        then.
+        """
         buffers: dict[str, int] = {}
         for row in rows:
             now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "core_s")}

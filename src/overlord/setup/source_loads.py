@@ -1,4 +1,6 @@
-"""Estimated load of a source (seconds and bytes per row) from its index and transforms, before anything is measured."""
+"""Estimated load of a source (seconds and bytes per row) from its index and transforms, before
+anything is measured.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ def load_of(
     shuffle_chunks: int = 8,
     slice_rows: int = 256,
 ) -> SourceLoad:
-    """A source's load from its index alone. Rough: it assumes that rows are alike, that all their bytes are text where they are
-    tokenized, and that compressed lines are a third of what they hold; a row is 2 kB where only reading tells how many there are.
+    """A source's load from its index alone. Rough: it assumes that rows are alike, that all their
+    bytes are text where they are tokenized, and that compressed lines are a third of what they
+    hold; a row is 2 kB where only reading tells how many there are.
 
-    Windows take one slice of each chunk of a group, and loaders own whole chunks: more loaders than a group has chunks would wait.
+    Windows take one slice of each chunk of a group, and loaders own whole chunks: more loaders than
+    a group has chunks would wait.
     """
     held, row_bytes = _held(index)
     kinds, code = (
@@ -66,7 +70,8 @@ def row_tokens(index: Index) -> float:
     return max(1.0, _held(index)[1] / 4)
 
 
-# One core, roughly: what matters is that tokenizing costs a hundred times what reading does, not the third digit.
+# One core, roughly: what matters is that tokenizing costs a hundred times what reading does, not
+# the third digit.
 READ_S = 4e-9  # per byte in memory, of a columnar file
 
 

@@ -1,8 +1,9 @@
 """Arrow IPC, file and stream format, as Hugging Face datasets writes it. A chunk is the whole file.
 
-A file's footer is not needed: after its mark it holds the stream, so one that was cut short is read up to the cut. Of local files the
-wanted rows are read (``sparse.py``), so that what is held is a slice and not a batch; of others, and of those with dictionaries, batches.
-Nothing is mapped: a page that cannot be had would end the process, where a read only fails.
+A file's footer is not needed: after its mark it holds the stream, so one that was cut short is read
+up to the cut. Of local files the wanted rows are read (``sparse.py``), so that what is held is a
+slice and not a batch; of others, and of those with dictionaries, batches. Nothing is mapped: a page
+that cannot be had would end the process, where a read only fails.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class Opened:
 
 
 def _open(files: Files, file: File, stack: ExitStack) -> Opened:
-    """By the footer where there is one, else as a stream: what follows the mark of a cut file is one."""
+    """By the footer where there is one, else as a stream: what follows the mark of a cut file is
+    one.
+    """
     source = stack.enter_context(files.open(file))
     head, tail = source.read_at(8, 0), source.read_at(8, max(0, file.size - 8))
     source.seek(0)
@@ -148,7 +151,9 @@ def _named(reader: Any) -> Any:
 def _sparse(
     files: Files, source: pa.NativeFile, start: int, stop: int, schema: pa.Schema
 ) -> Messages | None:
-    """Far away a few long reads are better than many short ones; and dictionaries are known to pyarrow's readers only."""
+    """Far away a few long reads are better than many short ones; and dictionaries are known to
+    pyarrow's readers only.
+    """
     return (
         Messages(source, start, stop)
         if files.local and not any(_has_dictionary(field.type) for field in schema)

@@ -1,7 +1,7 @@
 """Between Arrow and numpy by their memory, without a copy.
 
-``Array.to_numpy`` and ``pa.array`` do the same, but look for pandas first and load it where there is one: 30 MB and half a second in every
-process, for nothing.
+``Array.to_numpy`` and ``pa.array`` do the same, but look for pandas first and load it where there
+is one: 30 MB and half a second in every process, for nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Rows of Arrow's record batches by plain reads: of a batch that is large, only those that are wanted.
+"""Rows of Arrow's record batches by plain reads: of a batch that is large, only those that are
+wanted.
 
-Arrow takes a batch whole, or out of a file that is mapped: and a mapped page that cannot be had, since the file was cut short or its
-mount fails, ends the process. Here a batch is decoded over nothing, memory that is never touched: where its buffers would lie tells what to
-read for some rows of some columns. What Arrow unpacks or converts while it decodes is read whole.
+Arrow takes a batch whole, or out of a file that is mapped: and a mapped page that cannot be had,
+since the file was cut short or its mount fails, ends the process. Here a batch is decoded over
+nothing, memory that is never touched: where its buffers would lie tells what to read for some rows
+of some columns. What Arrow unpacks or converts while it decodes is read whole.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ class Unusual(Exception):
 
 
 class Feed:
-    """What Arrow's decoder reads a message from: its metadata, then its body, or as many bytes of nothing. It must not know who holds it:
-    a circle by way of C++ is never collected."""
+    """What Arrow's decoder reads a message from: its metadata, then its body, or as many bytes of
+    nothing. It must not know who holds it: a circle by way of C++ is never collected.
+    """
 
     closed = False
 
@@ -144,7 +147,8 @@ class Messages:
         first, stop = feed.nothing.address, feed.nothing.address + feed.nothing.size
         try:
             batch = pa.ipc.read_record_batch(message, schema)
-            batch.validate()  # sizes; to look into an array that has others than it says ends the process
+            # sizes; to look into an array that has others than it says ends the process
+            batch.validate()
             used = (
                 b for column in batch.columns for b in column.buffers() if b is not None and b.size
             )
@@ -185,7 +189,9 @@ class Messages:
 
 
 def checked(batch: pa.RecordBatch, columns: Sequence[str] | None) -> pa.RecordBatch:
-    """The wanted columns, if sizes and outermost offsets fit; what is between is checked slice by slice."""
+    """The wanted columns, if sizes and outermost offsets fit; what is between is checked slice by
+    slice.
+    """
     batch = selected(batch, columns)
     batch.validate()
     return batch
@@ -200,7 +206,9 @@ def _in_memory(buffer: pa.Buffer, a: int, b: int) -> pa.Buffer:
 
 
 class Batch:
-    """Columns of a record batch, in memory or over nothing (``get`` reads their buffers, ``whole`` all of it)."""
+    """Columns of a record batch, in memory or over nothing (``get`` reads their buffers, ``whole``
+    all of it).
+    """
 
     def __init__(
         self,
@@ -229,8 +237,9 @@ class Batch:
 
 
 def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
-    """Some rows of an array that begins where its buffers do. Nested ones hold just what these rows need, or one broken value would make
-    all rows of a batch look broken."""
+    """Some rows of an array that begins where its buffers do. Nested ones hold just what these rows
+    need, or one broken value would make all rows of a batch look broken.
+    """
     kind, buffers = array.type, array.buffers()
     if first == stop or pt.is_null(kind):
         return pa.nulls(stop - first, kind)
@@ -273,7 +282,9 @@ def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
 
 
 def ends_of(array: pa.Array) -> Iterator[tuple[pa.Buffer, int, int]]:
-    """Where the first and the last offset of a column are (buffer, offset in it, bytes), and of all that is nested in it."""
+    """Where the first and the last offset of a column are (buffer, offset in it, bytes), and of all
+    that is nested in it.
+    """
     kind = array.type
     if pt.is_struct(kind):
         for k in range(kind.num_fields):

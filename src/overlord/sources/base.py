@@ -1,7 +1,8 @@
 """What a file format must offer, and the shapes that travel from it to the loader.
 
-A *chunk* is what opens alone (``docs/stream.md``). A format lists the chunks of a file without reading its data, and
-reads one chunk front to back in slices of raw rows. Nothing here knows of seeds, shuffling or transforms.
+A *chunk* is what opens alone (``docs/stream.md``). A format lists the chunks of a file without
+reading its data, and reads one chunk front to back in slices of raw rows. Nothing here knows of
+seeds, shuffling or transforms.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ NO_ROWS = "the file has no rows"
 
 
 class BadFile(ValueError):
-    """A file that cannot be used at all. Whoever knows the source's name turns it into a SourceError."""
+    """A file that cannot be used at all. Whoever knows the source's name turns it into a
+    SourceError.
+    """
 
     def __init__(self, problem: str, remedy: str = ""):
         super().__init__(problem, remedy)
@@ -67,13 +70,17 @@ def tokenize_it(missing: Sequence[str], schema: Mapping[str, str]) -> str:
     if "tokens" not in missing or not (texts := text_columns(schema)):
         return ""
     return (
-        f"if {texts[0]!r} holds text, tokenize it: ov.Tokenize('tokenizer.json', text={texts[0]!r}), in a job file "
-        f"{{tokenize: {{tokenizer: tokenizer.json, text: {texts[0]}}}}}; token ids of another column: Tokens(column)"
+        f"if {texts[0]!r} holds text, tokenize it: ov.Tokenize('tokenizer.json', "
+        f"text={texts[0]!r}), in a job file "
+        f"{{tokenize: {{tokenizer: tokenizer.json, text: {texts[0]}}}}}; token ids of "
+        "another column: Tokens(column)"
     )
 
 
 class Unreachable(OSError):
-    """Bytes that could not be had, or not as they were indexed. Says nothing about the data: never a reason for quarantine."""
+    """Bytes that could not be had, or not as they were indexed. Says nothing about the data: never
+    a reason for quarantine.
+    """
 
     def __init__(self, problem: str, remedy: str = "", kind: str = ""):
         super().__init__(problem, remedy, kind)
@@ -84,7 +91,9 @@ class Unreachable(OSError):
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether storage is at fault and not the data: decoders raise OSError too, but only what the system said has an errno."""
+    """Whether storage is at fault and not the data: decoders raise OSError too, but only what the
+    system said has an errno.
+    """
     return isinstance(error, Unreachable) or (
         isinstance(error, OSError) and error.errno is not None
     )
@@ -100,7 +109,9 @@ def short_read(missing: int) -> Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of a source, as the listing saw it. A change of size, time or version makes cached index entries stale."""
+    """One file of a source, as the listing saw it. A change of size, time or version makes cached
+    index entries stale.
+    """
 
     path: str
     size: int
@@ -115,7 +126,9 @@ class Chunks:
     file: np.ndarray  # int32: ordinal of the file
     start: np.ndarray  # int64: first row (or first byte, for plain JSONL)
     stop: np.ndarray  # int64: one past the last row (or byte); -1: until the end of the file
-    unit: np.ndarray  # int32: the format's own number of the chunk inside its file (row group, shard); -1: the file has no rows
+    # int32: the format's own number of the chunk inside its file (row group, shard); -1: the file
+    # has no rows
+    unit: np.ndarray
     rows: np.ndarray  # int64: raw rows; -1 where only reading tells
     nbytes: np.ndarray  # int64: bytes in memory when read whole, as far as the file says
 
@@ -136,7 +149,9 @@ class ReadOptions:
 
 @dataclass(slots=True, eq=False)
 class RawSlice:
-    """Raw rows of one slice, in file order. ``table`` holds the readable ones only, in the same order."""
+    """Raw rows of one slice, in file order. ``table`` holds the readable ones only, in the same
+    order.
+    """
 
     row: np.ndarray  # int64: the `row` of every raw row, unreadable ones included
     table: pa.Table  # len(row) - len(bad) rows
@@ -161,7 +176,9 @@ class Format(Protocol):
         ...
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
-        """The chunks of one file (column `file` left 0). Raises BadFile on a file that cannot be used."""
+        """The chunks of one file (column `file` left 0). Raises BadFile on a file that cannot be
+        used.
+        """
         ...
 
     def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
@@ -169,26 +186,33 @@ class Format(Protocol):
         ...
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
-        """About how many bytes an open `read` keeps between two slices; the handle cache counts with it."""
+        """About how many bytes an open `read` keeps between two slices; the handle cache counts
+        with it.
+        """
         ...
 
     def read(
         self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
     ) -> Iterator[RawSlice]:
-        """Chunk i front to back, from slice number ``skip`` on (cheaper than reading and dropping them).
+        """Chunk i front to back, from slice number ``skip`` on (cheaper than reading and dropping
+        them).
 
-        Every slice but the last holds ``slice_rows`` raw rows; at least one slice comes, the final one with ``last``
-        (a ``skip`` past the end gives an empty one). Unreadable rows are in ``bad``; what raises is BadFile (the file
-        cannot be used) or OSError (it cannot be reached): bytes decide about quarantine, a failing disk never does.
+        Every slice but the last holds ``slice_rows`` raw rows; at least one slice comes, the final
+        one with ``last`` (a ``skip`` past the end gives an empty one). Unreadable rows are in
+        ``bad``; what raises is BadFile (the file cannot be used) or OSError (it cannot be reached):
+        bytes decide about quarantine, a failing disk never does.
         """
         ...
 
 
 def check_refused(names: Container[str], options: ReadOptions) -> None:
-    """Refuse a file with a column that the job would ignore at the cost of training on the wrong tokens."""
+    """Refuse a file with a column that the job would ignore at the cost of training on the wrong
+    tokens.
+    """
     if found := [name for name in options.refused if name in names]:
         raise BadFile(
-            f"expected token ids alone, got the column {found[0]!r} beside them, which is not supported yet",
+            f"expected token ids alone, got the column {found[0]!r} beside them, which is "
+            "not supported yet",
             "add Select with the columns to use: then every token has a loss",
         )
 
@@ -207,7 +231,9 @@ def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
 
 
 def no_rows_chunk() -> Chunks:
-    """What a file without rows has: one chunk with one unreadable row, so that it shows in the quarantine."""
+    """What a file without rows has: one chunk with one unreadable row, so that it shows in the
+    quarantine.
+    """
     return make_chunks([(0, 1, -1, 1, 0)])
 
 

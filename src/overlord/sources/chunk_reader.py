@@ -1,7 +1,9 @@
-"""Open chunks, bounded: slices of a chunk are asked for in order, and what is open is shared by the whole process.
+"""Open chunks, bounded: slices of a chunk are asked for in order, and what is open is shared by the
+whole process.
 
-Many chunks of many sources are open at the same time, one slice taken from each in turn. Handles beyond the bounds are
-closed, least recently used first; asked for again, a chunk is reopened and moved forward.
+Many chunks of many sources are open at the same time, one slice taken from each in turn. Handles
+beyond the bounds are closed, least recently used first; asked for again, a chunk is reopened and
+moved forward.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from overlord.uris import scrub
 
 @dataclass(slots=True)
 class Handle:
-    """An open chunk. ``slices`` will give slice number ``next`` next. While nobody uses it, it holds ``nbytes`` for ``reader``."""
+    """An open chunk. ``slices`` will give slice number ``next`` next. While nobody uses it, it
+    holds ``nbytes`` for ``reader``.
+    """
 
     slices: Iterator[RawSlice]
     next: int
@@ -84,7 +88,9 @@ class HandleCache:
         self._handles.clear(lambda key: reader is None or key[0] == reader)
 
     def metrics(self) -> dict[str, int]:
-        """``opens``, ``reopens`` (among them), ``reads``, ``evictions``; ``open`` and ``bytes`` now."""
+        """``opens``, ``reopens`` (among them), ``reads``, ``evictions``; ``open`` and ``bytes``
+        now.
+        """
         with self._lock:
             counts = dict(self._counts)
         return counts | {
@@ -100,7 +106,9 @@ _READERS = count()
 
 
 class ChunkReader:
-    """Slices of one source's chunks. Threads may share it; two of them at the same chunk are right, but slow."""
+    """Slices of one source's chunks. Threads may share it; two of them at the same chunk are right,
+    but slow.
+    """
 
     def __init__(
         self,
@@ -118,7 +126,9 @@ class ChunkReader:
         self._on_disk = self._files.local
 
     def slice(self, chunk: int, t: int) -> RawSlice:
-        """Slice t of a chunk: cheap if slice t-1 was the last one asked for. Past the end it is empty, with ``last``."""
+        """Slice t of a chunk: cheap if slice t-1 was the last one asked for. Past the end it is
+        empty, with ``last``.
+        """
         file = self.index.files[self.file_of(chunk)]
         try:
             if self._files.fs is None or self._files.remote:
@@ -210,7 +220,9 @@ class ChunkReader:
 
     @property
     def storage_metrics(self) -> dict[str, Any] | None:
-        """What went wrong with its storage: retries, errors by kind, seconds waited, reads given up."""
+        """What went wrong with its storage: retries, errors by kind, seconds waited, reads given
+        up.
+        """
         return self.tally.trouble() if self.waits else None
 
     @property
@@ -224,11 +236,16 @@ class ChunkReader:
             return ""
         seconds, seen = self.tally.clock.now() - attempt.began, attempt.seen
         if seen:
-            return f"trying to read {attempt.path} for {seconds:.0f} s ({len(seen)} tries failed; the last: {seen[-1].text})"
+            return (
+                f"trying to read {attempt.path} for {seconds:.0f} s ({len(seen)} tries "
+                f"failed; the last: {seen[-1].text})"
+            )
         return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= SLOW_S else ""
 
     def stalled(self) -> StorageError | None:
-        """Why a read that is under way is to be given up: nothing ends it, and its deadline has passed."""
+        """Why a read that is under way is to be given up: nothing ends it, and its deadline has
+        passed.
+        """
         if (attempt := self.tally.oldest()) is None:
             return None
         if self.tally.clock.now() - attempt.began < SLOW_S:

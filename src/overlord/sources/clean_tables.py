@@ -1,4 +1,6 @@
-"""From Python values or foreign tables to sound Arrow tables; rows that do not fit are named, never raised."""
+"""From Python values or foreign tables to sound Arrow tables; rows that do not fit are named, never
+raised.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ Bad = list[tuple[int, str]]
 def table_of(
     values: dict[str, list[Any]], n: int, *, decoded: bool = False
 ) -> tuple[pa.Table, Bad]:
-    """Build a table of n rows that holds every value unchanged; rows with a value that no column can hold are bad.
+    """Build a table of n rows that holds every value unchanged; rows with a value that no column
+    can hold are bad.
 
     ``decoded``: the values come from a JSON decoder.
     """
@@ -42,13 +45,17 @@ def empty(n: int = 0, names: Sequence[str] | None = None) -> pa.Table:
 def columns_of(
     rows: Sequence[dict[str, Any]], columns: Sequence[str] | None
 ) -> dict[str, list[Any]]:
-    """Dicts as columns; all names in order of first appearance where none are asked for. A missing value is None."""
+    """Dicts as columns; all names in order of first appearance where none are asked for. A missing
+    value is None.
+    """
     names = list(dict.fromkeys(k for row in rows for k in row)) if columns is None else columns
     return {str(name): [row.get(name) for row in rows] for name in names}
 
 
 def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
-    """Refuse rows with a value in a refused column, and take these columns out where the job did not ask for them."""
+    """Refuse rows with a value in a refused column, and take these columns out where the job did
+    not ask for them.
+    """
     for name in options.refused:
         if any(value is not None for value in columns.get(name, ())):
             check_refused((name,), options)
@@ -59,7 +66,8 @@ def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
 def sound(
     table: pa.Table, max_sample_bytes: int, every_column: bool = False
 ) -> tuple[pa.Table, Bad]:
-    """Takes rows out that hold text that is no UTF-8, or that are too large. ``table`` may be a view.
+    """Takes rows out that hold text that is no UTF-8, or that are too large. ``table`` may be a
+    view.
 
     ``every_column``: offsets inside the arrays come from the file and cannot be trusted either.
     """
@@ -81,7 +89,9 @@ def sound(
 
 
 def without(table: pa.Table, rows: list[int]) -> pa.Table:
-    """The other rows, as views of the runs between: ``take`` would trust the offsets of the rows left out, and crash."""
+    """The other rows, as views of the runs between: ``take`` would trust the offsets of the rows
+    left out, and crash.
+    """
     edges = [-1, *rows, table.num_rows]
     return pa.concat_tables([table.slice(a + 1, b - a - 1) for a, b in pairwise(edges)])
 
@@ -118,7 +128,9 @@ def too_large(size: int, limit: int) -> str:
 
 
 def compact(table: pa.Table) -> pa.Table:
-    """The same rows in memory of their own, so that the row group or file they were cut from can go."""
+    """The same rows in memory of their own, so that the row group or file they were cut from can
+    go.
+    """
     return (
         pa.table([_own(column) for column in table.columns], schema=table.schema)
         if table.num_columns

@@ -1,4 +1,6 @@
-"""Decompression in bounded pieces, and lines out of pieces: nothing here holds more than a piece and one line."""
+"""Decompression in bounded pieces, and lines out of pieces: nothing here holds more than a piece
+and one line.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ from overlord.sources.files import BLOCK
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ZSTD_FEED = 1024  # a zstd block of 4 bytes can unfold to 128 kB, so this bounds one step to 32 MB on hostile data
+# a zstd block of 4 bytes can unfold to 128 kB, so this bounds one step to 32 MB on hostile data
+ZSTD_FEED = 1024
 
 
 class Broken(Exception):
-    """The compressed data ends early or makes no sense from here on. A fact about bytes, never about the disk."""
+    """The compressed data ends early or makes no sense from here on. A fact about bytes, never
+    about the disk.
+    """
 
 
 class Line(NamedTuple):
@@ -26,7 +31,9 @@ class Line(NamedTuple):
 
 
 def plain(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """The bytes of a file from where it stands. An end before its end is a fault of storage: data that are cut short have their size."""
+    """The bytes of a file from where it stands. An end before its end is a fault of storage: data
+    that are cut short have their size.
+    """
     while block := handle.read(BLOCK):
         yield block
     if (at := handle.tell()) < size:
@@ -101,10 +108,12 @@ def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
 def split_lines(
     pieces: Iterator[bytes], start: int, stop: int | None, limit: int, partial: bool
 ) -> Iterator[Line]:
-    """Lines that start in [start, stop), blank ones too; ``pieces`` begin at ``start``, or one byte before if ``partial``.
+    """Lines that start in [start, stop), blank ones too; ``pieces`` begin at ``start``, or one byte
+    before if ``partial``.
 
-    With ``partial`` the text up to the first line break belongs to the line before and is dropped. A line of more than
-    ``limit`` bytes is passed over without being held. Broken compression ends the lines with one that says so.
+    With ``partial`` the text up to the first line break belongs to the line before and is dropped.
+    A line of more than ``limit`` bytes is passed over without being held. Broken compression ends
+    the lines with one that says so.
     """
     at = start - 1 if partial else start  # where the line in hand starts
     pos, held, size, dropping = at, list[bytes](), 0, partial
@@ -128,7 +137,8 @@ def split_lines(
                     at += len(data) + 1
                 held, size, dropping = [rest[-1]], len(rest[-1]), len(rest[-1]) > limit
             if stop is not None and (at >= stop or (dropping and pos >= stop)):
-                break  # the line in hand starts elsewhere, or is known to be too long and the last one
+                # the line in hand starts elsewhere, or is known to be too long and the last one
+                break
     except Broken as error:
         if stop is None or at < stop:
             yield Line(at, b"", str(error))

@@ -1,6 +1,8 @@
-"""What can go wrong with a file on a disk or a mount: which faults pass by themselves, which do not, and what to do about them.
+"""What can go wrong with a file on a disk or a mount: which faults pass by themselves, which do
+not, and what to do about them.
 
-A disk that fails says so by an errno; data that make no sense are told by the formats, and no waiting mends them.
+A disk that fails says so by an errno; data that make no sense are told by the formats, and no
+waiting mends them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ DISKS = {
 MOUNTS = Path("/proc/self/mountinfo")
 FEW_PAUSES_S = (0.1, 0.5)
 
-UNDER_RUN = "training data must not change under a run; put the file back with its time (cp -p, rsync -a), or start a new run"
+UNDER_RUN = (
+    "training data must not change under a run; put the file back with its time (cp -p, "
+    "rsync -a), or start a new run"
+)
 _BACK = "put it back, or start a new run without it"
 _MAY = "let the user that runs the job read it"
 _DISK = "check the disk or the mount; no data is skipped for it: resume when it answers"
@@ -44,7 +49,9 @@ _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a
 
 @cache
 def is_disk(device: int) -> bool:
-    """Whether a file system is one of this machine, which answers or fails; a mount of another may hang for as long as it likes."""
+    """Whether a file system is one of this machine, which answers or fails; a mount of another may
+    hang for as long as it likes.
+    """
     try:
         return kind_of(device, MOUNTS.read_text(errors="replace")) in DISKS
     except OSError:
@@ -59,7 +66,9 @@ def kind_of(device: int, mounts: str) -> str:
 
 
 def check_same(file: File) -> os.stat_result:
-    """Raises unless the file is the one that was indexed. Its place on the disk does not count: a copy put back has another."""
+    """Raises unless the file is the one that was indexed. Its place on the disk does not count: a
+    copy put back has another.
+    """
     try:
         found = os.stat(file.path)
     except ValueError as error:  # a name that no file can have
@@ -72,7 +81,10 @@ def check_same(file: File) -> os.stat_result:
             "changed",
         )
     if found.st_size != file.size or not _same_time(file.mtime_ns, found.st_mtime_ns):
-        said = f"wanted {file.size} bytes of {_moment(file.mtime_ns)}, found {found.st_size} bytes of {_moment(found.st_mtime_ns)}"
+        said = (
+            f"wanted {file.size} bytes of {_moment(file.mtime_ns)}, found {found.st_size} "
+            f"bytes of {_moment(found.st_mtime_ns)}"
+        )
         raise Unreachable(
             f"the file changed since the source was indexed: {said}", UNDER_RUN, "changed"
         )
@@ -93,8 +105,9 @@ def _moment(ns: int) -> str:
 
 
 def why(error: Exception) -> Failure | None:
-    """The failure behind an error while a job runs: the file was there when it was indexed, so whatever the system says may pass.
-    None: the data are at fault."""
+    """The failure behind an error while a job runs: the file was there when it was indexed, so
+    whatever the system says may pass. None: the data are at fault.
+    """
     if isinstance(error, Unreachable):
         return Failure(error.kind, error.problem, error.remedy)
     if not isinstance(error, OSError) or error.errno is None:
@@ -110,8 +123,9 @@ def why(error: Exception) -> Failure | None:
 
 
 def briefly(once: Callable[[], T], clock: Clock = CLOCK) -> T:
-    """What is asked when a job is launched: somebody waits, so a file that is not there is said not to be; a mount that stumbles gets
-    a few tries."""
+    """What is asked when a job is launched: somebody waits, so a file that is not there is said not
+    to be; a mount that stumbles gets a few tries.
+    """
     for pause in FEW_PAUSES_S:
         try:
             return once()

@@ -1,7 +1,8 @@
-"""One way to files: listings and reads of disks (pyarrow.fs) and of object stores (``stores.py``) by the same code.
+"""One way to files: listings and reads of disks (pyarrow.fs) and of object stores (``stores.py``)
+by the same code.
 
-Local files are read with plain reads into small buffers: a memory map of a 400 MB column counts as 400 MB of resident
-memory and a file cut short under a map kills the process.
+Local files are read with plain reads into small buffers: a memory map of a 400 MB column counts as
+400 MB of resident memory and a file cut short under a map kills the process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ BLOCK = 2**18  # bytes of one read; measured: 64 kB to 1 MB make no difference o
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """A way to files (one filesystem), or to an object that stands in for them. Pickles; one serves all threads."""
+    """A way to files (one filesystem), or to an object that stands in for them. Pickles; one serves
+    all threads.
+    """
 
     fs: pafs.FileSystem | Remote | None = None
     local: bool = True
@@ -46,8 +49,8 @@ class Files:
     ) -> tuple[Files, tuple[File, ...]]:
         """The files that a glob, directory, file, URI, or a list of these names, sorted by path.
 
-        ``suffixes`` are what counts as data inside a directory. Globs know ``*``, ``?``, ``[...]`` and ``**``; in a URI
-        ``?`` starts the store's options instead.
+        ``suffixes`` are what counts as data inside a directory. Globs know ``*``, ``?``, ``[...]``
+        and ``**``; in a URI ``?`` starts the store's options instead.
         """
         names = [os.fspath(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
         if not names:
@@ -75,7 +78,9 @@ class Files:
 
     @property
     def remote(self) -> bool:
-        """Whether this is an object store, which says with every read what it wants and tries again by itself."""
+        """Whether this is an object store, which says with every read what it wants and tries again
+        by itself.
+        """
         return isinstance(self.fs, Remote)
 
     def counted(self, tally: Tally) -> Files:
@@ -87,7 +92,9 @@ class Files:
         )
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
-        """A file for random access; a store is told the ``ranges`` that will be read. Reads release the interpreter lock."""
+        """A file for random access; a store is told the ``ranges`` that will be read. Reads release
+        the interpreter lock.
+        """
         assert self.fs is not None
         if isinstance(self.fs, Remote):
             return self.fs.open(file, ranges)
@@ -95,7 +102,9 @@ class Files:
         return handle if self.local else _exactly(handle, file, ranges)
 
     def check_unchanged(self, file: File) -> os.stat_result | None:
-        """Rows are found by offsets of the index, so another file than the one that was indexed must not be read by them."""
+        """Rows are found by offsets of the index, so another file than the one that was indexed
+        must not be read by them.
+        """
         if self.fs is None or isinstance(
             self.fs, Remote
         ):  # every read of a store says which version it wants
@@ -110,14 +119,19 @@ class Files:
                 "gone",
             )
         if info.size != file.size:
-            problem = f"the file changed since the source was indexed: wanted {file.size} bytes, found {info.size}"
+            problem = (
+                f"the file changed since the source was indexed: wanted {file.size} bytes, "
+                f"found {info.size}"
+            )
             raise Unreachable(problem, UNDER_RUN, "changed")
         return None
 
     def check_readable(self, file: File, start: int = 0, stop: int | None = None) -> None:
-        """Reads the bytes and drops them: raises OSError if the disk or store is at fault and not the data.
+        """Reads the bytes and drops them: raises OSError if the disk or store is at fault and not
+        the data.
 
-        After a decoder has failed this tells a corrupt file (quarantine) from a failing disk (an error).
+        After a decoder has failed this tells a corrupt file (quarantine) from a failing disk (an
+        error).
         """
         self.check_unchanged(file)
         if self.fs is None:
@@ -160,7 +174,8 @@ class Files:
         self, path: str, name: str, source: str, suffixes: tuple[str, ...]
     ) -> list[File]:
         depth = len(path.rstrip("/")) + 1
-        # A plain .json beside data (dataset_info.json) describes it; name such files by a glob to read them as lines.
+        # A plain .json beside data (dataset_info.json) describes it; name such files by a glob to
+        # read them as lines.
         suffixes = tuple(s for s in suffixes if s != ".json")
         entries = [
             e
@@ -205,7 +220,9 @@ class Files:
         return found
 
     def _nearby(self, path: str, name: str, is_uri: bool) -> str:
-        """What there is instead of a file that was not found: most often its name is misspelled, or the folder is another one."""
+        """What there is instead of a file that was not found: most often its name is misspelled, or
+        the folder is another one.
+        """
         folder, _, wanted = path.rstrip("/").rpartition("/")
         seen = sorted(e.path.rpartition("/")[2] for e in self._list(folder or "/", recursive=False))
         if not seen:
@@ -253,8 +270,9 @@ class Files:
 
 
 def _exactly(handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]]) -> pa.NativeFile:
-    """A file of a client's library (HDFS), which may give less than it was asked for: a decoder would take that for the end. The kernel
-    never does before the end of a file."""
+    """A file of a client's library (HDFS), which may give less than it was asked for: a decoder
+    would take that for the end. The kernel never does before the end of a file.
+    """
     import pyarrow as pa
 
     def fetch(start: int, stop: int) -> memoryview:
@@ -293,7 +311,9 @@ def _local() -> Files:
 
 
 def _filesystem(uri: str) -> tuple[Files, str]:
-    """Filesystem of a URI, and the path in it, wildcards kept: only the part before them is a well-formed URI."""
+    """Filesystem of a URI, and the path in it, wildcards kept: only the part before them is a
+    well-formed URI.
+    """
     import pyarrow.fs as pafs
 
     body, mark, query = uri.partition("?")
@@ -311,7 +331,9 @@ def _entry(info: Any) -> Entry:
 
 
 def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> list[Entry]:
-    """Directory by directory: links may lead around in circles, of which the library takes every turn, or nowhere: it does not say."""
+    """Directory by directory: links may lead around in circles, of which the library takes every
+    turn, or nowhere: it does not say.
+    """
     found, left = list[Entry](), [(base, frozenset[tuple[int, int]]())]
     while left:
         path, above = left.pop()
@@ -322,7 +344,8 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
             if any(part[0] in "._" for part in path[len(base) :].split("/") if part):
                 continue  # what is hidden is not read
             raise BadFile(
-                f"{path} is a link back to a directory that it lies in: the files there would be read twice",
+                f"{path} is a link back to a directory that it lies in: the files there "
+                "would be read twice",
                 "remove the link",
             )
         entries = listed(path)
@@ -337,7 +360,9 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
 
 
 def _refuse_odd(entries: Sequence[Entry], source: str) -> None:
-    """What is meant to be data and cannot be read is not passed over: a link that leads nowhere is a file whose disk is not there."""
+    """What is meant to be data and cannot be read is not passed over: a link that leads nowhere is
+    a file whose disk is not there.
+    """
     odd = sorted((e.path, e.odd) for e in entries if e.odd)
     if odd:
         more = f"; and {len(odd) - 1} more like it" if len(odd) > 1 else ""
@@ -354,7 +379,9 @@ def _is_glob(path: str, is_uri: bool) -> bool:
 
 
 def _glob_regex(pattern: str, is_uri: bool) -> str:
-    """Wildcards as a shell reads them: ``*`` stays inside a name and skips hidden ones, ``**`` is any depth."""
+    """Wildcards as a shell reads them: ``*`` stays inside a name and skips hidden ones, ``**`` is
+    any depth.
+    """
     out, i = "", 0
     while i < len(pattern):
         c, at_start = pattern[i], i == 0 or pattern[i - 1] == "/"
@@ -374,7 +401,9 @@ def _glob_regex(pattern: str, is_uri: bool) -> str:
 
 
 def _refuse_twice(found: Sequence[File], source: str, local: bool) -> None:
-    """The same file under two names would be read twice. Links to it share size and time, so only those are looked up."""
+    """The same file under two names would be read twice. Links to it share size and time, so only
+    those are looked up.
+    """
     twice = sorted({a.path for a, b in pairwise(found) if a.path == b.path})
     if not twice and local:
         alike: dict[tuple[int, int], list[str]] = {}

@@ -1,7 +1,8 @@
-"""The index of a source: its files and chunks. Built once in parallel, kept on disk, the same on every machine.
+"""The index of a source: its files and chunks. Built once in parallel, kept on disk, the same on
+every machine.
 
-An entry of the cache is trusted for a file only while path, size, time and version of the file are what they were. A cache that
-cannot be read or written costs time, never a job.
+An entry of the cache is trusted for a file only while path, size, time and version of the file are
+what they were. A cache that cannot be read or written costs time, never a job.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class SourceSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """Files and chunks of one source. Equal fingerprints: the same names, sizes and chunks, on whatever machine."""
+    """Files and chunks of one source. Equal fingerprints: the same names, sizes and chunks, on
+    whatever machine.
+    """
 
     source: str
     format: str
@@ -138,7 +141,9 @@ def build_indexes(
     workers: int = 8,
     progress: Progress | None = None,
 ) -> list[Index]:
-    """All sources together, so that one large source and many small ones share the threads; ``progress(done, total)`` counts sources."""
+    """All sources together, so that one large source and many small ones share the threads;
+    ``progress(done, total)`` counts sources.
+    """
     made = all(
         isinstance(spec.path, Factory) for spec in specs
     )  # by functions: there is nothing to look at, and nothing that hangs
@@ -157,14 +162,18 @@ def build_indexes(
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A source that left a job whose state is resumed: nothing of it is read, so it need not be there."""
+    """A source that left a job whose state is resumed: nothing of it is read, so it need not be
+    there.
+    """
 
     fingerprint: str
     chunks: int  # at least so many it had
 
 
 def build_some(specs: Sequence[SourceSpec], left: Mapping[str, Left], **how: Any) -> list[Index]:
-    """The same where some sources have left: those that are not there any more, or not as they were, have an index without files."""
+    """The same where some sources have left: those that are not there any more, or not as they
+    were, have an index without files.
+    """
     built = {
         index.source: index
         for index in build_indexes([s for s in specs if s.name not in left], **how)
@@ -215,7 +224,9 @@ def _look_at_all(
 
 
 def default_cache_dir() -> Path:
-    """Where indexes are kept when nothing else is said: ``$OVERLORD_CACHE``, or the user's cache directory."""
+    """Where indexes are kept when nothing else is said: ``$OVERLORD_CACHE``, or the user's cache
+    directory.
+    """
     base = os.environ.get("OVERLORD_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "overlord"
     )
@@ -236,7 +247,9 @@ def is_held(path: Any) -> bool:
 
 
 def _start(spec: SourceSpec, cache: Path | None, at: At) -> _Work | SourceError:
-    """Listing, format and what the cache knows. Errors are values here: all sources are looked at before any is raised."""
+    """Listing, format and what the cache knows. Errors are values here: all sources are looked at
+    before any is raised.
+    """
     try:
         if is_held(spec.path):
             held_as = FORMATS["factory" if isinstance(spec.path, Factory) else "dataset"]
@@ -347,7 +360,9 @@ def _finish(work: _Work) -> Index | SourceError:
 
 
 def _fingerprint(work: _Work, chunks: Chunks) -> str:
-    """Over names relative to the files' common directory, sizes and chunks: a copy elsewhere, in a store or on disk, has the same one."""
+    """Over names relative to the files' common directory, sizes and chunks: a copy elsewhere, in a
+    store or on disk, has the same one.
+    """
     structure = (chunks.file, chunks.start, chunks.stop, chunks.unit)
     if work.access.held is not None:
         return digest(work.format.name, fingerprint_of(work.access.held), *structure)
@@ -365,7 +380,9 @@ def _fingerprint(work: _Work, chunks: Chunks) -> str:
 def _write_cache(
     path: Path, schema: dict[str, str] | None, files: Sequence[File], parts: Sequence[Chunks]
 ) -> None:
-    """Into a file of its own first: a reader never sees half an entry. Not being able to write is no reason to fail."""
+    """Into a file of its own first: a reader never sees half an entry. Not being able to write is
+    no reason to fail.
+    """
     tables = [
         np.stack([c.start, c.stop, c.unit, c.rows, c.nbytes], axis=1).astype(np.int64)
         for c in parts

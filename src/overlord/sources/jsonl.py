@@ -1,6 +1,7 @@
 """JSON lines: plain files in byte ranges (no scan), .gz and .zst as one stream each.
 
-A line is a row by RFC 8259 in UTF-8: anything else, however much of it a lenient parser could make out, is unreadable.
+A line is a row by RFC 8259 in UTF-8: anything else, however much of it a lenient parser could make
+out, is unreadable.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def _lines(
 
 
 def _slices(lines: Iterator[Line], options: ReadOptions, skip: int) -> Iterator[RawSlice]:
-    """Slices of ``slice_rows`` rows. The next row is awaited before a full slice goes, so that the last one knows it is."""
+    """Slices of ``slice_rows`` rows. The next row is awaited before a full slice goes, so that the
+    last one knows it is.
+    """
     step, left = options.slice_rows, skip * options.slice_rows
     rows: list[Line] = []
     for line in lines:
@@ -162,7 +165,10 @@ def _decoder(columns: tuple[str, ...] | None) -> msgspec.json.Decoder[Any]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
-        return f"bytes that are no UTF-8: 0x{error.object[error.start]:02x} at byte {error.start} of the line"
+        return (
+            f"bytes that are no UTF-8: 0x{error.object[error.start]:02x} at byte "
+            f"{error.start} of the line"
+        )
     if isinstance(error, RecursionError):
         return "broken JSON: nested too deeply"
     text = str(error)

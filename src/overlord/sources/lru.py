@@ -1,4 +1,6 @@
-"""A thread-safe cache of few things, bounded by their number and by their bytes; the least recently used goes first."""
+"""A thread-safe cache of few things, bounded by their number and by their bytes; the least recently
+used goes first.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """``on_evict`` is called outside the lock, for what was pushed out or cleared, not for what was taken."""
+    """``on_evict`` is called outside the lock, for what was pushed out or cleared, not for what was
+    taken.
+    """
 
     def __init__(self, max_items: int, max_bytes: int, on_evict: Callable[[V], None] | None = None):
         self.max_items, self.max_bytes = max_items, max_bytes

@@ -1,8 +1,10 @@
-"""Columns whose values do not share one Arrow type: JSON lines, rows of datasets, results of user functions.
+"""Columns whose values do not share one Arrow type: JSON lines, rows of datasets, results of user
+functions.
 
-Arrow converts values until they share a type: 1 beside 2.5 becomes 1.0, ``{"a": 1}`` beside ``{"b": 2}`` gains a field.
-A row must not depend on its neighbours. ``column_of`` therefore keeps a native array only if it holds every value
-exactly as Arrow holds it alone. Otherwise it stores each value by itself, as msgpack, in a column of type ``MIXED``.
+Arrow converts values until they share a type: 1 beside 2.5 becomes 1.0, ``{"a": 1}`` beside ``{"b":
+2}`` gains a field. A row must not depend on its neighbours. ``column_of`` therefore keeps a native
+array only if it holds every value exactly as Arrow holds it alone. Otherwise it stores each value
+by itself, as msgpack, in a column of type ``MIXED``.
 """
 
 from __future__ import annotations
@@ -73,9 +75,11 @@ def type_name(kind: pa.DataType) -> str:
 
 
 def column_of(values: Sequence[Any], *, decoded: bool = False) -> tuple[pa.Array, Bad]:
-    """Build a column that holds every value unchanged, and list the rows with values that no column can hold.
+    """Build a column that holds every value unchanged, and list the rows with values that no column
+    can hold.
 
-    ``decoded``: the values come from a JSON decoder, so a native array of whole numbers, texts or booleans needs no check.
+    ``decoded``: the values come from a JSON decoder, so a native array of whole numbers, texts or
+    booleans needs no check.
     """
     try:
         array = pa.array(values)
@@ -97,7 +101,9 @@ def column_of(values: Sequence[Any], *, decoded: bool = False) -> tuple[pa.Array
 
 
 def groups(array: pa.Array) -> tuple[list[tuple[np.ndarray, pa.Array]], Bad]:
-    """Split a mixed array by the type of each value alone: (rows, native array) each, and the rows without a native type."""
+    """Split a mixed array by the type of each value alone: (rows, native array) each, and the rows
+    without a native type.
+    """
     alone: dict[pa.DataType, list[tuple[int, pa.Array]]] = {}
     bad: Bad = {}
     for i, value in enumerate(array.to_pylist()):
@@ -174,7 +180,9 @@ def _exact(
 
 @lru_cache(maxsize=1024)
 def _kind(cls: type) -> str | type:
-    """Return the family of a Python or numpy type whose values Arrow holds alike; any other type is its own family."""
+    """Return the family of a Python or numpy type whose values Arrow holds alike; any other type is
+    its own family.
+    """
     families: tuple[tuple[str, tuple[type, ...]], ...] = (
         ("bool", (bool, np.bool_)),
         ("text", (str,)),

@@ -1,8 +1,10 @@
-"""Object stores (S3, Google Cloud Storage, Azure) by the package obstore: listings, and range reads that can be trusted.
+"""Object stores (S3, Google Cloud Storage, Azure) by the package obstore: listings, and range reads
+that can be trusted.
 
-pyarrow's own filesystems cannot make a read depend on the object's version, so an object replaced in mid-run would give
-rows of two versions; they retry where nobody counts, and take more CPU per byte. Here every read says which version it
-wants and is checked for version, place and length; what fails is tried again until a deadline, and counted.
+pyarrow's own filesystems cannot make a read depend on the object's version, so an object replaced
+in mid-run would give rows of two versions; they retry where nobody counts, and take more CPU per
+byte. Here every read says which version it wants and is checked for version, place and length; what
+fails is tried again until a deadline, and counted.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Remote:
 
     @staticmethod
     def of(uri: str) -> tuple[Remote, str]:
-        """The bucket of a URI, and the URI without options: names of objects are taken as they stand."""
+        """The bucket of a URI, and the URI without options: names of objects are taken as they
+        stand.
+        """
         body, _, query = uri.partition("?")
         scheme, rest = body.split("://", 1)
         bucket, _, key = rest.partition("/")
@@ -87,7 +91,9 @@ class Remote:
         return Entry(path, None) if self.list(path, recursive=False) else None
 
     def list(self, base: str, recursive: bool) -> list[Entry]:
-        """Everything under a prefix, or the next level of it. Marks that stand for folders are no objects."""
+        """Everything under a prefix, or the next level of it. Marks that stand for folders are no
+        objects.
+        """
         client, prefix = self._client(), self._key(base) or None
 
         def everything() -> tuple[Sequence[Any], Sequence[str]]:
@@ -124,7 +130,9 @@ class Remote:
         return self._read(self._client(), file, start, stop)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Puts an object where none is; False where there is one: another's, or this one by a request whose answer was lost."""
+        """Puts an object where none is; False where there is one: another's, or this one by a
+        request whose answer was lost.
+        """
         client, key = self._client(), self._key(path)
 
         def once() -> bool:
@@ -171,7 +179,8 @@ class Remote:
             if tuple(answer.range) != (start, stop):
                 raise WrongAnswer(
                     "other range",
-                    f"asked for bytes {start} to {stop}, answered with {answer.range[0]} to {answer.range[1]}",
+                    f"asked for bytes {start} to {stop}, answered with {answer.range[0]} "
+                    f"to {answer.range[1]}",
                 )
             data = memoryview(answer.bytes())
             if len(data) != stop - start:
@@ -185,7 +194,9 @@ class Remote:
     def _persist(
         self, path: str, done: str, once: Callable[[], T], nbytes: int = 0, patient: bool = False
     ) -> T:
-        """Calls until it works, the failure is one that lasts, or the deadline passes. What is raised holds no secret."""
+        """Calls until it works, the failure is one that lasts, or the deadline passes. What is
+        raised holds no secret.
+        """
         result = persist(
             once,
             in_mid_run if patient else why,
@@ -221,7 +232,9 @@ class Remote:
 
 @lru_cache(maxsize=64)
 def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any:
-    """A client with its connections, one for each bucket and process, and another one when the environment changes."""
+    """A client with its connections, one for each bucket and process, and another one when the
+    environment changes.
+    """
     try:
         from obstore.store import from_url
     except ImportError:
@@ -251,7 +264,9 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
 
 
 def _check_endpoints(root: str) -> None:
-    """The library takes what it is given and ends in a panic at the first request, which is no error that a program can handle."""
+    """The library takes what it is given and ends in a panic at the first request, which is no
+    error that a program can handle.
+    """
     names = (
         ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if root.startswith("s3") else ()
     )
@@ -259,7 +274,10 @@ def _check_endpoints(root: str) -> None:
         if (given := os.environ.get(name, "")) and not _ENDPOINT.fullmatch(
             given
         ):  # it may hold a secret, and is not repeated
-            problem = f"{name}: wanted http://host:port or https://host, found one without http://, without a host, or with a space in it"
+            problem = (
+                f"{name}: wanted http://host:port or https://host, found one without http://, "
+                "without a host, or with a space in it"
+            )
             raise Unreachable(problem, "mend the environment", "setup")
 
 

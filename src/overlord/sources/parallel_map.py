@@ -1,7 +1,8 @@
-"""Work of many threads at launch, none of which is waited for without end: a mount that hangs is named.
+"""Work of many threads at launch, none of which is waited for without end: a mount that hangs is
+named.
 
-The threads are daemons. A pool of the standard library would wait for its threads when the program ends, and a thread that hangs in a
-mount never does.
+The threads are daemons. A pool of the standard library would wait for its threads when the program
+ends, and a thread that hangs in a mount never does.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class SideBySide:
         items: Sequence[T],
         done: Callable[[R], None] = lambda _: None,
     ) -> list[R]:
-        """What comes of each, in their order; ``done`` is told of each as it comes. Raises what one raises, and StorageError if one waits
-        longer than it may."""
+        """What comes of each, in their order; ``done`` is told of each as it comes. Raises what one
+        raises, and StorageError if one waits longer than it may.
+        """
         todo, answers = (
             queue.SimpleQueue[int](),
             queue.SimpleQueue[tuple[int, Any, BaseException | None]](),

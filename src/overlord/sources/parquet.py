@@ -1,14 +1,19 @@
 """Parquet: a chunk is a row group; only footers are read for the index.
 
-A footer is not trusted. ``footer.py`` reads row groups and columns from its bytes; pyarrow gets the footer to decode data, where it reports
-errors instead of aborting. Do not call getters of ``FileMetaData.row_group(...)`` here: on a hostile footer they end the process.
+A footer is not trusted. ``footer.py`` reads row groups and columns from its bytes; pyarrow gets the
+footer to decode data, where it reports errors instead of aborting. Do not call getters of
+``FileMetaData.row_group(...)`` here: on a hostile footer they end the process.
 
 Two ways to read a row group, chosen by its size alone so that every machine reads alike:
 
-- small: read whole once, hand out slices as views; the loader copies what it keeps. An open iterator holds 2 to 3 times a small row group.
-- large: decode slice by slice through a buffered stream. What is held is a page and a read buffer per column and the
-  slice itself, whatever the size of the row group (``benchmarks/row_group_memory.py``). A page is what cannot be read
-  in part: pyarrow closes one at 1 MB, but looks only every 1024 rows, so rows of 20 kB make pages of 20 MB.
+- small: read whole once, hand out slices as views; the loader copies what it keeps. An open
+  iterator holds 2 to 3 times a small row group.
+- large: decode slice by slice through a buffered stream. What is held is a page and a read buffer
+  per column and the
+  slice itself, whatever the size of the row group (``benchmarks/row_group_memory.py``). A page is
+  what cannot be read
+  in part: pyarrow closes one at 1 MB, but looks only every 1024 rows, so rows of 20 kB make pages
+  of 20 MB.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ READ_BUFFER = (
 )  # bytes per column; 64 kB and 1 MB read equally fast, and this is held per open column
 PAGE = 2**20  # what writers aim at for one page
 
-# Far above any real file (a footer of 100 MB parses), far below what a hostile one could make the parser allocate.
+# Far above any real file (a footer of 100 MB parses), far below what a hostile one could make the
+# parser allocate.
 _LIMITS = {"thrift_string_size_limit": 2**27, "thrift_container_size_limit": 2**22}
 _TAIL = 2**16  # bytes of the first read from the end; most footers are shorter
 _MARK, _ENCRYPTED_MARK = b"PAR1", b"PARE"
@@ -92,7 +98,8 @@ class Parquet:
             c for c in layout.encrypted if options.columns is None or c in options.columns
         ]:
             raise BadFile(
-                f"expected columns that can be read, got encrypted ones: {', '.join(map(repr, hidden))}",
+                "expected columns that can be read, got encrypted ones: "
+                f"{', '.join(map(repr, hidden))}",
                 _DECRYPT,
             )
         if not layout.rows:
@@ -184,7 +191,9 @@ def _slices(
     options: ReadOptions,
     skip: int,
 ) -> Iterator[pa.Table]:
-    """Tables of ``slice_rows`` rows from slice ``skip`` on; the last may be shorter. Raises what pyarrow raises."""
+    """Tables of ``slice_rows`` rows from slice ``skip`` on; the last may be shorter. Raises what
+    pyarrow raises.
+    """
     step = options.slice_rows
     if nbytes <= SMALL_ROW_GROUP:
         try:
@@ -216,7 +225,9 @@ def _slices(
 
 
 def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]:
-    """Tables of exactly ``step`` rows: a reader may give shorter batches where a column's text passes 2 GB."""
+    """Tables of exactly ``step`` rows: a reader may give shorter batches where a column's text
+    passes 2 GB.
+    """
     held: list[pa.RecordBatch] = []
     n = 0
     for batch in batches:
@@ -263,7 +274,10 @@ def _looked_at(files: Files, file: File) -> tuple[dict[str, str], Layout]:
     metadata, layout = _parsed(data), _laid_out(data)
     theirs = (metadata.num_rows, metadata.num_row_groups, metadata.num_columns)
     if (ours := (layout.rows, len(layout.groups), len(layout.leaves))) != theirs:
-        problem = "the footer can be read in two ways: {} rows, {} row groups and {} columns, or {}, {} and {}"
+        problem = (
+            "the footer can be read in two ways: {} rows, {} row groups and {} columns, or "
+            "{}, {} and {}"
+        )
         raise BadFile(problem.format(*theirs, *ours), _REMEDY)
     _kept(file, metadata, None if files.local else layout)
     return _types(metadata), layout
@@ -296,7 +310,8 @@ def _footer_bytes(files: Files, file: File) -> bytes:
         size = int.from_bytes(tail[-8:-4], "little")
         if size > file.size - 8:
             raise BadFile(
-                f"the footer cannot be read: expected {size} bytes of it, got a file of {file.size}",
+                f"the footer cannot be read: expected {size} bytes of it, got a file of "
+                f"{file.size}",
                 _REMEDY,
             )
         if size + 8 > len(tail):
@@ -339,7 +354,9 @@ def forget_footers(files: Iterable[File]) -> None:
 
 
 def _column_ids(known: Mapping[str, str], layout: Layout, options: ReadOptions) -> list[int] | None:
-    """Leaf columns under the needed ones; names that the file lacks are a BadFile that lists what it has."""
+    """Leaf columns under the needed ones; names that the file lacks are a BadFile that lists what
+    it has.
+    """
     if options.columns is None:
         return None
     if missing := [c for c in options.columns if c not in known]:

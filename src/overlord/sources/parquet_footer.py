@@ -1,8 +1,9 @@
 """The part of a Parquet footer that an index needs, read from its bytes by a small Thrift reader.
 
-pyarrow's getters of row groups and columns call C++ functions that throw where Cython expects none: the process aborts.
-They do so for columns that are encrypted, and for footers that contradict themselves. No such getter may be called on
-the footer of a file that nobody has checked. This module therefore calls none of them.
+pyarrow's getters of row groups and columns call C++ functions that throw where Cython expects none:
+the process aborts. They do so for columns that are encrypted, and for footers that contradict
+themselves. No such getter may be called on the footer of a file that nobody has checked. This
+module therefore calls none of them.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def _leaves(elements: list[dict[int, Any]]) -> list[str]:
         children = element.get(5, 0)
         if children < 0 or len(left) > MAX_DEPTH:
             raise BrokenFooter(
-                f"the schema in the footer has an element with {children} children at level {len(left)}"
+                f"the schema in the footer has an element with {children} children at "
+                f"level {len(left)}"
             )
         if children:
             left.append(children)
@@ -115,7 +117,8 @@ def _leaves(elements: list[dict[int, Any]]) -> list[str]:
             leaves.append(name)
     if at != len(elements):
         raise BrokenFooter(
-            f"the schema in the footer has {len(elements)} elements, of which {at} belong to its root"
+            f"the schema in the footer has {len(elements)} elements, of which {at} belong "
+            "to its root"
         )
     return leaves
 
@@ -124,7 +127,10 @@ def _group(found: dict[int, Any], leaves: int, number: int) -> RowGroup:
     columns = [_column(c) for c in found.get(1, ())]
     rows, nbytes = found.get(3, -1), found.get(2, -1)
     if len(columns) != leaves or rows < 0 or nbytes < 0:
-        problem = f"row group {number} has {len(columns)} of {leaves} columns, {rows} rows and {nbytes} bytes"
+        problem = (
+            f"row group {number} has {len(columns)} of {leaves} columns, {rows} rows and "
+            f"{nbytes} bytes"
+        )
         raise BrokenFooter(f"the footer contradicts itself: {problem}")
     return RowGroup(rows, nbytes, columns)
 
@@ -139,7 +145,8 @@ def _column(found: dict[int, Any]) -> Column:
     )
 
 
-# Thrift's compact protocol. A _Keep lists the fields of a struct to keep: number -> (type, fields of the inner struct to keep).
+# Thrift's compact protocol. A _Keep lists the fields of a struct to keep: number -> (type, fields
+# of the inner struct to keep).
 
 _Keep = dict[int, tuple[int, Any]]
 _PRESENT = -1  # a struct or a binary of which only the presence counts
@@ -151,7 +158,9 @@ _FILE: _Keep = {2: (_LIST, _ELEMENT), 3: (_I64, None), 4: (_LIST, _GROUP)}
 
 
 def _struct(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[dict[int, Any], int]:
-    """Return the fields of a struct to keep, and where it ends. A field of another type than expected is skipped, as Thrift does."""
+    """Return the fields of a struct to keep, and where it ends. A field of another type than
+    expected is skipped, as Thrift does.
+    """
     found: dict[int, Any] = {}
     number = 0
     while head := data[at]:

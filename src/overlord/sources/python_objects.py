@@ -29,9 +29,11 @@ CHUNK_SLICES = 16  # a chunk of a map-style dataset, in slices
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """``fn(shard)`` returns a fresh iterator of dicts that gives the same rows every time it is called; of one shard, ``fn()`` may.
+    """``fn(shard)`` returns a fresh iterator of dicts that gives the same rows every time it is
+    called; of one shard, ``fn()`` may.
 
-    Give a ``fingerprint`` that changes when the rows do; without one a resumed job cannot notice that they did.
+    Give a ``fingerprint`` that changes when the rows do; without one a resumed job cannot notice
+    that they did.
     """
 
     fn: Callable[..., Iterable[Mapping[str, Any]]]
@@ -48,7 +50,8 @@ class Factory:
             problems.append(f"shards: wanted a whole number of at least 1, found {self.shards!r}")
         elif not problems and self.shards > 1 and not _takes_shard(self.fn):
             problems.append(
-                f"fn: wanted a function of a shard's number, since there are {self.shards} shards; this one takes no argument"
+                "fn: wanted a function of a shard's number, since there are "
+                f"{self.shards} shards; this one takes no argument"
             )
         if problems:
             raise JobError(problems, "factory")
@@ -123,7 +126,10 @@ class DatasetFormat:
     ) -> Iterator[RawSlice]:
         start, stop, step = int(chunks.start[i]), int(chunks.stop[i]), options.slice_rows
         if len(files.held) != file.size:
-            problem = f"the dataset had {file.size} rows when it was indexed, now it has {len(files.held)}"
+            problem = (
+                f"the dataset had {file.size} rows when it was indexed, now it has "
+                f"{len(files.held)}"
+            )
             raise BadFile(problem, "it must not change under a run")
         first = start + skip * step
         if first >= stop:
@@ -134,7 +140,9 @@ class DatasetFormat:
 
 
 class FactoryFormat:
-    """One chunk per shard, read front to back. A factory that raises has lost its place, so that is an error, not a row."""
+    """One chunk per shard, read front to back. A factory that raises has lost its place, so that is
+    an error, not a row.
+    """
 
     name = "factory"
     suffixes: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
 """A remote object as a file: few, long requests for many short reads.
 
-A request costs tens of milliseconds however short it is. Readers of rows take 64 to 256 kB at a time, from one place
-(lines, tar) or from several in turn (columns of a row group), so each place has a *run* that reads ahead of it.
+A request costs tens of milliseconds however short it is. Readers of rows take 64 to 256 kB at a
+time, from one place (lines, tar) or from several in turn (columns of a row group), so each place
+has a *run* that reads ahead of it.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class RangeFile:
         )
 
     def _go_on(self, run: _Run, start: int, stop: int) -> None:
-        """The run moves on to ``start``: what it holds from there on is kept, what follows is asked for."""
+        """The run moves on to ``start``: what it holds from there on is kept, what follows is asked
+        for.
+        """
         kept, known = run.data[start - run.start :], self._end_of_range(start)
         run.ahead = min(2 * run.ahead, READ_AHEAD)
         end = min(self._size if known is None else known, run.stop + run.ahead)

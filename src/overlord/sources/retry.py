@@ -1,6 +1,8 @@
-"""Trying again: what storage cannot give now it may give in a while. One way for disks, mounts and stores.
+"""Trying again: what storage cannot give now it may give in a while. One way for disks, mounts and
+stores.
 
-Nothing of it is seen in the stream: a read that succeeds gives the bytes that were indexed, however often it was tried, and when.
+Nothing of it is seen in the stream: a read that succeeds gives the bytes that were indexed, however
+often it was tried, and when.
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ from overlord.sources.base import Unreachable
 log = logging.getLogger("overlord")
 
 T = TypeVar("T")
-# Of one read or listing with all its retries: long enough for a store's bad minute, shorter than a collective's time-out.
+# Of one read or listing with all its retries: long enough for a store's bad minute, shorter than a
+# collective's time-out.
 DEADLINE_S = 120.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 SLOW_S = 1.0  # what takes longer has waited for storage, though nothing failed
 SLACK_S = 1.0  # beyond the deadline, before somebody else gives up: a last try may be under way
 FOR_EVER = 10**9  # tries: only the deadline ends them
 FEW = 3  # tries of what a faulty proxy does once and a wrong set-up always
-_BUSY = "the store is busy, down or cannot be reached; no data is skipped for it: resume when it answers"
+_BUSY = (
+    "the store is busy, down or cannot be reached; no data is skipped for it: resume when it "
+    "answers"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,9 @@ class Clock:
 
 
 def worked_s(thread: int) -> float:
-    """What tells a read that hangs from one that unpacks a large file. Where the system does not say, all count as hanging."""
+    """What tells a read that hangs from one that unpacks a large file. Where the system does not
+    say, all count as hanging.
+    """
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as stat:
             return int(stat.read().split()[0]) / 1e9
@@ -178,8 +186,9 @@ def persist(
     tally: Tally,
     gave_up: Callable[[str, str, Sequence[Failure], float], Unreachable],
 ) -> T:
-    """Calls until it works, the failure is one that lasts, or the deadline passes. What is raised holds no secret; what ``why`` knows
-    nothing about is no fault of storage, and raised as it is."""
+    """Calls until it works, the failure is one that lasts, or the deadline passes. What is raised
+    holds no secret; what ``why`` knows nothing about is no fault of storage, and raised as it is.
+    """
     clock, limit, attempt = tally.clock, deadline_s(), tally.begin(path)
     seen = attempt.seen
     try:
@@ -199,7 +208,8 @@ def persist(
             except Exception as error:
                 if (failure := why(error)) is None:
                     raise
-            # Outside of the except clause: the library's error, which may quote a signed request, must not ride along.
+            # Outside of the except clause: the library's error, which may quote a signed request,
+            # must not ride along.
             seen.append(failure)
             tally.failed(failure.kind, put_off=tally.hasty)
             if tally.hasty:

@@ -1,4 +1,6 @@
-"""What can go wrong with a store: which faults pass by themselves, which do not, and what to do about them."""
+"""What can go wrong with a store: which faults pass by themselves, which do not, and what to do
+about them.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,20 @@ _PASSING = {
 _SHOWN = 300  # letters of a library's text
 
 _UNDER_RUN = "training data must not change under a run; restore it, or start a new run"
-_KEYS = "check the keys and what they may do; they come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...)"
-_RANGES = "something between here and the store does not serve ranges of objects; read from the store itself"
+_KEYS = (
+    "check the keys and what they may do; they come from the environment (AWS_ACCESS_KEY_ID, "
+    "AWS_SECRET_ACCESS_KEY, ...)"
+)
+_RANGES = (
+    "something between here and the store does not serve ranges of objects; read from the "
+    "store itself"
+)
 
 
 class WrongAnswer(Exception):
-    """An answer that is none: the request succeeded, but these are not the bytes that were asked for."""
+    """An answer that is none: the request succeeded, but these are not the bytes that were asked
+    for.
+    """
 
     def __init__(self, kind: str, problem: str):
         super().__init__(kind, problem)
@@ -85,7 +95,9 @@ def why(error: Exception) -> Failure:
 
 
 def in_mid_run(error: Exception) -> Failure:
-    """The same while a job runs: an object was there when it was indexed, so it may come back, and keys may be renewed."""
+    """The same while a job runs: an object was there when it was indexed, so it may come back, and
+    keys may be renewed.
+    """
     found = why(error)
     return replace(found, tries=FOR_EVER) if found.kind in ("gone", "changed", "denied") else found
 

@@ -1,7 +1,7 @@
 """The members of a tar file, by offset: ustar, pax and GNU long names. Nothing is ever extracted.
 
-Written for files nobody vouches for: every size is checked against the file, extended headers are bounded, and a
-header whose checksum is wrong ends the reading with its place named.
+Written for files nobody vouches for: every size is checked against the file, extended headers are
+bounded, and a header whose checksum is wrong ends the reading with its place named.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class BrokenTar(Exception):
 
 
 class Cursor:
-    """Front-to-back reading in large pieces that skips without reading. Wants what a store wants: few, long reads."""
+    """Front-to-back reading in large pieces that skips without reading. Wants what a store wants:
+    few, long reads.
+    """
 
     def __init__(self, handle: pa.NativeFile, size: int):
         self.size = size
@@ -88,13 +90,15 @@ def members(cursor: Cursor) -> Iterator[Member]:
         if following > data and data + size > cursor.size:
             raise BrokenTar(
                 first,
-                f"the tar file ends inside a member at byte {cursor.size}, wanted {data + size}: it is cut short",
+                f"the tar file ends inside a member at byte {cursor.size}, wanted "
+                f"{data + size}: it is cut short",
             )
         if kind in (b"x", b"X", b"L", b"K", b"g"):
             if size > MAX_HEADER:
                 raise BrokenTar(
                     first,
-                    f"an extended header of {size} bytes at byte {at}; at most {MAX_HEADER} are accepted",
+                    f"an extended header of {size} bytes at byte {at}; at most "
+                    f"{MAX_HEADER} are accepted",
                 )
             body = cursor.read(data, size)
             if kind in (b"x", b"X"):
@@ -137,7 +141,9 @@ def _short_name(block: bytes) -> bytes:
 
 
 def _check(block: bytes, first: int) -> None:
-    """The header's own checksum, over its bytes with the checksum taken as blanks (some old writers sum signed)."""
+    """The header's own checksum, over its bytes with the checksum taken as blanks (some old writers
+    sum signed).
+    """
     try:
         wanted = int(block[148:156].strip(b" \0") or b"0", 8)
     except ValueError:

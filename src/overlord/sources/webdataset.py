@@ -1,8 +1,10 @@
-"""WebDataset: tar shards in which consecutive members with the same key form a sample, one column per extension.
+"""WebDataset: tar shards in which consecutive members with the same key form a sample, one column
+per extension.
 
-``a/b.jpg`` and ``a/b.seg.png`` are the columns ``jpg`` and ``seg.png`` of the sample whose ``__key__`` is ``a/b``.
-Two kinds of columns hold lists, for samples of several images: ``images`` has every member that ends as an image does, and a column
-asked for with a ``*`` (``img*.jpg``) has every member that it fits; both in the order of the names, numbers counted (``2`` before ``10``).
+``a/b.jpg`` and ``a/b.seg.png`` are the columns ``jpg`` and ``seg.png`` of the sample whose
+``__key__`` is ``a/b``. Two kinds of columns hold lists, for samples of several images: ``images``
+has every member that ends as an image does, and a column asked for with a ``*`` (``img*.jpg``) has
+every member that it fits; both in the order of the names, numbers counted (``2`` before ``10``).
 Values are bytes as stored. Pickles, links and devices are refused by name: data is only data.
 """
 
@@ -88,8 +90,8 @@ class WebDataset:
 def _groups(cursor: Cursor, options: ReadOptions, skip: int) -> Iterator[Group]:
     """Samples in file order; the bytes of the first ``skip`` are not read.
 
-    Names without an extension and hidden ones are no samples and are passed over. Where the archive breaks, the
-    sample in hand may lack members, so it is the unreadable one.
+    Names without an extension and hidden ones are no samples and are passed over. Where the archive
+    breaks, the sample in hand may lack members, so it is the unreadable one.
     """
     group: Group | None = None
     count = 0
@@ -123,7 +125,8 @@ def _add(
     )  # all members: whether a row is too large must not depend on who reads it
     if group.size > options.max_sample_bytes:
         group.refuse(
-            f"the sample has more than {options.max_sample_bytes} bytes, the source's max_sample_bytes"
+            f"the sample has more than {options.max_sample_bytes} bytes, the source's "
+            "max_sample_bytes"
         )
     if (
         load
@@ -136,7 +139,9 @@ def _add(
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Key and extension: the path is cut at the first dot of its last part. No extension: no sample."""
+    """Key and extension: the path is cut at the first dot of its last part. No extension: no
+    sample.
+    """
     folder, slash, last = name.removeprefix("./").rpartition("/")
     stem, _, extension = last.partition(".")
     return (folder + slash + stem, extension.lower()) if stem and extension else (name, "")

@@ -1,6 +1,8 @@
-"""Overlord for torch trainers: ``import overlord.torch as ot``. Names are loaded when first used; torch comes with the first of them.
+"""Overlord for torch trainers: ``import overlord.torch as ot``. Names are loaded when first used;
+torch comes with the first of them.
 
-``pip install 'overlord-data[torch]'``. A guide: docs/torch.md; what each framework wants, key by key: docs/frameworks.md.
+``pip install 'overlord-data[torch]'``. A guide: docs/torch.md; what each framework wants, key by
+key: docs/frameworks.md.
 """
 
 from __future__ import annotations

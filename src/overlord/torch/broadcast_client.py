@@ -1,8 +1,10 @@
-"""BroadcastClient: the client of a rank whose plan broadcasts. One rank of a group fetches, all of them get their step.
+"""BroadcastClient: the client of a rank whose plan broadcasts. One rank of a group fetches, all of
+them get their step.
 
-The fetcher has a client at every seat of its group (one a bucket: several where DP is broadcast), packs what they were handed into
-one frame and broadcasts it. Each rank of the group takes its seat's part and cuts its own view out of it, as a constructor
-would have. Steps, state and reports are what they are without a broadcast; fewer ranks have a connection.
+The fetcher has a client at every seat of its group (one a bucket: several where DP is broadcast),
+packs what they were handed into one frame and broadcasts it. Each rank of the group takes its
+seat's part and cuts its own view out of it, as a constructor would have. Steps, state and reports
+are what they are without a broadcast; fewer ranks have a connection.
 """
 
 from __future__ import annotations
@@ -43,12 +45,16 @@ log = logging.getLogger("overlord")
 END_S = 300.0  # for the others to finish their last step and ask for one more
 OTHERS_S = 10.0  # for the others to hear that this rank failed, or is leaving
 NOTE_S = 3.0  # for them to read that this rank failed, where the store ends with it
-LOOK = 16  # frames to look through for one that all ranks expect: a few are under way, and one at each rank that passes them on
+# frames to look through for one that all ranks expect: a few are under way, and one at each rank
+# that passes them on
+LOOK = 16
 
 
 @dataclass(slots=True)
 class Place:
-    """Stands for the mailbox of a rank that has none: which generation of the session its steps are of."""
+    """Stands for the mailbox of a rank that has none: which generation of the session its steps are
+    of.
+    """
 
     generation: int = 0
 
@@ -63,10 +69,12 @@ class Place:
 
 
 class BroadcastClient(Client):
-    """A ``Client`` whose steps come by a broadcast, or are broadcast by it. Made by ``overlord.torch.join``.
+    """A ``Client`` whose steps come by a broadcast, or are broadcast by it. Made by
+    ``overlord.torch.join``.
 
-    ``clients``: of the seats that this rank fetches from, its own first; of a rank that is served only its own, if it encodes images.
-    ``asking``: how a rank without a client asks for its state and reports.
+    ``clients``: of the seats that this rank fetches from, its own first; of a rank that is served
+    only its own, if it encodes images. ``asking``: how a rank without a client asks for its state
+    and reports.
     """
 
     def __init__(
@@ -168,14 +176,17 @@ class BroadcastClient(Client):
         told = (step._told.axis, tuple(step._told.broadcast))
         if told != self._split:
             raise PlanError(
-                f"the first plan split along {self._split[0]} and broadcast at {', '.join(self._split[1]) or 'nothing'}, this one along "
+                f"the first plan split along {self._split[0]} and broadcast at "
+                f"{', '.join(self._split[1]) or 'nothing'}, this one along "
                 f"{told[0]} and at {', '.join(told[1]) or 'nothing'}; process groups are made once",
                 step.step,
                 "let the strategy name the same axes in every step, or pass broadcast=False",
             )
 
     def _hear(self, what: str, *, loading: bool = False) -> dict[str, Any]:
-        """The next frame. ``loading``: that the session moved while the fetcher took a step ahead is no error to who follows it there."""
+        """The next frame. ``loading``: that the session moved while the fetcher took a step ahead
+        is no error to who follows it there.
+        """
         try:
             frame = self._early.popleft() if self._early else self._wire.hear(what)
         except BaseException as error:
@@ -200,7 +211,9 @@ class BroadcastClient(Client):
         return frame
 
     def _hear_loaded(self) -> dict[str, Any]:
-        """What became of the fetcher's own attempt. It may have been some steps ahead: they are over, or to come if it was refused."""
+        """What became of the fetcher's own attempt. It may have been some steps ahead: they are
+        over, or to come if it was refused.
+        """
         steps: list[dict[str, Any]] = []
         for _ in range(LOOK):
             frame = self._hear("that it loaded the state", loading=True)
@@ -216,12 +229,15 @@ class BroadcastClient(Client):
 
     def _apart(self, fetcher: str, mine: str) -> OverlordError:
         return OverlordError(
-            f"rank {self.service.fetcher} {fetcher} while rank {self.rank} {mine}; all ranks of a broadcast must call the same: "
+            f"rank {self.service.fetcher} {fetcher} while rank {self.rank} {mine}; all "
+            "ranks of a broadcast must call the same: "
             "next(client), or load_state_dict"
         )
 
     def _mine(self, part: Mapping[str, Any], own: Step | None) -> Bucket:
-        """This rank's view of its seat's microbatches; with the images it encodes, which no other rank gets."""
+        """This rank's view of its seat's microbatches; with the images it encodes, which no other
+        rank gets.
+        """
         wide = Wide.of_part(part["wide"], part["rows"]) if part["wide"] else None
         bucket = Bucket(
             np.arange(int(part["bounds"][-1])),
@@ -311,7 +327,9 @@ class BroadcastClient(Client):
         return self._inbox, after
 
     def _load_too(self, state: Mapping[str, Any], allow: tuple[str, ...], mark: str) -> State:
-        """A rank that is served: after its fetcher, whose word is heard in any case, or it would be taken for a step's."""
+        """A rank that is served: after its fetcher, whose word is heard in any case, or it would be
+        taken for a step's.
+        """
         refused: OverlordError | None = None
         try:
             if self._own is not None:
@@ -333,7 +351,9 @@ class BroadcastClient(Client):
     # the end
 
     def _finish(self) -> None:
-        """A last word. Whoever waits for a step must have it before this process may go; one who stopped before it never will."""
+        """A last word. Whoever waits for a step must have it before this process may go; one who
+        stopped before it never will.
+        """
         try:
             state = self._own_client.state_dict()
         except OverlordError:
@@ -380,7 +400,9 @@ class BroadcastClient(Client):
     # for people
 
     def figures(self) -> dict[str, Any]:
-        """What the broadcast saves and costs: ranks that fetch, bytes that came from constructors and by broadcast, memory of frames."""
+        """What the broadcast saves and costs: ranks that fetch, bytes that came from constructors
+        and by broadcast, memory of frames.
+        """
         s = self.service
         return {
             "rank": s.rank,
@@ -404,11 +426,16 @@ class BroadcastClient(Client):
             if self.service.fetchers == 1
             else f"{self.service.fetchers} ranks fetch"
         )
-        return f"BroadcastClient({self.service}; {fetching}; next step {self._state.step}, {moved}{f['bytes_broadcast']} broadcast)"
+        return (
+            f"BroadcastClient({self.service}; {fetching}; next step {self._state.step}, "
+            f"{moved}{f['bytes_broadcast']} broadcast)"
+        )
 
 
 def _part(seat: int, step: Step, images: bool) -> dict[str, Any]:
-    """What a seat was handed, as it is sent. ``images``: with those that the seat's rank encodes, since it has no client of its own."""
+    """What a seat was handed, as it is sent. ``images``: with those that the seat's rank encodes,
+    since it has no client of its own.
+    """
     bucket = step._bucket
     bounds = np.asarray(bucket.bounds)
     first, stop = (int(bounds[0]), int(bounds[-1])) if len(bounds) else (0, 0)
@@ -439,5 +466,7 @@ def sealed(state: State) -> Sealed:
 
 
 def _mark(state: Mapping[str, Any]) -> str:
-    """Equal states, equal marks; reports of the last steps are in the states of some ranks and not yet in those of others."""
+    """Equal states, equal marks; reports of the last steps are in the states of some ranks and not
+    yet in those of others.
+    """
     return digest(json.dumps({k: v for k, v in state.items() if k != "reports"}, sort_keys=True))

@@ -1,4 +1,5 @@
-"""What a fetching rank says to the ranks it serves: a frame of bytes, broadcast inside their process group. No pickle.
+"""What a fetching rank says to the ranks it serves: a frame of bytes, broadcast inside their
+process group. No pickle.
 
 step      the step of each seat: what is told of it, and its arrays in full; receivers view them, nothing is copied
 end       there is no step any more; with the state behind the last one
@@ -41,7 +42,9 @@ SOURCE_LINE = re.compile(
 
 
 class Wire:
-    """A process group as a one-way channel: one rank says, the others hear. The one who says does not wait for them to listen."""
+    """A process group as a one-way channel: one rank says, the others hear. The one who says does
+    not wait for them to listen.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,9 @@ class Wire:
     # the rank that says
 
     def say(self, value: Mapping[str, Any]) -> None:
-        """To all. Returns before they have it; whoever is slow holds it up when ``AHEAD`` frames are under way."""
+        """To all. Returns before they have it; whoever is slow holds it up when ``AHEAD`` frames
+        are under way.
+        """
         header, columns = encode(dict(value))
         room = self._memory(max(1, size_of(header, columns)))[: size_of(header, columns)]
         at = 0
@@ -99,7 +104,8 @@ class Wire:
             for work in first[0]:
                 self._wait(
                     work,
-                    f"{ranks(_others(self._service))} to take what rank {self._service.rank} broadcasts",
+                    f"{ranks(_others(self._service))} to take what rank "
+                    f"{self._service.rank} broadcasts",
                     limit_s,
                     first[2],
                 )
@@ -110,13 +116,18 @@ class Wire:
     # the ranks that hear
 
     def hear(self, what: str) -> dict[str, Any]:
-        """The next frame; arrays in it are views of the memory it came into. Whoever stops in the middle of one has lost its place."""
+        """The next frame; arrays in it are views of the memory it came into. Whoever stops in the
+        middle of one has lost its place.
+        """
         if self._broken is not None:
             raise self._broken
         try:
             return self._heard(what)
         except BaseException as fault:
-            stopped = f"rank {self._service.rank} stopped ({type(fault).__name__}) while it waited for rank {self._service.fetcher}, and "
+            stopped = (
+                f"rank {self._service.rank} stopped ({type(fault).__name__}) while it waited "
+                f"for rank {self._service.fetcher}, and "
+            )
             lost = OverlordError(
                 f"{stopped}cannot tell any more where what that broadcasts begins: join again"
             )
@@ -204,7 +215,9 @@ class Wire:
             log.warning("rank %d has waited %.0f s for %s", self._service.rank, seconds, who)
 
     def _lost(self, fault: BaseException, frame: int) -> ActorLost:
-        """Who went without a word is known by the broken connection alone, and among several not even who it was."""
+        """Who went without a word is known by the broken connection alone, and among several not
+        even who it was.
+        """
         if (left := self._left(frame)) is not None:
             return left
         others = _others(self._service)

@@ -1,6 +1,8 @@
-"""The loader's state in a checkpoint: as a part of torch's distributed checkpoint, or as a file of JSON beside one of any kind.
+"""The loader's state in a checkpoint: as a part of torch's distributed checkpoint, or as a file of
+JSON beside one of any kind.
 
-The state is small, the same on every rank and valid on any mesh, so it is stored once and every rank loads the same.
+The state is small, the same on every rank and valid on any mesh, so it is stored once and every
+rank loads the same.
 """
 
 from __future__ import annotations
@@ -20,17 +22,21 @@ REMEDY = "save and load what state_dict() gave, unchanged"
 
 
 class LoaderState:
-    """A ``Stateful`` for ``torch.distributed.checkpoint``: ``dcp.save({"model": ..., "loader": ot.LoaderState(client)}, ...)``.
+    """A ``Stateful`` for ``torch.distributed.checkpoint``: ``dcp.save({"model": ..., "loader":
+    ot.LoaderState(client)}, ...)``.
 
-    ``loader``: whatever has ``state_dict`` and ``load_state_dict``: a client, a ``DevicePrefetcher``, a ``StatefulLoader``. The state is
-    one string of JSON: DCP stores the value once for all ranks, whatever its length, and gives it to each.
+    ``loader``: whatever has ``state_dict`` and ``load_state_dict``: a client, a
+    ``DevicePrefetcher``, a ``StatefulLoader``. The state is one string of JSON: DCP stores the
+    value once for all ranks, whatever its length, and gives it to each.
     """
 
     def __init__(self, loader: Any, allow: tuple[str, ...] = ()):
         self.loader, self.allow = loader, tuple(allow)
 
     def state_dict(self) -> dict[str, Any]:
-        """Asked for before loading too, when it may be too late for one: another rank has loaded the state and moved the session."""
+        """Asked for before loading too, when it may be too late for one: another rank has loaded
+        the state and moved the session.
+        """
         try:
             return {KEY: json.dumps(self.loader.state_dict(), sort_keys=True)}
         except OverlordError as fault:
@@ -52,7 +58,9 @@ class LoaderState:
 
 
 class _Unsaid:
-    """In place of a state that cannot be had. Whoever saves it is told why; loading puts a state in its place."""
+    """In place of a state that cannot be had. Whoever saves it is told why; loading puts a state in
+    its place.
+    """
 
     def __init__(self, fault: OverlordError):
         self.fault = fault
@@ -62,7 +70,8 @@ class _Unsaid:
 
 
 def save_state(loader: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the state as JSON, whole or not at all. ``path``: a file, or a folder, in which it is called overlord.json.
+    """Write the state as JSON, whole or not at all. ``path``: a file, or a folder, in which it is
+    called overlord.json.
 
     All ranks may call it: the state is the same, and rank 0 writes it.
     """
@@ -79,7 +88,9 @@ def save_state(loader: Any, path: str | os.PathLike[str]) -> Path:
 
 
 def _rank_of(loader: Any) -> int:
-    """Its own, its client's, or that of the process: two ranks that write one file are one too many."""
+    """Its own, its client's, or that of the process: two ranks that write one file are one too
+    many.
+    """
     for holder in (loader, getattr(loader, "client", None)):
         if isinstance(rank := getattr(holder, "rank", None), int):
             return rank

@@ -1,4 +1,6 @@
-"""Items in a worker process of torch's DataLoader: refusals, and the exit of a worker after an error."""
+"""Items in a worker process of torch's DataLoader: refusals, and the exit of a worker after an
+error.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from overlord.errors import JobError
 class InWorker:
     """Iterates items in a worker. The request after an error ends the worker.
 
-    torch keeps a worker whose items raised. If the garbage collector frees the loader, torch then waits five seconds for each worker.
+    torch keeps a worker whose items raised. If the garbage collector frees the loader, torch then
+    waits five seconds for each worker.
     """
 
     def __init__(self, items: Iterator[Any]):
@@ -27,7 +30,10 @@ class InWorker:
         if self._failed:
             raise SystemExit(
                 0
-            )  # torch's queue holds the error and is flushed at exit; torch reports any other status as a crash
+                # torch's queue holds the error and is flushed at exit; torch reports any other
+                # status
+                # as a crash
+            )
         try:
             return next(self._items)
         except StopIteration:
@@ -44,20 +50,25 @@ def world_size() -> int:
 
 
 def refuse_workers(has_job: bool, ranks: int) -> None:
-    """Refuse workers that would repeat the job's steps or end its session. ``ranks``: of the world, where the worker was started."""
+    """Refuse workers that would repeat the job's steps or end its session. ``ranks``: of the world,
+    where the worker was started.
+    """
     info = get_worker_info()
     if info.num_workers > 1:
         raise JobError(
             [
-                f"num_workers: wanted 0 or 1, found {info.num_workers}; each worker would launch the whole job and give every step again. "
-                "Loaders and constructors of a session work in parallel: see launch(loaders=, workers=, runtime=)"
+                f"num_workers: wanted 0 or 1, found {info.num_workers}; each worker would "
+                "launch the whole job and give every step again. "
+                "Loaders and constructors of a session work in parallel: see "
+                "launch(loaders=, workers=, runtime=)"
             ],
             "Dataset",
         )
     if not has_job:
         raise JobError(
             [
-                "num_workers: wanted 0 with a client, found 1; a session does not survive a fork. Give the Job, which is then launched in "
+                "num_workers: wanted 0 with a client, found 1; a session does not "
+                "survive a fork. Give the Job, which is then launched in "
                 "the worker, or use num_workers=0: steps are prefetched either way"
             ],
             "Dataset",
@@ -65,8 +76,10 @@ def refuse_workers(has_job: bool, ranks: int) -> None:
     if (size := max(ranks, world_size())) > 1:
         raise JobError(
             [
-                f"num_workers: wanted 0 where ranks share a session (WORLD_SIZE={size}), found 1; rank 0's worker "
-                "would end, and the session with it, while others still take steps. Steps are prefetched without workers too"
+                f"num_workers: wanted 0 where ranks share a session (WORLD_SIZE={size}), "
+                "found 1; rank 0's worker "
+                "would end, and the session with it, while others still take steps. "
+                "Steps are prefetched without workers too"
             ],
             "Dataset",
         )

@@ -1,4 +1,6 @@
-"""Steps where torch expects a data set or a loader: ``Dataset`` for a DataLoader, ``StatefulLoader`` in place of one."""
+"""Steps where torch expects a data set or a loader: ``Dataset`` for a DataLoader,
+``StatefulLoader`` in place of one.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ log = logging.getLogger("overlord")
 def _refuse_collating(batch: Any, **_: Any) -> Any:
     raise JobError(
         [
-            "batch_size: wanted None in the DataLoader, found a number; an item of a Dataset is a whole step, or microbatch, which is a batch "
+            "batch_size: wanted None in the DataLoader, found a number; an item of a "
+            "Dataset is a whole step, or microbatch, which is a batch "
             "already: DataLoader(dataset, batch_size=None)"
         ],
         "Dataset",
@@ -38,13 +41,15 @@ default_collate_fn_map.update({TensorStep: _refuse_collating, TensorMicrobatch: 
 
 
 class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked into
-    """One item is one step (a ``TensorStep``), or with ``microbatches=True`` one microbatch. For ``DataLoader(batch_size=None)``.
+    """One item is one step (a ``TensorStep``), or with ``microbatches=True`` one microbatch. For
+    ``DataLoader(batch_size=None)``.
 
-    ``source``: a Job, launched in the process that iterates, or a client of this process. ``transform`` changes every item: an adapter,
-    say. ``rewind``: every ``iter()`` starts at the first step, for evaluation; otherwise it goes on where the last one stood.
-    Reading, tokenizing and packing run in parallel already, so ``num_workers`` is 0, or with a Job 1. The state is exact
-    between steps and, on the same mesh, between microbatches. With ``microbatches=True`` a step that has another number of
-    them than ``Batch.microbatches`` raises ``PlanError``.
+    ``source``: a Job, launched in the process that iterates, or a client of this process.
+    ``transform`` changes every item: an adapter, say. ``rewind``: every ``iter()`` starts at the
+    first step, for evaluation; otherwise it goes on where the last one stood. Reading, tokenizing
+    and packing run in parallel already, so ``num_workers`` is 0, or with a Job 1. The state is
+    exact between steps and, on the same mesh, between microbatches. With ``microbatches=True`` a
+    step that has another number of them than ``Batch.microbatches`` raises ``PlanError``.
     """
 
     def __init__(
@@ -66,7 +71,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         if self.job is None and (launch_options or rank is not None):
             raise JobError(
                 [
-                    f"{', '.join([*launch_options] or ['rank'])}: for a Job; the client that was given is launched already"
+                    f"{', '.join([*launch_options] or ['rank'])}: for a Job; the client "
+                    "that was given is launched already"
                 ],
                 "Dataset",
             )
@@ -110,7 +116,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         return self._items()
 
     def set_epoch(self, epoch: int) -> None:
-        """Accept what trainers call before a pass, and ignore it: the order of samples is the job's."""
+        """Accept what trainers call before a pass, and ignore it: the order of samples is the
+        job's.
+        """
         refuse_sharing("Dataset")
 
     def _in_worker(self) -> Iterator[Any]:
@@ -119,7 +127,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         yield from self._items()
 
     def _begin_pass(self, ahead: Ahead) -> None:
-        """Start a pass at the first step, or after the last item trained on: items that a trainer held in the last pass come again."""
+        """Start a pass at the first step, or after the last item trained on: items that a trainer
+        held in the last pass come again.
+        """
         if self.rewind:
             refuse_apart(self._mesh_size())
         if self.rewind and self._passes and not self._loaded:
@@ -140,7 +150,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         return known or 1
 
     def _items(self) -> Iterator[Any]:
-        """Where it stands is kept in this object and not here: another iterator goes on from there, and so does a loaded state."""
+        """Where it stands is kept in this object and not here: another iterator goes on from there,
+        and so does a loaded state.
+        """
         some = False
         while (item := self._next()) is not None:
             some, self._empty = True, 0
@@ -156,10 +168,13 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         return item
 
     def _tell_empty(self) -> None:
-        """Warn at the first pass without an item, and raise at the second: some trainers stop there, others loop without end."""
+        """Warn at the first pass without an item, and raise at the second: some trainers stop
+        there, others loop without end.
+        """
         self._empty += 1
         problem = (
-            "expected another step, got the end of the stream; give rewind=True to start every pass at the first step (evaluation), "
+            "expected another step, got the end of the stream; give rewind=True to start "
+            "every pass at the first step (evaluation), "
             "a larger Job.until, or let the trainer stop there"
         )
         if self._empty > 1:
@@ -177,7 +192,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         return found
 
     def _begin_step(self) -> bool:
-        """Take the next step and check it. A refused step is kept, with the state before it, and refused again."""
+        """Take the next step and check it. A refused step is kept, with the state before it, and
+        refused again.
+        """
         while not self._rest:
             if self._taken is None:
                 self._before = state_behind(self._client)
@@ -200,7 +217,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         return known if self.job is None else self.job.batch.microbatches
 
     def _same_plan(self, step: TensorStep) -> None:
-        """Microbatches that were handed out are those of one plan; under another mesh they hold other samples."""
+        """Microbatches that were handed out are those of one plan; under another mesh they hold
+        other samples.
+        """
         if self._skip and self._plan not in (None, step.plan_digest):
             raise StateMismatch(
                 {
@@ -209,22 +228,28 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
                         step.plan_digest,
                     )
                 },
-                "a state of the middle of a step is good for the same mesh and strategy only; save at the end of a step, or load its "
+                "a state of the middle of a step is good for the same mesh and strategy "
+                "only; save at the end of a step, or load its "
                 "'stream', which begins this step anew",
             )
 
     def __len__(self) -> int:
-        """Return the items of the whole job, where its ``until`` is a number and a source that repeats keeps the stream from ending."""
+        """Return the items of the whole job, where its ``until`` is a number and a source that
+        repeats keeps the stream from ending.
+        """
         if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
             raise TypeError(
-                "the number of items is known for a Job whose until is a number and which has a source with epochs=None"
+                "the number of items is known for a Job whose until is a number and "
+                "which has a source with epochs=None"
             )
         return self.job.until * (self.job.batch.microbatches if self.microbatches else 1)
 
     # state
 
     def state_dict(self) -> State:
-        """Return the state after the last item that the trainer has trained on; items that it took ahead do not count."""
+        """Return the state after the last item that the trainer has trained on; items that it took
+        ahead do not count.
+        """
         if self._pending is not None or self._client is None:
             return (self._pending or NOT_BEGUN).state()
         return (self._trail.consumed() or self._position(self._client.state_dict)).state()
@@ -287,7 +312,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         if self._client is not None:
             raise JobError(
                 [
-                    "num_workers: wanted 0 with a client, or with a Job that is iterated already; a session does not travel to another "
+                    "num_workers: wanted 0 with a client, or with a Job that is iterated "
+                    "already; a session does not travel to another "
                     "process. Give the Job, which is then launched in the worker"
                 ],
                 "Dataset",
@@ -296,7 +322,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
 
 
 def _endless(job: Job) -> bool:
-    """Whether some source always has samples; a mixture of its own may draw from none of those, so that all must."""
+    """Whether some source always has samples; a mixture of its own may draw from none of those, so
+    that all must.
+    """
     repeats = [
         source.epochs is None
         for source in job.sources
@@ -306,7 +334,9 @@ def _endless(job: Job) -> bool:
 
 
 def _joined(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
-    """The client of this process's rank; one that knows the plan's broadcasts where there are process groups to broadcast in."""
+    """The client of this process's rank; one that knows the plan's broadcasts where there are
+    process groups to broadcast in.
+    """
     if (groups := process_groups()) is not None and groups.get_world_size() > 1:
         from overlord.torch.rendezvous import join as join_groups
 
@@ -317,14 +347,17 @@ def _joined(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
 
 
 class StatefulLoader:
-    """Stands where a torchdata ``StatefulDataLoader`` is expected: iterate it, save ``state_dict()``, load it before iterating again.
+    """Stands where a torchdata ``StatefulDataLoader`` is expected: iterate it, save
+    ``state_dict()``, load it before iterating again.
 
-    ``source``: a Job or a client. With ``device`` steps are copied there ahead (``DevicePrefetcher``, ``depth``). A second ``iter`` goes on
-    where the first stood: a stream has no epochs of its own, those of its sources are in it. With ``rewind`` it starts at the first
+    ``source``: a Job or a client. With ``device`` steps are copied there ahead
+    (``DevicePrefetcher``, ``depth``). A second ``iter`` goes on where the first stood: a stream has
+    no epochs of its own, those of its sources are in it. With ``rewind`` it starts at the first
     step each time, for evaluation. Everything else is as in ``Dataset``.
     """
 
-    batch_size = None  # these are read by trainers that make a DataLoader of this one: to skip items on resume, say
+    # these are read by trainers that make a DataLoader of this one: to skip items on resume, say
+    batch_size = None
     num_workers = 0
     drop_last = False
     prefetch_factor = None

@@ -1,7 +1,9 @@
-"""Who has left a broadcast, and why: written into torchrun's store, so that nobody waits in a collective for one who will not come.
+"""Who has left a broadcast, and why: written into torchrun's store, so that nobody waits in a
+collective for one who will not come.
 
-A last frame would do for the fetcher alone, and it would hang where nobody listens any more. A note hangs nowhere, is there for a
-device's broadcasts too, and outlives the process that wrote it, unless that one keeps the store.
+A last frame would do for the fetcher alone, and it would hang where nobody listens any more. A note
+hangs nowhere, is there for a device's broadcasts too, and outlives the process that wrote it,
+unless that one keeps the store.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ class Farewells:
 
     def leave(self, frames: int, step: int, fault: BaseException | None) -> None:
         if fault is None:
-            why = f"it closed its client before step {step}; all ranks of a broadcast take the same steps"
+            why = (
+                f"it closed its client before step {step}; all ranks of a broadcast take the "
+                "same steps"
+            )
         else:
             why = f"it left before step {step} with {in_short(fault)}"
         self._board.add_note(self._name, {"rank": self._service.rank, "frames": frames, "why": why})

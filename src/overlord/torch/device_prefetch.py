@@ -1,4 +1,6 @@
-"""Steps on the device before the trainer asks for them: a thread takes them from the client, and copies beside the computation."""
+"""Steps on the device before the trainer asks for them: a thread takes them from the client, and
+copies beside the computation.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,13 @@ class _Ready(NamedTuple):
 
 
 class DevicePrefetcher:
-    """Iterates a client's steps as ``TensorStep`` on a device, up to ``depth`` of them copied ahead. Stands where the client stood.
+    """Iterates a client's steps as ``TensorStep`` on a device, up to ``depth`` of them copied
+    ahead. Stands where the client stood.
 
-    On CUDA a step is packed into one pinned buffer and copied by one call on a stream of its own; the trainer's stream waits for the
-    copy, the trainer does not. On the CPU nothing is copied: tensors share the step's memory. Other devices get plain copies.
-    ``waited_s``: how long the trainer has waited here. ``close`` closes the client too.
+    On CUDA a step is packed into one pinned buffer and copied by one call on a stream of its own;
+    the trainer's stream waits for the copy, the trainer does not. On the CPU nothing is copied:
+    tensors share the step's memory. Other devices get plain copies. ``waited_s``: how long the
+    trainer has waited here. ``close`` closes the client too.
     """
 
     def __init__(
@@ -143,14 +147,17 @@ class DevicePrefetcher:
             got.copied.hand_over()
         self._behind, self.steps = got.behind, self.steps + 1
         self.waited_s += time.monotonic() - start
-        with self._changed:  # last of all: whoever is woken wants the interpreter, and a call above that lets go of it would wait for it
+        # last of all: whoever is woken wants the interpreter, and a call above that lets go of it
+        # would wait for it
+        with self._changed:
             self._changed.notify_all()
         return got.step
 
     def microbatches(self) -> Iterator[TensorMicrobatch]:
         """Yield all microbatches in a row, as the client's.
 
-        A step with another number of microbatches than ``Batch.microbatches`` raises ``PlanError`` and stays the next step.
+        A step with another number of microbatches than ``Batch.microbatches`` raises ``PlanError``
+        and stays the next step.
         """
         before = self.mark()
         for step in self:
@@ -163,17 +170,23 @@ class DevicePrefetcher:
             before = self.mark()
 
     def _take_back(self, step: TensorStep, before: Callable[[], State]) -> None:
-        """Stand before the step that was handed out last. Its copy is done or waited for by the trainer's stream."""
+        """Stand before the step that was handed out last. Its copy is done or waited for by the
+        trainer's stream.
+        """
         with self._changed:
             self._ready.appendleft(_Ready(step, self.mark(), None))
             self._behind, self.steps = before, self.steps - 1
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """As the client's. Steps were taken ahead, so ``Job.feedback_lag`` must be larger by ``depth`` + 1 for reports to be in time."""
+        """As the client's. Steps were taken ahead, so ``Job.feedback_lag`` must be larger by
+        ``depth`` + 1 for reports to be in time.
+        """
         self.client.report(step, metrics)
 
     def state_dict(self, at: Callable[[], State] | None = None) -> State:
-        """Behind the step the trainer has got, however many were taken ahead; or behind that of a mark."""
+        """Behind the step the trainer has got, however many were taken ahead; or behind that of a
+        mark.
+        """
         behind = at or self._behind or self.client.state_dict
         state: State = behind()
         return state
@@ -222,7 +235,10 @@ class DevicePrefetcher:
         self.close()
 
     def __repr__(self) -> str:
-        return f"DevicePrefetcher({self.client!r} on {self.device}, {self.ready} of {self.depth} steps ready, waited {self.waited_s:.2f} s)"
+        return (
+            f"DevicePrefetcher({self.client!r} on {self.device}, {self.ready} of {self.depth} "
+            f"steps ready, waited {self.waited_s:.2f} s)"
+        )
 
     # the thread
 
@@ -276,8 +292,10 @@ class DevicePrefetcher:
         with self._changed:
             while len(self._ready) >= self.depth and not self._stopping:
                 self._changed.wait(LOOK_S)
-            # Work in the background wants the interpreter. A trainer that just got a step starts its first kernels, the device idle, and
-            # would wait 5 ms at every call that lets go of the interpreter. A few milliseconds later the device has enough to do.
+            # Work in the background wants the interpreter. A trainer that just got a step starts
+            # its first kernels, the device idle, and
+            # would wait 5 ms at every call that lets go of the interpreter. A few milliseconds
+            # later the device has enough to do.
             self._changed.wait_for(lambda: self._stopping or not self._ready, self._pause_s)
             return not self._stopping
 
@@ -310,6 +328,7 @@ class DevicePrefetcher:
     def _refuse_fork(self) -> None:
         if os.getpid() != self._pid:
             raise OverlordError(
-                f"the prefetcher was made in process {self._pid} and this is process {os.getpid()}; its thread did not come along: make it "
+                f"the prefetcher was made in process {self._pid} and this is process "
+                f"{os.getpid()}; its thread did not come along: make it "
                 "in the process that iterates"
             )

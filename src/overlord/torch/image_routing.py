@@ -1,4 +1,5 @@
-"""Outputs of an encoder on their way to the ranks that run the backbone: one all-to-all, and its gradient back the same way.
+"""Outputs of an encoder on their way to the ranks that run the backbone: one all-to-all, and its
+gradient back the same way.
 
     rows = encoder(pixels)                                       # this rank's images, whoever's samples they belong to
     exchange = ot.Exchange(rows, step.encoder[0])                # every rank of the world, also one without images
@@ -7,11 +8,12 @@
         loss_of(embeddings, mb).backward()
     exchange.backward()                                          # every rank again: gradients go home to the encoders
 
-A plan that encodes before every microbatch has an exchange for each: ``ot.route(rows, step.encoder[m])`` gives its rows, and
-their gradient goes back inside the microbatch's own ``backward``. A rank that gets none of them must take part in it:
-``ot.tied(loss, rows)``.
+A plan that encodes before every microbatch has an exchange for each: ``ot.route(rows,
+step.encoder[m])`` gives its rows, and their gradient goes back inside the microbatch's own
+``backward``. A rank that gets none of them must take part in it: ``ot.tied(loss, rows)``.
 
-The rows come to the first rank of a bucket. Where others of the bucket hold tokens too (TP, CP) ``share_rows`` gives them theirs.
+The rows come to the first rank of a bucket. Where others of the bucket hold tokens too (TP, CP)
+``share_rows`` gives them theirs.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     def backward(
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        """The anchor's gradient is nothing: it stands for ranks that have no rows and must still come here."""
+        """The anchor's gradient is nothing: it stands for ranks that have no rows and must still
+        come here.
+        """
         back = _exchanged(grads[0], ctx.gets, ctx.sends, ctx.group)
         return back, back.new_zeros(()), None, None, None
 
@@ -73,11 +77,13 @@ def _exchanged(rows: torch.Tensor, sends: list[int], gets: list[int], group: Gro
 
 
 def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = None) -> torch.Tensor:
-    """The rows that this rank's placeholders stand for, in their order. All ranks of the plan call it, forward and backward.
+    """The rows that this rank's placeholders stand for, in their order. All ranks of the plan call
+    it, forward and backward.
 
-    ``rows`` [n, width]: outputs of this rank's encoder, image after image; a rank without images gives 0 rows of the same width
-    and dtype. ``maps``: one of ``step.encoder``. ``lens``: rows of each image where some have more than their document took
-    (it was cut); the first ones are sent. ``group`` must have all ranks of the plan, in their order.
+    ``rows`` [n, width]: outputs of this rank's encoder, image after image; a rank without images
+    gives 0 rows of the same width and dtype. ``maps``: one of ``step.encoder``. ``lens``: rows of
+    each image where some have more than their document took (it was cut); the first ones are sent.
+    ``group`` must have all ranks of the plan, in their order.
     """
     sends, gets = (
         _field(maps, name).astype(np.int64).tolist() for name in ("send_splits", "recv_splits")
@@ -85,7 +91,8 @@ def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = Non
     rows = _cut(rows, maps, lens)
     if len(rows) != sum(sends):
         raise PlanError(
-            f"route: wanted the {sum(sends)} rows that the plan sends from this rank, found {len(rows)}; give the encoder's "
+            f"route: wanted the {sum(sends)} rows that the plan sends from this rank, "
+            f"found {len(rows)}; give the encoder's "
             "rows in the order of item_ids, and lens= where it makes more than send_lens"
         )
     world = dist.get_world_size(group)
@@ -100,8 +107,9 @@ def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = Non
 
 
 def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
-    """Bytes of another dtype come as garbage and not as an error. Ranks compare theirs in a group's first exchange; one that has
-    none, whose dtype is but a word, and changes it later, is warned."""
+    """Bytes of another dtype come as garbage and not as an error. Ranks compare theirs in a group's
+    first exchange; one that has none, whose dtype is but a word, and changes it later, is warned.
+    """
     key = dist.group.WORLD if group is None else group
     if (known := _agreed.get(key)) is not None:
         if not len(rows) and rows.dtype != known:  # rightly so, where all have changed it
@@ -123,7 +131,8 @@ def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
     ]
     if len({words.partition(":")[2] for words in said}) > 1:
         raise PlanError(
-            f"route: wanted rows of one dtype and width on all ranks, also where there are none, found {'; '.join(said)}"
+            "route: wanted rows of one dtype and width on all ranks, also where there "
+            f"are none, found {'; '.join(said)}"
         )
     _agreed[key] = rows.dtype
 
@@ -135,7 +144,8 @@ def _cut(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
     made, wanted = np.asarray(lens, np.int64), _field(maps, "send_lens").astype(np.int64)
     if made.shape != wanted.shape or (made < wanted).any() or made.sum() != len(rows):
         raise PlanError(
-            f"route: wanted for each of {len(wanted)} images at least the rows that are sent, {int(wanted.sum())} in all, "
+            f"route: wanted for each of {len(wanted)} images at least the rows that are "
+            f"sent, {int(wanted.sum())} in all, "
             f"found lens of {len(made)} images and {len(rows)} rows"
         )
     if np.array_equal(made, wanted):
@@ -146,7 +156,9 @@ def _cut(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
 
 
 class Exchange:
-    """One exchange whose rows are used by several microbatches: each has a backward of its own, and the way back is gone once."""
+    """One exchange whose rows are used by several microbatches: each has a backward of its own, and
+    the way back is gone once.
+    """
 
     def __init__(self, rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = None):
         self._routed = route(rows, maps, group, lens=lens)
@@ -164,7 +176,9 @@ class Exchange:
         return self.rows.index_select(0, _index(mine, self.rows.device)), self._index[mine]
 
     def backward(self) -> None:
-        """After the backward of the last microbatch, on every rank: gradients go back to the encoders."""
+        """After the backward of the last microbatch, on every rank: gradients go back to the
+        encoders.
+        """
         if not self._wants:
             return
         grad = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
@@ -177,8 +191,9 @@ def place_rows(
 ) -> torch.Tensor:
     """Embeddings with these rows in place of those of their placeholders; gradients reach both.
 
-    ``embeddings``: [T, width], or [1, T, width]. ``index``: where in the un-sliced microbatch each row goes. ``positions``: for a CP
-    slice, which token of the un-sliced microbatch each of its tokens is (``views.slice_index``); rows of other slices are left out.
+    ``embeddings``: [T, width], or [1, T, width]. ``index``: where in the un-sliced microbatch each
+    row goes. ``positions``: for a CP slice, which token of the un-sliced microbatch each of its
+    tokens is (``views.slice_index``); rows of other slices are left out.
     """
     flat = embeddings.reshape(-1, embeddings.shape[-1])
     at = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index, np.int64)
@@ -190,7 +205,8 @@ def place_rows(
         rows, at = rows.index_select(0, _index(mine, rows.device)), order[found[mine]]
     if len(at) and int(at.max()) >= len(flat):
         raise PlanError(
-            f"place_rows: wanted places in {len(flat)} tokens, found {int(at.max())}; a CP slice needs positions="
+            f"place_rows: wanted places in {len(flat)} tokens, found {int(at.max())}; a "
+            "CP slice needs positions="
         )
     return flat.index_copy(0, _index(at, flat.device), rows.to(flat.dtype)).reshape(
         embeddings.shape
@@ -198,12 +214,16 @@ def place_rows(
 
 
 def tied(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The same value, whose backward passes through the rows' exchange: for ranks that have no use for rows of their own."""
+    """The same value, whose backward passes through the rows' exchange: for ranks that have no use
+    for rows of their own.
+    """
     return value + rows[:0].sum().to(value.dtype)
 
 
 class _Share(torch.autograd.Function):  # type: ignore[misc]
-    """The first rank's rows on all; backward adds up what they mean to each, or takes the first's word for all."""
+    """The first rank's rows on all; backward adds up what they mean to each, or takes the first's
+    word for all.
+    """
 
     @staticmethod
     def forward(
@@ -238,10 +258,12 @@ class _Share(torch.autograd.Function):  # type: ignore[misc]
 def share_rows(
     rows: torch.Tensor, index: Any, group: Group, *, gradients: str = "sum"
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Rows and places of the group's first rank, on all of its ranks: for TP and CP, whose ranks embed tokens of the same bucket.
+    """Rows and places of the group's first rank, on all of its ranks: for TP and CP, whose ranks
+    embed tokens of the same bucket.
 
-    ``gradients``: ``"sum"`` where each rank uses them for other tokens (CP); ``"own"`` where all compute the same, and the first
-    rank's gradient is the whole one already (TP, whose layers add it up).
+    ``gradients``: ``"sum"`` where each rank uses them for other tokens (CP); ``"own"`` where all
+    compute the same, and the first rank's gradient is the whole one already (TP, whose layers add
+    it up).
     """
     if gradients not in GRADIENTS:
         raise PlanError(
@@ -255,7 +277,8 @@ def share_rows(
     count, indexed = counts.tolist()
     if count != indexed:  # on all ranks, or the others would wait for the one that sees it
         raise PlanError(
-            f"share_rows: wanted a place for each row on rank {first}, found {count} rows and {indexed} places in index"
+            f"share_rows: wanted a place for each row on rank {first}, found {count} rows "
+            f"and {indexed} places in index"
         )
     places = torch.empty(count, dtype=torch.int64, device=rows.device)
     if dist.get_rank() == first:
@@ -277,7 +300,8 @@ def _field(maps: Any, *names: str) -> np.ndarray:
             return np.asarray(getattr(maps, name))
     has = ", ".join(maps) if isinstance(maps, Mapping) else type(maps).__name__
     raise PlanError(
-        f"route: wanted {names[0]!r} in the maps, found {has}; give one of step.encoder, or plan.routes().for_rank(rank, slot)"
+        f"route: wanted {names[0]!r} in the maps, found {has}; give one of step.encoder, "
+        "or plan.routes().for_rank(rank, slot)"
     )
 
 

@@ -1,4 +1,6 @@
-"""The loss that no placement changes: summed over tokens, divided by the tokens of the whole step; and what each source had of it."""
+"""The loss that no placement changes: summed over tokens, divided by the tokens of the whole step;
+and what each source had of it.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ def token_loss(
     head: Head | None = None,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """A microbatch's part of the step's loss: add these up, over microbatches and ranks, and it is the mean over all tokens.
+    """A microbatch's part of the step's loss: add these up, over microbatches and ranks, and it is
+    the mean over all tokens.
 
-    ``logits`` [tokens, words] with shifted ``labels`` [tokens], or losses of tokens, [tokens], with labels or ``loss_mask``; a
-    dimension of one in front is fine. ``global_valid_tokens``: the step's. ``gradients``: ``"sum"`` where the trainer adds gradients over
-    ranks up; ``"mean"`` where it averages them, as DDP and FSDP do, over ``dp_size`` ranks (dp x cp where they share one group).
-    ``head``, ``chunk``: as in ``token_losses``.
+    ``logits`` [tokens, words] with shifted ``labels`` [tokens], or losses of tokens, [tokens], with
+    labels or ``loss_mask``; a dimension of one in front is fine. ``global_valid_tokens``: the
+    step's. ``gradients``: ``"sum"`` where the trainer adds gradients over ranks up; ``"mean"``
+    where it averages them, as DDP and FSDP do, over ``dp_size`` ranks (dp x cp where they share one
+    group). ``head``, ``chunk``: as in ``token_losses``.
     """
     if gradients not in GRADIENTS:
         raise JobError(
@@ -44,7 +48,8 @@ def token_loss(
     if gradients == "mean" and (dp_size is None or dp_size < 1):
         raise JobError(
             [
-                f"dp_size: wanted the number of ranks that gradients are averaged over, found {dp_size!r}"
+                "dp_size: wanted the number of ranks that gradients are averaged over, "
+                f"found {dp_size!r}"
             ],
             "token_loss",
         )
@@ -78,8 +83,9 @@ def token_losses(
 ) -> torch.Tensor:
     """Cross entropy of each token, [tokens], in float32 at least; 0 where there is no label.
 
-    Computed ``chunk`` tokens at a time and again in backward, so that float32 logits exist for one chunk only. With ``head`` the first
-    argument is the last hidden states, and ``head(part of them)`` gives logits: those of all tokens never exist at all.
+    Computed ``chunk`` tokens at a time and again in backward, so that float32 logits exist for one
+    chunk only. With ``head`` the first argument is the last hidden states, and ``head(part of
+    them)`` gives logits: those of all tokens never exist at all.
     """
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if len(flat) != len(wanted):
@@ -109,10 +115,12 @@ def _chunk(rows: torch.Tensor, targets: torch.Tensor, head: Head | None) -> torc
 def source_losses(
     losses: Any, microbatches: Any, names: Sequence[str], *, positions: Any = None
 ) -> dict[str, float]:
-    """Mean loss and tokens of every source that this rank met, for ``client.report``: ``{"loss/web": 2.31, "tokens/web": 8192}``.
+    """Mean loss and tokens of every source that this rank met, for ``client.report``:
+    ``{"loss/web": 2.31, "tokens/web": 8192}``.
 
-    ``losses``: of each token, as ``token_losses`` gives them, for one microbatch, or lists of both for all of a step: the device is asked
-    once. ``names``: of ``job.sources``, in order. ``positions``: for slices of CP, which token of the un-sliced microbatch each is.
+    ``losses``: of each token, as ``token_losses`` gives them, for one microbatch, or lists of both
+    for all of a step: the device is asked once. ``names``: of ``job.sources``, in order.
+    ``positions``: for slices of CP, which token of the un-sliced microbatch each is.
     """
     many = isinstance(microbatches, (list, tuple))
     all_losses, all_mbs = (list(losses), list(microbatches)) if many else ([losses], [microbatches])
@@ -141,7 +149,8 @@ def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: i
     if positions is None and (whole := _tokens_of_all(mb)) > len(flat):
         raise JobError(
             [
-                f"positions: wanted for a slice of {len(flat)} of {whole} tokens, cut for context parallelism; give those of its tokens in "
+                f"positions: wanted for a slice of {len(flat)} of {whole} tokens, cut for "
+                "context parallelism; give those of its tokens in "
                 "the whole microbatch (overlord.constructor.rank_views.slice_index)"
             ],
             "source_losses",

@@ -1,4 +1,6 @@
-"""What must be known of a microbatch before its tensors are on a device: to ask there would wait for all work queued on it."""
+"""What must be known of a microbatch before its tensors are on a device: to ask there would wait
+for all work queued on it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ SHIFTED, UNSHIFTED = "shifted", "unshifted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """``tokens``: of the un-sliced microbatch, padding included; ``here``: of them in these arrays, fewer in a slice of CP; -1 where
-    the microbatch does not say. ``labels``: the convention they follow, empty where there is none to tell it from."""
+    """``tokens``: of the un-sliced microbatch, padding included; ``here``: of them in these arrays,
+    fewer in a slice of CP; -1 where the microbatch does not say. ``labels``: the convention they
+    follow, empty where there is none to tell it from.
+    """
 
     tokens: int = -1
     here: int = -1
@@ -29,7 +33,9 @@ class Facts:
 
     @staticmethod
     def of(microbatch: Mapping[str, Any]) -> Facts:
-        """Of arrays or tensors, wherever they are; those of a ``TensorMicrobatch`` are known already."""
+        """Of arrays or tensors, wherever they are; those of a ``TensorMicrobatch`` are known
+        already.
+        """
         known = getattr(microbatch, "facts", None)
         if isinstance(known, Facts):
             return known
@@ -66,8 +72,10 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _labels(arrays: Mapping[str, np.ndarray], sliced: bool) -> str:
-    """A label that is not its own token was shifted. Where all are (documents of one token over and over), the ends of documents
-    tell: shifted labels have none for the last token of a document, unshifted ones none for the first."""
+    """A label that is not its own token was shifted. Where all are (documents of one token over and
+    over), the ends of documents tell: shifted labels have none for the last token of a document,
+    unshifted ones none for the first.
+    """
     if "labels" not in arrays:
         return ""
     labels = arrays["labels"].reshape(-1)

@@ -1,4 +1,6 @@
-"""From many arrays to the device by one copy: packed into a pinned buffer, copied on a stream of its own, cut into views there."""
+"""From many arrays to the device by one copy: packed into a pinned buffer, copied on a stream of
+its own, cut into views there.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ class Placing(NamedTuple):
     done: Any  # torch.cuda.Event
 
     def hand_over(self) -> None:
-        """To the stream of the calling thread: it waits for the copy, and the memory is not used again before it is through with it."""
+        """To the stream of the calling thread: it waits for the copy, and the memory is not used
+        again before it is through with it.
+        """
         stream = torch.cuda.current_stream(self.flat.device)
         stream.wait_event(self.done)
         self.flat.record_stream(stream)
 
 
 def layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """Where each array begins in one buffer, and the buffer's bytes. What is the same memory has one place."""
+    """Where each array begins in one buffer, and the buffer's bytes. What is the same memory has
+    one place.
+    """
     offsets, total = [], 0
     known: dict[Any, int] = {}
     for array in arrays:

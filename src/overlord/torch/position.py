@@ -1,4 +1,6 @@
-"""Positions of a loader in its stream, as states to save; and the position of a trainer that takes items ahead."""
+"""Positions of a loader in its stream, as states to save; and the position of a trainer that takes
+items ahead.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ REMEDY = "save and load what state_dict() gave, unchanged"
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place after a step, or after some microbatches of one. ``plan``: of the step that those microbatches belong to."""
+    """A place after a step, or after some microbatches of one. ``plan``: of the step that those
+    microbatches belong to.
+    """
 
     stream: Callable[[], State | None]
     microbatches: int = 0
@@ -26,7 +30,8 @@ class Position:
     def state(self) -> State:
         """Return the state to save: always the same keys, and no mapping below them.
 
-        torch's distributed checkpoint loads the keys that a fresh loader has, and splits mappings into a key for each value.
+        torch's distributed checkpoint loads the keys that a fresh loader has, and splits mappings
+        into a key for each value.
         """
         stream = self.stream()
         text = None if stream is None else json.dumps(stream, sort_keys=True)
@@ -35,7 +40,9 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The stream of a saved state. An object and not a function, so that it travels to worker processes."""
+    """The stream of a saved state. An object and not a function, so that it travels to worker
+    processes.
+    """
 
     stream: State | None
 
@@ -47,7 +54,9 @@ NOT_BEGUN = Position(Saved(None))
 
 
 def position_of(state: Any) -> Position:
-    """Return the place that a state describes: a loader's, a client's, or one that was saved before anything was iterated."""
+    """Return the place that a state describes: a loader's, a client's, or one that was saved before
+    anything was iterated.
+    """
     if not isinstance(state, Mapping):
         raise StateMismatch({"form": (type(state).__name__, "a mapping")}, REMEDY)
     if "stream" not in state:
@@ -70,9 +79,11 @@ def position_of(state: Any) -> Position:
 
 
 class Trail:
-    """Places after the last items of one pass, as many as a trainer takes ahead of its training step.
+    """Places after the last items of one pass, as many as a trainer takes ahead of its training
+    step.
 
-    A trainer that holds ``n`` items has trained on ``n`` fewer than it asked for. The request that finds the end counts too.
+    A trainer that holds ``n`` items has trained on ``n`` fewer than it asked for. The request that
+    finds the end counts too.
     """
 
     def __init__(self, ahead: Ahead):
@@ -103,5 +114,7 @@ class Trail:
         return self._handed - max(0, min(self._handed, self._asked - self._n)) if self._n > 0 else 0
 
     def consumed(self) -> Position | None:
-        """Return the place after the last item that the trainer has trained on; None where that is the last one handed out."""
+        """Return the place after the last item that the trainer has trained on; None where that is
+        the last one handed out.
+        """
         return self._places[-1 - self.held] if self.held else None

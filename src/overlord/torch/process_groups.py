@@ -1,4 +1,6 @@
-"""Who fetches for whom when a plan broadcasts, and torch process groups of the ranks that share a fetcher."""
+"""Who fetches for whom when a plan broadcasts, and torch process groups of the ranks that share a
+fetcher.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from overlord.mesh import ClientPlaceTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """One rank's part in a broadcast: who fetches for it, from which seat its microbatches come, and who else is served so."""
+    """One rank's part in a broadcast: who fetches for it, from which seat its microbatches come,
+    and who else is served so.
+    """
 
     rank: int
     fetcher: int
@@ -59,9 +63,11 @@ def make_group(
     backend: str | None,
     timeout_s: float,
 ) -> Any:
-    """The process group of the ranks with this rank's fetcher; None where it fetches for itself alone.
+    """The process group of the ranks with this rank's fetcher; None where it fetches for itself
+    alone.
 
-    Every rank of the world calls this, and makes all the groups in the same order: torch wants it so.
+    Every rank of the world calls this, and makes all the groups in the same order: torch wants it
+    so.
     """
     served, mine = place.served_by(broadcast), None
     fetchers, counts = np.unique(served, return_counts=True)
@@ -70,15 +76,18 @@ def make_group(
     if not dist.is_available() or not dist.is_initialized():
         raise JobError(
             [
-                f"the plan broadcasts at {', '.join(broadcast)}, which needs process groups: call torch.distributed.init_process_group() "
-                "before overlord.torch.join, or pass broadcast=False and let every rank fetch its own"
+                f"the plan broadcasts at {', '.join(broadcast)}, which needs process "
+                "groups: call torch.distributed.init_process_group() "
+                "before overlord.torch.join, or pass broadcast=False and let every rank "
+                "fetch its own"
             ],
             "join",
         )
     if (world := dist.get_world_size()) != place.world_size:
         raise JobError(
             [
-                f"place: wanted the {world} ranks of the process group, found {place.world_size} in {place}"
+                f"place: wanted the {world} ranks of the process group, found "
+                f"{place.world_size} in {place}"
             ],
             "join",
         )

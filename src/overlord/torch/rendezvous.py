@@ -1,7 +1,9 @@
-"""``overlord.torch.join``: as ``overlord.join``, for plans that broadcast. Ranks that are served have no connection to the session.
+"""``overlord.torch.join``: as ``overlord.join``, for plans that broadcast. Ranks that are served
+have no connection to the session.
 
-Rank 0 launches, waits for the first plan (it says who fetches for whom) and tells all. Groups are made, fetchers connect at the
-seats of their groups, and nobody waits any more for the mailboxes of the others.
+Rank 0 launches, waits for the first plan (it says who fetches for whom) and tells all. Groups are
+made, fetchers connect at the seats of their groups, and nobody waits any more for the mailboxes of
+the others.
 """
 
 from __future__ import annotations
@@ -54,13 +56,16 @@ def join(
     wait_s: float = 1800.0,
     **launch_options: Any,
 ) -> Client:
-    """Return the client of this process's rank, after ``init_process_group``; every rank of the world calls it.
+    """Return the client of this process's rank, after ``init_process_group``; every rank of the
+    world calls it.
 
-    Where the plan broadcasts (``broadcast_at``) one rank of each group fetches and the others get their part from it, in a process
-    group of their own: a ``BroadcastClient``. Ranks of a group take steps and load states together. ``device``: broadcast
-    through this device's memory (NCCL) and not through the host's (gloo). ``wait_s``: how far ranks of a group may be apart.
-    ``timeout_s``: for rank 0 to launch and, where the plan broadcasts, for every rank to come. All ranks make the same job.
-    Everything else is as in ``overlord.join``; ``broadcast=False`` lets every rank fetch its own.
+    Where the plan broadcasts (``broadcast_at``) one rank of each group fetches and the others get
+    their part from it, in a process group of their own: a ``BroadcastClient``. Ranks of a group
+    take steps and load states together. ``device``: broadcast through this device's memory (NCCL)
+    and not through the host's (gloo). ``wait_s``: how far ranks of a group may be apart.
+    ``timeout_s``: for rank 0 to launch and, where the plan broadcasts, for every rank to come. All
+    ranks make the same job. Everything else is as in ``overlord.join``; ``broadcast=False`` lets
+    every rank fetch its own.
     """
     here = checked_world(job) if isinstance(job, Job) else None
     if here is None or here.size == 1:
@@ -88,7 +93,9 @@ def join(
 
 
 def _meet(job: Job, rank: int, said: dict[str, Any], board: _Board) -> None:
-    """Before groups are made all must be here, and with one job; where there are none, a rank speaks for itself."""
+    """Before groups are made all must be here, and with one job; where there are none, a rank
+    speaks for itself.
+    """
     differs = difference(job, rank, said["job"])
     if said["broadcast"]:
         board.meet("" if differs is None else "; ".join(differs.problems))
@@ -143,7 +150,9 @@ def _serving_axes(job: Job, plan: LoadingPlan) -> tuple[str, ...]:
 
 
 def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
-    """The plan of the first step, which says what all others will: who fetches. None where there is no step: each rank hears why."""
+    """The plan of the first step, which says what all others will: who fetches. None where there is
+    no step: each rank hears why.
+    """
     assert session._serving is not None
     session._begin()
     deadline = time.monotonic() + timeout_s
@@ -160,7 +169,9 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
 
 
 def _excuse(session: Session, axis: str, broadcast: tuple[str, ...], encodes: bool) -> None:
-    """Nobody empties the mailbox of a rank that is served, unless it has images of its own to fetch, or its fetcher does so for it."""
+    """Nobody empties the mailbox of a rank that is served, unless it has images of its own to
+    fetch, or its fetcher does so for it.
+    """
     assert session._serving is not None
     place = session.job.place
     seats, fetchers = place.seats(axis, broadcast).tolist(), place.served_by(broadcast).tolist()

@@ -1,4 +1,6 @@
-"""Where ranks that share a session meet, before one of them rewinds it: a rewind drops the steps that others have not taken."""
+"""Where ranks that share a session meet, before one of them rewinds it: a rewind drops the steps
+that others have not taken.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ def refuse_apart(ranks: int) -> None:
     if ranks > 1 and (groups is None or groups.get_world_size() != ranks):
         raise JobError(
             [
-                f"rewind=True: expected a process group of the {ranks} ranks of the mesh, in which they meet before each pass, got {found}; "
-                "call torch.distributed.init_process_group() on every rank before the first pass. For all ranks in one process: "
+                f"rewind=True: expected a process group of the {ranks} ranks of the mesh, "
+                f"in which they meet before each pass, got {found}; "
+                "call torch.distributed.init_process_group() on every rank before the "
+                "first pass. For all ranks in one process: "
                 "launch the job again for each pass, without rewind"
             ],
             "Dataset",
@@ -31,7 +35,9 @@ def refuse_apart(ranks: int) -> None:
 
 
 def meet(ranks: int, options: Mapping[str, Any]) -> None:
-    """Wait until every rank begins the pass. Only gloo takes a limit of our own; other backends have that of the process group."""
+    """Wait until every rank begins the pass. Only gloo takes a limit of our own; other backends
+    have that of the process group.
+    """
     groups, start = process_groups(), time.monotonic()
     if ranks == 1 or groups is None:
         return
@@ -42,5 +48,8 @@ def meet(ranks: int, options: Mapping[str, Any]) -> None:
         else:
             groups.barrier()
     except RuntimeError as fault:  # its first lines name the ranks
-        words = f"all {ranks} ranks to begin the next pass of a loader with rewind=True; every rank must begin each pass: {fault}"
+        words = (
+            f"all {ranks} ranks to begin the next pass of a loader with rewind=True; every "
+            f"rank must begin each pass: {fault}"
+        )
         raise DataStall(words, time.monotonic() - start, rank=groups.get_rank()) from fault

@@ -9,7 +9,9 @@ State = dict[str, Any]
 
 
 def state_behind(client: Any) -> Callable[[], State]:
-    """The state behind the last step of a client, made when it is asked for; of a client that has no marks, made at once."""
+    """The state behind the last step of a client, made when it is asked for; of a client that has
+    no marks, made at once.
+    """
     if hasattr(client, "mark"):
         mark = client.mark()
         return lambda: client.state_dict(mark)

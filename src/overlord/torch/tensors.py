@@ -1,7 +1,9 @@
-"""Microbatches as tensors, without copies: they share the step's memory, which lives as long as the last of them.
+"""Microbatches as tensors, without copies: they share the step's memory, which lives as long as the
+last of them.
 
-That memory is read-only: it belongs to the step, and other ranks may map the same pages. torch has no read-only tensors, so nothing
-stops ``tensor.add_(1)``; it may change what others read, or end the process. Copy first, or let a device copy do it.
+That memory is read-only: it belongs to the step, and other ranks may map the same pages. torch has
+no read-only tensors, so nothing stops ``tensor.add_(1)``; it may change what others read, or end
+the process. Copy first, or let a device copy do it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from overlord.client.step import Microbatch, Piece, Step
 from overlord.messages.control import Sealed
 from overlord.torch.microbatch_info import Facts
 
-# Read by the host to call a collective, to size a kernel or to find rows: on a device they would cost a wait each.
+# Read by the host to call a collective, to size a kernel or to find rows: on a device they would
+# cost a wait each.
 HOST_KEYS = frozenset(
     (
         "max_seqlen",
@@ -35,7 +38,9 @@ HOST_KEYS = frozenset(
 
 
 class _Writable:
-    """An array's memory under another flag: torch warns of read-only arrays, once, and does with them what it does with others."""
+    """An array's memory under another flag: torch warns of read-only arrays, once, and does with
+    them what it does with others.
+    """
 
     __slots__ = ("__array_interface__", "array")
 
@@ -61,10 +66,12 @@ def tensors(
     *,
     non_blocking: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """All keys of a microbatch as tensors. Without a device, or on the CPU, they share its memory: read, never write.
+    """All keys of a microbatch as tensors. Without a device, or on the CPU, they share its memory:
+    read, never write.
 
-    On a device everything is copied but what the host reads (``max_seqlen``, route maps). ``non_blocking`` helps from pinned memory
-    only; ``DevicePrefetcher`` has that, and copies in the background. A microbatch that another rank fetches is refused: it has none.
+    On a device everything is copied but what the host reads (``max_seqlen``, route maps).
+    ``non_blocking`` helps from pinned memory only; ``DevicePrefetcher`` has that, and copies in the
+    background. A microbatch that another rank fetches is refused: it has none.
     """
     made = _shared(microbatch)
     if (
@@ -131,7 +138,9 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
 
     @property
     def facts(self) -> Facts:
-        """For adapters: without a question to the device where the microbatch came through a ``DevicePrefetcher``."""
+        """For adapters: without a question to the device where the microbatch came through a
+        ``DevicePrefetcher``.
+        """
         if self._facts is None:
             self._facts = Facts.of(self._tensors)
         return self._facts
@@ -161,7 +170,9 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
 
 
 class TensorStep:
-    """A step of tensors: what a ``Step`` says of itself, and its microbatches as ``TensorMicrobatch``."""
+    """A step of tensors: what a ``Step`` says of itself, and its microbatches as
+    ``TensorMicrobatch``.
+    """
 
     __slots__ = (
         "_microbatches",
@@ -233,7 +244,10 @@ class TensorStep:
         return TensorStep, (self._about(), self._microbatches, self.encoder)
 
     def __repr__(self) -> str:
-        return f"TensorStep({self.step}, rank {self.rank}, {len(self)} microbatches, {self.global_valid_tokens} valid tokens in all)"
+        return (
+            f"TensorStep({self.step}, rank {self.rank}, {len(self)} microbatches, "
+            f"{self.global_valid_tokens} valid tokens in all)"
+        )
 
 
 ABOUT = ("step", "rank", "global_valid_tokens", "plan_digest", "served_by")
@@ -253,7 +267,9 @@ def slots_of(step: Step) -> Sequence[Mapping[str, np.ndarray]]:
 
 
 def why_missing(microbatch: Mapping[str, Any]) -> str:
-    """Why a microbatch has no tokens, where another rank fetches for this one: in the words of its own KeyError."""
+    """Why a microbatch has no tokens, where another rank fetches for this one: in the words of its
+    own KeyError.
+    """
     if "cu_seqlens" in microbatch:
         return ""
     try:

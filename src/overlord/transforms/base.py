@@ -1,7 +1,8 @@
 """What a source's rows go through, said as values; and the shapes that travel between the stages.
 
-A spec is frozen, cheap to import and to build, and reports its problems at construction as far as they show without
-reading files. What runs a spec is in ``pipeline.py``; pyarrow and tokenizers are imported only there.
+A spec is frozen, cheap to import and to build, and reports its problems at construction as far as
+they show without reading files. What runs a spec is in ``pipeline.py``; pyarrow and tokenizers are
+imported only there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ RESERVED_META = ("tokens", "bytes")  # every sample has these
 
 
 class Transform(Protocol):
-    """One step of a pipeline. ``user_code``: the result of a row may depend on the batch it comes in."""
+    """One step of a pipeline. ``user_code``: the result of a row may depend on the batch it comes
+    in.
+    """
 
     kind: ClassVar[str]
 
@@ -51,7 +54,9 @@ class RowIds:
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """What the slice stage leaves of a slice. ``index`` and ``bad`` count rows of the slice that came in."""
+    """What the slice stage leaves of a slice. ``index`` and ``bad`` count rows of the slice that
+    came in.
+    """
 
     table: pa.Table
     index: np.ndarray  # int64: input row of every row of ``table``
@@ -69,7 +74,8 @@ class Block:
 
     index: np.ndarray  # int64: input row of every sample
     part: np.ndarray  # int32
-    tokens: Ragged  # starts at 0, nothing unused; a view of Arrow memory where nothing had to be cut out
+    # starts at 0, nothing unused; a view of Arrow memory where nothing had to be cut out
+    tokens: Ragged
     meta: dict[
         str, Column
     ]  # "tokens" and "bytes" (int64) and own columns (int64 or float64, or ragged of these)
@@ -107,10 +113,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Map:
-    """``fn(columns) -> columns`` over a slice; with ``rows``, ``fn(row) -> row``; with ``rng`` too, ``fn(row, rng)``.
+    """``fn(columns) -> columns`` over a slice; with ``rows``, ``fn(row) -> row``; with ``rng`` too,
+    ``fn(row, rng)``.
 
-    What ``fn`` returns replaces the columns. ``holds_lock``: pure Python that takes long, so that the source is better
-    transformed in a process of its own; ``fn`` must then be a module's function.
+    What ``fn`` returns replaces the columns. ``holds_lock``: pure Python that takes long, so that
+    the source is better transformed in a process of its own; ``fn`` must then be a module's
+    function.
     """
 
     fn: Callable[..., Any]
@@ -135,7 +143,9 @@ class Map:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Filter:
-    """Keeps the rows for which ``fn(columns)`` (with ``rows``, ``fn(row)``) says True; the others are counted."""
+    """Keeps the rows for which ``fn(columns)`` (with ``rows``, ``fn(row)``) says True; the others
+    are counted.
+    """
 
     fn: Callable[..., Any]
     rows: bool = field(default=False, kw_only=True)
@@ -169,7 +179,9 @@ class Select:
             problems.append("columns: wanted at least one")
         if not problems and len(set(columns)) < len(columns):
             problems.append(
-                f"columns: {', '.join(sorted({c for c in columns if columns.count(c) > 1}))} named twice"
+                "columns: "
+                f"{', '.join(sorted({c for c in columns if columns.count(c) > 1}))} named "
+                "twice"
             )
         refuse("Select", problems)
 
@@ -182,11 +194,13 @@ class Select:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Meta:
-    """A number per sample that strategies see beside ``tokens`` and ``bytes``: a column, or what a function makes of the columns.
+    """A number per sample that strategies see beside ``tokens`` and ``bytes``: a column, or what a
+    function makes of the columns.
 
-    A column of lists gives several numbers per sample, one for each of its items: ``Meta("image_patches", "image_patches")``. They
-    count something, so none may be negative. When ``on_long="split"`` cuts a sample, its items stay with the first piece; samples of a
-    source without the column have no items.
+    A column of lists gives several numbers per sample, one for each of its items:
+    ``Meta("image_patches", "image_patches")``. They count something, so none may be negative. When
+    ``on_long="split"`` cuts a sample, its items stay with the first piece; samples of a source
+    without the column have no items.
     """
 
     name: str
@@ -254,10 +268,12 @@ def function_name(fn: Any) -> str:
 
 
 def function_fingerprint(fn: Any) -> str:
-    """The same for the same code and the same captured constants, in any process and after any restart.
+    """The same for the same code and the same captured constants, in any process and after any
+    restart.
 
-    Source text where there is one, else byte code and constants. Captured values count where they are plain (numbers,
-    text, tuples of them); the address of anything else would differ in every process, so it is left out.
+    Source text where there is one, else byte code and constants. Captured values count where they
+    are plain (numbers, text, tuples of them); the address of anything else would differ in every
+    process, so it is left out.
     """
     if isinstance(fn, functools.partial):
         return digest(
@@ -296,7 +312,9 @@ def _code_text(fn: Any) -> str:
 
 
 def _bytecode(code: Any) -> str:
-    """Byte code with its constants, nested functions included: what a code object does, without where it stood."""
+    """Byte code with its constants, nested functions included: what a code object does, without
+    where it stood.
+    """
     constants = [_bytecode(c) if inspect.iscode(c) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()}({', '.join(constants)}; {', '.join(code.co_names)})"
 

@@ -1,7 +1,9 @@
-"""Between Arrow columns and what is made of them: token ids, texts, numbers, and what users' functions take and give.
+"""Between Arrow columns and what is made of them: token ids, texts, numbers, and what users'
+functions take and give.
 
-Every reader here returns what it could read and a mapping of the rows it could not, with the reason. A column that no
-row of can be read (missing, or of a type that never fits) raises ``Unfit``; the pipeline adds who and what to do.
+Every reader here returns what it could read and a mapping of the rows it could not, with the
+reason. A column that no row of can be read (missing, or of a type that never fits) raises
+``Unfit``; the pipeline adds who and what to do.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from overlord.sources.mixed_columns import column_of, groups, is_mixed
 
 EXACT = (
     2**53
-)  # metadata of many rows and sources share one array, maybe of float64; beyond, whole numbers would be rounded
+    # metadata of many rows and sources share one array, maybe of float64; beyond, whole numbers
+    # would
+    # be rounded
+)
 ID_LIMIT = (
     2**31
 )  # ids are delivered as int64 and indexed as int32 by most kernels; nothing real comes near
@@ -34,7 +39,9 @@ class Unfit(Exception):
 
 
 def plain(table: pa.Table) -> pa.Table:
-    """Without dictionaries and views: Arrow can neither join the one with plain columns nor take rows from the other."""
+    """Without dictionaries and views: Arrow can neither join the one with plain columns nor take
+    rows from the other.
+    """
     for i, field in enumerate(table.schema):
         wanted = field.type.value_type if pt.is_dictionary(field.type) else field.type
         if pt.is_string_view(wanted) or pt.is_binary_view(wanted):
@@ -58,7 +65,9 @@ def kind_of(table: pa.Table, name: str, wanted: str) -> pa.DataType:
 
 
 def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
-    """One column as one array; no copy when the table has one chunk, as a slice that was just read has."""
+    """One column as one array; no copy when the table has one chunk, as a slice that was just read
+    has.
+    """
     kind_of(table, name, wanted)
     chunked = table.column(name)
     found = _one(chunked)
@@ -80,9 +89,11 @@ Check = Callable[[pa.Table, str], None]  # raises Unfit if no row of the column 
 
 
 def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
-    """List the rows whose values do not pass ``check`` alone, and whether the others need another type. Raises Unfit if none passes.
+    """List the rows whose values do not pass ``check`` alone, and whether the others need another
+    type. Raises Unfit if none passes.
 
-    A column passes as a whole if its type does. Else rows decide: an empty list has the type of its neighbours.
+    A column passes as a whole if its type does. Else rows decide: an empty list has the type of its
+    neighbours.
     """
     typed = name not in table.column_names or not is_mixed(table.schema.field(name).type)
     if typed:
@@ -106,7 +117,9 @@ def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
 
 
 def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) -> pa.Table:
-    """Give a column the type that its values have without those of other rows; ``bad`` rows become null."""
+    """Give a column the type that its values have without those of other rows; ``bad`` rows become
+    null.
+    """
     values = [None if bad and i in bad else v for i, v in enumerate(table.column(name).to_pylist())]
     return table.set_column(table.schema.get_field_index(name), name, column_of(values)[0])
 
@@ -114,7 +127,9 @@ def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) ->
 def _each_type(
     array: pa.Array, name: str, read: Callable[[pa.Table, str], tuple[Any, Bad]]
 ) -> tuple[list[Any], np.ndarray, Bad]:
-    """Read a mixed column type by type: what ``read`` returned, where each row is in these joined, and the rows it refused."""
+    """Read a mixed column type by type: what ``read`` returned, where each row is in these joined,
+    and the rows it refused.
+    """
     found, unread = groups(array)
     bad = {i: f"{name} holds {reason}" for i, reason in unread.items()}
     parts, order = [], [np.zeros(0, np.int64)]
@@ -143,10 +158,11 @@ def check_ids(table: pa.Table, name: str) -> None:
 
 
 def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
-    """A list column as token ids, without a copy (int64: cast to half the size) and without Python per row.
+    """A list column as token ids, without a copy (int64: cast to half the size) and without Python
+    per row.
 
-    The type of the ids follows from the type of the column alone, never from the values, so that the bytes of a row
-    are the same in whatever batch it comes.
+    The type of the ids follows from the type of the column alone, never from the values, so that
+    the bytes of a row are the same in whatever batch it comes.
     """
     array = column(table, name, "lists of token ids")
     if is_mixed(array.type):
@@ -198,7 +214,9 @@ def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]
 
 
 def _out_of_range(ids: np.ndarray) -> list[tuple[np.ndarray, str]]:
-    """Negative ids and ids of 2**31 and more. One pass over the bits: a negative number is a large unsigned one."""
+    """Negative ids and ids of 2**31 and more. One pass over the bits: a negative number is a large
+    unsigned one.
+    """
     bits = ids.dtype.itemsize * 8
     limit = min(ID_LIMIT, 2 ** (bits - 1) if ids.dtype.kind == "i" else 2**bits)
     unsigned = ids.view(f"u{ids.dtype.itemsize}")
@@ -222,7 +240,9 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
-    """A column as Python strings; bytes are taken as UTF-8. Rows that are no text are "" and listed."""
+    """A column as Python strings; bytes are taken as UTF-8. Rows that are no text are "" and
+    listed.
+    """
     array = column(table, name, "text")
     if is_mixed(array.type):
         parts, order, bad = _each_type(array, name, read_texts)
@@ -261,7 +281,9 @@ def check_numbers(table: pa.Table, name: str) -> None:
 
 
 def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
-    """A numeric column as int64 or float64; nulls and what is not finite are listed, since no plan can count with them."""
+    """A numeric column as int64 or float64; nulls and what is not finite are listed, since no plan
+    can count with them.
+    """
     check_numbers(table, name)
     array = column(table, name, "numbers")
     if pt.is_null(array.type):
@@ -292,7 +314,9 @@ def _is_lists(kind: pa.DataType) -> bool:
 
 
 def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
-    """A column of numbers, or of lists of them: then every number counts something, and none is negative."""
+    """A column of numbers, or of lists of them: then every number counts something, and none is
+    negative.
+    """
     array = column(table, name, "numbers")
     if is_mixed(array.type):
         parts, order, bad = _each_type(array, name, read_meta)
@@ -319,7 +343,9 @@ def meta_column(found: Column) -> pa.Array:
 
 
 def meta_rows(chunked: pa.ChunkedArray, row: np.ndarray, part: np.ndarray) -> Column:
-    """Metadata of samples by their row. The pieces of a split sample share its number; its items stay with the first piece."""
+    """Metadata of samples by their row. The pieces of a split sample share its number; its items
+    stay with the first piece.
+    """
     if not _is_lists(chunked.type):
         return numpy_of(_one(chunked))[row]
     flat, offsets = lists(_one(chunked))
@@ -355,7 +381,9 @@ def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, 
 
 
 def numbers_of(values: Sequence[Any], name: str) -> tuple[np.ndarray, Bad]:
-    """Single numbers as int64 or float64; rows with a whole number that float64 would round are listed."""
+    """Single numbers as int64 or float64; rows with a whole number that float64 would round are
+    listed.
+    """
     bad = {
         i: f"{name} is {_TOO_LARGE}"
         for i, v in enumerate(values)
@@ -380,7 +408,9 @@ def ids_column(ids: Ragged) -> pa.Array:
 
 
 def to_columns(table: pa.Table) -> dict[str, Any]:
-    """What a user's function gets: numbers as an array of its own (it may write to it), everything else as a list."""
+    """What a user's function gets: numbers as an array of its own (it may write to it), everything
+    else as a list.
+    """
     visible = [name for name in table.column_names if not name.startswith(HIDDEN)]
     return {name: _values(column(table, name, "values")) for name in visible}
 
@@ -411,7 +441,9 @@ def to_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def from_values(values: Any, name: str) -> tuple[pa.Array, Bad]:
-    """A column from what a user's function returned. Rows with a value that no column can hold are listed."""
+    """A column from what a user's function returned. Rows with a value that no column can hold are
+    listed.
+    """
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values, {}
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype != object:

@@ -1,9 +1,10 @@
 """From the bytes of an image file to upright RGB of the wanted size.
 
-The rules, so that anybody can make the same pixels: colour profiles are ignored; CMYK is turned to RGB by Pillow's plain formula;
-palettes are looked up; what is transparent stands on white; of 16 bits the upper 8 are kept; of an animation the first picture;
-EXIF's orientation is applied before the crop; the crop is resized by Pillow's bicubic filter with antialiasing.
-Which decoder is used follows from the file alone: libjpeg-turbo by simplejpeg for JPEGs of 1 or 3 channels, else Pillow.
+The rules, so that anybody can make the same pixels: colour profiles are ignored; CMYK is turned to
+RGB by Pillow's plain formula; palettes are looked up; what is transparent stands on white; of 16
+bits the upper 8 are kept; of an animation the first picture; EXIF's orientation is applied before
+the crop; the crop is resized by Pillow's bicubic filter with antialiasing. Which decoder is used
+follows from the file alone: libjpeg-turbo by simplejpeg for JPEGs of 1 or 3 channels, else Pillow.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from overlord.extras import pip_install
 from overlord.transforms.image_header import BadImage, Header, Limits, header
 from overlord.transforms.image_items import Prefix
 
-GAP = 2  # a JPEG decoded at a half, a quarter or an eighth of its size is at least so many times as large as what is wanted
+# a JPEG decoded at a half, a quarter or an eighth of its size is at least so many times as large as
+# what is wanted
+GAP = 2
 _TOLERATED = ("extraneous bytes",)  # what a JPEG may have wrong and still show its whole image
 
 try:
@@ -39,7 +42,10 @@ except ImportError as fault:
 
 _OPEN: dict[
     str, Any
-] = {  # each by its name: ``Image.open`` tries formats one by one and warns of large images by a global setting
+    # each by its name: ``Image.open`` tries formats one by one and warns of large images by a
+    # global
+    # setting
+] = {
     "JPEG": JpegImagePlugin.JpegImageFile,
     "PNG": PngImagePlugin.PngImageFile,
     "WEBP": WebPImagePlugin.WebPImageFile,
@@ -60,12 +66,15 @@ _TURNS = {
 
 
 def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
-    """The wanted part of an image in the wanted size: bytes ``[height, width, 3]``, or ``[height, width]`` of a grey one."""
+    """The wanted part of an image in the wanted size: bytes ``[height, width, 3]``, or ``[height,
+    width]`` of a grey one.
+    """
     width, height = prefix.size
     found = header(data, _ANY)
     if (found.width, found.height) != prefix.size:
         raise BadImage(
-            f"the image has {found.width} x {found.height} pixels, and {width} x {height} were planned"
+            f"the image has {found.width} x {found.height} pixels, and {width} x {height} "
+            "were planned"
         )
     (_, gh, gw), p = prefix.grid, prefix.patch
     wanted = (gw * p, gh * p)
@@ -84,7 +93,9 @@ def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
 
 
 def _resized(image: Any, prefix: Prefix, wanted: tuple[int, int], scale: int) -> Any:
-    """The kept part in the wanted size. Of an image in full size it is cut out first, so that what lies around it has no say."""
+    """The kept part in the wanted size. Of an image in full size it is cut out first, so that what
+    lies around it has no say.
+    """
     x, y, w, h = prefix.box
     box = (x, y, x + w, y + h)
     if scale == 1:  # a box as large as what is wanted of it is a plain cut
@@ -113,7 +124,8 @@ def _pixels(data: np.ndarray, found: Header, scale: int) -> tuple[Any, int]:
         image = _pillow(data, found)
     if image.size != (-(-width // scale), -(-height // scale)):
         raise BadImage(
-            f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header says {width} x {height}"
+            f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header "
+            f"says {width} x {height}"
         )
     return image, scale
 
@@ -139,8 +151,10 @@ def _jpeg(data: np.ndarray, found: Header, scale: int) -> np.ndarray | None:
 
 
 class _Theirs:
-    """What the program, or a package it imports, set Pillow's LOAD_TRUNCATED_IMAGES to: so for all threads but one that decodes here.
-    What becomes of a broken file must not depend on the process that decodes it."""
+    """What the program, or a package it imports, set Pillow's LOAD_TRUNCATED_IMAGES to: so for all
+    threads but one that decodes here. What becomes of a broken file must not depend on the process
+    that decodes it.
+    """
 
     def __init__(self, value: Any):
         self._value = value
@@ -160,7 +174,8 @@ def _pillow(data: np.ndarray, found: Header) -> Any:
         image = _OPEN[found.format](BytesIO(data.data))
         if image.size != found.stored:
             raise BadImage(
-                f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its header says {found.stored}"
+                f"the image decodes to {image.size[0]} x {image.size[1]} pixels; its "
+                f"header says {found.stored}"
             )
         image.load()
     finally:

@@ -1,8 +1,9 @@
 """What an image file says about itself, read from its header without decoding a pixel.
 
-JPEG, PNG, WebP and GIF only, each by a parser that never goes back, allocates nothing of the size that a file claims, and
-looks at a bounded number of segments: files come from the web, and some of them are hostile. What cannot be decoded later
-for a reason that the header shows (cut short, too large, a kind of JPEG that nobody writes) is refused here, before it is planned.
+JPEG, PNG, WebP and GIF only, each by a parser that never goes back, allocates nothing of the size
+that a file claims, and looks at a bounded number of segments: files come from the web, and some of
+them are hostile. What cannot be decoded later for a reason that the header shows (cut short, too
+large, a kind of JPEG that nobody writes) is refused here, before it is planned.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """An image file by its header. ``width`` and ``height`` are those of the upright image, ``stored`` those in the file."""
+    """An image file by its header. ``width`` and ``height`` are those of the upright image,
+    ``stored`` those in the file.
+    """
 
     width: int
     height: int
@@ -65,7 +68,9 @@ class Header:
 
     @property
     def decoded_bytes(self) -> int:
-        """About what decoding takes: four bytes a pixel to work on and three to decode to; coefficients of all scans; three canvases."""
+        """About what decoding takes: four bytes a pixel to work on and three to decode to;
+        coefficients of all scans; three canvases.
+        """
         each = (
             12
             if self.format == "WEBP" or (self.format == "JPEG" and self.scans > 1)
@@ -75,7 +80,9 @@ class Header:
 
 
 def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
-    """Size, mode and frames of an image in ``data`` (bytes or an array of them). Raises BadImage, nothing else."""
+    """Size, mode and frames of an image in ``data`` (bytes or an array of them). Raises BadImage,
+    nothing else.
+    """
     view = memoryview(data).cast("B")
     if len(view) > limits.max_file_bytes:
         raise BadImage(
@@ -109,11 +116,13 @@ def _within(found: Header, limits: Limits) -> None:
         )
     if found.decoded_bytes > limits.max_decoded_bytes:
         raise BadImage(
-            f"decoding takes about {found.decoded_bytes} bytes, more than max_decoded_bytes={limits.max_decoded_bytes}"
+            f"decoding takes about {found.decoded_bytes} bytes, more than "
+            f"max_decoded_bytes={limits.max_decoded_bytes}"
         )
     if max(width, height) > limits.max_aspect * min(width, height):
         raise BadImage(
-            f"{width} x {height} pixels: one side is more than max_aspect={limits.max_aspect:g} times the other"
+            f"{width} x {height} pixels: one side is more than "
+            f"max_aspect={limits.max_aspect:g} times the other"
         )
 
 
@@ -198,7 +207,8 @@ def _marker(view: memoryview, at: int) -> tuple[int, int]:
 def _jpeg_frame(view: memoryview, at: int, marker: int) -> tuple[int, int, int, int]:
     if marker in _OTHER_SOF:
         raise BadImage(
-            f"a JPEG of the kind {_OTHER_SOF[marker]!r}; baseline, sequential and progressive ones are read"
+            f"a JPEG of the kind {_OTHER_SOF[marker]!r}; baseline, sequential and "
+            "progressive ones are read"
         )
     bits, height, width, channels = struct.unpack_from(">BHHB", view, at + 2)
     if bits != 8:
@@ -226,7 +236,9 @@ def _jpeg_header(
     scans = 1
     if (
         marker == 0xC2
-    ):  # inside the coded pixels a byte 0xFF never stands before 0xDA, so that counting them counts scans
+        # inside the coded pixels a byte 0xFF never stands before 0xDA, so that counting them counts
+        # scans
+    ):
         scans = 1 + (raw or bytes(view[at:])).count(b"\xff\xda")
         if scans > MAX_SCANS:
             raise BadImage(f"a progressive JPEG of {scans} scans; at most {MAX_SCANS} are decoded")
@@ -280,7 +292,9 @@ def _png(view: memoryview) -> Header:
 
 
 def _png_chunks(view: memoryview) -> tuple[int, int]:
-    """Frames and orientation, from the names of the chunks; all of them, since a file that is cut short shows only at its end."""
+    """Frames and orientation, from the names of the chunks; all of them, since a file that is cut
+    short shows only at its end.
+    """
     at, frames, orientation, pixels = 33, 1, 1, False
     unpack, total = struct.Struct(">I4s").unpack_from, len(view)
     for _ in range(MAX_SEGMENTS):

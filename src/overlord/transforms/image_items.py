@@ -1,10 +1,13 @@
-"""An image on its way to an encoder: one self-contained run of bytes, and the pixels that are made of it.
+"""An image on its way to an encoder: one self-contained run of bytes, and the pixels that are made
+of it.
 
-An *item* is a prefix of 96 bytes (what to make: grid, crop, mean, ...) and then either the file as it was stored or the ready
-pixels. Whoever holds an item can make its pixels, and two who do it get the same bits: nothing but the item is looked at.
+An *item* is a prefix of 96 bytes (what to make: grid, crop, mean, ...) and then either the file as
+it was stored or the ready pixels. Whoever holds an item can make its pixels, and two who do it get
+the same bits: nothing but the item is looked at.
 
-Pixels are ``[patches, 3 * patch * patch]``. Patches go row by row; with ``merge`` > 1 the ``merge`` x ``merge`` patches of one
-token of the backbone stand together, row by row inside, and those squares go row by row. Inside a patch: channel, row, column.
+Pixels are ``[patches, 3 * patch * patch]``. Patches go row by row; with ``merge`` > 1 the ``merge``
+x ``merge`` patches of one token of the backbone stand together, row by row inside, and those
+squares go row by row. Inside a patch: channel, row, column.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ DTYPES = ("uint8", "float16", "float32")
 CHANNELS = 3
 MAX_TOKENS = (
     2**16
-)  # of an image: far above what any encoder takes; who makes room for pixels goes by what an item says of itself
+    # of an image: far above what any encoder takes; who makes room for pixels goes by what an item
+    # says
+    # of itself
+)
 
 _MAGIC, _VERSION = b"OVIM", 1
 _PREFIX = struct.Struct("<4sBBBBHBB3I4I3d3d2I")
@@ -33,7 +39,9 @@ assert _PREFIX.size == PREFIX_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """What is to be made of the bytes behind it. ``box`` and ``size`` are in pixels of the upright image."""
+    """What is to be made of the bytes behind it. ``box`` and ``size`` are in pixels of the upright
+    image.
+    """
 
     form: int = ENCODED
     patch: int
@@ -99,7 +107,8 @@ def read_prefix(item: np.ndarray) -> Prefix:
         or not merge
     ):
         raise BadImage(
-            f"an item of an unknown form: {form}, {channels} channels, type {code}, patch {patch}, merge {merge}"
+            f"an item of an unknown form: {form}, {channels} channels, type {code}, patch "
+            f"{patch}, merge {merge}"
         )
     if (
         grid[0] != 1
@@ -139,7 +148,9 @@ def item_shape(item: np.ndarray) -> tuple[int, int, str]:
 
 
 def fill(item: np.ndarray, out: np.ndarray) -> None:
-    """Writes the pixels of an item. A pure function of the item; raises BadImage and then leaves ``out`` as it was, or in part written."""
+    """Writes the pixels of an item. A pure function of the item; raises BadImage and then leaves
+    ``out`` as it was, or in part written.
+    """
     prefix = read_prefix(item)
     assert (*out.shape, out.dtype) == (*prefix.shape, prefix.dtype), (
         f"wanted {prefix.dtype} {prefix.shape}, found {out.dtype} {out.shape}"
@@ -147,7 +158,8 @@ def fill(item: np.ndarray, out: np.ndarray) -> None:
     if prefix.form == READY:
         if len(item) != PREFIX_BYTES + prefix.nbytes:
             raise BadImage(
-                f"an item of ready pixels has {len(item) - PREFIX_BYTES} bytes of them, not {prefix.nbytes}"
+                f"an item of ready pixels has {len(item) - PREFIX_BYTES} bytes of them, "
+                f"not {prefix.nbytes}"
             )
         np.copyto(out, item[PREFIX_BYTES:].view(prefix.dtype).reshape(prefix.shape))
         return
@@ -157,8 +169,9 @@ def fill(item: np.ndarray, out: np.ndarray) -> None:
 
 
 def make_ready(item: np.ndarray) -> np.ndarray:
-    """The same item with its pixels made. One that cannot be decoded stays as it is, and fails where it is used: what becomes of a
-    sample must not depend on where its pixels are made."""
+    """The same item with its pixels made. One that cannot be decoded stays as it is, and fails
+    where it is used: what becomes of a sample must not depend on where its pixels are made.
+    """
     prefix = read_prefix(item)
     if prefix.form == READY:
         return item
@@ -173,7 +186,9 @@ def make_ready(item: np.ndarray) -> np.ndarray:
 
 
 def patchify(image: np.ndarray, prefix: Prefix, out: np.ndarray) -> None:
-    """Bytes ``[height, width]`` or ``[height, width, 3]`` to numbers of patches: ``byte * (1 / (255 * std)) - mean / std``."""
+    """Bytes ``[height, width]`` or ``[height, width, 3]`` to numbers of patches: ``byte * (1 / (255
+    * std)) - mean / std``.
+    """
     (_, gh, gw), p, m = prefix.grid, prefix.patch, prefix.merge
     if image.ndim == 2:
         image = np.broadcast_to(image[:, :, None], (*image.shape, CHANNELS))

@@ -1,6 +1,7 @@
 """Images of rows: from Arrow columns to planned items, and their placeholders among the tokens.
 
-Only headers are read here, one image at a time; bytes of files stay where Arrow has them until items are written out.
+Only headers are read here, one image at a time; bytes of files stay where Arrow has them until
+items are written out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ WANTED = "images (binary, struct<bytes, path>, or lists of these)"
 
 
 def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
-    """The one Images of a source. It works on finished ids, so that nothing behind it may change them."""
+    """The one Images of a source. It works on finished ids, so that nothing behind it may change
+    them.
+    """
     found = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Images)]
     if not found:
         return None
@@ -74,7 +77,9 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
 
 @dataclass(slots=True, eq=False)
 class Laid:
-    """The images of a table's rows, row by row: what is to be made of each, and its file as a view of Arrow's memory."""
+    """The images of a table's rows, row by row: what is to be made of each, and its file as a view
+    of Arrow's memory.
+    """
 
     row: np.ndarray  # int64, ascending
     prefix: list[Prefix]
@@ -105,14 +110,17 @@ def check_images(table: pa.Table, name: str) -> None:
         inner = inner.field(at).type
     if pt.is_string(inner) or pt.is_large_string(inner):
         raise Unfit(
-            f"column {name!r} holds text, and images are wanted as bytes; a path or base64 is not followed: a Map can turn it to bytes"
+            f"column {name!r} holds text, and images are wanted as bytes; a path or "
+            "base64 is not followed: a Map can turn it to bytes"
         )
     if not (pt.is_binary(inner) or pt.is_large_binary(inner) or pt.is_null(inner)):
         raise Unfit(f"column {name!r} has the type {kind}; {WANTED} wanted")
 
 
 def read_images(table: pa.Table, names: Sequence[str]) -> tuple[np.ndarray, list[np.ndarray], Bad]:
-    """(row of each image, its bytes, rows that cannot be used): rows ascending, the images of a row in the order of the columns."""
+    """(row of each image, its bytes, rows that cannot be used): rows ascending, the images of a row
+    in the order of the columns.
+    """
     rows: list[np.ndarray] = [np.zeros(0, np.int64)]
     files: list[np.ndarray] = []
     bad: Bad = {}
@@ -165,7 +173,8 @@ def _collect(
                 if (path := held[at][int(i)].as_py()) is not None:
                     bad.setdefault(
                         int(row[i]),
-                        f"{name} holds only the path {path!r:.80} of an image; its bytes must be in the column",
+                        f"{name} holds only the path {path!r:.80} of an image; its bytes "
+                        "must be in the column",
                     )
         return _collect(data, row, name, files, bad)
     return _binaries(array, row, files)
@@ -211,7 +220,9 @@ def lay_out(table: pa.Table, spec: Images) -> tuple[Laid, Bad]:
 
 
 def run_images(frame: Frame, spec: Images, *, context: int, on_long: str) -> None:
-    """Puts placeholders into the ids of a frame, and three lists of numbers and the item numbers beside them."""
+    """Puts placeholders into the ids of a frame, and three lists of numbers and the item numbers
+    beside them.
+    """
     laid, bad = lay_out(frame.table, spec)
     rest = [n for n in frame.table.column_names if n not in spec.columns and n != CHANCE]
     frame.table = frame.table.select(rest)  # the bytes need not move when rows are left out
@@ -277,8 +288,8 @@ def with_placeholders(
 ) -> tuple[Ragged, np.ndarray]:
     """Ids with ``out`` placeholders for every image, and where each image's begin in its row.
 
-    One token per image is put in (or stands there: the markers), and then repeated. Ids widen to hold the placeholder in every
-    batch of the source, with images or without.
+    One token per image is put in (or stands there: the markers), and then repeated. Ids widen to
+    hold the placeholder in every batch of the source, with images or without.
     """
     wide = np.promote_types(ids.values.dtype, np.min_scalar_type(spec.placeholder))
     values, starts = ids.values.astype(wide, copy=False), ids.offsets
@@ -302,7 +313,9 @@ def with_placeholders(
 
 @dataclass(slots=True)
 class SeenImages:
-    """What the images of a source came to so far: bytes of files and of pixels, which "auto" goes by, and how many rows had none."""
+    """What the images of a source came to so far: bytes of files and of pixels, which "auto" goes
+    by, and how many rows had none.
+    """
 
     source: str
     files: int = 0
@@ -311,8 +324,9 @@ class SeenImages:
     told: bool = False
 
     def add(self, rows: int, files: int, pixels: int, column: object) -> None:
-        """Rows without images are fine. A source without any is likely a wrong name, since in a tar a name that fits no member is no
-        error: it is said, once."""
+        """Rows without images are fine. A source without any is likely a wrong name, since in a tar
+        a name that fits no member is no error: it is said, once.
+        """
         self.rows, self.files, self.pixels = (
             self.rows + rows,
             self.files + files,
@@ -321,7 +335,8 @@ class SeenImages:
         if self.rows >= MANY_ROWS and not self.files and not self.told:
             self.told = True
             log.warning(
-                "source %r: none of its first %d rows has an image in %r; in tar shards a column is the ending of members ('jpg'), "
+                "source %r: none of its first %d rows has an image in %r; in tar shards "
+                "a column is the ending of members ('jpg'), "
                 "'images' for all of them, or a pattern",
                 self.source,
                 self.rows,
@@ -345,7 +360,9 @@ def add_items(block: Block, frame: Frame, chosen: Column, spec: Images, so_far: 
 
 
 def write_items(laid: Laid, chosen: Ragged, ready: bool) -> Items:
-    """Items of documents as bytes. ``chosen``: their numbers, document by document; ``ready``: with their pixels made."""
+    """Items of documents as bytes. ``chosen``: their numbers, document by document; ``ready``: with
+    their pixels made.
+    """
     numbers = chosen.values[chosen.offsets[0] : chosen.offsets[-1]].tolist()
     parts: list[Any] = []
     for k in numbers:

@@ -1,7 +1,9 @@
-"""Images of a source, said as a value: which columns hold them, how large they are made, and where their tokens stand.
+"""Images of a source, said as a value: which columns hold them, how large they are made, and where
+their tokens stand.
 
-Nothing here opens a file. What a header leads to is decided here too: the grid of patches and the part of the image that is
-kept, from the size of the image and the name of its sample alone. Reading columns is in ``imagerows.py``, pixels are made in ``pixels.py``.
+Nothing here opens a file. What a header leads to is decided here too: the grid of patches and the
+part of the image that is kept, from the size of the image and the name of its sample alone. Reading
+columns is in ``imagerows.py``, pixels are made in ``pixels.py``.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ LEAST_SIDE = 0.8  # a random crop keeps at least so much of each side
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Images:
-    """Images in one column or several: each becomes ``placeholder`` tokens in its document and pixels for the encoder.
+    """Images in one column or several: each becomes ``placeholder`` tokens in its document and
+    pixels for the encoder.
 
-    ``place`` says where pixels are made: by the loader, by the constructor after planning, or (``"auto"``) by the loader where pixels
-    are no larger than the files. It never changes what is delivered, and is no part of the fingerprint.
+    ``place`` says where pixels are made: by the loader, by the constructor after planning, or
+    (``"auto"``) by the loader where pixels are no larger than the files. It never changes what is
+    delivered, and is no part of the fingerprint.
     """
 
     column: str | tuple[str, ...] = "images"
@@ -111,7 +115,8 @@ class Images:
         ):
             if getattr(self, name) not in known:
                 found.append(
-                    f"{name}: wanted one of {', '.join(map(str, known))}, found {getattr(self, name)!r}"
+                    f"{name}: wanted one of {', '.join(map(str, known))}, found "
+                    f"{getattr(self, name)!r}"
                 )
         if self.marker is not None and self.at != "marker":
             found.append('marker: goes with at="marker" only')
@@ -134,7 +139,8 @@ class Images:
             )
             if not whole or any(s % side for s in self.size):
                 return [
-                    f"size: wanted (height, width), both multiples of patch * merge = {side}, found {self.size!r}"
+                    "size: wanted (height, width), both multiples of patch * merge = "
+                    f"{side}, found {self.size!r}"
                 ]
             many = math.prod(self.size) > MAX_TOKENS * side * side
             return (
@@ -142,7 +148,8 @@ class Images:
             )
         if self.max_pixels < max(side * side, self.min_pixels):
             return [
-                f"max_pixels: wanted at least min_pixels={self.min_pixels} and one token of {side} x {side}, found {self.max_pixels}"
+                f"max_pixels: wanted at least min_pixels={self.min_pixels} and one token "
+                f"of {side} x {side}, found {self.max_pixels}"
             ]
         return (
             []
@@ -188,7 +195,9 @@ class Images:
         )
 
     def plan(self, found: Header, chance: Sequence[float] = (0.0,) * DRAWN) -> Prefix:
-        """What is made of an image. ``chance``: its row of ``chances``, where the spec leaves something to it."""
+        """What is made of an image. ``chance``: its row of ``chances``, where the spec leaves
+        something to it.
+        """
         if found.frames > 1 and self.animated == "quarantine":
             raise BadImage(f"an animated {found.format}")
         box = self._box(found.width, found.height, chance)
@@ -213,7 +222,9 @@ class Images:
         )
 
     def _box(self, width: int, height: int, chance: Sequence[float]) -> tuple[int, int, int, int]:
-        """The part that is kept: all; with a size, the largest of that shape, in the middle; by chance, a little less, anywhere."""
+        """The part that is kept: all; with a size, the largest of that shape, in the middle; by
+        chance, a little less, anywhere.
+        """
         w, h = width, height
         if self.size is not None:
             high, wide = self.size
@@ -239,11 +250,13 @@ class Images:
 def fit(
     height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """(height, width) that an image is resized to: both multiples of ``factor``, their product within the two bounds, the shape
-    kept as well as that allows. Whole numbers all the way, so that every machine decides alike.
+    """(height, width) that an image is resized to: both multiples of ``factor``, their product
+    within the two bounds, the shape kept as well as that allows. Whole numbers all the way, so that
+    every machine decides alike.
 
-    Each side goes to the nearest multiple. Where that is too much, both shrink by the same ratio and are rounded down; where it is
-    too little, both grow and are rounded up. The upper bound holds always, the lower one unless the upper one forbids it.
+    Each side goes to the nearest multiple. Where that is too much, both shrink by the same ratio
+    and are rounded down; where it is too little, both grow and are rounded up. The upper bound
+    holds always, the lower one unless the upper one forbids it.
     """
     high, wide = _nearest(height, factor), _nearest(width, factor)
     most, area = max_pixels // (factor * factor), factor * factor
@@ -263,7 +276,9 @@ def fit(
 
 
 def _nearest(side: int, factor: int) -> int:
-    """Multiples of the factor; halfway to the even one, as ``round`` does. 0 is too little, and grows."""
+    """Multiples of the factor; halfway to the even one, as ``round`` does. 0 is too little, and
+    grows.
+    """
     whole, rest = divmod(side, factor)
     return whole + (2 * rest > factor or (2 * rest == factor and whole % 2 == 1))
 
@@ -274,7 +289,9 @@ def _root_up(top: int, bottom: int) -> int:
 
 
 def chances(key: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Numbers from 0 to below 1 for every image, ``[images, DRAWN]``, from its sample's key and which of its images it is."""
+    """Numbers from 0 to below 1 for every image, ``[images, DRAWN]``, from its sample's key and
+    which of its images it is.
+    """
     drawn = mix64(mix64(key ^ number.astype(U64))[:, None] ^ np.arange(DRAWN, dtype=U64))
     return (drawn >> U64(11)) * 2.0**-53
 

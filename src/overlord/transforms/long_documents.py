@@ -1,4 +1,6 @@
-"""Documents longer than the context: which become samples, of which pieces, and how many tokens are lost (``Job.on_long``)."""
+"""Documents longer than the context: which become samples, of which pieces, and how many tokens are
+lost (``Job.on_long``).
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,18 @@ def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
 
 
 def lost_tokens(lengths: np.ndarray, context: int, on_long: str) -> np.ndarray:
-    """Return how many tokens each row loses: those beyond the context ("truncate"), or all of a longer row ("drop")."""
+    """Return how many tokens each row loses: those beyond the context ("truncate"), or all of a
+    longer row ("drop").
+    """
     if on_long == "truncate":
         return np.maximum(lengths - context, 0)
     return np.where(lengths > context, lengths, 0) if on_long == "drop" else np.zeros_like(lengths)
 
 
 def cut_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pieces:
-    """Turn the rows ``keep`` into samples of at most ``context`` tokens. The rows that "quarantine" or "drop" refuses are not in it."""
+    """Turn the rows ``keep`` into samples of at most ``context`` tokens. The rows that "quarantine"
+    or "drop" refuses are not in it.
+    """
     starts, lengths = tokens.offsets[:-1][keep], tokens.lengths[keep]
     pieces = np.ones(len(keep), np.int64)
     if on_long == "truncate":
@@ -56,7 +62,9 @@ def cut_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pi
 
 
 def _gather(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The given ranges, in order and joined; runs of ranges that touch are moved whole, and a single run is a view."""
+    """The given ranges, in order and joined; runs of ranges that touch are moved whole, and a
+    single run is a view.
+    """
     if not len(starts):
         return values[:0]
     stops = starts + lengths

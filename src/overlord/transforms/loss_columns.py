@@ -1,4 +1,6 @@
-"""Columns that would say which tokens have a loss. None is supported yet, and one that is ignored would train on the wrong tokens."""
+"""Columns that would say which tokens have a loss. None is supported yet, and one that is ignored
+would train on the wrong tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ LOSS = ("loss_mask", "labels")
 def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...]:
     """Return the columns that files of a source must not have.
 
-    Files must not have a mask if ids come from a column and no transform drops or reads that mask. A ``Select`` that names a mask is
-    refused here. ``check_map`` refuses a mask that a ``Map`` returns.
+    Files must not have a mask if ids come from a column and no transform drops or reads that mask.
+    A ``Select`` that names a mask is refused here. ``check_map`` refuses a mask that a ``Map``
+    returns.
     """
     for position, t in enumerate(transforms):
         if (
@@ -37,7 +40,9 @@ def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, 
 def check_map(
     source: str, transforms: Sequence[Transform], position: int, made: Iterable[str]
 ) -> None:
-    """Refuse a mask among the columns that the ``Map`` at a position returned, unless a later transform replaces or drops it."""
+    """Refuse a mask among the columns that the ``Map`` at a position returned, unless a later
+    transform replaces or drops it.
+    """
     if (kept := [name for name in LOSS if name in made]) and not _later(
         transforms, position, Map, Select, Tokenize
     ):

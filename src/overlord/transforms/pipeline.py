@@ -1,11 +1,14 @@
-"""What runs a source's transforms, in two stages, and what happens to rows that cannot be transformed.
+"""What runs a source's transforms, in two stages, and what happens to rows that cannot be
+transformed.
 
-The *slice stage* is everything up to the last piece of user code. Its batches are always the slices of the stream, so
-that a function that looks at its whole batch gives the same rows in every run. The *row stage* is the rest: the result
-of a row depends on that row alone, so a loader may run it on any rows it likes, as late as it likes.
+The *slice stage* is everything up to the last piece of user code. Its batches are always the slices
+of the stream, so that a function that looks at its whole batch gives the same rows in every run.
+The *row stage* is the rest: the result of a row depends on that row alone, so a loader may run it
+on any rows it likes, as late as it likes.
 
-Between the two stand only the columns that the row stage reads, in types it can read: slices of JSON lines may disagree
-on types, and a row must meet the same fate whether the rows beside it have the right type or not.
+Between the two stand only the columns that the row stage reads, in types it can read: slices of
+JSON lines may disagree on types, and a row must meet the same fate whether the rows beside it have
+the right type or not.
 """
 
 from __future__ import annotations
@@ -80,7 +83,9 @@ NO_IDS = (
 
 
 class Pipeline:
-    """The transforms of one source, checked and ready. Pickles as its arguments; tokenizers are loaded once per process."""
+    """The transforms of one source, checked and ready. Pickles as its arguments; tokenizers are
+    loaded once per process.
+    """
 
     def __init__(
         self, source: str, transforms: Sequence[Transform], *, seed: int, context: int, on_long: str
@@ -117,7 +122,8 @@ class Pipeline:
             for i, t in enumerate(self.transforms)
             if isinstance(t, Tokenize)
         }
-        # Fixed for the source: files of other widths may share a batch with a row, and then it is held as wide as they are.
+        # Fixed for the source: files of other widths may share a batch with a row, and then it is
+        # held as wide as they are.
         self._id_bytes = max((e.dtype.itemsize for e in self._encoders.values()), default=4)
         if self._images is not None:
             self._id_bytes = max(
@@ -137,11 +143,16 @@ class Pipeline:
 
     def __repr__(self) -> str:
         cut = [repr(t) for t in self.transforms]
-        return f"Pipeline({self.source!r}: {' > '.join(cut[: self._cut]) or 'nothing'} | {' > '.join(cut[self._cut :]) or 'nothing'})"
+        return (
+            f"Pipeline({self.source!r}: {' > '.join(cut[: self._cut]) or 'nothing'} | "
+            f"{' > '.join(cut[self._cut :]) or 'nothing'})"
+        )
 
     @property
     def fingerprint(self) -> str:
-        """Of the transforms alone; seed, context and on_long are fields of the job and fingerprinted there."""
+        """Of the transforms alone; seed, context and on_long are fields of the job and
+        fingerprinted there.
+        """
         return digest(*(t.fingerprint() for t in self.transforms))
 
     @property
@@ -149,7 +160,9 @@ class Pipeline:
         return self._cut > 0
 
     def running(self, thread: int) -> tuple[str, int]:
-        """Asked by another thread: which transform that one is in, and with which row of its file, or -1: with all it was given."""
+        """Asked by another thread: which transform that one is in, and with which row of its file,
+        or -1: with all it was given.
+        """
         if (found := self._under_way.get(thread)) is None:
             return "", -1
         t, frame, ids = found
@@ -157,7 +170,9 @@ class Pipeline:
         return repr(t), int(ids.row[index[at]]) if ids is not None and 0 <= at < len(index) else -1
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
-        """Runs user code over one slice of the stream. Without user code the slice itself comes back."""
+        """Runs user code over one slice of the stream. Without user code the slice itself comes
+        back.
+        """
         if self._as_it_is is not None and table.schema.equals(self._as_it_is):
             return Staged(table, np.arange(table.num_rows), [], 0)
         frame = Frame(table)
@@ -416,7 +431,8 @@ class Pipeline:
             if found.shape != (rows,) or found.dtype.kind not in kinds:
                 self._refuse(
                     t,
-                    f"wanted {rows} {wanted}, one a row, found {found.dtype} of shape {found.shape}",
+                    f"wanted {rows} {wanted}, one a row, found {found.dtype} of shape "
+                    f"{found.shape}",
                 )
             return found
 
@@ -465,7 +481,9 @@ class Pipeline:
     def _generators(
         self, frame: Frame, position: int, ids: RowIds
     ) -> Iterator[np.random.Generator]:
-        """A generator per row, keyed by who the row is: the same whatever ran before it, here or elsewhere."""
+        """A generator per row, keyed by who the row is: the same whatever ran before it, here or
+        elsewhere.
+        """
         keys = keyed_hash(
             key64("map", self.seed, self.source, position),
             ids.epoch,
@@ -492,7 +510,9 @@ def _rebuild(
 
 
 def _describes(name: str, items: str) -> bool:
-    """Whether a list holds a number for every item of another: ``image_tokens`` and ``image_offset`` do for ``image_patches``."""
+    """Whether a list holds a number for every item of another: ``image_tokens`` and
+    ``image_offset`` do for ``image_patches``.
+    """
     stem, _, what = name.rpartition("_")
     return (
         what in ("tokens", "offset")
@@ -510,7 +530,9 @@ _CHECKS: dict[type, Check] = {
 
 
 def _drop_unfit(frame: Frame, t: Transform | None, name: str, check: Check) -> None:
-    """Drop the rows whose values ``t`` cannot read; raises Unfit where the whole column is of a type it cannot read."""
+    """Drop the rows whose values ``t`` cannot read; raises Unfit where the whole column is of a
+    type it cannot read.
+    """
     bad, odd = unfit_rows(frame.table, name, check)
     frame.drop({i: _unfit(t, reason) for i, reason in bad.items()})
     if odd:

@@ -1,4 +1,6 @@
-"""Rows on their way through a stage, and how users' functions are run over them: one failing row never harms the others."""
+"""Rows on their way through a stage, and how users' functions are run over them: one failing row
+never harms the others.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,11 @@ class Frame:
 def run_whole(
     frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]
 ) -> Any:
-    """``fn`` over all rows at once. If it raises, it is called with each row alone, and the rows on which it raises are reported.
+    """``fn`` over all rows at once. If it raises, it is called with each row alone, and the rows on
+    which it raises are reported.
 
-    ``check(result, rows)`` says what is wrong with a result: that is a fault of the function, not of a row, and ends the job.
+    ``check(result, rows)`` says what is wrong with a result: that is a fault of the function, not
+    of a row, and ends the job.
     """
     try:
         result = fn(to_columns(frame.table))
@@ -126,7 +130,9 @@ def run_each(
 
 
 def _rows(table: pa.Table) -> Iterator[Any]:
-    """Rows as dicts; where the table does not convert (text that is no UTF-8), as calls that each convert or fail alone."""
+    """Rows as dicts; where the table does not convert (text that is no UTF-8), as calls that each
+    convert or fail alone.
+    """
     try:
         yield from to_rows(table)
     except UnicodeDecodeError:

@@ -1,4 +1,6 @@
-"""Text to token ids, by Hugging Face tokenizers: in batches, so that the interpreter lock is released while it works."""
+"""Text to token ids, by Hugging Face tokenizers: in batches, so that the interpreter lock is
+released while it works.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,18 @@ from overlord.process.malloc import give_back
 from overlord.sample import Ragged
 from overlord.transforms.base import column_problems, flag_problems, refuse
 
-TEXTS = 32  # encoded at a time: what the tokenizer gives takes 100 to 200 bytes a token until its ids are taken out; more is no faster
+# encoded at a time: what the tokenizer gives takes 100 to 200 bytes a token until its ids are taken
+# out; more is no faster
+TEXTS = 32
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tokenize:
     """Text of one column to token ids in the smallest type that holds the vocabulary.
 
-    ``tokenizer`` is a ``tokenizer.json``. ``bos`` and ``eos``, tokens or ids, go before and after every text; padding and
-    truncation that the file asks for are ignored, since a row's ids must not depend on the rows beside it.
+    ``tokenizer`` is a ``tokenizer.json``. ``bos`` and ``eos``, tokens or ids, go before and after
+    every text; padding and truncation that the file asks for are ignored, since a row's ids must
+    not depend on the rows beside it.
     """
 
     tokenizer: str | Path
@@ -43,7 +48,8 @@ class Tokenize:
         problems = column_problems("text", self.text) + flag_problems(self, "add_special_tokens")
         if not isinstance(self.tokenizer, (str, os.PathLike)) or not os.fspath(self.tokenizer):
             problems.append(
-                f"tokenizer: wanted the path of a tokenizer.json, found {type(self.tokenizer).__name__} {self.tokenizer!r:.60}"
+                "tokenizer: wanted the path of a tokenizer.json, found "
+                f"{type(self.tokenizer).__name__} {self.tokenizer!r:.60}"
             )
         else:
             object.__setattr__(
@@ -82,7 +88,9 @@ class Encoder:
     content: str  # fingerprint of the tokenizer's file
 
     def encode(self, texts: list[str]) -> Ragged:
-        """Ids of every text. One C call per text moves the ids over; ``array.fromlist`` costs half of ``np.array(ids)``."""
+        """Ids of every text. One C call per text moves the ids over; ``array.fromlist`` costs half
+        of ``np.array(ids)``.
+        """
         ids, lengths = array("I"), array("q")
         before, after = ([] if token is None else [token] for token in (self.bos, self.eos))
         for k in range(0, len(texts), TEXTS):
@@ -110,7 +118,9 @@ _loaded: dict[str, tuple[Any, int]] = {}  # content -> tokenizer, highest id
 
 
 def content_digest(path: str, source: str = "") -> str:
-    """A fingerprint of the file's content, so that moving a tokenizer changes nothing and editing it does."""
+    """A fingerprint of the file's content, so that moving a tokenizer changes nothing and editing
+    it does.
+    """
     return _content(path, source)[0]
 
 
@@ -162,14 +172,18 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """The one field of a tokenizer.json that matters here: to parse all of it takes ten times its size."""
+    """The one field of a tokenizer.json that matters here: to parse all of it takes ten times its
+    size.
+    """
 
     model: _Model | None = None
 
 
 def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
-    # Worker threads already run side by side; threads of tokenizers' own beside them cost 25 % more CPU per byte.
-    # The variable is read at every call, so this holds from here on; whoever has set it keeps what they set.
+    # Worker threads already run side by side; threads of tokenizers' own beside them cost 25 % more
+    # CPU per byte.
+    # The variable is read at every call, so this holds from here on; whoever has set it keeps what
+    # they set.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from tokenizers import Tokenizer

@@ -1,7 +1,9 @@
-"""A process of its own for a source whose transforms hold the interpreter lock, or that asks for it (``workers="processes"``).
+"""A process of its own for a source whose transforms hold the interpreter lock, or that asks for it
+(``workers="processes"``).
 
-Code crosses once, at spawn. After that only data travels: a small JSON header, then Arrow IPC for tables and raw
-buffers for arrays. Nothing is unpickled on either side, so a batch can never be more than data.
+Code crosses once, at spawn. After that only data travels: a small JSON header, then Arrow IPC for
+tables and raw buffers for arrays. Nothing is unpickled on either side, so a batch can never be more
+than data.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from overlord.transforms.pipeline import Pipeline
 from overlord.user_code import where_raised
 
 DEADLINE_S = 300.0  # for one batch of user code; also for the start of the process
-CLOSE_S = 0.5  # a child that does not leave by itself in this time is killed; Ctrl-C is to end a program within a second
+# a child that does not leave by itself in this time is killed; Ctrl-C is to end a program within a
+# second
+CLOSE_S = 0.5
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -65,7 +69,9 @@ class _Spent(local):
 
 
 class TransformWorker:
-    """The stages of a pipeline, run by a child process. Safe to call from several threads, one batch at a time."""
+    """The stages of a pipeline, run by a child process. Safe to call from several threads, one
+    batch at a time.
+    """
 
     def __init__(
         self, pipeline: Pipeline, name: str = "", *, deadline_s: float = DEADLINE_S
@@ -88,7 +94,9 @@ class TransformWorker:
         return self._pipeline.has_slice_stage
 
     def running(self, thread: int) -> tuple[str, int]:
-        """As of a pipeline; the process does not tell in which of its transforms it is before it is through with all of a stage."""
+        """As of a pipeline; the process does not tell in which of its transforms it is before it is
+        through with all of a stage.
+        """
         return f"{self._what()}, in process {self.pid},", -1
 
     def _what(self) -> str:
@@ -96,7 +104,9 @@ class TransformWorker:
         return " or ".join(code or map(repr, self._pipeline.transforms)) or "no transform"
 
     def core_s(self) -> float:
-        """Seconds that cores were busy in the child for the thread that asks: several loaders may share a worker."""
+        """Seconds that cores were busy in the child for the thread that asks: several loaders may
+        share a worker.
+        """
         return self._spent.seconds
 
     def set_deadline(self, seconds: float) -> None:
@@ -244,7 +254,9 @@ def _spawn(pipeline: Pipeline, name: str, deadline_s: float) -> _Child:
 
 
 def _set_deadline(pipe: Connection, seconds: float) -> None:
-    """Both directions, by the kernel: ``poll`` sees only a message's first byte, and a send has no time-out at all."""
+    """Both directions, by the kernel: ``poll`` sees only a message's first byte, and a send has no
+    time-out at all.
+    """
     with socket.socket(fileno=socket.dup(pipe.fileno())) as end:
         timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)

@@ -1,1 +1,3 @@
-"""Bytes between parts of a job: columnar frames, values in them, and the ways they travel. Nothing that is read is ever executed."""
+"""Bytes between parts of a job: columnar frames, values in them, and the ways they travel. Nothing
+that is read is ever executed.
+"""

@@ -1,7 +1,8 @@
-"""Addresses: ``overlord://host:port/key``. The key names a socket of this machine, host and port reach it from others.
+"""Addresses: ``overlord://host:port/key``. The key names a socket of this machine, host and port
+reach it from others.
 
-The socket of this machine is an abstract one: it has no file, so nothing is in the way after a crash. Where there are none
-(not Linux), or no shared memory, only TCP is spoken.
+The socket of this machine is an abstract one: it has no file, so nothing is in the way after a
+crash. Where there are none (not Linux), or no shared memory, only TCP is spoken.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Address:
 
 
 def shown(address: str) -> str:
-    """An address for people: one without TCP has nothing to look for but its local socket, as ``ss -x`` lists it."""
+    """An address for people: one without TCP has nothing to look for but its local socket, as ``ss
+    -x`` lists it.
+    """
     try:
         found = Address.parse(address)
     except OverlordError:
@@ -125,7 +128,8 @@ def _first_free(host: str, ports: range) -> socket.socket:
             if getattr(taken.__cause__, "errno", 0) != errno.EADDRINUSE:
                 raise
     raise OverlordError(
-        f"cannot serve at {host}: the ports {ports[0]} to {ports[-1]} are all taken; name more of them"
+        f"cannot serve at {host}: the ports {ports[0]} to {ports[-1]} are all taken; name "
+        "more of them"
     )
 
 

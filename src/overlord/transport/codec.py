@@ -1,8 +1,10 @@
-"""Values as a header and columns, and back. No pickle: what can come out is a closed list, whatever the bytes say.
+"""Values as a header and columns, and back. No pickle: what can come out is a closed list, whatever
+the bytes say.
 
-The header is MessagePack. Numbers, texts, bytes and None stand for themselves and a map is a dict; every array of MessagePack
-starts with a tag that says what it stands for: a list, a tuple, a column, a record. Decoding imports nothing, runs nothing that
-the bytes name, and builds only registered records and known exceptions, their fields checked against their annotations.
+The header is MessagePack. Numbers, texts, bytes and None stand for themselves and a map is a dict;
+every array of MessagePack starts with a tag that says what it stands for: a list, a tuple, a
+column, a record. Decoding imports nothing, runs nothing that the bytes name, and builds only
+registered records and known exceptions, their fields checked against their annotations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Whether a value is what a record's annotation says. Made once for a class, so that looking at a message costs next to nothing.
+"""Whether a value is what a record's annotation says. Made once for a class, so that looking at a
+message costs next to nothing.
 
-A record that came over the wire with a text where a number belongs must be refused where it arrives: in a core it would be a
-surprise, and far from its cause.
+A record that came over the wire with a text where a number belongs must be refused where it
+arrives: in a core it would be a surprise, and far from its cause.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ _PLAIN: dict[Any, Check] = {
     tuple: lambda value: type(value) is tuple,
     np.ndarray: lambda value: type(value) is np.ndarray,
 }
-# What the items of a long tuple are in all likelihood: one look at the set of their types is cheaper than a look at each.
+# What the items of a long tuple are in all likelihood: one look at the set of their types is
+# cheaper than a look at each.
 _LIKELY: dict[Any, set[type]] = {
     int: {int},
     float: {float, int},

@@ -29,7 +29,9 @@ def dial(
     transport: str = "auto",
     name: str = "",
 ) -> tuple[SocketLink, dict[str, Any]]:
-    """A link to the server at an address, and its welcome. ``name`` is how the server calls this side in its errors."""
+    """A link to the server at an address, and its welcome. ``name`` is how the server calls this
+    side in its errors.
+    """
     if transport not in TRANSPORTS:
         raise OverlordError(f"transport {transport!r}: wanted one of {', '.join(TRANSPORTS)}")
     deadline = time.monotonic() + timeout_s
@@ -38,10 +40,13 @@ def dial(
             return _dial(
                 address, token, {"hello": hello, "name": name}, deadline, timeout_s, ring, transport
             )
-        except Later as later:  # this process stood still for seconds, or a thousand others came first: nothing that should end a trainer
+        # this process stood still for seconds, or a thousand others came first: nothing that should
+        # end a trainer
+        except Later as later:
             if time.monotonic() + AGAIN_S > deadline:
                 raise DataStall(
-                    f"{shown(address)} to take a connection, which it refuses for now ({later.reason})",
+                    f"{shown(address)} to take a connection, which it refuses for now "
+                    f"({later.reason})",
                     timeout_s,
                 ) from None
         time.sleep(AGAIN_S)

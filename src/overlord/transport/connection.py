@@ -1,8 +1,8 @@
 """Links: values one way and the other, in order, each side a deadline for every wait.
 
-``pair`` joins two ends within a process: what is sent is handed over as it is. A ``SocketLink`` speaks to another process: through
-shared memory on the same machine, by TCP otherwise. Whoever sends an array must not change it afterwards; whoever receives one
-gets it read-only.
+``pair`` joins two ends within a process: what is sent is handed over as it is. A ``SocketLink``
+speaks to another process: through shared memory on the same machine, by TCP otherwise. Whoever
+sends an array must not change it afterwards; whoever receives one gets it read-only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Link(ABC):
 
     @abstractmethod
     def recv(self, timeout_s: float) -> Any:
-        """The next value, or ``TIMEOUT``. ``ActorLost`` at the end, after everything that was sent has been read."""
+        """The next value, or ``TIMEOUT``. ``ActorLost`` at the end, after everything that was sent
+        has been read.
+        """
 
     @abstractmethod
     def flush(self) -> None:
@@ -159,15 +161,19 @@ class LocalLink(Link):
 def pair(
     ring: Ring | None = None, *, names: tuple[str, str] = ("left", "right")
 ) -> tuple[Link, Link]:
-    """Two ends within this process. Values are handed over as they are; ``PAIR_MESSAGES`` of them may wait."""
+    """Two ends within this process. Values are handed over as they are; ``PAIR_MESSAGES`` of them
+    may wait.
+    """
     there, back = _Lane(), _Lane()
     return LocalLink(names[1], there, back, ring), LocalLink(names[0], back, there, ring)
 
 
 class SocketLink(Link):
-    """A link to another process, worked by whoever calls it: no thread of ours, so a trainer pays a socket and a mapping.
+    """A link to another process, worked by whoever calls it: no thread of ours, so a trainer pays a
+    socket and a mapping.
 
-    Over a unix socket arrays travel in shared memory; over TCP in frames, into buffers that are used again.
+    Over a unix socket arrays travel in shared memory; over TCP in frames, into buffers that are
+    used again.
     """
 
     def __init__(
@@ -205,7 +211,9 @@ class SocketLink(Link):
 
     @property
     def max_held(self) -> int:
-        """Slots of the peer that may be held here; beyond it messages are copied, so that no reader exhausts the peer's ring."""
+        """Slots of the peer that may be held here; beyond it messages are copied, so that no reader
+        exhausts the peer's ring.
+        """
         return self._receiver.max_held
 
     @max_held.setter
@@ -232,7 +240,9 @@ class SocketLink(Link):
     # out
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
-        """A value whose sending was begun when ``DataStall`` was raised stays on its way; nothing new is taken before it has gone."""
+        """A value whose sending was begun when ``DataStall`` was raised stays on its way; nothing
+        new is taken before it has gone.
+        """
         self._drain(timeout_s)
         self._post(self._load(value, timeout_s))
         self._drain(timeout_s)
@@ -263,7 +273,9 @@ class SocketLink(Link):
             self._write()
 
     def _drain(self, timeout_s: float) -> None:
-        """Waits until the socket has taken all. As long as the peer takes anything it is not stalled."""
+        """Waits until the socket has taken all. As long as the peer takes anything it is not
+        stalled.
+        """
         moved, deadline = -1, 0.0
         while len(self._outbox):
             with self._lock:
@@ -364,7 +376,9 @@ class SocketLink(Link):
         self._ended = True
 
     def _lose(self, reason: str) -> ActorLost:
-        """Under the lock. Nothing can be sent any more, and what the peer held is free. What it sent can still be read."""
+        """Under the lock. Nothing can be sent any more, and what the peer held is free. What it
+        sent can still be read.
+        """
         if self._lost is None:
             self._lost = reason
             self._outbox.clear()

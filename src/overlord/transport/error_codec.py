@@ -1,4 +1,6 @@
-"""Exceptions on the wire. Ours and Python's own keep their type, arguments and notes; others become words."""
+"""Exceptions on the wire. Ours and Python's own keep their type, arguments and notes; others become
+words.
+"""
 
 from __future__ import annotations
 

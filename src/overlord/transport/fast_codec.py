@@ -1,7 +1,9 @@
-"""Shortcuts for the fields that messages are full of: a column, three hundred whole numbers, a weight for each source.
+"""Shortcuts for the fields that messages are full of: a column, three hundred whole numbers, a
+weight for each source.
 
-A shortcut answers ``NOT`` where it does not apply, and the general way is taken; so none decides what is right or wrong. Tuples
-are looked through in C, by ``msgspec.convert``, which is stricter than we need: a numpy number in a tuple goes the general way.
+A shortcut answers ``NOT`` where it does not apply, and the general way is taken; so none decides
+what is right or wrong. Tuples are looked through in C, by ``msgspec.convert``, which is stricter
+than we need: a numpy number in a tuple goes the general way.
 """
 
 from __future__ import annotations

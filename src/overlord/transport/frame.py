@@ -1,9 +1,11 @@
-"""A frame: one message as bytes. A small header, and arrays beside it that are neither copied when packed nor when unpacked.
+"""A frame: one message as bytes. A small header, and arrays beside it that are neither copied when
+packed nor when unpacked.
 
 prefix | table: one entry a column | header | column 0 | column 1 | ...        every column starts at a multiple of 64 bytes
 
-All numbers are little-endian. The checksum is over prefix, table and header: what the columns hold is data and breaks nothing,
-and to sum gigabytes would cost more than to move them. Nothing a frame says is believed before it is checked.
+All numbers are little-endian. The checksum is over prefix, table and header: what the columns hold
+is data and breaks nothing, and to sum gigabytes would cost more than to move them. Nothing a frame
+says is believed before it is checked.
 """
 
 from __future__ import annotations
@@ -67,10 +69,13 @@ def size_of(header: bytes, columns: Sequence[np.ndarray]) -> int:
 
 
 def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryview]:
-    """The pieces of a frame, in order: for ``sendmsg``, or to be copied one after another. Columns are viewed, not copied."""
+    """The pieces of a frame, in order: for ``sendmsg``, or to be copied one after another. Columns
+    are viewed, not copied.
+    """
     if len(header) > MAX_HEADER_BYTES or len(columns) > MAX_COLUMNS:
         raise FrameError(
-            f"wanted at most {MAX_HEADER_BYTES} bytes of header and {MAX_COLUMNS} columns, found {len(header)} and {len(columns)}",
+            f"wanted at most {MAX_HEADER_BYTES} bytes of header and {MAX_COLUMNS} "
+            f"columns, found {len(header)} and {len(columns)}",
             remedy="send large data as numpy arrays, and many small arrays as one",
         )
     at = PREFIX_BYTES + _ENTRY.size * len(columns) + len(header)
@@ -110,8 +115,14 @@ def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryvie
 def _unfit(column: np.ndarray) -> str:
     """Why an array cannot be a column."""
     if column.dtype not in CODES:
-        return f"wanted an array of one of {', '.join(map(str, DTYPES))} in little-endian order, found {column.dtype!r}"
-    return f"wanted an array in C order of at most {MAX_DIMS} dimensions, found shape {column.shape} with strides {column.strides}"
+        return (
+            f"wanted an array of one of {', '.join(map(str, DTYPES))} in little-endian order, "
+            f"found {column.dtype!r}"
+        )
+    return (
+        f"wanted an array in C order of at most {MAX_DIMS} dimensions, found shape "
+        f"{column.shape} with strides {column.strides}"
+    )
 
 
 class _Start(NamedTuple):
@@ -122,7 +133,9 @@ class _Start(NamedTuple):
 
 
 def frame_bytes(prefix: Any) -> int:
-    """How long a frame is, told from its first ``PREFIX_BYTES``: checked against the limits, so that one can make room for it."""
+    """How long a frame is, told from its first ``PREFIX_BYTES``: checked against the limits, so
+    that one can make room for it.
+    """
     return _start(memoryview(prefix).cast("B")).frame_bytes
 
 
@@ -145,21 +158,25 @@ def _start(view: memoryview) -> _Start:
         raise FrameError("wanted zeros in the reserved places, found others", remedy=_DAMAGED)
     if columns > MAX_COLUMNS or header_bytes > MAX_HEADER_BYTES or total > MAX_FRAME_BYTES:
         raise FrameError(
-            f"wanted at most {MAX_COLUMNS} columns, {MAX_HEADER_BYTES} bytes of header and {MAX_FRAME_BYTES} in all, found {columns}, "
+            f"wanted at most {MAX_COLUMNS} columns, {MAX_HEADER_BYTES} bytes of header "
+            f"and {MAX_FRAME_BYTES} in all, found {columns}, "
             f"{header_bytes} and {total}",
             remedy=_DAMAGED,
         )
     header_at = PREFIX_BYTES + _ENTRY.size * columns
     if total < header_at + header_bytes:
         raise FrameError(
-            f"wanted room for {columns} columns and {header_bytes} bytes of header, found {total} bytes",
+            f"wanted room for {columns} columns and {header_bytes} bytes of header, found "
+            f"{total} bytes",
             remedy=_DAMAGED,
         )
     return _Start(columns, header_bytes, total, header_at)
 
 
 def unpack(buffer: Any) -> Frame:
-    """Header and columns as read-only views of the buffer, which must hold one frame and nothing else; else ``FrameError``."""
+    """Header and columns as read-only views of the buffer, which must hold one frame and nothing
+    else; else ``FrameError``.
+    """
     try:
         view = memoryview(buffer).cast("B").toreadonly()
     except (TypeError, ValueError) as e:
@@ -185,15 +202,17 @@ def unpack(buffer: Any) -> Frame:
 
 
 def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
-    """The columns of a table. They follow each other with no more room between than alignment wants: so none can overlap, and
-    none can reach out of the frame."""
+    """The columns of a table. They follow each other with no more room between than alignment
+    wants: so none can overlap, and none can reach out of the frame.
+    """
     columns: list[np.ndarray] = []
     end = len(view)
     for code, dims, reserved, offset, nbytes, size, others in _ENTRY.iter_unpack(table):
         if code >= len(DTYPES) or dims > MAX_DIMS or reserved != _RESERVED:
             raise _wrong(
                 len(columns),
-                f"wanted a known dtype and at most {MAX_DIMS} dimensions, found code {code} and {dims} dimensions",
+                f"wanted a known dtype and at most {MAX_DIMS} dimensions, found code "
+                f"{code} and {dims} dimensions",
             )
         dtype = DTYPES[code]
         shape = (
@@ -205,7 +224,8 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
         if offset != wanted or nbytes != math.prod(shape) * dtype.itemsize or offset + nbytes > end:
             raise _wrong(
                 len(columns),
-                f"wanted {dtype}{shape} at {wanted} of {end} bytes, found {nbytes} bytes at {offset}",
+                f"wanted {dtype}{shape} at {wanted} of {end} bytes, found {nbytes} bytes "
+                f"at {offset}",
             )
         try:
             columns.append(np.ndarray(shape, dtype, view, offset))

@@ -3,8 +3,9 @@
     client: nonce           server: nonce
     client: HMAC over roles, nonces and its hello           server: HMAC over the same and its welcome, or a refusal
 
-Each message is a prefix (magic, version, kind, length) and a short body. The two sides are generators that ask for bytes (they
-yield a number) and give bytes (they yield them), so that one text serves blocking sockets and the server's thread alike.
+Each message is a prefix (magic, version, kind, length) and a short body. The two sides are
+generators that ask for bytes (they yield a number) and give bytes (they yield them), so that one
+text serves blocking sockets and the server's thread alike.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def _packet(kind: int, body: bytes) -> bytes:
 
 
 class Later(LinkRefused):
-    """Refused for now: not for who it is, but for when it came, or how long it took. It may come again."""
+    """Refused for now: not for who it is, but for when it came, or how long it took. It may come
+    again.
+    """
 
 
 def refusal(text: str, *, later: bool = False) -> bytes:
@@ -74,7 +77,8 @@ def _read(
     if version != VERSION:
         raise LinkRefused(
             peer,
-            f"it speaks version {version} of the channel, this side version {VERSION}; run the same Overlord on both",
+            f"it speaks version {version} of the channel, this side version {VERSION}; "
+            "run the same Overlord on both",
         )
     limit = MAX_BODY if body_bytes is None or kind in (REFUSED, LATER) else body_bytes
     if size > limit:
@@ -114,7 +118,9 @@ def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:
 
 
 def server_side(token: str, peer: str) -> Steps:
-    """Returns what is ``Accepted``. Nothing is told to a peer that has not shown the token, but why it is refused."""
+    """Returns what is ``Accepted``. Nothing is told to a peer that has not shown the token, but why
+    it is refused.
+    """
     theirs = yield from _read(HELLO, peer, NONCE_BYTES)
     mine = secrets.token_bytes(NONCE_BYTES)
     yield _packet(CHALLENGE, mine)

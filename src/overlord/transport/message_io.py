@@ -1,7 +1,9 @@
-"""Values into parcels, envelopes into values. Here it is decided what goes by reference and what is copied.
+"""Values into parcels, envelopes into values. Here it is decided what goes by reference and what is
+copied.
 
-An array that lies in a slot of our ring goes as (slot, offset); the slot's memory is passed once. Other arrays are copied into one
-slot together, or stand in the frame when they are small. Over TCP everything stands in the frame.
+An array that lies in a slot of our ring goes as (slot, offset); the slot's memory is passed once.
+Other arrays are copied into one slot together, or stand in the frame when they are small. Over TCP
+everything stands in the frame.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from overlord.transport.value_codec import owned
 
 INLINE_BYTES = 2**15  # below it two copies through the socket cost less than a slot
 CHUNK_BYTES = 2**16
-# What stands before the frame of a message by reference: how many grants and references, then these, up to the next multiple of 64.
+# What stands before the frame of a message by reference: how many grants and references, then
+# these, up to the next multiple of 64.
 _COUNTS = struct.Struct("<II")
 _GRANT = struct.Struct(
     "<QQQ"
@@ -56,7 +59,9 @@ class Sender:
         self._holder: Holder | None = None
 
     def load(self, value: Any, take: Take) -> Loaded:
-        """Copies what must be copied. No lock is held here: it may take long, and it may wait for a slot."""
+        """Copies what must be copied. No lock is held here: it may take long, and it may wait for a
+        slot.
+        """
         header, columns = codec.encode(value)
         loaded = Loaded(header=header, columns=columns, places={})
         if self.ring is None or not columns:
@@ -85,7 +90,9 @@ class Sender:
         loaded.keep = memory
 
     def parcels(self, loaded: Loaded) -> list[Parcel]:
-        """What is to be sent, in order. Under the link's lock: who passes a slot first is decided here."""
+        """What is to be sent, in order. Under the link's lock: who passes a slot first is decided
+        here.
+        """
         out = self.notices()
         cells: dict[int, tuple[int, Slot]] = {}  # slot number -> cell, slot
         if loaded.places:
@@ -188,7 +195,8 @@ class Receiver:
     def _wants_files(envelope: Envelope, n: int) -> None:
         if len(envelope.files) != n:
             raise FrameError(
-                f"wanted {n} open files with an envelope of kind {envelope.kind}, found {len(envelope.files)}"
+                f"wanted {n} open files with an envelope of kind {envelope.kind}, found "
+                f"{len(envelope.files)}"
             )
 
     def _open_notice(self, envelope: Envelope) -> None:
@@ -281,7 +289,8 @@ def _view(row: tuple[int, ...], roots: list[np.ndarray]) -> np.ndarray:
     shape, root, dtype = row[5 : 5 + dims], roots[grant], DTYPES[code]
     if offset + math.prod(shape) * dtype.itemsize > len(root):
         raise FrameError(
-            f"wanted a place within the {len(root)} bytes of its slot, found {dtype}{list(shape)} at {offset}",
+            f"wanted a place within the {len(root)} bytes of its slot, found "
+            f"{dtype}{list(shape)} at {offset}",
             f"column {i}",
         )
     try:

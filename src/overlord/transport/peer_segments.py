@@ -1,4 +1,6 @@
-"""The peer's slots as this side sees them: mapped once, read-only, each message counted until its last view has died."""
+"""The peer's slots as this side sees them: mapped once, read-only, each message counted until its
+last view has died.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class PeerSlots:
     def add(self, slot: int, nbytes: int, fd: int) -> None:
         if slot in self._maps or len(self._maps) >= MAX_SLOTS:
             raise FrameError(
-                f"wanted a new slot, and at most {MAX_SLOTS}, found slot {slot} beside {len(self._maps)}"
+                f"wanted a new slot, and at most {MAX_SLOTS}, found slot {slot} beside "
+                f"{len(self._maps)}"
             )
         self._maps[slot] = map_foreign(fd, nbytes, what=f"slot {slot}")
 
@@ -78,7 +81,8 @@ class PeerSlots:
         memory, cells, bell = self._maps.get(slot), self._cells, self._bell
         if memory is None or cells is None or bell is None:
             raise FrameError(
-                f"wanted a slot that was passed, found slot {slot}; known are {sorted(self._maps)[:20]}"
+                f"wanted a slot that was passed, found slot {slot}; known are "
+                f"{sorted(self._maps)[:20]}"
             )
         if cell >= len(cells) or cell in self._live:
             raise FrameError(f"wanted a cell that is free, found {cell} of {len(cells)}")
@@ -88,13 +92,17 @@ class PeerSlots:
         return root
 
     def close(self) -> None:
-        """Nothing more is read. Messages that are still viewed keep their slot, their cell and the bell."""
+        """Nothing more is read. Messages that are still viewed keep their slot, their cell and the
+        bell.
+        """
         self._maps.clear()
         self._cells = self._bell = None
 
 
 def _let_go(live: dict[int, int], cell: int, cells: mmap.mmap, bell: Bellpull, pid: int) -> None:
-    """Runs wherever the last view dies, even inside the collector: it takes no lock and waits for nothing."""
+    """Runs wherever the last view dies, even inside the collector: it takes no lock and waits for
+    nothing.
+    """
     if os.getpid() != pid:
         return  # a forked child lets go of its copy; the parent still reads
     live.pop(cell, None)  # first: once the cell is written the peer may use it for the next message

@@ -1,7 +1,8 @@
-"""Records on the wire: frozen dataclasses and NamedTuples that were made known, by the name of their class.
+"""Records on the wire: frozen dataclasses and NamedTuples that were made known, by the name of
+their class.
 
-Field names do not travel; a checksum of them does. A record whose sender knows other fields is refused, and so is one whose
-fields are not what their annotations say.
+Field names do not travel; a checksum of them does. A record whose sender knows other fields is
+refused, and so is one whose fields are not what their annotations say.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ T = TypeVar("T", bound=type)
 
 
 class _Field(NamedTuple):
-    """How a field is opened: by its type alone, by a shortcut, or the general way with a check behind it."""
+    """How a field is opened: by its type alone, by a shortcut, or the general way with a check
+    behind it.
+    """
 
     plain: frozenset[type]
     quick: Quick | None
@@ -58,16 +61,20 @@ KINDS: dict[str, _Kind] = {}
 
 
 def register(cls: T) -> T:
-    """Makes a record known: a frozen dataclass or a NamedTuple, under the name of its class. Both sides must do so."""
+    """Makes a record known: a frozen dataclass or a NamedTuple, under the name of its class. Both
+    sides must do so.
+    """
     if cls.__name__ in KINDS and KINDS[cls.__name__].cls is not cls:
         known = KINDS[cls.__name__].cls
         raise TypeError(
-            f"register: a record {cls.__name__} is known already, of {known.__module__}; name the other one differently"
+            f"register: a record {cls.__name__} is known already, of {known.__module__}; "
+            "name the other one differently"
         )
     if is_dataclass(cls):
         if not cls.__dataclass_params__.frozen or not all(f.init for f in fields(cls)):  # type: ignore[attr-defined]
             raise TypeError(
-                f"register: wanted a frozen dataclass all of whose fields are arguments, found {cls.__name__}"
+                "register: wanted a frozen dataclass all of whose fields are arguments, "
+                f"found {cls.__name__}"
             )
         names, by_name = tuple(f.name for f in fields(cls)), any(f.kw_only for f in fields(cls))
     elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
@@ -170,7 +177,10 @@ def _kind(tree: list[Any]) -> _Kind:
             f"wanted a known record, found {shown(name)}{near}", "both sides must register it"
         )
     if tree[2:3] != [kind.layout] or len(tree) != len(kind.names) + 3:
-        wanted = f"wanted a {name} of {', '.join(kind.names) or 'no fields'}, found one with other fields"
+        wanted = (
+            f"wanted a {name} of {', '.join(kind.names) or 'no fields'}, found one with other "
+            "fields"
+        )
         raise Refused(wanted, "both sides must run the same version of Overlord")
     return kind
 

@@ -1,7 +1,9 @@
-"""Pieces of shared memory: one memfd each, sealed so that no one who was handed it can make it shorter under our feet.
+"""Pieces of shared memory: one memfd each, sealed so that no one who was handed it can make it
+shorter under our feet.
 
-Without seals a peer could truncate the file behind a mapping, and reading would end the process (SIGBUS). The owner maps a slot
-before it forbids new writable mappings, so only the owner ever writes.
+Without seals a peer could truncate the file behind a mapping, and reading would end the process
+(SIGBUS). The owner maps a slot before it forbids new writable mappings, so only the owner ever
+writes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, mm
         return _sealed_memfd(f"overlord-{name}", nbytes, others_write=others_write)
     except OSError as e:
         raise OverlordError(
-            f"{name}: wanted {nbytes} bytes of shared memory, found: {e.strerror or e}; {_remedy(e)}"
+            f"{name}: wanted {nbytes} bytes of shared memory, found: {e.strerror or e}; "
+            f"{_remedy(e)}"
         ) from e
 
 
@@ -43,7 +46,10 @@ def _remedy(error: OSError) -> str:
         import resource  # not on every platform; neither are memfds
 
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return f"the limit of the size of files, which counts for it too, is {limit} bytes: raise it (ulimit -f unlimited)"
+        return (
+            f"the limit of the size of files, which counts for it too, is {limit} bytes: "
+            "raise it (ulimit -f unlimited)"
+        )
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
     return "free memory on this machine, or raise the container's limit"
@@ -69,7 +75,9 @@ def _sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, m
 
 
 def map_foreign(fd: int, nbytes: int, *, what: str, write: bool = False) -> mmap.mmap:
-    """A peer's memfd, looked at before it is mapped: a file that can shrink, or is shorter than said, would kill the reader."""
+    """A peer's memfd, looked at before it is mapped: a file that can shrink, or is shorter than
+    said, would kill the reader.
+    """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise FrameError("wanted shared memory, found another kind of file", what)
@@ -94,7 +102,9 @@ def map_foreign(fd: int, nbytes: int, *, what: str, write: bool = False) -> mmap
 
 
 def _advise(mapped: mmap.mmap, *advice: int) -> None:
-    """All pages at once, and large ones where the machine allows it: one by one, on first touch, they cost as much as the copy."""
+    """All pages at once, and large ones where the machine allows it: one by one, on first touch,
+    they cost as much as the copy.
+    """
     for each in advice:
         with contextlib.suppress(
             OSError
@@ -141,7 +151,9 @@ class Slot:
         return not self.holds and not self.viewed
 
     def hand_out(self, nbytes: int, on_death: object) -> np.ndarray:
-        """A fresh array over the slot. All views of it have it as their base, so its death says that the last view has died."""
+        """A fresh array over the slot. All views of it have it as their base, so its death says
+        that the last view has died.
+        """
         root = np.frombuffer(self.map, np.uint8)
         self._local = weakref.ref(root, on_death)  # type: ignore[arg-type]
         return root[:nbytes]

@@ -1,7 +1,9 @@
-"""A server of links: one thread for all of them, which never waits for a single one. And ``dial``, the other end.
+"""A server of links: one thread for all of them, which never waits for a single one. And ``dial``,
+the other end.
 
-Callbacks run in that thread, so they must be short. What a slow peer does not take waits in the link's own queue, arrays by
-reference and bounded; whoever sends more from another thread waits, the server's thread does not.
+Callbacks run in that thread, so they must be short. What a slow peer does not take waits in the
+link's own queue, arrays by reference and bounded; whoever sends more from another thread waits, the
+server's thread does not.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Pending:
         self._wanted, self._got = self._steps.send(None), b""  # type: ignore[arg-type]
 
     def read(self) -> Accepted | None:
-        """Takes what has come; what is accepted when the peer has shown the token. ``LinkRefused`` otherwise."""
+        """Takes what has come; what is accepted when the peer has shown the token. ``LinkRefused``
+        otherwise.
+        """
         while True:
             if isinstance(self._wanted, bytes):
                 self.say(self._wanted)
@@ -82,7 +86,9 @@ class Pending:
 
 
 class Server:
-    """Accepts links at ``address``. ``on_open`` returns the welcome, or raises: then the peer is refused with that text."""
+    """Accepts links at ``address``. ``on_open`` returns the welcome, or raises: then the peer is
+    refused with that text.
+    """
 
     def __init__(
         self,
@@ -101,7 +107,8 @@ class Server:
     ):
         if not tcp and not HAS_SHARED_MEMORY:
             raise OverlordError(
-                "a server without TCP needs shared memory and unix sockets, which this platform lacks; leave tcp=True"
+                "a server without TCP needs shared memory and unix sockets, which this "
+                "platform lacks; leave tcp=True"
             )
         self._token, self._hold, self._silence_s = token, hold, silence_s
         self._on_message, self._on_open, self._on_close = (
@@ -165,8 +172,10 @@ class Server:
         self._bell.ring()
 
     def caught_up(self, timeout_s: float) -> bool:
-        """Waits until what lay in the sockets of its links when this was called has been read: whoever asks what a peer said last, and
-        knows that it said it, must not be answered before that is heard."""
+        """Waits until what lay in the sockets of its links when this was called has been read:
+        whoever asks what a peer said last, and knows that it said it, must not be answered before
+        that is heard.
+        """
         done = threading.Event()
         self.later(
             lambda: self.later(done.set)
@@ -244,7 +253,9 @@ class Server:
             self._selector.register(sock, READ, pending)
 
     def _pause(self, error: OSError) -> None:
-        """This process may open no more files: connections wait a while, those that say nothing make room."""
+        """This process may open no more files: connections wait a while, those that say nothing
+        make room.
+        """
         log.warning("cannot accept connections: %s", error.strerror)
         if self._pending:
             self._refuse(next(iter(self._pending.values())), "no room", later=True)
@@ -293,7 +304,9 @@ class Server:
         return None
 
     def _refuse(self, pending: Pending, reason: str, *, later: bool = False) -> None:
-        """``later``: it may come again, as one that stood still in the middle of its handshake does."""
+        """``later``: it may come again, as one that stood still in the middle of its handshake
+        does.
+        """
         with contextlib.suppress(OSError):
             pending.say(refusal(reason, later=later))
         self._forget(pending)

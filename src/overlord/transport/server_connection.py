@@ -1,4 +1,6 @@
-"""A server's end of a link: sending never makes the server's thread wait, and messages go to the server's callback."""
+"""A server's end of a link: sending never makes the server's thread wait, and messages go to the
+server's callback.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LINGER_S = 2.0  # how long a closed link may take to send what is queued
 
 
 class ServerLink(SocketLink):
-    """May be used from any thread. What the socket does not take is queued and sent by the server's thread."""
+    """May be used from any thread. What the socket does not take is queued and sent by the server's
+    thread.
+    """
 
     def __init__(self, sock: socket.socket, peer: str, *, ring: Ring | None, server: Server):
         super().__init__(sock, peer, ring=ring, hangup=False)
@@ -51,7 +55,9 @@ class ServerLink(SocketLink):
         return self._outbox.nbytes
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
-        """Waits while too much is queued; in the server's thread it does not wait but raises ``DataStall`` at once."""
+        """Waits while too much is queued; in the server's thread it does not wait but raises
+        ``DataStall`` at once.
+        """
         wait_s = 0.0 if self._server.in_its_thread else timeout_s
         self._admit(wait_s)
         self._post(self._load(value, wait_s))
@@ -71,7 +77,8 @@ class ServerLink(SocketLink):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise DataStall(
-                        f"{self.peer} to take {self._outbox.nbytes} bytes in {len(self._outbox)} messages",
+                        f"{self.peer} to take {self._outbox.nbytes} bytes in "
+                        f"{len(self._outbox)} messages",
                         wait_s,
                     )
                 self._drained.wait(left)

@@ -1,8 +1,10 @@
-"""Shared memory to build messages in: a few slots, filled again and again. Touching fresh pages costs more than the copy.
+"""Shared memory to build messages in: a few slots, filled again and again. Touching fresh pages
+costs more than the copy.
 
-A slot is handed out as an array. It is free again when no view of it lives in this process and no peer holds it: a peer notes in
-a byte of shared memory (a *cell*, one for each message) that its last view has died, and rings the ring's bell (an eventfd). So
-the owner learns of it without reading a socket, and whoever waits for a slot is woken.
+A slot is handed out as an array. It is free again when no view of it lives in this process and no
+peer holds it: a peer notes in a byte of shared memory (a *cell*, one for each message) that its
+last view has died, and rings the ring's bell (an eventfd). So the owner learns of it without
+reading a socket, and whoever waits for a slot is woken.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from overlord.errors import DataStall, OverlordError
 from overlord.transport.address import HAS_SHARED_MEMORY
 from overlord.transport.segment import Slot, sealed_memfd
 
-CELLS = 1024  # messages by reference that one peer may hold; beyond it they are copied through the socket
+# messages by reference that one peer may hold; beyond it they are copied through the socket
+CELLS = 1024
 SMALLEST = 2**16
 LOST_WAKE_S = 1.0  # how long a wake-up that was lost can cost
 _HANGUP = getattr(select, "POLLRDHUP", 0)
@@ -54,14 +57,18 @@ class Holder:
             return
         said = self._map[
             :
-        ]  # a copy: it changes while we look. A peer may write what it likes there; only its own messages count
+            # a copy: it changes while we look. A peer may write what it likes there; only its own
+            # messages count
+        ]
         for cell in [cell for cell in self.held if said[cell]]:
             self.held.pop(cell).holds -= 1
             self._map[cell] = 0
             self._unused.append(cell)
 
     def drop(self) -> None:
-        """The peer went away. What it held it may still read, if only its link is gone: such slots are not filled again."""
+        """The peer went away. What it held it may still read, if only its link is gone: such slots
+        are not filled again.
+        """
         self.collect()
         self.gone = True
         for slot in self.held.values():
@@ -77,7 +84,9 @@ class Holder:
 
 
 class Ring:
-    """Called with a size it gives a ``uint8`` array in shared memory that nobody views, as ``SlabPool`` does; waits when all is in use."""
+    """Called with a size it gives a ``uint8`` array in shared memory that nobody views, as
+    ``SlabPool`` does; waits when all is in use.
+    """
 
     def __init__(
         self, *, max_bytes: int = 2**30, max_slots: int = 64, name: str = "", wait_s: float = 60.0
@@ -101,7 +110,9 @@ class Ring:
         self.slots_made = 0  # over the ring's life: in steady state it stands still
 
     def __call__(self, nbytes: int) -> np.ndarray:
-        """nbytes of memory that nobody views, content undefined; ``DataStall`` after ``wait_s`` without any."""
+        """nbytes of memory that nobody views, content undefined; ``DataStall`` after ``wait_s``
+        without any.
+        """
         return self.wait(nbytes, self.wait_s)
 
     @property
@@ -133,7 +144,8 @@ class Ring:
         """The same, waiting up to ``wait_s``."""
         if nbytes > self.max_bytes:
             raise OverlordError(
-                f"ring {self.name!r}: {nbytes} bytes were asked for, max_bytes is {self.max_bytes}; raise it (launch: ring_bytes)"
+                f"ring {self.name!r}: {nbytes} bytes were asked for, max_bytes is "
+                f"{self.max_bytes}; raise it (launch: ring_bytes)"
             )
         found = self.take(nbytes)
         if found is not None:
@@ -159,7 +171,9 @@ class Ring:
         return max(fits, key=lambda s: s.turn, default=None)
 
     def _grown(self, nbytes: int) -> Slot | None:
-        """A new slot if the budget allows; else one that is too large; else a new one in the place of free ones that are too small."""
+        """A new slot if the budget allows; else one that is too large; else a new one in the place
+        of free ones that are too small.
+        """
         size = min(slot_size(nbytes), self.max_bytes)
         if size < nbytes:
             return None
@@ -209,7 +223,9 @@ class Ring:
     # waiting
 
     def _on_death(self, _: object) -> None:
-        """The last local view of a slot died. Runs inside the collector, anywhere: it must not take a lock."""
+        """The last local view of a slot died. Runs inside the collector, anywhere: it must not take
+        a lock.
+        """
         if self._waiting:
             self.bell.ring()
 
@@ -310,6 +326,8 @@ class Bell:
 
 
 def slot_size(nbytes: int) -> int:
-    """At least so much, in steps of a quarter of a power of two: sizes that vary a little share their slots."""
+    """At least so much, in steps of a quarter of a power of two: sizes that vary a little share
+    their slots.
+    """
     step = max(SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return max(SMALLEST, -(-nbytes // step) * step)

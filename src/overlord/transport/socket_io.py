@@ -1,4 +1,5 @@
-"""Envelopes on a socket: a fixed head, then a body. Never blocks: both directions stop where the socket does and go on later.
+"""Envelopes on a socket: a fixed head, then a body. Never blocks: both directions stop where the
+socket does and go on later.
 
 Open files (shared memory) travel beside the first byte of the envelope that announces them.
 """
@@ -26,7 +27,8 @@ MAX_FILES = 128  # in one envelope; the kernel takes 253
 JOINED_BYTES = 2**15
 _STAGE = 2**16
 _PIECES = 512  # for one sendmsg; the kernel takes 1024
-# Plain numbers: to combine the enumerations of the socket module costs more than a call of the kernel.
+# Plain numbers: to combine the enumerations of the socket module costs more than a call of the
+# kernel.
 _NOSIGNAL, _CLOEXEC, _CTRUNC = (
     int(getattr(socket, f"MSG_{name}", 0)) for name in ("NOSIGNAL", "CMSG_CLOEXEC", "CTRUNC")
 )
@@ -145,7 +147,9 @@ class Inbox:
         self.ready: deque[Envelope] = deque()
 
     def read(self, sock: socket.socket) -> bool:
-        """One read of what there is. False: the peer has closed. ``BlockingIOError`` if there is nothing."""
+        """One read of what there is. False: the peer has closed. ``BlockingIOError`` if there is
+        nothing.
+        """
         target = (
             self._view[self._end :]
             if self._large is None
@@ -180,7 +184,8 @@ class Inbox:
                 self._files += array.array("i", data[: len(data) - len(data) % _INT])
         if flags & _CTRUNC:
             raise FrameError(
-                f"wanted at most {MAX_FILES} open files at once, found more, or this process may open no more"
+                f"wanted at most {MAX_FILES} open files at once, found more, or this "
+                "process may open no more"
             )
 
     def _parse(self) -> None:
@@ -200,13 +205,15 @@ class Inbox:
         magic, kind, files, reserved, size = HEAD.unpack_from(self._stage, self._start)
         if magic != MAGIC or not FRAME <= kind <= BYE or reserved:
             raise FrameError(
-                f"wanted an envelope, found {bytes(self._view[self._start : self._start + HEAD.size])!r}"
+                "wanted an envelope, found "
+                f"{bytes(self._view[self._start : self._start + HEAD.size])!r}"
             )
         if size > (MAX_FRAME_BYTES if kind in (FRAME, SHARED) else SMALL_BODY - HEAD.size):
             raise FrameError(f"wanted a shorter envelope, found kind {kind} of {size} bytes")
         if files > MAX_FILES or (files and not self._takes_files):
             raise FrameError(
-                f"wanted at most {MAX_FILES if self._takes_files else 0} open files, found {files} announced"
+                f"wanted at most {MAX_FILES if self._takes_files else 0} open files, "
+                f"found {files} announced"
             )
         return kind, files, size
 

@@ -1,8 +1,10 @@
-"""Values of every kind as a header and columns, and back: the walk over both. ``codec`` is the door to it.
+"""Values of every kind as a header and columns, and back: the walk over both. ``codec`` is the door
+to it.
 
-The header is MessagePack. Numbers, texts, bytes and None stand for themselves and a map is a dict; every array of MessagePack
-starts with a tag that says what it stands for: a list, a tuple, a column, a record. Decoding imports nothing, runs nothing that
-the bytes name, and builds only registered records and known exceptions, their fields checked against their annotations.
+The header is MessagePack. Numbers, texts, bytes and None stand for themselves and a map is a dict;
+every array of MessagePack starts with a tag that says what it stands for: a list, a tuple, a
+column, a record. Decoding imports nothing, runs nothing that the bytes name, and builds only
+registered records and known exceptions, their fields checked against their annotations.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from overlord.transport.frame import CODES, DTYPES, MAX_DIMS
 MAX_DEPTH = 64  # of values inside values; messages have about 8
 MAX_INT_BYTES = 4096
 LONG_BYTES = 2**14  # bytes from here on travel as a column: the header is for what is small
-SMALL_BYTES = 256  # an array of one dimension up to here stands in the header: a column costs more than to copy it
+# an array of one dimension up to here stands in the header: a column costs more than to copy it
+SMALL_BYTES = 256
 
 LIST, TUPLE, ARRAY, RAGGED, SCALAR, BIG_INT, LONG, COLUMNS, RECORD, ERROR, SMALL = range(
     11
@@ -59,7 +62,9 @@ class Refused(Exception):
 
 
 def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
-    """A value as a header and columns beside it. Arrays are not copied unless they must be (strided, or big-endian)."""
+    """A value as a header and columns beside it. Arrays are not copied unless they must be
+    (strided, or big-endian).
+    """
     columns: list[np.ndarray] = []
     try:
         tree = pack_value(value, columns, 0)
@@ -100,8 +105,10 @@ def _pack_other(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
     if isinstance(value, Mapping):
         return _pack_dict(value, columns, depth)
     raise Refused(
-        f"wanted a value that can travel, found {type(value).__module__}.{type(value).__qualname__}",
-        "send plain values, numpy arrays, or a record made known by overlord.transport.codec.register",
+        "wanted a value that can travel, found "
+        f"{type(value).__module__}.{type(value).__qualname__}",
+        "send plain values, numpy arrays, or a record made known by "
+        "overlord.transport.codec.register",
     )
 
 
@@ -129,7 +136,8 @@ def _pack_dict(value: Mapping[Any, Any], columns: list[np.ndarray], depth: int) 
     if not KEYS.issuperset(set(map(type, value))):
         wrong = next(key for key in value if type(key) not in KEYS)
         raise Refused(
-            f"wanted keys that are texts or whole numbers, found {wrong!r:.60} of {type(wrong).__name__}"
+            f"wanted keys that are texts or whole numbers, found {wrong!r:.60} of "
+            f"{type(wrong).__name__}"
         )
     if PLAIN.issuperset(set(map(type, value.values()))):
         return value if type(value) is dict else dict(value)
@@ -181,7 +189,9 @@ def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
 
 
 def owned(array: np.ndarray) -> bool:
-    """Whether its memory is numpy's own, of it or of the array it is a view of: then it is no shared memory, which goes by reference."""
+    """Whether its memory is numpy's own, of it or of the array it is a view of: then it is no
+    shared memory, which goes by reference.
+    """
     base = array.base
     return base is None or (type(base) is np.ndarray and base.base is None)
 
@@ -301,7 +311,8 @@ def wants(tree: list[Any], *kinds: type) -> list[Any]:
         type(found) is not kind for found, kind in zip(tree[1:], kinds, strict=True)
     ):
         raise Refused(
-            f"wanted {', '.join(k.__name__ for k in kinds)} behind tag {tree[0]}, found {', '.join(map(shown, tree[1:5]))}"
+            f"wanted {', '.join(k.__name__ for k in kinds)} behind tag {tree[0]}, found "
+            f"{', '.join(map(shown, tree[1:5]))}"
         )
     return tree[1:]
 
@@ -336,7 +347,10 @@ def _open_ragged(tree: list[Any], columns: list[np.ndarray], depth: int) -> Ragg
 
 def _ragged_problem(values: np.ndarray, offsets: np.ndarray) -> str:
     if offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu" or not values.ndim:
-        return f"wanted values and a column of offsets, found {values.dtype}{values.shape} and {offsets.dtype}{offsets.shape}"
+        return (
+            f"wanted values and a column of offsets, found {values.dtype}{values.shape} and "
+            f"{offsets.dtype}{offsets.shape}"
+        )
     if offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
         return f"wanted offsets that rise within 0..{len(values)}, found others"
     return ""

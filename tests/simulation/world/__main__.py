@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     print(tally.table())
     each = tally.seconds / max(1, tally.seeds)
     print(
-        f"{tally.seeds} seeds, {each:.2f} s of CPU each, at least {tally.fewest} faults in each, {len(tally.failed)} failed"
+        f"{tally.seeds} seeds, {each:.2f} s of CPU each, at least {tally.fewest} faults "
+        f"in each, {len(tally.failed)} failed"
     )
     if len(tally.versions) > 1:
         print(

@@ -1,6 +1,8 @@
-"""Reads the history of a run and says what is wrong with it. Knows the sources and the mesh, and nothing of how steps are planned.
+"""Reads the history of a run and says what is wrong with it. Knows the sources and the mesh, and
+nothing of how steps are planned.
 
-Every violation is a sentence with step, rank and sample. ``tests/simulation`` shows that each kind is found.
+Every violation is a sentence with step, rank and sample. ``tests/simulation`` shows that each kind
+is found.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ class Checker:
     # order: what one rank sees
 
     def _order(self, events: Sequence[Event]) -> None:
-        """Each trainer gets the steps it asked for, one by one; a step that was taken never comes again, but to those who went back."""
+        """Each trainer gets the steps it asked for, one by one; a step that was taken never comes
+        again, but to those who went back.
+        """
         wanted: dict[int, int] = {}
         taken: dict[int, int] = {}
         session = 0
@@ -116,7 +120,8 @@ class Checker:
             elif e.what == "deliver":
                 if e.session != session:
                     self._say(
-                        f"step {e.step}, rank {e.rank}: it is of session {e.session}, which was over: {session} had begun"
+                        f"step {e.step}, rank {e.rank}: it is of session {e.session}, "
+                        f"which was over: {session} had begun"
                     )
                 if e.step != wanted.get(e.rank):
                     self._say(
@@ -137,17 +142,20 @@ class Checker:
         return step
 
     def _went_on(self, e: Event, taken: Mapping[int, int]) -> None:
-        """A restart of the job goes on behind what all have: not a step later, or steps would be lost. Another mesh goes on behind what any
-        has, and all have it."""
+        """A restart of the job goes on behind what all have: not a step later, or steps would be
+        lost. Another mesh goes on behind what any has, and all have it.
+        """
         if e.what == "reshard" and taken and e.step <= max(taken.values()):
             fast = max(taken, key=lambda rank: taken[rank])
             self._say(
-                f"step {e.step}, rank {fast}: the mesh changed there, and this rank had taken step {taken[fast]}: steps come again"
+                f"step {e.step}, rank {fast}: the mesh changed there, and this rank had "
+                f"taken step {taken[fast]}: steps come again"
             )
         if e.what != "rewind" and taken and e.step > min(taken.values()) + 1:
             slow = min(taken, key=lambda rank: taken[rank])
             self._say(
-                f"step {e.step}, rank {slow}: the job went on there, though this rank had taken step {taken[slow]} last: steps are lost"
+                f"step {e.step}, rank {slow}: the job went on there, though this rank had "
+                f"taken step {taken[slow]} last: steps are lost"
             )
 
     # content
@@ -170,11 +178,14 @@ class Checker:
                 )
             elif ours.digest != seen.digest or ours.samples != seen.samples:
                 self._say(
-                    f"step {seen.step}, rank {seen.rank}: not what the undisturbed run gives: {_difference(ours, seen)}"
+                    f"step {seen.step}, rank {seen.rank}: not what the undisturbed run "
+                    f"gives: {_difference(ours, seen)}"
                 )
 
     def _steps(self, delivered: Sequence[tuple[str, Seen]]) -> dict[int, Held]:
-        """What each rank has of each step in the end: of one that came again under another mesh, what came then."""
+        """What each rank has of each step in the end: of one that came again under another mesh,
+        what came then.
+        """
         steps: dict[int, Held] = {}
         for mesh, seen in delivered:
             if seen.step not in steps or steps[seen.step].mesh != mesh:
@@ -196,7 +207,8 @@ class Checker:
             )
             if odd := sorted((Counter(ours.samples()) - Counter(held.samples())).keys()):
                 self._say(
-                    f"step {step}, under {held.mesh}: {_name(odd[0])} is missing, which it has under {self.facts.mesh}"
+                    f"step {step}, under {held.mesh}: {_name(odd[0])} is missing, which "
+                    f"it has under {self.facts.mesh}"
                 )
 
     def _peers(self, steps: Mapping[int, Held]) -> None:
@@ -207,14 +219,16 @@ class Checker:
                     if other.samples != group[0].samples:
                         odd = _odd(group[0], other)
                         self._say(
-                            f"step {step}, rank {other.rank}: other samples than rank {group[0].rank} of its replica: {odd}"
+                            f"step {step}, rank {other.rank}: other samples than rank "
+                            f"{group[0].rank} of its replica: {odd}"
                         )
             for group in held_by.groups("dp", "cp", "pp"):
                 held = [seen for seen in group if seen.keys]
                 for other in held[1:]:
                     if other.digest != held[0].digest:
                         self._say(
-                            f"step {step}, rank {other.rank}: other bytes than its tensor-parallel peer, rank {held[0].rank}"
+                            f"step {step}, rank {other.rank}: other bytes than its "
+                            f"tensor-parallel peer, rank {held[0].rank}"
                         )
             for seen in ranks.values():
                 if coords[seen.rank]["pp"] > 0 and (
@@ -225,7 +239,9 @@ class Checker:
                     )
 
     def _tiles(self, steps: Mapping[int, Held]) -> None:
-        """The slices of a replica, joined, are its samples: every token in one place, whoever holds it."""
+        """The slices of a replica, joined, are its samples: every token in one place, whoever holds
+        it.
+        """
         content = self.facts.content
         for step, held_by in steps.items():
             coords = held_by.coords
@@ -246,7 +262,8 @@ class Checker:
                     if any(held.values()):
                         token = next(t for t, n in held.items() if n)
                         self._say(
-                            f"step {step}, rank {group[0].rank}, microbatch {m}: token {token} is there {held[token]:+d} times too often"
+                            f"step {step}, rank {group[0].rank}, microbatch {m}: token "
+                            f"{token} is there {held[token]:+d} times too often"
                         )
 
     # samples
@@ -273,14 +290,17 @@ class Checker:
                 self._no_gap(step, there)
 
     def _no_gap(self, step: int, there: Sequence[Counter[int]]) -> None:
-        """An epoch begins when all of the one before it is out: what is delivered is a prefix of each epoch."""
+        """An epoch begins when all of the one before it is out: what is delivered is a prefix of
+        each epoch.
+        """
         for source, epochs in enumerate(there):
             size = sum(self.facts.rows[source])
             for epoch in range(max(epochs, default=0)):
                 if epochs[epoch] != size:
                     lost = size - epochs[epoch]
                     self._say(
-                        f"step {step}: epoch {epoch + 1} of source {source} has begun, and {lost} samples of epoch {epoch} are lost"
+                        f"step {step}: epoch {epoch + 1} of source {source} has begun, "
+                        f"and {lost} samples of epoch {epoch} are lost"
                     )
 
     def _mixture(self, steps: Mapping[int, Held]) -> None:
@@ -326,7 +346,8 @@ class Checker:
             end = ended.get(rank)
             if end is None:
                 self._say(
-                    f"step {last.get(rank, -1) + 1}, rank {rank}: it never came, and no error was told"
+                    f"step {last.get(rank, -1) + 1}, rank {rank}: it never came, and no "
+                    "error was told"
                 )
             elif end.what == "error":
                 self._say(
@@ -356,7 +377,8 @@ class Checker:
             if e.what in ("deliver", "end", "leave", "error"):
                 if e.t - since[e.rank] > BOUND_S:
                     self._say(
-                        f"step {e.step}, rank {e.rank}: came {e.t - since[e.rank]:.1f} s after faults had stopped or the step before came"
+                        f"step {e.step}, rank {e.rank}: came {e.t - since[e.rank]:.1f} s "
+                        "after faults had stopped or the step before came"
                     )
                 since[e.rank] = e.t
 

@@ -1,4 +1,6 @@
-"""A simulated cluster: the process runtime's own classes on a virtual clock, trainers that take steps, and faults by script."""
+"""A simulated cluster: the process runtime's own classes on a virtual clock, trainers that take
+steps, and faults by script.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Cluster:
         self.net = Net(self.world)
         self.history = History()
         job = scenario.job()
-        # By the index alone: a seed of the past must go on meaning what it meant, however partitions are improved.
+        # By the index alone: a seed of the past must go on meaning what it meant, however
+        # partitions are improved.
         self.blueprint = Blueprint(
             job, Options.of({"partition": "off", "watch_s": 0.0, **scenario.options})
         )
@@ -96,7 +99,9 @@ class Cluster:
             self.launched.report(rank, step)
 
     def report_late(self) -> None:
-        """Trainers repeat themselves while parts are lost: what comes too late for a plan must not count when it is made again."""
+        """Trainers repeat themselves while parts are lost: what comes too late for a plan must not
+        count when it is made again.
+        """
 
         def say() -> None:
             for rank, step in self.taken.items():
@@ -139,7 +144,9 @@ class Cluster:
         )
 
     def not_launched(self, launched: Launched, error: Exception) -> None:
-        """A part was lost before the job had begun: whoever launches it is told so, and does it again."""
+        """A part was lost before the job had begun: whoever launches it is told so, and does it
+        again.
+        """
         if self.launched is launched:
             self.history.add(
                 self.world.now, "launch", session=self.session, words=f"failed: {error}"
@@ -154,7 +161,9 @@ class Cluster:
     def _launch_again(self, launched: Launched) -> None:
         if self.launched is not launched:
             return
-        if launched.incarnation:  # no planner can be had in the place of the one that was lost: the job has failed, and is started again
+        # no planner can be had in the place of the one that was lost: the job has failed, and is
+        # started again
+        if launched.incarnation:
             self.restart(failed=True)
             return
         launched.end(killed=True)
@@ -185,7 +194,9 @@ class Cluster:
     # what happens to them
 
     def crash(self, rank: int, *, with_step: bool) -> bool:
-        """A trainer dies and is started again; ``with_step``: just when it was handed a step, before it could say so."""
+        """A trainer dies and is started again; ``with_step``: just when it was handed a step,
+        before it could say so.
+        """
         trainer = self.trainers[rank]
         if with_step:
             trainer.crash_with_step = True
@@ -232,7 +243,9 @@ class Cluster:
         return True
 
     def reshard(self, which: int) -> bool:
-        """All trainers stop behind the last step that one of them was handed, and go on as another mesh. True once they do."""
+        """All trainers stop behind the last step that one of them was handed, and go on as another
+        mesh. True once they do.
+        """
         if self.launched.host is None or not self.taken:
             return False
         if self._stop_at == STEPS:
@@ -255,8 +268,9 @@ class Cluster:
         return True
 
     def holds(self, step: int) -> bool:
-        """Whether trainers wait before a step: for another mesh, for what people say to be heard, or, before the last one, for faults that
-        must strike in every run."""
+        """Whether trainers wait before a step: for another mesh, for what people say to be heard,
+        or, before the last one, for faults that must strike in every run.
+        """
         return (
             step >= self._stop_at
             or (step >= STEPS - 1 and self.script.owes)
@@ -274,7 +288,9 @@ class Cluster:
             trainer.release()
 
     def restart(self, *, failed: bool = False) -> bool:
-        """Everything is killed and the job is started again, from its journal: trainers ask it where they are."""
+        """Everything is killed and the job is started again, from its journal: trainers ask it
+        where they are.
+        """
         if (self.launched.host is None and not failed) or self.disk is None:
             return False
         self._end_trainers()
@@ -284,8 +300,10 @@ class Cluster:
         return True
 
     def _saved(self, step: int) -> StreamState:
-        """The state behind a step as a trainer saves it: with all that was said since it was planned. What people said when all had gone
-        further is not in it: that is said again where trainers go back to it."""
+        """The state behind a step as a trainer saves it: with all that was said since it was
+        planned. What people said when all had gone further is not in it: that is said again where
+        trainers go back to it.
+        """
         saved = _opened(self.states[step])
         late = self._completed(saved)
         return (

@@ -1,4 +1,6 @@
-"""The control plane of the virtual world: the contract of ``docs/control.md``, with delays from the seed and no codec in between."""
+"""The control plane of the virtual world: the contract of ``docs/control.md``, with delays from the
+seed and no codec in between.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Member:
 
 
 class Family:
-    """The actors of one launching process, by name. They end with it, and outlive whoever else calls them."""
+    """The actors of one launching process, by name. They end with it, and outlive whoever else
+    calls them.
+    """
 
     def __init__(self, owner: Process):
         self.members: dict[str, Member] = {}
@@ -98,7 +102,8 @@ class SimControl:
         self._names: dict[str, SimRecord] = {}
         self._closed = False
         self.births: Births = {}
-        self.outlive = False  # whoever is killed while it is cut off or stopped lives on, as on another machine
+        # whoever is killed while it is cut off or stopped lives on, as on another machine
+        self.outlive = False
 
     def processes(self) -> dict[str, Process]:
         return self._family.processes()
@@ -270,7 +275,9 @@ class SimControl:
         return record.handle
 
     def kill(self, handle: Handle) -> None:
-        """The name is free at once. On another machine, cut off or stopped, who is killed does not notice."""
+        """The name is free at once. On another machine, cut off or stopped, who is killed does not
+        notice.
+        """
         record = self._mine(handle)
         process = record.process
         if self._family.control is not self:

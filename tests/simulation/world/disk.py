@@ -1,4 +1,6 @@
-"""The disk, or the store, that the journal of a simulated job lies on. It outlives processes; what was being written may not."""
+"""The disk, or the store, that the journal of a simulated job lies on. It outlives processes; what
+was being written may not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WRITE_S = 0.002  # median
 
 
 class SimWriter(Writer):
-    """Writes some time later, in the process that gave the order; who waits for it has it written at once."""
+    """Writes some time later, in the process that gave the order; who waits for it has it written
+    at once.
+    """
 
     def __init__(self, log: Log, told: Callable[[], None] | None, process: Process):
         super().__init__(log, told)
@@ -68,7 +72,9 @@ class SimWriter(Writer):
 
 
 class SimDisk:
-    """Segments by name. ``store``: objects are written whole or not at all, never over another, and nobody is locked out."""
+    """Segments by name. ``store``: objects are written whole or not at all, never over another, and
+    nobody is locked out.
+    """
 
     def __init__(self, chance: random.Random, *, store: bool):
         self.chance, self.store = chance, store

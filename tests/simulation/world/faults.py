@@ -1,4 +1,6 @@
-"""What goes wrong: each fault a plain line of a script, drawn by the seed, with the moment it strikes and whom."""
+"""What goes wrong: each fault a plain line of a script, drawn by the seed, with the moment it
+strikes and whom.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ NEEDS_JOURNAL = ("planner", "job")  # roles that come back from what is written
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Strikes when every rank has taken ``step`` and ``after_s`` have passed, or ``patience_s`` after the one before it."""
+    """Strikes when every rank has taken ``step`` and ``after_s`` have passed, or ``patience_s``
+    after the one before it.
+    """
 
     kind: str
     role: str
@@ -64,10 +68,14 @@ class Fault:
 
     def __str__(self) -> str:
         lasts = f" for {self.seconds:.2f} s" if self.seconds else ""
-        return f"behind step {self.step} + {self.after_s * 1000:.0f} ms: {self.kind}, {self.role} {self.which}{lasts}"
+        return (
+            f"behind step {self.step} + {self.after_s * 1000:.0f} ms: {self.kind}, "
+            f"{self.role} {self.which}{lasts}"
+        )
 
 
-# With what overlaps; so that seeds which failed before there were such faults draw what they drew then.
+# With what overlaps; so that seeds which failed before there were such faults draw what they drew
+# then.
 DRAWN_APART = ("reshard", "scale", "bad start", "slow start")
 
 
@@ -96,7 +104,9 @@ def draw_reshards(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tu
 
 
 def draw_scales(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """The script with one to four changes of how many hosts read a source; some hosts die while they take over."""
+    """The script with one to four changes of how many hosts read a source; some hosts die while
+    they take over.
+    """
     more = []
     for step in (r.randint(0, steps * 2 // 3) for _ in range(r.choice((1, 2, 3, 4)))):
         more.append(_fault(r, ("scale", "job"), step))
@@ -108,8 +118,10 @@ def draw_scales(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tupl
 
 
 def draw_overlaps(r: random.Random, steps: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """The script with loader hosts that die while the links of others are slow. Where stand-bys take their place, others send payload for
-    the steps that are under way than before, and what was sent before comes later than the plans that are made then."""
+    """The script with loader hosts that die while the links of others are slow. Where stand-bys
+    take their place, others send payload for the steps that are under way than before, and what was
+    sent before comes later than the plans that are made then.
+    """
     more = []
     for step in (r.randint(0, steps * 2 // 3) for _ in range(2)):
         slow, kill = (_fault(r, (kind, "loader"), step) for kind in ("slow link", "kill"))
@@ -128,8 +140,10 @@ def draw_births(
     journal: bool,
     moves: tuple[str, ...],
 ) -> tuple[Fault, ...]:
-    """The script with parts that die while they start, or start slowly, and with sessions that are moved among it: there all parts start at
-    once. What follows a move strikes while nothing is settled yet."""
+    """The script with parts that die while they start, or start slowly, and with sessions that are
+    moved among it: there all parts start at once. What follows a move strikes while nothing is
+    settled yet.
+    """
     roles = [role for role in KINDS["bad start"] if journal or role not in NEEDS_JOURNAL]
     more = []
     for step in (r.randint(0, steps * 2 // 3) for _ in range(r.choice((1, 2, 2, 3)))):
@@ -161,8 +175,10 @@ def draw_around(
     journal: bool,
     moves: tuple[str, ...],
 ) -> tuple[Fault, ...]:
-    """The script with a loss, or with a move, at about the moment when people say something, every other time they do: while the planner is
-    being told, just before it, or when it has heard it and plans are about that were made without it."""
+    """The script with a loss, or with a move, at about the moment when people say something, every
+    other time they do: while the planner is being told, just before it, or when it has heard it and
+    plans are about that were made without it.
+    """
     losses = [
         ("kill", "loader"),
         *(

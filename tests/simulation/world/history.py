@@ -1,4 +1,6 @@
-"""What trainers saw, as plain values: all that the checker reads. Nothing here knows how steps are planned."""
+"""What trainers saw, as plain values: all that the checker reads. Nothing here knows how steps are
+planned.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,10 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``what``: begin (a trainer asks from ``step`` on), deliver, took, end, error, leave, fault, calm, rewind, restart,
-    reshard (``words`` is the mesh from here on), said (what people changed has happened), refused (it was not to be)."""
+    """``what``: begin (a trainer asks from ``step`` on), deliver, took, end, error, leave, fault,
+    calm, rewind, restart, reshard (``words`` is the mesh from here on), said (what people changed
+    has happened), refused (it was not to be).
+    """
 
     t: float
     what: str
@@ -82,6 +86,7 @@ class History:
         hashed = hashlib.blake2b(digest_size=8)
         for e in self.events:
             hashed.update(
-                f"{e.t!r} {e.what} {e.rank} {e.step} {e.session} {e.seen and e.seen.digest} {e.words}\n".encode()
+                f"{e.t!r} {e.what} {e.rank} {e.step} {e.session} "
+                f"{e.seen and e.seen.digest} {e.words}\n".encode()
             )
         return hashed.hexdigest()

@@ -1,4 +1,6 @@
-"""The launching process of a simulated job, and the planner's: in it, or, where there is a journal to come back from, one of its own."""
+"""The launching process of a simulated job, and the planner's: in it, or, where there is a journal
+to come back from, one of its own.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +159,9 @@ class Launched:
             self.start_planner("the planner was lost")
 
     def give_up_planner(self, planner: Process) -> None:
-        """It does not answer: it is killed, or, where that does not reach it, lives on and is not heard any more."""
+        """It does not answer: it is killed, or, where that does not reach it, lives on and is not
+        heard any more.
+        """
         if planner is not self.planner or not planner.alive or self.over:
             return
         if self.cluster.scenario.outlives and (planner.stopped or planner in self.cluster.net.cut):
@@ -259,7 +263,9 @@ class Launched:
         )  # type: ignore[arg-type]
 
     def _hears(self, what: str, *words: Any) -> None:
-        """What the planner says. It asks for all that was reported by a message, which is answered behind what was reported before."""
+        """What the planner says. It asks for all that was reported by a message, which is answered
+        behind what was reported before.
+        """
         if what == "reports":
             mark: int = words[0]
             self.world.at(
@@ -271,7 +277,9 @@ class Launched:
     # what trainers ask
 
     def address_for(self, rank: int) -> tuple[str, str]:
-        """Where a rank's steps come from, known to whoever started the constructors, planner or not."""
+        """Where a rank's steps come from, known to whoever started the constructors, planner or
+        not.
+        """
         if not self.process.alive:
             raise ActorLost("the session", "nobody answers at the front door")
         if self.cluster.disk is None:
@@ -293,7 +301,8 @@ class Launched:
         elif self.host is not None:
             self._say(report)
 
-    # To a planner in another process by the pump of this one: the next word when the one before it is heard, by this planner or the next.
+    # To a planner in another process by the pump of this one: the next word when the one before it
+    # is heard, by this planner or the next.
 
     def _send(self, word: Word | Errand) -> None:
         self._mail.append(word)
@@ -345,7 +354,9 @@ class Launched:
             self._send(Errand(work))
 
     def report_late(self, rank: int, step: int) -> None:
-        """What the plan of the step this rank took last would have used: nobody may use it now, also when that step is planned again."""
+        """What the plan of the step this rank took last would have used: nobody may use it now,
+        also when that step is planned again.
+        """
         if (host := self.host) is not None and step >= 0:
             late = Report(
                 step,

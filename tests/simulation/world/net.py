@@ -1,4 +1,6 @@
-"""The virtual network: wires that keep their order and nothing else, servers, links. What was sent arrives, unless its wire is cut."""
+"""The virtual network: wires that keep their order and nothing else, servers, links. What was sent
+arrives, unless its wire is cut.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ GONE = "the connection was reset"
 
 
 class Wire:
-    """One way from one process to another. In order; while it is cut what was sent waits, and comes late."""
+    """One way from one process to another. In order; while it is cut what was sent waits, and comes
+    late.
+    """
 
     def __init__(self, net: Net, source: Process, target: Process):
         self._net, self.source, self.target = net, source, target
@@ -102,7 +106,9 @@ class Net:
 
 
 class SimLink(Link):
-    """One end. The server's end hands what comes to the server; the other is read by whoever dialled."""
+    """One end. The server's end hands what comes to the server; the other is read by whoever
+    dialled.
+    """
 
     def __init__(self, net: Net, peer: str, server: SimServer | None = None):
         self._net, self.peer, self._server = net, peer, server

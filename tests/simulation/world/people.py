@@ -1,8 +1,10 @@
-"""What people say in mid-run, ``session.set_mixture`` and ``session.skip``, on its way to the planner of a simulated job.
+"""What people say in mid-run, ``session.set_mixture`` and ``session.skip``, on its way to the
+planner of a simulated job.
 
-The session's own code says it (``session/events.py``), the code of an engine whose planner is elsewhere asks and hears
-(``session/cluster_runtime.py``, ``sayings.py``, ``parts.py``), and the planner's own answers (``cluster/coordinator_actor.py``). What lies between them
-is the control plane of the virtual world.
+The session's own code says it (``session/events.py``), the code of an engine whose planner is
+elsewhere asks and hears (``session/cluster_runtime.py``, ``sayings.py``, ``parts.py``), and the
+planner's own answers (``cluster/coordinator_actor.py``). What lies between them is the control
+plane of the virtual world.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ class Elsewhere(PlannedEngine):
     def is_there(
         self, host: PlannerHost, pump: Pump, found: Sequence[Any]
     ) -> Callable[[], float | None]:
-        """``found``: events in the journal. What is to be called behind every turn of the planner's pump."""
+        """``found``: events in the journal. What is to be called behind every turn of the planner's
+        pump.
+        """
         actor = _Planner(host, pump, found, self._parts._machine.now)
         self._parts.is_there(actor)
         return actor._after_turn
@@ -155,7 +159,9 @@ class _Beside:
 
 
 class _Here:
-    """The pump of a session whose planner is elsewhere: what it is asked it does in its turn (``launched.py``), and may wait."""
+    """The pump of a session whose planner is elsewhere: what it is asked it does in its turn
+    (``launched.py``), and may wait.
+    """
 
     def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
         return call()
@@ -193,11 +199,13 @@ class Errand:
 
 
 class People:
-    """Whoever changes the job: says one thing after the other, when all ranks have come so far, and again where that failed.
+    """Whoever changes the job: says one thing after the other, when all ranks have come so far, and
+    again where that failed.
 
-    Until it is known to have happened trainers do not come so near to its first step that a planner could plan it: as in a script that
-    says it between two steps, and waits. ``said``: how many have happened; what is said again after a session was moved, or everything
-    killed, follows from where that goes on.
+    Until it is known to have happened trainers do not come so near to its first step that a planner
+    could plan it: as in a script that says it between two steps, and waits. ``said``: how many have
+    happened; what is said again after a session was moved, or everything killed, follows from where
+    that goes on.
     """
 
     def __init__(self, cluster: Cluster, sayings: Sequence[Saying]):
@@ -231,7 +239,9 @@ class People:
         self.said = said
 
     def resumed(self, state: StreamState) -> None:
-        """Everything was killed, and the journal says what has happened: also what was written, and nobody was told of."""
+        """Everything was killed, and the journal says what has happened: also what was written, and
+        nobody was told of.
+        """
         while self.said < len(self._sayings) and self._is_in(state, self._sayings[self.said]):
             self._has_happened(self.said)
 

@@ -1,5 +1,7 @@
-"""What costs most in a simulated run and cannot come out differently, remembered: what a shard holds does not depend on who reads it,
-nor where samples are placed on who asks. What is read, drawn, sent and delivered when is never remembered."""
+"""What costs most in a simulated run and cannot come out differently, remembered: what a shard
+holds does not depend on who reads it, nor where samples are placed on who asks. What is read,
+drawn, sent and delivered when is never remembered.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from overlord.transforms.base import Block, RowIds, Staged
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """Of one job. Whoever comes second is given what the first has read; arrays that are shared are not to be written to."""
+    """Of one job. Whoever comes second is given what the first has read; arrays that are shared are
+    not to be written to.
+    """
 
     slices: dict[Any, RawSlice] = field(default_factory=dict)
     staged: dict[Any, tuple[np.ndarray, np.ndarray, Staged]] = field(default_factory=dict)
@@ -79,7 +83,8 @@ class RememberingReader(SourceReader):
             1
         ]
 
-    # Rows, and what is made of them, are the same in every epoch and in whatever blocks they are asked for.
+    # Rows, and what is made of them, are the same in every epoch and in whatever blocks they are
+    # asked for.
 
     def _stage_slice(
         self, raw: RawSlice, ids: RowIds, reasons: list[str]
@@ -148,7 +153,9 @@ def _lock(block: tuple[Evaluated, Content]) -> None:
 
 
 class _Placed(LoadingPlan):
-    """A plan that was found valid when it was made: whoever is given it again finds the same, and the same digest."""
+    """A plan that was found valid when it was made: whoever is given it again finds the same, and
+    the same digest.
+    """
 
     __slots__ = ("_digest",)
 

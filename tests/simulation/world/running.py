@@ -1,4 +1,6 @@
-"""One seed from end to end: its cluster with faults, the same job undisturbed, and the checker's verdict."""
+"""One seed from end to end: its cluster with faults, the same job undisturbed, and the checker's
+verdict.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ class Verdict:
         said += [f"  VIOLATION: {words}" for words in self.violations[:20]]
         n, faults = len(self.violations) or "no", self.fired.total()
         said.append(
-            f"  {n} violations, {faults} faults, {self.seconds:.1f} s, history {self.history.digest()}"
+            f"  {n} violations, {faults} faults, {self.seconds:.1f} s, history "
+            f"{self.history.digest()}"
         )
         return "\n".join(said)
 
@@ -64,7 +67,9 @@ TOLD = ("fault", "calm", "rewind", "restart", "error", "launch", "reshard", "sai
 
 
 def undisturbed(scenario: Scenario, mesh: Mesh | None = None) -> dict[tuple[int, int], Seen]:
-    """The same job in one process where nothing happens, under one mesh from its first step to its last."""
+    """The same job in one process where nothing happens, under one mesh from its first step to its
+    last.
+    """
     report = scenario.report if scenario.learns else None
     said = [saying.event for saying in scenario.sayings]
     run = simulate(
@@ -110,8 +115,10 @@ def references(scenario: Scenario, history: History) -> dict[str, dict[tuple[int
 
 @contextmanager
 def _without_dateutil() -> Iterator[None]:
-    """pyarrow looks for it with every column of Python values; where there is none, looking would be a sixth of the time. Where there is
-    one it stays: pandas, which pyarrow looks for too, cannot be imported without it."""
+    """pyarrow looks for it with every column of Python values; where there is none, looking would
+    be a sixth of the time. Where there is one it stays: pandas, which pyarrow looks for too, cannot
+    be imported without it.
+    """
     missing = "dateutil" not in sys.modules and find_spec("dateutil") is None
     if missing:
         sys.modules["dateutil"] = None  # type: ignore[assignment]
@@ -124,7 +131,9 @@ def _without_dateutil() -> Iterator[None]:
 
 @contextmanager
 def _by_nobody() -> Iterator[None]:
-    """Journals name their writer, process and host. Where a write is torn depends on how long it is, and that must not depend on them."""
+    """Journals name their writer, process and host. Where a write is torn depends on how long it
+    is, and that must not depend on them.
+    """
     setattr(log, "whoami", lambda: "process 12345 on vm")  # noqa: B010
     try:
         yield
@@ -134,7 +143,9 @@ def _by_nobody() -> Iterator[None]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """What a run leaves behind is small, and is collected after it: not again and again in the middle of it."""
+    """What a run leaves behind is small, and is collected after it: not again and again in the
+    middle of it.
+    """
     before = gc.isenabled()
     gc.disable()
     try:
@@ -146,7 +157,9 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _of_one_weight() -> Iterator[None]:
-    """Hosts tell what their process weighs. Here all are one, and the system would count its pages each time: with torch in it, 8 ms."""
+    """Hosts tell what their process weighs. Here all are one, and the system would count its pages
+    each time: with torch in it, 8 ms.
+    """
     setattr(loader_worker, "pss_bytes", lambda: 2**27)  # noqa: B010
     try:
         yield

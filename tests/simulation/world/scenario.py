@@ -1,4 +1,6 @@
-"""What a seed draws: a job, a cluster for it, and what goes wrong there. Plain values, the same for the same seed for ever."""
+"""What a seed draws: a job, a cluster for it, and what goes wrong there. Plain values, the same for
+the same seed for ever.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ STRATEGIES = ("vanilla", "packed", "llm_balance", "backbone_balance")
 
 
 def content(source: int, file: int, row: int) -> list[int]:
-    """The tokens of a row. Every token of the world is found in one place of one row, so nothing can be taken for something else."""
+    """The tokens of a row. Every token of the world is found in one place of one row, so nothing
+    can be taken for something else.
+    """
     first = 1 + ((source * 16 + file) * ROWS_PER_SHARD + row) * 16
     return list(range(first, first + 2 + (row * 7 + file * 3 + source) % (LONGEST - 1)))
 
@@ -79,7 +83,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Saying:
-    """``session.set_mixture`` or ``session.skip``, said when every rank has taken ``step``; -1: as soon as the job runs."""
+    """``session.set_mixture`` or ``session.skip``, said when every rank has taken ``step``; -1: as
+    soon as the job runs.
+    """
 
     step: int
     event: SetMixture | Skip
@@ -92,7 +98,10 @@ class Saying:
     def __str__(self) -> str:
         if isinstance(self.event, Skip):
             return f"behind step {self.step}: skip {list(self.event.steps)}"
-        return f"behind step {self.step}: weights {list(self.event.weights.values())} from step {self.event.at} on"
+        return (
+            f"behind step {self.step}: weights {list(self.event.weights.values())} from step "
+            f"{self.event.at} on"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +156,9 @@ class Scenario:
 
     @property
     def room(self) -> int:
-        """The planner is at most so many steps ahead of the slowest rank: those it skips do not count."""
+        """The planner is at most so many steps ahead of the slowest rank: those it skips do not
+        count.
+        """
         return int(self.options["prefetch"]) + len(self.skipped)
 
     def other_mesh(self, now: Mesh, which: int) -> Mesh:
@@ -206,11 +217,15 @@ class Scenario:
         size = f"{self.samples} samples" if self.samples else "72 tokens"
         mixture = "learned" if self.learns else "staged" if self.changes else "fixed"
         said = [
-            f"seed {self.seed}: {len(self.rows)} sources of {[sum(r) for r in self.rows]} rows in {[len(r) for r in self.rows]} shards, "
+            f"seed {self.seed}: {len(self.rows)} sources of {[sum(r) for r in self.rows]} "
+            f"rows in {[len(r) for r in self.rows]} shards, "
             f"weights {list(self.weights)} ({mixture})",
-            f"  mesh {shown(self.mesh)}, {size} a step, {self.microbatches} microbatches, {self.strategy}, "
-            f"look-ahead {self.look_ahead}, overflow {self.overflow}, groups of {self.shuffle_chunks}, slices of {self.slice_rows}",
-            f"  {', '.join(f'{k}={v}' for k, v in self.options.items())}, journal {'yes' if self.journal else 'no'}",
+            f"  mesh {shown(self.mesh)}, {size} a step, {self.microbatches} microbatches, "
+            f"{self.strategy}, "
+            f"look-ahead {self.look_ahead}, overflow {self.overflow}, groups of "
+            f"{self.shuffle_chunks}, slices of {self.slice_rows}",
+            f"  {', '.join(f'{k}={v}' for k, v in self.options.items())}, journal "
+            f"{'yes' if self.journal else 'no'}",
         ]
         return "\n".join(
             said
@@ -294,8 +309,10 @@ def _with_sayings(scenario: Scenario, holes: bool) -> Scenario:
 
 
 def _sayings(r: random.Random, scenario: Scenario) -> tuple[Saying, ...]:
-    """One to three. Each is said before any planner can have come to its first step, so that the stream does not depend on when it is
-    heard: trainers stop before that (``people.py``). The last step comes for all."""
+    """One to three. Each is said before any planner can have come to its first step, so that the
+    stream does not depend on when it is heard: trainers stop before that (``people.py``). The last
+    step comes for all.
+    """
     kinds = [r.choice(("mixture", "mixture", "skip")) for _ in range(r.choice((1, 2, 2, 3)))]
     sizes = [r.choice((1, 1, 2)) if kind == "skip" else 0 for kind in kinds]
     room, made = scenario.options["prefetch"] + sum(sizes), list[Saying]()

@@ -1,7 +1,9 @@
-"""Many seeds, on all cores: those that failed once come first, those that fail now are noted, and what struck whom is counted.
+"""Many seeds, on all cores: those that failed once come first, those that fail now are noted, and
+what struck whom is counted.
 
-A hundred thousand take hours. What was counted can be kept in a file, from which a soak that was stopped goes on; it tells how many
-seeds ran on which code, since a soak says something of one version only.
+A hundred thousand take hours. What was counted can be kept in a file, from which a soak that was
+stopped goes on; it tells how many seeds ran on which code, since a soak says something of one
+version only.
 """
 
 from __future__ import annotations
@@ -123,7 +125,10 @@ def read_kept(path: Path, first: int) -> Tally:
             [f"{path} is no file of a soak: {fault}; give another name, or remove it"], "keep"
         ) from fault
     if kept.first != first:
-        problem = f"{path} counts seeds from {kept.first} on, and {first} is asked for: give --first {kept.first}, or another file"
+        problem = (
+            f"{path} counts seeds from {kept.first} on, and {first} is asked for: give "
+            f"--first {kept.first}, or another file"
+        )
         raise JobError([problem], "keep")
     fired = Counter(
         {(kind, role): n for kind, roles in kept.fired.items() for role, n in roles.items()}
@@ -173,12 +178,15 @@ def outcome_of(seed: int) -> Outcome:
 
 def _quiet() -> None:
     logging.disable(logging.CRITICAL)  # parts are lost all the time
-    gc.freeze()  # what was imported stays: to look through it after every tenth seed costs as much as a seed
+    # what was imported stays: to look through it after every tenth seed costs as much as a seed
+    gc.freeze()
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
 def _leave_with_parent() -> None:
-    """A soak that is killed leaves nobody behind: its workers would wait for their next seed for ever."""
+    """A soak that is killed leaves nobody behind: its workers would wait for their next seed for
+    ever.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -189,7 +197,8 @@ def outcomes(seeds: Iterable[int], processes: int) -> Iterator[Outcome]:
     if processes <= 1:
         yield from map(outcome_of, seeds)
         return
-    # A process that dies with its seeds is an error here, where a Pool would wait for them for ever.
+    # A process that dies with its seeds is an error here, where a Pool would wait for them for
+    # ever.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _quiet) as pool:
         yield from pool.map(outcome_of, seeds, chunksize=8)
 
@@ -210,7 +219,9 @@ def soak(
     every: int = 500,
     keep: Path | None = None,
 ) -> Tally:
-    """Run seeds, past failures first, and say how it goes; seeds that fail are appended to ``past``. What ``keep`` has is not run again."""
+    """Run seeds, past failures first, and say how it goes; seeds that fail are appended to
+    ``past``. What ``keep`` has is not run again.
+    """
     known, n = past_failures(past), cgroup.cores() if processes is None else processes
     tally = read_kept(keep, seeds[0]) if keep is not None and len(seeds) else Tally()
     for outcome in outcomes(
@@ -227,7 +238,8 @@ def soak(
             if tally.seeds % every == 0:
                 took = time.monotonic() - start
                 print(
-                    f"{tally.seeds} of {len(seeds)} seeds, {len(tally.failed)} failed, {took:.0f} s",
+                    f"{tally.seeds} of {len(seeds)} seeds, {len(tally.failed)} failed, "
+                    f"{took:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -19,7 +19,9 @@ TRIES = 60
 
 
 class Script:
-    """The faults of a scenario, in their order. Each strikes once; what it broke is mended when its time is over."""
+    """The faults of a scenario, in their order. Each strikes once; what it broke is mended when its
+    time is over.
+    """
 
     def __init__(self, cluster: Cluster, faults: tuple[Fault, ...]):
         self._cluster, self._world, self._net = cluster, cluster.world, cluster.net
@@ -35,7 +37,9 @@ class Script:
 
     @property
     def owes(self) -> bool:
-        """Fewer have struck than must: those that are due may wait for someone they can hit, and the job for them."""
+        """Fewer have struck than must: those that are due may wait for someone they can hit, and
+        the job for them.
+        """
         return self._cluster.history.fired.total() < self._least
 
     def look(self) -> None:

@@ -17,7 +17,9 @@ from tests.simulation.world.virtual import SimMachine
 from tests.simulation.world.world import Process
 
 STEP_S = 0.03  # median of what a trainer computes between two steps
-MOST_S = 60.0  # one that is slow computes no longer: what it began would outlast the fault, and the wait for it be told as ours
+# one that is slow computes no longer: what it began would outlast the fault, and the wait for it be
+# told as ours
+MOST_S = 60.0
 ASK_S = 1.0
 
 
@@ -36,7 +38,9 @@ class Seat(Protocol):
 
 
 class Trainer:
-    """One rank: takes a step, computes, reports, takes the next. Restarted, it asks for the step it had not finished with."""
+    """One rank: takes a step, computes, reports, takes the next. Restarted, it asks for the step it
+    had not finished with.
+    """
 
     def __init__(self, rank: int, machine: SimMachine, seat: Seat, next_step: int):
         self.rank, self._machine, self._seat, self._next = rank, machine, seat, next_step
@@ -51,7 +55,8 @@ class Trainer:
         self._kept: tuple[Told, Bucket] | None = None  # it came, and nobody takes a step just now
         machine.thread(self._wait, f"trainer-{rank}")
 
-    # Steps that are there are taken as they come; only where one must wait with patience (to connect, to look for another constructor) a
+    # Steps that are there are taken as they come; only where one must wait with patience (to
+    # connect, to look for another constructor) a
     # fiber does so, since switching to one costs more than all the rest.
 
     def _wait(self) -> None:
@@ -143,7 +148,9 @@ class Trainer:
         return self.ended and not self.stopped
 
     def _connected(self) -> RemoteInbox:
-        """As long as nobody is there a trainer waits, as one does that the scheduler started too early."""
+        """As long as nobody is there a trainer waits, as one does that the scheduler started too
+        early.
+        """
         while True:
             try:
                 address, token = self._seat.where(self.rank, self.session)

@@ -1,4 +1,6 @@
-"""A machine of the virtual world: what ``concurrency/platform.py`` gives a host, on a virtual clock."""
+"""A machine of the virtual world: what ``concurrency/platform.py`` gives a host, on a virtual
+clock.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The virtual world: one queue of events in place of time, and processes that can be killed, stopped and woken.
+"""The virtual world: one queue of events in place of time, and processes that can be killed,
+stopped and woken.
 
-One thing runs at a time, and what runs next depends on the seed alone, so a run is replayed exactly. Code that waits (a trainer for
-its step, a planner for a host to start) runs in a *fiber*: a thread that has the baton, or stands still.
+One thing runs at a time, and what runs next depends on the seed alone, so a run is replayed
+exactly. Code that waits (a trainer for its step, a planner for a host to start) runs in a *fiber*:
+a thread that has the baton, or stands still.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def _signal() -> threading.Lock:
 
 
 class Process:
-    """A process of the world. Everything that happens in it is an event of it: dead, none happens; stopped, they wait."""
+    """A process of the world. Everything that happens in it is an event of it: dead, none happens;
+    stopped, they wait.
+    """
 
     def __init__(self, world: World, name: str):
         self.world, self.name = world, name
@@ -83,7 +87,9 @@ class Process:
 
 
 class Fiber:
-    """Code that may wait. It runs when it is resumed and gives the baton back when it waits or ends."""
+    """Code that may wait. It runs when it is resumed and gives the baton back when it waits or
+    ends.
+    """
 
     def __init__(self, world: World, process: Process, work: Callable[[], None]):
         self.process, self._world, self._work = process, world, work

@@ -1,4 +1,6 @@
-"""Steps that came by a broadcast are those that every rank would have fetched for itself, to the last bit; on any mesh, along any axes."""
+"""Steps that came by a broadcast are those that every rank would have fetched for itself, to the
+last bit; on any mesh, along any axes.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def every_mesh(out: Path) -> None:
 
 
 def other_layouts(out: Path) -> None:
-    """Padded rows, unshifted labels, microbatches of a CP group's own, splits that leave slicing to the trainer."""
+    """Padded rows, unshifted labels, microbatches of a CP group's own, splits that leave slicing to
+    the trainer.
+    """
     w = dist.get_world_size()
     place = ClientPlaceTree(dp=w // 4, cp=2, tp=2)
     equals_fetching(place, ["TP", "CP"], batch={"layout": "padded", "labels": "unshifted"})
@@ -119,7 +123,9 @@ def another_order_of_ranks(out: Path) -> None:
 
 
 def images_come_to_who_encodes_them(out: Path) -> None:
-    """A rank that is served still encodes its own images; tokens are fetched once, pixels by each for itself."""
+    """A rank that is served still encodes its own images; tokens are fetched once, pixels by each
+    for itself.
+    """
     w = dist.get_world_size()
     base = images.job(
         out / f"images{dist.get_rank()}", batch=ov.Batch(samples=10, context=64)

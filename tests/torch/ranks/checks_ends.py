@@ -1,4 +1,6 @@
-"""How a broadcast ends, fails, is moved and is asked: on all ranks alike, and nobody waits in a collective for one who is gone."""
+"""How a broadcast ends, fails, is moved and is asked: on all ranks alike, and nobody waits in a
+collective for one who is gone.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def a_session_that_is_closed_ends_all_ranks(out: Path) -> None:
 
 
 def a_fetcher_need_not_wait_for_those_it_serves(out: Path) -> None:
-    """As in a pipeline: the first stage takes its step and sends activations before the next one asks for its own."""
+    """As in a pipeline: the first stage takes its step and sends activations before the next one
+    asks for its own.
+    """
     with joined() as client:
         word, peer = torch.zeros(1), (dist.get_rank() + 2) % 4
         if client.service.fetches:
@@ -173,7 +177,9 @@ def ranks_that_do_different_things_are_told(out: Path) -> None:
 
 
 def a_fetcher_that_is_ahead_when_the_session_moves_is_followed(out: Path) -> None:
-    """One group loads. The fetcher of the other is at the next step, and says so; who is served by it loads before it has heard that."""
+    """One group loads. The fetcher of the other is at the next step, and says so; who is served by
+    it loads before it has heard that.
+    """
     with joined() as client:
         next(client)
         state = client.state_dict()
@@ -253,7 +259,9 @@ def a_fetcher_may_close_while_the_end_is_not_yet_heard_by_all(out: Path) -> None
 
 
 def who_closes_twice_leaves_once(out: Path) -> None:
-    """As with the ``with`` of a client around that of its prefetcher: others that are served still need the session."""
+    """As with the ``with`` of a client around that of its prefetcher: others that are served still
+    need the session.
+    """
     with joined(until=2) as client:
         for _ in client:
             pass
@@ -345,7 +353,9 @@ def a_rank_that_does_not_come_is_named(out: Path) -> None:
 
 
 def every_runtime_serves_a_broadcast(out: Path) -> None:
-    """Steps of constructor processes, of clients that build for themselves, and of a single process are the same."""
+    """Steps of constructor processes, of clients that build for themselves, and of a single process
+    are the same.
+    """
     found = []
     for options in (
         {},

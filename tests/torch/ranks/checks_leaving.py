@@ -1,4 +1,6 @@
-"""Ranks that do not come, that come with another job, or that leave before the others: all others say who and why, and do not wait."""
+"""Ranks that do not come, that come with another job, or that leave before the others: all others
+say who and why, and do not wait.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from overlord.session.rendezvous import _calls
 from tests.torch.ranks.checks_ends import PLACE, SERVED, joined
 from tests.torch.ranks.jobs import broadcasting, job
 
-# Nobody waits for them but gloo: it would destroy its groups only when their timeout, a minute and a half, has gone by.
+# Nobody waits for them but gloo: it would destroy its groups only when their timeout, a minute and
+# a half, has gone by.
 GIVES_UP_BROADCASTS = True
 
 
@@ -26,7 +29,9 @@ LIMIT_S = 600.0
 
 
 class Clock:
-    """The time of a rank that joins. It is over when the rank says for whom it waits: so others may take as long as they like to come."""
+    """The time of a rank that joins. It is over when the rank says for whom it waits: so others may
+    take as long as they like to come.
+    """
 
     def __init__(self, wanted: str):
         self._wanted, self._ahead, self.warned = wanted, 0.0, list[str]()
@@ -148,7 +153,8 @@ def those_whom_a_fetcher_leaves_are_told_why(out: Path) -> None:
         else:
             with pytest.raises(
                 ActorLost,
-                match=f"rank {client.service.fetcher}, which fetches for this one, is lost: it {words}",
+                match=f"rank {client.service.fetcher}, which fetches for this one, is lost: it "
+                f"{words}",
             ) as lost:
                 next(client)
             with pytest.raises(ActorLost):
@@ -168,7 +174,8 @@ def a_prefetching_fetcher_that_fails_says_why(out: Path) -> None:
     else:
         with pytest.raises(
             ActorLost,
-            match=r"which fetches for this one, is lost: it left before step .* with ValueError: loss is nan",
+            match=r"which fetches for this one, is lost: it left before step .* with "
+            r"ValueError: loss is nan",
         ):
             for _ in steps:
                 pass
@@ -182,7 +189,8 @@ def a_fetcher_is_told_who_left_it(out: Path) -> None:
     if client.service.fetches:
         with pytest.raises(
             ActorLost,
-            match=f"rank {client.rank + 2} is lost: it left before step 1 with ValueError: loss is nan",
+            match=f"rank {client.rank + 2} is lost: it left before step 1 with ValueError: loss "
+            "is nan",
         ):
             for _ in client:
                 pass

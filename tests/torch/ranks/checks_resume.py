@@ -1,4 +1,6 @@
-"""A run saved under one mesh goes on under another: each following step has the same samples. Worlds of 4 and of 8 share a folder."""
+"""A run saved under one mesh goes on under another: each following step has the same samples.
+Worlds of 4 and of 8 share a folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Encoder outputs routed by a plan's maps: what arrives, what goes back, with ranks that have no images, in any dtype."""
+"""Encoder outputs routed by a plan's maps: what arrives, what goes back, with ranks that have no
+images, in any dtype.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def plan_of(
     per: str = "iteration",
     joint: bool | None = None,
 ) -> ov.LoadingPlan:
-    """A plan of documents with these images each, by rows; documents have a token before, between and behind."""
+    """A plan of documents with these images each, by rows; documents have a token before, between
+    and behind.
+    """
     rng = np.random.default_rng(len(images))
     starts = [[1 + sum(i[:k]) + k for k in range(len(i))] for i in images]
     columns = {
@@ -85,7 +89,9 @@ def rows_arrive_where_their_placeholders_are(out: Path) -> None:
 
 
 def gradients_go_home(out: Path) -> None:
-    """The gradient of a row is what its placeholder's use says, on the rank that encoded it; ranks without any take part."""
+    """The gradient of a row is what its placeholder's use says, on the rank that encoded it; ranks
+    without any take part.
+    """
     rank, w = dist.get_rank(), dist.get_world_size()
     few = [[2], *[[] for _ in range(2 * w - 1)]]  # most ranks neither encode nor receive
     for images in (few, some_images(5, 3 * w), [[] for _ in range(w)]):

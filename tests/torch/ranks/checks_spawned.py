@@ -1,4 +1,6 @@
-"""Ranks with a process group and none of torchrun's variables: every interface gives each rank its own data, from one session."""
+"""Ranks with a process group and none of torchrun's variables: every interface gives each rank its
+own data, from one session.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def a_mesh_of_another_size_is_refused(out: Path) -> None:
 
 
 def evaluation_starts_anew_on_every_rank(out: Path) -> None:
-    """Though one rank begins its next pass while the other has not taken the last step of the one before."""
+    """Though one rank begins its next pass while the other has not taken the last step of the one
+    before.
+    """
     with ot.StatefulLoader(job(PLACE, until=3), rewind=True, prefetch=1) as loader:
         passes = []
         for _ in range(3):
@@ -121,7 +125,9 @@ class _PrefetchDataFetcher:
 
 
 def limited_evaluation_starts_anew_on_every_rank(out: Path) -> None:
-    """The trainer holds an item when a pass ends; a rank that is slower is in the middle of the pass then."""
+    """The trainer holds an item when a pass ends; a rank that is slower is in the middle of the
+    pass then.
+    """
     with ot.StatefulLoader(job(PLACE, until=8), rewind=True, prefetch=1) as loader:
         passes = [
             _PrefetchDataFetcher().limited(loader, 3, 0.3 * dist.get_rank()) for _ in range(3)

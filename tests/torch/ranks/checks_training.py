@@ -1,6 +1,8 @@
-"""A tiny decoder trained on any mesh has the gradients of the unsplit model on the unsplit stream, step by step.
+"""A tiny decoder trained on any mesh has the gradients of the unsplit model on the unsplit stream,
+step by step.
 
-Everything is float64 and gradients are of the order of 1e-2 to 1; they are compared to 1e-11, which is summation order and nothing else.
+Everything is float64 and gradients are of the order of 1e-2 to 1; they are compared to 1e-11, which
+is summation order and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _whole: list[Run] = []
 
 
 def whole(**changes: Any) -> Run:
-    """The same steps on one rank, unsplit: what everything is compared with. Rank 0 computes it once, and tells the others."""
+    """The same steps on one rank, unsplit: what everything is compared with. Rank 0 computes it
+    once, and tells the others.
+    """
     if not _whole:
         done: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -50,8 +54,9 @@ def trained(
     model: ClientPlaceTree | None = None,
     **changes: Any,
 ) -> Run:
-    """The job on a mesh; every step has the samples of the unsplit one, and every gradient and loss its values. ``model``: how the model is
-    cut, where that is not how the job's place is."""
+    """The job on a mesh; every step has the samples of the unsplit one, and every gradient and loss
+    its values. ``model``: how the model is cut, where that is not how the job's place is.
+    """
     model = model or place
     wanted, cut = whole(), Cut(model, dist.get_rank(), split)
     with ot.join(
@@ -68,7 +73,8 @@ def trained(
         for name, value in mine.items():
             off = float((run.grads[step][name] - value).abs().max())
             assert off < TOLERANCE, (
-                f"step {step}, {name}: the gradient is off by {off:.1e} of {float(value.abs().max()):.1e}"
+                f"step {step}, {name}: the gradient is off by {off:.1e} of "
+                f"{float(value.abs().max()):.1e}"
             )
         assert not cut.last or abs(run.losses[step] - wanted.losses[step]) < TOLERANCE
     return run

@@ -1,5 +1,7 @@
-"""A tiny ViT and a tiny decoder, trained with images encoded wherever the plan says: loss and gradients of both are those of one process
-that encodes each image where its text is. In float64; differences above 1e-10 would be no rounding."""
+"""A tiny ViT and a tiny decoder, trained with images encoded wherever the plan says: loss and
+gradients of both are those of one process that encodes each image where its text is. In float64;
+differences above 1e-10 would be no rounding.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _state: dict[str, Any] = {}
 
 
 def base(out: Path) -> ov.Job:
-    """Few samples a step, so that some ranks have no image; the files are written once by each rank, and read by one."""
+    """Few samples a step, so that some ranks have no image; the files are written once by each
+    rank, and read by one.
+    """
     if "job" not in _state:
         batch = ov.Batch(samples=3 + dist.get_world_size() // 4, context=64, microbatches=2)
         _state["job"] = images.job(
@@ -55,7 +59,9 @@ def encoder_parameters() -> Params:
 
 
 def encoded(p: Params, exchange: Any) -> torch.Tensor:
-    """Attention inside each image, then a row for every four patches. Without images: no rows, of the right width."""
+    """Attention inside each image, then a row for every four patches. Without images: no rows, of
+    the right width.
+    """
     pixels = torch.tensor(np.asarray(exchange["pixel_values"]), dtype=torch.float64)
     if not len(pixels):
         return torch.zeros(0, WIDTH, dtype=torch.float64)
@@ -96,7 +102,9 @@ def alone(p: Params, step: ov.Step) -> list[tuple[torch.Tensor, np.ndarray]]:
 def put(
     cut: Cut, mb: Any, rows: torch.Tensor, index: np.ndarray
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The rows into the embeddings of this rank: with those of the bucket's first rank where several embed its tokens."""
+    """The rows into the embeddings of this rank: with those of the bucket's first rank where
+    several embed its tokens.
+    """
 
     def done(x: torch.Tensor) -> torch.Tensor:
         nonlocal rows, index
@@ -112,7 +120,9 @@ def put(
 
 
 def train(client: Any, cut: Cut, *, routed: str) -> Run:
-    """``routed``: "" in one process, "step" by one exchange a step, "microbatch" by one before each."""
+    """``routed``: "" in one process, "step" by one exchange a step, "microbatch" by one before
+    each.
+    """
     params = {
         n: v.requires_grad_() for n, v in cut.of(parameters(3, vocabulary=VOCABULARY)).items()
     }

@@ -1,4 +1,6 @@
-"""Jobs of a few hundred short documents, the same on every rank, and strategies that broadcast along any axes."""
+"""Jobs of a few hundred short documents, the same on every rank, and strategies that broadcast
+along any axes.
+"""
 
 from __future__ import annotations
 

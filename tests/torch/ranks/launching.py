@@ -1,4 +1,6 @@
-"""Worlds of torch processes, from pytest: one start for many named checks, a hard deadline, all that was said shown on failure."""
+"""Worlds of torch processes, from pytest: one start for many named checks, a hard deadline, all
+that was said shown on failure.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +106,9 @@ def start(
 
 
 class Worlds:
-    """Each world is started once, by the first test that asks for it: by forks, or, where its size is ``torchrun``, by that, with which
-    every rank loads torch for itself."""
+    """Each world is started once, by the first test that asks for it: by forks, or, where its size
+    is ``torchrun``, by that, with which every rank loads torch for itself.
+    """
 
     def __init__(self, module: str, folder: Path, *, torchrun: int = 0):
         self._module, self._folder, self._torchrun, self._done = module, folder, torchrun, {}
@@ -118,6 +121,8 @@ class Worlds:
         return self._done[world]
 
     def check(self, world: int, checks: Iterable[str]) -> None:
-        """All in one test: were they shared out, every process that runs tests would start the world for its own."""
+        """All in one test: were they shared out, every process that runs tests would start the
+        world for its own.
+        """
         wrong = {check: said for check in checks if (said := self(world)[check]) != "ok"}
         assert not wrong, "\n".join(f"{check}: {said}" for check, said in wrong.items())

@@ -1,4 +1,6 @@
-"""Process groups along the axes of a mesh, and the few collectives with gradients that the tiny models need. Own code, no library."""
+"""Process groups along the axes of a mesh, and the few collectives with gradients that the tiny
+models need. Own code, no library.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _made: dict[tuple[ClientPlaceTree, tuple[str, ...]], list[tuple[list[int], Any]]
 
 
 def group_along(place: ClientPlaceTree, *axes: str) -> Any:
-    """The group of the ranks that differ from this one along these axes only. All ranks call it, in the same order."""
+    """The group of the ranks that differ from this one along these axes only. All ranks call it, in
+    the same order.
+    """
     if (place, axes) not in _made:
         other = [a for a in AXES if a not in axes]
         number = np.zeros(place.world_size, np.int64)
@@ -27,7 +31,9 @@ def group_along(place: ClientPlaceTree, *axes: str) -> Any:
 
 
 def sum_all(values: Sequence[torch.Tensor], group: Any) -> None:
-    """Each becomes its sum over the group: one collective for all of them, since each takes the ranks of a small machine their turns."""
+    """Each becomes its sum over the group: one collective for all of them, since each takes the
+    ranks of a small machine their turns.
+    """
     flat = torch.cat([value.reshape(-1) for value in values])
     dist.all_reduce(flat, group=group)
     for value, part in zip(values, flat.split([value.numel() for value in values]), strict=True):
@@ -64,7 +70,9 @@ class _Summed(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Parts of all ranks, rank after rank; backward brings each rank what the others have for its part."""
+    """Parts of all ranks, rank after rank; backward brings each rank what the others have for its
+    part.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,6 +1,8 @@
-"""A tiny decoder in float64, whole or cut along PP, CP and TP, and a loop that trains it on the steps of a client.
+"""A tiny decoder in float64, whole or cut along PP, CP and TP, and a loop that trains it on the
+steps of a client.
 
-Every piece is cut from the same parameters, so what a rank computes can be compared with the unsplit model to rounding.
+Every piece is cut from the same parameters, so what a rank computes can be compared with the
+unsplit model to rounding.
 """
 
 from __future__ import annotations
@@ -149,7 +151,9 @@ def _long(array: Any) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """What some steps of training did on this rank: gradients over all ranks that share its parameters, and the samples of each step."""
+    """What some steps of training did on this rank: gradients over all ranks that share its
+    parameters, and the samples of each step.
+    """
 
     grads: list[Params] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -160,7 +164,9 @@ class Run:
 
 
 def train(client: Any, cut: Cut, steps: int, *, seed: int = 0, rate: float = 0.1) -> Run:
-    """A few steps of plain descent, with a backward for every microbatch; the gradient is summed over tokens, never averaged."""
+    """A few steps of plain descent, with a backward for every microbatch; the gradient is summed
+    over tokens, never averaged.
+    """
     params = {
         name: value.requires_grad_() for name, value in cut.of(parameters(seed, cut.layers)).items()
     }
@@ -194,7 +200,9 @@ def microbatch(
     valid: int,
     put: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> torch.Tensor:
-    """Forward and backward of one microbatch through all stages; the loss on the last one, else 0. ``put``: what is done to embeddings."""
+    """Forward and backward of one microbatch through all stages; the loss on the last one, else 0.
+    ``put``: what is done to embeddings.
+    """
     given = put(embedded(params, mb)) if cut.first else _received(cut, -1, mb).requires_grad_()
     x = layers_of(params, cut, mb, given)
     loss = torch.zeros((), dtype=torch.float64)

@@ -1,10 +1,13 @@
-"""Starts the ranks of a world: one interpreter that has torch loaded already, and a fork for each rank, with torchrun's environment.
+"""Starts the ranks of a world: one interpreter that has torch loaded already, and a fork for each
+rank, with torchrun's environment.
 
     python -m tests.torch.ranks.start 8 tests.torch.ranks.checks_broadcast /tmp/somewhere 60
 
-Ranks do the checks of a module one after another; what became of each is written down by rank. A rank on which one fails ends at
-once, so the others find their links broken and nobody waits. ``torchrun`` starts the same with ``RANK`` set already. A module that
-says ``WITHOUT_ENVIRONMENT`` gets a process group by a file and no variables, as ``mp.spawn`` with ``init_method`` and Lightning have it.
+Ranks do the checks of a module one after another; what became of each is written down by rank. A
+rank on which one fails ends at once, so the others find their links broken and nobody waits.
+``torchrun`` starts the same with ``RANK`` set already. A module that says ``WITHOUT_ENVIRONMENT``
+gets a process group by a file and no variables, as ``mp.spawn`` with ``init_method`` and Lightning
+have it.
 """
 
 from __future__ import annotations
@@ -75,7 +78,9 @@ def without_environment(module: str) -> bool:
 
 
 def _free_port() -> socket.socket:
-    """One that nobody else is given while this is bound to it; rank 0 can listen there all the same."""
+    """One that nobody else is given while this is bound to it; rank 0 can listen there all the
+    same.
+    """
     probe = socket.socket()
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     probe.bind(("127.0.0.1", 0))

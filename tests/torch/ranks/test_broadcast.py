@@ -1,4 +1,6 @@
-"""Steps that came by a broadcast, on meshes of 4 and 8 ranks. Each check runs on all ranks at once (checks_broadcast.py)."""
+"""Steps that came by a broadcast, on meshes of 4 and 8 ranks. Each check runs on all ranks at once
+(checks_broadcast.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How broadcasts end, fail and go on, on 4 ranks. Each check runs on all ranks at once (checks_ends.py)."""
+"""How broadcasts end, fail and go on, on 4 ranks. Each check runs on all ranks at once
+(checks_ends.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ranks that do not come, come with another job, or leave before the others, on 4 ranks. All at once: checks_leaving.py."""
+"""Ranks that do not come, come with another job, or leave before the others, on 4 ranks. All at
+once: checks_leaving.py.
+"""
 
 from __future__ import annotations
 

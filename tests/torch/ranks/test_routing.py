@@ -1,4 +1,6 @@
-"""The exchange of encoder outputs, on 4 ranks. Each check runs on all ranks at once (checks_routing.py)."""
+"""The exchange of encoder outputs, on 4 ranks. Each check runs on all ranks at once
+(checks_routing.py).
+"""
 
 from __future__ import annotations
 

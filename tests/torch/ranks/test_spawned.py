@@ -1,4 +1,6 @@
-"""Two ranks with a process group and without torchrun's variables. Each check runs on all ranks at once (checks_spawned.py)."""
+"""Two ranks with a process group and without torchrun's variables. Each check runs on all ranks at
+once (checks_spawned.py).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Equal gradients on every mesh of 4 ranks, which torchrun started, and of 8, whatever the plan. Each check runs on all ranks at once
-(checks_training.py)."""
+"""Equal gradients on every mesh of 4 ranks, which torchrun started, and of 8, whatever the plan.
+Each check runs on all ranks at once (checks_training.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A model of two modules whose images are encoded anywhere, on 4 and 8 ranks. Each check runs on all ranks at once (checks_vision.py)."""
+"""A model of two modules whose images are encoded anywhere, on 4 and 8 ranks. Each check runs on
+all ranks at once (checks_vision.py).
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
 """Balancing: which bucket and microbatch each item goes to, so that no rank waits for another.
 
-A *method* (``methods.py``) is one function from costs to bins; a *way* (``ways.py``) applies it to buckets and microbatches.
-``place`` chooses the way. Cost (what a bin takes to compute) and size (tokens it must hold) are separate arrays.
+A *method* (``methods.py``) is one function from costs to bins; a *way* (``ways.py``) applies it to
+buckets and microbatches. ``place`` chooses the way. Cost (what a bin takes to compute) and size
+(tokens it must hold) are separate arrays.
 
-Objectives: ``iteration`` for ranks that meet once per step (level buckets first, then the microbatches inside each),
-``microbatch`` for ranks that meet after every microbatch (level all bins of an index). Levels: ``both``; ``inter`` (buckets only,
-stream order inside; with ``microbatch`` the stream is cut into runs, each balanced by itself), ``intra`` (buckets in turn, balanced
-inside), ``interleaved`` (indices of equal cost, then each over the buckets, poorest first: bucket totals almost as level as with
-``iteration``, indices almost as level as with ``microbatch``). No microbatch stays empty beside one that can give a sample.
+Objectives: ``iteration`` for ranks that meet once per step (level buckets first, then the
+microbatches inside each), ``microbatch`` for ranks that meet after every microbatch (level all bins
+of an index). Levels: ``both``; ``inter`` (buckets only, stream order inside; with ``microbatch``
+the stream is cut into runs, each balanced by itself), ``intra`` (buckets in turn, balanced inside),
+``interleaved`` (indices of equal cost, then each over the buckets, poorest first: bucket totals
+almost as level as with ``iteration``, indices almost as level as with ``microbatch``). No
+microbatch stays empty beside one that can give a sample.
 """
 
 from __future__ import annotations
@@ -53,14 +56,17 @@ LEVELS = ("both", "inter", "intra", "interleaved")
 OBJECTIVES = ("iteration", "microbatch")
 ONCE = ("intra", "interleaved")  # levels that have no objective of their own: "iteration"
 WORTH = 0.005  # of the step: what one microbatch more must win at least
-ONE_MORE = 0.03  # of a microbatch: what one more costs by itself (1.2 ms of 43, measured at 4k on one H200)
+# of a microbatch: what one more costs by itself (1.2 ms of 43, measured at 4k on one H200)
+ONE_MORE = 0.03
 FINE = 24  # bits of the unit that tokens and memory are both counted in
 
 
 def place(
     problem: Problem, *, level: str = "both", objective: str = "iteration", keep_order: bool = False
 ) -> Placement:
-    """Buckets and microbatches for all items; capacity and memory are kept whatever the method does."""
+    """Buckets and microbatches for all items; capacity and memory are kept whatever the method
+    does.
+    """
     _check(problem, level, objective, keep_order)
     if problem.memory is None:
         return _place(problem, level, objective, keep_order)
@@ -105,7 +111,9 @@ def _place(p: Problem, level: str, objective: str, keep_order: bool) -> Placemen
 
 
 def _by_method(p: Problem, level: str, objective: str) -> Placement | None:
-    """A method that was asked for is kept to, with one microbatch more if need be, before greedy takes over."""
+    """A method that was asked for is kept to, with one microbatch more if need be, before greedy
+    takes over.
+    """
     way = (
         placement.own_bins_swapped
         if level == "interleaved"
@@ -127,7 +135,9 @@ def _by_method(p: Problem, level: str, objective: str) -> Placement | None:
 def _or_one_more(
     p: Problem, found: Placement, way: placement.Way, time: Callable[[Problem, Placement], float]
 ) -> Placement:
-    """A step so full that ranks come out uneven gets one microbatch more than it needs, where that is worth it and M grows anyway."""
+    """A step so full that ranks come out uneven gets one microbatch more than it needs, where that
+    is worth it and M grows anyway.
+    """
     bound = p.bound()
     worth = bound * max(WORTH, ONE_MORE / found.n_microbatches)
     if not p.may_add(found.n_microbatches) or time(p, found) <= bound + worth:
@@ -147,10 +157,12 @@ def within_memory(p: Problem, found: Placement) -> bool:
 
 
 def joined(p: Problem) -> Problem:
-    """Tokens and memory as one size: of each item the larger of its two shares, in units of a microbatch.
+    """Tokens and memory as one size: of each item the larger of its two shares, in units of a
+    microbatch.
 
-    Shares add up, so neither bound can be broken. What it gives away: items that need much of one and little of the other
-    could share a bin and are counted as if each needed both, so at worst twice the microbatches.
+    Shares add up, so neither bound can be broken. What it gives away: items that need much of one
+    and little of the other could share a bin and are counted as if each needed both, so at worst
+    twice the microbatches.
     """
     assert p.memory is not None
     unit = 2 ** max(0, FINE - max(1, p.capacity).bit_length())
@@ -190,7 +202,8 @@ def _check(p: Problem, level: str, objective: str, keep_order: bool) -> None:
     if p.capacity and len(p.sizes) and int(p.sizes.max()) > p.capacity:
         i = int(p.sizes.argmax())
         raise PlanError(
-            f"item {i} has {int(p.sizes[i])} tokens with its padding, more than the {p.capacity} of a microbatch"
+            f"item {i} has {int(p.sizes[i])} tokens with its padding, more than the "
+            f"{p.capacity} of a microbatch"
         )
     if (p.memory is None) != (p.memory_capacity <= 0):
         raise PlanError(
@@ -200,5 +213,6 @@ def _check(p: Problem, level: str, objective: str, keep_order: bool) -> None:
     if p.memory is not None and len(p.memory) and float(p.memory.max()) > p.memory_capacity:
         i = int(p.memory.argmax())
         raise PlanError(
-            f"item {i} takes {float(p.memory[i]):g} of memory, more than the {p.memory_capacity:g} of a microbatch"
+            f"item {i} takes {float(p.memory[i]):g} of memory, more than the "
+            f"{p.memory_capacity:g} of a microbatch"
         )

@@ -1,10 +1,12 @@
-"""Sorting and bin packing over arrays: the inner loops of balancing, exact and the same on every machine.
+"""Sorting and bin packing over arrays: the inner loops of balancing, exact and the same on every
+machine.
 
-LPT (longest processing time first) takes items by falling cost and puts each into the lightest bin. One heap step per
-item is too slow in Python for a quarter of a million samples, so rounds place many items at once: with bins sorted by
-load ``l`` and the next items' costs ``c``, item j goes to bin j as long as ``l[j] < min over i < j of l[i] + c[i]``,
-for until then no bin that was just filled is the lightest again. Every sort is stable and every tie goes to the
-lowest bin, so heap and rounds give the same bins, here and on any other host.
+LPT (longest processing time first) takes items by falling cost and puts each into the lightest bin.
+One heap step per item is too slow in Python for a quarter of a million samples, so rounds place
+many items at once: with bins sorted by load ``l`` and the next items' costs ``c``, item j goes to
+bin j as long as ``l[j] < min over i < j of l[i] + c[i]``, for until then no bin that was just
+filled is the lightest again. Every sort is stable and every tie goes to the lowest bin, so heap and
+rounds give the same bins, here and on any other host.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import numpy as np
 
 from overlord.array_order import RADIX_FROM, _radix, by_key
 
-FEW_BINS = 24  # below this a heap step per item is cheaper than numpy rounds (measured with 16 and 64 items a bin)
+# below this a heap step per item is cheaper than numpy rounds (measured with 16 and 64 items a bin)
+FEW_BINS = 24
 MANY_BINS = 12  # from here on one pass over all bins is cheaper than one pass each
 FEW_ROUNDS, WORTH_A_ROUND = (
     64,
@@ -28,7 +31,8 @@ NOWHERE = -1  # the bin of an item that found no room
 def by_falling(values: np.ndarray) -> np.ndarray:
     """Stable order by falling value, for non-negative float64: twice as fast as argsort.
 
-    The bits of non-negative floats sort like the floats; numpy radix-sorts 16-bit keys, so four passes do it.
+    The bits of non-negative floats sort like the floats; numpy radix-sorts 16-bit keys, so four
+    passes do it.
     """
     if len(values) < RADIX_FROM:
         return np.argsort(-np.asarray(values, np.float64), kind="stable")
@@ -39,7 +43,9 @@ def by_falling(values: np.ndarray) -> np.ndarray:
 
 
 def total(values: np.ndarray) -> float:
-    """Added one by one: ``sum`` adds in an order of numpy's choice, and the last digit could decide a plan."""
+    """Added one by one: ``sum`` adds in an order of numpy's choice, and the last digit could decide
+    a plan.
+    """
     return float(np.cumsum(values)[-1]) if len(values) else 0.0
 
 
@@ -50,7 +56,8 @@ def lpt(
     sizes: np.ndarray | None = None,
     start: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Bin of every item; with a capacity, the lightest bin that has room (NOWHERE from the first item on that finds none).
+    """Bin of every item; with a capacity, the lightest bin that has room (NOWHERE from the first
+    item on that finds none).
 
     ``start``: a load that bins have to begin with.
     """
@@ -66,7 +73,8 @@ def lpt(
         [place(c[:n], loads), np.arange(len(c) - n, dtype=np.int32) % np.int32(n_bins)]
     )
     bins[order] = ranked
-    # Where the free choice keeps the capacity it is also the choice under the capacity, and cheaper to find.
+    # Where the free choice keeps the capacity it is also the choice under the capacity, and cheaper
+    # to find.
     if (
         capacity
         and sizes is not None
@@ -81,7 +89,9 @@ def lpt(
 
 
 def _with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Items as they come, by falling cost; those that cost nothing count a little, or they would all go into one bin."""
+    """Items as they come, by falling cost; those that cost nothing count a little, or they would
+    all go into one bin.
+    """
     crowded = _by_heap_with_room if len(loads) < FEW_BINS else _by_rounds_with_room
     return crowded(np.maximum(c, max(float(c[0]), 1.0) * 2.0**-40), s, loads, room)
 
@@ -89,7 +99,9 @@ def _with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray
 def settle(
     bins: np.ndarray, costs: np.ndarray, sizes: np.ndarray, n_bins: int, capacity: int
 ) -> np.ndarray:
-    """Bins of a method that overflowed some: the cheapest of a bin that is too full go to the lightest bin with room."""
+    """Bins of a method that overflowed some: the cheapest of a bin that is too full go to the
+    lightest bin with room.
+    """
     order = by_falling(costs)
     order = order[by_key(bins[order] + 1, n_bins + 1)]  # NOWHERE comes first
     counts = np.bincount(bins + 1, minlength=n_bins + 1)
@@ -166,8 +178,9 @@ def _by_rounds_with_room(
 ) -> np.ndarray:
     """As ``_by_rounds``, over the bins that have room for the round's first item.
 
-    A fuller bin may have room for a smaller item of the same round and be lighter; it waits for the next round. Ending the
-    round there instead took 16 times as many rounds (262k items) and won 0.03 percent.
+    A fuller bin may have room for a smaller item of the same round and be lighter; it waits for the
+    next round. Ending the round there instead took 16 times as many rounds (262k items) and won
+    0.03 percent.
     """
     bins, at = np.full(len(c), NOWHERE, np.int32), 0
     smallest = np.minimum.accumulate(s[::-1])[::-1]
@@ -201,7 +214,8 @@ def pack_inside(
     capacity: int = 0,
     tight: bool = False,
 ) -> np.ndarray:
-    """LPT into ``n_bins`` bins inside every parent at once: round r places the r-th item of each parent that has one.
+    """LPT into ``n_bins`` bins inside every parent at once: round r places the r-th item of each
+    parent that has one.
 
     ``tight``: by falling size into the fullest bin with room, for parents that are almost full.
     """
@@ -236,7 +250,9 @@ def pack_inside(
 def _choose(
     load: np.ndarray, room: np.ndarray, k: int, size: np.ndarray, tight: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The lightest (or tightest) bin with room of each of the first k parents; where ``found`` is False there is none."""
+    """The lightest (or tightest) bin with room of each of the first k parents; where ``found`` is
+    False there is none.
+    """
     score = room if tight else load
     if len(load) >= MANY_BINS:
         masked = np.where(room[:, :k] >= size, score[:, :k], np.inf)
@@ -260,10 +276,12 @@ def fill_up(
     capacity: int,
     most: float,
 ) -> np.ndarray:
-    """Bins as full as they get, of items ``left`` (by falling size): bin of each, NOWHERE for those that are not taken.
+    """Bins as full as they get, of items ``left`` (by falling size): bin of each, NOWHERE for those
+    that are not taken.
 
-    In every round each bin takes the largest item left that it has room for, none costing more than ``most`` in all. Long
-    items end up together, so that bins hold as much work as bins of this capacity can.
+    In every round each bin takes the largest item left that it has room for, none costing more than
+    ``most`` in all. Long items end up together, so that bins hold as much work as bins of this
+    capacity can.
     """
     bins, room, slack = (
         np.arange(n_bins),
@@ -305,7 +323,9 @@ def fill_up(
 
 
 def _sure_rounds(room: np.ndarray, slack: np.ndarray, size: int, cost: float, n_items: int) -> int:
-    """Rounds in which every bin has room for the next item, when none is larger or dearer than this: 1 at least."""
+    """Rounds in which every bin has room for the next item, when none is larger or dearer than
+    this: 1 at least.
+    """
     by_size = int(room.min()) // size if size else n_items
     by_cost = (
         int(min(0.999 * float(slack.min()) / cost, n_items)) if cost else n_items
@@ -328,7 +348,9 @@ def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 def next_fit_inside(
     parent: np.ndarray, sizes: np.ndarray, n_parents: int, capacity: int
 ) -> np.ndarray:
-    """``next_fit`` inside every parent, in arrival order; one search per bin number for all parents."""
+    """``next_fit`` inside every parent, in arrival order; one search per bin number for all
+    parents.
+    """
     order = by_key(parent, n_parents)
     counts = np.bincount(parent, minlength=n_parents)
     stop = np.cumsum(counts)
@@ -354,7 +376,8 @@ def next_fit_inside(
 
 
 def best_fit(sizes: np.ndarray, n_bins: int, capacity: int, *, lowest: bool = False) -> np.ndarray:
-    """By falling size into the fullest bin with room: packs tightest (fill .995) and balances worst, the last resort.
+    """By falling size into the fullest bin with room: packs tightest (fill .995) and balances
+    worst, the last resort.
 
     Of bins with equal room that which came to it last, or the ``lowest``, as ``pack_inside`` does.
     """

@@ -1,6 +1,8 @@
-"""Local search: items exchanged between heavy and light rows, after a packing that left them uneven.
+"""Local search: items exchanged between heavy and light rows, after a packing that left them
+uneven.
 
-Every round looks at many pairs of rows at once and every choice is the first of the best, so it is the same on every machine.
+Every round looks at many pairs of rows at once and every choice is the first of the best, so it is
+the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ SWAP_MISSES = 8  # rounds in a row without an exchange
 SWAP_CELLS = (
     1 << 18
 )  # exchanges looked at in a round: few rows at a time where rows are long, which need it least
-SWAP_ITEMS = 511  # of a row that are looked at, the dearest: with an empty place two rows of them are SWAP_CELLS exchanges
+# of a row that are looked at, the dearest: with an empty place two rows of them are SWAP_CELLS
+# exchanges
+SWAP_ITEMS = 511
 
 
 def even_out(
@@ -31,10 +35,12 @@ def even_out(
     capacity: int = 0,
     moves: bool = True,
 ) -> np.ndarray:
-    """Local search: rows heavier than ``aim`` swap an item with a light row (or give one away) until none is, or nothing helps.
+    """Local search: rows heavier than ``aim`` swap an item with a light row (or give one away)
+    until none is, or nothing helps.
 
-    A round pairs the heaviest rows with the lightest, after rounds without an exchange with the next lightest, and takes, for every
-    pair, the exchange that comes nearest to the middle. A row keeps within ``capacity``.
+    A round pairs the heaviest rows with the lightest, after rounds without an exchange with the
+    next lightest, and takes, for every pair, the exchange that comes nearest to the middle. A row
+    keeps within ``capacity``.
     """
     loads = np.bincount(rows, weights=costs, minlength=n_rows)
     if n_rows < 2 or not len(rows) or loads.max() <= aim:
@@ -70,7 +76,9 @@ def even_out(
 
 
 def _held(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool) -> np.ndarray:
-    """The items of every row, of a long row the dearest, in stream order; ``len(rows)`` stands for none, once at least for moves."""
+    """The items of every row, of a long row the dearest, in stream order; ``len(rows)`` stands for
+    none, once at least for moves.
+    """
     counts = np.bincount(rows, minlength=n_rows)
     order = by_key(rows, n_rows)
     if counts.max() > SWAP_ITEMS:
@@ -100,7 +108,9 @@ def _swap(
     *,
     one: bool = False,
 ) -> bool:
-    """The best exchange of every pair (heavy, light), or of all pairs, done in place; whether there was any."""
+    """The best exchange of every pair (heavy, light), or of all pairs, done in place; whether there
+    was any.
+    """
     a, b = held[heavy], held[light]
     gap = (loads[heavy] - loads[light])[:, None, None]
     less, more = c[a][:, :, None] - c[b][:, None, :], s[a][:, :, None] - s[b][:, None, :]

@@ -1,4 +1,6 @@
-"""Balance methods: each is one function from costs to bins. ``register_balance`` adds yours beside them."""
+"""Balance methods: each is one function from costs to bins. ``register_balance`` adds yours beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ BalanceFn = Callable[[np.ndarray, int, int, np.ndarray], np.ndarray]
 
 
 def greedy(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """LPT: dearest first into the lightest bin with room. Within 0.7 % of the bound from 16 samples a bin on."""
+    """LPT: dearest first into the lightest bin with room. Within 0.7 % of the bound from 16 samples
+    a bin on.
+    """
     return binpack.lpt(costs, n_bins, capacity, sizes)
 
 
@@ -37,10 +41,12 @@ def none(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np
 
 
 def karmarkar_karp(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """Largest differencing. Knows no capacity; equals LPT wherever the dearest item sticks out (offered for parity with the paper).
+    """Largest differencing. Knows no capacity; equals LPT wherever the dearest item sticks out
+    (offered for parity with the paper).
 
-    A partial solution keeps its sums that are not zero, rising, as (sum, node). Joining two pairs the largest sums of one
-    with the smallest of the other; a node remembers the two it was made of, and the tree is walked back at the end.
+    A partial solution keeps its sums that are not zero, rising, as (sum, node). Joining two pairs
+    the largest sums of one with the smallest of the other; a node remembers the two it was made of,
+    and the tree is walked back at the end.
     """
     n = len(costs)
     left, right = [-1] * n, [-1] * n
@@ -86,9 +92,10 @@ def register_balance(
 ) -> None:
     """Make a method known as ``name``.
 
-    ``fn(costs, n_bins, capacity, sizes) -> bins``: 0..n_bins-1 for every item, -1 where nothing has room; a capacity of 0 is none.
-    ``capacity_aware=False``: ``fn(costs, n_bins) -> bins``. Whatever a method does, the capacity is kept: what it puts into a
-    full bin goes to the lightest bin with room. Give the same answer to the same arrays, on every machine: no chance, no clock.
+    ``fn(costs, n_bins, capacity, sizes) -> bins``: 0..n_bins-1 for every item, -1 where nothing has
+    room; a capacity of 0 is none. ``capacity_aware=False``: ``fn(costs, n_bins) -> bins``. Whatever
+    a method does, the capacity is kept: what it puts into a full bin goes to the lightest bin with
+    room. Give the same answer to the same arrays, on every machine: no chance, no clock.
     """
     if not isinstance(name, str) or not name or not callable(fn):
         raise PlanError(
@@ -127,18 +134,22 @@ def method_named(name: str) -> BalanceFn:
 def bins_by(
     name: str, costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray
 ) -> np.ndarray:
-    """What a method says, checked, since methods are the user's own code; what overflows is settled elsewhere if it can be."""
+    """What a method says, checked, since methods are the user's own code; what overflows is settled
+    elsewhere if it can be.
+    """
     fn: Any = method_named(name)
     if not len(costs):
         return np.zeros(0, np.int32)
     bins = np.asarray(fn(costs, n_bins, capacity, sizes))
     if bins.shape != costs.shape or bins.dtype.kind not in "iu":
         raise PlanError(
-            f"balance method {name!r}: wanted {len(costs)} whole numbers, found shape {bins.shape} of {bins.dtype}"
+            f"balance method {name!r}: wanted {len(costs)} whole numbers, found shape "
+            f"{bins.shape} of {bins.dtype}"
         )
     if len(bins) and not (int(bins.min()) >= NOWHERE and int(bins.max()) < n_bins):
         raise PlanError(
-            f"balance method {name!r}: wanted bins 0..{n_bins - 1} (or -1), found {int(bins.min())}..{int(bins.max())}"
+            f"balance method {name!r}: wanted bins 0..{n_bins - 1} (or -1), found "
+            f"{int(bins.min())}..{int(bins.max())}"
         )
     if not capacity and (bins == NOWHERE).any():
         raise PlanError(

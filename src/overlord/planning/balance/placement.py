@@ -1,7 +1,9 @@
-"""Ways to place: from a problem and a number of microbatches to a placement, or None where the capacity is not kept.
+"""Ways to place: from a problem and a number of microbatches to a placement, or None where the
+capacity is not kept.
 
-They differ in what they level: bucket totals first (two-level), all bins at once (flat), one microbatch index after the other
-(levelled, alternating), or nothing but tightness (best fit). ``balance.place`` chooses among them.
+They differ in what they level: bucket totals first (two-level), all bins at once (flat), one
+microbatch index after the other (levelled, alternating), or nothing but tightness (best fit).
+``balance.place`` chooses among them.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ LEVEL = 1.0005  # over the bound: good enough to stop searching
 NEAR = 4  # microbatches above the least number that are tried one by one
 MUCH = (
     1 << 25
-)  # items times indices; above this indices are not filled one by one, which takes more than seconds
+    # items times indices; above this indices are not filled one by one, which takes more than
+    # seconds
+)
 MANY = (
     1 << 16
-)  # items; above this the last percent of the room is not searched for: one microbatch more costs less
+    # items; above this the last percent of the room is not searched for: one microbatch more costs
+    # less
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +46,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """Items to place into ``n_buckets`` x M bins of ``capacity``; M is at least ``microbatches`` and grows until all fits."""
+    """Items to place into ``n_buckets`` x M bins of ``capacity``; M is at least ``microbatches``
+    and grows until all fits.
+    """
 
     costs: np.ndarray  # float64, none negative
     sizes: np.ndarray  # int64
@@ -56,10 +64,13 @@ class Problem:
     substep: np.ndarray | None = (
         None  # sub-draw of every item, rising: what keep_order keeps together
     )
-    spare: bool = True  # where M grows anyway, one microbatch more than needed may be taken if that levels the ranks
+    # where M grows anyway, one microbatch more than needed may be taken if that levels the ranks
+    spare: bool = True
 
     def least_microbatches(self) -> int:
-        """No placement needs fewer: all tokens must fit, and items above half the capacity share no bin."""
+        """No placement needs fewer: all tokens must fit, and items above half the capacity share no
+        bin.
+        """
         if not self.capacity or not len(self.sizes):
             return self.microbatches
         by_tokens = -(-int(self.sizes.sum()) // (self.n_buckets * self.capacity))
@@ -67,7 +78,9 @@ class Problem:
         return max(self.microbatches, by_tokens, by_large)
 
     def may_add(self, m: int) -> bool:
-        """Whether m microbatches may become m + 1 without need: never beyond the number that was asked for, if that holds the draw."""
+        """Whether m microbatches may become m + 1 without need: never beyond the number that was
+        asked for, if that holds the draw.
+        """
         return self.spare and self.capacity > 0 and m > self.microbatches
 
     def bound(self) -> float:
@@ -81,7 +94,8 @@ Way = Callable[[Problem, int], Placement | None]
 def first(p: Problem, ways: Iterable[Way]) -> Placement:
     """The first way that keeps the capacity, with as few microbatches as any of them needs.
 
-    Far above the least number, as with many items of just over a third of the capacity, M is searched for by doubling and halving.
+    Far above the least number, as with many items of just over a third of the capacity, M is
+    searched for by doubling and halving.
     """
     ways, failed, ahead = tuple(ways), p.least_microbatches() - 1, 1
     while (found := _at(p, ways, failed + ahead)) is None:
@@ -110,7 +124,9 @@ def waited(p: Problem, found: Placement) -> float:
 
 
 def two_level(p: Problem, m: int) -> Placement | None:
-    """Buckets by cost, then the microbatches of each bucket: the bucket totals come out within a fraction of a percent."""
+    """Buckets by cost, then the microbatches of each bucket: the bucket totals come out within a
+    fraction of a percent.
+    """
     return _then_inside(p, buckets(p, m), m, "two-level")
 
 
@@ -130,7 +146,9 @@ def _then_inside(p: Problem, bucket: np.ndarray, m: int, way: str) -> Placement 
 
 
 def buckets(p: Problem, m: int) -> np.ndarray:
-    """Bucket of every item. With groups: first over groups, then inside each, which loses nothing against one pass."""
+    """Bucket of every item. With groups: first over groups, then inside each, which loses nothing
+    against one pass.
+    """
     room = m * p.capacity
     if p.group_size is None or p.group_size == p.n_buckets:
         bucket = bins_by(p.method, p.costs, p.n_buckets, room, p.sizes)
@@ -184,7 +202,9 @@ def _inside(p: Problem, bucket: np.ndarray, m: int) -> np.ndarray | None:
 def nested(
     p: Problem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0
 ) -> np.ndarray:
-    """Bins inside every parent, by the method. Greedy does all parents in one sweep when they are many and their bins few."""
+    """Bins inside every parent, by the method. Greedy does all parents in one sweep when they are
+    many and their bins few.
+    """
     if n_bins == 1:
         return np.zeros(len(parent), np.int32)
     if p.method == "greedy" and n_parents >= binpack.FEW_BINS and n_bins <= n_parents:
@@ -210,7 +230,9 @@ def inside_round_robin(p: Problem, m: int) -> Placement | None:
 
 
 def arrival_inside(p: Problem, bucket: np.ndarray) -> Placement:
-    """Keep stream order inside every bucket, cut evenly: by count where nothing is balanced, else by size."""
+    """Keep stream order inside every bucket, cut evenly: by count where nothing is balanced, else
+    by size.
+    """
     needed = (
         int(binpack.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity).max(initial=0)) + 1
         if p.capacity
@@ -231,7 +253,9 @@ def arrival_inside(p: Problem, bucket: np.ndarray) -> Placement:
 
 
 def runs(p: Problem, m: int) -> np.ndarray:
-    """Cut the stream into m consecutive runs of about equal size, each with a sample for every bucket if there are as many."""
+    """Cut the stream into m consecutive runs of about equal size, each with a sample for every
+    bucket if there are as many.
+    """
     marks = even_marks(p.sizes, np.array([len(p.sizes)]), m, by_count=False, least=p.n_buckets)
     return np.repeat(np.arange(m, dtype=np.int32), np.diff(marks[0]))
 
@@ -242,7 +266,9 @@ def in_runs(p: Problem, m: int) -> Placement | None:
 
 
 def by_substep(p: Problem) -> Placement:
-    """Microbatch k of all buckets together is sub-draw k; one that does not fit takes as many microbatches as it needs."""
+    """Microbatch k of all buckets together is sub-draw k; one that does not fit takes as many
+    microbatches as it needs.
+    """
     assert p.substep is not None
     n = max(p.microbatches, int(p.substep.max(initial=0)) + 1)
     slot, done = np.zeros(len(p.costs), np.int32), 0
@@ -262,7 +288,9 @@ def by_substep(p: Problem) -> Placement:
 
 
 def _dealt(p: Problem, slot: np.ndarray, m: int, way: str) -> Placement | None:
-    """Every index balanced over the buckets, its heaviest bin going to the bucket that has least so far."""
+    """Every index balanced over the buckets, its heaviest bin going to the bucket that has least so
+    far.
+    """
     bins = np.empty(len(slot), np.int64)
     for k, rows in enumerate(_rows_by(slot, m)):
         if (found := _packed(p, rows)) is None:
@@ -274,7 +302,9 @@ def _dealt(p: Problem, slot: np.ndarray, m: int, way: str) -> Placement | None:
 
 
 def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(bucket of every bin, total of every bucket) for loads by [index, bin]: poorest bucket, heaviest bin of the index."""
+    """(bucket of every bin, total of every bucket) for loads by [index, bin]: poorest bucket,
+    heaviest bin of the index.
+    """
     bucket_of, total = np.empty(loads.shape, np.int32), np.zeros(loads.shape[1])
     for k, row in enumerate(loads):
         heavy, poorest = binpack.by_falling(row), np.argsort(total, kind="stable")
@@ -304,7 +334,8 @@ def flat(p: Problem, m: int, once: bool = False) -> Placement | None:
 
 
 def levelled(p: Problem, m: int, once: bool = False) -> Placement | None:
-    """Indices that cannot be low are filled with as much work as they hold; what is left is level enough for LPT.
+    """Indices that cannot be low are filled with as much work as they hold; what is left is level
+    enough for LPT.
 
     Where LPT finds no room for what is left, more indices are filled up: that packs tighter.
     """
@@ -329,8 +360,10 @@ class Filled:
 
 
 def _filled(p: Problem, m: int, before: Filled | None = None, at_least: int = 0) -> Filled | None:
-    """One index after the other, as long as the dearest item left costs more than the mean bin: no placement can make its
-    index lower. None where so little went in that the indices left cannot hold the rest, or where it would take too long."""
+    """One index after the other, as long as the dearest item left costs more than the mean bin: no
+    placement can make its index lower. None where so little went in that the indices left cannot
+    hold the rest, or where it would take too long.
+    """
     if len(p.costs) * m > MUCH:
         return None
     n, k, bins, left = (
@@ -362,7 +395,9 @@ def _filled(p: Problem, m: int, before: Filled | None = None, at_least: int = 0)
 def _with_the_rest(
     p: Problem, m: int, filled: Filled, start: np.ndarray | None = None
 ) -> np.ndarray:
-    """Bins of all items: those left by LPT into the indices that are not filled yet, whose bins have ``start`` to begin with."""
+    """Bins of all items: those left by LPT into the indices that are not filled yet, whose bins
+    have ``start`` to begin with.
+    """
     bins, left, first = filled.bins.copy(), np.sort(filled.left), filled.indices * p.n_buckets
     if len(left) and filled.indices < m:
         rest = binpack.lpt(p.costs[left], m * p.n_buckets - first, p.capacity, p.sizes[left], start)
@@ -371,7 +406,8 @@ def _with_the_rest(
 
 
 def alternating(p: Problem, m: int) -> Placement | None:
-    """Intra and inter in turn, for ranks that meet at both: the least of slowest rank plus slowest of every index.
+    """Intra and inter in turn, for ranks that meet at both: the least of slowest rank plus slowest
+    of every index.
 
     Either all bins at once, as for ranks that meet often, or with bucket totals in mind.
     """
@@ -407,7 +443,9 @@ def _numbered(
     way: str,
     once: bool,
 ) -> Placement:
-    """Indices for bins that have a bucket: heavy ones first in every bucket, so that the microbatches of an index are alike."""
+    """Indices for bins that have a bucket: heavy ones first in every bucket, so that the
+    microbatches of an index are alike.
+    """
     order = binpack.by_falling(loads)
     index_of = np.empty(len(loads), np.int32)
     index_of[order[by_key(bucket_of[order], len(loads) // m)]] = np.tile(
@@ -431,7 +469,9 @@ def own_bins_swapped(p: Problem, m: int) -> Placement | None:
 
 
 def better_flat(p: Problem, m: int) -> Placement | None:
-    """All bins at once: the better of flat and levelled. With one microbatch ranks meet once a step, whatever the objective."""
+    """All bins at once: the better of flat and levelled. With one microbatch ranks meet once a
+    step, whatever the objective.
+    """
     if m == 1:
         return whole(p, m) or tight(p, m)
     found = [f for f in (flat(p, m), levelled(p, m)) if f is not None]
@@ -442,7 +482,9 @@ def better_flat(p: Problem, m: int) -> Placement | None:
 
 
 def tight(p: Problem, m: int) -> Placement | None:
-    """For steps too full for two levels: all bins at once, then bins swapped between buckets until those are level."""
+    """For steps too full for two levels: all bins at once, then bins swapped between buckets until
+    those are level.
+    """
     found = [f for f in (flat(p, m, once=True), levelled(p, m, once=True)) if f is not None]
     return min(found, key=lambda f: heaviest(p, f)) if found else _best_fit(p, m, once=True)
 
@@ -460,7 +502,8 @@ def _hurried(p: Problem) -> bool:
 def _arranged(
     p: Problem, bins: np.ndarray, m: int, way: str, once: bool = False
 ) -> Placement | None:
-    """Bins sorted by load and cut into microbatch indices, the heaviest of each going to the bucket that has least so far.
+    """Bins sorted by load and cut into microbatch indices, the heaviest of each going to the bucket
+    that has least so far.
 
     ``once``: ranks meet once a step, so bins may change their bucket whatever their index.
     """

@@ -1,7 +1,9 @@
-"""Spread a step over its microbatches: even cuts of the stream, and no microbatch empty beside one that can give a sample.
+"""Spread a step over its microbatches: even cuts of the stream, and no microbatch empty beside one
+that can give a sample.
 
-A cut keeps stream order. Its marks divide the items of a parent (a bucket, or the whole step) evenly by count or by size. Where a
-mark breaks the capacity it moves as little as the capacity demands.
+A cut keeps stream order. Its marks divide the items of a parent (a bucket, or the whole step)
+evenly by count or by size. Where a mark breaks the capacity it moves as little as the capacity
+demands.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ def cut_inside(
     capacity: int = 0,
     by_count: bool,
 ) -> np.ndarray:
-    """Return the bin of every item: consecutive items of each parent, cut evenly into ``n_bins`` bins.
+    """Return the bin of every item: consecutive items of each parent, cut evenly into ``n_bins``
+    bins.
 
-    ``n_bins`` must be at least what next fit needs in every parent. A capacity of 0 is none. A parent with at least ``n_bins`` items
-    has no empty bin; in a parent with fewer, every item has a bin of its own.
+    ``n_bins`` must be at least what next fit needs in every parent. A capacity of 0 is none. A
+    parent with at least ``n_bins`` items has no empty bin; in a parent with fewer, every item has a
+    bin of its own.
     """
     order, counts = by_key(parent, n_parents), np.bincount(parent, minlength=n_parents)
     size = sizes[order].astype(np.int64, copy=False)
@@ -50,9 +54,11 @@ def cut_inside(
 def even_marks(
     size: np.ndarray, counts: np.ndarray, n_bins: int, *, by_count: bool, least: int = 1
 ) -> np.ndarray:
-    """Return where each bin of each parent begins among the parent's items: int64 [parents, n_bins + 1].
+    """Return where each bin of each parent begins among the parent's items: int64 [parents, n_bins
+    + 1].
 
-    ``size`` holds the items parent by parent. Every bin gets at least ``least`` items; where these do not suffice, equal counts.
+    ``size`` holds the items parent by parent. Every bin gets at least ``least`` items; where these
+    do not suffice, equal counts.
     """
     k, n = np.arange(n_bins + 1), counts[:, None]
     equal = k * (n // n_bins) + np.minimum(k, n % n_bins)
@@ -71,7 +77,9 @@ def even_marks(
 
 
 def _within(ends: list[int], marks: list[int], capacity: int) -> list[int]:
-    """Move the marks of one parent as little as the capacity demands; ``ends`` has its running size from 0 on."""
+    """Move the marks of one parent as little as the capacity demands; ``ends`` has its running size
+    from 0 on.
+    """
     n, m = len(ends) - 1, len(marks) - 1
     low = [0] * m + [n]  # no bin k may begin earlier, or the rest does not fit
     for k in range(m - 1, 0, -1):
@@ -93,10 +101,12 @@ def spread(
     m: int,
     bound: float | None = None,
 ) -> np.ndarray:
-    """Return microbatches of which none is empty beside one of the same bucket that holds several samples.
+    """Return microbatches of which none is empty beside one of the same bucket that holds several
+    samples.
 
-    Bucket totals stay as they are. ``bound``: the time of a step whose ranks meet after every microbatch. A sample then moves only
-    where it makes no index slower, or all indices together by LITTLE of the step at most.
+    Bucket totals stay as they are. ``bound``: the time of a step whose ranks meet after every
+    microbatch. A sample then moves only where it makes no index slower, or all indices together by
+    LITTLE of the step at most.
     """
     bins, limit = bucket.astype(np.int64) * m + microbatch, None
     if bound is not None:
@@ -115,8 +125,9 @@ def none_empty(
 ) -> np.ndarray:
     """Give empty bins a sample of their parent: the cheapest that does not leave its own bin empty.
 
-    ``bins`` counts through the parents: bin b of parent p is ``p * n_bins + b``. One item fits any bin, so no capacity is broken.
-    ``limit``: bin b of any parent takes no item dearer than ``limit[b]``.
+    ``bins`` counts through the parents: bin b of parent p is ``p * n_bins + b``. One item fits any
+    bin, so no capacity is broken. ``limit``: bin b of any parent takes no item dearer than
+    ``limit[b]``.
     """
     counts = np.bincount(bins, minlength=n_parents * n_bins)
     empty = (counts == 0).reshape(n_parents, n_bins)

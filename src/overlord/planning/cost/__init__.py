@@ -1,11 +1,12 @@
 """Cost functions: what a sample costs to compute, from its metadata.
 
-A cost function takes a mapping of metadata columns and returns one float64 array: ``cost({"tokens": lengths})``. Only
-ratios matter. All of these use one rounding per operation and nothing of a maths library, so costs, and with them plans,
-are equal on every machine. Costs can be added and scaled: ``cost.llama_12b + cost.vit_2b``, ``3 * cost.tokens``.
+A cost function takes a mapping of metadata columns and returns one float64 array: ``cost({"tokens":
+lengths})``. Only ratios matter. All of these use one rounding per operation and nothing of a maths
+library, so costs, and with them plans, are equal on every machine. Costs can be added and scaled:
+``cost.llama_12b + cost.vit_2b``, ``3 * cost.tokens``.
 
-Yours may be any function, also by a name (``register_cost``); give it a ``fingerprint`` if its parameters change, and a ``unit``
-of ``"s"`` if it tells seconds.
+Yours may be any function, also by a name (``register_cost``); give it a ``fingerprint`` if its
+parameters change, and a ``unit`` of ``"s"`` if it tells seconds.
 """
 
 from __future__ import annotations

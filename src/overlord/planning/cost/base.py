@@ -1,4 +1,6 @@
-"""What every cost function can do: be called on metadata columns, be added, be scaled, tell its unit and its fingerprint."""
+"""What every cost function can do: be called on metadata columns, be added, be scaled, tell its
+unit and its fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ CostFn = Callable[[Mapping[str, Any]], np.ndarray]
 
 
 class Cost:
-    """``2 * a + b`` is a cost too: a backbone and its encoder in one plan, forward and backward, a slower card."""
+    """``2 * a + b`` is a cost too: a backbone and its encoder in one plan, forward and backward, a
+    slower card.
+    """
 
     __slots__ = ()
     unit: str  # "s", "FLOPs", "tokens", or "" where only ratios mean something
@@ -110,7 +114,9 @@ class Scaled(Cost):
 
 @dataclass(frozen=True, slots=True)
 class LengthCost(Cost):
-    """``linear * length + square * length ** 2``. On a ragged column (images) it is the sum over a sample's items."""
+    """``linear * length + square * length ** 2``. On a ragged column (images) it is the sum over a
+    sample's items.
+    """
 
     linear: float = 0.0
     square: float = 0.0
@@ -128,7 +134,9 @@ class LengthCost(Cost):
 def over_lengths(
     columns: Mapping[str, Any], name: str, cost_of: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """A cost of each length of a metadata column; of a ragged one, summed over the items of every sample."""
+    """A cost of each length of a metadata column; of a ragged one, summed over the items of every
+    sample.
+    """
     if not isinstance(columns, Mapping):
         raise PlanError(
             f"a cost: wanted metadata columns by name, found {type(columns).__name__}",

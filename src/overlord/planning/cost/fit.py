@@ -1,10 +1,12 @@
 """A cost from measured times: what a microbatch takes, by the lengths of its documents.
 
-    measured = cost.fit([[512] * 8, [4096], [64] * 64, [2048, 1024], [8192]], [0.045, 0.050, 0.043, 0.036, 0.112])
+    measured = cost.fit([[512] * 8, [4096], [64] * 64, [2048, 1024], [8192]], [0.045, 0.050, 0.043,
+    0.036, 0.112])
 
-Least squares of the relative error over ``linear * sum(len) + square * sum(len ** 2) + constant``, none of them negative. The
-sums are exact before they are rounded (``math.fsum``) and the equations are solved in fractions, so that a fit made again on
-another machine gives the same cost and the same plans.
+Least squares of the relative error over ``linear * sum(len) + square * sum(len ** 2) + constant``,
+none of them negative. The sums are exact before they are rounded (``math.fsum``) and the equations
+are solved in fractions, so that a fit made again on another machine gives the same cost and the
+same plans.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ from overlord.planning.cost.base import Cost, over_lengths
 
 TERMS = ("the tokens of a microbatch", "the squares of its lengths", "the constant")
 LEAST = 4  # one more than there are coefficients
-APART = 1e-4  # of a column's square that the others must leave unexplained; the measurements of tests/unit/test_cost.py leave 0.17
+# of a column's square that the others must leave unexplained; the measurements of
+# tests/unit/test_cost.py leave 0.17
+APART = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted(Cost):
-    """Seconds of a document: ``linear * length + square * length ** 2``. ``constant`` is paid once a microbatch, by every rank
-    alike: it changes no plan, and is told for predictions. Errors are relative, over the measurements."""
+    """Seconds of a document: ``linear * length + square * length ** 2``. ``constant`` is paid once
+    a microbatch, by every rank alike: it changes no plan, and is told for predictions. Errors are
+    relative, over the measurements.
+    """
 
     linear: float
     square: float
@@ -56,14 +62,16 @@ class Fitted(Cost):
 def fit(
     samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column: str = "tokens"
 ) -> Fitted:
-    """From microbatches, as arrays of lengths or as mappings of columns, and what each took, in seconds.
+    """From microbatches, as arrays of lengths or as mappings of columns, and what each took, in
+    seconds.
 
-    Measure microbatches that differ in tokens and in how these are cut into documents: 64 short ones, a few long ones, one as
-    long as the context. Take the median of some runs after a warm-up.
+    Measure microbatches that differ in tokens and in how these are cut into documents: 64 short
+    ones, a few long ones, one as long as the context. Take the median of some runs after a warm-up.
     """
     if not all(hasattr(given, "__len__") for given in (samples, seconds)):
         raise PlanError(
-            f"cost.fit: wanted a list of microbatches and a list of seconds, found {samples!r:.40} and {seconds!r:.40}"
+            "cost.fit: wanted a list of microbatches and a list of seconds, found "
+            f"{samples!r:.40} and {seconds!r:.40}"
         )
     rows = [_terms(_lengths(sample, column)) for sample in samples]
     try:
@@ -112,7 +120,8 @@ def _lengths(sample: Any, column: str) -> Any:
         return sample
     if column not in sample:
         raise PlanError(
-            f"cost.fit: a microbatch has no column {column!r}; known: {', '.join(map(str, sample))}",
+            f"cost.fit: a microbatch has no column {column!r}; known: "
+            f"{', '.join(map(str, sample))}",
             remedy="give column=",
         )
     return sample[column]
@@ -138,19 +147,23 @@ def _check_apart(gram: list[list[Fraction]]) -> None:
         if explained == 0 or _determinant(gram, [0, 1, 2]) / explained < APART:
             raise PlanError(
                 f"cost.fit: {term} cannot be told apart from the rest in these measurements",
-                remedy="measure microbatches of different tokens, each cut into short and into long documents",
+                remedy="measure microbatches of different tokens, each cut into short and into "
+                "long documents",
             )
 
 
 def _not_negative(table: list[list[float]], gram: list[list[Fraction]]) -> list[Fraction]:
-    """Least squares without negative coefficients: of all choices of terms, the best one whose solution has none."""
+    """Least squares without negative coefficients: of all choices of terms, the best one whose
+    solution has none.
+    """
     right = [Fraction(math.fsum(row[i] for row in table)) for i in range(3)]
     solutions = [
         _solve(gram, right, list(chosen))
         for size in (3, 2, 1)
         for chosen in combinations(range(3), size)
     ]
-    # What a least-squares solution explains is its product with the right side; the first of equals has the most terms.
+    # What a least-squares solution explains is its product with the right side; the first of equals
+    # has the most terms.
     return max(
         (s for s in solutions if min(s) >= 0),
         key=lambda s: sum(x * r for x, r in zip(s, right, strict=True)),

@@ -1,7 +1,9 @@
-"""Forward FLOPs of models by their layer shapes, and the models of the Overlord paper's Table 1 (arXiv 2504.09844).
+"""Forward FLOPs of models by their layer shapes, and the models of the Overlord paper's Table 1
+(arXiv 2504.09844).
 
-Backward costs about twice the forward pass in both terms, so that only the forward pass need be counted. FLOPs weigh
-attention too little (about 2x on one H200, where its kernels reach less of the peak): ``cost.fit`` takes measured times instead.
+Backward costs about twice the forward pass in both terms, so that only the forward pass need be
+counted. FLOPs weigh attention too little (about 2x on one H200, where its kernels reach less of the
+peak): ``cost.fit`` takes measured times instead.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Transformer(Cost):
 
     @property
     def per_pair(self) -> float:
-        """By length squared. Scores and weighted sum are 2 FLOPs each by channel; a causal mask leaves half of the pairs."""
+        """By length squared. Scores and weighted sum are 2 FLOPs each by channel; a causal mask
+        leaves half of the pairs.
+        """
         return (2.0 if self.causal else 4.0) * self.heads * self.head_dim * self.layers
 
 
@@ -94,7 +98,9 @@ def transformer(
     vocab: int = 0,
     column: str = "tokens",
 ) -> Transformer:
-    """The cost of a model by its layer shapes. ``ffn`` defaults to 8/3 of hidden (4 without a gate), ``head_dim`` to hidden / heads."""
+    """The cost of a model by its layer shapes. ``ffn`` defaults to 8/3 of hidden (4 without a
+    gate), ``head_dim`` to hidden / heads.
+    """
     kv_heads = heads if kv_heads is None else kv_heads
     positive = {
         "hidden": hidden,
@@ -152,7 +158,9 @@ def vit(
     channels: int = 3,
     column: str = "image_patches",
 ) -> Transformer:
-    """The cost of an image encoder by its patches, all of which see each other; ``patch`` pixels wide and high."""
+    """The cost of an image encoder by its patches, all of which see each other; ``patch`` pixels
+    wide and high.
+    """
     _check(
         "vit",
         {"hidden": hidden, "layers": layers, "heads": heads, "patch": patch, "channels": channels},
@@ -185,15 +193,18 @@ def _check(where: str, positive: Mapping[str, object], others: Mapping[str, obje
     ]
     if wrong:
         raise PlanError(
-            f"cost.{where}: wanted whole numbers of at least 1 (0 where something may be absent), found {', '.join(wrong)}"
+            f"cost.{where}: wanted whole numbers of at least 1 (0 where something may be "
+            f"absent), found {', '.join(wrong)}"
         )
 
 
 # Table 1 gives layers, heads, hidden size and top-k. Everything else is not the paper's:
-# feed-forward widths of ViT-g and ViT-G with the same hidden size, which give 1.0B and 1.8B parameters;
+# feed-forward widths of ViT-g and ViT-G with the same hidden size, which give 1.0B and 1.8B
+# parameters;
 vit_1b = vit(hidden=1408, layers=39, heads=16, ffn=6144)
 vit_2b = vit(hidden=1664, layers=48, heads=16, ffn=8192)
-# the vocabulary of Llama 3, all heads with keys of their own and 8/3 of hidden, which gives 12.6B parameters;
+# the vocabulary of Llama 3, all heads with keys of their own and 8/3 of hidden, which gives 12.6B
+# parameters;
 llama_12b = transformer(hidden=4608, layers=45, heads=36, vocab=128_256)
 # key heads, expert width, experts and vocabulary as Mixtral 8x7B was published;
 mixtral_8x7b = transformer(

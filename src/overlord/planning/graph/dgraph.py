@@ -1,8 +1,11 @@
-"""DGraph: a step's samples on their way to ranks, as a value that every primitive turns into a new one.
+"""DGraph: a step's samples on their way to ranks, as a value that every primitive turns into a new
+one.
 
-    DGraph.from_buffer(buffer, place).mix().distribute("DP").cost(fn).balance("greedy").broadcast_at("TP").plan()
+    DGraph.from_buffer(buffer,
+    place).mix().distribute("DP").cost(fn).balance("greedy").broadcast_at("TP").plan()
 
-The nodes are rows of arrays: a sample each, or an item each (an image) after ``select`` of a ragged column.
+The nodes are rows of arrays: a sample each, or an item each (an image) after ``select`` of a ragged
+column.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DGraph:
-    """Immutable. ``sample`` says which row of the buffer each node belongs to; ``columns`` is the nodes' metadata."""
+    """Immutable. ``sample`` says which row of the buffer each node belongs to; ``columns`` is the
+    nodes' metadata.
+    """
 
     buffer: Buffer
     tree: ClientPlaceTree
@@ -86,7 +91,8 @@ class DGraph:
         for what, value, kind in (("buffer", buffer, Buffer), ("place", place, ClientPlaceTree)):
             if not isinstance(value, kind):
                 raise PlanError(
-                    f"DGraph.from_buffer: wanted a {kind.__name__} as {what}, found {type(value).__name__}"
+                    f"DGraph.from_buffer: wanted a {kind.__name__} as {what}, found "
+                    f"{type(value).__name__}"
                 )
         names = (meta,) if isinstance(meta, str) else tuple(meta or ())
         sample, columns, items = nodes(buffer, names)
@@ -97,9 +103,11 @@ class DGraph:
     def select(
         self, *meta: str, sources: str | Sequence[str] | None = None, merge: int = 1
     ) -> DGraph:
-        """The graph over these metadata columns (a ragged one gives a node per item), and over these sources only.
+        """The graph over these metadata columns (a ragged one gives a node per item), and over
+        these sources only.
 
-        ``merge``: the encoder makes one output token of ``merge`` x ``merge`` patches, where no metadata says how many it makes.
+        ``merge``: the encoder makes one output token of ``merge`` x ``merge`` patches, where no
+        metadata says how many it makes.
         """
         self._before("select", "balance", self.placement)
         if not isinstance(merge, int) or merge < 1:
@@ -146,10 +154,12 @@ class DGraph:
         look_ahead: int = 1,
         prefer: Prefer | None = None,
     ) -> DGraph:
-        """The job's draw; on a hand-made buffer, the step that this mixture draws from the candidates.
+        """The job's draw; on a hand-made buffer, the step that this mixture draws from the
+        candidates.
 
-        With look-ahead, ``prefer(candidates, place)`` scores each candidate and the lowest are taken; by default what the job's
-        schedule prefers, and without that the first ones, as if there were no look-ahead.
+        With look-ahead, ``prefer(candidates, place)`` scores each candidate and the lowest are
+        taken; by default what the job's schedule prefers, and without that the first ones, as if
+        there were no look-ahead.
         """
         self._before("mix", "mix", self.mixed or None)
         given, drawn_by_job = self.buffer, self.buffer.drawn or bool(self.buffer.wanted)
@@ -200,7 +210,9 @@ class DGraph:
         )
 
     def distribute(self, axis: str, group_size: int | None = None) -> DGraph:
-        """Which ranks consume as one: ``DP``, ``CP``, ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups of buckets first."""
+        """Which ranks consume as one: ``DP``, ``CP``, ``WORLD``, ``PP`` or ``TP``. ``group_size``:
+        balance over groups of buckets first.
+        """
         self._before("distribute", "balance", self.placement)
         try:
             n = self.tree.n_buckets(axis)
@@ -215,10 +227,12 @@ class DGraph:
         )
 
     def cost(self, fn: CostFn | str, memory: CostFn | str | None = None) -> DGraph:
-        """What each node costs. ``fn`` gets the nodes' metadata columns and returns one number each; or a name known to ``ov.cost``.
+        """What each node costs. ``fn`` gets the nodes' metadata columns and returns one number
+        each; or a name known to ``ov.cost``.
 
-        ``memory``: what each node takes of a microbatch's memory, in any unit; ``balance(memory_capacity=)`` bounds it. Ragged
-        columns of samples come as they are (the costs of ``ov.cost`` sum over a sample's items), unless ``meta`` was selected.
+        ``memory``: what each node takes of a microbatch's memory, in any unit;
+        ``balance(memory_capacity=)`` bounds it. Ragged columns of samples come as they are (the
+        costs of ``ov.cost`` sum over a sample's items), unless ``meta`` was selected.
         """
         self._before("cost", "balance", self.placement)
         whole, n = len(self.sample) == len(self.buffer), len(self.sample)
@@ -254,12 +268,14 @@ class DGraph:
     ) -> DGraph:
         """Buckets and microbatches for all nodes.
 
-        ``method``: ``greedy``, ``karmarkar_karp``, ``zigzag``, ``none``, or one of ``register_balance``. ``objective``: ranks meet once
-        an ``iteration`` or after every ``microbatch``; by default as ``Job.sync`` says. ``level``: ``both``; ``inter`` (buckets only),
-        ``intra`` (inside buckets only), ``interleaved`` (both objectives at once). ``capacity`` is that of one microbatch, by default the
-        batch's context for samples and none for items, which are then placed once for the whole step. ``memory_capacity`` bounds the sum
-        of ``cost(memory=)`` of a microbatch beside it. ``keep_order``: microbatch k of all buckets together is the stream's k-th run, or
-        its k-th sub-draw.
+        ``method``: ``greedy``, ``karmarkar_karp``, ``zigzag``, ``none``, or one of
+        ``register_balance``. ``objective``: ranks meet once an ``iteration`` or after every
+        ``microbatch``; by default as ``Job.sync`` says. ``level``: ``both``; ``inter`` (buckets
+        only), ``intra`` (inside buckets only), ``interleaved`` (both objectives at once).
+        ``capacity`` is that of one microbatch, by default the batch's context for samples and none
+        for items, which are then placed once for the whole step. ``memory_capacity`` bounds the sum
+        of ``cost(memory=)`` of a microbatch beside it. ``keep_order``: microbatch k of all buckets
+        together is the stream's k-th run, or its k-th sub-draw.
         """
         self._before("balance", "balance", self.placement)
         method_named(method)
@@ -316,7 +332,9 @@ class DGraph:
         )
 
     def _check_memory(self, capacity: float | None) -> None:
-        """Memory has a function and a bound, or neither; a node that alone breaks the bound is named."""
+        """Memory has a function and a bound, or neither; a node that alone breaks the bound is
+        named.
+        """
         if capacity is not None and (
             not isinstance(capacity, (int, float, np.integer)) or not 0 < capacity < float("inf")
         ):
@@ -342,7 +360,8 @@ class DGraph:
         ):
             i = int(self.memory.argmax())
             raise PlanError(
-                f"sample {self.buffer[int(self.sample[i])]} takes {float(self.memory[i]):.12g} of memory, a microbatch has {capacity:.12g}",
+                f"sample {self.buffer[int(self.sample[i])]} takes "
+                f"{float(self.memory[i]):.12g} of memory, a microbatch has {capacity:.12g}",
                 self.buffer.step,
                 "raise memory_capacity, or let on_long cut or split long samples",
             )
@@ -362,8 +381,9 @@ class DGraph:
     ) -> DGraph:
         """Buckets for items by where their samples went, instead of ``balance``.
 
-        ``per="microbatch"``: items of one slot over all buckets are balanced together and keep the slot, for a trainer that encodes
-        before each microbatch; ``"iteration"``: all together. ``stay``: items stay on the ranks of their sample's bucket.
+        ``per="microbatch"``: items of one slot over all buckets are balanced together and keep the
+        slot, for a trainer that encodes before each microbatch; ``"iteration"``: all together.
+        ``stay``: items stay on the ranks of their sample's bucket.
         """
         self._before("follow", "balance", self.placement)
         self._check_module("follow(): the other graph", samples)
@@ -408,9 +428,11 @@ class DGraph:
         return graph.placed(found, f"follow({method}, {per}{', stay' if stay else ''})", 0)
 
     def broadcast_at(self, *dims: str) -> DGraph:
-        """Axes along which the trainer broadcasts: ``TP``, ``CP``, ``PP``, ``DP``, nested in any order.
+        """Axes along which the trainer broadcasts: ``TP``, ``CP``, ``PP``, ``DP``, nested in any
+        order.
 
-        One rank of each group fetches (coordinate 0), for all it serves; the others get nothing. ``plan.fetchers()`` names them.
+        One rank of each group fetches (coordinate 0), for all it serves; the others get nothing.
+        ``plan.fetchers()`` names them.
         """
         try:
             both = broadcast_dims((*self.broadcast, *dims))
@@ -421,7 +443,9 @@ class DGraph:
         )
 
     def plan(self, **modules: DGraph) -> LoadingPlan:
-        """The validated plan; other balanced graphs of the same samples become modules: ``plan(encoder=images)``."""
+        """The validated plan; other balanced graphs of the same samples become modules:
+        ``plan(encoder=images)``.
+        """
         b = self.buffer
         if "backbone" in modules:
             raise PlanError(
@@ -533,7 +557,9 @@ class DGraph:
         return placeholders(self.buffer, self.sample, self.columns[column], column, self.merge)
 
     def sizes(self) -> np.ndarray:
-        """What counts against the capacity: a document's tokens with its padding; for items, the first ragged column."""
+        """What counts against the capacity: a document's tokens with its padding; for items, the
+        first ragged column.
+        """
         if self.items:
             return next(iter(self.columns.values())).astype(np.int64)
         tokens = self.buffer.column("tokens")
@@ -553,7 +579,8 @@ class DGraph:
         if capacity and len(sizes) and int(sizes.max()) > capacity:
             i = int(sizes.argmax())
             raise PlanError(
-                f"sample {self.buffer[int(self.sample[i])]} has {int(sizes[i])} tokens with padding, a microbatch holds {capacity}",
+                f"sample {self.buffer[int(self.sample[i])]} has {int(sizes[i])} tokens "
+                f"with padding, a microbatch holds {capacity}",
                 self.buffer.step,
                 "raise the context, or let on_long cut or split long samples",
             )
@@ -580,7 +607,9 @@ class DGraph:
 
     @property
     def loader(self) -> Binding:
-        """Which loader held each node. Only a planned step tells (``session.graph(step)``); a strategy is refused."""
+        """Which loader held each node. Only a planned step tells (``session.graph(step)``); a
+        strategy is refused.
+        """
         if self.bound is None:
             raise loader_is_hidden("graph.loader", self.buffer.step)
         by_sample = self.bound.loader
@@ -598,13 +627,17 @@ class DGraph:
         return edges_of(self.trail, self.bound is not None)
 
     def to_mermaid(self) -> str:
-        """A flowchart: sources, loaders, primitives, buckets, microbatches with their load over the mean; elided where many."""
+        """A flowchart: sources, loaders, primitives, buckets, microbatches with their load over the
+        mean; elided where many.
+        """
         from overlord.planning.graph.mermaid import flowchart
 
         return flowchart(self)
 
     def to_html(self, path: str | PathLike[str], **modules: DGraph) -> None:
-        """One page that stands alone: where every sample went and what it costs. ``modules`` as in ``plan``."""
+        """One page that stands alone: where every sample went and what it costs. ``modules`` as in
+        ``plan``.
+        """
         from overlord.planning.graph.page import write_page
 
         write_page(self, path, modules)

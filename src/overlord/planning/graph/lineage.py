@@ -1,6 +1,8 @@
-"""What the nodes of a DGraph are bound to once their step is planned: a loader each, a constructor for every bucket.
+"""What the nodes of a DGraph are bound to once their step is planned: a loader each, a constructor
+for every bucket.
 
-A strategy sees none of it: a plan that depended on which loader holds a sample would change with the number of loaders.
+A strategy sees none of it: a plan that depended on which loader holds a sample would change with
+the number of loaders.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ def unbound(step: int) -> PlanError:
 
 
 def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
-    """The states that nodes went through. What is no primitive of its own (balance, pack, yours) places."""
+    """The states that nodes went through. What is no primitive of its own (balance, pack, yours)
+    places.
+    """
     edges, state = [], "buffered"
     for what in trail:
         after = STATES.get(what.partition("(")[0], "placed")
@@ -94,7 +98,9 @@ def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
 
 
 def constructors_of(place: ClientPlaceTree, axis: str) -> tuple[str, ...]:
-    """The constructor that serves each bucket of an axis: that of the data-parallel group of its ranks."""
+    """The constructor that serves each bucket of an axis: that of the data-parallel group of its
+    ranks.
+    """
     if axis == "DP":
         return tuple(f"constructor/{b}" for b in range(place.n_buckets("DP")))
     group = {rank: b for b, ranks in enumerate(place.buckets("DP")) for rank in ranks}
@@ -109,7 +115,9 @@ def planned_graph(
     loaders: tuple[str, ...],
     sync: str = "microbatch",
 ) -> DGraph:
-    """The graph of a planned step: its backbone's nodes with what they are bound to. For people; metadata is what the plan holds."""
+    """The graph of a planned step: its backbone's nodes with what they are bound to. For people;
+    metadata is what the plan holds.
+    """
     from overlord.planning.graph.dgraph import DGraph
 
     a, place = plan.main, plan.place or place

@@ -1,4 +1,6 @@
-"""A graph as a Mermaid flowchart: small enough to paste into a page, so what is many is elided and said to be."""
+"""A graph as a Mermaid flowchart: small enough to paste into a page, so what is many is elided and
+said to be.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def escaped(text: str) -> str:
 
 
 def flowchart(graph: DGraph) -> str:
-    """Sources, loaders (of a planned step), primitives, buckets, microbatches; loads are costs over the mean."""
+    """Sources, loaders (of a planned step), primitives, buckets, microbatches; loads are costs over
+    the mean.
+    """
     lines = ["flowchart LR", *_fronts(graph)]
     steps = graph.trail or ("samples",)
     for i, what in enumerate(steps):
@@ -69,7 +73,9 @@ def _loaders(graph: DGraph, of: np.ndarray, counts: np.ndarray, shown: list[int]
 
 
 def _buckets(graph: DGraph, p: Placement, n: int, origin: str) -> list[str]:
-    """All buckets where there are few; of many, the dearest and the lightest, which is where an imbalance is seen."""
+    """All buckets where there are few; of many, the dearest and the lightest, which is where an
+    imbalance is seen.
+    """
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
     flat = p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch
     loads = np.bincount(flat, weights=costs, minlength=n * p.n_microbatches).reshape(

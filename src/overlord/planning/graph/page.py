@@ -1,6 +1,8 @@
-"""A step as one interactive page that stands alone: no address outside it, no library; light and dark.
+"""A step as one interactive page that stands alone: no address outside it, no library; light and
+dark.
 
-The page is ``assets/graph.html`` with its style, its scripts and the facts of the step (``graphdata.py``) put in.
+The page is ``assets/graph.html`` with its style, its scripts and the facts of the step
+(``graphdata.py``) put in.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def write_page(
 
 
 def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> Step:
-    """A planned graph as it was planned; any other is planned here, which says what is missing to be placed."""
+    """A planned graph as it was planned; any other is planned here, which says what is missing to
+    be placed.
+    """
     if graph.bound is not None and not modules:
         return Step(
             plan=graph.bound.plan, place=graph.tree, edges=graph.edges(), loader=graph.bound.loader
@@ -69,6 +73,8 @@ def page(step: Step) -> str:
 
 
 def in_script(value: Any) -> str:
-    """JSON that can stand inside a script element: no name of a source can end it, or open a comment."""
+    """JSON that can stand inside a script element: no name of a source can end it, or open a
+    comment.
+    """
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

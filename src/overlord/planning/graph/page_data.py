@@ -1,7 +1,9 @@
-"""What the page of a step shows, as JSON values. Columns are base64 of little-endian arrays: a page may hold 30,000 samples.
+"""What the page of a step shows, as JSON values. Columns are base64 of little-endian arrays: a page
+may hold 30,000 samples.
 
-A page stays below three megabytes. Where a step is too large for that, loads are summed (microbatches first, then the
-sources that weigh least) and only the dearest samples are listed; the page says so.
+A page stays below three megabytes. Where a step is too large for that, loads are summed
+(microbatches first, then the sources that weigh least) and only the dearest samples are listed; the
+page says so.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Step:
 
 
 def column(values: np.ndarray) -> list[str]:
-    """[kind, base64]: the smallest kind that holds the values; whole numbers above 2**32 as doubles, exact to 2**53."""
+    """[kind, base64]: the smallest kind that holds the values; whole numbers above 2**32 as
+    doubles, exact to 2**53.
+    """
     if values.dtype.kind == "f":
         kind = "f4"
     else:
@@ -140,7 +144,9 @@ def _sums(flat: np.ndarray, n: int, a: Assignment) -> dict[str, Any]:
 
 
 def _cells(plan: LoadingPlan, a: Assignment, per: int, most: int) -> dict[str, Any]:
-    """Loads by (bucket, microbatch, source), those that hold something; coarser where they would be too many."""
+    """Loads by (bucket, microbatch, source), those that hold something; coarser where they would be
+    too many.
+    """
     n, source = len(plan.names), plan.source[a.sample].astype(np.int64)
     alone: list[int] | None = None  # sources that are not summed up; None: all
     for coarser in ("", "microbatches", "sources"):
@@ -211,7 +217,9 @@ def _characters(columns: dict[str, Any]) -> int:
 
 
 def _flow(step: Step, a: Assignment) -> dict[str, Any]:
-    """Boxes of four layers and the loads between neighbouring ones; what is many is summed into ranges or one last box."""
+    """Boxes of four layers and the loads between neighbouring ones; what is many is summed into
+    ranges or one last box.
+    """
     plan, source = step.plan, step.plan.source[a.sample].astype(np.int64)
     layers: list[tuple[str, list[Any], np.ndarray]] = []
     boxes, of = _top(source, a.cost, len(plan.names), FLOW["sources"])
@@ -248,7 +256,9 @@ def _flow(step: Step, a: Assignment) -> dict[str, Any]:
 
 
 def _top(of: np.ndarray, cost: np.ndarray, n: int, most: int) -> tuple[list[Any], np.ndarray]:
-    """Boxes by number, the dearest ones in their own order, the others as one box ``-1``; and the box of every item."""
+    """Boxes by number, the dearest ones in their own order, the others as one box ``-1``; and the
+    box of every item.
+    """
     weight, count = np.bincount(of, weights=cost, minlength=n), np.bincount(of, minlength=n)
     there = np.flatnonzero(count)
     falling = there[np.argsort(-weight[there], kind="stable")]

@@ -1,4 +1,6 @@
-"""Who encodes which image of a step, as the constructors of some ranks must know it: cut out of the plan, once, at the planner. Pure."""
+"""Who encodes which image of a step, as the constructors of some ranks must know it: cut out of the
+plan, once, at the planner. Pure.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Encodings:
         self._home = np.stack([b.bucket[at], b.microbatch[at], b.slot[at]], axis=1).astype(np.int64)
         if batch.layout == "padded":
             first = b.slot[at].astype(np.int64) * batch.context
-        else:  # as the builder lays documents out: the plan's own sizes may be what a strategy likes
+        # as the builder lays documents out: the plan's own sizes may be what a strategy likes
+        else:
             first = starts(b, np.maximum(-(-plan.tokens[b.sample] // multiple), 1) * multiple)[at]
         self._position = first + self.routes.offset
         self._arrives = np.empty(
@@ -103,7 +106,9 @@ def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) 
 
 
 def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
-    """Every image is encoded once: one that no rank encodes would leave its placeholders without a meaning."""
+    """Every image is encoded once: one that no rank encodes would leave its placeholders without a
+    meaning.
+    """
     column = buffer.column(IMAGES) if IMAGES in buffer.meta or IMAGES in buffer.absent else None
     if not isinstance(column, Ragged):
         return
@@ -116,7 +121,10 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
     wanted, found = column.lengths, np.bincount(plan.modules[ENCODER].sample, minlength=len(plan))
     if not np.array_equal(wanted, found):
         i = int(np.flatnonzero(wanted != found)[0])
-        words = f"sample {plan.sample_id(i)} has {wanted[i]} images, and the plan's {ENCODER!r} {found[i]} of them"
+        words = (
+            f"sample {plan.sample_id(i)} has {wanted[i]} images, and the plan's {ENCODER!r} "
+            f"{found[i]} of them"
+        )
         raise PlanError(words, plan.step, f"select them all: .select({IMAGES!r})")
     main, place = plan.main, plan.place
     if (
@@ -126,19 +134,26 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
         and "CP" not in main.broadcast
     ):
         raise PlanError(
-            "no rank has a whole microbatch to put rows of images into: context parallelism cuts it",
+            "no rank has a whole microbatch to put rows of images into: context "
+            "parallelism cuts it",
             plan.step,
             REMEDY,
         )
-    # Rows go to one rank of a bucket, and only the group that encodes an image hears that it is broken.
+    # Rows go to one rank of a bucket, and only the group that encodes an image hears that it is
+    # broken.
     if place is not None and place.dp > 1 and "dp" not in BUCKET_AXES[main.axis]:
-        words = f"samples with images are distributed over {main.axis}, where several replicas train on the same ones"
+        words = (
+            f"samples with images are distributed over {main.axis}, where several replicas "
+            "train on the same ones"
+        )
         raise PlanError(words, plan.step, 'distribute samples over "DP", "CP" or "WORLD"')
 
 
 def valid_tokens(plan: LoadingPlan, images: bool) -> int:
-    """Tokens of a step with a loss, over all ranks: of a document all but one, and no placeholder of an image, which is nothing to predict.
-    ``images``: of a job whose images are encoded; else what a plan calls so has no placeholders."""
+    """Tokens of a step with a loss, over all ranks: of a document all but one, and no placeholder
+    of an image, which is nothing to predict. ``images``: of a job whose images are encoded; else
+    what a plan calls so has no placeholders.
+    """
     found = int(np.maximum(plan.tokens - 1, 0).sum())
     a = plan.modules.get(ENCODER) if images else None
     if a is None or a.out is None or a.offset is None:

@@ -1,9 +1,11 @@
-"""Items of samples (images): which rank encodes each, and which tokens of its document its output stands for.
+"""Items of samples (images): which rank encodes each, and which tokens of its document its output
+stands for.
 
-An item's output is ``out`` rows of the encoder; they stand at tokens ``offset`` to ``offset + out`` of its sample, where
-the document has placeholders. For items selected by ``image_patches``, ``out`` is the metadata ``image_tokens`` and
-``offset`` the metadata ``image_offset`` where they are given. Without them an item has a row for every ``merge`` x ``merge``
-patches, and the items stand at the start of their document one after another.
+An item's output is ``out`` rows of the encoder; they stand at tokens ``offset`` to ``offset + out``
+of its sample, where the document has placeholders. For items selected by ``image_patches``, ``out``
+is the metadata ``image_tokens`` and ``offset`` the metadata ``image_offset`` where they are given.
+Without them an item has a row for every ``merge`` x ``merge`` patches, and the items stand at the
+start of their document one after another.
 """
 
 from __future__ import annotations
@@ -85,14 +87,17 @@ class Placeholders:
 
     out: np.ndarray  # int64
     offset: np.ndarray  # int64
-    cut: int  # items of which fewer rows are sent than they have: their document was cut, or the next item begins
+    # items of which fewer rows are sent than they have: their document was cut, or the next item
+    # begins
+    cut: int
 
 
 def placeholders(
     buffer: Buffer, sample: np.ndarray, patches: np.ndarray, column: str, merge: int
 ) -> Placeholders:
-    """What is sent never leaves its document nor reaches into the next item: a document that was cut at the context takes
-    the first rows of an item that it still has room for."""
+    """What is sent never leaves its document nor reaches into the next item: a document that was
+    cut at the context takes the first rows of an item that it still has room for.
+    """
     stem = column.rpartition("_")[0] or column
     out = _given(buffer, sample, f"{stem}_tokens", patches.astype(np.int64) // (merge * merge))
     offset = _given(buffer, sample, f"{stem}_offset", _one_after_another(sample, out))
@@ -109,7 +114,9 @@ def placeholders(
 
 
 def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray) -> np.ndarray:
-    """A column of the same items by its name, for the samples that have it; the others get what is assumed."""
+    """A column of the same items by its name, for the samples that have it; the others get what is
+    assumed.
+    """
     if name not in buffer.meta:
         return otherwise
     found, counts = buffer.meta[name], np.bincount(sample, minlength=len(buffer))
@@ -117,7 +124,10 @@ def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray)
     said = (counts > 0) & (lengths != 0)  # a source without this metadata: lists of none
     if (lengths[said] != counts[said]).any():
         i = int(np.flatnonzero(said & (lengths != counts))[0])
-        problem = f"sample {buffer[i]} has {counts[i]} items and {max(1, int(lengths[i]))} of metadata {name!r}"
+        problem = (
+            f"sample {buffer[i]} has {counts[i]} items and {max(1, int(lengths[i]))} of "
+            f"metadata {name!r}"
+        )
         raise PlanError(problem, buffer.step, "a list with one number for each item is wanted")
     assert isinstance(found, Ragged) or not said.any()
     if not isinstance(found, Ragged) or not said.any():
@@ -162,13 +172,16 @@ def follow(
     per: str,
     stay: bool,
 ) -> Placement:
-    """Items balanced by where their samples went. ``per="microbatch"``: those of a slot together, and they keep the slot.
-    ``stay``: an item is encoded by a rank of the group that its sample went to."""
+    """Items balanced by where their samples went. ``per="microbatch"``: those of a slot together,
+    and they keep the slot. ``stay``: an item is encoded by a rank of the group that its sample went
+    to.
+    """
     if per not in PER:
         raise PlanError(f"unknown per={per!r}; known: {', '.join(PER)}")
     if stay and axis != "WORLD":
         raise PlanError(
-            f'items can stay in their group when they are distributed over "WORLD", not over {axis!r}'
+            'items can stay in their group when they are distributed over "WORLD", not '
+            f"over {axis!r}"
         )
     nowhere = np.zeros(len(costs), np.int32)
     slot, m = (samples.microbatch, samples.n_microbatches) if per == "microbatch" else (nowhere, 1)
@@ -200,7 +213,9 @@ def follow(
 def _evened(
     costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int
 ) -> np.ndarray:
-    """Bins renamed slot by slot, the heaviest to the rank that has done least so far: LPT gives bin 0 the dearest item of every slot."""
+    """Bins renamed slot by slot, the heaviest to the rank that has done least so far: LPT gives bin
+    0 the dearest item of every slot.
+    """
     flat = parent * n_bins + bins
     loads = np.bincount(flat, weights=costs, minlength=n_groups * m * n_bins).reshape(
         n_groups, m, n_bins

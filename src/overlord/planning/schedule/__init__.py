@@ -1,10 +1,12 @@
-"""Mixing schedules, as ``ov.schedule``: the weights of the sources as a function of the step and of what the trainer reported.
+"""Mixing schedules, as ``ov.schedule``: the weights of the sources as a function of the step and of
+what the trainer reported.
 
-A schedule is any ``schedule(step, feedback) -> weights``, weights by source name (what is not named weighs nothing) or
-one for every source in order. It is called once for every planned step, in step order, so it may learn; one that does has
-``state_dict()`` (plain JSON values) and ``load_state_dict(state)``. One with ``prefer(step, candidates) -> scores`` also
-chooses which of the look-ahead candidates a step takes, the lowest scores first. The library's are below; ``register_schedule`` gives yours
-a name that job files know.
+A schedule is any ``schedule(step, feedback) -> weights``, weights by source name (what is not named
+weighs nothing) or one for every source in order. It is called once for every planned step, in step
+order, so it may learn; one that does has ``state_dict()`` (plain JSON values) and
+``load_state_dict(state)``. One with ``prefer(step, candidates) -> scores`` also chooses which of
+the look-ahead candidates a step takes, the lowest scores first. The library's are below;
+``register_schedule`` gives yours a name that job files know.
 """
 
 from __future__ import annotations
@@ -94,7 +96,9 @@ _registered: dict[str, Callable[..., Any]] = {}
 
 
 class Registered:
-    """A schedule made by a registered factory: itself in all it does, and its name and arguments besides, for job files."""
+    """A schedule made by a registered factory: itself in all it does, and its name and arguments
+    besides, for job files.
+    """
 
     def __init__(self, kind: str, arguments: Mapping[str, Any], made: Any):
         self.kind, self._arguments, self._made = kind, dict(arguments), made
@@ -136,7 +140,8 @@ class Registered:
 
 
 def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., Registered]:
-    """Lets job files say ``mixture: {schedule: name, ...}`` with the factory's arguments; the same in Python by what is returned.
+    """Lets job files say ``mixture: {schedule: name, ...}`` with the factory's arguments; the same
+    in Python by what is returned.
 
     The same name again replaces only the same factory, edited and run anew.
     """
@@ -180,7 +185,9 @@ def _place(fn: Any) -> str:
 
 
 def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
-    """What a schedule said, checked, as one weight for every source in order. Numbers of numpy are numbers."""
+    """What a schedule said, checked, as one weight for every source in order. Numbers of numpy are
+    numbers.
+    """
     given = weights.tolist() if hasattr(weights, "tolist") else weights
     if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
         raise JobError(
@@ -196,7 +203,8 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
         given = dict(zip(names, given, strict=True))
     given = {name: plain(weight) for name, weight in given.items()}
     known = [given.get(name, 0.0) for name in names]
-    # Every step asks, so what is right is told at a glance; what is wrong may take its time to be named.
+    # Every step asks, so what is right is told at a glance; what is wrong may take its time to be
+    # named.
     right = (
         all(type(w) is float and 0 <= w < math.inf for w in known)
         and any(known)

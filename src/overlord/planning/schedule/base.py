@@ -1,4 +1,6 @@
-"""What all schedules of the library share: their parts, their names, their state, and one check that lists every problem."""
+"""What all schedules of the library share: their parts, their names, their state, and one check
+that lists every problem.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Part = Mapping[str, float] | Schedule  # what may stand where a schedule asks fo
 
 
 class Base:
-    """A schedule as a frozen dataclass: equal parameters, equal schedules; what it learned is no parameter."""
+    """A schedule as a frozen dataclass: equal parameters, equal schedules; what it learned is no
+    parameter.
+    """
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -67,7 +71,9 @@ class Base:
         )
 
     def bound(self, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Self:
-        """This schedule with what only the job knows filled in: the sources' own weights, and their sizes in rows."""
+        """This schedule with what only the job knows filled in: the sources' own weights, and their
+        sizes in rows.
+        """
         inner = {name: bind(part, weights, rows) for name, part in self.parts().items()}
         changed = {name: part for name, part in inner.items() if part is not getattr(self, name)}
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
@@ -97,7 +103,8 @@ class Constant(Base):
     """The same weights at every step; also how weights stand inside other schedules."""
 
     kind: ClassVar[str] = "constant"
-    weights: Any  # pairs (name, weight), sorted by name: the order in which they were given means nothing
+    # pairs (name, weight), sorted by name: the order in which they were given means nothing
+    weights: Any
 
     def __post_init__(self) -> None:
         check = Check(self)
@@ -182,7 +189,8 @@ class Check:
             )
         elif hasattr(value, "prefer"):
             self.found.append(
-                f"{name}: {value!r} chooses samples, so it stands outermost; give it this schedule as its weights"
+                f"{name}: {value!r} chooses samples, so it stands outermost; give it this "
+                "schedule as its weights"
             )
         return value
 
@@ -192,7 +200,9 @@ class Check:
 
 
 def bind(part: Any, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Any:
-    """A mixture with what only the job knows filled in; a schedule that asks for nothing stays as it is."""
+    """A mixture with what only the job knows filled in; a schedule that asks for nothing stays as
+    it is.
+    """
     return part.bound(weights, rows) if callable(getattr(part, "bound", None)) else part
 
 
@@ -203,13 +213,17 @@ def has_state(part: Any) -> bool:
 
 
 def learns(part: Any) -> bool:
-    """A schedule says so (``takes_feedback``), or has a state; a plain function of the step does not."""
+    """A schedule says so (``takes_feedback``), or has a state; a plain function of the step does
+    not.
+    """
     said = getattr(part, "takes_feedback", None)
     return has_state(part) if said is None else bool(said)
 
 
 def follows_from_step(part: Any) -> bool:
-    """Whether its weights are a function of the step alone, with nothing of the user's in it: then it may be asked about any step."""
+    """Whether its weights are a function of the step alone, with nothing of the user's in it: then
+    it may be asked about any step.
+    """
     return (
         isinstance(part, Base)
         and not learns(part)
@@ -228,7 +242,9 @@ def weight_problems(weights: Any) -> list[str]:
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, float]:
-    """Weights that sum to 1. One rounding per operation and an exactly rounded sum: equal on every machine."""
+    """Weights that sum to 1. One rounding per operation and an exactly rounded sum: equal on every
+    machine.
+    """
     top = max(weights.values())
     scaled = {name: weight / top for name, weight in weights.items()}
     total = math.fsum(scaled.values())
@@ -236,7 +252,9 @@ def shares(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def named(said: Weights, step: int, where: str) -> Mapping[str, float]:
-    """What a schedule inside another one said, which must be by name: only the job knows the order of its sources."""
+    """What a schedule inside another one said, which must be by name: only the job knows the order
+    of its sources.
+    """
     if not isinstance(said, Mapping):
         raise JobError(
             [f"{where}: wanted weights by source name at step {step}, found {said!r}"], "schedule"

@@ -1,8 +1,9 @@
 """Curricula: schedules that also choose which of the look-ahead candidates a step takes.
 
-``prefer`` gives every candidate a score, and the lowest are taken first, ties in stream order. The score is how far a
-sample stands above what the step may hold, so all that is easy enough ties and comes as the plain stream has it, and when
-the ramp is over the plain stream is taken as it is. What is passed over comes later; nothing is dropped.
+``prefer`` gives every candidate a score, and the lowest are taken first, ties in stream order. The
+score is how far a sample stands above what the step may hold, so all that is easy enough ties and
+comes as the plain stream has it, and when the ramp is over the plain stream is taken as it is. What
+is passed over comes later; nothing is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Curriculum(Base):
         check.text("column")
         if check.real("a finite number", math.isfinite, "low", "high") and self.low > self.high:
             check.found.append(
-                f"low, high: the ramp goes up, found {self.low:g} above {self.high:g}; reverse the column in ov.Meta"
+                f"low, high: the ramp goes up, found {self.low:g} above {self.high:g}; "
+                "reverse the column in ov.Meta"
             )
         check.whole(1, "steps")
         _take_weights(self, check)
@@ -43,7 +45,9 @@ class Curriculum(Base):
         return _weights_of(self, step, feedback)
 
     def threshold(self, step: int) -> float:
-        """The difficulty that a step may hold: rises evenly from ``low`` at step 0; no limit from ``steps`` on."""
+        """The difficulty that a step may hold: rises evenly from ``low`` at step 0; no limit from
+        ``steps`` on.
+        """
         return _rise(self.low, self.high, step, self.steps)
 
     def prefer(self, step: int, candidates: Buffer) -> np.ndarray:
@@ -81,7 +85,9 @@ class LengthWarmup(Base):
         return _weights_of(self, step, feedback)
 
     def threshold(self, step: int) -> float:
-        """The length that a step may hold: rises evenly from ``start`` at step 0; no limit from ``steps`` on."""
+        """The length that a step may hold: rises evenly from ``start`` at step 0; no limit from
+        ``steps`` on.
+        """
         return _rise(self.start, self.end, step, self.steps)
 
     def prefer(self, step: int, candidates: Buffer) -> np.ndarray:
@@ -98,10 +104,12 @@ class LengthWarmup(Base):
 def curriculum(
     column: str, low: float, high: float, steps: int, weights: Part | None = None
 ) -> Curriculum:
-    """Easy samples first: prefers those whose ``column`` is at most a threshold that rises from ``low`` to ``high`` over ``steps``.
+    """Easy samples first: prefers those whose ``column`` is at most a threshold that rises from
+    ``low`` to ``high`` over ``steps``.
 
-    The column is metadata (``ov.Meta``), the same scale in every source. It needs ``Job(look_ahead=...)`` above 1: that
-    many times a step's samples are looked at, so a wider look makes a sharper curriculum.
+    The column is metadata (``ov.Meta``), the same scale in every source. It needs
+    ``Job(look_ahead=...)`` above 1: that many times a step's samples are looked at, so a wider look
+    makes a sharper curriculum.
     """
     return Curriculum(column, low, high, steps, weights)
 
@@ -109,7 +117,9 @@ def curriculum(
 def length_warmup(
     start: int, end: int, steps: int, weights: Part | None = None, column: str = "tokens"
 ) -> LengthWarmup:
-    """Short samples first: prefers those of at most ``start`` tokens, rising to ``end`` over ``steps``."""
+    """Short samples first: prefers those of at most ``start`` tokens, rising to ``end`` over
+    ``steps``.
+    """
     return LengthWarmup(start, end, steps, weights, column)
 
 
@@ -122,7 +132,8 @@ def _weights_of(schedule: Curriculum | LengthWarmup, step: int, feedback: Feedba
     if schedule.weights is None:
         raise JobError(
             [
-                "weights: the sources' weights are not known outside a job; give weights={name: weight}"
+                "weights: the sources' weights are not known outside a job; give "
+                "weights={name: weight}"
             ],
             f"schedule.{schedule.kind}",
         )

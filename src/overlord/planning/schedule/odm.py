@@ -1,8 +1,10 @@
-"""Online data mixing: sources with a higher loss are drawn more, learned while training (Exp3, as in "Efficient Online Data Mixing").
+"""Online data mixing: sources with a higher loss are drawn more, learned while training (Exp3, as
+in "Efficient Online Data Mixing").
 
-Every reported step adds each source's loss to its reward, and weights are a softmax of the rewards, mixed with some
-exploration that shrinks with time. Exp3 sees one arm a round and divides its reward by the chance of having drawn it; a
-step of ours draws from all sources, so each reward is added as it is, which is what that estimate is on average.
+Every reported step adds each source's loss to its reward, and weights are a softmax of the rewards,
+mixed with some exploration that shrinks with time. Exp3 sees one arm a round and divides its reward
+by the chance of having drawn it; a step of ours draws from all sources, so each reward is added as
+it is, which is what that estimate is on average.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from overlord.planning.schedule.base import (
     weight_problems,
 )
 
-LARGEST = 1e6  # a larger loss counts as this one: sums stay finite, and nothing else would be drawn either way
+# a larger loss counts as this one: sums stay finite, and nothing else would be drawn either way
+LARGEST = 1e6
 
 
 @dataclass(slots=True)
@@ -86,7 +89,8 @@ class Odm(Base):
             share = self.floor if isinstance(self.floor, float) else 0.0
             if share * len(self.sources) > 1 + 1e-9:
                 check.found.append(
-                    f"floor: {share:g} for each of {len(self.sources)} sources is more than there is"
+                    f"floor: {share:g} for each of {len(self.sources)} sources is more "
+                    "than there is"
                 )
             return
         floors = dict(self.floor)
@@ -142,7 +146,9 @@ class Odm(Base):
         return any_good
 
     def _reward(self, names: list[str]) -> None:
-        """One update: a source without a report counts with its last loss, one that never had any with the mean of the others."""
+        """One update: a source without a report counts with its last loss, one that never had any
+        with the mean of the others.
+        """
         known, before = self.learned, self._rewards(names)
         mean = math.fsum(known.loss.values()) / len(known.loss)
         known.reward = {
@@ -158,7 +164,9 @@ class Odm(Base):
         return {name: known.get(name, middle) for name in names}
 
     def _mixed(self, prior: Mapping[str, float]) -> dict[str, float]:
-        """Exp3's rule with the given weights in place of equal ones: they are what it explores and where it begins."""
+        """Exp3's rule with the given weights in place of equal ones: they are what it explores and
+        where it begins.
+        """
         n, t, reward = len(prior), self.learned.updates, self._rewards(list(prior))
         rate = self.rate if self.rate is not None else _exploration(n, t - 1)
         explore = n * _exploration(n, t)
@@ -217,7 +225,9 @@ class Odm(Base):
 
 
 def _exploration(n: int, t: int) -> float:
-    """Exp3's share of exploration for each of n sources after t updates. A square root is rounded correctly everywhere."""
+    """Exp3's share of exploration for each of n sources after t updates. A square root is rounded
+    correctly everywhere.
+    """
     if t < 1:
         return 1 / n
     return min(1 / n, math.sqrt(integer_math.log(float(n)) / integer_math.ONE / (n * t)))
@@ -232,10 +242,12 @@ def odm(
     rate: float | None = None,
     metric: str = "loss",
 ) -> Odm:
-    """Weights that follow the losses in ``client.report(step, {"loss/web": 2.31, ...})``: what is learned worst is drawn more.
+    """Weights that follow the losses in ``client.report(step, {"loss/web": 2.31, ...})``: what is
+    learned worst is drawn more.
 
-    ``weights`` are those of the first ``warmup`` steps and what is explored later; names alone stand for equal ones. No
-    source gets less than ``floor``. A loss counts as ``loss / scale``; ``decay`` below 1 forgets old losses, and ``rate`` fixes
-    the learning rate, which otherwise falls with the number of reports. Reports that are no losses are ignored and counted.
+    ``weights`` are those of the first ``warmup`` steps and what is explored later; names alone
+    stand for equal ones. No source gets less than ``floor``. A loss counts as ``loss / scale``;
+    ``decay`` below 1 forgets old losses, and ``rate`` fixes the learning rate, which otherwise
+    falls with the number of reports. Reports that are no losses are ignored and counted.
     """
     return Odm(weights, warmup, floor, scale, decay, rate, metric)

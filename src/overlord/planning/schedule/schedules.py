@@ -1,8 +1,9 @@
 """Schedules by step alone: constant, staged, linear, cosine, temperature.
 
-Weights are relative: only their ratios are drawn. A ramp goes from the shares of one mixture to those of another, so that
-it is even whatever the two sum to; at its ends, and beyond, the weights are exactly the ones that were given. Everywhere
-that weights are asked for, another schedule may stand in their place.
+Weights are relative: only their ratios are drawn. A ramp goes from the shares of one mixture to
+those of another, so that it is even whatever the two sum to; at its ends, and beyond, the weights
+are exactly the ones that were given. Everywhere that weights are asked for, another schedule may
+stand in their place.
 """
 
 from __future__ import annotations
@@ -51,19 +52,22 @@ class Staged(Base):
             if not isinstance(first, int) or isinstance(first, bool) or first < 0
         ]
         check.found += [
-            f"stages: wanted the first step of a stage, a whole number of at least 0, found {first!r}"
+            "stages: wanted the first step of a stage, a whole number of at least 0, "
+            f"found {first!r}"
             for first in wrong
         ]
         if given and not wrong and 0 not in given:
             check.found.append(
-                f"stages: the first stage begins at step {min(given)}; say what steps before it draw, from 0 on"
+                f"stages: the first stage begins at step {min(given)}; say what steps "
+                "before it draw, from 0 on"
             )
         made = {first: check.part(f"stages[{first!r}]", part) for first, part in given.items()}
         check.done()
         check.set("stages", tuple(sorted(made.items(), key=lambda stage: stage[0])))
 
     def __call__(self, step: int, feedback: Feedback) -> Any:
-        # Every stage is asked at every step, so that one that learns from feedback has learned when its time comes.
+        # Every stage is asked at every step, so that one that learns from feedback has learned when
+        # its time comes.
         said = [part(step, feedback) for _, part in self.stages]
         return said[bisect_right([first for first, _ in self.stages], step) - 1]
 
@@ -83,7 +87,9 @@ class Staged(Base):
 
 
 def staged(stages: Mapping[int, Part]) -> Staged:
-    """Weights by step ranges: ``staged({0: {"web": 1}, 1000: {"web": 1, "code": 1}})``; each holds until the next begins."""
+    """Weights by step ranges: ``staged({0: {"web": 1}, 1000: {"web": 1, "code": 1}})``; each holds
+    until the next begins.
+    """
     return Staged(stages)
 
 
@@ -221,7 +227,8 @@ class Temperature(Base):
             some = ", ".join(unread[:5]) + (", ..." if len(unread) > 5 else "")
             raise JobError(
                 [
-                    f"sizes: how many rows {some} has is known only by reading it; give sizes={{name: rows}}"
+                    f"sizes: how many rows {some} has is known only by reading it; give "
+                    f"sizes={{name: rows}}"
                 ],
                 "schedule.temperature",
             )
@@ -255,9 +262,11 @@ def temperature(
     steps: int | None = None,
     begin: int = 0,
 ) -> Temperature:
-    """Weights ``size ** (1/tau)``: 1 draws in proportion, more lifts small sources, infinity draws all alike.
+    """Weights ``size ** (1/tau)``: 1 draws in proportion, more lifts small sources, infinity draws
+    all alike.
 
-    ``sizes`` are rows, tokens or bytes; left out, the rows of the files, where their format tells them. With ``end_tau``
-    and ``steps`` the temperature goes from ``tau`` to ``end_tau`` in equal steps from ``begin`` on.
+    ``sizes`` are rows, tokens or bytes; left out, the rows of the files, where their format tells
+    them. With ``end_tau`` and ``steps`` the temperature goes from ``tau`` to ``end_tau`` in equal
+    steps from ``begin`` on.
     """
     return Temperature(tau, sizes, end_tau, steps, begin)

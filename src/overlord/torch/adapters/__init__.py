@@ -1,4 +1,6 @@
-"""Batches as each framework reads them: ``megatron.packed``, ``torchtitan.flat``, ``huggingface.flattened``. See docs/frameworks.md."""
+"""Batches as each framework reads them: ``megatron.packed``, ``torchtitan.flat``,
+``huggingface.flattened``. See docs/frameworks.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What Hugging Face models read: the keys of its flattening collator, or rows with an attention mask."""
+"""What Hugging Face models read: the keys of its flattening collator, or rows with an attention
+mask.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,15 @@ def flattened(
     no_cache: bool = True,
     given: str | None = None,
 ) -> dict[str, Any]:
-    """``model(**flattened(mb))``: one row of all documents, [1, tokens], labels unshifted, positions from 0 in every document.
+    """``model(**flattened(mb))``: one row of all documents, [1, tokens], labels unshifted,
+    positions from 0 in every document.
 
-    ``kernel``: with ``cu_seq_lens_q/k`` and ``max_length_q/k`` for flash attention, which other kinds ignore. ``no_cache``: with
-    ``use_cache=False``, without which models whose attention is eager or SDPA make a cache in training too, do not look at positions then,
-    and mix documents without a word. ``seq_idx`` for layers with a state (Mamba, gated delta). ``mask``: a four-dimensional mask,
-    for attention that never looks at positions; True for float32, or the dtype of the model. ``given``: the job's ``Batch.labels``,
-    where it cannot be told.
+    ``kernel``: with ``cu_seq_lens_q/k`` and ``max_length_q/k`` for flash attention, which other
+    kinds ignore. ``no_cache``: with ``use_cache=False``, without which models whose attention is
+    eager or SDPA make a cache in training too, do not look at positions then, and mix documents
+    without a word. ``seq_idx`` for layers with a state (Mamba, gated delta). ``mask``: a
+    four-dimensional mask, for attention that never looks at positions; True for float32, or the
+    dtype of the model. ``given``: the job's ``Batch.labels``, where it cannot be told.
     """
     facts = need(
         mb,
@@ -66,7 +70,9 @@ def flattened(
 
 
 def padded(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, torch.Tensor]:
-    """Of ``Batch(layout="padded")``: ``input_ids``, ``attention_mask``, ``position_ids`` and unshifted ``labels``, [rows, context]."""
+    """Of ``Batch(layout="padded")``: ``input_ids``, ``attention_mask``, ``position_ids`` and
+    unshifted ``labels``, [rows, context].
+    """
     need(
         mb,
         ("tokens", "position_ids", "labels", "loss_mask", "attention_mask"),
@@ -95,8 +101,9 @@ def document_of(at: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
 def block_mask(
     bounds: torch.Tensor, tokens: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """[1, 1, tokens, tokens], to be added to scores: 0 where a token sees another of its document that is not behind it, else the
-    lowest number. Its size grows with the square of the tokens."""
+    """[1, 1, tokens, tokens], to be added to scores: 0 where a token sees another of its document
+    that is not behind it, else the lowest number. Its size grows with the square of the tokens.
+    """
     document = documents(bounds, tokens)
     at = torch.arange(tokens, device=bounds.device)
     sees = (document[:, None] == document[None, :]) & (at[:, None] >= at[None, :])

@@ -1,7 +1,8 @@
 """Labels from one convention to the other, document by document.
 
-Shifted: the label of a token is the next token of its document (Megatron, torchtitan). Unshifted: it is the token itself, and the model
-shifts (Hugging Face). Either has a label for the same predictions, one place apart, so nothing is lost on the way.
+Shifted: the label of a token is the next token of its document (Megatron, torchtitan). Unshifted:
+it is the token itself, and the model shifts (Hugging Face). Either has a label for the same
+predictions, one place apart, so nothing is lost on the way.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ CONVENTIONS = (SHIFTED, UNSHIFTED)
 def converted(
     mb: Mapping[str, Any], wanted: str, given: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels and loss mask of a microbatch in the wanted convention. ``given``: the job's ``Batch.labels``; by default told from them."""
+    """Labels and loss mask of a microbatch in the wanted convention. ``given``: the job's
+    ``Batch.labels``; by default told from them.
+    """
     for name, value in (("wanted", wanted), ("given", given or wanted)):
         if value not in CONVENTIONS:
             raise JobError(
@@ -42,8 +45,10 @@ def converted(
 
 
 _NO_SLICES = (
-    "this is a slice of a microbatch, cut for context parallelism; its {have} cannot be made {wanted}, since neighbours of tokens are on "
-    "other ranks. Say Batch(labels={wanted!r}) in the job, whose labels are made before slices are cut"
+    "this is a slice of a microbatch, cut for context parallelism; its {have} cannot be "
+    "made {wanted}, since neighbours of tokens are on "
+    "other ranks. Say Batch(labels={wanted!r}) in the job, whose labels are made before "
+    "slices are cut"
 )
 
 
@@ -90,7 +95,8 @@ def need(
     if whole and facts.sliced:
         raise JobError(
             [
-                f"wanted whole microbatches, found a slice of {facts.here} of {facts.tokens} tokens, cut for context parallelism; "
+                f"wanted whole microbatches, found a slice of {facts.here} of "
+                f"{facts.tokens} tokens, cut for context parallelism; "
                 "say Batch(cp_split='none'), and let the framework cut"
             ],
             adapter,

@@ -1,4 +1,6 @@
-"""What Megatron-Core reads: the packed (THD) batch of its sequence-packing code, and ``PackedSeqParams``."""
+"""What Megatron-Core reads: the packed (THD) batch of its sequence-packing code, and
+``PackedSeqParams``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ TOKEN_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
 
 @dataclass(slots=True, kw_only=True)
 class PackedSeqParams:
-    """The fields of Megatron-Core's class of this name, where that is not installed: attention reads them by name."""
+    """The fields of Megatron-Core's class of this name, where that is not installed: attention
+    reads them by name.
+    """
 
     qkv_format: str | None = None
     cu_seqlens_q: torch.Tensor | None = None
@@ -49,8 +53,10 @@ class Batch(NamedTuple):
 
 
 def packed(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, Any]:
-    """The dict that its data iterator yields for a microbatch, for the stage this rank is: tensors flat, ``max_seqlen`` an int32 scalar
-    on the host, labels shifted. Already sliced for CP where the job says so: then do not slice again."""
+    """The dict that its data iterator yields for a microbatch, for the stage this rank is: tensors
+    flat, ``max_seqlen`` an int32 scalar on the host, labels shifted. Already sliced for CP where
+    the job says so: then do not slice again.
+    """
     need(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed", whole=False)
     made = {
         key: as_tensor(mb[key])
@@ -63,10 +69,12 @@ def packed(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, Any]
 
 
 def packed_seq_params(mb: Mapping[str, Any], *, true_lengths: bool = False, **more: Any) -> Any:
-    """``PackedSeqParams`` of a microbatch: Megatron's own class where it can be imported, else ours with the same fields.
+    """``PackedSeqParams`` of a microbatch: Megatron's own class where it can be imported, else ours
+    with the same fields.
 
-    As in Megatron, all four ``cu_seqlens`` are the padded ones, which Transformer Engine wants; ``true_lengths`` puts the true
-    ones into ``cu_seqlens_q`` and ``cu_seqlens_kv``. They are those of the whole microbatch, also on a slice of CP. ``more``: other fields.
+    As in Megatron, all four ``cu_seqlens`` are the padded ones, which Transformer Engine wants;
+    ``true_lengths`` puts the true ones into ``cu_seqlens_q`` and ``cu_seqlens_kv``. They are those
+    of the whole microbatch, also on a slice of CP. ``more``: other fields.
     """
     has_keys(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed_seq_params")
     bounds, longest = as_tensor(mb["cu_seqlens_padded"]), int(mb["max_seqlen"])
@@ -90,10 +98,12 @@ def padding_mask(
     cp: tuple[int, int] | None = None,
     cp_split: str = "zigzag",
 ) -> torch.Tensor:
-    """True on padding, [1, tokens]: mixtures of experts leave it out. Needs no tokens, so that every stage can make it.
+    """True on padding, [1, tokens]: mixtures of experts leave it out. Needs no tokens, so that
+    every stage can make it.
 
-    For a slice of context parallelism: ``cp`` is (how many ranks, which of them) and ``cp_split`` the job's; or ``index`` is which token of
-    the whole microbatch each of the slice's is (``overlord.constructor.rank_views.slice_index``).
+    For a slice of context parallelism: ``cp`` is (how many ranks, which of them) and ``cp_split``
+    the job's; or ``index`` is which token of the whole microbatch each of the slice's is
+    (``overlord.constructor.rank_views.slice_index``).
     """
     has_keys(mb, ("cu_seqlens", "cu_seqlens_padded"), "megatron.padding_mask")
     lengths, bounds = (
@@ -109,7 +119,9 @@ def padding_mask(
 
 
 def _places(bounds: torch.Tensor, facts: Facts, cp: tuple[int, int], split: str) -> torch.Tensor:
-    """Which token of the whole microbatch each token of a slice is: on the device where the bounds are, without a question to it."""
+    """Which token of the whole microbatch each token of a slice is: on the device where the bounds
+    are, without a question to it.
+    """
     ranks, rank = _checked(cp, split, facts)
     if (
         ranks == 1 or split == "none" or facts.here == facts.tokens
@@ -141,7 +153,8 @@ def _checked(cp: tuple[int, int], split: str, facts: Facts) -> tuple[int, int]:
     if facts.sliced and (split == "none" or facts.here * ranks != facts.tokens):
         raise JobError(
             [
-                f"cp: {cp!r} with cp_split={split!r} does not fit a slice of {facts.here} of {facts.tokens} tokens; "
+                f"cp: {cp!r} with cp_split={split!r} does not fit a slice of {facts.here} "
+                f"of {facts.tokens} tokens; "
                 "give this rank's place along cp, and the job's Batch.cp_split"
             ],
             "megatron.padding_mask",
@@ -158,18 +171,22 @@ def get_batch(
     given: str | None = None,
     **more: Any,
 ) -> Batch:
-    """The next microbatch as Megatron's forward step unpacks it: ``tokens, labels, loss_mask, attention_mask, position_ids,
-    packed_seq_params, padding_mask``; [1, tokens], None for what this stage does not have.
+    """The next microbatch as Megatron's forward step unpacks it: ``tokens, labels, loss_mask,
+    attention_mask, position_ids, packed_seq_params, padding_mask``; [1, tokens], None for what this
+    stage does not have.
 
-    ``iterator``: ``client.microbatches()``, or of a ``DevicePrefetcher`` or a ``BroadcastClient``; every rank has one, also TP ranks that
-    another serves. Nothing is left to broadcast or to slice. ``cp``: how many ranks along context parallelism and which of them this is,
-    ``cp_split``: the job's; with them every rank of every stage has its ``padding_mask``. (1, 0) where microbatches are not cut. Without
-    ``cp`` it is None where a rank does not hold all the tokens: on slices, and on stages in the middle.
+    ``iterator``: ``client.microbatches()``, or of a ``DevicePrefetcher`` or a ``BroadcastClient``;
+    every rank has one, also TP ranks that another serves. Nothing is left to broadcast or to slice.
+    ``cp``: how many ranks along context parallelism and which of them this is, ``cp_split``: the
+    job's; with them every rank of every stage has its ``padding_mask``. (1, 0) where microbatches
+    are not cut. Without ``cp`` it is None where a rank does not hold all the tokens: on slices, and
+    on stages in the middle.
     """
     if iterator is None:
         raise JobError(
             [
-                "wanted an iterator of microbatches on every rank, found None; client.microbatches() is one"
+                "wanted an iterator of microbatches on every rank, found None; "
+                "client.microbatches() is one"
             ],
             "megatron.get_batch",
         )
@@ -195,7 +212,9 @@ def get_batch(
 
 
 def _rows(mb: Mapping[str, Any], given: str | None) -> Batch:
-    """The padded layout, [rows, context]: attention is causal, so that padding at the end of a row needs no mask."""
+    """The padded layout, [rows, context]: attention is causal, so that padding at the end of a row
+    needs no mask.
+    """
     found: dict[str, Any] = {key: as_tensor(mb[key]) if key in mb else None for key in TOKEN_KEYS}
     if "labels" in mb:
         found["labels"], found["loss_mask"] = converted(mb, SHIFTED, given)

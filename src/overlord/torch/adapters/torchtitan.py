@@ -1,4 +1,6 @@
-"""Batches as torchtitan's trainer reads them: ``({"input", "positions", ...}, labels)``, one row, labels shifted."""
+"""Batches as torchtitan's trainer reads them: ``({"input", "positions", ...}, labels)``, one row,
+labels shifted.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ def flat(
     given: str | None = None,
     batched: bool = True,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return one batch of its trainer: [1, T] as release 0.3.0 reads it. A document begins where ``positions`` is 0.
+    """Return one batch of its trainer: [1, T] as release 0.3.0 reads it. A document begins where
+    ``positions`` is 0.
 
-    ``tokens``: pad to as many, with input 0, label -100 and positions of a document of their own, as its collator does: for compiled
-    models and CUDA graphs. ``batched=False``: [T], and patches of all images in one row, as its development branch reads them. Its
-    trainer cuts for CP itself (``Batch(cp_split="none")``). ``given``: the job's ``Batch.labels``, where it cannot be told.
+    ``tokens``: pad to as many, with input 0, label -100 and positions of a document of their own,
+    as its collator does: for compiled models and CUDA graphs. ``batched=False``: [T], and patches
+    of all images in one row, as its development branch reads them. Its trainer cuts for CP itself
+    (``Batch(cp_split="none")``). ``given``: the job's ``Batch.labels``, where it cannot be told.
     """
     need(mb, ("tokens", "position_ids", "labels", "loss_mask"), "torchtitan.flat")
     labels, _ = converted(mb, SHIFTED, given)
@@ -37,7 +41,8 @@ def flat(
         if more < 0:
             raise JobError(
                 [
-                    f"tokens: wanted at least the {len(ids)} of the microbatch, found {tokens}; give Batch.context"
+                    f"tokens: wanted at least the {len(ids)} of the microbatch, found "
+                    f"{tokens}; give Batch.context"
                 ],
                 "torchtitan.flat",
             )
@@ -54,7 +59,9 @@ def flat(
 
 
 def _by_image(pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """Return patches by image, [images, patches of the largest, patch_dim]; shorter images are padded with zeros."""
+    """Return patches by image, [images, patches of the largest, patch_dim]; shorter images are
+    padded with zeros.
+    """
     sizes = grid.prod(-1).tolist()
     if not sizes:
         return pixels.new_zeros((0, 0, pixels.shape[-1]))
