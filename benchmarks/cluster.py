@@ -202,7 +202,9 @@ def measure(
     idle_s: float,
     console: Console,
 ) -> None:
-    """All cells, one at a time. One that fails is told on the page: the others are not lost for it."""
+    """All cells, one at a time. One that fails is told on the page: the others are not lost for
+    it.
+    """
     given_up: dict[str, int] = {}  # by loader, with how many sources
     with progress(console) as shown:
         bar = shown.add_task("", total=sum(len(setting.cells()) for setting in settings))

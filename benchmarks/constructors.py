@@ -54,7 +54,9 @@ COSTS = [
 
 
 def rows(found: list[Found]) -> tuple[list[list[str]], list[list[str]]]:
-    """Of both tables. Rounds of a case: the median of each figure, and the waits of all together."""
+    """Of both tables. Rounds of a case: the median of each figure, and the waits of all
+    together.
+    """
     links, costs = [], []
     for case in dict.fromkeys(f.case for f in found):
         mine = [f for f in found if f.case == case]

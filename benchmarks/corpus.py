@@ -82,7 +82,9 @@ def weight_of(number: int) -> float:
 def make_corpus(
     root: Path, n_sources: int, seed: int, on_progress: Callable[[str, int, int], None]
 ) -> Corpus:
-    """The corpus of n sources; what an earlier run made is kept, since source i never depends on n."""
+    """The corpus of n sources; what an earlier run made is kept, since source i never depends on
+    n.
+    """
     folder = root / f"v{VERSION}-seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     words: Words | None = None

@@ -62,7 +62,9 @@ def plot_file(svg: str) -> str:
 
 
 def save(name: str, text: str, plots: dict[str, str]) -> Path:
-    """Write the dated page and its plots under benchmarks/results; no earlier page is overwritten."""
+    """Write the dated page and its plots under benchmarks/results; no earlier page is
+    overwritten.
+    """
     images = RESULTS / "img"
     images.mkdir(parents=True, exist_ok=True)
     for plot, svg in plots.items():

@@ -31,7 +31,9 @@ SHAPES_SEED = 306  # what the sources are like does not change with the seed of 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """Samples in the order of the stream, as arrays; an image token stands for ``merge`` patches."""
+    """Samples in the order of the stream, as arrays; an image token stands for ``merge``
+    patches.
+    """
 
     names: tuple[str, ...]
     source: np.ndarray  # int32

@@ -128,7 +128,9 @@ def train(made: ov.Job, note: Callable[[list[Any]], Any], **options: Any) -> Non
 
 
 def die_at(number: int, moment: str) -> None:
-    """In this process: at that write of the journal, counted from 0, or where it removes segments."""
+    """In this process: at that write of the journal, counted from 0, or where it removes
+    segments.
+    """
     left = [number]
 
     def how() -> str:

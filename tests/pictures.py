@@ -88,7 +88,9 @@ def interlaced(height: int = 20, width: int = 30, seed: int = 0) -> bytes:
 
 
 def deep(height: int = 20, width: int = 30, colour: int = 0) -> bytes:
-    """A PNG of 16 bits a channel whose lower bytes are noise and whose upper bytes are ``photo``."""
+    """A PNG of 16 bits a channel whose lower bytes are noise and whose upper bytes are
+    ``photo``.
+    """
     channels = {0: 1, 2: 3, 4: 2, 6: 4}[colour]
     upper = np.concatenate([photo(height, width), photo(height, width, 1)], axis=2)[:, :, :channels]
     lower = np.random.default_rng(7).integers(0, 256, upper.shape, np.uint8)

@@ -146,7 +146,9 @@ def runs(pid: int) -> bool:
 
 
 def state_of(stat: Path) -> str:
-    """Of a process or a thread; X where it is gone, be it between opening the file and reading it."""
+    """Of a process or a thread; X where it is gone, be it between opening the file and reading
+    it.
+    """
     try:
         return stat.read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,6 @@
-"""A real S3 server on loopback, and a proxy before it that breaks what goes through it on command."""
+"""A real S3 server on loopback, and a proxy before it that breaks what goes through it on
+command.
+"""
 
 from __future__ import annotations
 

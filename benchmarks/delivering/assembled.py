@@ -1,4 +1,6 @@
-"""How much of what ranks are given is memory of its own: ranks that get the same arrays share them."""
+"""How much of what ranks are given is memory of its own: ranks that get the same arrays share
+them.
+"""
 
 from __future__ import annotations
 

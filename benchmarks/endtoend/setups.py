@@ -1,4 +1,6 @@
-"""The models of the paper's Table 1 and the assumption sets under which a step's time is predicted."""
+"""The models of the paper's Table 1 and the assumption sets under which a step's time is
+predicted.
+"""
 
 from __future__ import annotations
 

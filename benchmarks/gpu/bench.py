@@ -63,7 +63,9 @@ class Bench:
 
 
 def grid(most: Sequence[int], longest: int) -> list[np.ndarray]:
-    """Microbatches of equal documents: of different tokens, each cut into short and into long ones."""
+    """Microbatches of equal documents: of different tokens, each cut into short and into long
+    ones.
+    """
     lengths = [SHORTEST * 2**k for k in range(32) if SHORTEST * 2**k <= longest]
     found = {
         (int(m * f), n): np.full(int(m * f) // n, n)

@@ -63,7 +63,9 @@ def fit(found: Sequence[Found]) -> Slopes:
 
 
 def guess(case: Case) -> float:
-    """MB of a colocated cell before any was measured: so that the first does not fill the machine."""
+    """MB of a colocated cell before any was measured: so that the first does not fill the
+    machine.
+    """
     return (
         case.ranks * case.workers * (30 + 4 * case.n_sources) if case.kind == COLOCATED else 1500.0
     )

@@ -107,7 +107,9 @@ class BareAtOnce(Bare):
 
 
 class Pair(OneProcess):
-    """Two threads and a pair of links; the array lies in a ring, as it would for another process."""
+    """Two threads and a pair of links; the array lies in a ring, as it would for another
+    process.
+    """
 
     def __init__(self, shared: Any, address: Any):
         self._ring = Ring(max_slots=AHEAD, name="pair")

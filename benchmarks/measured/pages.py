@@ -108,7 +108,9 @@ class Cell:
         return found[0][self.column] if found else None
 
     def number(self, text: str) -> str:
-        """The cell's number as it is printed. A starred, computed or missing one may not be quoted."""
+        """The cell's number as it is printed. A starred, computed or missing one may not be
+        quoted.
+        """
         found = NUMBER.findall(text)
         if len(found) <= self.at or text.startswith("*") or "by slope" in text:
             raise NotThere(

@@ -282,7 +282,9 @@ class _Cell:
         return cores, sum(cores.values()) < SETTLED
 
     def _paced(self, server: socket.socket) -> tuple[list[float], bool, int | None]:
-        """What trainers wait for a step that they want every so often; the first one is left out."""
+        """What trainers wait for a step that they want every so often; the first one is left
+        out.
+        """
         for said in self._ranks():
             said.waits.clear()
         self._tell_ranks([PACE, self.limits.every_s])

@@ -172,7 +172,9 @@ class Rank:
 
 
 def links(folder: Path, sources: list[SourceFiles], wanted: list[int]) -> list[str]:
-    """A path for each of the wanted sources, files of a source in turn; source number in the name."""
+    """A path for each of the wanted sources, files of a source in turn; source number in the
+    name.
+    """
     folder.mkdir()
     met, made = dict.fromkeys(wanted, 0), []
     for k, number in enumerate(wanted):

@@ -325,7 +325,9 @@ def distribute() -> str:
 
 
 def modules() -> str:
-    """Rows of the encoder's output, from the rank that encodes to the rank that holds the sample."""
+    """Rows of the encoder's output, from the rank that encodes to the rank that holds the
+    sample.
+    """
     chance, place = np.random.default_rng(4), ov.ClientPlaceTree(dp=4, tp=2)
     patches = [
         lengths(int(k), 100 + i, 64, 2048).tolist() for i, k in enumerate(chance.integers(0, 4, 48))

@@ -19,7 +19,9 @@ class OverlordError(Exception):
 
 
 class JobError(OverlordError):
-    """A job that cannot run. Lists every problem at once, so that a job file is mended in one go."""
+    """A job that cannot run. Lists every problem at once, so that a job file is mended in one
+    go.
+    """
 
     def __init__(self, problems: Sequence[str], where: str = "job"):
         listed = (

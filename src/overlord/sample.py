@@ -188,7 +188,9 @@ class Content:
         )
 
     def compact(self) -> Content:
-        """The same documents in memory of their own, so that the memory they were cut from can go."""
+        """The same documents in memory of their own, so that the memory they were cut from can
+        go.
+        """
         items = (
             None
             if self.items is None

@@ -58,7 +58,9 @@ _PATTERNS = (
 
 
 def is_uri(text: str) -> bool:
-    """Whether this is a URI, or was meant as one: ``Path`` makes ``s3:/bucket`` of ``s3://bucket``."""
+    """Whether this is a URI, or was meant as one: ``Path`` makes ``s3:/bucket`` of
+    ``s3://bucket``.
+    """
     return bool(SCHEME.match(text) or _NEARLY.match(text))
 
 

@@ -75,7 +75,9 @@ def test_what_is_widened_equals_what_is_built_wide(
 def test_what_is_kept_stays_what_it_was(
     step: dict[str, Any], asked: list[tuple[int, str, bool]]
 ) -> None:
-    """Memory is used again for the next microbatch, but never under an array that somebody holds."""
+    """Memory is used again for the next microbatch, but never under an array that somebody
+    holds.
+    """
     wanted = build_wide(**step).cut(0, step["n_microbatches"])
     found, kept = opened(step, View(), SlabPool()), []
     for m, key, keeps in asked:

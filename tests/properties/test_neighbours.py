@@ -129,7 +129,9 @@ TRANSFORMS: dict[str, list[Any]] = {
 
 
 def outcomes(uri: Any, transforms: list[Any], step: int) -> dict[tuple[int, int], Any]:
-    """What each row became, by file and number: its samples with their metadata, or "quarantine"."""
+    """What each row became, by file and number: its samples with their metadata, or
+    "quarantine".
+    """
     source = ov.Source("s", uri, transforms=transforms, epochs=1)
     job = ov.Job(
         name="t",

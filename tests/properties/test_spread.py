@@ -1,4 +1,6 @@
-"""Laws of spreading a step over its microbatches, and when ranks wait for each other: ``Job.sync``."""
+"""Laws of spreading a step over its microbatches, and when ranks wait for each other:
+``Job.sync``.
+"""
 
 from __future__ import annotations
 

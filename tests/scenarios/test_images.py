@@ -248,7 +248,9 @@ def pictured(at: str) -> ov.Source:
 def test_no_placeholder_is_predicted_and_all_other_tokens_are(
     layout: str, labels: str, at: str, tmp_path: Path
 ) -> None:
-    """Of documents that are cut too, and on the last of two stages, whose tokens are on the first."""
+    """Of documents that are cut too, and on the last of two stages, whose tokens are on the
+    first.
+    """
     batch = ov.Batch(
         samples=12, context=24, microbatches=2, layout=layout, labels=labels, pad_multiple=4
     )

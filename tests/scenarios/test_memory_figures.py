@@ -1,4 +1,6 @@
-"""What ``metrics()`` says of memory, where everything is one process and where there are several."""
+"""What ``metrics()`` says of memory, where everything is one process and where there are
+several.
+"""
 
 from __future__ import annotations
 

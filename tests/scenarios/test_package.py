@@ -1,4 +1,6 @@
-"""The built distribution in an environment that holds its declared dependencies and nothing else."""
+"""The built distribution in an environment that holds its declared dependencies and nothing
+else.
+"""
 
 from __future__ import annotations
 

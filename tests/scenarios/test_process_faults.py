@@ -346,7 +346,9 @@ def test_sessions_leave_no_open_file_and_no_thread() -> None:
 
 
 class Broken:
-    """Can be packed, but not opened: as a class of a module that the other process does not have."""
+    """Can be packed, but not opened: as a class of a module that the other process does not
+    have.
+    """
 
     def __call__(self, columns: Any) -> Any:
         return columns

@@ -217,7 +217,7 @@ OWN = """
     import json, os, signal, sys, time
     from pathlib import Path
     import overlord as ov
-    from overlord.runtime import process
+    from overlord.cluster import coordinator as process
     from tests.processes import WAIT_S, hosts_of, launch, written
     from tests.scenarios.test_process import job
 
@@ -366,7 +366,8 @@ JOINS = """
         os.environ.pop(name, None)
     import ray
     import overlord as ov
-    from overlord.runtime import ray_cluster, ray_jobs
+    from overlord.ray import cluster as ray_cluster
+    from overlord.cli import detached_jobs as ray_jobs
     from overlord.ray.launcher import RayControl
     from tests.processes import halt, left_after
     from tests.scenarios.test_process import job
@@ -551,7 +552,9 @@ NODES = """
     on_disk = rays.on_disk(os.path.abspath("gcs"))
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE, **on_disk))
     import overlord as ov
-    from overlord.runtime import ray_cluster, ray_head, ray_jobs
+    from overlord.ray import cluster as ray_cluster
+    from overlord.ray import head as ray_head
+    from overlord.cli import detached_jobs as ray_jobs
     from tests.processes import hosts_of, launch, play, run, runs, until, written
     from tests.scenarios.test_process import job
 

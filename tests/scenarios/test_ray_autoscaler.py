@@ -53,7 +53,7 @@ GROWS = """
                     os.kill(int(at.parent.name), 9)
 
     def alone(address):
-        from overlord.runtime import ray_jobs
+        from overlord.cli import detached_jobs as ray_jobs
         few = {"address": address, "hosts": 1, "sources_per_host": 2, "constructor_hosts": 1}
         served = ray_jobs.submit(job(until=2), **few)
         clients = [ov.connect(served.address, rank, token=served.token) for rank in range(2)]
@@ -71,7 +71,7 @@ GROWS = """
         print(ray_jobs.jobs(address), flush=True)
 
     def main():
-        from overlord.runtime import ray_cluster
+        from overlord.ray import cluster as ray_cluster
         calm = run(job(), "local")
         process, address, folder = head()
         nodes = lambda: len({n.id for n in ray_cluster.CLUSTER.nodes()})

@@ -16,7 +16,8 @@ PLACES = """
     from tests import rays
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
-    from overlord.runtime import ray_cluster, ray_control
+    from overlord.ray import cluster as ray_cluster
+    from overlord.ray import launcher as ray_control
     from tests.processes import launch, play, run, until
     from tests.scenarios.test_process import job
 
@@ -120,7 +121,7 @@ STAND_BYS = """
     from tests import rays
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
-    from overlord.runtime import ray_cluster
+    from overlord.ray import cluster as ray_cluster
     from tests.processes import launch, play, run, until
     from tests.scenarios.test_process import job
 
@@ -167,7 +168,8 @@ CROWDED = """
     from tests import rays
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
-    from overlord.runtime import ray_cluster, ray_jobs
+    from overlord.ray import cluster as ray_cluster
+    from overlord.cli import detached_jobs as ray_jobs
     from tests.processes import launch, play, run, until
     from tests.scenarios.test_process import job
 

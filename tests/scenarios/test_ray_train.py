@@ -95,7 +95,7 @@ TOKEN = """
 
 SUBMITTED = """
     def submitted(config, rank, state):
-        from overlord.runtime import ray_jobs
+        from overlord.cli import detached_jobs as ray_jobs
         cluster, nodes, said = ray.get_runtime_context().gcs_address, [None, None], [None]
         dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
         if rank == 0:
@@ -112,7 +112,7 @@ SUBMITTED = """
 
     def main():
         from ray.cluster_utils import Cluster
-        from overlord.runtime import ray_jobs
+        from overlord.cli import detached_jobs as ray_jobs
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
         for name in ("gpu-0", "gpu-1"):

@@ -20,7 +20,8 @@ STANDS_STILL = """
     import json, os, signal
     from tests import rays
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
-    from overlord.runtime import ray_cluster, ray_control
+    from overlord.ray import cluster as ray_cluster
+    from overlord.ray import launcher as ray_control
     from tests.processes import halt, launch, play, run, runs, until
     from tests.scenarios.test_process import job
 
@@ -74,7 +75,7 @@ LEAVES_THE_DEAF = """
     from tests import rays
     os.environ.update(rays.of_a_cluster())
     import ray
-    from overlord.runtime import ray_cluster
+    from overlord.ray import cluster as ray_cluster
     from tests.processes import halt, launch, left_after, play, run
     from tests.scenarios.test_process import job
 

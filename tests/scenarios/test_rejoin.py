@@ -59,7 +59,9 @@ def as_json(steps: list[Any]) -> list[Any]:
 def test_a_rank_that_ran_ahead_of_the_others_goes_on_behind_the_last_step_it_took(
     runtime: str,
 ) -> None:
-    """The session hears how far a rank is when the slowest has moved on, and the slowest has not."""
+    """The session hears how far a rank is when the slowest has moved on, and the slowest has
+    not.
+    """
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
     with launch(job(n=60), runtime=runtime, prefetch=4) as session:
         served = session.serve()

@@ -146,7 +146,9 @@ def _simulated(
 def _launched(
     job: ov.Job, events: Sequence[Any], slow: int | None, options: Mapping[str, Any]
 ) -> Outcome:
-    """A thread for each rank. A slow one takes a step only when the others have taken all they can."""
+    """A thread for each rank. A slow one takes a step only when the others have taken all they
+    can.
+    """
     out, starving = Outcome(), threading.Event()
     with ov.launch(job, stall_limit_s=60, **options) as session:
         for event in events:

@@ -46,7 +46,9 @@ Patch = tuple[
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A planted bug. ``found_at``: the first seed, from 0 on, that found it when this was written."""
+    """A planted bug. ``found_at``: the first seed, from 0 on, that found it when this was
+    written.
+    """
 
     name: str
     what: str
@@ -217,7 +219,9 @@ def _half_a_step(real: Any) -> Any:
 
 
 def _other_seed(real: Any) -> Any:
-    """The planner that comes after one that was lost has forgotten what the sources owe each other."""
+    """The planner that comes after one that was lost has forgotten what the sources owe each
+    other.
+    """
 
     def planner(self: Any, state: Any) -> Any:
         return real(self, replace(state, owed=tuple(reversed(state.owed))))

@@ -23,7 +23,9 @@ def quiet() -> object:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_a_planted_bug_is_found(mutant: Mutant) -> None:
-    """By the seed that found it first; a change elsewhere may make it another one of the first few."""
+    """By the seed that found it first; a change elsewhere may make it another one of the first
+    few.
+    """
     found = first_found(mutant, [mutant.found_at, *range(ENOUGH)])
     assert found is not None, f"none of the first {ENOUGH} seeds finds it"
     assert run_seed(found[0]).violations == []

@@ -1,4 +1,6 @@
-"""Functions of the user are looked at before they are called, also those that cannot be remembered."""
+"""Functions of the user are looked at before they are called, also those that cannot be
+remembered.
+"""
 
 from __future__ import annotations
 

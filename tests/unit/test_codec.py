@@ -1,4 +1,6 @@
-"""Values in frames, by example: what travels, what comes back, what is refused and in which words."""
+"""Values in frames, by example: what travels, what comes back, what is refused and in which
+words.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Drills: what a fault's text means, whom it hits, and that two runs which differ are told apart."""
+"""Drills: what a fault's text means, whom it hits, and that two runs which differ are told
+apart.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ class Ends(Box):
 
 
 class Later(Here):
-    """A constructor that is started again when it is lost; its work is done when it is asked for."""
+    """A constructor that is started again when it is lost; its work is done when it is asked
+    for.
+    """
 
     def __init__(self, *, at_once: bool = True) -> None:
         super().__init__()

@@ -172,7 +172,9 @@ def test_no_worker_of_a_host_process_shares_an_arena(monkeypatch: pytest.MonkeyP
 
 
 class Noted(Machine):
-    """Keep the links that a host counts a thread for, and leave the arenas of this process alone."""
+    """Keep the links that a host counts a thread for, and leave the arenas of this process
+    alone.
+    """
 
     links = -1
 

@@ -133,7 +133,9 @@ def test_who_waits_for_a_slot_in_vain_is_told_who_has_them(ring: Ring) -> None:
 
 
 def sleeps(waiter: threading.Thread, ring: Ring) -> None:
-    """Returns when somebody waits for the ring, and the thread has slept at every look for a while."""
+    """Returns when somebody waits for the ring, and the thread has slept at every look for a
+    while.
+    """
     end, looks = time.monotonic() + 30, 0
     while looks < 10:
         assert time.monotonic() < end, "it does not sleep"
@@ -200,7 +202,9 @@ def test_a_forked_child_does_not_fill_what_its_parent_reads(ring: Ring) -> None:
 
 @pytest.fixture
 def shared(ring: Ring) -> Iterator[tuple[Ring, Holder, PeerSlots]]:
-    """A ring, and the same process as its peer: all of it is the kernel's shared memory either way."""
+    """A ring, and the same process as its peer: all of it is the kernel's shared memory either
+    way.
+    """
     holder, slots = Holder("peer"), PeerSlots()
     ring.attach(holder)
     slots.open(holder.fd, ring.bell.fd, CELLS)

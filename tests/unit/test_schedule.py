@@ -1,4 +1,6 @@
-"""Schedules, one by one: what they say, what they refuse, how they look, and the same in job files."""
+"""Schedules, one by one: what they say, what they refuse, how they look, and the same in job
+files.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,9 @@ def test_nobody_follows_itself_and_all_that_can_be_followed_are(
 def test_however_often_hosts_are_lost_each_holds_as_much_as_before(
     n_hosts: int, each: int, deaths: list[int]
 ) -> None:
-    """One that comes back follows what it had, and those it followed: nothing piles up on a host."""
+    """One that comes back follows what it had, and those it followed: nothing piles up on a
+    host.
+    """
     hosts = [k % n_hosts for k in range(n_hosts * each)]
     shadows = Shadows(dict.fromkeys(range(len(hosts)), 1.0), lambda loader: loader)
 

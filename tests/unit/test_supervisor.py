@@ -1,4 +1,6 @@
-"""Stories of a job's parts that die, hang and come back: what happens, and what is done about it."""
+"""Stories of a job's parts that die, hang and come back: what happens, and what is done about
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``Job.sync``: when ranks wait for each other. It decides the slots of a step, never its samples."""
+"""``Job.sync``: when ranks wait for each other. It decides the slots of a step, never its
+samples.
+"""
 
 from __future__ import annotations
 

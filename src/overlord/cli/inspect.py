@@ -34,7 +34,9 @@ UNCUT = 2**31 - 1  # a context that no sample passes
 def inspect_job(
     job: Job, *, full: bool = False, workers: int = 4, progress: Callable[[str], None] | None = None
 ) -> list[SourceReport]:
-    """All sources, several at a time, in the job's order. ``full`` reads every row instead of some."""
+    """All sources, several at a time, in the job's order. ``full`` reads every row instead of
+    some.
+    """
     pool = ThreadPoolExecutor(workers, "overlord-inspect")
     try:
         started = [pool.submit(inspect_source, source, job, full) for source in job.sources]

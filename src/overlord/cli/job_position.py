@@ -76,7 +76,9 @@ class Past:
         )
 
     def oldest_state(self) -> Standing:
-        """Return the oldest state of the journal: from there on, every step can be looked through."""
+        """Return the oldest state of the journal: from there on, every step can be looked
+        through.
+        """
         return Standing() if self.found.empty else self._from(self.oldest, "", "")
 
     def _from(self, first: int, digest: str, note: str) -> Standing:

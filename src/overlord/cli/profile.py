@@ -14,7 +14,9 @@ from overlord.cli.common import FAILED, debug, error, guarded, imports, job_file
 
 
 class Bytes(click.ParamType):
-    """A number of bytes as in ``launch(memory=)``: 1000000, 512MB, 256GB; units are powers of 1024."""
+    """A number of bytes as in ``launch(memory=)``: 1000000, 512MB, 256GB; units are powers of
+    1024.
+    """
 
     name = "size"
 

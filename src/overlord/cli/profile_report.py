@@ -87,7 +87,9 @@ QUANTITIES: tuple[tuple[str, Callable[[SourceProfile], float], Callable[[float],
 
 
 def profile_view(profile: JobProfile) -> RenderableType:
-    """A table of the dearest sources, the distributions over all, and what file state is of memory."""
+    """A table of the dearest sources, the distributions over all, and what file state is of
+    memory.
+    """
     every = sorted(profile.sources.values(), key=lambda p: (-p.sample_s, p.name))
     head = (
         "source",

@@ -47,7 +47,9 @@ class Run:
 
 
 def never_ends(job: Job) -> bool:
-    """True if the data of a job has no end: which sources may repeat for ever depends on ``until``."""
+    """True if the data of a job has no end: which sources may repeat for ever depends on
+    ``until``.
+    """
     weights = (
         job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
     )

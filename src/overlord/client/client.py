@@ -190,7 +190,9 @@ class Client:
         return step
 
     def _take_back(self, step: Step, before: Mark) -> None:
-        """Stand before the step that was handed out last, unless the session was moved meanwhile."""
+        """Stand before the step that was handed out last, unless the session was moved
+        meanwhile.
+        """
         with self._gate:
             if before[0] is self._inbox:
                 self._back, self._state = (before, self._state, step), before[1]

@@ -58,7 +58,9 @@ class Scaling(Spreading, Watching):
     # looking
 
     def _look(self) -> None:
-        """Beside the pump, which may be busy for longer than an interval: then one look is enough."""
+        """Beside the pump, which may be busy for longer than an interval: then one look is
+        enough.
+        """
         if not self._looking:
             self._looking = 1
             self._pump.post(self._ask_all)

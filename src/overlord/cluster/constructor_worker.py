@@ -144,7 +144,9 @@ class ConstructorHost(HostActor):
             self._pump.post(lambda: self.run(self._gathering.lost(host, reason)))
 
     def _heard(self, rank: int, step: int) -> None:
-        """All ranks of a host take a step at about the same time: the pump is woken once for them."""
+        """All ranks of a host take a step at about the same time: the pump is woken once for
+        them.
+        """
         with self._news_lock:
             woken = bool(self._news)
             self._news[rank] = step

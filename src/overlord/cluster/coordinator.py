@@ -400,7 +400,9 @@ class ProcessHost(Scaling):
         return taken
 
     def inbox(self, rank: int, next_step: int) -> InsideBox:
-        """Where a client in this process gets its steps: from the constructor host, as any other."""
+        """Where a client in this process gets its steps: from the constructor host, as any
+        other.
+        """
         prefetch = self.blueprint.options.prefetch
         return InsideBox(
             rank,

@@ -317,7 +317,9 @@ class PlannerActor:
         return self._in_pump(lambda: self._host.consumed(ranks, step))
 
     def event(self, event: Any) -> Future[None]:
-        """It is told of by itself, too: whoever said it may have given up to wait for the answer."""
+        """It is told of by itself, too: whoever said it may have given up to wait for the
+        answer.
+        """
 
         def act() -> None:
             self._host.event(event)

@@ -28,7 +28,9 @@ class Shadowing(Asked):
     _bytes: dict[int, float]  # of every loader, roughly
 
     def _plan_shadows(self, blueprint: Blueprint) -> None:
-        """Who is to have one: the loaders of all sources, or of those that cost more than the mean."""
+        """Who is to have one: the loaders of all sources, or of those that cost more than the
+        mean.
+        """
         kind, wanted = blueprint.options.shadows, dict[int, float]()
         self._bytes = {}
         if kind != "none":

@@ -127,7 +127,9 @@ class Asked(Written):
         )
 
     def _busy(self, h: int, remote: Remote, figures: Mapping[str, Any]) -> list[str]:
-        """What a loader host does, in words; of one that does not answer, what it may be busy with."""
+        """What a loader host does, in words; of one that does not answer, what it may be busy
+        with.
+        """
         if remote.lost:
             return [self._missed(remote)]
         if "silent" not in figures:

@@ -56,7 +56,9 @@ class Settings:
 
 
 class Events:
-    """What happened and was not asked for yet. Filled in the pump, asked for by the actor's thread."""
+    """What happened and was not asked for yet. Filled in the pump, asked for by the actor's
+    thread.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._lock, self._now = threading.Lock(), now

@@ -24,7 +24,9 @@ class Waits(Protocol):
 
     @property
     def quick(self) -> bool:
-        """Whether it never hangs: what has shown to be short may be done at once, under ``hasty``."""
+        """Whether it never hangs: what has shown to be short may be done at once, under
+        ``hasty``.
+        """
         ...
 
     def hasty(self) -> AbstractContextManager[None]:

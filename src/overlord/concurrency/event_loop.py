@@ -227,7 +227,9 @@ class _Lane:
                     return
 
     def watch(self) -> list[_Task]:
-        """Reads under way that were to be looked after; where they are stuck, others get threads."""
+        """Reads under way that were to be looked after; where they are stuck, others get
+        threads.
+        """
         with self._changed:
             self._grow()
             return [task for task in self._under_way if task.waits is not None]

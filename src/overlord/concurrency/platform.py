@@ -30,7 +30,9 @@ MAX_SLOTS = 4096
 
 
 class Machine:
-    """The real one. It travels with a host's settings, so it holds nothing but what was asked for."""
+    """The real one. It travels with a host's settings, so it holds nothing but what was asked
+    for.
+    """
 
     ports: range | None = (
         None  # those that servers may listen at, where there is a network; None: any

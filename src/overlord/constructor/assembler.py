@@ -185,7 +185,9 @@ class Assembler:
         return self._finish is not None and step >= self._finish.step
 
     def _deliver(self) -> list[Command]:
-        """Send built steps in order; a step that is still being built holds back those behind it."""
+        """Send built steps in order; a step that is still being built holds back those behind
+        it.
+        """
         commands: list[Command] = []
         steps = [(step, status) for step, status in self._steps.items() if not self._is_over(step)]
         for step, status in steps:

@@ -72,7 +72,9 @@ class Wide:
 
     @staticmethod
     def of_part(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> Wide:
-        """What ``part`` gave, as others got it. ``ValueError`` where the two do not fit each other."""
+        """What ``part`` gave, as others got it. ``ValueError`` where the two do not fit each
+        other.
+        """
         if rows.ndim != 2 or len(rows) != len(arrays):
             raise ValueError(f"rows of {len(arrays)} arrays, found {rows.shape}")
         starts, single, before, sums, one = list[list[int]](), list[str](), None, [0], False

@@ -126,7 +126,9 @@ class Gathering:
         return [*self._building.finish(finish), *self._see_all()]
 
     def _end_before(self, step: int) -> None:
-        """If the end is undone later, all from there on comes again: what was here of it is let go."""
+        """If the end is undone later, all from there on comes again: what was here of it is let
+        go.
+        """
         over = self._over = step if self._over is None else min(step, self._over)
         self._planned = min(self._planned, over - 1)
         self._again = {s for s in self._again if s < over}

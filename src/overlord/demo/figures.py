@@ -1,4 +1,6 @@
-"""What the demonstration measured: every number it prints or draws is here, and comes from the run."""
+"""What the demonstration measured: every number it prints or draws is here, and comes from the
+run.
+"""
 
 from __future__ import annotations
 

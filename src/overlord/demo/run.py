@@ -1,4 +1,6 @@
-"""``overlord demo``: a corpus, a job over it, and what planning does to it, in well under a minute."""
+"""``overlord demo``: a corpus, a job over it, and what planning does to it, in well under a
+minute.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,9 @@ def _measure(
 
 
 class StandIn:
-    """Sleeps as long as the slowest rank would compute, so that waiting for data means something."""
+    """Sleeps as long as the slowest rank would compute, so that waiting for data means
+    something.
+    """
 
     def __init__(self, first_s: float):
         self._first_s, self._per_cost, self._slept_s, self._steps = first_s, 0.0, 0.0, 0

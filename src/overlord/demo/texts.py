@@ -130,7 +130,9 @@ def _articles(seed: int, rows: int) -> Iterator[str]:
 
 
 def _licences(seed: int, rows: int) -> Iterator[str]:
-    """Licences and descriptions of the installed packages; the language's own where there is none."""
+    """Licences and descriptions of the installed packages; the language's own where there is
+    none.
+    """
     root = Path(sysconfig.get_path("purelib"))
     found = (
         p for p in sorted(root.glob("*.dist-info/**/*")) if ABOUT.match(p.name) and p.is_file()

@@ -1,4 +1,6 @@
-"""What is to go wrong in a drill, and when: one short text for a fault. No process is touched here."""
+"""What is to go wrong in a drill, and when: one short text for a fault. No process is touched
+here.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def wait_at(outcome: Outcome, taken: int) -> str:
 
 
 def waits_line(report: Report) -> str:
-    """Step 0 waits for all to begin, whatever happens: it counts only if a fault struck before it."""
+    """Step 0 waits for all to begin, whatever happens: it counts only if a fault struck before
+    it.
+    """
     first = 0 if any(s.taken == 0 for s in report.hit.strikes) or len(report.hit.waits_s) < 2 else 1
     waits = np.array(report.hit.waits_s[first:] or [0.0])
     worst = int(np.argmax(waits)) + first

@@ -257,7 +257,9 @@ def _over(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, np.ndar
 
 
 def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
-    """What a constructor hook returned, read-only; or which rule of the batch contract it breaks."""
+    """What a constructor hook returned, read-only; or which rule of the batch contract it
+    breaks.
+    """
     wanted: dict[str, Any] = CONTRACT | (
         {"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {}
     )

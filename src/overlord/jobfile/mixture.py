@@ -95,7 +95,9 @@ def _made(
 
 
 def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
-    """A schedule as the mapping that makes it again; what has no name in a file becomes a problem."""
+    """A schedule as the mapping that makes it again; what has no name in a file becomes a
+    problem.
+    """
     if isinstance(mixture, Mapping):
         return {
             key: write_mixture(inner, f"{at}.{key}", problems) for key, inner in mixture.items()

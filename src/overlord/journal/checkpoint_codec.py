@@ -1,4 +1,6 @@
-"""Whole numbers in as few bytes as they take, column by column: what a plan writes at every step."""
+"""Whole numbers in as few bytes as they take, column by column: what a plan writes at every
+step.
+"""
 
 from __future__ import annotations
 

@@ -240,7 +240,9 @@ def _sync_directory(path: Path) -> None:
 
 
 def _let_go() -> None:
-    """In a child after fork: it must neither write nor keep the lock alive when its parent is dead."""
+    """In a child after fork: it must neither write nor keep the lock alive when its parent is
+    dead.
+    """
     for place in list(_held):
         place.close()
 

@@ -183,7 +183,9 @@ class Recovered:
 
     @property
     def open_step(self) -> int:
-        """The first step that has no plan since the last rewind: the newest state stands before it."""
+        """The first step that has no plan since the last rewind: the newest state stands before
+        it.
+        """
         return self._planned_to + 1
 
     @property

@@ -32,7 +32,9 @@ MISSING = (
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Bytes at the end of a segment that are no part of the log: a write was cut there, or failed."""
+    """Bytes at the end of a segment that are no part of the log: a write was cut there, or
+    failed.
+    """
 
     segment: str
     offset: int

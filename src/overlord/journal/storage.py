@@ -63,7 +63,9 @@ class Place(Protocol):
         """What they hold. One that went away meanwhile is a ``FileNotFoundError``."""
 
     def settle(self, name: str) -> None:
-        """Make durable what can be read of a segment: another process may have written it and died."""
+        """Make durable what can be read of a segment: another process may have written it and
+        died.
+        """
 
     def create(self, name: str, data: bytes) -> None:
         """A new segment; ``NameTaken`` where there is one."""

@@ -34,7 +34,9 @@ log = logging.getLogger("overlord")
 
 
 class Unwritten:
-    """The journal of a job that has none; what the others do is said in ``journal/job_journal.py``."""
+    """The journal of a job that has none; what the others do is said in
+    ``journal/job_journal.py``.
+    """
 
     # what all writers of one launch share: the next one goes on only where the last was one of them
     launch = ""

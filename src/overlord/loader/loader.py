@@ -219,7 +219,9 @@ class Loader:
         return [] if told is None else [told]
 
     def _next_group(self) -> None:
-        """Move to the next group; one without own chunks is announced as over when its turn comes."""
+        """Move to the next group; one without own chunks is announced as over when its turn
+        comes.
+        """
         at = next(self._groups, None)
         if at is None:
             self._done = True

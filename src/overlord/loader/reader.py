@@ -41,7 +41,9 @@ READS = 64  # of which it is known how long they took
 
 
 class Stages(Protocol):
-    """The transforms of a source, in this process (`Pipeline`) or in another (`TransformWorker`)."""
+    """The transforms of a source, in this process (`Pipeline`) or in another
+    (`TransformWorker`).
+    """
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged: ...
     def row_stage(self, table: pa.Table) -> Block: ...
@@ -166,7 +168,9 @@ class SourceReader:
 
     @property
     def waits(self) -> SourceReader | None:
-        """This reader if its reads may wait: for storage, or for code that is not ours; else None."""
+        """This reader if its reads may wait: for storage, or for code that is not ours; else
+        None.
+        """
         return self if getattr(self.chunks, "waits", False) or self._own_code else None
 
     @property

@@ -145,7 +145,9 @@ class Loading:
             self.hosted = dict(sorted(self.hosted.items()))
 
     def reopen(self, command: Open) -> None:
-        """A loader begins again where it is: what it held goes, what it had begun leads to nothing."""
+        """A loader begins again where it is: what it held goes, what it had begun leads to
+        nothing.
+        """
         old = self.hosted[command.loader]
         old.turn.then = None
         self.hosted[command.loader] = self._hosting(
@@ -207,7 +209,9 @@ class Loading:
         return commands
 
     def follow(self, opening: Opening, open: Callable[[Opening], None]) -> list[Any]:
-        """Be a shadow of this loader, from a place of its stream on. One that was is brought there."""
+        """Be a shadow of this loader, from a place of its stream on. One that was is brought
+        there.
+        """
         hosted = self.hosted.get(opening.loader)
         if hosted is not None and hosted.loader.generation >= opening.generation:
             return []

@@ -37,7 +37,9 @@ class Taken:
 
 @dataclass(slots=True)
 class Meter:
-    """Running figures of a watched run. Times count from the moment the first step was asked for."""
+    """Running figures of a watched run. Times count from the moment the first step was asked
+    for.
+    """
 
     steps: int = 0
     tokens: int = 0

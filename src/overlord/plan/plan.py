@@ -121,7 +121,9 @@ class LoadingPlan:
         return self.modules["backbone"]
 
     def module(self, name: str) -> Assignment:
-        """Where the items of a module go; one that the plan has not is refused with those it has."""
+        """Where the items of a module go; one that the plan has not is refused with those it
+        has.
+        """
         if name not in self.modules:
             known = ", ".join(self.modules)
             raise PlanError(
@@ -380,7 +382,9 @@ class LoadingPlan:
         return self.tree.fetchers(self.module(module).broadcast)
 
     def served_by(self, module: str = "backbone") -> np.ndarray:
-        """For every rank the one that fetches for it, itself where it fetches: int64 [world_size]."""
+        """For every rank the one that fetches for it, itself where it fetches: int64
+        [world_size].
+        """
         return self.tree.served_by(self.module(module).broadcast)
 
     def fetches(self, rank: int, module: str = "backbone") -> list[int]:

@@ -74,7 +74,9 @@ class Demand:
         self._must = np.zeros_like(self._must)
 
     def nudge(self, i: int, lacking: int, behind: Sequence[int]) -> list[Refill]:
-        """Ask the loaders that hold the source up, if they have done what they were asked before."""
+        """Ask the loaders that hold the source up, if they have done what they were asked
+        before.
+        """
         commands, lacking = (
             [],
             -(-lacking // self._loaders[i]),

@@ -84,7 +84,9 @@ def owed_behind(
 
 
 def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
-    """How many of n samples each source gives; brings ``owed`` up to date. Earliest deadline first."""
+    """How many of n samples each source gives; brings ``owed`` up to date. Earliest deadline
+    first.
+    """
     for i, w in enumerate(weights):
         owed[i] = owed[i] + n * w if w else 0
     counts = [max(0, o // UNIT) if w else 0 for o, w in zip(owed, weights, strict=True)]

@@ -227,7 +227,9 @@ def _scale(given: Sequence[Any], own: Sequence[float]) -> float:
 
 
 def nothing_to_draw(weights: Mapping[str, float], events: Sequence[Event], step: int) -> list[str]:
-    """Sources that a mixture weighs and that have not joined at its step, where it weighs no other."""
+    """Sources that a mixture weighs and that have not joined at its step, where it weighs no
+    other.
+    """
     coming = {e.name for e in joined(events) if e.at > step}
     weighed = [name for name, weight in weights.items() if weight]
     return weighed if all(name in coming for name in weighed) else []

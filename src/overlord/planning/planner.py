@@ -207,7 +207,9 @@ class Planner(Leaving):
             self._state = replace(self._state, events=(*self._state.events, event))
 
     def _add_source(self, new: NewSource) -> None:
-        """One more source, behind all others: their numbers, cursors and accounts stay as they are."""
+        """One more source, behind all others: their numbers, cursors and accounts stay as they
+        are.
+        """
         at, state = new.event.at, self._state
         if ended := self.ended:
             raise PlanError(

@@ -1,4 +1,6 @@
-"""Code that is to go to another process: what cannot is told by name, before anything is started."""
+"""Code that is to go to another process: what cannot is told by name, before anything is
+started.
+"""
 
 from __future__ import annotations
 

@@ -719,7 +719,9 @@ def head_now() -> str:
 
 
 def _is_connected_to(address: str) -> bool:
-    """One head may have several addresses, as that of a service before it: the cluster's id tells."""
+    """One head may have several addresses, as that of a service before it: the cluster's id
+    tells.
+    """
     try:
         reach(address)
         there, here = (

@@ -18,11 +18,15 @@ REMEDY = "set TMPDIR to a short path on a local disk that only this account and 
 
 
 class NotPrivate(OverlordError):
-    """A folder is open to other accounts; the message names the folder, the reason and the remedy."""
+    """A folder is open to other accounts; the message names the folder, the reason and the
+    remedy.
+    """
 
 
 def make_private(root: Path, prefix: str) -> Path:
-    """Create a folder of a new name with mode 0700 under ``root``, and verify its owner and mode."""
+    """Create a folder of a new name with mode 0700 under ``root``, and verify its owner and
+    mode.
+    """
     made = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
     try:
         check_private(made)

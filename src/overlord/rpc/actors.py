@@ -376,7 +376,9 @@ class Actors(Generic[R]):
         self._ending.go(steps)
 
     def _close_once(self) -> bool:
-        """True for the first who shuts down. For backends that have nothing to wait for in between."""
+        """True for the first who shuts down. For backends that have nothing to wait for in
+        between.
+        """
         with self._names_lock:
             before, self._closed = self._closed, True
         return not before

@@ -137,7 +137,9 @@ class ProcessControl(Actors[ProcessRecord]):
         super().tell(handle, method, *args)
 
     def kill(self, handle: Handle) -> None:
-        """SIGKILL; returns when the process is gone and everyone who waited for it has been told."""
+        """SIGKILL; returns when the process is gone and everyone who waited for it has been
+        told.
+        """
         self._check_process()
         record = self._mine(handle)
         record.kill()

@@ -279,7 +279,9 @@ def _layout(rules: _Rules, cores: int) -> _Layout:
 def _placed(
     parts: Sequence[_Part], n_hosts: int, limit: int, memory_bytes: int | None
 ) -> list[int] | None:
-    """A host for every part, each to the one with least to do; None where memory does not allow it."""
+    """A host for every part, each to the one with least to do; None where memory does not allow
+    it.
+    """
     heap = [(0.0, 0, h) for h in range(n_hosts)]
     sources: list[set[int]] = [set() for _ in range(n_hosts)]
     memory, where = [0.0] * n_hosts, []

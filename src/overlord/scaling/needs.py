@@ -85,7 +85,9 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Hosts for a source: how many to start, which to use besides, and how many more it would take."""
+    """Hosts for a source: how many to start, which to use besides, and how many more it would
+    take.
+    """
 
     new: int
     on: tuple[int, ...]

@@ -181,7 +181,9 @@ class JobProfile:
 
 
 def cdf(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """The values in rising order, and the share of all that are at most each (Fig. 5 of the paper)."""
+    """The values in rising order, and the share of all that are at most each (Fig. 5 of the
+    paper).
+    """
     x = np.sort(np.asarray(values, float))
     return x, np.arange(1, len(x) + 1) / max(1, len(x))
 

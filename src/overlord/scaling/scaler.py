@@ -347,7 +347,9 @@ class Scaler:
         return need.later > need.now or self.waited > 0.01 or self._is_busy(seen, need, observed)
 
     def _is_busy(self, seen: SourceSeen, need: Need, observed: Observed) -> bool:
-        """What is seen beats what is reckoned: a source whose loaders idle needs no more of them."""
+        """What is seen beats what is reckoned: a source whose loaders idle needs no more of
+        them.
+        """
         return seen.busy_s > 0.5 * observed.seconds * len(seen.hosts) * need.per_host
 
     # what is decided

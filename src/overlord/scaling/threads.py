@@ -47,5 +47,7 @@ def measured_part(in_progress: float, cores: float) -> float | None:
 
 
 def useful(lanes: float, locked: float) -> float:
-    """Return the cores that one process can use for a source: Amdahl's law for ``lanes`` threads."""
+    """Return the cores that one process can use for a source: Amdahl's law for ``lanes``
+    threads.
+    """
     return lanes / (1 + locked * (lanes - 1))

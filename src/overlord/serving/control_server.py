@@ -162,7 +162,9 @@ def _last_word(link: ServerLink, error: Exception) -> None:
 
 
 class Seat:
-    """Stands in a session for a client in another process: how far it is, and whether it is there."""
+    """Stands in a session for a client in another process: how far it is, and whether it is
+    there.
+    """
 
     def __init__(self, rank: int, inbox: Any, state: State):
         self.rank, self._inbox, self._state = rank, inbox, state

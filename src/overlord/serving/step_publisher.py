@@ -67,7 +67,9 @@ class Slabs:
 
 
 class Outbox:
-    """The steps of one rank on their way out. ``put`` and ``end`` run in the pump and never wait."""
+    """The steps of one rank on their way out. ``put`` and ``end`` run in the pump and never
+    wait.
+    """
 
     def __init__(
         self, delivery: Delivery, rank: int, generation: int | None, former: Outbox | None = None
@@ -444,7 +446,9 @@ class Delivery:
                 box.disconnect(link)
 
     def dismiss(self, link: Link, last: Ended) -> None:
-        """Under the lock: a last word, and no more; what the client still says counts for nothing."""
+        """Under the lock: a last word, and no more; what the client still says counts for
+        nothing.
+        """
         self._of_link.pop(link, None)
         with contextlib.suppress(ActorLost, DataStall):
             link.send(last, timeout_s=0.0)

@@ -259,7 +259,9 @@ class Changes:
     # feedback
 
     def _report(self, rank: int, inbox: Box, step: Any, metrics: Any, next_step: int) -> None:
-        """In the trainer's thread: what is wrong is told here, what is right goes to the planner."""
+        """In the trainer's thread: what is wrong is told here, what is right goes to the
+        planner.
+        """
         self._refuse_closed()
         try:
             report = checked(rank, step, metrics, next_step)

@@ -142,7 +142,9 @@ class Questions:
         ]
 
     def profile(self) -> JobProfile:
-        """What sources cost, with what loaders measured up to now; it is kept for the next launch."""
+        """What sources cost, with what loaders measured up to now; it is kept for the next
+        launch.
+        """
         if self._refresher is None:
             raise JobError(["profiles are refreshed with partition='auto' only"], "profile")
         return self._refresher.refresh()

@@ -127,7 +127,9 @@ class Host(Written, Watching):
             self.run(self.planner.handle(Detach(rank)))
 
     def stop(self) -> None:
-        """Nobody is served any more; outcomes of work still under way lead to nothing that is seen."""
+        """Nobody is served any more; outcomes of work still under way lead to nothing that is
+        seen.
+        """
         for rank in list(self.building.mailboxes):
             self.detach(rank)
 

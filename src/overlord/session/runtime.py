@@ -40,7 +40,9 @@ RUNTIMES = {
 
 
 class Engine(Protocol):
-    """What a session needs of its cores. All but ``prepare_source`` and ``close`` run in the pump."""
+    """What a session needs of its cores. All but ``prepare_source`` and ``close`` run in the
+    pump.
+    """
 
     @property
     def planner(self) -> Planner | FarPlanner: ...
@@ -229,7 +231,9 @@ def keep(runtime: str, address: str | None) -> Callable[[], None]:
 
 
 def dismiss(host: Engine) -> None:
-    """The parts of a host that is closed, if that was interrupted before they were asked to leave."""
+    """The parts of a host that is closed, if that was interrupted before they were asked to
+    leave.
+    """
     control = getattr(host, "_control", None) or getattr(
         getattr(host, "_parts", None), "control", None
     )

@@ -122,7 +122,9 @@ def measure(
 
 
 class _Probe:
-    """Windows of single chunks in stream order, until the bounds are reached, and what they took."""
+    """Windows of single chunks in stream order, until the bounds are reached, and what they
+    took.
+    """
 
     def __init__(
         self,

@@ -143,7 +143,9 @@ def _open(files: Files, file: File, stack: ExitStack) -> Opened:
 
 
 def _named(reader: Any) -> Any:
-    """The reader, if its columns have names that can be read; broken ones are noticed nowhere else."""
+    """The reader, if its columns have names that can be read; broken ones are noticed nowhere
+    else.
+    """
     [f.name for f in reader.schema]
     return reader
 

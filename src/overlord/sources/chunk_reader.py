@@ -145,7 +145,9 @@ class ChunkReader:
             raise self._error(file, error) from error
 
     def _checked(self, chunk: int, t: int, file: File) -> RawSlice:
-        """What was read of a file that changed meanwhile is dropped, whether it makes sense or not."""
+        """What was read of a file that changed meanwhile is dropped, whether it makes sense or
+        not.
+        """
         try:
             found = self._slice(chunk, t, file)
         except (OSError, ValueError) as error:

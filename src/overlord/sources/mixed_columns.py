@@ -238,7 +238,9 @@ def _converted(value: Any, depth: int) -> Any:
 
 
 def _decode(packed: bytes) -> Any:
-    """Return the value. Bytes of a foreign file that only claims this type come back as they are."""
+    """Return the value. Bytes of a foreign file that only claims this type come back as they
+    are.
+    """
     try:
         return _decoder.decode(packed)
     except (*MISFIT, ArithmeticError, KeyError, RecursionError):

@@ -55,7 +55,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """One bucket. Holds no client and no credentials, so that it may be pickled, printed and kept."""
+    """One bucket. Holds no client and no credentials, so that it may be pickled, printed and
+    kept.
+    """
 
     root: str  # scheme://bucket
     region: str = ""

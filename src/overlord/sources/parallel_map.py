@@ -54,7 +54,9 @@ class InTurn:
 
 
 class SideBySide:
-    """Threads that are started for one call of ``map`` after the other, and forgotten if one hangs."""
+    """Threads that are started for one call of ``map`` after the other, and forgotten if one
+    hangs.
+    """
 
     def __init__(self, workers: int, name: str):
         self._workers, self._name = max(1, workers), name

@@ -348,7 +348,9 @@ def _laid_out(footer: bytes) -> Layout:
 
 
 def forget_footers(files: Iterable[File]) -> None:
-    """Let go of the footers of these files: whoever measures what they take wants them read again."""
+    """Let go of the footers of these files: whoever measures what they take wants them read
+    again.
+    """
     mine = set(files)
     _FOOTERS.clear(mine.__contains__)
 

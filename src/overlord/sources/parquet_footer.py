@@ -69,7 +69,9 @@ class Layout:
 
 
 def parse(footer: bytes) -> Layout:
-    """Read the layout. Raises BrokenFooter; a footer that passes may still be refused by pyarrow."""
+    """Read the layout. Raises BrokenFooter; a footer that passes may still be refused by
+    pyarrow.
+    """
     try:
         found, at = _struct(footer, 0, _FILE, 0)
         if at > len(footer):
@@ -89,7 +91,9 @@ def parse(footer: bytes) -> Layout:
 
 
 def _leaves(elements: list[dict[int, Any]]) -> list[str]:
-    """Return the top-level column of every leaf. Elements come depth first; the first is the root."""
+    """Return the top-level column of every leaf. Elements come depth first; the first is the
+    root.
+    """
     if not elements:
         raise BrokenFooter("the footer has an empty schema")
     leaves: list[str] = []

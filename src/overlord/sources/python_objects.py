@@ -220,7 +220,9 @@ def _plain(value: Any) -> Any:
 
 
 def files_of(held: Any) -> tuple[File, ...]:
-    """Stand-ins for files: one per shard of a factory, one for a dataset, whose size is its length."""
+    """Stand-ins for files: one per shard of a factory, one for a dataset, whose size is its
+    length.
+    """
     if isinstance(held, Factory):
         return tuple(File(f"shard {k}", -1, 0) for k in range(held.shards))
     return (File("dataset", len(held), 0),)

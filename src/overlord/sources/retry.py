@@ -99,7 +99,9 @@ class Attempt:
 
 
 class Tally:
-    """What one source asked of its storage, and what came of it. Counted in the process that asked."""
+    """What one source asked of its storage, and what came of it. Counted in the process that
+    asked.
+    """
 
     def __init__(self, source: str = "", clock: Clock = CLOCK) -> None:
         self.source, self.clock = source, clock
@@ -166,7 +168,9 @@ class Tally:
             }
 
     def trouble(self) -> dict[str, Any]:
-        """Of any storage: what went wrong, and what it cost. ``waited_s`` counts what is under way."""
+        """Of any storage: what went wrong, and what it cost. ``waited_s`` counts what is under
+        way.
+        """
         with self._lock:
             waited = self.waited_s + sum(map(self._waited, self._under_way))
             return {

@@ -45,7 +45,9 @@ class Transform(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowIds:
-    """Who the rows of a slice are: the part of ``SampleId`` that a transform may key chance with."""
+    """Who the rows of a slice are: the part of ``SampleId`` that a transform may key chance
+    with.
+    """
 
     epoch: int
     file: int

@@ -104,7 +104,9 @@ def _resized(image: Any, prefix: Prefix, wanted: tuple[int, int], scale: int) ->
 
 
 def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
-    """How much smaller a JPEG is decoded. Follows from the item, so that it is the same everywhere."""
+    """How much smaller a JPEG is decoded. Follows from the item, so that it is the same
+    everywhere.
+    """
     if not prefix.scaled:
         return 1
     _, _, w, h = prefix.box

@@ -135,7 +135,9 @@ def read_images(table: pa.Table, names: Sequence[str]) -> tuple[np.ndarray, list
 
 
 def _arrays(table: pa.Table, name: str) -> Iterator[tuple[np.ndarray, pa.Array]]:
-    """Rows and their values, chunk by chunk: joined they may pass the 2 GB that one array can hold."""
+    """Rows and their values, chunk by chunk: joined they may pass the 2 GB that one array can
+    hold.
+    """
     mixed, first = is_mixed(kind_of(table, name, WANTED)), 0
     if not mixed:
         check_images(table, name)

@@ -270,7 +270,9 @@ class Pipeline:
         return block
 
     def _between(self) -> list[tuple[Transform | None, str, Check]]:
-        """What the row stage reads: by which transform, which column, and how its type is checked."""
+        """What the row stage reads: by which transform, which column, and how its type is
+        checked.
+        """
         rest = self.transforms[self._cut :]
         needs: list[tuple[Transform | None, str, Check]] = []
         for t in rest:

@@ -17,7 +17,9 @@ from overlord.user_code import where_raised
 
 
 class Frame:
-    """Rows on their way through a stage: which input rows they are, and what became of the others."""
+    """Rows on their way through a stage: which input rows they are, and what became of the
+    others.
+    """
 
     __slots__ = ("at", "bad", "dropped", "index", "laid", "table")
 
@@ -111,7 +113,9 @@ def run_each(
     check: Callable[[Any], Any],
     chance: Iterator[Any] | None = None,
 ) -> list[Any]:
-    """``fn`` row by row; a row that fails, or gives what it should not, is reported and left out."""
+    """``fn`` row by row; a row that fails, or gives what it should not, is reported and left
+    out.
+    """
     bad: Bad = {}
     results = []
     for i, row in enumerate(_rows(frame.table)):

@@ -140,7 +140,9 @@ def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
 
 
 def same_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) -> None:
-    """In a process that is started later: a job has one vocabulary, whatever becomes of the file."""
+    """In a process that is started later: a job has one vocabulary, whatever becomes of the
+    file.
+    """
     if encoder.content != wanted:
         problem = f"the tokenizer file {spec.tokenizer} has changed since the job was launched"
         raise TransformError(

@@ -35,7 +35,9 @@ Steps = Generator[int | bytes, bytes, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """A peer that knows the token: what it said of itself, and the function that makes our answer."""
+    """A peer that knows the token: what it said of itself, and the function that makes our
+    answer.
+    """
 
     hello: dict[str, Any]
     seal: Callable[[dict[str, Any]], bytes]

@@ -178,7 +178,9 @@ class Receiver:
         self.copied = 0  # messages that were copied because their reader held too many slots
 
     def open(self, envelope: Envelope) -> Any:
-        """The value of an envelope, or ``NOTHING``; whatever is wrong with it is a ``FrameError``."""
+        """The value of an envelope, or ``NOTHING``; whatever is wrong with it is a
+        ``FrameError``.
+        """
         try:
             if envelope.kind == FRAME:
                 self._wants_files(envelope, 0)

@@ -44,7 +44,9 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 class Refused(Exception):
-    """A value, or the bytes of one, that cannot be; each level it passes adds its part to the path."""
+    """A value, or the bytes of one, that cannot be; each level it passes adds its part to the
+    path.
+    """
 
     def __init__(self, problem: str, remedy: str = ""):
         super().__init__(problem, remedy)

@@ -218,7 +218,9 @@ class People:
         return any(step >= held for held in self._held[self.said :])
 
     def look(self) -> None:
-        """Say what is due: called when the slowest rank has moved on, and when a session has begun."""
+        """Say what is due: called when the slowest rank has moved on, and when a session has
+        begun.
+        """
         if self.said == len(self._sayings):
             return
         launched, i = self._cluster.launched, self.said

@@ -1,4 +1,6 @@
-"""Simulated trainers: the one part of the world that is a model. Their clients are the real ones."""
+"""Simulated trainers: the one part of the world that is a model. Their clients are the real
+ones.
+"""
 
 from __future__ import annotations
 

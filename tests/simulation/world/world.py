@@ -128,7 +128,9 @@ class Fiber:
             raise error
 
     def unwind(self) -> None:
-        """Its process is gone: what it holds is let go, and nothing it does on its way out is seen."""
+        """Its process is gone: what it holds is let go, and nothing it does on its way out is
+        seen.
+        """
         self._dead = True
         if not self._begun:
             self._over = True

@@ -131,7 +131,9 @@ def two_level(p: Problem, m: int) -> Placement | None:
 
 
 def whole(p: Problem, m: int) -> Placement | None:
-    """One microbatch: ranks meet once a step, whatever the objective, and nothing is left to cut."""
+    """One microbatch: ranks meet once a step, whatever the objective, and nothing is left to
+    cut.
+    """
     return two_level(p, m) if m == 1 else None
 
 
@@ -261,7 +263,9 @@ def runs(p: Problem, m: int) -> np.ndarray:
 
 
 def in_runs(p: Problem, m: int) -> Placement | None:
-    """Microbatch k of all buckets together is the k-th run of the stream; only buckets are chosen."""
+    """Microbatch k of all buckets together is the k-th run of the stream; only buckets are
+    chosen.
+    """
     return _dealt(p, runs(p, m), m, "runs of the stream")
 
 

@@ -61,7 +61,9 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bound:
-    """What planning added to a graph. ``loader`` is by sample of the plan, whatever the nodes are."""
+    """What planning added to a graph. ``loader`` is by sample of the plan, whatever the nodes
+    are.
+    """
 
     plan: LoadingPlan
     loader: Binding
@@ -69,7 +71,9 @@ class Bound:
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """The same memory, not writeable through what is returned: the owner may be a user's function."""
+    """The same memory, not writeable through what is returned: the owner may be a user's
+    function.
+    """
     if not array.flags.writeable:
         return array
     view = array.view()

@@ -40,7 +40,9 @@ BINS = 24  # of the histograms of lengths: powers of two
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """One planned step as a page needs it. ``loader`` is by sample; None where no loader is known."""
+    """One planned step as a page needs it. ``loader`` is by sample; None where no loader is
+    known.
+    """
 
     plan: LoadingPlan
     place: ClientPlaceTree

@@ -27,7 +27,9 @@ PER = ("iteration", "microbatch")
 def nodes(
     buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
-    """(buffer row of each node, metadata columns, whether nodes are items), of these sources only."""
+    """(buffer row of each node, metadata columns, whether nodes are items), of these sources
+    only.
+    """
     sample, columns, items = _all_nodes(buffer, names)
     if sources is None:
         return sample, columns, items

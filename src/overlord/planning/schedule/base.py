@@ -17,7 +17,9 @@ Weights = Mapping[str, float] | Sequence[float]
 
 
 class Schedule(Protocol):
-    """``schedule(step, feedback) -> weights``. Called once for every planned step, in step order."""
+    """``schedule(step, feedback) -> weights``. Called once for every planned step, in step
+    order.
+    """
 
     def __call__(self, step: int, feedback: Feedback) -> Weights: ...
 
@@ -49,7 +51,9 @@ class Base:
         return f"{self.kind}({', '.join(f'{name}={form(value)}' for name, value in given.items())})"
 
     def parameters(self) -> dict[str, Any]:
-        """The arguments that make this schedule again, without those that stand at their defaults."""
+        """The arguments that make this schedule again, without those that stand at their
+        defaults.
+        """
         given = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.init}  # type: ignore[arg-type]
         return {
             name: value
@@ -80,7 +84,9 @@ class Base:
 
     @property
     def takes_feedback(self) -> bool:
-        """Whether reports change what it says: where they do not, planning need not wait for them."""
+        """Whether reports change what it says: where they do not, planning need not wait for
+        them.
+        """
         return any(learns(part) for part in self.parts().values())
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +136,9 @@ class Constant(Base):
 
 
 class Check:
-    """Collects what is wrong with the arguments of a schedule, so that all of it is said at once."""
+    """Collects what is wrong with the arguments of a schedule, so that all of it is said at
+    once.
+    """
 
     def __init__(self, schedule: Base):
         self.schedule = schedule
