@@ -26,16 +26,16 @@ import numpy as np
 
 from corpus import Corpus, default_folder, make_corpus
 from overlord.journal import checkpoint, job_journal
-from overlord.journal.append_thread import Writer
-from overlord.journal.log import Log, read_all
+from overlord.journal.append_thread import AppendThread
+from overlord.journal.log import JournalLog, read_all
 from overlord.journal.record import Record
 from overlord.journal.segment import Header
 from overlord.journal.storage import place_of
-from overlord.journal.write_ahead import Beginning
-from overlord.messages.control import Stage
+from overlord.journal.write_ahead import JournalStart
+from overlord.messages.control import PlannedStep
 from overlord.session.session import Session
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from overlord_side import make_job
 from page import command_line, machine, markdown_table, save, shown_table, wide_console
 from peers.work import Work
@@ -62,7 +62,7 @@ class Bare:
 class Journal:
     def __init__(self, folder: Path, values: bool):
         self.folder, self.values = folder, values
-        self.log = Log.create(folder, Header(job="benchmark", fingerprint={"all": "0" * 32}))
+        self.log = JournalLog.create(folder, Header(job="benchmark", fingerprint={"all": "0" * 32}))
 
     def append(self, number: int, body: bytes) -> None:
         value = {"step": number, "ids": np.frombuffer(body, np.uint8)} if self.values else body
@@ -107,7 +107,7 @@ def measure(folder: Path, nbytes: int, appends: int) -> dict[str, list[str]]:
 
 def together(folder: Path, appends: int, records: int = 16) -> list[str]:
     """Sixteen records of 1 kB and one sync."""
-    log, body, times = Log.create(folder, Header(job="benchmark")), os.urandom(1000), []
+    log, body, times = JournalLog.create(folder, Header(job="benchmark")), os.urandom(1000), []
     for number in range(appends):
         batch = [Record.of("plan", number, body) for _ in range(records)]
         began = time.perf_counter()
@@ -123,12 +123,12 @@ def together(folder: Path, appends: int, records: int = 16) -> list[str]:
     ]
 
 
-class Timed(job_journal.Journal):
+class Timed(job_journal.JobJournal):
     """A journal that knows what it has cost, in processor seconds of the threads it ran in."""
 
     cpu = 0.0
 
-    def planned(self, stages: Sequence[Stage], taken: int | None) -> None:
+    def planned(self, stages: Sequence[PlannedStep], taken: int | None) -> None:
         start = time.thread_time()
         super().planned(stages, taken)
         self.cpu += time.thread_time() - start
@@ -139,7 +139,7 @@ class Timed(job_journal.Journal):
         self.cpu += time.thread_time() - start
 
 
-class TimedWriter(Writer):
+class TimedWriter(AppendThread):
     cpu = 0.0
 
     def _write(self, orders: Sequence[Any]) -> None:
@@ -156,7 +156,7 @@ def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str
     place.hold()
     journal = Timed(place, job.name, None)
     journal.make_writer = TimedWriter
-    with Session(job, Blueprint(job, Options()), None, "local", Beginning(journal)) as session:
+    with Session(job, PreparedJob(job, Options()), None, "local", JournalStart(journal)) as session:
         clients = [session.client(rank) for rank in range(job.place.world_size)]
         for client in clients:  # start-up belongs to no step
             next(client)

@@ -31,10 +31,10 @@ from rich.console import Console
 import overlord as ov
 from corpus import Corpus, default_folder
 from overlord.dryrun.constants import Measured
-from overlord.dryrun.estimate import Asked, Cell, constants_of, simulated
-from overlord.dryrun.machines import Constants, Fleet, colocated, overlord
+from overlord.dryrun.estimate import Cell, DryRunRequest, constants_of, simulated
+from overlord.dryrun.machines import ClusterShape, Constants, colocated, overlord
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from page import (
     Numbers,
     command_line,
@@ -49,7 +49,7 @@ from peers.data import corpora
 
 PER_NODE = 16  # GPUs, as in the paper's cluster
 SIDES = (1, 2, 4, 8, 16)  # of CP and PP
-BASE = Fleet(
+BASE = ClusterShape(
     gpus=512 * PER_NODE, tp=PER_NODE, gpus_per_node=PER_NODE, batch=512, workers=4
 )  # Figure 14
 VARIED = (
@@ -100,7 +100,7 @@ def make_job(corpus: Corpus) -> ov.Job:
     )
 
 
-def grid_of(name: str, fleet: Fleet, constants: Constants) -> Grid:
+def grid_of(name: str, fleet: ClusterShape, constants: Constants) -> Grid:
     def ratio(cp: int, pp: int, apart: bool) -> float:
         made = replace(fleet, cp=cp, pp=pp)
         made = replace(made, copies=made.dp) if apart else made
@@ -157,7 +157,7 @@ def fetching(
     """Figure 18, with some 25 sources a loader host and with one, as in the paper."""
     found = []
     for name, per_host in (("25 sources a host", 25), ("1 source a host", 1)):
-        asked = Asked(
+        asked = DryRunRequest(
             gpus=FETCH_GPUS,
             tp=4,
             pp=4,
@@ -173,7 +173,7 @@ def planning(job: ov.Job, step: Callable[[str, int, int], None]) -> list[Cell]:
     """What the real planner takes: every rank a data-parallel group, and a mesh."""
     cells = []
     for cp, pp in ((1, 1), (4, 4)):
-        asked = Asked(
+        asked = DryRunRequest(
             gpus=PLANNED, cp=cp, pp=pp, gpus_per_node=PER_NODE, batch=None, constructors=(True,)
         )
         cells += simulated(job, asked, progress=step)[2]
@@ -346,7 +346,7 @@ def main(sources: list[int], again: bool, data: Path, json_path: Path | None, sa
                 tasks[what] = shown.add_task(what, total=of)
             shown.update(tasks[what], completed=done)
 
-        blueprint = Blueprint(job, Options())
+        blueprint = PreparedJob(job, Options())
         found, _ = constants_of(blueprint, again=again, progress=step)
         blueprint.close()
         made, fetch, plans = grids(found.constants, n), fetching(job, n, step), planning(job, step)

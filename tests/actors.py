@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.errors import SourceError
-from overlord.rpc.peers import Sibling
+from overlord.rpc.peers import RpcEndpoint
 from overlord.transforms.base import Map, RowIds
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.transform_process import TransformWorker
@@ -153,7 +153,7 @@ class Sent:
     """An actor that is started here and called from elsewhere."""
 
     def __init__(self, name: str, factory: Any, args: Any) -> None:
-        self._sibling = Sibling(name, factory(*args))
+        self._sibling = RpcEndpoint(name, factory(*args))
 
     def meet(self, address: str, token: str, ticket: int) -> None:
         self._sibling.meet(address, token, ticket)

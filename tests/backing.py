@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from overlord.loader.loader import Loader
-from overlord.loader.service import Loading
-from overlord.messages.control import Back, Cursor, Opening, Refill
+from overlord.loader.service import LoaderService
+from overlord.messages.control import Cursor, LoaderStart, Refill, Rollback
 from overlord.messages.loader import Announce
 from overlord.planning.stream import Piece, SourceStream
 from overlord.sample import Content
-from overlord.setup.prepared_job import Blueprint, open_loader
+from overlord.setup.prepared_job import PreparedJob, open_loader
 
 STRIDE = 2**20
 
@@ -53,15 +53,15 @@ class ByHand:
 
 
 class HostByHand:
-    """A ``Loading`` and the loop around it. Announcements of its own loaders come to ``said``;
+    """A ``LoaderService`` and the loop around it. Announcements of its own loaders come to ``said``;
     those of shadows to nobody.
     """
 
-    def __init__(self, blueprint: Blueprint, *, keeps: bool = True):
+    def __init__(self, blueprint: PreparedJob, *, keeps: bool = True):
         self.blueprint, self.executor = blueprint, ByHand()
-        self.loading = Loading(self.executor, self._run, keeps=keeps)
+        self.loading = LoaderService(self.executor, self._run, keeps=keeps)
         self.said: deque[Announce] = deque()
-        self.opened: list[Opening] = []  # afresh
+        self.opened: list[LoaderStart] = []  # afresh
 
     def _run(self, commands: Any) -> None:
         queue = deque(commands)
@@ -74,7 +74,7 @@ class HostByHand:
                 queue.extend(self.loading.carry_out(command))
         self.loading.check()
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: LoaderStart) -> None:
         self.opened.append(opening)
         loader, reader, _ = open_loader(
             self.blueprint.kit(opening.source), opening, self.blueprint.handles
@@ -84,10 +84,10 @@ class HostByHand:
     def refill(self, refill: Refill) -> None:
         self._run([refill])
 
-    def back(self, back: Back) -> None:
+    def back(self, back: Rollback) -> None:
         self._run(self.loading.back(back, self.open))
 
-    def follow(self, opening: Opening) -> None:
+    def follow(self, opening: LoaderStart) -> None:
         self._run(self.loading.follow(opening, self.open))
 
     def part(self, step: int, pops: dict[int, int]) -> list[Content]:
@@ -121,7 +121,7 @@ class Drawing:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        blueprint: PreparedJob,
         source: int,
         loaders: int,
         *,
@@ -140,7 +140,7 @@ class Drawing:
         self.steps = [Step(cursor or Cursor(), self.passed)]  # steps[0] is step -1
         self.late: deque[tuple[int, dict[int, int]]] = deque()  # parts that did not arrive yet
         self.payload: dict[tuple[int, ...], list[bytes]] = {}
-        self._words: list[tuple[Back, list[Opening]]] = []  # the last Back, for each host
+        self._words: list[tuple[Rollback, list[LoaderStart]]] = []  # the last Back, for each host
         self._begin(self.steps[0].cursor)
         for opening in self.openings(self.steps[0].cursor):
             self.hosts[self.home[opening.loader]].open(opening)
@@ -158,7 +158,7 @@ class Drawing:
             cursor=cursor,
         )
 
-    def openings(self, cursor: Cursor) -> list[Opening]:
+    def openings(self, cursor: Cursor) -> list[LoaderStart]:
         return [
             replace(o, generation=self.generation)
             for o in self.blueprint.openings(self.source, cursor)
@@ -250,7 +250,7 @@ class Drawing:
         self._begin(cursor)
         self._words = [
             (
-                Back(
+                Rollback(
                     self.generation,
                     step,
                     tuple(o for o in self.openings(cursor) if self.home[o.loader] == h),

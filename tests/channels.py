@@ -13,16 +13,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as PipeEnd
 from typing import Any
 
 import numpy as np
 
 from overlord.transport.address import Address
-from overlord.transport.connection import Link
+from overlord.transport.connection import Connection
 from overlord.transport.handshake import client_side
 from overlord.transport.server import Server, dial
-from overlord.transport.shared_memory import Ring
+from overlord.transport.shared_memory import SharedMemoryPool
 
 MB = 2**20
 TOKEN = "a token of the tests"
@@ -87,10 +87,10 @@ class Story:
     """A server that notes what happens to it."""
 
     def __init__(self, *, echo: bool = False, **options: Any):
-        self.opened: list[Link] = []
+        self.opened: list[Connection] = []
         self.hellos: list[dict[str, Any]] = []
         self.got: list[Any] = []
-        self.closed: list[tuple[Link, str]] = []
+        self.closed: list[tuple[Connection, str]] = []
         self.changed = threading.Condition()
         self.echo, self.keep = echo, True
         self.server = Server(
@@ -102,14 +102,14 @@ class Story:
         )
         self.address = self.server.address
 
-    def _on_open(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
+    def _on_open(self, link: Connection, hello: dict[str, Any]) -> dict[str, Any]:
         with self.changed:
             self.opened.append(link)
             self.hellos.append(hello)
             self.changed.notify_all()
         return {"seen": len(self.opened)}
 
-    def _on_message(self, link: Link, value: Any) -> None:
+    def _on_message(self, link: Connection, value: Any) -> None:
         if self.echo:
             link.send(value)
         if self.keep:
@@ -117,7 +117,7 @@ class Story:
                 self.got.append(value)
                 self.changed.notify_all()
 
-    def _on_close(self, link: Link, reason: str) -> None:
+    def _on_close(self, link: Connection, reason: str) -> None:
         with self.changed:
             self.closed.append((link, reason))
             self.changed.notify_all()
@@ -203,11 +203,11 @@ def exactly(sock: socket.socket, n: int) -> bytes:
 
 
 def serve_messages(
-    pipe: Connection, n: int, nbytes: int, key: str | None = None, port: int = 0
+    pipe: PipeEnd, n: int, nbytes: int, key: str | None = None, port: int = 0
 ) -> None:
     """Sends n messages to whoever says something, and says when they are sent."""
 
-    def on_message(link: Link, value: Any) -> None:
+    def on_message(link: Connection, value: Any) -> None:
         def send() -> None:
             for k in range(n):
                 link.send(message(k, nbytes))
@@ -220,13 +220,13 @@ def serve_messages(
         on_message=on_message,
         key=key,
         port=port,
-        ring=Ring(max_bytes=4 * n * nbytes + MB, name="child"),
+        ring=SharedMemoryPool(max_bytes=4 * n * nbytes + MB, name="child"),
     )
     pipe.send(server.address)
     pipe.poll(None)
 
 
-def hold_messages(pipe: Connection, address: str, n: int, transport: str = "auto") -> None:
+def hold_messages(pipe: PipeEnd, address: str, n: int, transport: str = "auto") -> None:
     """Reads n messages, keeps them, and says so."""
     link, _ = dial(address, TOKEN, {}, timeout_s=SOON_S, transport=transport, name="the holder")
     link.max_held = n
@@ -235,22 +235,17 @@ def hold_messages(pipe: Connection, address: str, n: int, transport: str = "auto
     pipe.poll(None)
 
 
-def read_nothing(pipe: Connection, address: str, transport: str = "auto") -> None:
+def read_nothing(pipe: PipeEnd, address: str, transport: str = "auto") -> None:
     link, _ = dial(address, TOKEN, {}, timeout_s=SOON_S, transport=transport, name="the deaf one")
     pipe.send(link.peer)
     pipe.poll(None)
 
 
 def send_messages(
-    pipe: Connection,
-    address: str,
-    n: int,
-    nbytes: int,
-    transport: str = "auto",
-    max_slots: int = 64,
+    pipe: PipeEnd, address: str, n: int, nbytes: int, transport: str = "auto", max_slots: int = 64
 ) -> None:
     """Sends n messages; then says how many slots its ring ever had, or what went wrong."""
-    ring = Ring(max_slots=max_slots, name="sender")
+    ring = SharedMemoryPool(max_slots=max_slots, name="sender")
     link, _ = dial(
         address, TOKEN, {}, timeout_s=SOON_S, transport=transport, ring=ring, name="the sender"
     )
@@ -264,7 +259,7 @@ def send_messages(
     pipe.poll(None)
 
 
-def ping(pipe: Connection, address: str) -> None:
+def ping(pipe: PipeEnd, address: str) -> None:
     """Sends and receives until it is killed."""
     link, _ = dial(address, TOKEN, {}, timeout_s=SOON_S)
     for k in range(10**9):
@@ -274,7 +269,7 @@ def ping(pipe: Connection, address: str) -> None:
             pipe.send("going")
 
 
-def serve_echo(pipe: Connection, key: str) -> None:
+def serve_echo(pipe: PipeEnd, key: str) -> None:
     server = Server(token=TOKEN, on_message=lambda link, value: link.send(value), key=key)
     pipe.send(server.address)
     pipe.poll(None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlord.journal.directory import Directory
+from overlord.journal.directory import DirectoryStorage
 from overlord.planning.strategies import llm_balance
 
 FATAL_STEP = 6
@@ -47,14 +47,14 @@ class HeldUp:
     def __init__(self, flag: Path, launcher: int = 0):
         self.flag, self.launcher = flag, launcher or os.getpid()
         if self.launcher != os.getpid():
-            write = Directory._write
+            write = DirectoryStorage._write
 
-            def held_up(self_: Directory, name: str, data: bytes, at: int) -> None:
+            def held_up(self_: DirectoryStorage, name: str, data: bytes, at: int) -> None:
                 while flag.exists():
                     time.sleep(0.01)
                 write(self_, name, data, at)
 
-            Directory._write = held_up  # type: ignore[method-assign]
+            DirectoryStorage._write = held_up  # type: ignore[method-assign]
 
     def __reduce__(self) -> Any:
         return HeldUp, (self.flag, self.launcher)

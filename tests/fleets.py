@@ -13,28 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from overlord.cluster.plan_router import Cutter
-from overlord.loader.service import Loading
+from overlord.cluster.plan_router import PlanRouter
+from overlord.loader.service import LoaderService
 from overlord.messages.control import (
     Attach,
-    Back,
+    ConstructorPlan,
     Consumed,
     Cursor,
-    Finish,
-    Forget,
-    Open,
-    Opening,
-    Part,
-    Placed,
+    DropHeldSamples,
+    EndOfJob,
+    LoaderPlan,
+    LoaderStart,
+    PlannedStep,
     Refill,
-    Reopen,
-    Stage,
+    RestartLoader,
+    RestartSource,
+    Rollback,
     StreamState,
 )
 from overlord.messages.loader import Announce
 from overlord.sample import Content
 from overlord.scaling.shards import kept, spread
-from overlord.setup.prepared_job import Blueprint, open_loader
+from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.transport.state_codec import seal
 
 MOST_MOVES = 100_000  # far more than any of these jobs takes
@@ -46,9 +46,9 @@ Delivered = list[
 class Reading:
     """A loader host: loaders, and the work that they have begun."""
 
-    def __init__(self, blueprint: Blueprint):
+    def __init__(self, blueprint: PreparedJob):
         self._blueprint = blueprint
-        self.loading = Loading(self, self._run, keeps=True)
+        self.loading = LoaderService(self, self._run, keeps=True)
         self.begun: list[Any] = []
         self.inbox: deque[Any] = deque()
         self.news: deque[Announce] = deque()
@@ -69,7 +69,7 @@ class Reading:
     def close(self) -> None:
         pass
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: LoaderStart) -> None:
         loader, reader, _ = open_loader(
             self._blueprint.kit(opening.source), opening, self._blueprint.handles
         )
@@ -86,19 +86,19 @@ class Reading:
 
     def take(self, message: Any) -> None:
         match message:
-            case Part():
+            case LoaderPlan():
                 self._part(message)
-            case Back():
+            case Rollback():
                 self._run(self.loading.back(message, self.open))
-            case Opening():
+            case LoaderStart():
                 self.open(message)
-            case ("follow", Opening() as opening):
+            case ("follow", LoaderStart() as opening):
                 self._run(self.loading.follow(opening, self.open))
-            case ("stand", int(step), Opening() as opening):
+            case ("stand", int(step), LoaderStart() as opening):
                 self._run(self.loading.stand(opening, self.open, step))
             case ("drop", int(number)):
                 self.loading.close(number)
-            case Forget(loaders=loaders):
+            case DropHeldSamples(loaders=loaders):
                 self.loading.forget(loaders)
             case Refill():
                 self._run([message])
@@ -113,7 +113,7 @@ class Reading:
             elif not self.loading.hosted[command.loader].shadow:
                 self.news.append(command)
 
-    def _part(self, part: Part) -> None:
+    def _part(self, part: LoaderPlan) -> None:
         self.loading.acked(part.acked)
         pops, commands = self.loading.pop_shadows(
             part.step, dict(zip(part.loaders.tolist(), part.pops.tolist(), strict=True))
@@ -138,7 +138,7 @@ class Fleet:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        blueprint: PreparedJob,
         seed: int,
         changes: Sequence[tuple[int, int, int]] = (),
         state: StreamState | None = None,
@@ -149,15 +149,15 @@ class Fleet:
         self.shares = [blueprint.loaders_of(i) for i in range(n)]
         self._first = [sum(self.shares[:i]) for i in range(n)]
         self._buckets = len(list(blueprint.job.place.buckets("DP")))
-        self.cutter = Cutter([0] * sum(self.shares), [0] * self._buckets)
+        self.cutter = PlanRouter([0] * sum(self.shares), [0] * self._buckets)
         self.hosts = {0: Reading(blueprint)}
         self._change: tuple[int, dict[int, int]] | None = (
             None  # a source that is on its way, and where its loaders go
         )
         self._moves: dict[int, int] = {}
-        self.placed: dict[int, Placed] = {}
+        self.placed: dict[int, ConstructorPlan] = {}
         self.states: dict[int, StreamState] = {}
-        self.finish: Finish | None = None
+        self.finish: EndOfJob | None = None
         self.degrees: Counter[tuple[int, int]] = (
             Counter()
         )  # hosts of a source before and after, for each change
@@ -235,7 +235,7 @@ class Fleet:
         for _ in range(n - len(now)):
             h = len(self.hosts)
             self.hosts[h] = Reading(self.blueprint)
-            self.hosts[h].inbox.append(Back(0, self.planner.next_step - 1))
+            self.hosts[h].inbox.append(Rollback(0, self.planner.next_step - 1))
             hosts.append(h)
         where = [self.cutter.host(k) for k in self._numbers(source)]
         to = spread(where, hosts, others)
@@ -256,16 +256,16 @@ class Fleet:
         assert self._change is not None
         (source, self._moves), self._change = self._change, None
         self.cutter.follow({})
-        self._do(self.planner.handle(Reopen(source)))
+        self._do(self.planner.handle(RestartSource(source)))
 
-    def _opening(self, loader: int, cursor: Cursor, generation: int) -> Opening:
+    def _opening(self, loader: int, cursor: Cursor, generation: int) -> LoaderStart:
         source = next(i for i in range(len(self.shares)) if loader in self._numbers(i))
         return replace(
             self.blueprint.openings(source, cursor)[loader - self._first[source]],
             generation=generation,
         )
 
-    def _open(self, command: Open) -> None:
+    def _open(self, command: RestartLoader) -> None:
         loader, was = command.loader, self.cutter.host(command.loader)
         host = self._moves.pop(loader, was)
         if host != was:
@@ -284,18 +284,18 @@ class Fleet:
                 case Refill(loader=loader):
                     for h in {self.cutter.host(loader), self.cutter.shadow(loader)} - {None}:
                         self.hosts[h].inbox.append(command)  # type: ignore[index]
-                case Stage():
+                case PlannedStep():
                     self._stage(command)
-                case Finish():
+                case EndOfJob():
                     self.finish = command
-                case Forget(loaders=loaders):
+                case DropHeldSamples(loaders=loaders):
                     self.cutter.forget(loaders)
                     for host in self.hosts.values():
                         host.inbox.append(command)
-                case Open():
+                case RestartLoader():
                     self._open(command)
 
-    def _stage(self, stage: Stage) -> None:
+    def _stage(self, stage: PlannedStep) -> None:
         assert isinstance(stage.after, StreamState)
         self.states[stage.plan.step] = stage.after
         acked = -1 if self.planner.taken is None else self.planner.taken

@@ -18,7 +18,7 @@ import overlord as ov
 from overlord.cluster import launcher
 from overlord.journal import job_journal
 from overlord.journal.checkpoint import Interval
-from overlord.journal.directory import Directory
+from overlord.journal.directory import DirectoryStorage
 from overlord.journal.job_journal import entries
 from overlord.journal.log import read_all
 from overlord.journal.replay import Recovered
@@ -142,9 +142,9 @@ def die_at(number: int, moment: str) -> None:
 
 def _die_by(how: Callable[[], str]) -> None:
     """At every write or removal of this process that is not to be "whole"."""
-    write, remove = Directory._write, Directory.remove
+    write, remove = DirectoryStorage._write, DirectoryStorage.remove
 
-    def dying_write(self: Directory, name: str, data: bytes, at: int) -> None:
+    def dying_write(self: DirectoryStorage, name: str, data: bytes, at: int) -> None:
         if (moment := how()) == "whole":
             return write(self, name, data, at)
         if moment == "torn":
@@ -153,14 +153,14 @@ def _die_by(how: Callable[[], str]) -> None:
             write(self, name, data, at)
         return _die()
 
-    def dying_remove(self: Directory, names: Sequence[str]) -> None:
+    def dying_remove(self: DirectoryStorage, names: Sequence[str]) -> None:
         if not names or (moment := how()) == "whole":
             return remove(self, names)
         if moment != "before":
             remove(self, names if moment == "after" else names[:1])
         return _die()
 
-    Directory._write, Directory.remove = dying_write, dying_remove  # type: ignore[method-assign]
+    DirectoryStorage._write, DirectoryStorage.remove = dying_write, dying_remove  # type: ignore[method-assign]
 
 
 # What is done at a write, one try after the other, and at those behind it: the last try gets

@@ -8,10 +8,10 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from overlord.journal.log import Log, Where, read_all
+from overlord.journal.log import JournalLog, Where, read_all
 from overlord.journal.record import Record
 from overlord.journal.segment import Header
-from overlord.journal.segments import Chain, Reading
+from overlord.journal.segments import Reading, SegmentChain
 from overlord.journal.storage import NameTaken, refusal
 
 JOB = Header(job="demo", fingerprint={"draw": "exact-1", "web": "abc"})
@@ -72,14 +72,14 @@ class Memory:
 def written(appends: Sequence[Sequence[Record]], segment_bytes: int = 2**24) -> Memory:
     """A journal with these appends."""
     place = Memory()
-    log = Log.create(place, JOB, segment_bytes=segment_bytes)
+    log = JournalLog.create(place, JOB, segment_bytes=segment_bytes)
     for records in appends:
         log.append(records)
     return place
 
 
 def reading(files: dict[str, bytes]) -> Reading:
-    chain = Chain()
+    chain = SegmentChain()
     for name in sorted(files):
         chain.feed(name, files[name])
     return chain.settle()

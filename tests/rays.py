@@ -79,6 +79,6 @@ def cluster() -> Iterator[Any]:
 
 
 def control() -> Any:
-    from overlord.ray.launcher import RayControl
+    from overlord.ray.launcher import RayActorSystem
 
-    return RayControl(job="tests")
+    return RayActorSystem(job="tests")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from overlord.sources.base import ReadOptions
-from overlord.sources.chunk_reader import ChunkReader, HandleCache
+from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import Index, build_index
 
 
@@ -21,12 +21,12 @@ class Everything:
 
 
 def read_all(
-    path: Any, format: str | None = None, cache: HandleCache | None = None, **options: Any
+    path: Any, format: str | None = None, cache: OpenChunkCache | None = None, **options: Any
 ) -> Everything:
     """Every slice of every chunk in order, with the rules checked that hold for any slice."""
     wanted = ReadOptions(**options)
     index = build_index("src", path, format, wanted)
-    reader, out = ChunkReader(index, wanted, cache or HandleCache()), Everything(index)
+    reader, out = ChunkReader(index, wanted, cache or OpenChunkCache()), Everything(index)
     for chunk in range(len(index.chunks)):
         t, last = 0, False
         while not last:

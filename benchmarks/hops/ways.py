@@ -18,7 +18,7 @@ import numpy as np
 from hops.job import Pieces, Reader
 from overlord.transport.connection import TIMEOUT, pair
 from overlord.transport.server import Server, dial
-from overlord.transport.shared_memory import Ring
+from overlord.transport.shared_memory import SharedMemoryPool
 
 AHEAD = 2
 WAIT_S = 120.0
@@ -112,7 +112,7 @@ class Pair(OneProcess):
     """
 
     def __init__(self, shared: Any, address: Any):
-        self._ring = Ring(max_slots=AHEAD, name="pair")
+        self._ring = SharedMemoryPool(max_slots=AHEAD, name="pair")
 
     def both(self, pieces: Pieces, reader: Reader, n: int) -> None:
         left, right = pair()
@@ -141,7 +141,7 @@ class Linked(Way):
     def __init__(self, shared: Any, address: Any):
         self._server = self._link = None
         if address is None:
-            self._ring = Ring(max_slots=AHEAD, name="benchmark")
+            self._ring = SharedMemoryPool(max_slots=AHEAD, name="benchmark")
             self._links: list[Any] = []
             self._server = Server(
                 token=TOKEN,
@@ -194,9 +194,9 @@ class Tcp(Linked):
     transport = "tcp"
 
     def memory(self, nbytes: int) -> Callable[[], np.ndarray]:
-        from overlord.buffer_pool import SlabPool
+        from overlord.buffer_pool import BufferPool
 
-        slabs = SlabPool()
+        slabs = BufferPool()
         return lambda: slabs(nbytes)[:nbytes]
 
 

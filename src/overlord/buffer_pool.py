@@ -29,7 +29,7 @@ UNUSED = _references([np.empty(1, np.uint8)], 0)
 MAX_SLABS = 64
 
 
-class SlabPool:
+class BufferPool:
     """Slabs of about the asked size. Holds at most ``max_bytes`` of unused memory; beyond that it
     allocates and forgets.
     """
@@ -42,7 +42,7 @@ class SlabPool:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, of a bucket that has it say, is a pool of its own."""
-        return SlabPool, (self._max_bytes,)
+        return BufferPool, (self._max_bytes,)
 
     def __call__(self, nbytes: int) -> np.ndarray:
         """At least nbytes of memory that nobody views; its content is undefined."""

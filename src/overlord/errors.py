@@ -233,7 +233,7 @@ class FrameError(OverlordError):
         return f"{where}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-class Later(Exception):
+class WouldBlock(Exception):
     """Instead of a wait, where the thread must not: what was asked for is to be asked for again by
     another.
     """

@@ -13,15 +13,23 @@ from hypothesis import strategies as st
 
 from overlord.constructor.assembler import Assembler
 from overlord.errors import ActorLost
-from overlord.messages.constructor import Build, Built, Deliver, End, Release, Resume, Staged
-from overlord.messages.control import Attach, Back, Consumed, Finish, Stage
+from overlord.messages.constructor import (
+    Build,
+    Built,
+    Deliver,
+    EndRank,
+    PayloadReady,
+    Release,
+    Unfinish,
+)
+from overlord.messages.control import Attach, Consumed, EndOfJob, PlannedStep, Rollback
 from tests.laws import examples
 
 BUCKET = 4
 
 
-def stage(step: int, skipped: bool) -> Stage:
-    return Stage(
+def stage(step: int, skipped: bool) -> PlannedStep:
+    return PlannedStep(
         plan=SimpleNamespace(step=step), pops=None, doc=None, digest="", after=None, skipped=skipped
     )  # type: ignore[arg-type]
 
@@ -71,12 +79,12 @@ class Job:
                 case Release(step=step, bucket=4):
                     assert step not in self.building, "released while it is being built"
                     self.held.discard(step)
-                case End(rank=rank):
+                case EndRank(rank=rank):
                     assert self.over is not None
                     assert self._due(rank) >= self.over, "ended before its last step"
                     assert rank not in self.ended, "ended twice"
                     self.ended.add(rank)
-                case Resume(rank=rank):
+                case Unfinish(rank=rank):
                     self.ended.remove(rank)
                 case _:
                     raise AssertionError(command)
@@ -126,7 +134,7 @@ class Job:
     def _stage(self, step: int) -> None:
         if self.assembler.wants(step):
             self.held.add(step)
-            self.tell(Staged(step))
+            self.tell(PayloadReady(step))
 
     def built(self, pick: int) -> None:
         if self.building:
@@ -166,7 +174,7 @@ class Job:
         self.complete = {s for s in self.complete if s < self.over}
         self.expected = {s for s in self.expected if s < self.over}
         self.tell(
-            Finish(self.over, ActorLost("loader-host/3", "killed") if step < self.n else None)
+            EndOfJob(self.over, ActorLost("loader-host/3", "killed") if step < self.n else None)
         )
 
     def back(self, pick: int) -> None:
@@ -176,7 +184,7 @@ class Job:
         last = min(self.taken.values())
         self.over, self.next = None, last + 1
         self.expected.clear()
-        self.tell(Back(2**20, last))
+        self.tell(Rollback(2**20, last))
 
     def play_out(self) -> None:
         """No faults any more: the job must come to its end."""

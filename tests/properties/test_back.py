@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.messages.control import Cursor
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from tests.backing import Drawing, HostByHand
 from tests.images import IMAGES, parquet
 from tests.laws import examples
@@ -78,7 +78,7 @@ def promote(run: Drawing, dead: int, step: int) -> None:
 def assert_unnoticed(
     job: ov.Job, loaders: int, done: list[tuple[str, int]], *, hosts: int = 1
 ) -> None:
-    blueprint, source = Blueprint(job, Options()), len(done) % len(job.sources)
+    blueprint, source = PreparedJob(job, Options()), len(done) % len(job.sources)
     endless = job.sources[source].epochs is None
     run = Drawing(blueprint, source, loaders, hosts=hosts)
     for o in run.openings(Cursor()) if hosts > 1 else ():

@@ -17,8 +17,8 @@ from overlord.planning import cost
 from overlord.planning.balance import binpack, placement
 from overlord.planning.balance.balance import (
     METHODS,
+    PackingProblem,
     Placement,
-    Problem,
     greedy,
     joined,
     karmarkar_karp,
@@ -382,7 +382,7 @@ levels = (
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn) -> PackingProblem:
     """Sizes of all kinds, many of them close to the capacity or to half of it; memory that follows
     the size, or does not.
     """
@@ -400,7 +400,7 @@ def problems(draw: st.DrawFn) -> Problem:
         "follows": sizes * 0.31,
         "own": np.array(draw(st.lists(st.floats(0, 7.5), min_size=n, max_size=n))),
     }[memory]
-    return Problem(
+    return PackingProblem(
         costs=costs,
         sizes=sizes,
         n_buckets=n_buckets,
@@ -428,7 +428,7 @@ def bins_of(found: Placement) -> np.ndarray:
 @examples(400)
 @given(problems(), levels)
 def test_every_way_of_placing_keeps_capacity_and_memory_and_is_repeatable(
-    problem: Problem, way
+    problem: PackingProblem, way
 ) -> None:
     found = place(problem, **way)
     m, n_buckets = found.n_microbatches, problem.n_buckets
@@ -460,7 +460,7 @@ def test_every_way_of_placing_keeps_capacity_and_memory_and_is_repeatable(
 
 @given(problems())
 def test_one_size_for_tokens_and_memory_is_never_smaller_than_either_share(
-    problem: Problem,
+    problem: PackingProblem,
 ) -> None:
     if problem.memory is None:
         return
@@ -477,10 +477,10 @@ def test_memory_that_does_not_bind_changes_nothing_and_memory_that_does_takes_mi
     None
 ):
     costs, sizes = skewed(64 * 8, 0, 8192)
-    problem = Problem(costs=costs, sizes=sizes, n_buckets=8, capacity=16_384)
+    problem = PackingProblem(costs=costs, sizes=sizes, n_buckets=8, capacity=16_384)
     free = place(problem)
     loose = place(
-        Problem(
+        PackingProblem(
             costs=costs,
             sizes=sizes,
             n_buckets=8,
@@ -491,7 +491,7 @@ def test_memory_that_does_not_bind_changes_nothing_and_memory_that_does_takes_mi
     )
     assert bins_of(loose).tolist() == bins_of(free).tolist()
     bound = place(
-        Problem(
+        PackingProblem(
             costs=costs,
             sizes=sizes,
             n_buckets=8,
@@ -506,7 +506,7 @@ def test_memory_that_does_not_bind_changes_nothing_and_memory_that_does_takes_mi
 def test_an_exact_fill_of_memory_needs_no_more_microbatches() -> None:
     sizes, memory = np.full(40, 10, np.int64), np.full(40, 0.2)
     found = place(
-        Problem(
+        PackingProblem(
             costs=np.ones(40),
             sizes=sizes,
             n_buckets=2,
@@ -522,7 +522,7 @@ def test_memory_that_fills_a_microbatch_but_for_the_rounding_of_its_sum_is_kept(
     assert sum([0.7] * 10) != 7.0
     memory = np.full(30, 0.7)
     found = place(
-        Problem(
+        PackingProblem(
             costs=np.ones(30),
             sizes=np.ones(30, np.int64),
             n_buckets=3,
@@ -538,7 +538,7 @@ def test_memory_that_fills_a_microbatch_but_for_the_rounding_of_its_sum_is_kept(
 def test_with_keep_order_microbatches_follow_the_stream(items, n_buckets: int) -> None:
     costs, sizes = items
     found = place(
-        Problem(costs=costs, sizes=sizes, n_buckets=n_buckets, microbatches=3, capacity=100),
+        PackingProblem(costs=costs, sizes=sizes, n_buckets=n_buckets, microbatches=3, capacity=100),
         keep_order=True,
     )
     assert (np.diff(found.microbatch) >= 0).all()
@@ -546,7 +546,7 @@ def test_with_keep_order_microbatches_follow_the_stream(items, n_buckets: int) -
 
 @given(problems())
 def test_with_keep_order_a_microbatch_holds_one_sub_draw_and_sub_draws_keep_their_order(
-    problem: Problem,
+    problem: PackingProblem,
 ) -> None:
     if problem.substep is None or problem.memory is not None:
         return
@@ -561,7 +561,7 @@ def test_sub_draws_that_fit_are_the_microbatches_and_one_that_does_not_takes_two
         np.array([40, 40, 90, 60, 60, 60, 10], np.int64),
         np.array([0, 0, 0, 1, 1, 1, 2], np.int32),
     )
-    problem = Problem(
+    problem = PackingProblem(
         costs=sizes.astype(float),
         sizes=sizes,
         n_buckets=2,
@@ -570,7 +570,7 @@ def test_sub_draws_that_fit_are_the_microbatches_and_one_that_does_not_takes_two
         substep=substep,
     )
     assert place(problem, keep_order=True).microbatch.tolist() == [0, 0, 0, 1, 1, 2, 3]
-    roomy = Problem(
+    roomy = PackingProblem(
         costs=sizes.astype(float),
         sizes=sizes,
         n_buckets=3,
@@ -619,7 +619,7 @@ def lengths(profile: str, n: int, seed: int, context: int) -> tuple[np.ndarray, 
     return cost.llama_12b({"tokens": sizes}), sizes
 
 
-def excess(problem: Problem, found: Placement) -> float:
+def excess(problem: PackingProblem, found: Placement) -> float:
     """Of the slowest rank over the bound that no placement can pass, in percent."""
     return 100 * (placement.heaviest(problem, found) / problem.bound() - 1)
 
@@ -632,7 +632,7 @@ def test_the_slowest_rank_comes_close_to_the_bound(
 ) -> None:
     for n_buckets, seed in ((8, 0), (8, 1), (8, 2), (64, 0), (64, 1), (256, 0)):
         costs, sizes = lengths(profile, n_buckets * per_rank, seed, context)
-        problem = Problem(costs=costs, sizes=sizes, n_buckets=n_buckets, capacity=context)
+        problem = PackingProblem(costs=costs, sizes=sizes, n_buckets=n_buckets, capacity=context)
         assert excess(problem, place(problem)) <= most
 
 
@@ -646,7 +646,7 @@ def test_ranks_that_meet_after_every_microbatch_hardly_wait(
 ) -> None:
     for n_buckets, seed in ((8, 0), (64, 0), (64, 1), (256, 0)):
         costs, sizes = lengths(profile, n_buckets * per_rank, seed, context)
-        problem = Problem(costs=costs, sizes=sizes, n_buckets=n_buckets, capacity=context)
+        problem = PackingProblem(costs=costs, sizes=sizes, n_buckets=n_buckets, capacity=context)
         assert (
             placement.waited(problem, place(problem, objective="microbatch"))
             <= most * costs.sum() / n_buckets
@@ -659,7 +659,9 @@ def test_groups_cost_at_most_a_tenth_of_a_point(group_size: int, per_rank: int) 
     for seed in range(3):
         costs, sizes = lengths("navit", 64 * per_rank, seed, 16_384)
         whole, grouped = (
-            Problem(costs=costs, sizes=sizes, n_buckets=64, capacity=16_384, group_size=group)
+            PackingProblem(
+                costs=costs, sizes=sizes, n_buckets=64, capacity=16_384, group_size=group
+            )
             for group in (None, group_size)
         )
         assert excess(grouped, place(grouped)) <= excess(whole, place(whole)) + 0.1
@@ -668,7 +670,7 @@ def test_groups_cost_at_most_a_tenth_of_a_point(group_size: int, per_rank: int) 
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_that_meet_after_every_microbatch_wait_less_with_that_objective(seed: int) -> None:
     costs, sizes = skewed(64 * 64, seed)
-    problem = Problem(costs=costs, sizes=sizes, n_buckets=64, capacity=16_384)
+    problem = PackingProblem(costs=costs, sizes=sizes, n_buckets=64, capacity=16_384)
     once, often = place(problem), place(problem, objective="microbatch")
     assert placement.waited(problem, often) < 0.98 * placement.waited(problem, once)
 
@@ -679,7 +681,7 @@ def test_interleaved_waits_less_than_one_objective_and_is_together_better_than_t
     context: int, per_rank: int
 ) -> None:
     costs, sizes = lengths("navit", 64 * per_rank, 0, context)
-    problem = Problem(costs=costs, sizes=sizes, n_buckets=64, capacity=context, spare=False)
+    problem = PackingProblem(costs=costs, sizes=sizes, n_buckets=64, capacity=context, spare=False)
     once, often, both = (
         place(problem),
         place(problem, objective="microbatch"),
@@ -698,7 +700,7 @@ def test_interleaved_makes_good_in_other_microbatches_what_a_rank_lacks_beside_t
     seed: int,
 ) -> None:
     costs, sizes = lengths("navit", 64 * 16, seed, 16_384)
-    problem = Problem(costs=costs, sizes=sizes, n_buckets=64, capacity=16_384)
+    problem = PackingProblem(costs=costs, sizes=sizes, n_buckets=64, capacity=16_384)
     often, both = place(problem, objective="microbatch"), place(problem, level="interleaved")
     assert excess(problem, both) < 0.5 * excess(problem, often)
 
@@ -716,7 +718,7 @@ def test_a_step_too_full_for_one_way_is_packed_by_the_next_before_it_gets_anothe
     sizes: list[int], costs: list[int], n_buckets: int, microbatches: int, way: str
 ) -> None:
     found = place(
-        Problem(
+        PackingProblem(
             costs=np.array(costs, float),
             sizes=np.array(sizes),
             n_buckets=n_buckets,
@@ -734,7 +736,7 @@ def test_a_step_so_full_that_ranks_come_out_uneven_gets_one_microbatch_more_if_i
         np.array([8.0, 1.0, 2.0, 8.0, 8.0, 8.0, 8.0]),
         np.array([50, 60, 60, 50, 100, 100, 100]),
     )
-    packed = Problem(costs=costs, sizes=sizes, n_buckets=3, capacity=100)
+    packed = PackingProblem(costs=costs, sizes=sizes, n_buckets=3, capacity=100)
     assert (place(packed).n_microbatches, placement.heaviest(packed, place(packed))) == (3, 16.0)
     for kept in (
         replace(packed, spare=False),
@@ -754,7 +756,7 @@ def test_samples_as_long_as_the_context_fill_their_microbatches_exactly() -> Non
     ):
         assert (
             place(
-                Problem(costs=np.ones(64), sizes=sizes, n_buckets=8, capacity=100), **way
+                PackingProblem(costs=np.ones(64), sizes=sizes, n_buckets=8, capacity=100), **way
             ).n_microbatches
             == 8
         )
@@ -763,7 +765,7 @@ def test_samples_as_long_as_the_context_fill_their_microbatches_exactly() -> Non
 def test_bins_of_an_index_go_to_buckets_so_that_totals_come_out_level() -> None:
     sizes = np.full(6, 60, np.int64)  # one item a bin
     found = place(
-        Problem(costs=np.arange(1.0, 7.0), sizes=sizes, n_buckets=3, capacity=100),
+        PackingProblem(costs=np.arange(1.0, 7.0), sizes=sizes, n_buckets=3, capacity=100),
         objective="microbatch",
     )
     assert np.bincount(found.bucket, weights=np.arange(1.0, 7.0)).tolist() == [7.0, 7.0, 7.0]
@@ -774,7 +776,7 @@ def test_microbatches_grow_until_all_fits() -> None:
     sizes = np.full(7, 60, np.int64)  # no two share a bin of 100
     assert (
         place(
-            Problem(costs=sizes.astype(float), sizes=sizes, n_buckets=2, capacity=100)
+            PackingProblem(costs=sizes.astype(float), sizes=sizes, n_buckets=2, capacity=100)
         ).n_microbatches
         == 4
     )
@@ -785,10 +787,12 @@ def test_a_registered_method_places_and_one_that_breaks_the_capacity_is_overrule
         "test_all_in_one", lambda costs, n_bins, capacity, sizes: np.zeros(len(costs), np.int64)
     )
     sizes = np.full(6, 40, np.int64)
-    problem = Problem(costs=np.ones(6), sizes=sizes, n_buckets=3, method="test_all_in_one")
+    problem = PackingProblem(costs=np.ones(6), sizes=sizes, n_buckets=3, method="test_all_in_one")
     assert set(place(problem).bucket.tolist()) == {0}
     full = place(
-        Problem(costs=np.ones(6), sizes=sizes, n_buckets=3, capacity=100, method="test_all_in_one")
+        PackingProblem(
+            costs=np.ones(6), sizes=sizes, n_buckets=3, capacity=100, method="test_all_in_one"
+        )
     )
     assert (
         np.bincount(full.bucket * full.n_microbatches + full.microbatch, weights=sizes).max() <= 100
@@ -804,9 +808,9 @@ def test_a_method_that_knows_no_capacity_takes_two_arguments_and_keeps_what_it_c
         capacity_aware=False,
     )
     sizes = np.full(6, 30, np.int64)
-    free = Problem(costs=np.ones(6), sizes=sizes, n_buckets=3, method="test_halves")
+    free = PackingProblem(costs=np.ones(6), sizes=sizes, n_buckets=3, method="test_halves")
     assert place(free).bucket.tolist() == [0, 0, 0, 1, 1, 1]
-    full = Problem(
+    full = PackingProblem(
         costs=np.array([6.0, 5, 4, 3, 2, 1]),
         sizes=sizes,
         n_buckets=3,
@@ -829,14 +833,14 @@ def test_a_method_that_answers_nonsense_is_named(answer: np.ndarray, said: str) 
     register_balance("test_nonsense", lambda costs, n_bins, capacity, sizes: answer)
     with pytest.raises(PlanError, match=said):
         place(
-            Problem(
+            PackingProblem(
                 costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, method="test_nonsense"
             )
         )
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    problem = Problem(costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2)
+    problem = PackingProblem(costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2)
     with pytest.raises(PlanError, match="known: both, inter, intra"):
         place(problem, level="all")
     with pytest.raises(PlanError, match="known: iteration, microbatch"):
@@ -844,19 +848,29 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(PlanError, match="level 'interleaved' goes without keep_order"):
         place(problem, level="interleaved", keep_order=True)
     with pytest.raises(PlanError, match=r"known: greedy, karmarkar_karp"):
-        place(Problem(costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, method="gready"))
+        place(
+            PackingProblem(
+                costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, method="gready"
+            )
+        )
     with pytest.raises(PlanError, match="divisor of the 2 buckets"):
-        place(Problem(costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, group_size=3))
+        place(
+            PackingProblem(costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, group_size=3)
+        )
     for name in ("greedy", "zigzag"):
         with pytest.raises(PlanError, match="built in"):
             register_balance(name, greedy)
     with pytest.raises(PlanError, match="wanted a name and a function"):
         register_balance("test_nothing", None)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="go together"):
-        place(Problem(costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, memory=np.ones(3)))
+        place(
+            PackingProblem(
+                costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2, memory=np.ones(3)
+            )
+        )
     with pytest.raises(PlanError, match="item 2 takes 9 of memory"):
         place(
-            Problem(
+            PackingProblem(
                 costs=np.ones(3),
                 sizes=np.ones(3, np.int64),
                 n_buckets=2,
@@ -869,4 +883,4 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_costs_that_are_no_costs_are_refused(bad: float) -> None:
     with pytest.raises(PlanError, match="negative, infinite or no number"):
-        place(Problem(costs=np.array([1.0, bad]), sizes=np.ones(2, np.int64), n_buckets=2))
+        place(PackingProblem(costs=np.array([1.0, bad]), sizes=np.ones(2, np.int64), n_buckets=2))

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.dryrun.virtual_run import Delays, VirtualExecutor
 from overlord.loader.reader import SourceReader
-from overlord.loader.sample_buffer import Shelf
-from overlord.messages.client import Told
-from overlord.messages.control import Refill, Stage
+from overlord.loader.sample_buffer import SampleBuffer
+from overlord.messages.client import StepInfo
+from overlord.messages.control import PlannedStep, Refill
 from overlord.messages.loader import Evaluate, Pop, Read
-from overlord.session.local_runtime import Done, Host
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.session.local_runtime import Done, LocalRuntime
+from overlord.setup.prepared_job import Options, PreparedJob
 from tests.laws import examples
 from tests.worlds import Rows
 
@@ -72,10 +72,10 @@ class Watched(VirtualExecutor):
 class Rank:
     """A client that takes what it is given, slowly: loaders have all the time to read ahead."""
 
-    def __init__(self, executor: VirtualExecutor, host: Host, rank: int):
+    def __init__(self, executor: VirtualExecutor, host: LocalRuntime, rank: int):
         self.executor, self.host, self.rank, self.ended = executor, host, rank, False
 
-    def put(self, told: Told, bucket: Any) -> None:
+    def put(self, told: StepInfo, bucket: Any) -> None:
         self.executor.at(
             self.executor.delay(2.0), lambda: self.host.consumed([self.rank], told.step)
         )
@@ -89,7 +89,7 @@ class Held:
     """A job on the virtual clock, looked at from outside."""
 
     def __init__(self, job: ov.Job, seed: int, **options: Any):
-        self.blueprint = Blueprint(job, Options(**options))
+        self.blueprint = PreparedJob(job, Options(**options))
         self.executor = Watched(seed, Delays(sigma=1.5))
         self.host = self.blueprint.host(self.executor)
         self.seen = [Seen(hosted.reader, k) for k, hosted in self.host.loading.hosted.items()]
@@ -116,7 +116,7 @@ class Held:
         return sum(s.largest for s in self.seen)
 
 
-def exact(shelf: Shelf) -> int:
+def exact(shelf: SampleBuffer) -> int:
     """Bytes of samples not yet popped."""
     return sum(block.nbytes for block in shelf._blocks) - (
         shelf._blocks[0].slice(0, shelf._taken).nbytes if shelf._taken else 0
@@ -197,7 +197,7 @@ def test_ready_beyond_the_draw_stays_within_the_budget_and_a_block_for_each_load
         if len(lengths) == 1:
             assert held.bytes_of(loader) == held.host.loaders[loader].ready_bytes
 
-    def staged(stage: Stage) -> None:
+    def staged(stage: PlannedStep) -> None:
         nonlocal waited_for
         seen.append(held.ready)
         if in_tokens or loaders > 1:
@@ -294,7 +294,7 @@ def test_nothing_grows_over_a_long_run(loaders: int) -> None:
     )
     halves: list[dict[str, int]] = [{}, {}]
 
-    def staged(stage: Stage) -> None:
+    def staged(stage: PlannedStep) -> None:
         half = halves[stage.plan.step >= 250]
         for name, n in sizes(held).items():
             half[name] = max(half.get(name, 0), n)
@@ -320,9 +320,9 @@ def test_the_list_of_quarantined_rows_is_bounded_and_all_are_counted(
 
 
 def test_a_pool_of_slabs_keeps_within_its_bytes_whatever_is_asked_for() -> None:
-    from overlord.buffer_pool import SlabPool
+    from overlord.buffer_pool import BufferPool
 
-    pool, kept = SlabPool(max_bytes=2**20), list[np.ndarray]()
+    pool, kept = BufferPool(max_bytes=2**20), list[np.ndarray]()
     rng = random.Random(0)
     for _ in range(2000):
         kept = [*kept[-3:], pool(rng.randrange(1, 2**17))]

@@ -16,24 +16,24 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.journal.checkpoint import Interval, changed, changes, snapshot
 from overlord.journal.checkpoint_codec import packed, unpacked
-from overlord.journal.job_journal import Journal, entries
+from overlord.journal.job_journal import JobJournal, entries
 from overlord.journal.log import read_all
 from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
-from overlord.journal.write_ahead import Beginning
+from overlord.journal.write_ahead import JournalStart
 from overlord.messages.control import (
     AddSource,
     Cursor,
+    PlannedStep,
     Report,
     SetMixture,
     Skip,
-    Stage,
     StreamState,
 )
-from overlord.planning.events import Log
+from overlord.planning.events import EventLog
 from overlord.session.session import Session
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import Blueprint, exported
+from overlord.setup.prepared_job import PreparedJob, exported
 from tests.journals import Memory
 from tests.laws import examples
 from tests.properties.test_feedback import Chaser, trainer
@@ -158,31 +158,31 @@ def test_a_state_of_300_sources_takes_less_than_64_kib() -> None:
 # runs
 
 
-class Checked(Journal):
+class Checked(JobJournal):
     """A journal that is read back after every write, and compared with what the planner had."""
 
     truth: dict[int, StreamState]
-    log: Log
+    log: EventLog
     wrong: list[str]
     names: tuple[str, ...]
 
     def start(self, post: Any) -> None:
         """It is read where it is written: in the pump."""
 
-    def begin(self, state: StreamState, blueprint: Blueprint) -> None:
+    def begin(self, state: StreamState, blueprint: PreparedJob) -> None:
         super().begin(state, blueprint)
         self._anew(state, blueprint)
         self.wrong = []
 
-    def rewound(self, state: StreamState, blueprint: Blueprint, floor: int = 0) -> None:
+    def rewound(self, state: StreamState, blueprint: PreparedJob, floor: int = 0) -> None:
         super().rewound(state, blueprint, floor)
         self._anew(state, blueprint)
         self.check()
 
-    def _anew(self, state: StreamState, blueprint: Blueprint) -> None:
+    def _anew(self, state: StreamState, blueprint: PreparedJob) -> None:
         self.truth, self.log, self.names = (
             {state.step - 1: state},
-            Log(blueprint.job.feedback_lag),
+            EventLog(blueprint.job.feedback_lag),
             tuple(blueprint.job.names),
         )
 
@@ -197,7 +197,7 @@ class Checked(Journal):
             self.log.add(event, 0)
             self.check()
 
-    def joined(self, event: AddSource, blueprint: Blueprint) -> None:
+    def joined(self, event: AddSource, blueprint: PreparedJob) -> None:
         super().joined(event, blueprint)
         self.log.add(event, 0)
         self.names = tuple(blueprint.job.names)
@@ -230,7 +230,7 @@ class Run:
         place.hold()
         self.journal = Checked(place, job.name, None, OFTEN)
         self.session = Session(
-            job, Blueprint(job, Options(prefetch=2)), None, "local", Beginning(self.journal)
+            job, PreparedJob(job, Options(prefetch=2)), None, "local", JournalStart(self.journal)
         )
 
     def play(self, script: list[tuple[int, str]], extra: ov.Source, salt: int) -> None:
@@ -311,14 +311,14 @@ def test_nobody_acts_on_a_plan_that_is_not_written(world: World, kind: str) -> N
         place = Memory()
         session = Session(
             job,
-            Blueprint(job, Options(prefetch=2)),
+            PreparedJob(job, Options(prefetch=2)),
             None,
             "local",
-            Beginning(Journal.fresh(place, job.name)),
+            JournalStart(JobJournal.fresh(place, job.name)),
         )
         early = []
 
-        def look(stage: Stage) -> None:
+        def look(stage: PlannedStep) -> None:
             if (
                 Recovered.of(entries(read_all(place.copy()))).planned.get(stage.plan.step)
                 != stage.digest

@@ -11,10 +11,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.buffer_pool import SlabPool
+from overlord.buffer_pool import BufferPool
 from overlord.constructor import compact as module
-from overlord.constructor.batch_arrays import Wide
-from overlord.constructor.compact import IDS, Widening, build_compact, form_of, narrowest, seen
+from overlord.constructor.batch_arrays import BatchArrays
+from overlord.constructor.compact import IDS, Expander, build_compact, form_of, narrowest, seen
 from overlord.constructor.pack import build_wide, fresh
 from overlord.constructor.rank_views import of_stage
 from overlord.plan.rank_view import View
@@ -39,7 +39,7 @@ def opened(step: Mapping[str, Any], view: View, slab: Any = fresh) -> list[Any]:
     wide, form = seen(build_compact(**step), form_of(step["batch"]), view)
     n = step["n_microbatches"]
     empty = np.bincount(step["microbatch"], minlength=n) == 0
-    return Widening(form, empty, slab).opened(Wide.of_part(*wide.part(0, n)).cut(0, n))
+    return Expander(form, empty, slab).opened(BatchArrays.of_part(*wide.part(0, n)).cut(0, n))
 
 
 @given(
@@ -79,7 +79,7 @@ def test_what_is_kept_stays_what_it_was(
     holds.
     """
     wanted = build_wide(**step).cut(0, step["n_microbatches"])
-    found, kept = opened(step, View(), SlabPool()), []
+    found, kept = opened(step, View(), BufferPool()), []
     for m, key, keeps in asked:
         m %= len(found)
         assert np.array_equal(found[m][key], wanted[m][key])

@@ -22,23 +22,23 @@ from overlord.constructor.assembler import Assembler
 from overlord.job.job import UNIT
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader, _not_before
-from overlord.messages.constructor import Build, Built, Deliver, End, Release, Staged
+from overlord.messages.constructor import Build, Built, Deliver, EndRank, PayloadReady, Release
 from overlord.messages.control import (
     Attach,
     Consumed,
     Cursor,
     Detach,
-    Finish,
+    EndOfJob,
+    PlannedStep,
     Refill,
     SetMixture,
     Skip,
-    Stage,
     StreamState,
 )
 from overlord.messages.loader import Announce, Evaluate, Pop, Read, ReadFailed
 from overlord.planning.draw import Drawer, Drawn, Short, draw_counts, whole_weights
 from overlord.planning.stream import SourceStream
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from overlord.sources.chunk_reader import ChunkReader
 from tests.laws import examples
 from tests.properties.test_merge import make_found
@@ -78,14 +78,14 @@ class Channels:
     queue and on no other.
     """
 
-    def __init__(self, blueprint: Blueprint, state: StreamState | None, seed: int):
+    def __init__(self, blueprint: PreparedJob, state: StreamState | None, seed: int):
         host = blueprint.host(Nowhere(), state)
         self.planner, self.loaders = host.planner, host.loaders
         self.readers = [hosted.reader for hosted in host.loading.hosted.values()]
         self.to_planner: list[deque[Any]] = [deque() for _ in self.loaders]
         self.to_loader: list[deque[Any]] = [deque() for _ in self.loaders]
-        self.stages: list[Stage] = []
-        self.finish: Finish | None = None
+        self.stages: list[PlannedStep] = []
+        self.finish: EndOfJob | None = None
         self._random = random.Random(seed)
 
     def run(self, events: Sequence[Any] = ()) -> Channels:
@@ -118,11 +118,11 @@ class Channels:
             match command:
                 case Refill(loader=number):
                     self.to_loader[number].append((number, command))
-                case Stage(plan=plan, pops=pops):
+                case PlannedStep(plan=plan, pops=pops):
                     self.stages.append(command)
                     for number in np.flatnonzero(pops).tolist():
                         self.to_loader[number].append((number, Pop(plan.step, int(pops[number]))))
-                case Finish():
+                case EndOfJob():
                     self.finish = command
         if self.stages and not self.finish:
             taken = self.stages[-1].plan.step
@@ -159,7 +159,7 @@ def event_logs(draw: st.DrawFn) -> list[SetMixture | Skip]:
     return draw(st.permutations([*changes, *skips]))
 
 
-def states_of(blueprint: Blueprint, stages: list[Stage]) -> list[StreamState]:
+def states_of(blueprint: PreparedJob, stages: list[PlannedStep]) -> list[StreamState]:
     """Through JSON, as a checkpoint goes."""
     return [blueprint.restore(json.loads(json.dumps(blueprint.export(s.after)))) for s in stages]
 
@@ -198,8 +198,8 @@ def test_a_planner_restored_after_any_step_plans_the_identical_rest(
                 mix_every=mix_every,
                 mixture=lambda step, feedback: {n: turning(step, feedback)[n] for n in names},
             )
-        blueprint = Blueprint(job, Options(loaders=dict.fromkeys(job.names, loaders)))
-        other = Blueprint(
+        blueprint = PreparedJob(job, Options(loaders=dict.fromkeys(job.names, loaders)))
+        other = PreparedJob(
             job, Options(loaders=dict.fromkeys(job.names, others), prefetch=1, read_ahead=1)
         )
         whole = Channels(blueprint, None, seed).run(log)
@@ -214,7 +214,7 @@ def test_a_planner_restored_after_any_step_plans_the_identical_rest(
             )
 
 
-def eight_rows(mixture: Any, mix_every: str, until: int) -> Blueprint:
+def eight_rows(mixture: Any, mix_every: str, until: int) -> PreparedJob:
     """Two endless sources of eight rows, two samples a step."""
     rows = Rows([{"tokens": [k + 1]} for k in range(8)])
     sources = [
@@ -222,7 +222,7 @@ def eight_rows(mixture: Any, mix_every: str, until: int) -> Blueprint:
         for name in ("s0", "s1")
     ]
     batch = ov.Batch(samples=2, context=8)
-    return Blueprint(
+    return PreparedJob(
         ov.Job(
             name="t",
             sources=sources,
@@ -235,7 +235,7 @@ def eight_rows(mixture: Any, mix_every: str, until: int) -> Blueprint:
     )
 
 
-def counts(stages: list[Stage]) -> list[list[int]]:
+def counts(stages: list[PlannedStep]) -> list[list[int]]:
     return [np.bincount(s.plan.source, minlength=2).tolist() for s in stages]
 
 
@@ -332,7 +332,7 @@ def walk(loader: Loader, reader: SourceReader, rng: random.Random) -> list[Annou
 
 
 def loaders_at(
-    blueprint: Blueprint, cursor: Cursor, n: int, rng: random.Random
+    blueprint: PreparedJob, cursor: Cursor, n: int, rng: random.Random
 ) -> list[list[Announce]]:
     job, order, kit = blueprint.job, blueprint.orders[0], blueprint.kit(0)
     found = []
@@ -360,7 +360,7 @@ def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(
     world = World(world.seed, world.sources[:1], world.fields, world.batch, world.dp)
     rng = random.Random(seed)
     with folder() as directory:
-        blueprint = Blueprint(world.job(directory), Options())
+        blueprint = PreparedJob(world.job(directory), Options())
         told = loaders_at(blueprint, Cursor(), 1, rng)[0]
         alone, long = [heard(n) for n in told], [row for n in told for row in lost(n)]
         samples, bad = [s for a, _ in alone for s in a], [b for _, a in alone for b in a]
@@ -491,8 +491,8 @@ def test_slices_that_disagree_on_a_type_keep_the_order_of_their_rows(
 # The constructor
 
 
-def bare_stage(step: int, skipped: bool = False) -> Stage:
-    return Stage(
+def bare_stage(step: int, skipped: bool = False) -> PlannedStep:
+    return PlannedStep(
         plan=SimpleNamespace(step=step), pops=None, doc=None, digest="", after=None, skipped=skipped
     )  # type: ignore[arg-type]
 
@@ -529,7 +529,7 @@ class Bench:
                         "released before all took it"
                     )
                     self.held.remove(step)  # once
-                case End(rank=rank):
+                case EndRank(rank=rank):
                     assert self.finished
                     assert not self.due[rank], "ended before its last step"
                     assert rank not in self.ended, "ended twice"
@@ -546,7 +546,7 @@ class Bench:
             self.held.append(self.step)
             for due in self.due.values():
                 due.append(self.step)
-            self.tell(Staged(self.step))
+            self.tell(PayloadReady(self.step))
         self.step += 1
 
     def build(self, pick: int) -> None:
@@ -577,7 +577,7 @@ class Bench:
     def finish(self) -> None:
         if not self.finished:
             self.finished = True
-            self.tell(Finish(self.step))
+            self.tell(EndOfJob(self.step))
 
 
 @given(

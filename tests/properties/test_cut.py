@@ -16,12 +16,12 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from overlord.cluster.plan_router import Cuts, Cutter, spread
-from overlord.messages.control import Part, Placed, Sealed, Stage
+from overlord.cluster.plan_router import PlanRouter, RoutedPlan, spread
+from overlord.messages.control import ConstructorPlan, EncodedState, LoaderPlan, PlannedStep
 from overlord.plan.plan import Assignment, LoadingPlan
 from tests.laws import examples
 
-AFTER = Sealed(1, np.zeros(3, np.uint8))
+AFTER = EncodedState(1, np.zeros(3, np.uint8))
 ITEM_COLUMNS = ("size", "cost", "memory", "out", "offset")
 
 
@@ -57,7 +57,7 @@ class Scene:
             self.add_source()
         n_constructors = rng.randint(1, 3)
         self.constructor_of = [rng.randrange(n_constructors) for _ in range(rng.randint(1, 5))]
-        self.cutter = Cutter(
+        self.cutter = PlanRouter(
             self.host_of, self.constructor_of, whole_plans=self.whole, loader_hooks=self.hooks
         )
 
@@ -97,7 +97,7 @@ class Scene:
 
     # a step, as a planner would make it
 
-    def stage(self, step: int) -> tuple[Stage, list[tuple[int, int]], list[tuple[int, int]]]:
+    def stage(self, step: int) -> tuple[PlannedStep, list[tuple[int, int]], list[tuple[int, int]]]:
         """With the documents of its rows, and those that stay held."""
         rng = self.rng
         pops = [rng.choice((0, rng.randint(0, min(9, len(q))))) for q in self.queue]
@@ -113,7 +113,7 @@ class Scene:
             kept = np.array(sorted(left) if rng.random() < 0.5 else left, np.int64)
         rows = [everything[k] for k in drawn]
         plan = self.plan(step, rows)
-        stage = Stage(
+        stage = PlannedStep(
             plan,
             np.array(pops, np.int64),
             np.array(drawn, np.int64),
@@ -172,7 +172,7 @@ class Scene:
 
     # what the hosts do with their shares
 
-    def carry_out_to_all(self, part: Part, h: int) -> dict[int, list[int]]:
+    def carry_out_to_all(self, part: LoaderPlan, h: int) -> dict[int, list[int]]:
         """The same for a part that goes to several: without ``take`` each gets all."""
         takes = part.take or [()] * len(part.to)
         kept = dict(self.kept_at)
@@ -184,7 +184,7 @@ class Scene:
             self.kept_at = dict(kept)
         return sent
 
-    def carry_out(self, part: Part, h: int) -> dict[int, list[int]]:
+    def carry_out(self, part: LoaderPlan, h: int) -> dict[int, list[int]]:
         """A loader host: documents by constructor host."""
         loaders = part.loaders.tolist()
         assert loaders == sorted(set(loaders))
@@ -217,7 +217,7 @@ class Scene:
         }
 
 
-def wanted(stage: Stage, rows: list[tuple[int, int]], bucket: int) -> list[list[int]]:
+def wanted(stage: PlannedStep, rows: list[tuple[int, int]], bucket: int) -> list[list[int]]:
     """The documents of a bucket by microbatch, in the order of their slots."""
     main = stage.plan.main
     items = sorted(
@@ -230,7 +230,7 @@ def wanted(stage: Stage, rows: list[tuple[int, int]], bucket: int) -> list[list[
     ]
 
 
-def built(placed: Placed, payload: list[int], bucket: int) -> list[list[int]]:
+def built(placed: ConstructorPlan, payload: list[int], bucket: int) -> list[list[int]]:
     """The same as a constructor finds it: by the plan it was given, in the payload that came."""
     plan, doc, main = placed.stage.plan, placed.stage.doc, placed.stage.plan.main
     found: list[list[int]] = [[] for _ in range(main.n_microbatches)]
@@ -290,7 +290,9 @@ def check_step(scene: Scene, step: int, served: list[bool]) -> None:
     )
 
 
-def check_hooks(scene: Scene, stage: Stage, rows: list[tuple[int, int]], cuts: Cuts) -> None:
+def check_hooks(
+    scene: Scene, stage: PlannedStep, rows: list[tuple[int, int]], cuts: RoutedPlan
+) -> None:
     """A loader hook sees all rows of a source, in the plan's order."""
     for h, part in cuts.parts.items():
         if part.plan is not None:
@@ -306,7 +308,7 @@ def check_hooks(scene: Scene, stage: Stage, rows: list[tuple[int, int]], cuts: C
 
 def settle(
     scene: Scene,
-    stage: Stage,
+    stage: PlannedStep,
     rows: list[tuple[int, int]],
     kept: list[tuple[int, int]],
     sent: list[int],
@@ -357,7 +359,7 @@ def test_without_constructors_every_rank_of_a_bucket_is_sent_what_the_buckets_co
 ) -> None:
     scene = Scene(rng, look_ahead, hooks, False)
     scene.constructor_of = list(range(len(scene.constructor_of)))
-    scene.cutter = Cutter(scene.host_of, scene.constructor_of, loader_hooks=hooks)
+    scene.cutter = PlanRouter(scene.host_of, scene.constructor_of, loader_hooks=hooks)
     ranks = [[10 * b + k for k in range(rng.randint(0, 3))] for b in scene.constructor_of]
     stage, _, _ = scene.stage(0)
     cuts = scene.cutter.cut(stage, AFTER, np.array([bool(mine) for mine in ranks]))
@@ -372,11 +374,11 @@ def test_without_constructors_every_rank_of_a_bucket_is_sent_what_the_buckets_co
         assert each == {rank: documents for b, documents in sent.items() for rank in ranks[b]}
 
 
-def cutter_for(*, host_of: list[int], constructor_of: list[int]) -> Cutter:
-    return Cutter(host_of, constructor_of)
+def cutter_for(*, host_of: list[int], constructor_of: list[int]) -> PlanRouter:
+    return PlanRouter(host_of, constructor_of)
 
 
-def stage_of(bucket: list[int], pops: list[int], n_buckets: int, **more: Any) -> Stage:
+def stage_of(bucket: list[int], pops: list[int], n_buckets: int, **more: Any) -> PlannedStep:
     n = len(bucket)
     zeros = np.zeros(n, np.int32)
     main = Assignment(
@@ -401,7 +403,7 @@ def stage_of(bucket: list[int], pops: list[int], n_buckets: int, **more: Any) ->
         tokens=np.ones(n, np.int64),
         modules={"backbone": main},
     )
-    return Stage(plan, np.array(pops), np.arange(n), "", AFTER, **more)
+    return PlannedStep(plan, np.array(pops), np.arange(n), "", AFTER, **more)
 
 
 def test_a_host_all_of_whose_documents_go_to_one_constructor_is_told_no_numbers() -> None:

@@ -11,17 +11,17 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.cluster.plan_router import Cuts, Cutter, Imaging
-from overlord.constructor.build import StagedStep
+from overlord.cluster.plan_router import ImageContext, PlanRouter, RoutedPlan
+from overlord.constructor.build import StepDocuments
 from overlord.constructor.images import PixelForm, encoder_inputs
-from overlord.messages.control import Encoding, Sealed, Stage
+from overlord.messages.control import EncodedState, EncoderPlan, PlannedStep
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.images.encoding import Encodings
 from overlord.sample import Content, Items, Ragged, Scattered
 from overlord.transforms.image_items import Prefix
 from tests.laws import examples
 
-AFTER = Sealed(1, np.zeros(3, np.uint8))
+AFTER = EncodedState(1, np.zeros(3, np.uint8))
 CONTEXT = 64
 
 
@@ -96,7 +96,7 @@ def test_arrays_of_a_rank_are_its_routes(plan: LoadingPlan) -> None:
     bytes_ = [
         np.frombuffer(prefix.pack() + bytes([item % 256] * 3), np.uint8) for item in items.tolist()
     ]
-    stage = Stage(
+    stage = PlannedStep(
         plan,
         np.zeros(0, np.int64),
         np.arange(len(plan)),
@@ -104,7 +104,7 @@ def test_arrays_of_a_rank_are_its_routes(plan: LoadingPlan) -> None:
         AFTER,
         encoding=made.of(ranks, np.arange(len(items))),
     )
-    staged = StagedStep(
+    staged = StepDocuments(
         stage,
         Ragged.from_rows([[1]] * len(plan)),
         Scattered([Ragged.from_rows(bytes_, np.uint8)], np.zeros(0, np.int64)),
@@ -137,11 +137,11 @@ def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_
         f"{len(set(host_of))} hosts, {len(set(constructor_of))} constructors, look-ahead "
         f"{ahead}, hooks {hooks}"
     )
-    cutter = Cutter(
+    cutter = PlanRouter(
         host_of,
         constructor_of,
         loader_hooks=hooks,
-        images=Imaging(batch_of(plan), 1, place.buckets("DP")),
+        images=ImageContext(batch_of(plan), 1, place.buckets("DP")),
     )
     extra = (
         data.draw(st.integers(0, 5)) if ahead else 0
@@ -152,7 +152,7 @@ def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_host_that_
     )
     order = np.array(data.draw(st.permutations(range(n))), np.int64)
     doc, kept = order[: len(plan)], np.sort(order[len(plan) :])
-    stage = Stage(
+    stage = PlannedStep(
         plan, np.bincount(by, minlength=loaders), doc, "", AFTER, kept=kept if ahead else None
     )
     counts = np.full(n, 2, np.int64)  # those passed over have images too
@@ -196,8 +196,8 @@ def test_a_host_whose_documents_are_all_wanted_sends_no_image_that_nobody_encode
     plan = replace(
         plan, modules={**plan.modules, "encoder": replace(encoder, bucket=1 - encoder.bucket)}
     )  # each at the other rank
-    cutter = Cutter([0, 1], [0, 1], images=Imaging(batch_of(plan), 1, place.buckets("DP")))
-    stage = Stage(plan, np.array([1, 1]), np.array([0, 1]), "", AFTER)
+    cutter = PlanRouter([0, 1], [0, 1], images=ImageContext(batch_of(plan), 1, place.buckets("DP")))
+    stage = PlannedStep(plan, np.array([1, 1]), np.array([0, 1]), "", AFTER)
     alone = cutter.cut(stage, AFTER, np.array([True, False]))
     assert send(alone, np.array([0, 1]), np.array([1, 1])) == {(0, 0): [], (1, 0): [named(1, 0)]}
     both = cutter.cut(stage, AFTER, np.array([True, True]))
@@ -211,7 +211,7 @@ def test_a_host_whose_documents_are_all_wanted_sends_no_image_that_nobody_encode
 
 
 def send(
-    cuts: Cuts, host: np.ndarray, counts: np.ndarray
+    cuts: RoutedPlan, host: np.ndarray, counts: np.ndarray
 ) -> dict[tuple[int, int], list[list[int]]]:
     """What loader hosts send by their parts: the images of each destination."""
     arrived = {}
@@ -239,7 +239,7 @@ def send(
 
 
 def check(
-    e: Encoding, staged: list[list[int]], plan: LoadingPlan, doc: np.ndarray, ranks: list[int]
+    e: EncoderPlan, staged: list[list[int]], plan: LoadingPlan, doc: np.ndarray, ranks: list[int]
 ) -> None:
     assert e.ranks.tolist() == ranks
     assert len(staged) == len(e.item)

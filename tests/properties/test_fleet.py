@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from overlord.dryrun.arrivals import arrivals
 from overlord.dryrun.machines import (
+    ClusterShape,
     Constants,
-    Fleet,
     colocated,
     connecting_s,
     connections,
@@ -45,7 +45,7 @@ LIKELY = Constants(
 )
 SMALL = st.integers(1, 8)
 FLEETS = st.builds(
-    lambda dp, tp, cp, pp, node, sources, batch, workers, constructors: Fleet(
+    lambda dp, tp, cp, pp, node, sources, batch, workers, constructors: ClusterShape(
         gpus=dp * tp * cp * pp,
         tp=tp,
         cp=cp,
@@ -69,7 +69,7 @@ FLEETS = st.builds(
 
 
 def test_a_fleet_of_two_groups_by_hand() -> None:
-    fleet = Fleet(
+    fleet = ClusterShape(
         gpus=8,
         tp=2,
         cp=2,
@@ -110,7 +110,7 @@ def test_a_fleet_of_two_groups_by_hand() -> None:
 @given(FLEETS, st.integers(1, 100))
 @examples(60)
 def test_more_sources_cost_a_colocated_loader_every_rank_and_overlord_once(
-    fleet: Fleet, more: int
+    fleet: ClusterShape, more: int
 ) -> None:
     grown = replace(fleet, sources=fleet.sources + more)
     theirs = colocated(grown, LIKELY).total - colocated(fleet, LIKELY).total
@@ -129,7 +129,7 @@ def test_more_sources_cost_a_colocated_loader_every_rank_and_overlord_once(
 
 @given(FLEETS)
 @examples(60)
-def test_more_of_anything_never_takes_less(fleet: Fleet) -> None:
+def test_more_of_anything_never_takes_less(fleet: ClusterShape) -> None:
     for name in ("workers", "batch", "sources", "prefetch", "read_ahead"):
         more = replace(fleet, **{name: getattr(fleet, name) + 1})
         assert overlord(more, LIKELY).total >= overlord(fleet, LIKELY).total
@@ -139,7 +139,9 @@ def test_more_of_anything_never_takes_less(fleet: Fleet) -> None:
 
 @given(FLEETS)
 @examples(60)
-def test_constructors_leave_loader_hosts_no_more_links_than_ranks_would(fleet: Fleet) -> None:
+def test_constructors_leave_loader_hosts_no_more_links_than_ranks_would(
+    fleet: ClusterShape,
+) -> None:
     with_them, without = (connections(replace(fleet, constructors=c)) for c in (True, False))
     assert with_them.loader_host <= without.loader_host
     assert with_them.client <= without.client
@@ -147,9 +149,9 @@ def test_constructors_leave_loader_hosts_no_more_links_than_ranks_would(fleet: F
 
 def test_a_mesh_that_does_not_divide_the_fleet_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"gpus: wanted a multiple of tp x cp x pp = 6, found 8"):
-        Fleet(gpus=8, tp=2, cp=3)
+        ClusterShape(gpus=8, tp=2, cp=3)
     with pytest.raises(ValueError, match="workers: wanted at least 1, found 0"):
-        Fleet(gpus=8, workers=0)
+        ClusterShape(gpus=8, workers=0)
     with pytest.raises(ValueError, match="found no bandwidth"):
         Constants.of({f.name: 1 for f in fields(Constants) if f.name != "bandwidth"})
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.batch import Batch
-from overlord.cluster.plan_history import Past
+from overlord.cluster.plan_history import PlanHistory
 from overlord.dryrun.virtual_run import Add
 from overlord.errors import PlanError
 from overlord.mesh import ClientPlaceTree
@@ -29,20 +29,20 @@ from overlord.messages.control import (
     Attach,
     Consumed,
     Cursor,
-    Finish,
-    Open,
+    EndOfJob,
+    PlannedStep,
     Refill,
     Report,
+    RestartLoader,
     SetMixture,
     Skip,
-    Stage,
 )
 from overlord.messages.loader import Announce, Pop
 from overlord.planning.events import said_of_all
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.strategies import resolve
-from overlord.setup.prepared_job import Blueprint, Options, schedule_of
+from overlord.setup.prepared_job import Options, PreparedJob, schedule_of
 from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_cores import Nowhere, outcome_of
@@ -56,11 +56,11 @@ class Drive:
     """A planner, its loaders, ranks that take steps and report, and a queue between any two."""
 
     def __init__(self, job: ov.Job, seed: int, *, backs: int, prefetch: int, salt: int = 0):
-        self.first = self.blueprint = Blueprint(
+        self.first = self.blueprint = PreparedJob(
             job, Options(prefetch=prefetch, loaders=dict.fromkeys(job.names, 1 + salt % 2))
         )
         self.planner = self.blueprint.planner()
-        self.past = Past(self.planner.state(), job.feedback_lag)
+        self.past = PlanHistory(self.planner.state(), job.feedback_lag)
         host = self.blueprint.host(Nowhere(), None)
         self.loaders, self.readers = (
             host.loaders,
@@ -71,7 +71,7 @@ class Drive:
         self.states: dict[int, Any] = {}
         self.steps: list[int] = []  # to be delivered
         self.taken = [-1] * RANKS
-        self.finish: Finish | None = None
+        self.finish: EndOfJob | None = None
         self.backs, self.base, self.replanned = backs, 0, 0
         self.random, self.say = random.Random(seed), trainer(salt)
         self.prefetch = prefetch
@@ -146,7 +146,7 @@ class Drive:
                 said_of_all(what, self.planner.spec.names) if isinstance(what, SetMixture) else what
             )
             commands = self.planner.handle(what)
-        if self.planner.ended is None or any(isinstance(c, Finish) for c in commands):
+        if self.planner.ended is None or any(isinstance(c, EndOfJob) for c in commands):
             self.past.said(what)
         self._do(commands)
 
@@ -197,7 +197,7 @@ class Drive:
             match command:
                 case Refill(loader=number):
                     self.queues[number].append((number, command))
-                case Stage(plan=plan, pops=pops, skipped=skipped):
+                case PlannedStep(plan=plan, pops=pops, skipped=skipped):
                     first = self.past.staged(command)
                     assert first == (plan.step not in self.stages)
                     if first and not skipped:
@@ -210,9 +210,9 @@ class Drive:
                     )
                     for number in pops.nonzero()[0].tolist():
                         self.queues[number].append((number, Pop(plan.step, int(pops[number]))))
-                case Finish():
+                case EndOfJob():
                     self.finish = command
-                case Open():
+                case RestartLoader():
                     raise AssertionError("nobody reopens here")
 
     @property
@@ -313,7 +313,7 @@ def test_after_the_end_was_found_no_source_joins_and_no_mixture_moves_it_though_
     None
 ):
     old = Planner(spec(until=0))
-    assert isinstance(old.handle(Attach(0))[0], Finish)
+    assert isinstance(old.handle(Attach(0))[0], EndOfJob)
     new = Planner(spec(until=0), generation=STRIDE)
     new._ended = old.finished
     with pytest.raises(PlanError, match="the job ends before step 0"):
@@ -331,14 +331,14 @@ def test_one_who_cannot_go_on_ends_the_job_at_the_same_step_again() -> None:
     old = Planner(spec())
     old.handle(Attach(0))
     error = ValueError("no")
-    assert old.handle(Finish(3, error)) == [Finish(3, error)]
+    assert old.handle(EndOfJob(3, error)) == [EndOfJob(3, error)]
     new = Planner(
         replace(spec(), sources=old.spec.sources),
         replace(old.state(), step=3),
         generation=STRIDE,
         floor=3,
     )
-    assert new.adopt(old) == [Finish(3, error)]
+    assert new.adopt(old) == [EndOfJob(3, error)]
 
 
 def test_a_strategy_that_is_no_function_is_told_of() -> None:

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from overlord.errors import JournalError
-from overlord.journal.log import Log, read_all
+from overlord.journal.log import JournalLog, read_all
 from overlord.journal.record import FEWEST_ZEROS, SECTOR, Record
 from tests.journals import JOB, Memory, plain, reading, written
 
@@ -69,7 +69,7 @@ def test_after_a_cut_the_log_goes_on_behind_the_last_whole_record_and_keeps_wher
     cut = data.draw(st.integers(0, len(place.files[name])))
     place.files[name] = place.files[name][:cut]
     left = reading(place.files)
-    log, before = Log.open(place, JOB)
+    log, before = JournalLog.open(place, JOB)
     assert before == left.records
     log.append(more)
     after = reading(place.files)
@@ -159,7 +159,7 @@ def test_through_any_run_of_crashes_and_failures_all_that_was_acknowledged_is_ke
     """
     rng = random.Random(seed)
     place, acknowledged, doubtful, number = Memory(), list[Record](), set[int](), 0
-    log, found = Log.open(place, JOB, segment_bytes=rng.choice([400, 2**24]))
+    log, found = JournalLog.open(place, JOB, segment_bytes=rng.choice([400, 2**24]))
     for _ in range(25):
         batch = [
             Record.of("plan", number + k, rng.randbytes(rng.randrange(60)))
@@ -182,7 +182,7 @@ def test_through_any_run_of_crashes_and_failures_all_that_was_acknowledged_is_ke
         if action == "roll":
             log.roll()
         if action in ("die", "close"):
-            log, found = Log.open(place, JOB, segment_bytes=log.segment_bytes)
+            log, found = JournalLog.open(place, JOB, segment_bytes=log.segment_bytes)
             assert [r for r in found if r.number not in doubtful] == [
                 r for r in acknowledged if r.number not in doubtful
             ]
@@ -199,7 +199,7 @@ def test_pruning_keeps_every_record_from_its_number_on_and_survives_its_own_cras
     seed: int, whole: bool
 ):
     rng, place, number, highest = random.Random(seed), Memory(whole), 0, 0
-    log = Log.create(place, JOB, segment_bytes=500)
+    log = JournalLog.create(place, JOB, segment_bytes=500)
     for _ in range(12):
         for _ in range(rng.randrange(1, 6)):
             log.append([Record.of("plan", number, rng.randbytes(40))])
@@ -215,5 +215,5 @@ def test_pruning_keeps_every_record_from_its_number_on_and_survives_its_own_cras
         assert kept == list(range(kept[0] if kept else highest, number))
         assert not kept or kept[0] <= highest
         if rng.random() < 0.3:
-            log, found = Log.open(place, JOB, segment_bytes=500)
+            log, found = JournalLog.open(place, JOB, segment_bytes=500)
             assert [record.number for record in found] == kept

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from overlord.errors import SourceError
 from overlord.messages.control import Cursor
-from overlord.messages.loader import Announce, Found, Long
+from overlord.messages.loader import Announce, LongDocuments, SampleBlock
 from overlord.planning.stream import SourceStream
 
 Row = tuple[
@@ -20,7 +20,7 @@ Row = tuple[
 ]  # (key, row, good, tokens lost); neither good nor without loss: dropped by on_long
 
 
-def make_found(rows: list[Row]) -> Found:
+def make_found(rows: list[Row]) -> SampleBlock:
     good, bad, long = (
         [r for r in rows if r[2]],
         [r for r in rows if not r[2] and not r[3]],
@@ -28,7 +28,7 @@ def make_found(rows: list[Row]) -> Found:
     )
     n = len(good)
     key, row, lost = (np.array([r[k] for r in long], np.int64) for k in (0, 1, 3))
-    return Found(
+    return SampleBlock(
         np.array([r[0] for r in good], np.uint64),
         np.zeros(n, np.int64),
         np.array([r[1] for r in good], np.int64),
@@ -39,7 +39,9 @@ def make_found(rows: list[Row]) -> Found:
         np.array([r[1] for r in bad], np.int64),
         tuple(f"bad {r[1]}" for r in bad),
         0,
-        Long(key.astype(np.uint64), np.zeros(len(long), np.int64), row, lost) if long else None,
+        LongDocuments(key.astype(np.uint64), np.zeros(len(long), np.int64), row, lost)
+        if long
+        else None,
     )
 
 

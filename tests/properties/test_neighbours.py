@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.messages.loader import Evaluate, Read
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from overlord.sources.python_objects import Factory
 from tests.corpus import SUFFIX, pack
 from tests.reading import read_all
@@ -140,7 +140,7 @@ def outcomes(uri: Any, transforms: list[Any], step: int) -> dict[tuple[int, int]
         slice_rows=step,
         on_long="split",
     )
-    host = Blueprint(job, Options()).host(None)
+    host = PreparedJob(job, Options()).host(None)
     reader = host.loading.hosted[0].reader
     chunks = tuple(range(len(reader.chunks.index.chunks)))
     found: dict[tuple[int, int], Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.planning.rank_progress import Paces
+from overlord.planning.rank_progress import RankProgress
 from tests.laws import examples
 
 SAID = st.lists(
@@ -19,7 +19,7 @@ SAID = st.lists(
 def test_the_slowest_is_the_least_of_all_whoever_comes_and_goes(
     said: list[tuple[str, int, int]],
 ) -> None:
-    paces, plain = Paces(), dict[int, int]()
+    paces, plain = RankProgress(), dict[int, int]()
     for what, rank, step in said:
         if what == "took":
             paces[rank] = plain[rank] = step
@@ -29,4 +29,4 @@ def test_the_slowest_is_the_least_of_all_whoever_comes_and_goes(
             assert paces.pop(rank, None) == plain.pop(rank, None)
         assert dict(paces) == plain
         if plain:
-            assert paces.slowest == min(plain.values()) == Paces(plain).slowest
+            assert paces.slowest == min(plain.values()) == RankProgress(plain).slowest

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from overlord.errors import JournalError
 from overlord.journal import job_journal
 from overlord.journal.checkpoint import REWIND, SNAPSHOT, Entry, Interval, plan, snapshot
-from overlord.journal.job_journal import Journal, entries
+from overlord.journal.job_journal import JobJournal, entries
 from overlord.journal.log import read, read_all
 from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
@@ -47,7 +47,7 @@ class Writing:
         self.place, self.names, self.taken = Memory(whole), ["s0", "s1"], -1
         self.states = {-1: start(2)}  # behind each step
         self.old: set[str] = set()  # segments from before the job last went back
-        self.journal = Journal(self.place, "demo", None, OFTEN)
+        self.journal = JobJournal(self.place, "demo", None, OFTEN)
         self.journal.begin(self.states[-1], self.blueprint)
 
     @property
@@ -76,7 +76,7 @@ class Writing:
     def restart(self, n: int) -> None:
         """Another process opens it. What was planned and not taken comes again, as it was."""
         self.journal.close(self.taken)
-        self.journal, found = Journal.resumed(self.place, "demo")
+        self.journal, found = JobJournal.resumed(self.place, "demo")
         self.journal._interval = OFTEN
         assert found.acked == self.taken
         self.journal.begin(found.state(found.acked), self.blueprint)
@@ -148,7 +148,7 @@ class Torn(Writing):
             dict(job.states),
             set(),
         )
-        self.journal, _ = Journal.resumed(self.place, "demo")
+        self.journal, _ = JobJournal.resumed(self.place, "demo")
         self.place.fault, self.place.stays, self._cut, self.size = self._tear, True, cut, 0
 
     def _tear(self, data: bytes) -> int:
@@ -244,7 +244,7 @@ def test_a_job_that_is_killed_while_it_writes_that_it_went_back_has_gone_back_or
         torn = Torn(job, cut)
         with pytest.raises(JournalError, match="EIO"):
             torn.rewind(2)
-        _, found = Journal.resumed(torn.place.copy(), "demo")
+        _, found = JobJournal.resumed(torn.place.copy(), "demo")
         went.add(found.acked == torn.taken)
         assert (found.acked, found.next_step) in (
             (job.taken, max(job.states) + 1),

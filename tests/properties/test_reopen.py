@@ -22,14 +22,23 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.batch import Batch
 from overlord.dryrun.virtual_run import Moved, Run
-from overlord.loader.service import Loading
+from overlord.loader.service import LoaderService
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.control import Attach, Consumed, Cursor, Forget, Open, Refill, Reopen, Stage
-from overlord.messages.loader import Announce, Found
+from overlord.messages.control import (
+    Attach,
+    Consumed,
+    Cursor,
+    DropHeldSamples,
+    PlannedStep,
+    Refill,
+    RestartLoader,
+    RestartSource,
+)
+from overlord.messages.loader import Announce, SampleBlock
 from overlord.planning.planner import Planner
 from overlord.planning.spec import PlannerSpec, SourceSpec
 from overlord.planning.strategies import resolve
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
 from tests.properties.test_feedback import trainer
@@ -255,7 +264,7 @@ class Announcing:
     def announce(self, first: int, stop: int, generation: int | None = None) -> list[Any]:
         n = stop - first
         rows, none = np.arange(first, stop), np.zeros(0, np.int64)
-        found = Found(
+        found = SampleBlock(
             rows.astype(np.uint64),
             np.zeros(n, np.int64),
             rows,
@@ -271,16 +280,16 @@ class Announcing:
 
     def reopen(self) -> list[Any]:
         self.generation += 1
-        return self.planner.handle(Reopen(0))
+        return self.planner.handle(RestartSource(0))
 
 
 def test_a_draw_that_waits_asks_the_loader_that_begins_again() -> None:
     made = Announcing.of()
     made.announce(0, 1)
     opened, refill = made.reopen()
-    assert opened == Open(0, Cursor(), 1, -1)
+    assert opened == RestartLoader(0, Cursor(), 1, -1)
     assert refill == Refill(0, 2, 0), "as much as the draw lacks, though one sample had come"
-    stages = [c for c in made.announce(0, 2) if isinstance(c, Stage)]
+    stages = [c for c in made.announce(0, 2) if isinstance(c, PlannedStep)]
     assert [s.plan.row.tolist() for s in stages] == [[0, 1]]
 
 
@@ -288,7 +297,7 @@ def test_a_loader_begins_again_behind_what_was_drawn_and_is_told_how_far_to_read
     made = Announcing.of()
     made.announce(0, 3)
     assert made.reopen() == [
-        Open(0, Cursor(0, 0, 0, 0, 1, 0), 1, 0),
+        RestartLoader(0, Cursor(0, 0, 0, 0, 1, 0), 1, 0),
         Refill(0, 0, 5),
         Refill(0, 2, 5),
     ]
@@ -300,18 +309,23 @@ def test_what_a_loader_of_before_says_is_not_heard() -> None:
     made.reopen()
     made.reopen()
     assert made.announce(2, 8, generation=0) == made.announce(2, 8, generation=1) == []
-    assert [c.plan.row.tolist() for c in made.announce(2, 4) if isinstance(c, Stage)] == [[2, 3]]
+    assert [c.plan.row.tolist() for c in made.announce(2, 4) if isinstance(c, PlannedStep)] == [
+        [2, 3]
+    ]
 
 
 def test_held_payload_is_forgotten_and_only_where_there_is_some() -> None:
     made = Announcing.of(look_ahead=2)
     made.announce(0, 3)  # a step would look at four
-    assert [type(c) for c in made.reopen()] == [Open, Refill]
+    assert [type(c) for c in made.reopen()] == [RestartLoader, Refill]
     [stage, *_] = made.announce(0, 4)
     assert len(stage.kept) == 2
     forget, opened, *_ = made.reopen()
-    assert (forget, opened) == (Forget((0,)), Open(0, Cursor(0, 0, 0, 0, 1, 0), 2, 0))
-    again = [c for c in made.announce(2, 8) if isinstance(c, Stage)]
+    assert (forget, opened) == (
+        DropHeldSamples((0,)),
+        RestartLoader(0, Cursor(0, 0, 0, 0, 1, 0), 2, 0),
+    )
+    again = [c for c in made.announce(2, 8) if isinstance(c, PlannedStep)]
     assert again[0].pops.tolist() == [4], "what was held is popped once more"
     assert again[0].doc.tolist() == [0, 1], "and numbered from the start, since nothing is held"
 
@@ -361,8 +375,8 @@ def test_a_reader_does_one_thing_at_a_time_though_its_loader_begins_again_and_wh
         place=ov.ClientPlaceTree(),
     )
     executor, said = ByHand(), list[Any]()
-    loading = Loading(executor, said.extend)
-    loading.open(*Blueprint(job, Options()).loaders_for(0, Cursor())[0])
+    loading = LoaderService(executor, said.extend)
+    loading.open(*PreparedJob(job, Options()).loaders_for(0, Cursor())[0])
 
     def refill() -> list[Any]:
         return [loading.carry_out(read) for read in loading.carry_out(Refill(0, 2, 2))]
@@ -370,10 +384,10 @@ def test_a_reader_does_one_thing_at_a_time_though_its_loader_begins_again_and_wh
     refill()
     assert len(executor.begun) == 1
     for generation in (1, 2):
-        loading.reopen(Open(0, Cursor(0, 0, 0, 0, 3 + generation, 0), generation))
+        loading.reopen(RestartLoader(0, Cursor(0, 0, 0, 0, 3 + generation, 0), generation))
         refill()
         assert len(executor.begun) == 1, "the first read is still under way"
-    loading.reopen(Open(0, Cursor(0, 0, 0, 0, 6, 0), 3))
+    loading.reopen(RestartLoader(0, Cursor(0, 0, 0, 0, 6, 0), 3))
     executor.end()
     assert said == executor.begun == [], (
         "nothing is left of the loaders of before, nor of what they wanted"
@@ -428,7 +442,9 @@ def test_on_the_local_runtime_work_under_way_does_not_disturb_what_begins_again(
             for step in session.client(0):
                 found.append(step.plan_digest + fingerprint({0: [step]}))
                 for k in range(step.step % 3 if moving else 0):
-                    session._pump.ask(lambda k=k: session._host.event(Reopen(k)), "the planner")  # type: ignore[misc]
+                    session._pump.ask(
+                        lambda k=k: session._host.event(RestartSource(k)), "the planner"
+                    )  # type: ignore[misc]
             return found
 
     assert digest(True) == digest(False)

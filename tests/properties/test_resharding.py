@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from overlord.messages.control import StreamState
 from overlord.planning.spec import Ledger
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from tests.fleets import Delivered, Fleet
 from tests.laws import examples
 from tests.properties.test_stream import wanted
@@ -37,7 +37,9 @@ def fleet(
     prefetch: int = 3,
 ) -> Fleet:
     loaders = dict(zip(job.names, shares, strict=False))
-    return Fleet(Blueprint(job, Options(loaders=loaders, prefetch=prefetch)), seed, changes, state)
+    return Fleet(
+        PreparedJob(job, Options(loaders=loaders, prefetch=prefetch)), seed, changes, state
+    )
 
 
 def assert_each_row_once(steps: list[Delivered], ledger: Ledger, world: World) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.scaling.needs import Demand, cores_used, needs_of
-from overlord.scaling.scaler import Limits, Observed, Scale, Scaler, SourceSeen
+from overlord.scaling.scaler import Limits, Observation, Scale, Scaler, SourceSample
 from overlord.scaling.shards import kept, spread, widened
 from overlord.scaling.threads import measured_part, useful, worth
 from tests.laws import examples
@@ -163,7 +163,7 @@ class World:
             return x * (1 + self.noise * (2 * self.random.random() - 1))
 
         seen = tuple(
-            SourceSeen(
+            SourceSample(
                 name=f"s{i}",
                 share=shares[i],
                 ahead=max(shares[i], later[i]),
@@ -183,7 +183,7 @@ class World:
         waited = max(0.0, seconds - steps * self.step_s)
         self.now += seconds
         found = self.scaler.handle(
-            Observed(
+            Observation(
                 seconds=seconds,
                 planned=steps,
                 taken=steps,

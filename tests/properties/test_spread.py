@@ -15,7 +15,7 @@ import overlord as ov
 from overlord.errors import PlanError
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import placement
-from overlord.planning.balance.balance import Placement, Problem, place
+from overlord.planning.balance.balance import PackingProblem, Placement, place
 from overlord.planning.balance.spread import LITTLE, even_marks, none_empty
 from overlord.planning.strategies import STRATEGIES, vlm
 from tests import reference_place
@@ -170,7 +170,7 @@ def check_spread(found: Placement, costs: np.ndarray, n_buckets: int, limit: np.
     st.booleans(),
 )
 def test_no_microbatch_of_a_rank_is_empty_beside_one_that_could_give_a_sample(
-    problem: Problem, level: str, objective: str, keep_order: bool
+    problem: PackingProblem, level: str, objective: str, keep_order: bool
 ) -> None:
     """Every method, level and objective. Where ranks meet often, a sample could be given if that
     made no index slower.
@@ -336,7 +336,9 @@ def test_levels_without_an_objective_of_their_own_are_the_same_under_every_sync(
 
 def test_with_one_microbatch_both_objectives_give_the_same_plan() -> None:
     costs = np.random.default_rng(0).lognormal(6.5, 1.2, 512)
-    problem = Problem(costs=costs, sizes=costs.astype(np.int64) // 8, n_buckets=8, capacity=1 << 30)
+    problem = PackingProblem(
+        costs=costs, sizes=costs.astype(np.int64) // 8, n_buckets=8, capacity=1 << 30
+    )
     once, often = place(problem), place(problem, objective="microbatch")
     assert (once.way, bins_of(once).tolist()) == (often.way, bins_of(often).tolist())
     assert placement.waited(problem, often) == pytest.approx(placement.heaviest(problem, once))

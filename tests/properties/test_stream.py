@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.hashing import digest
-from overlord.messages.client import Told
+from overlord.messages.client import StepInfo
 from tests.laws import examples
 from tests.reference import reference_stream
 from tests.worlds import World, folder, some_steps, worlds
@@ -21,7 +21,7 @@ from tests.worlds import World, folder, some_steps, worlds
 Sample = tuple[tuple[str, int, int, int, int], list[int]]
 
 
-def in_order(plan: ov.LoadingPlan | Told) -> list[tuple[str, int, int, int, int]]:
+def in_order(plan: ov.LoadingPlan | StepInfo) -> list[tuple[str, int, int, int, int]]:
     return [tuple(plan.sample_id(i)) for i in range(len(plan))]  # type: ignore[misc]
 
 
@@ -213,9 +213,9 @@ def test_within_an_epoch_every_row_lands_once_or_in_quarantine(world: World, see
 
 
 def _state_after(job: ov.Job, step: ov.Step) -> dict[str, Any]:
-    from overlord.setup.prepared_job import Blueprint, Options
+    from overlord.setup.prepared_job import Options, PreparedJob
 
-    return Blueprint(job, Options()).export(step._told.after)
+    return PreparedJob(job, Options()).export(step._told.after)
 
 
 def test_the_stream_does_not_depend_on_the_number_of_microbatches_a_rank_asked_for() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.batch import Batch
-from overlord.constructor.batch_arrays import Wide
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.pack import build_slices, build_wide, fresh
 from overlord.constructor.rank_views import PER_TOKEN, cut, join, narrow, slice_index
 from overlord.mesh import AXES, BROADCASTS, BUCKET_AXES, ClientPlaceTree
@@ -69,7 +69,7 @@ def steps(
     return (values, start, length, microbatch, n, np.arange(len(length)) % 3), batch, cp, multiple
 
 
-def equal(one: Wide, other: Wide) -> None:
+def equal(one: BatchArrays, other: BatchArrays) -> None:
     assert list(one.arrays) == list(other.arrays)
     for key in one.arrays:
         np.testing.assert_array_equal(one.arrays[key], other.arrays[key], err_msg=key)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import overlord as ov
-from overlord.sources.retry import Clock, Tally
+from overlord.sources.retry import Clock, StorageStats
 from tests.corpus import write_rows
 from tests.processes import PARTS
 from tests.storejobs import BIG, FORMATS, ROWS, in_order
@@ -76,7 +76,7 @@ def impatient(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     What goes well has all of its own.
     """
     init, slept = (
-        Tally.__init__,
+        StorageStats.__init__,
         threading.local(),
     )  # each thread by itself: no other one is late for it
 
@@ -85,7 +85,7 @@ def impatient(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
 
     clock = Clock(now=lambda: time.monotonic() + getattr(slept, "s", 0.0), sleep=sleep)
     monkeypatch.setattr(
-        Tally, "__init__", lambda tally, source="", _=clock: init(tally, source, clock)
+        StorageStats, "__init__", lambda tally, source="", _=clock: init(tally, source, clock)
     )
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "5")
 

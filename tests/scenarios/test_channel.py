@@ -16,7 +16,7 @@ from overlord.transport import server_connection
 from overlord.transport.address import Address, shown
 from overlord.transport.connection import PAIR_MESSAGES, TIMEOUT, pair
 from overlord.transport.server import Server
-from overlord.transport.shared_memory import Ring
+from overlord.transport.shared_memory import SharedMemoryPool
 from tests.channels import (
     MB,
     SOON_S,
@@ -161,7 +161,7 @@ def test_an_address_without_a_port_is_shown_as_its_local_socket():
 
 def test_an_array_of_the_ring_is_sent_without_a_copy():
     """Both sides see the same memory: what the sender writes later (it must not) shows."""
-    ring = Ring(name="mine")
+    ring = SharedMemoryPool(name="mine")
     with Story() as story, dialled(story.address, ring=ring) as link:
         array = ring(MB)
         array[:] = 1
@@ -222,7 +222,7 @@ VIEWS = {
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("kind", VIEWS)
 def test_a_peers_slot_is_free_when_the_last_view_dies(kind: str):
-    ring = Ring(max_slots=3, name="server", wait_s=0.05)
+    ring = SharedMemoryPool(max_slots=3, name="server", wait_s=0.05)
     with Story(ring=ring) as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         for k in range(3):
@@ -239,7 +239,7 @@ def test_a_peers_slot_is_free_when_the_last_view_dies(kind: str):
 
 
 def test_a_reader_that_keeps_everything_gets_copies_and_the_ring_goes_on():
-    ring = Ring(max_slots=4, name="server")
+    ring = SharedMemoryPool(max_slots=4, name="server")
     with Story(ring=ring) as story, dialled(story.address) as link:
         link.max_held = 2
         story.wait(lambda s: s.opened)
@@ -259,7 +259,7 @@ def test_how_much_a_reader_may_hold_is_said_by_the_server():
 
 
 def test_the_peer_unmaps_slots_that_the_ring_has_dropped():
-    ring = Ring(max_bytes=8 * MB, name="server")
+    ring = SharedMemoryPool(max_bytes=8 * MB, name="server")
     with Story(ring=ring) as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         sizes = [MB, 2 * MB, 4 * MB, 8 * MB, MB // 8, 8 * MB, MB // 8, 8 * MB]
@@ -271,13 +271,16 @@ def test_the_peer_unmaps_slots_that_the_ring_has_dropped():
 
 
 def test_a_message_larger_than_the_ring_goes_through_the_socket():
-    with Story(echo=True) as story, dialled(story.address, ring=Ring(max_bytes=MB)) as link:
+    with (
+        Story(echo=True) as story,
+        dialled(story.address, ring=SharedMemoryPool(max_bytes=MB)) as link,
+    ):
         link.send(message(1, 3 * MB))
         assert is_message(link.recv(SOON_S), 1, 3 * MB)
 
 
 def test_a_forked_child_that_ends_frees_nothing_of_its_parent():
-    ring = Ring(max_slots=1, name="server", wait_s=0.05)
+    ring = SharedMemoryPool(max_slots=1, name="server", wait_s=0.05)
     with Story(ring=ring) as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         story.opened[0].send(message(4))
@@ -303,7 +306,7 @@ def send_many(link: Any) -> None:
 
 
 def test_a_sender_whose_peer_lets_nothing_go_waits_and_then_names_it():
-    ring = Ring(max_slots=3, name="server")
+    ring = SharedMemoryPool(max_slots=3, name="server")
     with Story(ring=ring) as story, child(read_nothing, story.address) as deaf:
         deaf.hears()
         for k in range(3):
@@ -334,7 +337,7 @@ def test_a_client_whose_server_reads_nothing_waits_and_then_names_it(transport: 
         go_on.wait(SOON_S)
 
     with Server(token=TOKEN, on_message=on_message) as server:
-        link = dialled(server.address, transport, ring=Ring(max_slots=4))
+        link = dialled(server.address, transport, ring=SharedMemoryPool(max_slots=4))
         link.send(1)
         assert stuck.wait(SOON_S)
         with pytest.raises(DataStall, match="overlord://"):

@@ -15,13 +15,13 @@ import pytest
 
 from overlord.batch import Batch
 from overlord.client import remote_queue
-from overlord.client.remote_queue import LONGEST_PAUSE_S, RemoteInbox
-from overlord.cluster.constructor_worker import ConstructorHost
-from overlord.cluster.worker import Settings
+from overlord.client.remote_queue import LONGEST_PAUSE_S, RemoteStepQueue
+from overlord.cluster.constructor_worker import ConstructorWorker
+from overlord.cluster.worker import WorkerConfig
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
-from overlord.messages.control import STRIDE, Attach, Back, Detach, Finish
-from overlord.messages.loader import Payload
-from overlord.transport.connection import CLOSES, Link
+from overlord.messages.control import STRIDE, Attach, Detach, EndOfJob, Rollback
+from overlord.messages.loader import StepPayload
+from overlord.transport.connection import CLOSES, Connection
 from overlord.transport.server import dial
 from tests.processes import WAIT_S, until
 from tests.scenarios.test_serving import by_tcp
@@ -36,13 +36,13 @@ class Started:
     """A constructor host in this process, and what it has told the planner."""
 
     def __init__(self) -> None:
-        settings = Settings(name="again", token="t", build_ahead=8, check=True, failover=True)
-        self.host = ConstructorHost(0, settings, {0: (0, 1)}, Batch(samples=4, context=32), 1, ())
+        settings = WorkerConfig(name="again", token="t", build_ahead=8, check=True, failover=True)
+        self.host = ConstructorWorker(0, settings, {0: (0, 1)}, Batch(samples=4, context=32), 1, ())
         self.told: list[Any] = []
         self._asked: Future[list[Any]] = self.host.events()
         self.loader = self.loader_link(1)
 
-    def loader_link(self, incarnation: int, host: int = 3) -> Link:
+    def loader_link(self, incarnation: int, host: int = 3) -> Connection:
         return dial(
             self.host.address(),
             "t",
@@ -57,17 +57,17 @@ class Started:
         self.do(*(replace(placed(step, [2], (3,)), generation=generation) for step in steps))
 
     def send(
-        self, *steps: int, generation: int = G, value: int = 0, link: Link | None = None
+        self, *steps: int, generation: int = G, value: int = 0, link: Connection | None = None
     ) -> None:
         for step in steps:
             (link or self.loader).send(
-                Payload(step, 3, documents(2, first=value or 10 + step), generation)
+                StepPayload(step, 3, documents(2, first=value or 10 + step), generation)
             )
 
-    def client(self, rank: int, next_step: int, taken: int | None = None) -> RemoteInbox:
+    def client(self, rank: int, next_step: int, taken: int | None = None) -> RemoteStepQueue:
         """One that was linked to another process before, and has the steps up to ``next_step``."""
         where = lambda generation: (self.host.address(), "t")  # noqa: E731
-        box = RemoteInbox(
+        box = RemoteStepQueue(
             rank=rank, address="", token="t", where=where, next_step=next_step, reconnect_s=WAIT_S
         )
         box._before = next_step - 1 if taken is None else taken
@@ -102,12 +102,12 @@ class Started:
 def anew() -> Iterator[Started]:
     """All ranks took step 4; it was started since."""
     made = Started()
-    made.do(Back(G, 4), Attach(0), Attach(1))
+    made.do(Rollback(G, 4), Attach(0), Attach(1))
     yield made
     made.close()
 
 
-def take(box: RemoteInbox, n: int) -> list[int]:
+def take(box: RemoteStepQueue, n: int) -> list[int]:
     got = []
     for _ in range(n):
         found = box.get(WAIT_S)
@@ -133,9 +133,9 @@ def test_clients_that_are_at_different_steps_go_on_where_they_are(anew: Started)
     assert [e for e in anew.told if not isinstance(e, tuple)] == []
 
 
-def closing_all(*boxes: RemoteInbox) -> Any:
+def closing_all(*boxes: RemoteStepQueue) -> Any:
     class All:
-        def __enter__(self) -> tuple[RemoteInbox, ...]:
+        def __enter__(self) -> tuple[RemoteStepQueue, ...]:
             return boxes
 
         def __exit__(self, *exc: object) -> None:
@@ -160,7 +160,7 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
     first.plan(0, 1, 2, 3, generation=0)
     first.send(0, 1, 2, 3, generation=0)
     where = lambda generation: (there[0], "t")  # noqa: E731
-    box = RemoteInbox(
+    box = RemoteStepQueue(
         rank=0, address=there[0], token="t", where=where, next_step=0, reconnect_s=WAIT_S
     )
     with closing_all(box):
@@ -172,7 +172,9 @@ def test_a_client_goes_from_one_that_died_to_the_next_without_a_gap_or_a_repeat(
         first.close()
         until(lambda: len(box) == 2 and box._link is None)
         there[0] = addresses[1]
-        second.do(Back(G, 0), Attach(0))  # that step 1 was taken was told to nobody but the dead
+        second.do(
+            Rollback(G, 0), Attach(0)
+        )  # that step 1 was taken was told to nobody but the dead
         second.plan(1, 2, 3, 4, 5)
         second.send(1, 2, 3, 4, 5)
         assert take(box, 1) == [2]
@@ -224,7 +226,7 @@ def test_a_host_that_lives_goes_on_and_says_again_how_far_its_ranks_are() -> Non
             until(lambda: made.heard() == {0: 2, 1: 1} or made.heard() == {0: 1, 1: 1})
             until(lambda: (made.took(0), made.took(1)) == (2, 1))
             made.told.clear()
-            made.do(Back(G, 0))  # of a planner that was started anew, and knows of step 0 only
+            made.do(Rollback(G, 0))  # of a planner that was started anew, and knows of step 0 only
             until(lambda: made.heard() == {0: 2, 1: 1})
             made.plan(1, 2, 3)
             made.send(1, 2, 3)
@@ -246,12 +248,12 @@ def test_a_planner_that_knows_of_less_than_the_one_before_it_went_back_to_hears_
             assert take(one, 2) == take(two, 2) == [0, 1]
             until(lambda: made.heard() == {0: 1, 1: 1})
             made.do(
-                Back(G, 1)
+                Rollback(G, 1)
             )  # a loader was lost; the planner dies before it has written that all took step 1
             made.told.clear()
-            made.do(Back(2 * G, 0))
+            made.do(Rollback(2 * G, 0))
             until(lambda: made.heard() == {0: 1, 1: 1})
-            made.do(Detach(0), Detach(1), Back(3 * G, 0))
+            made.do(Detach(0), Detach(1), Rollback(3 * G, 0))
             made.told.clear()
             made.do(Attach(0), Attach(1))  # they were away when it came
             until(lambda: made.heard() == {0: 1, 1: 1})
@@ -278,14 +280,14 @@ def test_an_end_that_is_undone_is_undone_for_clients_that_have_not_heard_it_yet(
     with closing_all(anew.client(0, 5)) as (box,):
         anew.plan(5)
         anew.send(5)
-        anew.do(Finish(6, ActorLost("loader-host/3", "killed")))
+        anew.do(EndOfJob(6, ActorLost("loader-host/3", "killed")))
         until(lambda: len(box) == 1)
-        anew.do(Back(2 * G, 4))
+        anew.do(Rollback(2 * G, 4))
         anew.host.figures()  # behind which it is done
         anew.plan(5, 6, generation=2 * G)
         anew.send(5, 6, generation=2 * G)
         assert take(box, 2) == [5, 6]
-        anew.do(Finish(7))
+        anew.do(EndOfJob(7))
         with pytest.raises(StopIteration):
             box.get(WAIT_S)
 
@@ -320,8 +322,8 @@ class Line:
         assert seconds >= 0
         self.time += seconds
 
-    def box(self, where: Any, **settings: Any) -> RemoteInbox:
-        return RemoteInbox(
+    def box(self, where: Any, **settings: Any) -> RemoteStepQueue:
+        return RemoteStepQueue(
             rank=0,
             token="t",
             where=where,

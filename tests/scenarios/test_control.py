@@ -20,10 +20,10 @@ import pytest
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError, SourceError
 from overlord.messages.control import Consumed
 from overlord.rpc import peers, process_launcher
-from overlord.rpc.actors import Control, Handle
+from overlord.rpc.actors import ActorHandle, ActorSystem
 from overlord.rpc.local_actors import LocalControl
-from overlord.rpc.peers import Peers, fault_of
-from overlord.rpc.process_launcher import ProcessControl
+from overlord.rpc.peers import RpcServer, fault_of
+from overlord.rpc.process_launcher import ProcessActorSystem
 from tests import rays
 from tests.actors import Sent, Worker, broken, when_allowed
 from tests.processes import left_after
@@ -42,18 +42,20 @@ class Backend:
     cluster: bool = False  # whether it runs on the cluster that all tests of this file share
 
 
-class Siblings(Peers):
+class Siblings(RpcServer):
     """Actors that another control plane started and sent here: what a planner in a process of its
     own has.
     """
 
     def __init__(self) -> None:
-        self.elsewhere = ProcessControl()
+        self.elsewhere = ProcessActorSystem()
         super().__init__(end=lambda name, ticket, why: self.elsewhere.kill(self._started[ticket]))
         self._cut = lambda name, ticket, why: None  # who started it tells
-        self._started: dict[int, Handle] = {}
+        self._started: dict[int, ActorHandle] = {}
 
-    def spawn(self, factory: Callable[..., Any], *args: Any, name: str, **where: Any) -> Handle:  # type: ignore[override]
+    def spawn(
+        self, factory: Callable[..., Any], *args: Any, name: str, **where: Any
+    ) -> ActorHandle:  # type: ignore[override]
         there = self.elsewhere.spawn(Sent, name, factory, args, name=name, **where)
         handle, ticket = self.expect(name)
         self._started[ticket] = there
@@ -70,7 +72,7 @@ class Siblings(Peers):
 
 BACKENDS = [
     Backend(name="local", make=LocalControl, killed="killed"),
-    Backend(name="process", make=ProcessControl, killed="killed by signal 9"),
+    Backend(name="process", make=ProcessActorSystem, killed="killed by signal 9"),
     Backend(name="siblings", make=Siblings, killed="killed by signal 9"),
     Backend(name="ray", make=rays.control, killed="killed", cluster=True),
 ]
@@ -99,11 +101,11 @@ def control(backend: Backend) -> Iterator[Any]:
 
 
 @pytest.fixture
-def actor(control: Control) -> Handle:
+def actor(control: ActorSystem) -> ActorHandle:
     return control.spawn(Worker, name="worker")
 
 
-def ask(control: Control, handle: Handle, method: str, *args: Any) -> Any:
+def ask(control: ActorSystem, handle: ActorHandle, method: str, *args: Any) -> Any:
     return control.get(control.call(handle, method, *args), SOON_S)
 
 
@@ -111,10 +113,10 @@ class Deaths:
     """Collects what ``on_death`` tells."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Handle, str]] = []
+        self.told: list[tuple[ActorHandle, str]] = []
         self._came = threading.Semaphore(0)
 
-    def __call__(self, handle: Handle, reason: str) -> None:
+    def __call__(self, handle: ActorHandle, reason: str) -> None:
         self.told.append((handle, reason))
         self._came.release()
 
@@ -125,14 +127,16 @@ class Deaths:
 # calls
 
 
-def test_the_calls_of_a_caller_arrive_in_their_order(control: Control, actor: Handle) -> None:
+def test_the_calls_of_a_caller_arrive_in_their_order(
+    control: ActorSystem, actor: ActorHandle
+) -> None:
     for i in range(300):
         control.call(actor, "note", i)
     assert ask(control, actor, "notes") == list(range(300))
 
 
 def test_what_is_told_arrives_in_its_order_among_the_calls_and_a_fault_hurts_nobody(
-    control: Control, actor: Handle
+    control: ActorSystem, actor: ActorHandle
 ) -> None:
     for i in range(100):
         (control.tell if i % 3 else control.call)(actor, "note", i)
@@ -141,14 +145,16 @@ def test_what_is_told_arrives_in_its_order_among_the_calls_and_a_fault_hurts_nob
     assert ask(control, actor, "notes") == list(range(100))
 
 
-def test_who_is_gone_is_told_nothing(control: Control, actor: Handle) -> None:
+def test_who_is_gone_is_told_nothing(control: ActorSystem, actor: ActorHandle) -> None:
     control.kill(actor)
     control.tell(actor, "note", 1)
     with pytest.raises(FrameError, match="argument 1"):
         control.tell(actor, "note", object())
 
 
-def test_callers_in_several_threads_each_keep_their_order(control: Control, actor: Handle) -> None:
+def test_callers_in_several_threads_each_keep_their_order(
+    control: ActorSystem, actor: ActorHandle
+) -> None:
     def caller(number: int) -> None:
         for i in range(50):
             answers.append((control.call(actor, "echo", [number, i]), [number, i]))
@@ -169,19 +175,23 @@ def test_callers_in_several_threads_each_keep_their_order(control: Control, acto
     ]
 
 
-def test_values_arrive_as_they_were(control: Control, actor: Handle) -> None:
+def test_values_arrive_as_they_were(control: ActorSystem, actor: ActorHandle) -> None:
     sent = (None, True, -1, 2.5, "text", b"bytes", [1, [2]], {"a": (1,), 3: None}, Consumed(3, 41))
     assert ask(control, actor, "echo", sent) == sent
 
 
-def test_records_with_arrays_arrive_with_their_arrays(control: Control, actor: Handle) -> None:
+def test_records_with_arrays_arrive_with_their_arrays(
+    control: ActorSystem, actor: ActorHandle
+) -> None:
     array = np.arange(6, dtype=np.uint16).reshape(2, 3)
     found = ask(control, actor, "echo", {"a": array})["a"]
     assert found.dtype == array.dtype
     assert found.tolist() == array.tolist()
 
 
-def test_arrays_cannot_be_written_by_who_gets_them(control: Control, actor: Handle) -> None:
+def test_arrays_cannot_be_written_by_who_gets_them(
+    control: ActorSystem, actor: ActorHandle
+) -> None:
     with pytest.raises(ValueError, match="read-only"):
         ask(control, actor, "write_into", np.zeros(3))
     assert ask(control, actor, "flags", {"arrays": [np.zeros(3), np.zeros((2, 50_000))]}) == [
@@ -191,13 +201,13 @@ def test_arrays_cannot_be_written_by_who_gets_them(control: Control, actor: Hand
     assert not ask(control, actor, "zeros", 10).flags.writeable
 
 
-def test_an_array_stays_writable_for_its_owner(control: Control, actor: Handle) -> None:
+def test_an_array_stays_writable_for_its_owner(control: ActorSystem, actor: ActorHandle) -> None:
     mine = np.zeros(3)
     ask(control, actor, "echo", mine)
     mine[0] = 1
 
 
-def test_large_arguments_and_results_arrive_whole(control: Control, actor: Handle) -> None:
+def test_large_arguments_and_results_arrive_whole(control: ActorSystem, actor: ActorHandle) -> None:
     arrays = [np.full(2**20, i, np.int64) for i in range(8)]  # 64 MiB
     futures = [
         control.call(actor, "total", arrays),
@@ -212,7 +222,7 @@ def test_large_arguments_and_results_arrive_whole(control: Control, actor: Handl
 
 
 def test_what_cannot_travel_is_named_by_its_argument_and_hurts_nobody(
-    control: Control, actor: Handle
+    control: ActorSystem, actor: ActorHandle
 ) -> None:
     with pytest.raises(
         FrameError, match=r"'echo' of actor 'worker', argument 1\['deep'\]\[1\].*object"
@@ -222,7 +232,7 @@ def test_what_cannot_travel_is_named_by_its_argument_and_hurts_nobody(
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_its_call_alone(
-    control: Control, actor: Handle
+    control: ActorSystem, actor: ActorHandle
 ) -> None:
     with pytest.raises(
         FrameError, match=r"what 'unsendable' of actor 'worker' returned\['a'\]\[0\].*object"
@@ -231,7 +241,7 @@ def test_a_result_that_cannot_travel_is_an_error_of_its_call_alone(
     assert ask(control, actor, "echo", "still there") == "still there"
 
 
-def test_an_unknown_method_says_which_there_are(control: Control, actor: Handle) -> None:
+def test_an_unknown_method_says_which_there_are(control: ActorSystem, actor: ActorHandle) -> None:
     with pytest.raises(
         AttributeError,
         match=r"'worker' has no method 'ehco'; it has: break_promise, .*echo.*write_into",
@@ -241,7 +251,7 @@ def test_an_unknown_method_says_which_there_are(control: Control, actor: Handle)
 
 @pytest.mark.parametrize("method", ["__init__", "_closed", "log"])
 def test_what_is_private_or_no_method_cannot_be_called(
-    control: Control, actor: Handle, method: str
+    control: ActorSystem, actor: ActorHandle, method: str
 ) -> None:
     with pytest.raises(AttributeError, match="has no method"):
         ask(control, actor, method)
@@ -250,7 +260,7 @@ def test_what_is_private_or_no_method_cannot_be_called(
 # errors
 
 
-def test_our_errors_keep_their_fields(control: Control, actor: Handle) -> None:
+def test_our_errors_keep_their_fields(control: ActorSystem, actor: ActorHandle) -> None:
     with pytest.raises(SourceError) as caught:
         ask(control, actor, "fail", "ours")
     error = caught.value
@@ -263,7 +273,7 @@ def test_our_errors_keep_their_fields(control: Control, actor: Handle) -> None:
     assert error.__notes__ == ["in actor 'worker', fail"]
 
 
-def test_errors_of_python_keep_type_and_arguments(control: Control, actor: Handle) -> None:
+def test_errors_of_python_keep_type_and_arguments(control: ActorSystem, actor: ActorHandle) -> None:
     with pytest.raises(KeyError) as key:
         ask(control, actor, "fail", "key")
     assert key.value.args == ("a", 3)
@@ -272,7 +282,7 @@ def test_errors_of_python_keep_type_and_arguments(control: Control, actor: Handl
     assert file.value.filename == "/no/such/file"
 
 
-def test_notes_stay_and_the_place_is_added(control: Control, actor: Handle) -> None:
+def test_notes_stay_and_the_place_is_added(control: ActorSystem, actor: ActorHandle) -> None:
     with pytest.raises(ValueError, match="with notes") as caught:
         ask(control, actor, "fail", "noted")
     first, place = caught.value.__notes__
@@ -281,12 +291,12 @@ def test_notes_stay_and_the_place_is_added(control: Control, actor: Handle) -> N
     assert "raise error" in place, "an error that nobody foresaw brings the lines that led to it"
 
 
-def test_other_errors_become_words(control: Control, actor: Handle) -> None:
+def test_other_errors_become_words(control: ActorSystem, actor: ActorHandle) -> None:
     with pytest.raises(OverlordError, match="Strange: seen nowhere else"):
         ask(control, actor, "fail", "strange")
 
 
-def test_an_error_does_not_end_the_actor(control: Control, actor: Handle) -> None:
+def test_an_error_does_not_end_the_actor(control: ActorSystem, actor: ActorHandle) -> None:
     futures = [control.call(actor, "fail", "key"), control.call(actor, "echo", 1)]
     assert control.get(futures[1], SOON_S) == 1
     assert isinstance(futures[0].exception(), KeyError)
@@ -296,7 +306,7 @@ def test_an_error_does_not_end_the_actor(control: Control, actor: Handle) -> Non
 
 
 def test_a_deadline_names_actor_and_method_and_the_call_goes_on(
-    control: Control, actor: Handle
+    control: ActorSystem, actor: ActorHandle
 ) -> None:
     promise = control.call(actor, "promise")
     with pytest.raises(
@@ -310,7 +320,7 @@ def test_a_deadline_names_actor_and_method_and_the_call_goes_on(
 
 
 def test_a_late_answer_that_nobody_waits_for_does_not_confuse_the_next(
-    control: Control, actor: Handle, tmp_path: Path
+    control: ActorSystem, actor: ActorHandle, tmp_path: Path
 ) -> None:
     with pytest.raises(DataStall):
         control.get(control.call(actor, "wait_for", str(tmp_path / "go")), SHORT_S)
@@ -318,12 +328,14 @@ def test_a_late_answer_that_nobody_waits_for_does_not_confuse_the_next(
     assert [ask(control, actor, "echo", i) for i in range(5)] == list(range(5))
 
 
-def test_a_time_out_that_the_method_raises_is_its_own(control: Control, actor: Handle) -> None:
+def test_a_time_out_that_the_method_raises_is_its_own(
+    control: ActorSystem, actor: ActorHandle
+) -> None:
     with pytest.raises(TimeoutError, match="my own"):
         ask(control, actor, "fail", "time")
 
 
-def test_wait_returns_with_the_first_answer(control: Control, actor: Handle) -> None:
+def test_wait_returns_with_the_first_answer(control: ActorSystem, actor: ActorHandle) -> None:
     futures = [control.call(actor, "promise"), control.call(actor, "fail", "key")]
     assert control.wait(futures, SOON_S) == ([futures[1]], [futures[0]])
     assert control.wait(futures[:1], SHORT_S) == ([], futures[:1]), (
@@ -332,13 +344,15 @@ def test_wait_returns_with_the_first_answer(control: Control, actor: Handle) -> 
     assert control.wait([], SHORT_S) == ([], [])
 
 
-def test_a_call_cannot_be_taken_back(control: Control, actor: Handle) -> None:
+def test_a_call_cannot_be_taken_back(control: ActorSystem, actor: ActorHandle) -> None:
     future = control.call(actor, "sleep", 0.1)
     assert not future.cancel()
     assert control.get(future, SOON_S) == "slept"
 
 
-def test_a_method_may_answer_later_while_others_run(control: Control, actor: Handle) -> None:
+def test_a_method_may_answer_later_while_others_run(
+    control: ActorSystem, actor: ActorHandle
+) -> None:
     promise, later = control.call(actor, "promise"), control.call(actor, "later", 7)
     assert ask(control, actor, "echo", 1) == 1
     assert not promise.done()
@@ -352,7 +366,7 @@ def test_a_method_may_answer_later_while_others_run(control: Control, actor: Han
 # names and starts
 
 
-def test_a_name_is_taken_while_its_actor_lives(control: Control, actor: Handle) -> None:
+def test_a_name_is_taken_while_its_actor_lives(control: ActorSystem, actor: ActorHandle) -> None:
     assert control.lookup("worker") is actor
     with pytest.raises(JobError, match="actor 'worker': the name is taken"):
         control.spawn(Worker, name="worker")
@@ -366,12 +380,14 @@ def test_a_name_is_taken_while_its_actor_lives(control: Control, actor: Handle) 
         ask(control, actor, "echo", 1)
 
 
-def test_an_unknown_name_is_told_with_those_there_are(control: Control, actor: Handle) -> None:
+def test_an_unknown_name_is_told_with_those_there_are(
+    control: ActorSystem, actor: ActorHandle
+) -> None:
     with pytest.raises(ActorLost, match="no actor of this name; did you mean 'worker'"):
         control.lookup("workr")
 
 
-def test_spawn_does_not_wait_for_the_factory(control: Control, tmp_path: Path) -> None:
+def test_spawn_does_not_wait_for_the_factory(control: ActorSystem, tmp_path: Path) -> None:
     handles = [control.spawn(when_allowed, str(tmp_path / "go"), name=f"{i}") for i in range(2)]
     answers = [control.call(handle, "echo", i) for i, handle in enumerate(handles)]
     assert control.wait(answers, SHORT_S) == ([], answers)
@@ -379,7 +395,7 @@ def test_spawn_does_not_wait_for_the_factory(control: Control, tmp_path: Path) -
     assert [control.get(answer, SOON_S) for answer in answers] == [0, 1]
 
 
-def test_a_fault_of_the_factory_is_the_answer_to_every_call(control: Control) -> None:
+def test_a_fault_of_the_factory_is_the_answer_to_every_call(control: ActorSystem) -> None:
     deaths = Deaths()
     handle = control.spawn(broken, "no such thing", name="broken")
     control.on_death(handle, deaths)
@@ -393,7 +409,7 @@ def test_a_fault_of_the_factory_is_the_answer_to_every_call(control: Control) ->
     assert ask(control, control.spawn(Worker, name="broken"), "echo", 1) == 1
 
 
-def test_another_machine_cannot_be_asked_for(control: Control) -> None:
+def test_another_machine_cannot_be_asked_for(control: ActorSystem) -> None:
     with pytest.raises(JobError, match=r"node 'far'.*one machine"):
         control.spawn(Worker, name="worker", node="far")
     assert ask(control, control.spawn(Worker, name="worker", resources={"cpus": 2}), "echo", 1) == 1
@@ -403,7 +419,7 @@ def test_another_machine_cannot_be_asked_for(control: Control) -> None:
 
 
 def test_a_killed_actor_answers_nothing_more(
-    backend: Backend, control: Control, actor: Handle
+    backend: Backend, control: ActorSystem, actor: ActorHandle
 ) -> None:
     pending = [
         control.call(actor, "promise"),
@@ -420,7 +436,7 @@ def test_a_killed_actor_answers_nothing_more(
 
 
 def test_a_death_is_told_once_to_everyone_who_asked_before_or_after(
-    backend: Backend, control: Control, actor: Handle
+    backend: Backend, control: ActorSystem, actor: ActorHandle
 ) -> None:
     before, also, after = Deaths(), Deaths(), Deaths()
     control.on_death(actor, before)
@@ -434,8 +450,8 @@ def test_a_death_is_told_once_to_everyone_who_asked_before_or_after(
         assert deaths.told == [(actor, backend.killed)]
 
 
-def test_a_callback_that_fails_hurts_no_other(control: Control, actor: Handle) -> None:
-    def fails(handle: Handle, reason: str) -> None:
+def test_a_callback_that_fails_hurts_no_other(control: ActorSystem, actor: ActorHandle) -> None:
+    def fails(handle: ActorHandle, reason: str) -> None:
         raise RuntimeError("a bad callback")
 
     deaths = Deaths()
@@ -447,12 +463,12 @@ def test_a_callback_that_fails_hurts_no_other(control: Control, actor: Handle) -
 
 
 def test_whoever_is_told_of_a_death_can_put_another_in_its_place(
-    control: Control, actor: Handle
+    control: ActorSystem, actor: ActorHandle
 ) -> None:
     answers: list[Future[Any]] = []
     replaced = threading.Event()
 
-    def replace(handle: Handle, reason: str) -> None:
+    def replace(handle: ActorHandle, reason: str) -> None:
         answers.append(control.call(control.spawn(Worker, name=handle.name), "echo", reason))
         replaced.set()
 
@@ -463,7 +479,7 @@ def test_whoever_is_told_of_a_death_can_put_another_in_its_place(
 
 
 def test_an_actor_that_leaves_by_itself_is_lost_with_its_exit_code(
-    control: Control, actor: Handle
+    control: ActorSystem, actor: ActorHandle
 ) -> None:
     deaths = Deaths()
     control.on_death(actor, deaths)
@@ -475,7 +491,7 @@ def test_an_actor_that_leaves_by_itself_is_lost_with_its_exit_code(
     assert deaths.told == [(actor, "exit code 3")]
 
 
-def test_the_others_live_on(control: Control, actor: Handle) -> None:
+def test_the_others_live_on(control: ActorSystem, actor: ActorHandle) -> None:
     other = control.spawn(Worker, name="other")
     control.kill(actor)
     assert ask(control, other, "echo", 1) == 1
@@ -585,7 +601,9 @@ def test_a_close_that_fails_is_told_in_the_log(
     assert "actor worker did not close well: cannot close" in caplog.text
 
 
-def test_two_control_planes_do_not_mix(backend: Backend, control: Control, actor: Handle) -> None:
+def test_two_control_planes_do_not_mix(
+    backend: Backend, control: ActorSystem, actor: ActorHandle
+) -> None:
     with backend.make() as second:
         same_name = second.spawn(Worker, name="worker")
         assert ask(second, same_name, "echo", 2) == 2
@@ -596,7 +614,7 @@ def test_two_control_planes_do_not_mix(backend: Backend, control: Control, actor
 
 
 def test_a_handle_of_another_kind_of_control_plane_is_refused(
-    backend: Backend, control: Control, actor: Handle
+    backend: Backend, control: ActorSystem, actor: ActorHandle
 ) -> None:
     other = next(b for b in BACKENDS if b is not backend)
     with other.make() as second, pytest.raises(OverlordError, match="of another control plane"):
@@ -604,7 +622,7 @@ def test_a_handle_of_another_kind_of_control_plane_is_refused(
 
 
 def test_local_actors_have_no_pid_and_processes_their_own(
-    backend: Backend, control: Control, actor: Handle
+    backend: Backend, control: ActorSystem, actor: ActorHandle
 ) -> None:
     pid = ask(control, actor, "pid")
     assert actor.pid == (None if backend.name == "local" else pid)

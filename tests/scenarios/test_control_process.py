@@ -25,7 +25,7 @@ from overlord.errors import ActorLost, DataStall, FrameError, JobError, Overlord
 from overlord.process import forkserver
 from overlord.process.forkserver import PRELOAD, UNGUARDED
 from overlord.rpc import process_launcher
-from overlord.rpc.process_launcher import ProcessControl
+from overlord.rpc.process_launcher import ProcessActorSystem
 from overlord.transport.codec import register
 from tests.actors import Worker
 from tests.processes import WAIT_S, halt, left_after, runs
@@ -45,12 +45,12 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def control() -> Iterator[ProcessControl]:
-    with ProcessControl() as made:
+def control() -> Iterator[ProcessActorSystem]:
+    with ProcessActorSystem() as made:
         yield made
 
 
-def ask(control: ProcessControl, handle: Any, method: str, *args: Any) -> Any:
+def ask(control: ProcessActorSystem, handle: Any, method: str, *args: Any) -> Any:
     return control.get(control.call(handle, method, *args), SOON_S)
 
 
@@ -72,7 +72,7 @@ def descendants(pid: int) -> list[int]:
 
 HEAD = """
 import os, sys, time
-from overlord.rpc.process_launcher import ProcessControl
+from overlord.rpc.process_launcher import ProcessActorSystem
 from tests.actors import Worker
 """
 
@@ -126,7 +126,7 @@ class Program:
 # kills
 
 
-def test_a_killed_process_is_gone_when_kill_returns(control: ProcessControl) -> None:
+def test_a_killed_process_is_gone_when_kill_returns(control: ProcessActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     control.call(actor, "hold_the_lock")
     assert runs(actor.pid)
@@ -134,7 +134,7 @@ def test_a_killed_process_is_gone_when_kill_returns(control: ProcessControl) -> 
     assert not Path(f"/proc/{actor.pid}").exists()
 
 
-def test_a_kill_from_outside_is_told_at_once(control: ProcessControl) -> None:
+def test_a_kill_from_outside_is_told_at_once(control: ProcessActorSystem) -> None:
     """Any who has to tell it, or to hear it, may stand for longer than that: not five times in a
     row.
     """
@@ -159,7 +159,7 @@ def test_a_kill_from_outside_is_told_at_once(control: ProcessControl) -> None:
 
 
 def test_answers_given_before_the_death_still_count(
-    control: ProcessControl, monkeypatch: pytest.MonkeyPatch
+    control: ProcessActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_launcher, "READS", 1)
     actor, gone = control.spawn(Worker, name="worker"), threading.Event()
@@ -175,7 +175,7 @@ def test_answers_given_before_the_death_still_count(
     assert [len(f.result(0)) for f in futures] == [40_000] * 3
 
 
-def test_a_kill_before_the_start_is_just_that(control: ProcessControl) -> None:
+def test_a_kill_before_the_start_is_just_that(control: ProcessActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     os.kill(actor.pid, signal.SIGKILL)
     with pytest.raises(ActorLost) as caught:
@@ -184,7 +184,7 @@ def test_a_kill_before_the_start_is_just_that(control: ProcessControl) -> None:
 
 
 def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(
-    control: ProcessControl, monkeypatch: pytest.MonkeyPatch
+    control: ProcessActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_launcher, "MAX_WAITING_BYTES", 2**25)
     actor, other = control.spawn(Worker, name="stopped"), control.spawn(Worker, name="other")
@@ -201,7 +201,7 @@ def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(
     assert all(isinstance(f.exception(0), ActorLost) for f in futures)
 
 
-def test_a_slow_actor_gets_everything_in_the_end(control: ProcessControl) -> None:
+def test_a_slow_actor_gets_everything_in_the_end(control: ProcessActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     ask(control, actor, "echo", 1)
     halt(actor.pid)
@@ -210,14 +210,14 @@ def test_a_slow_actor_gets_everything_in_the_end(control: ProcessControl) -> Non
     assert [control.get(f, SOON_S) for f in futures] == [i * 2**20 for i in range(10)]
 
 
-def test_an_actor_that_sends_no_frames_is_ended(control: ProcessControl) -> None:
+def test_an_actor_that_sends_no_frames_is_ended(control: ProcessActorSystem) -> None:
     actor = control.spawn(Babbler, name="babbler")
     with pytest.raises(ActorLost, match="it sent what is no reply, and was killed: "):
         ask(control, actor, "babble")
     assert left_after([actor.pid], SOON_S) == []
 
 
-def test_an_actor_that_sends_no_frames_from_the_start_is_ended(control: ProcessControl) -> None:
+def test_an_actor_that_sends_no_frames_from_the_start_is_ended(control: ProcessActorSystem) -> None:
     """Its first words come in one read with the word that it has started."""
     actors = [control.spawn(EarlyBabbler, name=f"early/{i}") for i in range(4)]
     for actor in actors:
@@ -245,7 +245,7 @@ class Babbler:
         babble()
 
 
-def test_an_actor_that_does_not_leave_is_killed(control: ProcessControl) -> None:
+def test_an_actor_that_does_not_leave_is_killed(control: ProcessActorSystem) -> None:
     actors = [
         control.spawn(Worker, name="busy"),
         control.spawn(Worker, "never", name="never closed"),
@@ -261,7 +261,7 @@ def test_an_actor_that_does_not_leave_is_killed(control: ProcessControl) -> None
 
 
 def test_a_header_too_large_for_a_frame_is_an_error_of_its_call_alone(
-    control: ProcessControl,
+    control: ProcessActorSystem,
 ) -> None:
     actor = control.spawn(Worker, name="worker")
     with pytest.raises(FrameError, match="bytes of header"):
@@ -276,7 +276,7 @@ class OnlyHere(NamedTuple):
 
 
 def test_a_record_that_one_side_does_not_know_is_an_error_of_its_call_alone(
-    control: ProcessControl,
+    control: ProcessActorSystem,
 ) -> None:
     register(OnlyHere)
     actor = control.spawn(Worker, name="worker")
@@ -290,7 +290,7 @@ def test_a_record_that_one_side_does_not_know_is_an_error_of_its_call_alone(
 # what is left
 
 
-def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessControl) -> None:
+def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessActorSystem) -> None:
     def one(i: int) -> None:
         actor = control.spawn(Worker, name=f"{i}")
         if i % 2:
@@ -308,11 +308,11 @@ def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessContr
 
 
 def test_a_control_plane_leaves_no_open_file() -> None:
-    with ProcessControl() as first:
+    with ProcessActorSystem() as first:
         first.spawn(Worker, name="worker")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with ProcessControl() as control:
+        with ProcessActorSystem() as control:
             control.spawn(Worker, name="worker")
             with pytest.raises(JobError):
                 control.spawn(lambda: 0, name="cannot be sent")
@@ -320,7 +320,7 @@ def test_a_control_plane_leaves_no_open_file() -> None:
 
 
 FAMILY = """
-    control = ProcessControl()
+    control = ProcessActorSystem()
     family = [control.spawn(Worker, name=n) for n in ("idle", "busy", "locked", "starting", "parent", "busy parent")]
     for actor in family[:3]:
         control.call(actor, "echo", 1).result(20)
@@ -380,7 +380,7 @@ def test_ctrl_c_ends_everything_within_a_second(tmp_path: Path, scoped: bool) ->
         assert left_after(program.pids, GONE_S) == []
 
 
-def test_a_grandchild_ends_with_an_actor_that_is_killed(control: ProcessControl) -> None:
+def test_a_grandchild_ends_with_an_actor_that_is_killed(control: ProcessActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     child, _ = ask(control, actor, "transforms")
     ask(control, actor, "transform_for_ever")
@@ -388,7 +388,7 @@ def test_a_grandchild_ends_with_an_actor_that_is_killed(control: ProcessControl)
     assert left_after([child], GONE_S) == []
 
 
-def test_processes_of_an_actor_come_from_the_one_fork_server(control: ProcessControl) -> None:
+def test_processes_of_an_actor_come_from_the_one_fork_server(control: ProcessActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     _, server = ask(control, actor, "transforms")
     assert server == int(Path(f"/proc/{actor.pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
@@ -398,7 +398,7 @@ def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(
     tmp_path: Path,
 ) -> None:
     body = """
-    control = ProcessControl()
+    control = ProcessActorSystem()
     actor = control.spawn(Worker, name="worker")
     control.call(actor, "echo", 1).result(20)
     copy = os.fork()
@@ -435,7 +435,7 @@ def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(
 # starts
 
 
-def test_a_factory_that_cannot_be_sent_says_what_to_do(control: ProcessControl) -> None:
+def test_a_factory_that_cannot_be_sent_says_what_to_do(control: ProcessActorSystem) -> None:
     with pytest.raises(
         JobError,
         match=r"actor 'worker': the factory <function .*lambda.*a function or a class of a "
@@ -448,7 +448,7 @@ def test_a_factory_that_cannot_be_sent_says_what_to_do(control: ProcessControl) 
 
 
 def test_a_factory_that_the_process_cannot_find_is_told(
-    control: ProcessControl, monkeypatch: pytest.MonkeyPatch
+    control: ProcessActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = type(sys)("only_here")
     exec("class Lost:\n    pass", module.__dict__)
@@ -464,7 +464,7 @@ def test_actors_do_not_import_the_main_file_of_a_program_that_sends_nothing_of_i
     """It may have no guard, and it may import torch."""
     body = """
         import colorsys
-        control = ProcessControl()
+        control = ProcessActorSystem()
         actor = control.spawn(Worker, name="worker")
         print(control.call(actor, "echo", 1).result(20), control.call(actor, "has", "colorsys").result(20), flush=True)
     """
@@ -476,7 +476,7 @@ def test_actors_do_not_import_the_main_file_of_a_program_that_sends_nothing_of_i
 def test_a_program_that_cannot_be_imported_is_told_how_to_be(tmp_path: Path) -> None:
     body = """
         class Mine(Worker): pass
-        control = ProcessControl()
+        control = ProcessActorSystem()
         actor = control.spawn(Mine, name="worker")
         try:
             control.call(actor, "echo", 1).result(20)
@@ -493,7 +493,7 @@ def test_a_program_that_cannot_be_imported_is_told_how_to_be(tmp_path: Path) -> 
 
 
 def test_an_actor_has_the_environment_of_now(
-    control: ProcessControl, monkeypatch: pytest.MonkeyPatch
+    control: ProcessActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OVERLORD_TEST_OF_CONTROL", "first")
     first = control.spawn(Worker, name="first")
@@ -519,7 +519,7 @@ def test_what_the_fork_server_loads_starts_no_thread() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_shutdown_from_a_callback_is_refused(control: ProcessControl) -> None:
+def test_shutdown_from_a_callback_is_refused(control: ProcessActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     faults: list[BaseException] = []
     done = threading.Event()
@@ -537,7 +537,7 @@ def test_shutdown_from_a_callback_is_refused(control: ProcessControl) -> None:
     assert "call it from another thread" in str(faults[0])
 
 
-def test_the_socket_is_not_passed_on_to_other_processes(control: ProcessControl) -> None:
+def test_the_socket_is_not_passed_on_to_other_processes(control: ProcessActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     ask(control, actor, "echo", 1)
     assert not socket.socket.get_inheritable(actor._record.sock)

@@ -16,7 +16,7 @@ import pytest
 import overlord as ov
 from overlord.dryrun.constants import measured
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from tests import pictures
 from tests.corpus import write_rows
 
@@ -37,7 +37,7 @@ def test_constants_are_measured_once_and_kept(tmp_path: Path) -> None:
         place=ov.ClientPlaceTree(dp=2),
         batch=ov.Batch(samples=16, context=512),
     )
-    blueprint, told = Blueprint(job, Options()), list[str]()
+    blueprint, told = PreparedJob(job, Options()), list[str]()
     kept = tmp_path / "kept" / "fleet.json"
     found = measured(
         blueprint, kept, again=False, progress=lambda what, done, of: told.append(what)

@@ -19,7 +19,7 @@ import pytest
 import overlord as ov
 from overlord.cluster.coordinator import ProcessHost
 from overlord.cluster.supervisor import TICKS
-from overlord.concurrency.platform import Machine
+from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost
 from overlord.planning.strategies import resolve
 from tests import images as pictures
@@ -156,7 +156,7 @@ def test_one_dies_while_others_are_being_started(calm: Played) -> None:
 LOST_AFTER_S = 8 * WAIT_S  # where only the time of a test makes silences so long
 
 
-class Later(Machine):
+class Later(Platform):
     """A machine whose time goes on when a test says so."""
 
     ahead_s = 0.0

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.client.remote_queue import RemoteInbox
+from overlord.client.remote_queue import RemoteStepQueue
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.serving.session_server import Served
+from overlord.serving.session_server import ServedAddress
 from tests.images import job as job_with_images
 from tests.processes import (
     KILLED,
@@ -87,7 +87,7 @@ def side_by_side(
     return got
 
 
-def connected(served: Served) -> list[ov.Client]:
+def connected(served: ServedAddress) -> list[ov.Client]:
     return [ov.connect(served, rank, served.token, stall_limit_s=30.0) for rank in range(2)]
 
 
@@ -251,7 +251,7 @@ def test_serving_waits_for_a_host_that_does_not_answer_and_holds_up_nobody() -> 
     with launch(job(until=STEPS), lost_after_s=2 * WAIT_S) as session:
         pid = hosts_of(session)["constructor-host/0"]
         halt(pid)
-        served: list[Served] = []
+        served: list[ServedAddress] = []
         thread = threading.Thread(target=lambda: served.append(session.serve()))
         thread.start()
         try:
@@ -282,7 +282,7 @@ def test_ranks_that_one_thread_plays_in_turn_do_not_wait_for_each_other_when_all
         got = {rank: [written(next(client))] for rank, client in enumerate(clients)}
         until(lambda: [len(client._inbox) for client in clients] == [3, 3, 3])
         with monkeypatch.context() as patch:
-            patch.setattr(RemoteInbox, "_look_again", lambda box: None)
+            patch.setattr(RemoteStepQueue, "_look_again", lambda box: None)
             for pid in [
                 a["pid"]
                 for a in session.metrics()["actors"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from overlord.errors import JournalError
-from overlord.journal.log import Log, read
+from overlord.journal.log import JournalLog, read
 from overlord.journal.record import Record
 from tests.journals import JOB
 
@@ -84,7 +84,7 @@ def die_in_a_write(appends: int, rng: random.Random) -> None:
 
 
 def write_for_ever(path: Path, tell: Callable[[int], None]) -> None:
-    log, before = Log.open(path, JOB, segment_bytes=400_000)
+    log, before = JournalLog.open(path, JOB, segment_bytes=400_000)
     number = before[-1].number + 1 if before else 0
     while True:
         log.append(
@@ -134,7 +134,7 @@ def test_every_acknowledged_record_survives_thirty_kills(tmp_path):
 
 def test_the_lock_names_its_holder_and_is_free_as_soon_as_that_is_dead(tmp_path):
     def hold(tell: Callable[[int], None]) -> None:
-        log = Log.create(tmp_path, JOB)
+        log = JournalLog.create(tmp_path, JOB)
         log.append([Record.of("plan", 0, b"")])
         tell(0)
         signal.pause()
@@ -142,16 +142,16 @@ def test_the_lock_names_its_holder_and_is_free_as_soon_as_that_is_dead(tmp_path)
     writer = Writer(hold)
     assert writer.said(1) == [0]
     with pytest.raises(JournalError, match=rf"process {writer.pid} on \S+ writes to it"):
-        Log.open(tmp_path, JOB)
+        JournalLog.open(tmp_path, JOB)
     writer.kill()
-    log, before = Log.open(tmp_path, JOB)
+    log, before = JournalLog.open(tmp_path, JOB)
     assert (len(before), log.generation) == (1, 2)
     log.close()
 
 
 def test_a_child_that_outlives_the_writer_does_not_keep_the_lock(tmp_path):
     def hold(tell: Callable[[int], None]) -> None:
-        Log.create(tmp_path, JOB).append([Record.of("plan", 0, b"")])
+        JournalLog.create(tmp_path, JOB).append([Record.of("plan", 0, b"")])
         if (child := os.fork()) == 0:
             time.sleep(30)
             os._exit(0)
@@ -164,7 +164,7 @@ def test_a_child_that_outlives_the_writer_does_not_keep_the_lock(tmp_path):
         os.kill(writer.pid, signal.SIGKILL)
         os.waitpid(writer.pid, 0)
         os.kill(child, 0)  # it lives
-        log, before = Log.open(tmp_path, JOB)
+        log, before = JournalLog.open(tmp_path, JOB)
         assert len(before) == 1
         log.close()
     finally:

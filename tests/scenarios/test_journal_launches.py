@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.cluster.launcher import Parts
+from overlord.cluster.launcher import Launcher
 from overlord.errors import JournalError, JournalTaken
-from overlord.session.cluster_runtime import PlannedEngine
+from overlord.session.cluster_runtime import ClusterRuntime
 from tests.journaled import recovered
 from tests.processes import PARTS, WAIT_S, Played, hosts_of, launch, play, run, until
 from tests.scenarios.test_planner_process import planner_of
@@ -133,14 +133,14 @@ def test_of_two_that_begin_a_journal_at_once_the_second_is_refused(
 ) -> None:
     """Both have found it empty; nothing is written before their planners open it."""
     made, others = job(until=STEPS, journal=store), list[ov.Session]()
-    write = PlannedEngine.write_beginning
+    write = ClusterRuntime.write_beginning
 
-    def late(engine: PlannedEngine, beginning: Any) -> None:
-        monkeypatch.setattr(PlannedEngine, "write_beginning", write)
+    def late(engine: ClusterRuntime, beginning: Any) -> None:
+        monkeypatch.setattr(ClusterRuntime, "write_beginning", write)
         others.append(launch(made, **APART))
         write(engine, beginning)
 
-    monkeypatch.setattr(PlannedEngine, "write_beginning", late)
+    monkeypatch.setattr(ClusterRuntime, "write_beginning", late)
     with pytest.raises(JournalTaken, match=TAKEN):
         launch(made, **APART)
     with others[0] as first:
@@ -149,14 +149,14 @@ def test_of_two_that_begin_a_journal_at_once_the_second_is_refused(
 
 def in_between(patch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
     """Done when a planner is gone, and before another is started."""
-    again, todo = Parts._start_again, [what]
+    again, todo = Launcher._start_again, [what]
 
-    def start(parts: Parts, reason: str) -> None:
+    def start(parts: Launcher, reason: str) -> None:
         while todo:
             todo.pop()()
         again(parts, reason)
 
-    patch.setattr(Parts, "_start_again", start)
+    patch.setattr(Launcher, "_start_again", start)
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["runs", "has ended"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from overlord.errors import JournalError
-from overlord.journal.directory import Directory
+from overlord.journal.directory import DirectoryStorage
 from tests.journaled import MOMENTS, SKIPPED, STEPS, Dying, job, notes, recovered, steps, train
 from tests.processes import PARTS, Program, program, until
 from tests.stores import BUCKET, Proxy
@@ -156,7 +156,7 @@ def test_killed_with_all_its_processes_it_goes_on_on_another_runtime(
 
 def _resumable(journal: Path) -> int:
     """The step it would go on with, as soon as nobody writes to it any more."""
-    place = Directory(str(journal))
+    place = DirectoryStorage(str(journal))
     try:
         place.hold()
     except JournalError:

@@ -10,8 +10,8 @@ import pytest
 
 import overlord as ov
 from overlord.errors import JournalError
-from overlord.journal.append_thread import Writer
-from overlord.journal.log import Log, read, read_all
+from overlord.journal.append_thread import AppendThread
+from overlord.journal.log import JournalLog, read, read_all
 from overlord.journal.record import Record
 from overlord.journal.verify import verify
 from overlord.setup import profile_store
@@ -42,14 +42,14 @@ def puts(proxy: Proxy) -> list[str]:
 
 
 def test_it_is_written_read_refused_and_opened_like_one_in_a_directory(uri):
-    with Log.create(uri, JOB) as log:
+    with JournalLog.create(uri, JOB) as log:
         log.append([plan(0), plan(1)])
         log.append([plan(2)])
     with pytest.raises(
         JournalError, match=r'found 3 records, the last with number 2 of job .demo.*resume="auto"'
     ):
-        Log.create(uri, JOB)
-    log, before = Log.open(uri, JOB)
+        JournalLog.create(uri, JOB)
+    log, before = JournalLog.open(uri, JOB)
     assert ([record.body["step"] for record in before], log.generation) == ([0, 1, 2], 2)
     log.append([plan(3)])
     assert numbers(uri) == [0, 1, 2, 3]
@@ -57,7 +57,7 @@ def test_it_is_written_read_refused_and_opened_like_one_in_a_directory(uri):
 
 
 def test_pruning_removes_objects_and_reading_goes_on(uri, server):
-    log = Log.create(uri, JOB)
+    log = JournalLog.create(uri, JOB)
     for k in range(10):
         log.append([plan(k)])
     assert log.prune(6) == 7
@@ -66,22 +66,22 @@ def test_pruning_removes_objects_and_reading_goes_on(uri, server):
     objects = [m["path"] for page in server.bucket().list(uri.split(f"{BUCKET}/")[1]) for m in page]
     assert len(objects) == 7  # with the first: it says who opened the journal
     with pytest.raises(JournalError, match="wanted an empty journal"):
-        Log.create(uri, JOB)
+        JournalLog.create(uri, JOB)
 
 
 def test_a_writer_that_wakes_after_its_successor_has_pruned_everything_is_shut_out_all_the_same(
     uri,
 ):
     """Its next number must still be taken, or it would go on beside the other."""
-    old = Log.create(uri, JOB)
+    old = JournalLog.create(uri, JOB)
     old.append([plan(0)])
-    new, _ = Log.open(uri, JOB)
+    new, _ = JournalLog.open(uri, JOB)
     for k in range(1, 5):
         new.append([plan(k)])
-    newest, _ = Log.open(uri, JOB)
+    newest, _ = JournalLog.open(uri, JOB)
     assert newest.prune(100) > 0
     newest.append([plan(5)])
-    again, before = Log.open(uri, JOB)
+    again, before = JournalLog.open(uri, JOB)
     assert ([record.number for record in before], again.generation) == ([5], 4)
     assert again.prune(100) > 0
     for late in (old, new, newest):
@@ -91,9 +91,9 @@ def test_a_writer_that_wakes_after_its_successor_has_pruned_everything_is_shut_o
 
 
 def test_a_second_writer_takes_over_and_the_first_is_shut_out_for_good(uri):
-    old = Log.create(uri, JOB)
+    old = JournalLog.create(uri, JOB)
     old.append([plan(0)])
-    new, before = Log.open(uri, JOB)
+    new, before = JournalLog.open(uri, JOB)
     assert len(before) == 1
     with pytest.raises(
         JournalError,
@@ -105,17 +105,17 @@ def test_a_second_writer_takes_over_and_the_first_is_shut_out_for_good(uri):
         with pytest.raises(JournalError, match="has taken over"):
             attempt()
     assert numbers(uri) == [0, 1]
-    newest, before = Log.open(uri, JOB)
+    newest, before = JournalLog.open(uri, JOB)
     assert (len(before), newest.generation) == (2, 3)
 
 
 def test_of_two_that_take_over_at_once_both_have_all_that_was_acknowledged_and_one_goes_on(uri):
-    old = Log.create(uri, JOB)
+    old = JournalLog.create(uri, JOB)
     logs = [old]
     for k in range(5):
         logs[-1].append([plan(k)])
-        one, before = Log.open(uri, JOB)
-        two, again = Log.open(uri, JOB)
+        one, before = JournalLog.open(uri, JOB)
+        two, again = JournalLog.open(uri, JOB)
         assert len(before) == len(again) == k + 1
         with pytest.raises(JournalError, match="has taken over"):
             one.append([plan(99)])
@@ -124,7 +124,7 @@ def test_of_two_that_take_over_at_once_both_have_all_that_was_acknowledged_and_o
 
 
 def test_failures_that_pass_are_tried_again(uri, proxy):
-    log = Log.create(uri, JOB)
+    log = JournalLog.create(uri, JOB)
     proxy.reset()
     proxy.faults = [
         Fault(503, times=2, method="PUT"),
@@ -138,7 +138,7 @@ def test_failures_that_pass_are_tried_again(uri, proxy):
 
 
 def test_a_put_whose_answer_was_lost_counts_once(uri, proxy):
-    log = Log.create(uri, JOB)
+    log = JournalLog.create(uri, JOB)
     proxy.reset()
     proxy.faults = [Fault("unanswered", method="PUT"), Fault(503, method="PUT")]
     log.append([plan(0)])
@@ -149,7 +149,7 @@ def test_a_put_whose_answer_was_lost_counts_once(uri, proxy):
 
 
 def test_an_append_that_was_given_up_and_yet_arrived_is_left_out_when_others_follow(uri, proxy):
-    log = Log.create(uri, JOB)
+    log = JournalLog.create(uri, JOB)
     proxy.faults = [
         Fault("unanswered", method="PUT"),
         Fault(403, method="PUT", code="AccessDenied"),
@@ -165,7 +165,7 @@ def test_an_append_that_was_given_up_and_yet_arrived_is_left_out_when_others_fol
 
 
 def test_the_same_append_tried_again_by_the_caller_counts_once(uri, proxy):
-    log = Log.create(uri, JOB)
+    log = JournalLog.create(uri, JOB)
     proxy.faults = [
         Fault("unanswered", method="PUT"),
         Fault(403, method="PUT", code="AccessDenied"),
@@ -184,11 +184,11 @@ def test_a_store_that_writes_over_objects_is_refused_when_the_journal_is_opened(
         JournalError,
         match=r"wanted the store to refuse a second object.*If-None-Match.*use another store",
     ):
-        Log.create(uri, JOB)
+        JournalLog.create(uri, JOB)
 
 
 def test_damage_in_an_object_is_named(uri, server):
-    log = Log.create(uri, JOB)
+    log = JournalLog.create(uri, JOB)
     log.append([plan(0)])
     log.append([plan(1)])
     key = uri.split(f"{BUCKET}/")[1] + "/000000000001.ovj"
@@ -199,7 +199,7 @@ def test_damage_in_an_object_is_named(uri, server):
         JournalError,
         match=r"journals/\d+/000000000001.ovj: byte \d+: wanted .* checksum \w+ .*found",
     ):
-        Log.open(uri, JOB)
+        JournalLog.open(uri, JOB)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_damage_in_an_object_is_named(uri, server):
     [(403, "AccessDenied", "check the keys"), (501, "NotImplemented", "refuses the request")],
 )
 def test_what_does_not_pass_is_told_at_once_and_no_key_with_it(uri, proxy, status, code, says):
-    log = Log.create(uri, JOB)
+    log = JournalLog.create(uri, JOB)
     proxy.reset()
     proxy.faults = [Fault(status, times=99, method="PUT", code=code, tells=True)]
     with pytest.raises(JournalError, match=says) as caught:
@@ -229,8 +229,8 @@ def test_a_bucket_that_lets_nothing_be_removed_is_told_of_and_written_to_all_the
     uri, proxy, caplog, kind
 ):
     """Keys without DeleteObject: the journal grows, and what was pruned is not read."""
-    log = Log.create(uri, JOB)
-    writer = Writer(log)
+    log = JournalLog.create(uri, JOB)
+    writer = AppendThread(log)
     for k in range(4):
         writer.put([plan(k)])
     proxy.faults = [Fault(kind, times=99, method="POST", code="AccessDenied")]
@@ -241,7 +241,7 @@ def test_a_bucket_that_lets_nothing_be_removed_is_told_of_and_written_to_all_the
     assert len([r for r in caplog.records if "could not be removed" in r.getMessage()]) == 1
     assert numbers(uri) == [3, 4, 5]
     proxy.faults = []
-    again, _ = Log.open(uri, JOB)
+    again, _ = JournalLog.open(uri, JOB)
     assert again.doomed == 3  # the first object stays in any case: it says who opened the journal
     again.prune(3)
     assert (again.doomed, numbers(uri), verify(uri).faults) == (0, [3, 4, 5], ())
@@ -249,7 +249,7 @@ def test_a_bucket_that_lets_nothing_be_removed_is_told_of_and_written_to_all_the
 
 def test_a_bucket_that_is_not_there_is_named(proxy):
     with pytest.raises(JournalError, match=r"NoSuchBucket.*check the name of the bucket"):
-        Log.create("s3://no-such-bucket/j", JOB)
+        JournalLog.create("s3://no-such-bucket/j", JOB)
 
 
 def test_what_sources_cost_is_kept_beside_it_for_whoever_starts_the_job_next(

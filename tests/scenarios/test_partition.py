@@ -11,7 +11,7 @@ import overlord as ov
 from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.setup import profile_store
 from overlord.setup.measure import machine
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from tests.corpus import write_rows
 from tests.processes import RUNTIMES, Played, launch, play, run, until
 
@@ -58,7 +58,7 @@ def loaders_of(session: ov.Session) -> dict[str, int]:
 
 
 def keep(job: ov.Job, cache: Path, costs: dict[str, float]) -> None:
-    ready = Blueprint(job, Options(cache_dir=cache))
+    ready = PreparedJob(job, Options(cache_dir=cache))
     marks = profile_store.fingerprints(ready)
     ready.close()
     fields: dict[str, Any] = {"samples": 500, "read_s": 0.0, "tokens": 5.0}

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.cluster.launcher import Parts
-from overlord.cluster.worker_factory import Recipes
+from overlord.cluster.launcher import Launcher
+from overlord.cluster.worker_factory import WorkerFactory
 from overlord.errors import ActorLost, DataStall, JournalError, OverlordError
 from tests.journaled import recovered
 from tests.processes import WAIT_S, halt, launch, play, run, until
@@ -36,24 +36,24 @@ def journal(tmp_path: Path) -> str:
 
 
 def asked(
-    patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Parts, Callable[..., Any]], Any]
+    patch: pytest.MonkeyPatch, wanted: str, act: Callable[[Launcher, Callable[..., Any]], Any]
 ) -> list[str]:
     """The first time that the planner is asked this, ``act`` does so; it is given what would be
     done. Returns what is left to do.
     """
-    ask, todo = Parts.ask, [wanted]
+    ask, todo = Launcher.ask, [wanted]
 
-    def asks(parts: Parts, method: str, *args: Any, **settings: Any) -> Any:
+    def asks(parts: Launcher, method: str, *args: Any, **settings: Any) -> Any:
         if method not in todo:
             return ask(parts, method, *args, **settings)
         todo.clear()
         return act(parts, lambda **more: ask(parts, method, *args, **settings, **more))
 
-    patch.setattr(Parts, "ask", asks)
+    patch.setattr(Launcher, "ask", asks)
     return todo
 
 
-def replaced(parts: Parts) -> None:
+def replaced(parts: Launcher) -> None:
     """The planner is killed, and another is there."""
     old = parts.planner
     assert old is not None
@@ -112,7 +112,7 @@ def test_a_source_whose_step_was_planned_before_it_could_join_joins_at_the_next(
     trainers ran.
     """
 
-    def late(parts: Parts, go: Callable[[], Any]) -> Any:
+    def late(parts: Launcher, go: Callable[[], Any]) -> Any:
         first = int(parts.ask("open_step"))
         until(lambda: int(parts.ask("open_step")) > first + 1)
         return go()
@@ -137,14 +137,14 @@ def test_where_a_source_that_joined_is_read_is_known_once(
     next source got a host of others.
     """
     heard = threading.Event()
-    do = Parts._do
+    do = Launcher._do
 
-    def hears(parts: Parts, planner: Any, event: tuple[Any, ...]) -> None:
+    def hears(parts: Launcher, planner: Any, event: tuple[Any, ...]) -> None:
         do(parts, planner, event)
         if event[0] == "hosting":
             heard.set()
 
-    def slowly(parts: Parts, go: Callable[[], Any]) -> Any:
+    def slowly(parts: Launcher, go: Callable[[], Any]) -> Any:
         answer = go()
         assert heard.wait(WAIT_S)
         return answer
@@ -153,7 +153,7 @@ def test_where_a_source_that_joined_is_read_is_known_once(
         clients, parts = clients_of(session), parts_of(session)
         ahead(clients, 3)
         with monkeypatch.context() as patch:
-            patch.setattr(Parts, "_do", hears)
+            patch.setattr(Launcher, "_do", hears)
             asked(patch, "add_source", slowly)
             session.add_source(source("d", 30, 5000))
         assert len(parts.hosting.host_of) == sum(parts.hosting.loaders) == 4
@@ -166,7 +166,7 @@ def test_where_a_source_that_joined_is_read_is_known_once(
 # given up
 
 
-def stalled(parts: Parts, go: Callable[..., Any]) -> Any:
+def stalled(parts: Launcher, go: Callable[..., Any]) -> Any:
     """It stands still, for longer than its answer is waited for, and goes on then."""
     planner = parts.planner
     assert planner is not None
@@ -257,7 +257,7 @@ def test_a_state_is_saved_while_a_source_joins(
         ahead(clients, 3)
         saved = []
 
-        def meanwhile(parts: Parts, go: Callable[[], Any]) -> Any:
+        def meanwhile(parts: Launcher, go: Callable[[], Any]) -> Any:
             answer = go()
             ahead(clients, 8)
             saved.append(clients[0].state_dict())
@@ -281,9 +281,9 @@ def test_a_report_that_a_planner_accepted_and_died_with_is_told_to_the_next(
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=30)
     calm = run(made, "local", report=say, prefetch=4)
-    ask, todo = Parts.ask, ["once"]
+    ask, todo = Launcher.ask, ["once"]
 
-    def dies(parts: Parts, method: str, *args: Any, **settings: Any) -> Any:
+    def dies(parts: Launcher, method: str, *args: Any, **settings: Any) -> Any:
         answer = ask(parts, method, *args, **settings)
         if method == "report" and (args[0].step, args[0].rank) == (9, 1) and todo:
             todo.clear()
@@ -293,7 +293,7 @@ def test_a_report_that_a_planner_accepted_and_died_with_is_told_to_the_next(
             until(lambda: parts.planner is not old)  # it is told what is known by now
         return answer
 
-    monkeypatch.setattr(Parts, "ask", dies)
+    monkeypatch.setattr(Launcher, "ask", dies)
     with launch(replace(made, journal=journal), **APART, prefetch=4) as session:
         assert play(session, report=say).steps == calm.steps
     assert not todo
@@ -308,7 +308,7 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
         first = at_rest(session, journal, taken=3)
         get, wait, killed, lost = (
             parts.control.get,
-            Parts._wait_for_planner,
+            Launcher._wait_for_planner,
             list[Any](),
             threading.Event(),
         )
@@ -324,7 +324,7 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
                     raise ActorLost("planner", "killed by signal 9")
                 return value
 
-            def waits(parts: Parts, deadline: float, timeout_s: float) -> Any:
+            def waits(parts: Launcher, deadline: float, timeout_s: float) -> Any:
                 found = wait(parts, deadline, timeout_s)
                 if killed and threading.current_thread().name.startswith("overlord-pump"):
                     until(lambda: taken and taken[-1] > first + 2)
@@ -332,7 +332,7 @@ def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(
 
             with monkeypatch.context() as patch:
                 patch.setattr(parts.control, "get", dies)
-                patch.setattr(Parts, "_wait_for_planner", waits)
+                patch.setattr(Launcher, "_wait_for_planner", waits)
                 session.skip([first + 1])
             until(lambda: taken[-1] > first + 4)
     assert killed
@@ -347,7 +347,7 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
     """The host was not known yet when the next planner was made, which asked for it again, and
     ended: its name was taken.
     """
-    start, todo = Recipes.loader_host, ["once"]
+    start, todo = WorkerFactory.loader_host, ["once"]
     with launch(job(until=30, journal=journal), **APART, max_restarts=restarts) as session:
         clients, parts = clients_of(session), parts_of(session)
         ahead(clients, 3)
@@ -367,7 +367,7 @@ def test_a_planner_that_is_lost_while_a_host_is_started_for_it_is_followed_by_on
                     until(lambda: parts.planner is not old, 1.0)
             return host
 
-        monkeypatch.setattr(Recipes, "loader_host", dies)
+        monkeypatch.setattr(WorkerFactory, "loader_host", dies)
         session.kill("loader-host/0")
         ahead(clients, 20)
         assert not todo
@@ -380,7 +380,7 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
     """The next planner has nothing to do with it yet: it gave it up when it did not answer, as one
     that hangs.
     """
-    start = Recipes.loader_host
+    start = WorkerFactory.loader_host
 
     with launch(job(until=60, journal=journal), **APART, lost_after_s=8.0) as session:
         clients, parts = clients_of(session), parts_of(session)
@@ -399,7 +399,7 @@ def test_a_host_that_is_being_started_for_a_source_to_join_outlives_the_planner(
             os.kill(pid, signal.SIGCONT)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Recipes, "loader_host", slowly)
+            patch.setattr(WorkerFactory, "loader_host", slowly)
             session.add_source(source("d", 30, 5000))
         assert parts._incarnation == 1
         ahead(clients, 10)

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.client.remote_queue import RemoteInbox
-from overlord.cluster.coordinator_config import PlannerBlueprint
-from overlord.cluster.launcher import Parts
+from overlord.client.remote_queue import RemoteStepQueue
+from overlord.cluster.coordinator_config import PlannerJob
+from overlord.cluster.launcher import Launcher
 from overlord.cluster.source_moves import SCALED
-from overlord.cluster.worker_factory import Recipes
+from overlord.cluster.worker_factory import WorkerFactory
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError
-from overlord.messages.control import Finish, SourceLost
-from overlord.serving.session_server import Serving
-from overlord.session.cluster_runtime import PlannedEngine
+from overlord.messages.control import EndOfJob, SourceLost
+from overlord.serving.session_server import SessionServer
+from overlord.session.cluster_runtime import ClusterRuntime
 from tests import journaled
 from tests.journaled import recovered
 from tests.processes import PARTS, WAIT_S, Played, halt, launch, play, run, until, written
@@ -54,8 +54,8 @@ def journal(tmp_path: Path) -> str:
     return str(tmp_path / "journal")
 
 
-def parts_of(session: ov.Session) -> Parts:
-    assert isinstance(session._host, PlannedEngine)
+def parts_of(session: ov.Session) -> Launcher:
+    assert isinstance(session._host, ClusterRuntime)
     return session._host._parts
 
 
@@ -74,33 +74,33 @@ def connected(session: ov.Session) -> list[ov.Client]:
 
 
 def dies_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
-    write = PlannedEngine.write_beginning
+    write = ClusterRuntime.write_beginning
 
-    def dies(engine: PlannedEngine, beginning: Any) -> None:
+    def dies(engine: ClusterRuntime, beginning: Any) -> None:
         engine.kill("planner")
         write(engine, beginning)
 
-    patch.setattr(PlannedEngine, "write_beginning", dies)
+    patch.setattr(ClusterRuntime, "write_beginning", dies)
 
 
 def dies_while_it_starts(patch: pytest.MonkeyPatch) -> None:
-    ready, todo = Parts._is_ready, ["once"]
+    ready, todo = Launcher._is_ready, ["once"]
 
-    def dies(parts: Parts) -> None:
+    def dies(parts: Launcher) -> None:
         if todo:
             todo.clear()
             assert parts.planner is not None
             parts.control.kill(parts.planner)
         ready(parts)
 
-    patch.setattr(Parts, "_is_ready", dies)
+    patch.setattr(Launcher, "_is_ready", dies)
 
 
 def dies_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
     """Another planner is there before the answer is."""
-    ask, todo = Parts.ask, ["once"]
+    ask, todo = Launcher.ask, ["once"]
 
-    def dies(parts: Parts, method: str, *args: Any, **settings: Any) -> Any:
+    def dies(parts: Launcher, method: str, *args: Any, **settings: Any) -> Any:
         answer = ask(parts, method, *args, **settings)
         if method == "open_journal" and todo:
             todo.clear()
@@ -110,7 +110,7 @@ def dies_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
             until(lambda: parts.planner is not planner and parts._ready)
         return answer
 
-    patch.setattr(Parts, "ask", dies)
+    patch.setattr(Launcher, "ask", dies)
 
 
 def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_host(
@@ -119,15 +119,15 @@ def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_h
     """Longer than the answer of a planner is waited for: the one that comes in its place gives up a
     host that stands still first.
     """
-    write = PlannedEngine.write_beginning
+    write = ClusterRuntime.write_beginning
 
-    def dies(engine: PlannedEngine, beginning: Any) -> None:
+    def dies(engine: ClusterRuntime, beginning: Any) -> None:
         pid = engine._parts.hosts["loader-host/0"].pid
         assert pid is not None
         halt(pid)
         engine.kill("planner")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(Parts.ask.__kwdefaults__, "timeout_s", 1.0)
+            patch.setitem(Launcher.ask.__kwdefaults__, "timeout_s", 1.0)
             write(engine, beginning)
 
     with launch(job(until=STEPS, journal=journal), **APART, lost_after_s=3.0) as session:
@@ -136,7 +136,7 @@ def test_a_state_is_loaded_however_long_another_planner_takes_that_waits_for_a_h
         saved = clients[0].state_dict()
         take(clients, 3, {0: [], 1: []})
         with monkeypatch.context() as patch:
-            patch.setattr(PlannedEngine, "write_beginning", dies)
+            patch.setattr(ClusterRuntime, "write_beginning", dies)
             session.load_state_dict(saved)
         assert play(session).steps == alone.behind(1)
 
@@ -201,13 +201,13 @@ def test_a_planner_that_is_lost_while_the_job_is_launched_begins_at_its_beginnin
 
 def replaced_when(patch: pytest.MonkeyPatch, session: ov.Session) -> Callable[[], None]:
     """Kills the planner; another comes once the function that this returns is called."""
-    start, go = Parts._start_planner, threading.Event()
+    start, go = Launcher._start_planner, threading.Event()
 
-    def waits(parts: Parts) -> int:
+    def waits(parts: Launcher) -> int:
         assert go.wait(WAIT_S)
         return start(parts)
 
-    patch.setattr(Parts, "_start_planner", waits)
+    patch.setattr(Launcher, "_start_planner", waits)
     parts = parts_of(session)
     session.kill("planner")
     until(lambda: not parts._ready)
@@ -245,13 +245,13 @@ def test_a_step_that_a_planner_planned_and_did_not_live_to_tell_of_is_told_by_th
     """Who serves connected ranks must know the state behind it: a rank that comes again goes on
     from there.
     """
-    heard, deaf = PlannedEngine._heard, [True]
+    heard, deaf = ClusterRuntime._heard, [True]
 
-    def hears(engine: PlannedEngine, event: tuple[Any, ...]) -> None:
+    def hears(engine: ClusterRuntime, event: tuple[Any, ...]) -> None:
         if not (deaf and event[0] == "staged" and event[1] >= 4):
             heard(engine, event)
 
-    monkeypatch.setattr(PlannedEngine, "_heard", hears)
+    monkeypatch.setattr(ClusterRuntime, "_heard", hears)
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = connected(session)
         take(clients, 4, {0: [], 1: []})
@@ -272,7 +272,7 @@ def test_the_end_that_a_planner_told_of_counts_no_more_when_the_next_does_not_fi
 ) -> None:
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         take([session.client(rank) for rank in range(2)], 2, {0: [], 1: []})
-        session._host.planner.finished = Finish(9, ActorLost("constructor-host/0", "it is said"))
+        session._host.planner.finished = EndOfJob(9, ActorLost("constructor-host/0", "it is said"))
         session.kill("planner")
         until(lambda: session._host.planner.finished is None)
 
@@ -305,9 +305,9 @@ def test_a_source_that_left_is_known_though_the_planner_died_that_wrote_it_down(
 def test_a_rank_that_leaves_while_another_planner_is_long_in_coming_is_not_waited_for(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready, go = Parts._is_ready, threading.Event()
+    ready, go = Launcher._is_ready, threading.Event()
 
-    def waits(parts: Parts) -> None:
+    def waits(parts: Launcher) -> None:
         assert go.wait(WAIT_S)
         ready(parts)
 
@@ -315,15 +315,15 @@ def test_a_rank_that_leaves_while_another_planner_is_long_in_coming_is_not_waite
         staying, leaving = (session.client(rank) for rank in range(2))
         got: dict[int, list[Any]] = {0: [], 1: []}
         take([staying, leaving], 3, got)
-        monkeypatch.setattr(Parts, "_is_ready", waits)
-        assert Parts.ask.__kwdefaults__ is not None
+        monkeypatch.setattr(Launcher, "_is_ready", waits)
+        assert Launcher.ask.__kwdefaults__ is not None
         first = parts_of(session).planner
         session.kill("planner")
         until(
             lambda: parts_of(session).planner is not first
         )  # what it is started with is known by now
         with monkeypatch.context() as patch:
-            patch.setitem(Parts.ask.__kwdefaults__, "timeout_s", 0.2)  # else one waits for 25 s
+            patch.setitem(Launcher.ask.__kwdefaults__, "timeout_s", 0.2)  # else one waits for 25 s
             leaving.close()
             session._pump.ask(lambda: None, "what was asked of the planner to be given up")
         go.set()
@@ -334,15 +334,15 @@ def test_a_rank_that_leaves_while_another_planner_is_long_in_coming_is_not_waite
 def test_a_host_that_could_not_be_started_for_a_source_is_not_missed_by_the_next_planner(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, tried = Recipes.loader_host, list[int]()
+    start, tried = WorkerFactory.loader_host, list[int]()
 
-    def refuses(recipes: Recipes, h: int, *args: Any) -> Any:
+    def refuses(recipes: WorkerFactory, h: int, *args: Any) -> Any:
         if h < SCALED:
             return start(recipes, h, *args)
         tried.append(h)
         raise OverlordError("there is no room")
 
-    monkeypatch.setattr(Recipes, "loader_host", refuses)
+    monkeypatch.setattr(WorkerFactory, "loader_host", refuses)
     with launch(scaling.job(journal=journal), **scaling.ONE) as session:
         clients = [session.client(rank) for rank in range(2)]
         got: dict[int, list[Any]] = {0: [], 1: []}
@@ -364,10 +364,10 @@ def test_a_host_that_could_not_be_started_for_a_source_is_not_missed_by_the_next
 def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_up_nobody_for_good(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    furnish, killed = Serving.furnish, list[Any]()
+    furnish, killed = SessionServer.furnish, list[Any]()
 
-    def dies(serving: Serving, host: Any, **settings: Any) -> None:
-        if isinstance(host, PlannedEngine) and not killed:
+    def dies(serving: SessionServer, host: Any, **settings: Any) -> None:
+        if isinstance(host, ClusterRuntime) and not killed:
             killed.append(handle := host._parts.hosts["constructor-host/0"])
             host.kill("constructor-host/0")
             until(lambda: not handle.alive)
@@ -378,7 +378,7 @@ def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_u
         take(clients, 1, {0: [], 1: []})
         saved = clients[0].state_dict()
         take(clients, 3, {0: [], 1: []})
-        monkeypatch.setattr(Serving, "furnish", dies)
+        monkeypatch.setattr(SessionServer, "furnish", dies)
         session.load_state_dict(saved)
         assert killed
         assert [next(client).step for client in clients] == [1, 1], (
@@ -395,9 +395,9 @@ def test_a_constructor_that_is_lost_while_a_session_that_serves_is_moved_holds_u
 def test_what_was_started_for_a_move_that_fails_goes_with_it(
     journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = list[PlannedEngine]()
+    made = list[ClusterRuntime]()
 
-    def fails(serving: Serving, host: Any, **settings: Any) -> None:
+    def fails(serving: SessionServer, host: Any, **settings: Any) -> None:
         made.append(host)
         raise DataStall("a test that says so", 0.0)
 
@@ -405,7 +405,7 @@ def test_what_was_started_for_a_move_that_fails_goes_with_it(
         clients = connected(session)
         take(clients, 1, {0: [], 1: []})
         with monkeypatch.context() as patch:
-            patch.setattr(Serving, "furnish", fails)
+            patch.setattr(SessionServer, "furnish", fails)
             with pytest.raises(DataStall, match="a test that says so"):
                 session.load_state_dict(session.state_dict())
         assert made[0]._closed
@@ -434,7 +434,7 @@ def test_ranks_that_one_thread_of_another_process_plays_in_turn_do_not_wait_for_
         take(clients, 1, got)
         until(lambda: [len(client._inbox) for client in clients] == [3, 3, 3])
         with monkeypatch.context() as patch:
-            patch.setattr(RemoteInbox, "_look_again", lambda box: None)
+            patch.setattr(RemoteStepQueue, "_look_again", lambda box: None)
             for pid in [
                 a["pid"]
                 for a in session.metrics()["actors"]
@@ -511,7 +511,7 @@ def test_who_asks_where_a_constructor_is_that_is_being_started_is_answered_soon_
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         clients = connected(session)
         engine = session._host
-        assert isinstance(engine, PlannedEngine)
+        assert isinstance(engine, ClusterRuntime)
         engine._outside.clear(), engine._asked.clear()
         call, asked = engine._parts.control.call, list[Any]()
 
@@ -540,13 +540,13 @@ def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_planner(
         clients = [session.client(rank) for rank in range(2)]
         take(clients, 2, {0: [], 1: []})
         with monkeypatch.context() as patch:
-            patch.setattr(PlannedEngine, "add_source", refuses)
+            patch.setattr(ClusterRuntime, "add_source", refuses)
             with pytest.raises(PlanError, match="it is planned already"):
                 session.add_source(source("late", 30, 5000))
         assert parts_of(session).blueprint.job.names == made.names, (
             "what the next planner begins with, and writes down"
         )
-        more = PlannerBlueprint(session._blueprint.with_source(source("late", 30, 5000)))
+        more = PlannerJob(session._blueprint.with_source(source("late", 30, 5000)))
         assert (
             more.first(3, session._blueprint.fingerprint).fingerprint
             == session._blueprint.fingerprint

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.cluster.launcher import Parts
+from overlord.cluster.launcher import Launcher
 from overlord.errors import ActorLost, JobError, PlanError
-from overlord.messages.control import Finish
+from overlord.messages.control import EndOfJob
 from tests.deadly import FATAL_STEP, HaltingStrategy, HeldUp, Stuck, deadly
 from tests.journaled import recovered
 from tests.processes import (
@@ -244,15 +244,15 @@ def test_planner_and_hosts_are_killed_at_random_while_ranks_train_side_by_side(
 def test_a_planner_that_dies_the_moment_it_is_there_is_missed_too(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready, struck = Parts._is_ready, list[int]()
+    ready, struck = Launcher._is_ready, list[int]()
 
-    def strike(parts: Parts) -> None:
+    def strike(parts: Launcher) -> None:
         if parts._incarnation and not struck:
             struck.append(parts._incarnation)
             parts.control.kill(parts.planner)  # type: ignore[arg-type]
         ready(parts)
 
-    monkeypatch.setattr(Parts, "_is_ready", strike)
+    monkeypatch.setattr(Launcher, "_is_ready", strike)
     with launch(job(until=STEPS, journal=journal), **APART) as session:
         assert play(session, act={5: killed()}) == alone
     assert struck == [1]
@@ -275,14 +275,14 @@ def test_a_planner_that_hangs_is_replaced_and_when_it_wakes_it_is_no_more(
 def test_hosts_that_hang_with_the_planner_are_waited_for_at_the_same_time_and_by_name(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    awaits, seen = Parts._is_awaited, threading.Event()
+    awaits, seen = Launcher._is_awaited, threading.Event()
 
-    def waits(parts: Parts, names: list[str]) -> None:
+    def waits(parts: Launcher, names: list[str]) -> None:
         """They are named until it was seen: that may be for less than a second."""
         awaits(parts, names)
         assert not names or seen.wait(WAIT_S)
 
-    monkeypatch.setattr(Parts, "_is_awaited", waits)
+    monkeypatch.setattr(Launcher, "_is_awaited", waits)
     with launch(job(until=STEPS, journal=journal), lost_after_s=1.2, **APART) as session:
         before, hosts = play(session, steps=6), hosts_of(session)
         until(
@@ -346,9 +346,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that is stuck has time to say so: its process may be late to answer. One that never
     does is never replaced.
     """
-    end = Parts._end_for
+    end = Launcher._end_for
     monkeypatch.setattr(
-        Parts,
+        Launcher,
         "_end_for",
         lambda parts, planner, why: "it answered nothing" in why or end(parts, planner, why),
     )
@@ -448,14 +448,14 @@ def test_a_planner_that_cannot_be_kept_alive_ends_the_job_with_what_it_died_of(
 def test_clients_go_on_with_what_they_have_and_then_wait_for_the_planner_by_name(
     alone: Played, journal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again, seen = Parts._start_again, threading.Event()
+    again, seen = Launcher._start_again, threading.Event()
 
-    def waits(parts: Parts, reason: str) -> None:
+    def waits(parts: Launcher, reason: str) -> None:
         """Until what is said meanwhile was seen."""
         assert seen.wait(WAIT_S)
         again(parts, reason)
 
-    monkeypatch.setattr(Parts, "_start_again", waits)
+    monkeypatch.setattr(Launcher, "_start_again", waits)
     with launch(job(until=STEPS, journal=journal), prefetch=2, **APART) as session:
         before = play(session, steps=4)
         clients = [session.client(rank) for rank in range(2)]
@@ -598,7 +598,7 @@ def test_reports_that_no_planner_hears_any_more_are_in_the_states_that_are_saved
         _take(clients, 5)
         until(lambda: min(len(client._inbox) for client in clients) >= 2)
         os.kill(planner_of(session), signal.SIGKILL)
-        until(lambda: isinstance(session._host.planner.finished, Finish))
+        until(lambda: isinstance(session._host.planner.finished, EndOfJob))
         _take(clients, 2)
         state = session.state_dict()
     assert {int(step): sorted(ranks) for step, ranks in state["reports"].items()} == {

@@ -15,12 +15,12 @@ import pytest
 
 import overlord as ov
 from overlord.errors import ActorLost, LinkRefused, OverlordError
-from overlord.messages.client import Handed, Took
-from overlord.messages.control import STRIDE, Attach, Finish
-from overlord.messages.loader import Payload
+from overlord.messages.client import StepAck, StepMessage
+from overlord.messages.control import STRIDE, Attach, EndOfJob
+from overlord.messages.loader import StepPayload
 from overlord.sample import Ragged
 from overlord.transport import value_codec
-from overlord.transport.connection import TIMEOUT, Link
+from overlord.transport.connection import TIMEOUT, Connection
 from overlord.transport.server import dial
 from tests.processes import Played, hosts_left, hosts_of, launch, play, run, until
 from tests.scenarios.test_process import job, source
@@ -41,13 +41,13 @@ def session(caplog: pytest.LogCaptureFixture) -> Iterator[ov.Session]:
         yield made
 
 
-def peer(session: ov.Session, **hello: Any) -> Link:
+def peer(session: ov.Session, **hello: Any) -> Connection:
     address, token = session._host.address_for(0)  # type: ignore[attr-defined]
     link, _ = dial(address, token, hello, timeout_s=10)
     return link
 
 
-def end_of(link: Link) -> str:
+def end_of(link: Connection) -> str:
     """Why a link was ended; what came before that is let go."""
     try:
         while link.recv(10.0) is not TIMEOUT:
@@ -112,19 +112,19 @@ NO_PAYLOAD: list[Any] = [
     np.zeros(3),
     DOCUMENTS,
     Attach(0),
-    Took(3),
-    Finish(0),
-    Payload("0", 9, DOCUMENTS),  # type: ignore[arg-type]
-    Payload(-1, 9, DOCUMENTS),
-    Payload(0, 0, DOCUMENTS),
-    Payload(0, None, DOCUMENTS),
-    Payload(0, 9, None),
-    Payload([0], 9, DOCUMENTS),  # type: ignore[arg-type]
-    Payload(0, 9, Ragged(DOCUMENTS.values.astype(float), DOCUMENTS.offsets)),
-    Payload(0, 9, np.zeros(3)),  # type: ignore[arg-type]
-    Payload(0, 9, Ragged(DOCUMENTS.values, np.array([0, 2], np.uint32))),
-    Payload(0, 9, Ragged(DOCUMENTS.values > 3, DOCUMENTS.offsets)),
-    Payload(0, 9, Ragged(DOCUMENTS.values.reshape(2, 5), np.array([0, 1, 2]))),
+    StepAck(3),
+    EndOfJob(0),
+    StepPayload("0", 9, DOCUMENTS),  # type: ignore[arg-type]
+    StepPayload(-1, 9, DOCUMENTS),
+    StepPayload(0, 0, DOCUMENTS),
+    StepPayload(0, None, DOCUMENTS),
+    StepPayload(0, 9, None),
+    StepPayload([0], 9, DOCUMENTS),  # type: ignore[arg-type]
+    StepPayload(0, 9, Ragged(DOCUMENTS.values.astype(float), DOCUMENTS.offsets)),
+    StepPayload(0, 9, np.zeros(3)),  # type: ignore[arg-type]
+    StepPayload(0, 9, Ragged(DOCUMENTS.values, np.array([0, 2], np.uint32))),
+    StepPayload(0, 9, Ragged(DOCUMENTS.values > 3, DOCUMENTS.offsets)),
+    StepPayload(0, 9, Ragged(DOCUMENTS.values.reshape(2, 5), np.array([0, 1, 2]))),
 ]
 
 
@@ -145,7 +145,7 @@ def test_payload_that_nobody_planned_reaches_nobody(session: ov.Session, alone: 
     course.go_on()
     with peer(session, role="loader", host=9) as link:
         for step in (0, 1, 5, 6, 7, 8, 2**40, *range(100, 1300)):
-            link.send(Payload(step, 9, DOCUMENTS))
+            link.send(StepPayload(step, 9, DOCUMENTS))
         course.go_on(10)
     course.go_on()
 
@@ -157,21 +157,21 @@ def test_a_client_may_send_no_payload_and_can_take_no_step_that_was_not_sent(
     clients = [session.client(rank) for rank in range(2)]
     next(clients[0])  # rank 1 is taken over by a stranger
     for value in (
-        Payload(1, 0, DOCUMENTS),
-        Payload(0, 9, DOCUMENTS),
+        StepPayload(1, 0, DOCUMENTS),
+        StepPayload(0, 9, DOCUMENTS),
         "x",
         None,
-        Took("x"),
-        Took(None),
+        StepAck("x"),
+        StepAck(None),
     ):  # type: ignore[arg-type]
         with peer(session, role="client", rank=1, next=0, generation=0) as link:
             link.send(value)
             end_of(link)
     with peer(session, role="client", rank=1, next=0, generation=0) as link:
         for step in (2**62, -5, 4, 10**9):
-            link.send(Took(step))
+            link.send(StepAck(step))
         first = until(lambda: None if (found := link.recv(1.0)) is TIMEOUT else found)
-        assert isinstance(first, Handed)
+        assert isinstance(first, StepMessage)
         assert first.told.step == 0
         taken = until(lambda: found if (found := session.metrics())["planned_steps"] >= 4 else None)
         assert taken["planned_steps"] == 4, (
@@ -192,7 +192,7 @@ def test_who_has_the_place_of_a_host_that_joins_loses_it_and_spoils_nothing(
         int(name.split("/")[1]) for name in hosts_of(session) if name.startswith("loader-host/")
     )
     with peer(session, role="loader", host=host) as link:
-        link.send(Payload(20, host, DOCUMENTS))
+        link.send(StepPayload(20, host, DOCUMENTS))
         at = session.add_source(source("d", 30, 5000))
         assert "its place is taken" in end_of(link)
     got = play(session, steps=at - 3 + 4)
@@ -245,7 +245,7 @@ def test_payload_of_wild_steps_origins_and_generations_hurts_nobody(
                 step, generation = (
                     chance.choice(NUMBERS if wild else NUMBERS[:16]) for _ in range(2)
                 )
-                link.send(Payload(step, origin, DOCUMENTS, generation), timeout_s=10.0)
+                link.send(StepPayload(step, origin, DOCUMENTS, generation), timeout_s=10.0)
         course.go_on(2)
     course.go_on()
 
@@ -280,7 +280,7 @@ def test_a_wrong_token_opens_nothing(
     assert not hosts_left(hosts, 3.0)
 
 
-def sent_as_it_is(link: Link, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def sent_as_it_is(link: Connection, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the look that our own sender takes at a value."""
     with monkeypatch.context() as patch:
         patch.setattr(value_codec, "_ragged_problem", lambda *_: "")
@@ -293,7 +293,9 @@ def test_documents_that_lie_elsewhere_than_in_their_payload_end_the_link(
 ) -> None:
     with peer(session, role="loader", host=9) as link:
         sent_as_it_is(
-            link, Payload(0, 9, Ragged(DOCUMENTS.values, np.array(offsets, np.int64))), monkeypatch
+            link,
+            StepPayload(0, 9, Ragged(DOCUMENTS.values, np.array(offsets, np.int64))),
+            monkeypatch,
         )
         assert "wanted" in end_of(link)
     Course(session, alone).go_on()

@@ -591,7 +591,7 @@ NODES = """
             print(play(session, act={9: remove}) == calm, flush=True)
             print(where(session), flush=True)
             print(*took, flush=True)
-        submit = "import sys; from overlord.runtime import ray_jobs; from tests.scenarios.test_process import job; "
+        submit = "import sys; from overlord.cli import detached_jobs as ray_jobs; from tests.scenarios.test_process import job; "
         submit += "made = job(until=40, name='alone', journal=sys.argv[2]); "
         submit += "served = ray_jobs.submit(made, address=sys.argv[1], resume=sys.argv[3] if sys.argv[3:] else None); "
         submit += "print(served.address, served.token, served.resumed)"

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.client.remote_queue import RemoteInbox
+from overlord.client.remote_queue import RemoteStepQueue
 from overlord.errors import LinkRefused, OverlordError
-from overlord.serving.session_server import Served
+from overlord.serving.session_server import ServedAddress
 from overlord.transport.connect import dial
 from overlord.transport.connection import CLOSES
 from tests.processes import PARTS, halt, hosts_of, until
@@ -141,7 +141,7 @@ def test_steps_that_were_sent_to_the_one_that_died_are_sent_to_the_next(runtime:
             take(first, 5)
 
 
-def hello(session: ov.Session, served: Served, rank: int, next_step: int) -> None:
+def hello(session: ov.Session, served: ServedAddress, rank: int, next_step: int) -> None:
     address, token = session._constructor_address(rank)
     dial(
         address,
@@ -191,16 +191,16 @@ def test_who_connects_while_another_rank_moves_the_session_gets_its_steps(
         served, start = session.serve(), session.state_dict()
         first = ov.connect(served, 0, served.token)
         next(first)
-        link, once = RemoteInbox._connect, [LinkRefused("the old one", CLOSES)]
+        link, once = RemoteStepQueue._connect, [LinkRefused("the old one", CLOSES)]
 
-        def closing(box: RemoteInbox, timeout_s: float) -> None:
+        def closing(box: RemoteStepQueue, timeout_s: float) -> None:
             if once:
                 refused = once.pop()
                 first.load_state_dict(start)
                 raise refused
             link(box, timeout_s)
 
-        monkeypatch.setattr(RemoteInbox, "_connect", closing)
+        monkeypatch.setattr(RemoteStepQueue, "_connect", closing)
         second = ov.connect(served, 1, served.token)
         second.load_state_dict(start)
         got: list[list[Any]] = [[], []]

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.client.control_client import Asking
-from overlord.client.remote_queue import RemoteInbox
+from overlord.client.control_client import ControlClient
+from overlord.client.remote_queue import RemoteStepQueue
 from overlord.errors import (
     ActorLost,
     DataStall,
@@ -33,11 +33,11 @@ from overlord.errors import (
     OverlordError,
     StateMismatch,
 )
-from overlord.messages.client import Ended, Took
-from overlord.serving.session_server import Served
-from overlord.serving.step_publisher import Delivery
+from overlord.messages.client import EndOfStream, StepAck
+from overlord.serving.session_server import ServedAddress
+from overlord.serving.step_publisher import StepPublisher
 from overlord.transport.connect import dial
-from overlord.transport.connection import TIMEOUT, Link
+from overlord.transport.connection import TIMEOUT, Connection
 from overlord.transport.server import Server
 from tests.processes import PARTS, RUNTIMES, WAIT_S, halt
 from tests.unit import test_session as stories
@@ -62,7 +62,9 @@ def by_tcp(address: str) -> str:
     return address.rsplit("/", 1)[0] + "/elsewhere"
 
 
-def join_all(served: Served, world: int, tcp: bool = False, **options: Any) -> list[ov.Client]:
+def join_all(
+    served: ServedAddress, world: int, tcp: bool = False, **options: Any
+) -> list[ov.Client]:
     address = by_tcp(served.address) if tcp else served.address
     return [
         ov.connect(address, rank, served.token, timeout_s=20, **options) for rank in range(world)
@@ -80,7 +82,7 @@ def closing(clients: list[ov.Client]) -> None:
         client.close()
 
 
-def trainer(served: Served, rank: int, body: str, **env: str) -> subprocess.Popen[str]:
+def trainer(served: ServedAddress, rank: int, body: str, **env: str) -> subprocess.Popen[str]:
     """A process that trains: ``client`` is its client, what it prints as JSON is what it found; its
     input ends when it is waited for.
     """
@@ -205,7 +207,7 @@ def test_ranks_of_one_group_share_one_assembly() -> None:
     with launch(made, broadcast=False) as session:
         served = session.serve()
         delivery = session._serving.delivery  # type: ignore[union-attr]
-        assert isinstance(delivery, Delivery)
+        assert isinstance(delivery, StepPublisher)
         clients = join_all(served, 4)
         first = [content(next(c)) for c in clients]
         assert first[0] == first[1]
@@ -311,7 +313,7 @@ def test_a_rank_that_went_away_is_named_and_may_come_again() -> None:
             again.close()
 
 
-def train_until(served: Served, end: BaseException, first: int) -> None:
+def train_until(served: ServedAddress, end: BaseException, first: int) -> None:
     """Rank 1 takes two steps, and leaves its block by an exception."""
     with ov.connect(served, 1, served.token) as client:
         assert [step for step, *_ in take(client, 2)] == [first, first + 1]
@@ -685,7 +687,7 @@ def cut_control(client: ov.Client) -> None:
     asking._link._sock.shutdown(socket.SHUT_RDWR)
 
 
-def raw(served: Served, **hello: Any) -> Link:
+def raw(served: ServedAddress, **hello: Any) -> Connection:
     """A data link without a client."""
     return dial(
         served.address,
@@ -704,11 +706,11 @@ def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> 
             raw(served, next="soon")
         ov.connect(served, 0, served.token)._inbox.end(None)  # it begins
         link = raw(served)
-        link.send(Took(10**6))
+        link.send(StepAck(10**6))
         handed = [link.recv(10) for _ in range(3)]
         assert [h.told.step for h in handed] == [0, 1, 2]
         assert link.recv(0.2) is TIMEOUT, "a step that was never sent cannot have been taken"
-        link.send(Took(0))
+        link.send(StepAck(0))
         assert link.recv(10).told.step == 3
         link.close()
         with pytest.raises(
@@ -722,7 +724,7 @@ def test_no_token_travels_to_a_client_which_has_one(runtime: str) -> None:
     with launch(job(n=20, dp=1), runtime=runtime) as session:
         served = session.serve()
         assert served.token not in repr(served)
-        asking = Asking(served.address, served.token, 0, timeout_s=10)
+        asking = ControlClient(served.address, served.token, 0, timeout_s=10)
         said = asking.ask("start", timeout_s=10)
         assert said["token"] == ""
         assert served.token not in repr(said)
@@ -739,10 +741,10 @@ def test_a_step_taken_before_the_session_was_moved_counts_for_nothing_after_it()
         session.load_state_dict(start)
         assert link.recv(10)["moved"] == 1
         assert [link.recv(10).told.step for _ in range(3)] == [0, 1, 2]
-        link.send(Took(1, generation=0))  # it was on its way
+        link.send(StepAck(1, generation=0))  # it was on its way
         assert link.recv(0.2) is TIMEOUT
         assert session.state_dict() == start
-        link.send(Took(0, generation=1))
+        link.send(StepAck(0, generation=1))
         assert link.recv(10).told.step == 3
         link.close()
 
@@ -758,11 +760,11 @@ def test_a_step_that_comes_twice_is_taken_once() -> None:
         def repeat(there: Any, hello: dict[str, Any]) -> dict[str, Any]:
             for step in (0, 0, 1, 0, 1, 2, 2):
                 there.send(handed[step])
-            there.send(Ended())
+            there.send(EndOfStream())
             return {}
 
         with Server(token="x", on_open=repeat, on_message=lambda there, value: None) as server:
-            box = RemoteInbox(
+            box = RemoteStepQueue(
                 rank=0,
                 address=server.address,
                 token="x",
@@ -792,7 +794,7 @@ with ov.launch(job(n=60, dp=1), prefetch=4) as session:
 
 
 @pytest.fixture
-def other_session() -> Iterator[tuple[subprocess.Popen[str], Served]]:
+def other_session() -> Iterator[tuple[subprocess.Popen[str], ServedAddress]]:
     """A session in another process, to be killed."""
     command = [sys.executable, "-c", SERVER.format(root=str(ROOT))]
     process = subprocess.Popen(
@@ -803,7 +805,7 @@ def other_session() -> Iterator[tuple[subprocess.Popen[str], Served]]:
         text=True,
     )
     assert process.stdout is not None
-    yield process, Served(*json.loads(process.stdout.readline()))
+    yield process, ServedAddress(*json.loads(process.stdout.readline()))
     process.kill()
     process.communicate()
 
@@ -1056,10 +1058,10 @@ def overlord(*args: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def printed(process: subprocess.Popen[str]) -> Served:
+def printed(process: subprocess.Popen[str]) -> ServedAddress:
     assert process.stdout is not None
     lines = dict(process.stdout.readline().strip().split("=", 1) for _ in range(2))
-    return Served(lines["OVERLORD_ADDRESS"], lines["OVERLORD_TOKEN"])
+    return ServedAddress(lines["OVERLORD_ADDRESS"], lines["OVERLORD_TOKEN"])
 
 
 def test_the_command_serves_a_job_to_its_end(job_file: Path) -> None:
@@ -1069,7 +1071,9 @@ def test_the_command_serves_a_job_to_its_end(job_file: Path) -> None:
     )
     assert process.stdout is not None
     address = process.stdout.readline().strip().removeprefix("OVERLORD_ADDRESS=")
-    served = Served(address, "from-the-environment")  # which is not printed: whoever gave it has it
+    served = ServedAddress(
+        address, "from-the-environment"
+    )  # which is not printed: whoever gave it has it
     trainers = [trainer(served, rank, TAKE_ALL) for rank in range(2)]
     steps = [[step for step, _ in found(t)] for t in trainers]
     out, err = process.communicate(timeout=30)

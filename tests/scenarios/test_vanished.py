@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.cluster.launcher import Parts
+from overlord.cluster.launcher import Launcher
 from overlord.errors import ActorLost
 from overlord.rpc import peers
-from overlord.rpc.actors import Handle
-from overlord.rpc.peers import Peers
-from overlord.rpc.process_launcher import ProcessControl
-from overlord.session.cluster_runtime import PlannedEngine
+from overlord.rpc.actors import ActorHandle
+from overlord.rpc.peers import RpcServer
+from overlord.rpc.process_launcher import ProcessActorSystem
+from overlord.session.cluster_runtime import ClusterRuntime
 from tests.actors import Sent, Worker
 from tests.processes import (
     KILLED,
@@ -56,18 +56,18 @@ def alone() -> Played:
 
 
 @pytest.fixture
-def elsewhere() -> Iterator[ProcessControl]:
-    with ProcessControl() as control:
+def elsewhere() -> Iterator[ProcessActorSystem]:
+    with ProcessActorSystem() as control:
         yield control
 
 
 @pytest.fixture
-def here() -> Iterator[Peers]:
-    with Peers() as made:
+def here() -> Iterator[RpcServer]:
+    with RpcServer() as made:
         yield made
 
 
-def sent(elsewhere: ProcessControl, here: Peers) -> tuple[Handle, int]:
+def sent(elsewhere: ProcessActorSystem, here: RpcServer) -> tuple[ActorHandle, int]:
     """A worker that was started elsewhere and came here; and its ticket."""
     there = elsewhere.spawn(Sent, "worker", Worker, (), name="worker")
     handle, ticket = here.expect("worker")
@@ -77,7 +77,7 @@ def sent(elsewhere: ProcessControl, here: Peers) -> tuple[Handle, int]:
 
 
 def test_one_that_is_said_to_have_died_is_lost_though_its_link_never_ends(
-    elsewhere: ProcessControl, here: Peers
+    elsewhere: ProcessActorSystem, here: RpcServer
 ) -> None:
     """A process that is stopped sends as much as a machine that is gone."""
     handle, ticket = sent(elsewhere, here)
@@ -96,7 +96,7 @@ def test_one_that_is_said_to_have_died_is_lost_though_its_link_never_ends(
 
 
 def test_what_is_on_its_way_is_heard_when_its_sender_is_said_to_have_died(
-    elsewhere: ProcessControl, here: Peers, monkeypatch: pytest.MonkeyPatch
+    elsewhere: ProcessActorSystem, here: RpcServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle, ticket = sent(elsewhere, here)
     assert handle.pid is not None
@@ -190,7 +190,7 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
         launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session,
     ):
         engine = session._host
-        assert isinstance(engine, PlannedEngine)
+        assert isinstance(engine, ClusterRuntime)
         parts, missed = engine._parts, list[str]()
 
         def strike(session: ov.Session) -> None:
@@ -211,14 +211,14 @@ def test_a_host_that_is_to_be_killed_and_is_gone_already_is_known_to_be_dead(
 
 
 def tell_of_no_death(
-    parts: Parts, name: str, missed: list[str], monkeypatch: pytest.MonkeyPatch
+    parts: Launcher, name: str, missed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the host that has this name now dies, the planner is not told at first; what it was to
     be told is in the list.
     """
     tell, ours = parts.control.tell, parts._tickets[name]
 
-    def deaf(handle: Handle, method: str, *args: Any) -> None:
+    def deaf(handle: ActorHandle, method: str, *args: Any) -> None:
         if method == "died" and args[0] == ours and not missed:
             missed.append(args[1])
         else:
@@ -234,11 +234,11 @@ def test_hosts_that_are_silent_are_killed_at_the_same_time(
     """Where their machine is silent too, each takes as long as a control plane waits for it."""
     with launch(job(until=STEPS, journal=str(tmp_path)), lost_after_s=2.0, **APART) as session:
         engine = session._host
-        assert isinstance(engine, PlannedEngine)
+        assert isinstance(engine, ClusterRuntime)
         silent, kill = {"loader-host/0", "constructor-host/0"}, engine._parts.control.kill
         all_there, stopped = threading.Barrier(len(silent), timeout=WAIT_S), set[int]()
 
-        def waits_for_the_others(handle: Handle) -> None:
+        def waits_for_the_others(handle: ActorHandle) -> None:
             if handle.name in silent and handle.pid in stopped:
                 all_there.wait()
             kill(handle)

@@ -15,27 +15,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from overlord.client.remote_queue import RemoteInbox
+from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster import recovery, takeover
-from overlord.cluster.constructor_worker import ConstructorHost
+from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.coordinator import ProcessHost
-from overlord.cluster.launcher import Parts
-from overlord.cluster.loader_worker import LoaderHost
-from overlord.cluster.plan_history import Past
-from overlord.constructor.payload_gather import Gathering
-from overlord.journal.append_thread import Writer
-from overlord.journal.job_journal import Journal
+from overlord.cluster.launcher import Launcher
+from overlord.cluster.loader_worker import LoaderWorker
+from overlord.cluster.plan_history import PlanHistory
+from overlord.constructor.payload_gather import PayloadGatherer
+from overlord.journal.append_thread import AppendThread
+from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
 from overlord.loader.loader import Loader
-from overlord.messages.client import Handed
-from overlord.messages.control import STRIDE, Back, Cursor
-from overlord.messages.loader import Announce, Payload
+from overlord.messages.client import StepMessage
+from overlord.messages.control import STRIDE, Cursor, Rollback
+from overlord.messages.loader import Announce, StepPayload
 from overlord.planning.mixture import Mixture
 from overlord.planning.planner import Planner
-from overlord.serving.step_publisher import Outbox
+from overlord.serving.step_publisher import PublishedQueue
 from overlord.session import resume
 from overlord.session.events import Changes
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from tests.simulation.world.running import Verdict, run_seed
 from tests.simulation.world.scenario import Scenario, draw
 
@@ -83,7 +83,7 @@ def _learns(scenario: Scenario) -> bool:
 
 
 def _drop_acks(real: Any) -> Any:
-    def heard(self: ConstructorHost, rank: int, step: int) -> None:
+    def heard(self: ConstructorWorker, rank: int, step: int) -> None:
         if step % 5 != 3:
             real(self, rank, step)
 
@@ -91,7 +91,7 @@ def _drop_acks(real: Any) -> Any:
 
 
 def _skip_write(real: Any) -> Any:
-    def write(self: Writer, orders: Any) -> None:
+    def write(self: AppendThread, orders: Any) -> None:
         if self.appends % 4 == 2 and not any(order.rolls for order in orders):
             orders = [replace(order, records=()) for order in orders]
         real(self, orders)
@@ -100,15 +100,15 @@ def _skip_write(real: Any) -> Any:
 
 
 def _send_again(real: Any) -> Any:
-    def send_from(self: Outbox, next_step: int) -> None:
+    def send_from(self: PublishedQueue, next_step: int) -> None:
         real(self, next_step - 1)
 
     return send_from
 
 
 def _deliver_twice(real: Any) -> Any:
-    def take_in(self: RemoteInbox, value: Any) -> None:
-        if not isinstance(value, Handed) or value.told.step >= self._wanted:
+    def take_in(self: RemoteStepQueue, value: Any) -> None:
+        if not isinstance(value, StepMessage) or value.told.step >= self._wanted:
             return real(self, value)
         kept, after, self._steps, self._next = self._steps, self._next, deque(), value.told.step
         real(self, value)
@@ -123,7 +123,7 @@ def _next_row(cursor: Cursor) -> Cursor:
 
 
 def _cursor_off_by_one(real: Any) -> Any:
-    def openings(self: Blueprint, i: int, cursor: Cursor) -> Any:
+    def openings(self: PreparedJob, i: int, cursor: Cursor) -> Any:
         return real(self, i, _next_row(cursor) if i == 0 else cursor)
 
     return openings
@@ -141,7 +141,7 @@ def _hear_the_past(real: Any) -> Any:
 
 
 def _lose_reports(real: Any) -> Any:
-    def go_back(self: Past, names: Any) -> Any:
+    def go_back(self: PlanHistory, names: Any) -> Any:
         return replace(real(self, names), reports=self._states[self.acked].reports)
 
     return go_back
@@ -171,7 +171,7 @@ def _skip_a_step(real: Any) -> Any:
 
 
 def _wrong_owner(real: Any) -> Any:
-    def back(self: LoaderHost, back: Back) -> Any:
+    def back(self: LoaderWorker, back: Rollback) -> Any:
         moved = tuple(replace(o, share=min(o.share + 1, o.shares - 1)) for o in back.openings)
         return real(self, replace(back, openings=moved, afresh=True))
 
@@ -196,7 +196,7 @@ def _trust_the_front(real: Any) -> Any:
 
 
 def _want_one_more(real: Any) -> Any:
-    def connect(self: RemoteInbox, timeout_s: float) -> None:
+    def connect(self: RemoteStepQueue, timeout_s: float) -> None:
         if self._lost_at is not None and self._steps == type(self._steps)():
             self._next += 1
         real(self, timeout_s)
@@ -207,7 +207,7 @@ def _want_one_more(real: Any) -> Any:
 def _half_a_step(real: Any) -> Any:
     """A constructor takes a step for complete when one of its loader hosts has sent."""
 
-    def plan(self: Gathering, placed: Any) -> Any:
+    def plan(self: PayloadGatherer, placed: Any) -> Any:
         return real(
             self,
             replace(
@@ -241,7 +241,7 @@ def _forget_members(real: Any) -> Any:
 
 
 def _hear_old_payload(real: Any) -> Any:
-    def payload(self: Gathering, payload: Payload) -> Any:
+    def payload(self: PayloadGatherer, payload: StepPayload) -> Any:
         return real(
             self, replace(payload, generation=max(payload.generation, self._recovery * STRIDE))
         )
@@ -250,7 +250,7 @@ def _hear_old_payload(real: Any) -> Any:
 
 
 def _placed_and_forgetful(real: Any) -> Any:
-    def placed(self: Blueprint, place: Any) -> Blueprint:
+    def placed(self: PreparedJob, place: Any) -> PreparedJob:
         other = real(self, place)
         other.was_placed = True
         return other  # type: ignore[no-any-return]
@@ -261,7 +261,7 @@ def _placed_and_forgetful(real: Any) -> Any:
 def _owes_nothing(real: Any) -> Any:
     """Under a new mesh the sources owe each other nothing."""
 
-    def planner(self: Blueprint, state: Any = None) -> Planner:
+    def planner(self: PreparedJob, state: Any = None) -> Planner:
         if getattr(self, "was_placed", False) and state is not None:
             state = replace(state, owed=tuple(0 for _ in state.owed))
         return real(self, state)  # type: ignore[no-any-return]
@@ -270,7 +270,7 @@ def _owes_nothing(real: Any) -> Any:
 
 
 def _not_anew(real: Any) -> Any:
-    def rewound(self: Journal, state: Any, blueprint: Any, floor: int = 0) -> None:
+    def rewound(self: JobJournal, state: Any, blueprint: Any, floor: int = 0) -> None:
         self.begin(state, blueprint)
 
     return rewound
@@ -291,7 +291,7 @@ def _lose_said(real: Any) -> Any:
 
 
 def _take_for_heard(real: Any) -> Any:
-    def ask(self: Parts, method: str, *args: Any, **more: Any) -> Any:
+    def ask(self: Launcher, method: str, *args: Any, **more: Any) -> Any:
         return real(
             self, method, *args, **more | ({"done": lambda: True} if method == "event" else {})
         )
@@ -315,13 +315,13 @@ MUTANTS = (
     Mutant(
         "drop an ack",
         "a constructor host overhears every fifth step that a rank took",
-        ((ConstructorHost, "_heard", _drop_acks),),
+        ((ConstructorWorker, "_heard", _drop_acks),),
         4,
     ),
     Mutant(
         "skip a journal write",
         "every fourth append is said to be durable and is not written",
-        ((Writer, "_write", _skip_write),),
+        ((AppendThread, "_write", _skip_write),),
         1,
         _journal,
     ),
@@ -341,13 +341,13 @@ MUTANTS = (
     Mutant(
         "deliver twice",
         "a client that comes again is sent the last step it has, and keeps it",
-        ((Outbox, "send_from", _send_again), (RemoteInbox, "_take_in", _deliver_twice)),
+        ((PublishedQueue, "send_from", _send_again), (RemoteStepQueue, "_take_in", _deliver_twice)),
         10,
     ),
     Mutant(
         "cursor off by one",
         "a source is opened one row too far",
-        ((Blueprint, "openings", _cursor_off_by_one),),
+        ((PreparedJob, "openings", _cursor_off_by_one),),
         1,
     ),
     Mutant(
@@ -359,7 +359,7 @@ MUTANTS = (
     Mutant(
         "lose an event on the way back",
         "reports that came since the state are not planned with again",
-        ((Past, "go_back", _lose_reports),),
+        ((PlanHistory, "go_back", _lose_reports),),
         15,
         _learns,
     ),
@@ -394,7 +394,7 @@ MUTANTS = (
     Mutant(
         "wrong owner after failover",
         "loaders that come back read their neighbour's share of the chunks",
-        ((LoaderHost, "_back", _wrong_owner),),
+        ((LoaderWorker, "_back", _wrong_owner),),
         1,
     ),
     Mutant(
@@ -406,13 +406,13 @@ MUTANTS = (
     Mutant(
         "ask one step too far",
         "a client that comes again asks for the step after the one it wants",
-        ((RemoteInbox, "_connect", _want_one_more),),
+        ((RemoteStepQueue, "_connect", _want_one_more),),
         1,
     ),
     Mutant(
         "half a step is enough",
         "after a recovery a constructor builds without the payload of the last loader host",
-        ((Gathering, "plan", _half_a_step),),
+        ((PayloadGatherer, "plan", _half_a_step),),
         1,
     ),
     Mutant(
@@ -430,14 +430,14 @@ MUTANTS = (
     Mutant(
         "hear old payload",
         "payload of a generation that is over is taken for that of now",
-        ((Gathering, "payload", _hear_old_payload),),
+        ((PayloadGatherer, "payload", _hear_old_payload),),
         114,
         lambda s: s.options["shadows"] != "none",
     ),
     Mutant(
         "draw anew under another mesh",
         "behind a change of the mesh what sources owe each other is forgotten",
-        ((Blueprint, "placed", _placed_and_forgetful), (Blueprint, "planner", _owes_nothing)),
+        ((PreparedJob, "placed", _placed_and_forgetful), (PreparedJob, "planner", _owes_nothing)),
         4,
         _reshards,
     ),
@@ -445,7 +445,7 @@ MUTANTS = (
         "keep the old mesh's journal",
         "a rewind or a change of the mesh is not written: whoever comes back reads the "
         "plans before it",
-        ((Journal, "rewound", _not_anew),),
+        ((JobJournal, "rewound", _not_anew),),
         4,
         lambda s: s.journal and any(fault.kind in ("reshard", "rewind") for fault in s.faults),
     ),
@@ -462,14 +462,14 @@ MUTANTS = (
         "forget what was said on the way back",
         "when a part is lost, steps are planned again without what people changed since "
         "they were planned",
-        ((Past, "said", _unsaid),),
+        ((PlanHistory, "said", _unsaid),),
         29,
         _says,
     ),
     Mutant(
         "do what was said before it is written",
         "a change that people made takes effect, and is lost with the planner",
-        ((Journal, "said", _unsaid),),
+        ((JobJournal, "said", _unsaid),),
         175,
         _says_to_planner,
     ),
@@ -483,7 +483,7 @@ MUTANTS = (
     Mutant(
         "take for heard what was only said",
         "a planner dies while it is told of a change, and the next one is not told of it",
-        ((Parts, "ask", _take_for_heard),),
+        ((Launcher, "ask", _take_for_heard),),
         323,
         _says_to_planner,
     ),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from overlord.journal.job_journal import Journal
+from overlord.journal.job_journal import JobJournal
 from overlord.messages.control import SetMixture, Skip
 from tests.simulation.world import striking
 from tests.simulation.world.checker import Checker
@@ -199,14 +199,14 @@ def events_of(cluster: Cluster) -> Sequence[Any]:
 
 
 def while_it_is_written(
-    monkeypatch: pytest.MonkeyPatch, what: Callable[[Journal, Callable[[], None]], None]
+    monkeypatch: pytest.MonkeyPatch, what: Callable[[JobJournal, Callable[[], None]], None]
 ) -> list[Any]:
     """``what`` happens when the first event is to be written, and may write it; all that are
     written, the first included.
     """
-    real, written = Journal.said, list[Any]()
+    real, written = JobJournal.said, list[Any]()
 
-    def said(self: Journal, event: Any) -> None:
+    def said(self: JobJournal, event: Any) -> None:
         if not isinstance(event, SetMixture):
             return real(self, event)
         written.append(event)
@@ -214,7 +214,7 @@ def while_it_is_written(
             return what(self, lambda: real(self, event))
         return real(self, event)
 
-    monkeypatch.setattr(Journal, "said", said)
+    monkeypatch.setattr(JobJournal, "said", said)
     return written
 
 
@@ -243,7 +243,7 @@ def test_a_planner_that_dies_while_it_is_told_is_followed_by_one_that_knows_it_o
     assert cluster.disk is not None
     cluster.disk.chance = Chosen(whole)  # type: ignore[assignment]
 
-    def tears(journal: Journal, write: Callable[[], None]) -> None:
+    def tears(journal: JobJournal, write: Callable[[], None]) -> None:
         cluster.disk.tears = True  # type: ignore[union-attr]
         write()
 
@@ -262,7 +262,7 @@ def test_what_was_said_when_all_was_killed_is_said_again_if_the_journal_has_it_n
     made = told(scenario(), event := mixture(scenario()))
     cluster = Cluster(made)
 
-    def ends(journal: Journal, write: Callable[[], None]) -> None:
+    def ends(journal: JobJournal, write: Callable[[], None]) -> None:
         if whole:
             write()
         cluster.world.at(0.0, cluster.restart, None)  # type: ignore[arg-type]

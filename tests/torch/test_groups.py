@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from overlord.errors import DataStall, JobError
 from overlord.mesh import BROADCASTS, ClientPlaceTree
 from overlord.torch import broadcast_frames
-from overlord.torch.broadcast_frames import Wire
+from overlord.torch.broadcast_frames import FrameBroadcast
 from overlord.torch.process_groups import make_group, service_of
 
 degrees = st.integers(1, 3)
@@ -71,7 +71,7 @@ BROKEN = (
     [(0, 2, "rank 1"), (0, 3, "one of ranks 1, 2"), (1, 3, "rank 0, which fetches for this one,")],
 )
 def test_a_broken_broadcast_is_told_in_a_sentence(rank: int, degree: int, whom: str) -> None:
-    wire = Wire(
+    wire = FrameBroadcast(
         service_of(ClientPlaceTree(tp=degree), rank, "DP", ("TP",)), None, torch.device("cpu"), 1.0
     )
     said = str(wire._lost(RuntimeError(BROKEN), 0))
@@ -111,7 +111,7 @@ def test_who_waits_for_a_broadcast_says_so_before_it_gives_up(
     monkeypatch.setattr(broadcast_frames, "time", late := Late())
     said: list[tuple[str, float]] = []
     service = service_of(ClientPlaceTree(tp=2), 1, "DP", ("TP",))
-    wire = Wire(
+    wire = FrameBroadcast(
         service,
         None,
         torch.device("cpu"),

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import overlord as ov
 import overlord.torch as ot
-from overlord.torch.microbatch_info import Facts
+from overlord.torch.microbatch_info import MicrobatchInfo
 from overlord.torch.pinned_memory import fill, layout, views
-from overlord.transport.connection import SocketLink
+from overlord.transport.connection import SocketConnection
 from tests.torch.jobs import text_job
 
 torch = pytest.importorskip("torch")
@@ -71,7 +71,7 @@ def test_a_step_of_tensors_survives_pickling_with_its_samples(tmp_path: Path):
         assert all(torch.equal(a[key], b[key]) for key in b)
 
 
-def held(link: SocketLink) -> int:
+def held(link: SocketConnection) -> int:
     """Slots of the constructor's ring that this process keeps views of."""
     gc.collect()
     return link.remote_held
@@ -172,7 +172,7 @@ def test_facts_tell_the_convention_of_labels(tmp_path: Path):
             with ov.launch(text_job(tmp_path, labels=convention, **more)) as session:
                 for step in session.client(0):
                     for mb in step:
-                        facts = Facts.of(mb)
+                        facts = MicrobatchInfo.of(mb)
                         assert facts.labels in (convention, ""), more
                         assert (facts.labels == "") == bool((mb["labels"] == -100).all())
                         assert not facts.sliced
@@ -181,7 +181,7 @@ def test_facts_tell_the_convention_of_labels(tmp_path: Path):
                         last_stage = {
                             key: mb[key] for key in mb if key not in ("tokens", "position_ids")
                         }
-                        assert Facts.of(last_stage).labels == facts.labels
+                        assert MicrobatchInfo.of(last_stage).labels == facts.labels
 
 
 def test_labels_of_documents_of_one_token_over_and_over_are_told_by_their_ends():
@@ -197,4 +197,4 @@ def test_labels_of_documents_of_one_token_over_and_over_are_told_by_their_ends()
             "cu_seqlens": bounds,
             "cu_seqlens_padded": bounds,
         }
-        assert Facts.of(mb).labels == wanted
+        assert MicrobatchInfo.of(mb).labels == wanted

@@ -24,7 +24,7 @@ from overlord.errors import (
     TransformError,
 )
 from overlord.messages.control import AddSource, Cursor, SetMixture
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from tests.processes import until
 from tests.worlds import Rows
 
@@ -186,7 +186,7 @@ def test_a_step_that_was_begun_no_longer_changes() -> None:
     held = 0
     for seed in range(10):
         blueprint, executor = (
-            Blueprint(made, Options(prefetch=20, read_ahead=1)),
+            PreparedJob(made, Options(prefetch=20, read_ahead=1)),
             VirtualExecutor(seed, Delays()),
         )
         host = blueprint.host(executor)

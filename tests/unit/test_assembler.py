@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 from overlord.constructor.assembler import Assembler
 from overlord.errors import SourceError
-from overlord.messages.constructor import Build, Built, Deliver, End, Release, Staged
-from overlord.messages.control import Attach, Consumed, Detach, Finish, Stage
+from overlord.messages.constructor import Build, Built, Deliver, EndRank, PayloadReady, Release
+from overlord.messages.control import Attach, Consumed, Detach, EndOfJob, PlannedStep
 
 
-def stage(step: int, skipped: bool = False) -> Stage:
-    return Stage(
+def stage(step: int, skipped: bool = False) -> PlannedStep:
+    return PlannedStep(
         plan=SimpleNamespace(step=step), pops=None, doc=None, digest="", after=None, skipped=skipped
     )  # type: ignore[arg-type]
 
@@ -19,7 +19,7 @@ def stage(step: int, skipped: bool = False) -> Stage:
 def planned(assembler: Assembler, *steps: int) -> None:
     for step in steps:
         assembler.handle(stage(step))
-        assert assembler.handle(Staged(step)) == [Build(step, assembler.bucket)]
+        assert assembler.handle(PayloadReady(step)) == [Build(step, assembler.bucket)]
 
 
 def test_a_step_is_built_once_and_sent_to_every_rank_of_the_bucket() -> None:
@@ -47,7 +47,7 @@ def test_so_many_steps_are_built_ahead_of_the_fastest_rank_and_no_more() -> None
     planned(assembler, 0, 1)
     for step in (2, 3):
         assembler.handle(stage(step))
-        assert assembler.handle(Staged(step)) == []
+        assert assembler.handle(PayloadReady(step)) == []
     assert assembler.waiting() == "step 0: its microbatches to be built"
     assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(0, 1)]
     assert assembler.handle(Built(1)) == [Deliver(1, 0), Deliver(1, 1)]
@@ -68,10 +68,10 @@ def test_payload_that_comes_out_of_order_does_not_keep_the_next_step_from_being_
     assembler.handle(Attach(0))
     for step in range(4):
         assembler.handle(stage(step))
-    assert assembler.handle(Staged(2)) == []
-    assert assembler.handle(Staged(1)) == [Build(1, 0)]
-    assert assembler.handle(Staged(3)) == []
-    assert assembler.handle(Staged(0)) == [Build(0, 0)]
+    assert assembler.handle(PayloadReady(2)) == []
+    assert assembler.handle(PayloadReady(1)) == [Build(1, 0)]
+    assert assembler.handle(PayloadReady(3)) == []
+    assert assembler.handle(PayloadReady(0)) == [Build(0, 0)]
     assembler.handle(Built(1))
     assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(1, 0)]
     assert assembler.handle(Consumed(0, 1)) == [
@@ -83,19 +83,19 @@ def test_payload_that_comes_out_of_order_does_not_keep_the_next_step_from_being_
 
 
 def test_payload_of_steps_that_are_not_built_goes_with_the_last_rank_and_with_the_end() -> None:
-    for event in (Detach(0), Finish(1)):
+    for event in (Detach(0), EndOfJob(1)):
         assembler = Assembler(0, [0], build_ahead=1)
         assembler.handle(Attach(0))
         planned(assembler, 0)
         assembler.handle(stage(1))
-        assert assembler.handle(Staged(1)) == []
+        assert assembler.handle(PayloadReady(1)) == []
         assert assembler.handle(event) == [Release(1, 0)]
 
 
 def test_nothing_is_built_for_a_bucket_without_clients() -> None:
     assembler = Assembler(0, [0])
     assembler.handle(stage(0))
-    assert assembler.handle(Staged(0)) == [Release(0, 0)]
+    assert assembler.handle(PayloadReady(0)) == [Release(0, 0)]
 
 
 def test_a_skipped_step_is_not_delivered_and_holds_nothing_back() -> None:
@@ -110,8 +110,8 @@ def test_the_end_comes_after_the_last_step() -> None:
     assembler, error = Assembler(0, [0]), SourceError("web", "gone")
     assembler.handle(Attach(0))
     planned(assembler, 0)
-    assert assembler.handle(Finish(1, error)) == []
-    assert assembler.handle(Built(0)) == [Deliver(0, 0), End(0, error)]
+    assert assembler.handle(EndOfJob(1, error)) == []
+    assert assembler.handle(Built(0)) == [Deliver(0, 0), EndRank(0, error)]
 
 
 def test_a_rank_that_leaves_holds_nothing_back() -> None:
@@ -139,7 +139,7 @@ def test_a_step_comes_along_with_other_buckets_once_and_only_if_its_payload_is_t
     planned(assembler, 0)
     assembler.handle(stage(1))
     assert not assembler.come_along(1)  # its payload is on its way
-    assert assembler.handle(Staged(1)) == []
+    assert assembler.handle(PayloadReady(1)) == []
     assert assembler.come_along(1)
     assert not assembler.come_along(1)
     assert assembler.handle(Built(1)) == []

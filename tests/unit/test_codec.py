@@ -20,7 +20,7 @@ from overlord.errors import FrameError, OverlordError
 from overlord.mesh import ClientPlaceTree
 from overlord.messages import client, constructor, control, loader
 from overlord.messages.control import Consumed, Cursor, SetMixture, Skip, StreamState
-from overlord.messages.loader import Announce, Evaluated, Found
+from overlord.messages.loader import Announce, BlockReady, SampleBlock
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.sample import Buffer, Columns, Ragged
 from overlord.transport import record_codec
@@ -171,7 +171,7 @@ def test_a_slice_of_a_ragged_column_sends_its_rows_only():
     ids=lambda v: type(v).__name__,
 )
 def test_what_cannot_travel_is_refused_with_its_place(value: Any):
-    found = Found.nothing(0)
+    found = SampleBlock.nothing(0)
     with pytest.raises(FrameError, match=re.escape("value[1].found.meta['x']: wanted ")):
         encode(
             [
@@ -181,8 +181,8 @@ def test_what_cannot_travel_is_refused_with_its_place(value: Any):
                     0,
                     0,
                     0,
-                    Found(
-                        *[getattr(found, n) for n in record_codec.KINDS["Found"].names[:4]],
+                    SampleBlock(
+                        *[getattr(found, n) for n in record_codec.KINDS["SampleBlock"].names[:4]],
                         {"x": value},
                         *[()] * 5,
                     ),
@@ -329,7 +329,7 @@ STATE = StreamState(3, np.zeros((2, 6), np.int64), (1, 2), (True, False))
         (STATE, "weights", ("x",), "value.weights: wanted tuple[float, ...]"),
         (STATE, "schedule", 3, "value.schedule: wanted "),
         (
-            Evaluated(Found.nothing(0), 1, 2),
+            BlockReady(SampleBlock.nothing(0), 1, 2),
             "seconds",
             True,
             "value.seconds: wanted float, found True",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlord.process.shutdown import Ending, in_turn
+from overlord.process.shutdown import CloseOnce, in_turn
 
 
 def test_whatever_interrupts_a_step_the_others_are_done_and_the_next_who_comes_does_that_one() -> (
@@ -18,7 +18,7 @@ def test_whatever_interrupts_a_step_the_others_are_done_and_the_next_who_comes_d
         if faults:
             raise faults.pop(0)
 
-    ending = Ending()
+    ending = CloseOnce()
     steps = lambda: [lambda: done.append("first"), interrupted, lambda: done.append("last")]  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
         ending.go(steps)
@@ -39,7 +39,7 @@ def test_what_went_wrong_first_is_raised() -> None:
 
 
 def test_the_handler_of_a_signal_that_ends_what_is_being_ended_waits_for_nobody() -> None:
-    ending, done = Ending(), list[str]()
+    ending, done = CloseOnce(), list[str]()
     ending.go(
         lambda: [
             lambda: ending.go(lambda: [lambda: done.append("twice")]),

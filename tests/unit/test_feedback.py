@@ -19,7 +19,7 @@ import torch
 import overlord as ov
 from overlord.errors import JobError, OverlordError, PlanError, StateMismatch
 from overlord.messages.control import Report, SetMixture, Skip
-from overlord.planning.events import Log
+from overlord.planning.events import EventLog
 from overlord.planning.feedback import promised
 from overlord.planning.schedule.base import learns
 from tests.processes import until
@@ -522,7 +522,7 @@ def test_what_is_said_in_time_is_in_a_state_before_the_planner_has_heard_of_it()
 def test_a_report_is_expected_until_the_planner_has_said_what_becomes_of_it() -> None:
     with launch(job(Listener([]))) as session:
         state = replace(session._start_state, step=4)
-    first, second, said = Report(3, 0, loss(1)), Report(3, 0, loss(2)), Log(6)
+    first, second, said = Report(3, 0, loss(1)), Report(3, 0, loss(2)), EventLog(6)
 
     def held() -> list[Report]:
         return list(said.completed(state, ("a", "b")).reports)

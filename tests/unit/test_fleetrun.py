@@ -14,13 +14,13 @@ from click.testing import CliRunner
 import overlord as ov
 from overlord.cli.main import cli
 from overlord.dryrun.constants import Measured, chosen, probed, samples_of
-from overlord.dryrun.estimate import Asked, constants_of, fleet_of, placed, simulated
-from overlord.dryrun.machines import Fleet
-from overlord.dryrun.run import FleetRun, Ran
+from overlord.dryrun.estimate import DryRunRequest, constants_of, fleet_of, placed, simulated
+from overlord.dryrun.machines import ClusterShape
+from overlord.dryrun.run import DryRun, Ran
 from overlord.dryrun.stand_ins import Probe
 from overlord.errors import JobError
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from tests.corpus import write_rows
 from tests.properties.test_fleet import LIKELY
 
@@ -46,15 +46,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
 
 
 def ran(
-    job: ov.Job, fleet: Fleet, *, seen: list[FleetRun] | None = None, row_s: float = 1e-4
+    job: ov.Job, fleet: ClusterShape, *, seen: list[DryRun] | None = None, row_s: float = 1e-4
 ) -> Ran:
-    blueprint = Blueprint(placed(job, fleet, LIKELY), Options())
+    blueprint = PreparedJob(placed(job, fleet, LIKELY), Options())
     try:
         probes = probed(blueprint, lambda what, done, of: None)
         probes = tuple(
             replace(p, row_s=row_s) for p in probes
         )  # what was measured differs from run to run
-        run = FleetRun(blueprint, probes, fleet, LIKELY)
+        run = DryRun(blueprint, probes, fleet, LIKELY)
         if seen is not None:
             seen.append(run)
         return run.run(8, 4)
@@ -67,8 +67,8 @@ def test_every_rank_gets_every_step_at_the_pace_of_the_trainers(
     job: ov.Job, constructors: bool
 ) -> None:
     fleet, seen = (
-        Fleet(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64, constructors=constructors),
-        list[FleetRun](),
+        ClusterShape(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64, constructors=constructors),
+        list[DryRun](),
     )
     found = ran(job, fleet, seen=seen)
     assert [step.has for step in found.steps] == [64] * 4
@@ -80,12 +80,12 @@ def test_every_rank_gets_every_step_at_the_pace_of_the_trainers(
 
 
 def test_without_a_clock_a_run_is_the_same_every_time(job: ov.Job) -> None:
-    fleet = Fleet(gpus=32, cp=2, sources=3, batch=64)
+    fleet = ClusterShape(gpus=32, cp=2, sources=3, batch=64)
     assert ran(job, fleet) == ran(job, fleet)
 
 
 def test_ranks_that_gather_for_themselves_get_more_bytes_and_later(job: ov.Job) -> None:
-    fleet = Fleet(gpus=256, cp=4, gpus_per_node=8, sources=3, batch=256)
+    fleet = ClusterShape(gpus=256, cp=4, gpus_per_node=8, sources=3, batch=256)
     built, direct = (ran(job, replace(fleet, constructors=c)) for c in (True, False))
     assert direct.median("nbytes") == pytest.approx(4 * built.median("nbytes"), rel=0.05)
     assert direct.median("latency_s") > built.median("latency_s")
@@ -93,10 +93,10 @@ def test_ranks_that_gather_for_themselves_get_more_bytes_and_later(job: ov.Job) 
 
 def test_a_planner_that_is_slow_shows_in_latency_and_then_in_waits(job: ov.Job) -> None:
     """Its time is real time, put on the virtual clock."""
-    fleet, ticks = Fleet(gpus=8, sources=3, batch=16), iter(range(10**9))
-    blueprint = Blueprint(placed(job, fleet, LIKELY), Options())
+    fleet, ticks = ClusterShape(gpus=8, sources=3, batch=16), iter(range(10**9))
+    blueprint = PreparedJob(placed(job, fleet, LIKELY), Options())
     probes = tuple(replace(p, row_s=1e-6) for p in probed(blueprint, lambda what, done, of: None))
-    found = FleetRun(blueprint, probes, fleet, LIKELY, clock=lambda: float(next(ticks))).run(
+    found = DryRun(blueprint, probes, fleet, LIKELY, clock=lambda: float(next(ticks))).run(
         6, 2
     )  # every look is a second later
     blueprint.close()
@@ -109,7 +109,7 @@ def test_a_planner_that_is_slow_shows_in_latency_and_then_in_waits(job: ov.Job) 
 
 def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
     """Eight loaders of a source, 64 / 3 samples of it in a step, half a second each."""
-    found = ran(job, Fleet(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64), row_s=0.5)
+    found = ran(job, ClusterShape(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64), row_s=0.5)
     assert found.most("waited_s") > 0
     words = (
         "source 's0': a step takes each of its 8 loaders 1.33 s, and it has no chunks for "
@@ -119,7 +119,7 @@ def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
 
 
 def test_loader_hosts_are_as_many_as_reading_takes(job: ov.Job) -> None:
-    asked = Asked(gpus=[64], cp=2)
+    asked = DryRunRequest(gpus=[64], cp=2)
     few, many = (
         fleet_of(job, asked, 64, replace(LIKELY, read_s=s), True).loader_hosts for s in (1e-4, 1.0)
     )
@@ -130,7 +130,7 @@ def test_loader_hosts_are_as_many_as_reading_takes(job: ov.Job) -> None:
 
 
 def test_constants_that_are_damaged_or_of_another_version_are_measured_again(job: ov.Job) -> None:
-    blueprint = Blueprint(job, Options())
+    blueprint = PreparedJob(job, Options())
     found = Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
     blueprint.close()
     kept = json.loads(json.dumps(found.plain()))
@@ -144,7 +144,7 @@ def test_constants_that_are_damaged_or_of_another_version_are_measured_again(job
 def test_the_command_shows_and_writes_what_it_found(
     job: ov.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kept(blueprint: Blueprint, path: Path, *, again: bool, progress: object) -> Measured:
+    def kept(blueprint: PreparedJob, path: Path, *, again: bool, progress: object) -> Measured:
         return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
 
     monkeypatch.setattr("overlord.dryrun.estimate.measured", kept)  # dummy jobs have their own test
@@ -197,7 +197,7 @@ def test_constants_of_the_same_files_without_images_are_not_taken_for_those_with
         "overlord.dryrun.estimate.measured", lambda *_, **__: Measured(constants=LIKELY, probes=())
     )
     kept = []
-    for made in (Blueprint(job, Options()), Blueprint(pictured(job, "s1"), Options())):
+    for made in (PreparedJob(job, Options()), PreparedJob(pictured(job, "s1"), Options())):
         kept.append(constants_of(made, again=False, progress=lambda what, done, of: None)[1])
         made.close()
     assert kept[0] != kept[1]
@@ -217,7 +217,7 @@ def test_constants_are_measured_again_for_another_context_treatment_of_long_docu
     ]
     same = replace(job, batch=ov.Batch(samples=32, context=256), place=ov.ClientPlaceTree(dp=4))
     kept = []
-    for made in (Blueprint(j, Options()) for j in (job, same, *others)):
+    for made in (PreparedJob(j, Options()) for j in (job, same, *others)):
         kept.append(constants_of(made, again=False, progress=lambda what, done, of: None)[1])
         made.close()
     assert kept[0] == kept[1], "not for another batch or place"
@@ -251,4 +251,4 @@ def test_a_mesh_that_no_launch_takes_is_refused_before_anything_is_measured(
         match=r"simulate, 64 GPUs with cp 2, pp 1, tp 1: place: cp=2 cuts "
         r'microbatches.*cp_split="none"',
     ):
-        simulated(pictured(job, "s1"), Asked(gpus=[64], cp=2))
+        simulated(pictured(job, "s1"), DryRunRequest(gpus=[64], cp=2))

@@ -18,22 +18,29 @@ from hypothesis import strategies as st
 from overlord.batch import Batch
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.images import PixelForm, _fill_all
-from overlord.constructor.payload_gather import MAX_EARLY, Gathering, check_payload
-from overlord.constructor.service import Building
+from overlord.constructor.payload_gather import MAX_EARLY, PayloadGatherer, check_payload
+from overlord.constructor.service import ConstructorService
 from overlord.errors import ActorLost, OverlordError, PlanError
-from overlord.messages.control import Attach, Encoding, Finish, Placed, Sealed, Stage
-from overlord.messages.loader import Payload
+from overlord.messages.control import (
+    Attach,
+    ConstructorPlan,
+    EncodedState,
+    EncoderPlan,
+    EndOfJob,
+    PlannedStep,
+)
+from overlord.messages.loader import StepPayload
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.sample import Ragged, Scattered
 from overlord.transforms.image_items import Prefix
 from overlord.transport.codec import decode, encode
 
-AFTER = Sealed(0, np.zeros(1, np.uint8))
+AFTER = EncodedState(0, np.zeros(1, np.uint8))
 
 
 def placed(
     step: int, lengths: list[int], origins: tuple[int, ...], doc: list[int] | None = None
-) -> Placed:
+) -> ConstructorPlan:
     n = len(lengths)
     zeros = np.zeros(n, np.int32)
     main = Assignment(
@@ -58,8 +65,8 @@ def placed(
         tokens=np.array(lengths),
         modules={"backbone": main},
     )
-    return Placed(
-        Stage(
+    return ConstructorPlan(
+        PlannedStep(
             plan, np.zeros(0, np.int64), np.arange(n) if doc is None else np.array(doc), "", AFTER
         ),
         origins,
@@ -89,9 +96,9 @@ class Here:
     """A constructor whose work is done at once."""
 
     def __init__(self, images: PixelForm | None = None) -> None:
-        self.finished: list[Finish] = []
+        self.finished: list[EndOfJob] = []
         self.box, self._queue = Box(), deque[Any]()
-        self.building = Building(
+        self.building = ConstructorService(
             [Assembler(0, [0])],
             batch=Batch(samples=4, context=32),
             multiple=1,
@@ -100,7 +107,7 @@ class Here:
             cannot=self.finished.append,
             images=images,
         )
-        self.gathering = Gathering(self.building)
+        self.gathering = PayloadGatherer(self.building)
         self.run(self.building.attach({0: self.box}))
 
     def submit(self, name: str, work: Any, done: Any, **_: Any) -> None:
@@ -119,12 +126,12 @@ class Here:
 
 def test_payload_of_several_hosts_is_joined_in_the_order_of_the_plan_whenever_it_comes() -> None:
     here = Here()
-    here.run(here.gathering.payload(Payload(0, 7, documents(3, first=20))))
+    here.run(here.gathering.payload(StepPayload(0, 7, documents(3, first=20))))
     assert here.gathering.waiting() == ""
     here.run(here.gathering.plan(placed(0, [2, 3], (3, 7))))
     assert here.gathering.waiting() == "step 0: payload of loader-host/3"
-    here.run(here.gathering.payload(Payload(0, 7, documents(3, first=30))))  # the first counts
-    here.run(here.gathering.payload(Payload(0, 3, documents(2, first=10))))
+    here.run(here.gathering.payload(StepPayload(0, 7, documents(3, first=30))))  # the first counts
+    here.run(here.gathering.payload(StepPayload(0, 3, documents(2, first=10))))
     assert here.box.steps == {0: [10, 10, 20, 20, 20]}
 
 
@@ -148,22 +155,24 @@ def test_payload_that_is_not_what_was_planned_is_delivered_to_nobody(
     here = Here()
     here.run(here.gathering.plan(placed(4, [2, 3], (3, 7))))
     here.run(here.gathering.plan(placed(5, [2], (3,))))
-    here.run(here.gathering.payload(Payload(4, 3, documents(*lengths))))
+    here.run(here.gathering.payload(StepPayload(4, 3, documents(*lengths))))
     here.run(
-        here.gathering.payload(Payload(4, 7, documents(3) if lengths == [5] else documents(3, 1)))
+        here.gathering.payload(
+            StepPayload(4, 7, documents(3) if lengths == [5] else documents(3, 1))
+        )
     )
     [finish] = here.finished
     assert finish.step == 4
     assert isinstance(finish.error, PlanError)
     assert words in str(finish.error)
-    here.run(here.gathering.payload(Payload(5, 3, documents(2))))
+    here.run(here.gathering.payload(StepPayload(5, 3, documents(2))))
     assert here.box.steps == {}, "the job ends before step 4"
 
 
 def test_a_plan_for_hooks_is_whole_and_its_payload_is_not() -> None:
     here = Here()
     here.run(here.gathering.plan(placed(0, [9, 2], (3,), doc=[-1, 0])))
-    assert here.gathering.payload(Payload(0, 3, documents(2)))
+    assert here.gathering.payload(StepPayload(0, 3, documents(2)))
     assert here.finished == []
 
 
@@ -171,8 +180,8 @@ def test_a_host_that_sends_no_more_ends_the_job_before_the_first_step_that_misse
     here = Here()
     for step in (1, 2, 3):
         here.run(here.gathering.plan(placed(step, [2, 3], (3, 7))))
-        here.run(here.gathering.payload(Payload(step, 3, documents(2))))
-    here.run(here.gathering.payload(Payload(1, 7, documents(3))))
+        here.run(here.gathering.payload(StepPayload(step, 3, documents(2))))
+    here.run(here.gathering.payload(StepPayload(1, 7, documents(3))))
     here.run(here.gathering.lost(7, "killed"))
     assert list(here.box.steps) == [1]
     assert [(f.step, str(f.error)) for f in here.finished] == [(2, "loader-host/7 is lost: killed")]
@@ -184,14 +193,14 @@ def test_what_nobody_wants_is_not_kept() -> None:
     here = Here()
     here.run(here.gathering.plan(placed(5, [2], (3,))))
     for step in (0, 4):
-        assert here.gathering.payload(Payload(step, 3, documents(2))) == []
+        assert here.gathering.payload(StepPayload(step, 3, documents(2))) == []
     for step in range(10, 10 + 2 * MAX_EARLY):
-        here.gathering.payload(Payload(step, 3, documents(2)))
+        here.gathering.payload(StepPayload(step, 3, documents(2)))
     assert len(here.gathering._early[3]) == MAX_EARLY
-    here.run(here.gathering.payload(Payload(5, 3, documents(2, first=1))))
-    here.run(here.gathering.payload(Payload(5, 3, documents(2, first=9))))
+    here.run(here.gathering.payload(StepPayload(5, 3, documents(2, first=1))))
+    here.run(here.gathering.payload(StepPayload(5, 3, documents(2, first=9))))
     assert here.box.steps == {5: [1, 1]}, "the first counts, and there is no second"
-    here.run(here.gathering.finish(Finish(6)))
+    here.run(here.gathering.finish(EndOfJob(6)))
     assert here.gathering._early == {}
 
 
@@ -221,7 +230,7 @@ ARRAYS = st.sampled_from(
 def test_whatever_a_peer_sends_is_taken_as_documents_or_refused(
     step: Any, origin: Any, values: Any, offsets: Any, whole: bool
 ) -> None:
-    payload = Payload(5 if whole else step, 3 if whole else origin, Ragged(values, offsets))
+    payload = StepPayload(5 if whole else step, 3 if whole else origin, Ragged(values, offsets))
     try:
         payload = decode(*encode(payload))
         check_payload(payload, 3)
@@ -236,7 +245,7 @@ def test_whatever_a_peer_sends_is_taken_as_documents_or_refused(
 def test_what_is_no_column_of_documents_is_refused() -> None:
     for tokens in (None, 3, "x", [1], np.zeros(3), Attach(1)):
         with pytest.raises(OverlordError, match="wanted documents of whole numbers, found"):
-            check_payload(Payload(0, 3, tokens), 3)  # type: ignore[arg-type]
+            check_payload(StepPayload(0, 3, tokens), 3)  # type: ignore[arg-type]
 
 
 # images
@@ -251,10 +260,10 @@ def image(patch: int = 1, value: int = 5, magic: bytes = b"") -> np.ndarray:
     )
 
 
-def with_images(placed: Placed, n: int) -> Placed:
+def with_images(placed: ConstructorPlan, n: int) -> ConstructorPlan:
     """One rank encodes n images of the first document, in the order in which they come."""
     one, none = np.array([0, n]), np.zeros(n, np.int64)
-    encoding = Encoding(
+    encoding = EncoderPlan(
         ranks=np.array([0]),
         n_slots=1,
         per="microbatch",
@@ -281,7 +290,7 @@ def gathered(*images: np.ndarray | None, wanted: int = 2) -> Here:
     here = Here(PixelForm(3, "uint8"))
     here.run(here.gathering.plan(with_images(placed(0, [2, 3], (3, 7)), wanted)))
     for host, tokens, found in zip((3, 7), (documents(2), documents(3)), images, strict=True):
-        payload = Payload(
+        payload = StepPayload(
             0, host, tokens, items=None if found is None else Ragged.from_rows([found], np.uint8)
         )
         check_payload(payload, host)
@@ -320,7 +329,7 @@ def test_a_step_that_is_left_off_at_the_end_is_logged_as_no_error(
     here.run(here.gathering.plan(with_images(placed(0, [2], (3,)), 1)))
     here.run(
         here.gathering.payload(
-            Payload(0, 3, documents(2), items=Ragged.from_rows([image()], np.uint8))
+            StepPayload(0, 3, documents(2), items=Ragged.from_rows([image()], np.uint8))
         )
     )
     assert "closed while its images were being decoded" in str(here.finished[0].error)
@@ -349,7 +358,7 @@ def test_images_wait_for_no_helper_that_is_busy_with_another_step() -> None:
 def test_whatever_a_peer_sends_is_taken_as_images_or_refused(
     values: Any, offsets: Any, dtype: Any
 ) -> None:
-    payload = Payload(
+    payload = StepPayload(
         5,
         3,
         documents(2),
@@ -373,4 +382,4 @@ def test_whatever_a_peer_sends_is_taken_as_images_or_refused(
 def test_what_is_no_column_of_images_is_refused() -> None:
     for items in (3, "x", [1], np.zeros(3, np.uint8), Attach(1), documents(3)):
         with pytest.raises(OverlordError, match="wanted images as bytes, found"):
-            check_payload(Payload(0, 3, documents(1), items=items), 3)  # type: ignore[arg-type]
+            check_payload(StepPayload(0, 3, documents(1), items=items), 3)  # type: ignore[arg-type]

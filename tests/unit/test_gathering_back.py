@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from overlord.batch import Batch
 from overlord.constructor.assembler import Assembler
-from overlord.constructor.payload_gather import MAX_EARLY, Gathering, check_payload
-from overlord.constructor.service import Building
+from overlord.constructor.payload_gather import MAX_EARLY, PayloadGatherer, check_payload
+from overlord.constructor.service import ConstructorService
 from overlord.errors import ActorLost, OverlordError, PlanError
-from overlord.messages.control import STRIDE, Back, Finish, Placed
-from overlord.messages.loader import Payload
+from overlord.messages.control import STRIDE, ConstructorPlan, EndOfJob, Rollback
+from overlord.messages.loader import StepPayload
 from tests.laws import examples
 from tests.unit.test_gathering import Box, Here, documents, placed
 
@@ -53,7 +53,7 @@ class Later(Here):
         super().__init__()
         self._at_once, self.todo = at_once, list[Any]()
         self.boxes = [Ends()]
-        self.building = Building(
+        self.building = ConstructorService(
             [Assembler(0, [0], build_ahead=8)],
             batch=Batch(samples=4, context=32),
             multiple=1,
@@ -61,7 +61,7 @@ class Later(Here):
             run=self.run,
             cannot=self.finished.append,
         )
-        self.gathering = Gathering(self.building, failover=True)
+        self.gathering = PayloadGatherer(self.building, failover=True)
         self.run(self.building.attach(dict(enumerate(self.boxes))))
 
     def submit(self, name: str, work: Any, done: Any, **_: Any) -> None:
@@ -83,12 +83,12 @@ class Later(Here):
     def send(self, step: int, origin: int, generation: int = 0, value: int = 0) -> None:
         self.run(
             self.gathering.payload(
-                Payload(step, origin, documents(2, first=value or origin), generation)
+                StepPayload(step, origin, documents(2, first=value or origin), generation)
             )
         )
 
     def back(self, step: int, generation: int) -> None:
-        self.run(self.gathering.back(Back(generation, step)))
+        self.run(self.gathering.back(Rollback(generation, step)))
 
     @property
     def steps(self) -> dict[int, list[int]]:
@@ -200,7 +200,7 @@ def test_if_it_is_given_up_the_job_ends_before_the_first_step_that_misses_it() -
     here.send(0, 3), here.send(0, 7)
     here.run(here.gathering.lost(7, "killed"))
     lost = ActorLost("loader-host/7", "killed")
-    here.run(here.gathering.finish(Finish(3, lost)))
+    here.run(here.gathering.finish(EndOfJob(3, lost)))
     assert [(f.step, str(f.error)) for f in here.finished] == [(1, str(lost))]
     here.run(here.gathering.finish(here.finished[0]))  # the planner says it again
     assert here.boxes[0].heard[0] == 0
@@ -213,7 +213,7 @@ def test_an_end_that_was_that_of_a_fault_is_undone_and_the_true_one_comes_later(
         here.plan(step)
         if step != 1:
             here.send(step, 3), here.send(step, 7)
-    here.run(here.gathering.finish(Finish(1, fault)))
+    here.run(here.gathering.finish(EndOfJob(1, fault)))
     assert here.boxes[0].heard == [0, fault]
     assert (
         here.building.held_bytes()["staged"]
@@ -224,19 +224,19 @@ def test_an_end_that_was_that_of_a_fault_is_undone_and_the_true_one_comes_later(
     for step in (1, 2, 3):
         here.plan(step, G)
         here.send(step, 3, G), here.send(step, 7, G)
-    here.run(here.gathering.finish(Finish(4)))
+    here.run(here.gathering.finish(EndOfJob(4)))
     assert here.boxes[0].heard == [0, fault, "resumed", 1, 2, 3, None]
 
 
 def test_an_end_that_is_true_is_told_again_after_going_back() -> None:
     here = Later()
     here.plan(0)
-    here.run(here.gathering.finish(Finish(1)))
+    here.run(here.gathering.finish(EndOfJob(1)))
     here.back(-1, G)
     here.plan(0, G)
     here.send(0, 3, G), here.send(0, 7, G)
     assert here.boxes[0].heard == [0], "no end is known here until the planner has found it again"
-    here.run(here.gathering.finish(Finish(1)))
+    here.run(here.gathering.finish(EndOfJob(1)))
     assert here.boxes[0].heard == [0, None]
 
 
@@ -246,7 +246,7 @@ def test_a_step_that_was_being_built_when_the_job_ended_and_went_on_is_built_onc
         here.plan(step)
         here.send(step, 3), here.send(step, 7)
     assert len(here.todo) == 2
-    here.run(here.gathering.finish(Finish(0, ActorLost("loader-host/7", "killed"))))
+    here.run(here.gathering.finish(EndOfJob(0, ActorLost("loader-host/7", "killed"))))
     here.back(-1, G)
     for step in (0, 1):
         here.plan(step, G)
@@ -291,7 +291,7 @@ def test_a_host_that_floods_us_keeps_out_no_other() -> None:
 @pytest.mark.parametrize("generation", [-1, 0.5, "0", None, True])
 def test_payload_of_no_generation_is_refused(generation: Any) -> None:
     with pytest.raises(OverlordError, match="wanted a generation"):
-        check_payload(Payload(0, 3, documents(2), generation), 3)
+        check_payload(StepPayload(0, 3, documents(2), generation), 3)
 
 
 @given(st.data())
@@ -310,10 +310,11 @@ def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_i
         if recovery:
             here.back(taken, generation)
         said: list[Any] = [
-            Placed(placed(s, [2, 2], (3, 7)).stage, (3, 7), generation) for s in range(taken + 1, n)
+            ConstructorPlan(placed(s, [2, 2], (3, 7)).stage, (3, 7), generation)
+            for s in range(taken + 1, n)
         ]
         sent = [
-            Payload(s, o, documents(2, first=10 * s + o), generation)
+            StepPayload(s, o, documents(2, first=10 * s + o), generation)
             for s in range(taken + 1, n)
             for o in (3, 7)
         ]
@@ -326,11 +327,13 @@ def test_whatever_loaders_and_planner_repeat_every_step_is_delivered_once_with_i
         here.run(here.building.consumed([0], taken))
     here.back(taken, 9 * G)
     for step in range(taken + 1, n):
-        here.run(here.gathering.plan(Placed(placed(step, [2, 2], (3, 7)).stage, (3, 7), 9 * G)))
+        here.run(
+            here.gathering.plan(ConstructorPlan(placed(step, [2, 2], (3, 7)).stage, (3, 7), 9 * G))
+        )
         for origin in (3, 7):
             here.run(
                 here.gathering.payload(
-                    Payload(step, origin, documents(2, first=10 * step + origin), 9 * G)
+                    StepPayload(step, origin, documents(2, first=10 * step + origin), 9 * G)
                 )
             )
         for late in flight:

@@ -12,7 +12,7 @@ import json
 import pytest
 
 import overlord as ov
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from tests.golden.jobs import FILE, STATE, arrays, jobs
 
 KEPT = json.loads(FILE.read_text())
@@ -40,7 +40,7 @@ def test_a_fixed_job_gives_the_stream_it_always_gave(made: dict[str, ov.Job], na
 @pytest.mark.parametrize("name", KEPT)
 def test_a_state_saved_then_goes_on_as_it_did(made: dict[str, ov.Job], name: str) -> None:
     job, kept = made[name], KEPT[name]
-    fingerprint = Blueprint(
+    fingerprint = PreparedJob(
         job, Options()
     ).fingerprint  # of the files as they are now: their bytes may differ by library
     state = {**kept["state"], "job": job.name, "fingerprint": fingerprint, "counts": {}}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from overlord.cluster.worker import QUIET_S, Events
+from overlord.cluster.worker import QUIET_S, EventQueue
 from overlord.planning.demand import STRIDE, Demand
 
 
 def test_what_nobody_waits_for_is_told_with_what_comes_after_it() -> None:
-    events = Events(now=lambda: 100.0)  # nothing of this takes any time
+    events = EventQueue(now=lambda: 100.0)  # nothing of this takes any time
     events.put("first", hurry=False)
     assert events.ask().result(0) == ["first"]  # nothing was told for a while
     asked = events.ask()
@@ -24,7 +24,7 @@ def test_what_nobody_waits_for_is_told_with_what_comes_after_it() -> None:
 def test_what_waits_is_told_when_a_draw_begins_to_wait_for_it_also_if_nobody_has_asked_yet() -> (
     None
 ):
-    events = Events()
+    events = EventQueue()
     events.put("first")
     assert events.ask().result(0) == ["first"]
     events.put("ahead", hurry=False)

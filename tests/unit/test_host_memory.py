@@ -20,15 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.cluster.constructor_worker import ConstructorHost
-from overlord.cluster.worker import Settings
+from overlord.cluster.constructor_worker import ConstructorWorker
+from overlord.cluster.worker import WorkerConfig
 from overlord.concurrency import platform
-from overlord.concurrency.platform import Machine
+from overlord.concurrency.platform import Platform
 from overlord.process import malloc
 from overlord.process.cgroup import cores
 from overlord.process.malloc import DEFAULT, LATER, arena_limit, chosen_by_user, limit_arenas
-from overlord.rpc.peers import Peers
-from overlord.rpc.process_launcher import ProcessControl
+from overlord.rpc.peers import RpcServer
+from overlord.rpc.process_launcher import ProcessActorSystem
 from overlord.sources.arrow_numpy import arrow_of, numpy_of
 from overlord.transport.server import dial
 from tests.corpus import write_rows
@@ -115,7 +115,7 @@ class Pool:
 def test_hosts_have_arrow_take_memory_from_the_c_library_and_their_environment_does_not_show_it() -> (
     None
 ):
-    with ProcessControl() as control:
+    with ProcessActorSystem() as control:
         found = control.get(control.call(control.spawn(Pool, name="pool"), "backend"), 30.0)
     assert found == ["system", None]
 
@@ -133,7 +133,7 @@ class Arenas:
 
     def shared(self, workers: int) -> list[list[str]]:
         """Return the threads that share an arena with a worker."""
-        Machine().prepare(workers)
+        Platform().prepare(workers)
         malloc, over, where = ctypes.CDLL(None).malloc, threading.Event(), dict[str, int]()
         malloc.restype = ctypes.c_void_p
 
@@ -165,13 +165,13 @@ def test_no_worker_of_a_host_process_shares_an_arena(monkeypatch: pytest.MonkeyP
     """
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
-    with ProcessControl() as control:
+    with ProcessActorSystem() as control:
         assert (
             control.get(control.call(control.spawn(Arenas, name="arenas"), "shared", 4), 30.0) == []
         )
 
 
-class Noted(Machine):
+class Noted(Platform):
     """Keep the links that a host counts a thread for, and leave the arenas of this process
     alone.
     """
@@ -187,10 +187,10 @@ def test_a_constructor_host_counts_all_its_threads_however_many_links_it_has(lin
     """One thread serves all links of a server: more links need no more arenas. The planner is in
     another process here.
     """
-    machine, peers = Noted(), Peers()
+    machine, peers = Noted(), RpcServer()
     before = set(threading.enumerate())
-    settings = Settings(name="linked", token="t", workers=1, machine=machine)
-    host = ConstructorHost(0, settings, {0: (0,)}, ov.Batch(samples=4, context=32), 1, ())
+    settings = WorkerConfig(name="linked", token="t", workers=1, machine=machine)
+    host = ConstructorWorker(0, settings, {0: (0,)}, ov.Batch(samples=4, context=32), 1, ())
     with closing(host), ExitStack() as open_links:
         open_links.callback(peers.shutdown)
         host.listen("127.0.0.1", "u")

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.scaling.loader_placement import Hosting, SourceLoad, plan_hosts
+from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, plan_hosts
 from overlord.scaling.partition import HOST_BYTES, Resources, partition
 from overlord.setup.partition import loads_of
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from overlord.setup.source_loads import load_of
 from tests.corpus import write_rows
 from tests.laws import examples
@@ -49,7 +49,7 @@ def questions(draw: st.DrawFn) -> tuple[list[SourceLoad], dict[str, object]]:
     return loads, options
 
 
-def by_host(loads: list[SourceLoad], hosting: Hosting) -> dict[int, list[int]]:
+def by_host(loads: list[SourceLoad], hosting: LoaderPlacement) -> dict[int, list[int]]:
     """Sources of the loaders of every host, one entry a loader."""
     source_of = [i for i, n in enumerate(hosting.loaders) for _ in range(n)]
     found = defaultdict(list)
@@ -269,7 +269,7 @@ def test_code_of_the_user_is_assumed_to_hold_the_interpreter_lock_and_code_of_th
     )
 
     def parts(**options: Any) -> dict[str, float]:
-        made = Blueprint(job, Options(partition="off", **options))
+        made = PreparedJob(job, Options(partition="off", **options))
         made.close()
         return {found.name: found.locked for found in loads_of(made)}
 
@@ -280,7 +280,7 @@ def test_code_of_the_user_is_assumed_to_hold_the_interpreter_lock_and_code_of_th
     assert parts(autoscale=True)["apart"] == 1.0, (
         "its loaders share one worker process of a host then"
     )
-    loads = {found.name: found for found in loads_of(Blueprint(job, Options(partition="off")))}
+    loads = {found.name: found for found in loads_of(PreparedJob(job, Options(partition="off")))}
     assert replace(loads["both"], cost=loads["both"].share * 1e-2).locked > 0.8, (
         "what was measured beyond the encoder's part is the code's"
     )
@@ -323,7 +323,7 @@ def test_a_source_that_is_tokenized_weighs_more_than_one_of_token_ids(tmp_path: 
             ),
         ],
     )
-    made = Blueprint(job, Options())
+    made = PreparedJob(job, Options())
     ids, text, once = (
         load_of(s, p, i, s.weight)
         for s, p, i in zip(job.sources, made.pipelines, made.indexes, strict=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from overlord.errors import JournalError, JournalTaken, StateMismatch
-from overlord.journal.log import Log, read, read_all
+from overlord.journal.log import JournalLog, read, read_all
 from overlord.journal.record import Record
 from overlord.journal.segment import Header, name_of
 from overlord.journal.storage import place_of
@@ -50,17 +50,17 @@ def test_what_is_changed_after_a_record_was_made_is_not_what_is_written():
 @pytest.mark.parametrize("kind", ["", "Plan", "a b", ".own", "a" * 40, "é"])
 def test_a_kind_is_a_short_plain_word_and_notes_are_the_logs_own(kind):
     with pytest.raises(ValueError, match="wanted"):
-        Log.create(Memory(), JOB).append([Record.of(kind, 0, b"")])
+        JournalLog.create(Memory(), JOB).append([Record.of(kind, 0, b"")])
 
 
 def test_a_new_journal_refuses_a_place_that_has_one_and_says_what_is_there(tmp_path):
-    with Log.create(tmp_path / "a" / "j", JOB) as log:
+    with JournalLog.create(tmp_path / "a" / "j", JOB) as log:
         log.append([plan(0), plan(7)])
     with pytest.raises(
         JournalError,
         match=r"found 2 records, the last with number 7 of job 'demo'.*resume=\"auto\"",
     ) as caught:
-        Log.create(tmp_path / "a" / "j", JOB)
+        JournalLog.create(tmp_path / "a" / "j", JOB)
     assert caught.value.path == str(tmp_path / "a" / "j")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert numbers(tmp_path / "a" / "j") == [0, 7]
@@ -75,7 +75,7 @@ def test_a_journal_is_opened_again_and_again_and_by_any_name_of_its_place(tmp_pa
             f"file://localhost{tmp_path}/j",
         ]
     ):
-        log, before = Log.open(name, JOB)
+        log, before = JournalLog.open(name, JOB)
         assert ([record.number for record in before], log.generation) == (list(range(k)), k + 1)
         with log:
             log.append([plan(k)])
@@ -84,31 +84,31 @@ def test_a_journal_is_opened_again_and_again_and_by_any_name_of_its_place(tmp_pa
 def test_a_directory_with_other_things_in_it_is_told_of_once(tmp_path, caplog):
     (tmp_path / "web").mkdir()
     (tmp_path / "a.parquet").write_bytes(b"")
-    Log.create(tmp_path, JOB).close()
+    JournalLog.create(tmp_path, JOB).close()
     assert [r.message for r in caplog.records] == [
         f"journal {tmp_path}: there are other things in this directory (a.parquet, web); "
         "a journal had better have its own"
     ]
-    Log.open(tmp_path, JOB)[0].close()
-    Log.create(tmp_path / "new", JOB).close()
+    JournalLog.open(tmp_path, JOB)[0].close()
+    JournalLog.create(tmp_path / "new", JOB).close()
     assert len(caplog.records) == 1
 
 
 def test_a_journal_of_another_job_is_refused_part_by_part(tmp_path):
-    Log.create(tmp_path, JOB).close()
+    JournalLog.create(tmp_path, JOB).close()
     other = Header(job="demo", fingerprint={"draw": "random", "code": "x"})
     with pytest.raises(StateMismatch) as caught:
-        Log.open(tmp_path, other)
+        JournalLog.open(tmp_path, other)
     assert caught.value.differences == {
         "draw": ("exact-1", "random"),
         "web": ("abc", "nothing"),
         "code": ("nothing", "x"),
     }
-    log, _ = Log.open(tmp_path, other, allow=["draw", "web", "code"])
+    log, _ = JournalLog.open(tmp_path, other, allow=["draw", "web", "code"])
     log.close()
     with pytest.raises(StateMismatch, match="job: saved demo, found other"):
-        Log.open(tmp_path, Header(job="other", fingerprint=other.fingerprint))
-    Log.open(tmp_path, other)[0].close()  # refusing has left no lock
+        JournalLog.open(tmp_path, Header(job="other", fingerprint=other.fingerprint))
+    JournalLog.open(tmp_path, other)[0].close()  # refusing has left no lock
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_place_that_cannot_be_is_named_without_secrets(uri, says):
 
 
 def test_a_second_writer_is_refused_with_who_holds_it_and_readers_are_not(tmp_path):
-    with Log.create(tmp_path, JOB) as log:
+    with JournalLog.create(tmp_path, JOB) as log:
         log.append([plan(0)])
-        for attempt in (Log.open, Log.create):
+        for attempt in (JournalLog.open, JournalLog.create):
             with pytest.raises(
                 JournalError,
                 match=rf"process {os.getpid()} on \S+ writes to it; stop that one first",
@@ -138,7 +138,7 @@ def test_a_second_writer_is_refused_with_who_holds_it_and_readers_are_not(tmp_pa
                 attempt(tmp_path, JOB)
         assert numbers(tmp_path) == [0]
         log.append([plan(1)])
-    log, before = Log.open(tmp_path, JOB)
+    log, before = JournalLog.open(tmp_path, JOB)
     assert len(before) == 2
     log.close()
     log.close()
@@ -147,7 +147,7 @@ def test_a_second_writer_is_refused_with_who_holds_it_and_readers_are_not(tmp_pa
 
 
 def test_segments_roll_at_their_size_and_are_pruned_whole_below_a_number(tmp_path):
-    with Log.create(tmp_path, JOB, segment_bytes=2000) as log:
+    with JournalLog.create(tmp_path, JOB, segment_bytes=2000) as log:
         for k in range(40):
             log.append([plan(k, 200)])
         made = log.segments
@@ -162,13 +162,13 @@ def test_segments_roll_at_their_size_and_are_pruned_whole_below_a_number(tmp_pat
         assert log.prune(10**9) > 0
         assert numbers(tmp_path) == []
         log.append([plan(40)])
-    log, before = Log.open(tmp_path, JOB)
+    log, before = JournalLog.open(tmp_path, JOB)
     assert [record.number for record in before] == [40]
     log.close()
 
 
 def test_numbers_that_go_back_keep_what_lies_before_them(tmp_path):
-    with Log.create(tmp_path, JOB) as log:
+    with JournalLog.create(tmp_path, JOB) as log:
         for run in ([5, 6, 7], [2, 3], [4]):
             log.append([plan(k) for k in run])
             log.roll()
@@ -204,13 +204,13 @@ def test_a_segment_that_is_missing_renamed_or_of_another_journal_is_named(tmp_pa
         place = Memory()
         place.files = held
         with pytest.raises(JournalError, match=says):
-            Log.open(place, JOB)
+            JournalLog.open(place, JOB)
         with pytest.raises(JournalError, match=says):
             read_all(place)
 
 
 def test_a_name_that_is_no_segments_is_told_and_other_files_do_not_matter(tmp_path):
-    with Log.create(tmp_path, JOB) as log:
+    with JournalLog.create(tmp_path, JOB) as log:
         (tmp_path / "notes.txt").write_text("mine")
         log.append([plan(0)])
     assert numbers(tmp_path) == [0]
@@ -236,7 +236,7 @@ def test_a_newer_format_is_told_from_damage():
 
 
 def test_a_writer_learns_that_its_files_were_taken_away(tmp_path):
-    with Log.create(tmp_path, JOB) as log:
+    with JournalLog.create(tmp_path, JOB) as log:
         (tmp_path / name_of(0)).unlink()
         with pytest.raises(
             JournalError, match=r"found that it was removed; somebody else changes the journal"
@@ -245,7 +245,7 @@ def test_a_writer_learns_that_its_files_were_taken_away(tmp_path):
 
 
 def test_a_writer_learns_that_somebody_else_wrote_to_its_file(tmp_path):
-    with Log.create(tmp_path, JOB) as log:
+    with JournalLog.create(tmp_path, JOB) as log:
         log.append([plan(0)])
         with (tmp_path / name_of(0)).open("ab") as file:
             file.write(b"x")
@@ -303,21 +303,21 @@ def of(launch: str) -> Header:
 @pytest.mark.parametrize("whole", [True, False], ids=["store", "directory"])
 def test_a_launch_goes_on_only_where_the_last_writer_was_its_own_and_else_shuts_out_nobody(whole):
     place = Memory(whole)
-    Log.create(place, of("a")).append([plan(0)])
-    mine, before = Log.open(place, of("a"), goes_on=True)
+    JournalLog.create(place, of("a")).append([plan(0)])
+    mine, before = JournalLog.open(place, of("a"), goes_on=True)
     assert len(before) == 1
     mine.append([plan(1)])
-    other, _ = Log.open(place, of("b"))
+    other, _ = JournalLog.open(place, of("b"))
     files = dict(place.files)
     with pytest.raises(
         JournalTaken,
         match=r'process \d+ on \S+ with generation 3 has taken over: .*stop this job.*resume="auto"',
     ):
-        Log.open(place, of("a"), goes_on=True)
+        JournalLog.open(place, of("a"), goes_on=True)
     assert place.files == files, "it has looked, and written nothing"
     other.append([plan(2)])
     assert numbers(place) == [0, 1, 2]
-    Log.open(place, of("a"))[0].append([plan(3)])  # who is launched anew may go on from any
+    JournalLog.open(place, of("a"))[0].append([plan(3)])  # who is launched anew may go on from any
     assert numbers(place) == [0, 1, 2, 3]
 
 
@@ -328,11 +328,11 @@ def test_one_who_takes_over_between_the_look_and_the_claim_is_found_by_the_next_
                 meanwhile.pop()()
             super().create(name, data)
 
-    place, others, meanwhile = Slow(whole=True), list[Log](), list[Callable[[], None]]()
-    Log.create(place, of("a")).append([plan(0)])
-    meanwhile.append(lambda: others.append(Log.open(place, of("b"))[0]))
+    place, others, meanwhile = Slow(whole=True), list[JournalLog](), list[Callable[[], None]]()
+    JournalLog.create(place, of("a")).append([plan(0)])
+    meanwhile.append(lambda: others.append(JournalLog.open(place, of("b"))[0]))
     with pytest.raises(JournalTaken, match="with generation 2 has taken over"):
-        Log.open(place, of("a"), goes_on=True)
+        JournalLog.open(place, of("a"), goes_on=True)
     others[0].append([plan(1)])
     assert numbers(place) == [0, 1]
 
@@ -341,14 +341,14 @@ def test_a_launch_goes_on_where_nobody_has_written_yet_and_from_a_journal_that_n
     monkeypatch,
 ):
     place = Memory()
-    Log.open(place, of("a"), goes_on=True)[0].append([plan(0)])
-    Log.open(place, of("a"), goes_on=True)[0].close()
+    JournalLog.open(place, of("a"), goes_on=True)[0].append([plan(0)])
+    JournalLog.open(place, of("a"), goes_on=True)[0].close()
     with monkeypatch.context() as patch:  # as it was written before headers had it
         patch.setattr(
             "overlord.journal.segment.asdict",
             lambda header: {k: v for k, v in asdict(header).items() if k != "launch"},
         )
-        Log.open(place, JOB)[0].append([plan(1)])
+        JournalLog.open(place, JOB)[0].append([plan(1)])
     assert numbers(place) == [0, 1]
     with pytest.raises(JournalTaken, match="has taken over"):
-        Log.open(place, of("a"), goes_on=True)
+        JournalLog.open(place, of("a"), goes_on=True)

@@ -15,7 +15,7 @@ import overlord as ov
 from overlord.cli.main import cli
 from overlord.journal.checkpoint import snapshot
 from overlord.journal.job_journal import entries
-from overlord.journal.log import Log, read_all
+from overlord.journal.log import JournalLog, read_all
 from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
 from overlord.journal.segment import Header, name_of
@@ -29,7 +29,7 @@ def overlord(*args: str | Path) -> Result:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
-    with Log.create(tmp_path / "j", JOB, segment_bytes=1000) as log:
+    with JournalLog.create(tmp_path / "j", JOB, segment_bytes=1000) as log:
         for k in range(6):
             log.append(
                 [
@@ -88,7 +88,7 @@ def test_verify_takes_a_write_that_was_cut_for_no_fault(journal):
 
 
 def test_a_record_that_this_version_cannot_decode_is_a_fault_of_verify(tmp_path):
-    with Log.create(tmp_path, JOB) as log:
+    with JournalLog.create(tmp_path, JOB) as log:
         log.append([plan(0), Record("plan", 1, b"no frame", 1)])
     report = verify(tmp_path)
     assert report.first_fault.startswith("000000000000.ovj, byte")
@@ -140,7 +140,7 @@ def test_show_says_what_a_job_wrote_in_words(written):
 
 def test_verify_goes_through_the_steps_of_a_job(written):
     assert overlord("journal", "verify", written).exit_code == 0
-    log, records = Log.open(written, Header(job="told"))
+    log, records = JournalLog.open(written, Header(job="told"))
     plan = next(record for record in records if record.kind == "plan")
     log.append([Record.of("plan", 99, plan.body)])
     log.close()
@@ -153,7 +153,7 @@ def test_verify_goes_through_the_steps_of_a_job(written):
 
 
 def test_a_snapshot_that_is_not_what_the_plans_give_is_a_fault(written):
-    log, records = Log.open(written, Header(job="told"))
+    log, records = JournalLog.open(written, Header(job="told"))
     found = Recovered.of(entries(records))
     wrong = found.front()
     entry = snapshot(replace(wrong, owed=(1, *wrong.owed[1:])), found.acked)

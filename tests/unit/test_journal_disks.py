@@ -16,7 +16,7 @@ import pytest
 
 from overlord.errors import JournalError
 from overlord.journal import directory
-from overlord.journal.log import Log, read
+from overlord.journal.log import JournalLog, read
 from overlord.journal.segment import name_of
 from overlord.journal.verify import verify
 from tests.journals import JOB, numbers, plan
@@ -26,7 +26,7 @@ from tests.journals import JOB, numbers, plan
 def test_a_sync_that_fails_gives_the_segment_up_for_good(tmp_path, monkeypatch, call):
     """The kernel may have thrown the bytes away and say nothing the second time."""
     real = directory._sync_data
-    with Log.create(tmp_path, JOB) as log:
+    with JournalLog.create(tmp_path, JOB) as log:
         log.append([plan(0)])
         if call == "create":
             log.roll()
@@ -83,7 +83,7 @@ def file_limit(path: Path, nbytes: int = 40_000) -> Iterator[Path]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def _fill(log: Log, done: list[int]) -> None:
+def _fill(log: JournalLog, done: list[int]) -> None:
     for k in range(100):
         log.append([plan(k, 3000)])
         done.append(k)
@@ -100,7 +100,7 @@ def test_on_a_full_disk_all_that_was_acknowledged_is_kept_and_the_log_goes_on_wh
         disk.mkdir(exist_ok=True)
         (disk / "ballast").write_bytes(bytes(12_000))
         done: list[int] = []
-        with Log.create(disk / "j", JOB) as log:
+        with JournalLog.create(disk / "j", JOB) as log:
             with pytest.raises(
                 JournalError, match=rf"could not append 3\d\d\d bytes at byte \d+: .*{says}"
             ):
@@ -113,14 +113,14 @@ def test_on_a_full_disk_all_that_was_acknowledged_is_kept_and_the_log_goes_on_wh
                 (disk / "ballast").unlink()
             log.append([plan(101, 3000)])
             assert numbers(disk / "j") == [*done, 101]
-        log, before = Log.open(disk / "j", JOB)
+        log, before = JournalLog.open(disk / "j", JOB)
         assert [record.number for record in before] == [*done, 101]
         log.close()
 
 
 def test_a_directory_that_cannot_be_written_is_told_at_once(tmp_path):
     with tiny(tmp_path / "disk") as disk:
-        with Log.create(disk / "j", JOB) as log:
+        with JournalLog.create(disk / "j", JOB) as log:
             log.append([plan(0)])
             subprocess.run(
                 ["mount", "-o", "remount,ro", str(disk)], check=False, capture_output=True
@@ -131,7 +131,7 @@ def test_a_directory_that_cannot_be_written_is_told_at_once(tmp_path):
                 JournalError,
                 match=r"Read-only file system \(EROFS\); let the job write there, or give it another",
             ):
-                Log.open(disk / path, JOB)
+                JournalLog.open(disk / path, JOB)
         assert numbers(disk / "j") == [0]
         assert verify(disk / "j").faults == ()
 
@@ -140,13 +140,13 @@ def test_a_directory_that_cannot_be_written_is_told_at_once(tmp_path):
 def test_a_directory_without_permission_is_told_at_once(tmp_path):
     (tmp_path / "j").mkdir(mode=0o555)
     with pytest.raises(JournalError, match=r"\(EACCES\); let the job write there"):
-        Log.create(tmp_path / "j", JOB)
+        JournalLog.create(tmp_path / "j", JOB)
 
 
 def test_a_file_where_the_directory_should_be_is_told(tmp_path):
     (tmp_path / "j").write_text("")
     with pytest.raises(JournalError, match=r"\(EEXIST\); name a directory"):
-        Log.create(tmp_path / "j", JOB)
+        JournalLog.create(tmp_path / "j", JOB)
 
 
 def test_what_is_acknowledged_was_synced_and_what_is_gone_on_from_too(tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_what_is_acknowledged_was_synced_and_what_is_gone_on_from_too(tmp_path, 
         found, synced[:] = list(synced), []
         return found
 
-    with Log.create(tmp_path / "a" / "j", JOB) as log:
+    with JournalLog.create(tmp_path / "a" / "j", JOB) as log:
         assert since() == [
             tmp_path.name,
             "a",
@@ -175,7 +175,7 @@ def test_what_is_acknowledged_was_synced_and_what_is_gone_on_from_too(tmp_path, 
         assert since() == [name_of(1), "j"]
         log.prune(2)
         assert since() == [name_of(1), "j"]
-    log, _ = Log.open(tmp_path / "a" / "j", JOB)
+    log, _ = JournalLog.open(tmp_path / "a" / "j", JOB)
     log.close()
     assert since() == [name_of(1), "j", name_of(2), "j"]
 

@@ -14,8 +14,8 @@ import pytest
 
 from overlord.errors import JournalError
 from overlord.journal import directory, log
-from overlord.journal.append_thread import Writer
-from overlord.journal.log import Log
+from overlord.journal.append_thread import AppendThread
+from overlord.journal.log import JournalLog
 from tests.journals import JOB, Memory, numbers, plan
 
 pytestmark = pytest.mark.timeout(200)
@@ -45,7 +45,7 @@ def _no_memory(*args: Any) -> bytes:
 def test_a_file_that_its_server_has_lost_is_a_failure_as_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Log.create(tmp_path, JOB) as made:
+    with JournalLog.create(tmp_path, JOB) as made:
         made.append([plan(0)])
         monkeypatch.setattr(directory.os, "fstat", _stale)
         monkeypatch.setattr(directory.os, "close", _closing_stale(os.close))
@@ -70,8 +70,8 @@ def test_whatever_is_raised_while_it_writes_is_told_to_all_who_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = Told()
-    with Log.create(tmp_path, JOB) as made:
-        writer = Writer(made, told if beside else None)
+    with JournalLog.create(tmp_path, JOB) as made:
+        writer = AppendThread(made, told if beside else None)
         writer.wait(writer.put([plan(0)]))
         assert not beside or told.once()
         monkeypatch.setattr(log, "pack", _no_memory)
@@ -105,7 +105,7 @@ def test_an_append_that_outlasts_the_closing_lets_go_of_the_journal_behind_it(
         assert gate.wait(30)
         _stale(fd) if fails else real(fd)
 
-    writer = Writer(Log.create(tmp_path, JOB), lambda: None)
+    writer = AppendThread(JournalLog.create(tmp_path, JOB), lambda: None)
     writer.wait(writer.put([plan(0)]))
     monkeypatch.setattr(directory, "_sync_data", slow)
     writer.put([plan(1)])
@@ -113,13 +113,13 @@ def test_an_append_that_outlasts_the_closing_lets_go_of_the_journal_behind_it(
     writer.put([plan(2)])
     assert not writer.close(0.01)
     with pytest.raises(JournalError, match="writes to it"):
-        Log.open(tmp_path, JOB)
+        JournalLog.open(tmp_path, JOB)
     gate.set()
     assert writer._thread is not None
     writer._thread.join(30)
     assert writer.close(30), "a second time"
     monkeypatch.undo()
-    again, found = Log.open(tmp_path, JOB)
+    again, found = JournalLog.open(tmp_path, JOB)
     with again:
         assert [record.number for record in found] in ([[0], [0, 1]] if fails else [[0, 1, 2]])
 
@@ -131,8 +131,8 @@ def _refused(self: Path, missing_ok: bool = False) -> None:
     raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-def _three_segments(path: Path) -> Log:
-    made = Log.create(path, JOB)
+def _three_segments(path: Path) -> JournalLog:
+    made = JournalLog.create(path, JOB)
     for k in range(3):
         made.append([plan(k)])
         made.roll()
@@ -147,7 +147,7 @@ def test_a_removal_that_is_refused_is_told_once_and_tried_again_and_nothing_is_l
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with _three_segments(tmp_path) as made:
-        writer = Writer(made)
+        writer = AppendThread(made)
         monkeypatch.setattr(directory.Path, "unlink", _refused)
         for k, before in ((3, 1), (4, 2), (5, None)):
             writer.wait(writer.put([plan(k)], before=before))
@@ -173,13 +173,13 @@ def test_what_could_not_be_removed_goes_when_the_next_writer_prunes(
 ) -> None:
     with _three_segments(tmp_path) as made:
         monkeypatch.setattr(directory.Path, "unlink", _refused)
-        Writer(made).put([plan(3)], before=2)
+        AppendThread(made).put([plan(3)], before=2)
     monkeypatch.undo()
-    again, found = Log.open(tmp_path, JOB)
+    again, found = JournalLog.open(tmp_path, JOB)
     with again:
         assert [record.number for record in found] == [2, 3]
         assert segments(tmp_path) == 5
-        Writer(again).put([], before=0)
+        AppendThread(again).put([], before=0)
         assert (segments(tmp_path), numbers(tmp_path)) == (3, [2, 3])
 
 
@@ -193,7 +193,7 @@ def test_who_waits_does_not_wait_for_a_removal_and_a_refused_one_does_not_end_th
         _refused(self)
 
     with _three_segments(tmp_path) as made:
-        writer = Writer(made, told)
+        writer = AppendThread(made, told)
         monkeypatch.setattr(directory.Path, "unlink", slow)
         writer.wait(writer.put([plan(3)], before=2), 30)
         assert told.once()
@@ -208,11 +208,11 @@ def test_a_note_of_what_goes_that_cannot_be_written_is_a_failure_and_what_was_du
     None
 ):
     place = Memory()
-    made = Log.create(place, JOB)
+    made = JournalLog.create(place, JOB)
     for k in range(3):
         made.append([plan(k)])
         made.roll()
-    writer = Writer(made)
+    writer = AppendThread(made)
     place.fault = lambda data: 0 if _bare(b".pruned") in data else None
     with pytest.raises(JournalError, match="EIO"):
         writer.put([plan(3)], before=2)
@@ -245,8 +245,8 @@ def test_plans_do_not_wait_for_a_store_that_does_not_answer_when_something_is_to
     None
 ):
     place = Unanswering()
-    with Log.create(place, JOB) as made:
-        writer = Writer(made, lambda: None)
+    with JournalLog.create(place, JOB) as made:
+        writer = AppendThread(made, lambda: None)
         writer.wait(writer.put([plan(0)]))
         writer.put([plan(1)], rolls=True, before=1)
         assert place.asked.wait(30)

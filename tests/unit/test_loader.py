@@ -10,22 +10,22 @@ from overlord.loader.order import SourceOrder
 from overlord.messages.control import Cursor, Refill
 from overlord.messages.loader import (
     Announce,
+    BlockReady,
     Evaluate,
-    Evaluated,
-    Found,
     Pop,
     Read,
     ReadFailed,
-    WindowRead,
+    SampleBlock,
+    WindowReady,
 )
 
 PLAIN = SourceOrder(name="web", n_chunks=4, seed=0, shuffle=False, shuffle_chunks=1)
 
 
-def found(n: int) -> Found:
+def found(n: int) -> SampleBlock:
     ids = np.arange(n)
     none = np.zeros(0, np.int64)
-    return Found(
+    return SampleBlock(
         ids.astype(np.uint64),
         ids,
         ids,
@@ -38,8 +38,8 @@ def found(n: int) -> Found:
     )
 
 
-def evaluated(n: int, rows: int | None = None) -> Evaluated:
-    return Evaluated(found(n), n if rows is None else rows, 10 * n)
+def evaluated(n: int, rows: int | None = None) -> BlockReady:
+    return BlockReady(found(n), n if rows is None else rows, 10 * n)
 
 
 def brief(commands: list) -> list:
@@ -55,7 +55,7 @@ def brief(commands: list) -> list:
 def test_start_up_reads_what_the_first_draw_needs_and_no_more() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     assert loader.handle(Refill(0, must=3, level=0)) == [Read(0, 0, 0, 0, (0,), urgent=True)]
-    assert loader.handle(WindowRead(rows=100, over=())) == [Evaluate(0, 3, urgent=True)]
+    assert loader.handle(WindowReady(rows=100, over=())) == [Evaluate(0, 3, urgent=True)]
     assert brief(loader.handle(evaluated(3))) == [(0, 0, 0, 3, False, False)]
 
 
@@ -64,7 +64,7 @@ def test_of_documents_that_are_split_only_as_many_are_evaluated_as_give_the_samp
 ):
     loader = Loader(0, PLAIN, epochs=1, budget_bytes=2_500)
     loader.handle(Refill(0, must=4, level=0))
-    assert loader.handle(WindowRead(rows=100, over=())) == [Evaluate(0, 4, urgent=True)]
+    assert loader.handle(WindowReady(rows=100, over=())) == [Evaluate(0, 4, urgent=True)]
     loader.handle(evaluated(200, rows=4))  # 50 pieces each
     assert loader.handle(Pop(0, 200)) == []
     assert loader.handle(Refill(0, must=120, level=0)) == [Evaluate(0, 3, urgent=True)]
@@ -78,7 +78,7 @@ def test_of_documents_that_are_split_only_as_many_are_evaluated_as_give_the_samp
 def test_a_level_is_held_by_whole_blocks_and_refilled_after_a_pop() -> None:
     loader = Loader(0, PLAIN, epochs=1, block_rows=16)
     loader.handle(Refill(0, must=0, level=4))
-    assert loader.handle(WindowRead(rows=100, over=())) == [
+    assert loader.handle(WindowReady(rows=100, over=())) == [
         Evaluate(0, 8)
     ]  # the first one is small: others wait for their first
     assert brief(loader.handle(evaluated(8))) == [(0, 0, 0, 8, False, False)]
@@ -91,7 +91,7 @@ def test_a_level_is_held_by_whole_blocks_and_refilled_after_a_pop() -> None:
 def test_a_window_ends_a_group_ends_and_the_next_is_read() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     loader.handle(Refill(0, must=3, level=0))
-    loader.handle(WindowRead(rows=2, over=(0,)))
+    loader.handle(WindowReady(rows=2, over=(0,)))
     assert brief(loader.handle(evaluated(2))) == [
         (0, 0, 0, 2, True, True),
         Read(0, 0, 1, 0, (1,), urgent=True),
@@ -101,7 +101,7 @@ def test_a_window_ends_a_group_ends_and_the_next_is_read() -> None:
 def test_an_unfinished_chunk_goes_on_in_the_next_window() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     loader.handle(Refill(0, must=3, level=0))
-    loader.handle(WindowRead(rows=2, over=()))
+    loader.handle(WindowReady(rows=2, over=()))
     assert brief(loader.handle(evaluated(2))) == [
         (0, 0, 0, 2, True, False),
         Read(0, 0, 0, 1, (0,), urgent=True),
@@ -111,7 +111,7 @@ def test_an_unfinished_chunk_goes_on_in_the_next_window() -> None:
 def test_rows_that_give_no_sample_do_not_stop_the_reading() -> None:
     loader = Loader(0, PLAIN, epochs=1)
     loader.handle(Refill(0, must=1, level=0))
-    loader.handle(WindowRead(rows=2, over=(0,)))
+    loader.handle(WindowReady(rows=2, over=(0,)))
     assert brief(loader.handle(evaluated(0, rows=1))) == [
         (0, 0, 0, 0, False, False),
         Evaluate(0, 1, urgent=True),
@@ -135,12 +135,12 @@ def test_the_last_epoch_is_the_end() -> None:
     order = SourceOrder(name="web", n_chunks=1, seed=0, shuffle=False, shuffle_chunks=1)
     loader = Loader(0, order, epochs=2)
     loader.handle(Refill(0, must=9, level=0))
-    loader.handle(WindowRead(rows=1, over=(0,)))
+    loader.handle(WindowReady(rows=1, over=(0,)))
     assert brief(loader.handle(evaluated(1))) == [
         (0, 0, 0, 1, True, True),
         Read(0, 1, 0, 0, (0,), urgent=True),
     ]
-    loader.handle(WindowRead(rows=1, over=(0,)))
+    loader.handle(WindowReady(rows=1, over=(0,)))
     assert brief(loader.handle(evaluated(1))) == [(1, 0, 0, 1, True, True)]
     assert loader.doing == "done"
 
@@ -156,7 +156,7 @@ def test_a_restored_loader_starts_in_the_middle_of_a_window() -> None:
 def test_the_budget_bounds_what_is_read_ahead_but_never_the_draw() -> None:
     loader = Loader(0, PLAIN, epochs=1, budget_bytes=50, block_rows=8)
     loader.handle(Refill(0, must=0, level=100))
-    loader.handle(WindowRead(rows=100, over=()))
+    loader.handle(WindowReady(rows=100, over=()))
     assert brief(loader.handle(evaluated(8))) == [
         (0, 0, 0, 8, False, False)
     ]  # 80 bytes held: no more by itself
@@ -166,7 +166,7 @@ def test_the_budget_bounds_what_is_read_ahead_but_never_the_draw() -> None:
 def test_a_block_read_ahead_is_no_larger_than_what_the_budget_has_left() -> None:
     loader = Loader(0, PLAIN, epochs=1, budget_bytes=200, block_rows=8)
     loader.handle(Refill(0, must=0, level=100))
-    loader.handle(WindowRead(rows=100, over=()))
+    loader.handle(WindowReady(rows=100, over=()))
     _, more = loader.handle(evaluated(8))
     assert more == Evaluate(0, 12)  # of ten bytes each
     loader.handle(evaluated(12))

@@ -12,18 +12,26 @@ import pytest
 
 import overlord as ov
 from overlord.cluster import loader_worker
-from overlord.cluster.loader_worker import LoaderHost
-from overlord.cluster.worker import Settings
+from overlord.cluster.loader_worker import LoaderWorker
+from overlord.cluster.worker import WorkerConfig
 from overlord.errors import StorageError
 from overlord.loader import replay_buffer
 from overlord.loader.loader import Loader
 from overlord.loader.order import SourceOrder
-from overlord.loader.replay_buffer import Memory
-from overlord.loader.sample_buffer import Shelf
-from overlord.messages.control import Back, Cursor, Finish, Opening, Part, Refill
-from overlord.messages.loader import Announce, Found, Long, Payload, Read, ReadFailed, WindowRead
+from overlord.loader.replay_buffer import ReplayBuffer
+from overlord.loader.sample_buffer import SampleBuffer
+from overlord.messages.control import Cursor, EndOfJob, LoaderPlan, LoaderStart, Refill, Rollback
+from overlord.messages.loader import (
+    Announce,
+    LongDocuments,
+    Read,
+    ReadFailed,
+    SampleBlock,
+    StepPayload,
+    WindowReady,
+)
 from overlord.sample import Content, Ragged
-from overlord.setup.prepared_job import Blueprint, Options, open_loader
+from overlord.setup.prepared_job import Options, PreparedJob, open_loader
 from overlord.transport.server import Server
 from tests.backing import STRIDE, Drawing, payload_rows
 
@@ -49,7 +57,7 @@ def job_of(rows: list[dict[str, Any]], **fields: Any) -> ov.Job:
 def drawing(rows: int = 30, **how: Any) -> Drawing:
     """Samples 0, 1, 2 ... of one token each, ten in a window."""
     return Drawing(
-        Blueprint(job_of([{"tokens": [k]} for k in range(rows)]), Options()), 0, 1, **how
+        PreparedJob(job_of([{"tokens": [k]} for k in range(rows)]), Options()), 0, 1, **how
     )
 
 
@@ -69,7 +77,7 @@ def numbers(pieces: list[Content]) -> list[int]:
 
 
 def test_what_was_popped_stays_before_the_front_until_it_is_released() -> None:
-    shelf = Shelf(keeps=True)
+    shelf = SampleBuffer(keeps=True)
     shelf.put(block(0, 5))
     shelf.put(block(5, 5))
     assert numbers(shelf.pop(7)) == list(range(7))
@@ -83,7 +91,7 @@ def test_what_was_popped_stays_before_the_front_until_it_is_released() -> None:
 
 
 def test_a_shelf_that_keeps_nothing_lets_popped_blocks_go() -> None:
-    shelf = Shelf()
+    shelf = SampleBuffer()
     shelf.put(block(0, 5))
     shelf.pop(5)
     assert (shelf.kept_rows, shelf.kept_bytes, shelf.nbytes, list(shelf._kept)) == (0, 0, 0, [])
@@ -92,11 +100,13 @@ def test_a_shelf_that_keeps_nothing_lets_popped_blocks_go() -> None:
 # announcements
 
 
-def found(rows: list[int], bad: list[int] = [], dropped: int = 0, long: list[int] = []) -> Found:  # noqa: B006
+def found(
+    rows: list[int], bad: list[int] = [], dropped: int = 0, long: list[int] = []
+) -> SampleBlock:  # noqa: B006
     ids, failed = np.array(rows, np.int64), np.array(bad, np.int64)
     meta = {"tokens": np.ones(len(rows), np.int64)}
     zeros, none = np.zeros(len(rows), np.int64), np.zeros(len(bad), np.int64)
-    return Found(
+    return SampleBlock(
         ids.astype(np.uint64),
         zeros,
         ids,
@@ -111,9 +121,9 @@ def found(rows: list[int], bad: list[int] = [], dropped: int = 0, long: list[int
     )
 
 
-def lost_by(rows: list[int]) -> Long:
+def lost_by(rows: list[int]) -> LongDocuments:
     ids = np.array(rows, np.int64)
-    return Long(ids.astype(np.uint64), ids * 0, ids, ids * 10)
+    return LongDocuments(ids.astype(np.uint64), ids * 0, ids, ids * 10)
 
 
 def brief(news: list[Announce]) -> list[tuple[Any, ...]]:
@@ -131,15 +141,15 @@ def brief(news: list[Announce]) -> list[tuple[Any, ...]]:
     ]
 
 
-def again(kept: Memory, *cursor: int) -> Any:
-    made = kept.since(replay_buffer.Since.of(Cursor(*cursor), PLAIN))
+def again(kept: ReplayBuffer, *cursor: int) -> Any:
+    made = kept.since(replay_buffer.ReplayCursor.of(Cursor(*cursor), PLAIN))
     return None if made is None else (made[0], brief(made[1]))
 
 
 def test_rows_that_filters_dropped_in_a_window_are_told_again_though_the_block_that_told_of_them_is_kept_no_longer() -> (
     None
 ):
-    kept = Memory(PLAIN, Cursor())
+    kept = ReplayBuffer(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0, 1], dropped=5)))
     kept.add(Announce(0, 0, 0, 0, found([2, 3], bad=[4])))
     kept.add(Announce(0, 0, 0, 0, found([5, 6]), True, False))
@@ -162,7 +172,7 @@ def test_rows_that_filters_dropped_in_a_window_are_told_again_though_the_block_t
 
 
 def test_failures_before_the_cursor_are_left_out_and_those_behind_it_stay() -> None:
-    kept = Memory(PLAIN, Cursor())
+    kept = ReplayBuffer(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0, 4], bad=[1, 2, 6])))
     assert again(kept, 0, 0, 0, 0, 0, 0) == (1, [(0, 0, [4], [1, 2, 6], 0, False, False)])
     assert again(kept, 0, 0, 0, 0, 4, 0) == (2, [(0, 0, [], [6], 0, False, False)])
@@ -178,9 +188,9 @@ def test_documents_that_lost_tokens_are_told_again_from_behind_the_cursor_on(
     """Row 4 is a sample that was cut: its loss was counted when it was drawn. Rows 1 and 6 were
     dropped.
     """
-    kept = Memory(PLAIN, Cursor())
+    kept = ReplayBuffer(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0, 4], long=[1, 4, 6])))
-    made = kept.since(replay_buffer.Since.of(Cursor(0, 0, 0, 0, row, 0), PLAIN))
+    made = kept.since(replay_buffer.ReplayCursor.of(Cursor(0, 0, 0, 0, row, 0), PLAIN))
     assert made is not None
     (news,) = made[1]
     assert news.found is not None
@@ -188,7 +198,7 @@ def test_documents_that_lost_tokens_are_told_again_from_behind_the_cursor_on(
 
 
 def test_a_loader_that_was_done_with_a_group_before_the_cursor_says_so_at_the_cursor() -> None:
-    kept = Memory(PLAIN, Cursor())
+    kept = ReplayBuffer(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0]), True, True))
     kept.add(Announce(0, 0, 1, 0, None, True, False))
     assert again(kept, 0, 0, 3, 0, 77, 0) == (
@@ -198,7 +208,7 @@ def test_a_loader_that_was_done_with_a_group_before_the_cursor_says_so_at_the_cu
 
 
 def test_memory_reaches_from_the_last_sample_released_on() -> None:
-    kept = Memory(PLAIN, Cursor(0, 1, 0, 0, 3, 0))
+    kept = ReplayBuffer(PLAIN, Cursor(0, 1, 0, 0, 3, 0))
     kept.add(Announce(0, 0, 1, 0, found([4, 5, 6])))
     assert again(kept, 0, 1, 0, 0, 2, 0) is None, "before its opening"
     assert again(kept, 0, 0, 0, 0, 9, 0) is None
@@ -211,7 +221,7 @@ def test_announcements_without_a_sample_are_not_kept_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replay_buffer, "MAX_EMPTY", 4)
-    kept = Memory(PLAIN, Cursor())
+    kept = ReplayBuffer(PLAIN, Cursor())
     for window in range(50):
         kept.add(Announce(0, 0, 0, window, found([], dropped=1), True, window == 49))
     assert len(kept._news) == 4
@@ -255,7 +265,7 @@ def test_the_same_word_twice_and_an_older_one_change_nothing() -> None:
     host = run.hosts[0]
     run.hear()
     run.say_again()
-    host.back(Back(STRIDE - 1, -1, tuple(run.blueprint.openings(0, Cursor()))))
+    host.back(Rollback(STRIDE - 1, -1, tuple(run.blueprint.openings(0, Cursor()))))
     assert not host.said
     run.go_on(3)
     run.say_again()
@@ -347,7 +357,7 @@ def test_a_loader_that_failed_says_it_again() -> None:
         place=ov.ClientPlaceTree(),
         slice_rows=10,
     )
-    run = Drawing(Blueprint(job, Options()), 0, 1)
+    run = Drawing(PreparedJob(job, Options()), 0, 1)
     run.go_on(9)
     run.refill(0, 50)
     for _ in range(20):
@@ -453,13 +463,15 @@ def test_a_shadow_is_not_popped_behind_a_back_before_it_is_told_where_it_stands(
     run = with_shadow()
     run.go_on(4)
     shadow = run.hosts[1].loading.hosted[0]
-    run.hosts[1].back(Back(STRIDE, -1))
+    run.hosts[1].back(Rollback(STRIDE, -1))
     front = shadow.loader.front
     run.hosts[1].part(0, {0: 4})
     assert shadow.loader.front == front
     [opening] = run.blueprint.openings(0, Cursor())
     run.hosts[1].follow(
-        Opening(**{**{f: getattr(opening, f) for f in Opening.__slots__}, "generation": STRIDE})
+        LoaderStart(
+            **{**{f: getattr(opening, f) for f in LoaderStart.__slots__}, "generation": STRIDE}
+        )
     )
     assert shadow.loader.front == 0
     run.hosts[1].part(0, {0: 4})
@@ -476,11 +488,11 @@ def test_one_that_is_far_behind_the_place_it_goes_to_reads_up_to_it_without_bein
     commands: list[Any] = loader.handle(Refill(0, 1, 1))
     for group in range(30):
         assert [c.group for c in commands if isinstance(c, Read)] == [group]
-        commands = loader.handle(WindowRead(rows=0, over=(group,)))
+        commands = loader.handle(WindowReady(rows=0, over=(group,)))
         assert not any(isinstance(c, Announce) for c in commands), (
             "what stands before is not wanted"
         )
-    commands = loader.handle(WindowRead(rows=0, over=(30,)))
+    commands = loader.handle(WindowReady(rows=0, over=(30,)))
     assert [(c.group, c.generation, c.last) for c in commands if isinstance(c, Announce)] == [
         (30, 1, True)
     ]
@@ -493,7 +505,7 @@ class Constructor:
     """Where payload comes to."""
 
     def __init__(self) -> None:
-        self.payload: list[Payload] = []
+        self.payload: list[StepPayload] = []
         self.came = threading.Condition()
         self.server = Server(
             token="t",
@@ -503,7 +515,7 @@ class Constructor:
             tcp=False,
         )
 
-    def _message(self, link: Any, value: Payload) -> None:
+    def _message(self, link: Any, value: StepPayload) -> None:
         with self.came:
             self.payload.append(value)
             self.came.notify_all()
@@ -527,11 +539,11 @@ class Told:
     """A loader host, told by a planner that is this test."""
 
     def __init__(self, **settings: Any) -> None:
-        self.blueprint = Blueprint(job_of([{"tokens": [k]} for k in range(30)]), Options())
+        self.blueprint = PreparedJob(job_of([{"tokens": [k]} for k in range(30)]), Options())
         self.constructor = Constructor()
-        self.host = LoaderHost(
+        self.host = LoaderWorker(
             3,
-            Settings(name="back", token="t", check=True, **settings),
+            WorkerConfig(name="back", token="t", check=True, **settings),
             {0: self.blueprint.kit(0)},
             self.blueprint.openings(0, Cursor()),
             {0: self.constructor.server.address},
@@ -570,13 +582,19 @@ class Told:
 
     def part(self, step: int, n: int, generation: int = 0, acked: int = -1) -> None:
         self.host.do(
-            [Part(step, np.array([0]), np.array([n]), (0,), generation=generation, acked=acked)]
+            [
+                LoaderPlan(
+                    step, np.array([0]), np.array([n]), (0,), generation=generation, acked=acked
+                )
+            ]
         )
 
-    def back(self, step: int, row: int, generation: int) -> Back:
+    def back(self, step: int, row: int, generation: int) -> Rollback:
         cursor = Cursor(0, 0, 0, 0, row, 0) if row >= 0 else Cursor()
         [o] = self.blueprint.openings(0, cursor)
-        return Back(generation, step, (Opening(0, 0, 0, 1, cursor, o.budget_bytes, generation),))
+        return Rollback(
+            generation, step, (LoaderStart(0, 0, 0, 1, cursor, o.budget_bytes, generation),)
+        )
 
 
 def tokens(*rows: int) -> list[bytes]:
@@ -623,7 +641,7 @@ def test_a_constructor_host_that_is_lost_ends_nothing_and_one_in_its_place_is_se
             [("constructor", 0, told.constructor.server.address, "t"), told.back(-1, -1, STRIDE)]
         )
         happened = told.announced(6, STRIDE)
-        assert not any(isinstance(e, Finish) for e in happened)
+        assert not any(isinstance(e, EndOfJob) for e in happened)
         told.part(0, 2, STRIDE)
         assert told.constructor.wait(1, STRIDE) == [(0, STRIDE, tokens(0, 1))]
         assert told.host.figures()["links"] == 1
@@ -637,8 +655,8 @@ def test_without_failover_a_constructor_host_that_is_lost_is_told_of_as_the_end(
         told.part(0, 2)
         [finish] = [
             e
-            for e in told.events(lambda got: any(isinstance(e, Finish) for e in got))
-            if isinstance(e, Finish)
+            for e in told.events(lambda got: any(isinstance(e, EndOfJob) for e in got))
+            if isinstance(e, EndOfJob)
         ]
         assert (finish.step, type(finish.error).__name__) == (0, "ActorLost")
 

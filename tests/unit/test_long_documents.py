@@ -16,7 +16,7 @@ import pytest
 import overlord as ov
 from overlord.errors import SourceError
 from overlord.observe.metrics import losses
-from overlord.planning.lost_tokens import Losses
+from overlord.planning.lost_tokens import TokenLosses
 from tests.reference import reference_stream
 from tests.worlds import Rows
 
@@ -175,7 +175,7 @@ def test_a_job_that_drops_nothing_does_not_warn(
 
 
 def test_a_source_is_found_when_its_losses_pass_a_hundredth_and_once() -> None:
-    watch = Losses()
+    watch = TokenLosses()
     assert watch.found({"tokens": np.array([1, 2])}) == [], (
         "a state of before there were such counts"
     )

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.concurrency.event_loop import Pump, ThreadExecutor
+from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
 from overlord.errors import SourceError, StorageError
 from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
 from overlord.messages.loader import Read
 from overlord.sources.base import BadFile, File, ReadOptions, Unreachable
-from overlord.sources.chunk_reader import ChunkReader, HandleCache
+from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.file_errors import DISKS, check_same, gave_up, kind_of, why
 from overlord.sources.index import build_index
-from overlord.sources.retry import LONGEST_PAUSE_S, Clock, Failure, Tally, persist
+from overlord.sources.retry import LONGEST_PAUSE_S, Clock, Failure, StorageStats, persist
 from overlord.transforms.pipeline import Pipeline
 from tests.corpus import write_rows
 from tests.processes import until
@@ -51,8 +51,10 @@ class Time:
         )
 
 
-def trying(time: Time, fails: int, error: Exception, took_s: float = 0.0) -> tuple[Any, Tally]:
-    tally, left = Tally("web", time.clock), [fails]
+def trying(
+    time: Time, fails: int, error: Exception, took_s: float = 0.0
+) -> tuple[Any, StorageStats]:
+    tally, left = StorageStats("web", time.clock), [fails]
 
     def once() -> str:
         time.now += took_s
@@ -153,7 +155,7 @@ def test_what_the_system_says_may_pass_and_is_counted_by_its_kind(number: int, k
 
 def test_what_is_under_way_counts_as_waited(tmp_path: Path) -> None:
     time = Time()
-    tally = Tally("web", time.clock)
+    tally = StorageStats("web", time.clock)
     attempt = tally.begin("a.parquet")
     time.now = 0.9
     assert tally.trouble()["waited_s"] == 0
@@ -220,7 +222,7 @@ def hanging(tmp_path: Path, time: Time, slow: Slow) -> SourceReader:
         None,
         options,
     )
-    chunks = ChunkReader(index, options, HandleCache(), time.clock)
+    chunks = ChunkReader(index, options, OpenChunkCache(), time.clock)
     real, chunks_format = chunks._format.read, chunks._format
 
     class Hanging:
@@ -241,7 +243,7 @@ def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_
     tmp_path: Path,
 ) -> None:
     time, slow = Time(), Slow()
-    reader, pump, told = hanging(tmp_path, time, slow), Pump("test"), list[Any]()
+    reader, pump, told = hanging(tmp_path, time, slow), EventLoop("test"), list[Any]()
     executor = ThreadExecutor(1, pump)
     pump.start(lambda error: told.append(error))
     try:
@@ -282,7 +284,7 @@ def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_
 
 def test_a_thread_that_hangs_is_replaced(tmp_path: Path) -> None:
     time, slow = Time(), Slow()
-    reader, pump, told = hanging(tmp_path, time, slow), Pump("test"), list[Any]()
+    reader, pump, told = hanging(tmp_path, time, slow), EventLoop("test"), list[Any]()
     executor = ThreadExecutor(1, pump, inline_s=0.0)
     pump.start(lambda error: told.append(error))
     try:
@@ -307,7 +309,7 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
 ) -> None:
     slow = Slow()
     slow.go.set()
-    reader, pump, told = hanging(tmp_path, Time(), slow), Pump("test"), list[Any]()
+    reader, pump, told = hanging(tmp_path, Time(), slow), EventLoop("test"), list[Any]()
     file = Path(reader.chunks.index.files[0].path)
     executor = ThreadExecutor(1, pump, inline_s=0.9)
     pump.start(lambda error: told.append(error))

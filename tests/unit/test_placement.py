@@ -14,16 +14,16 @@ import pytest
 import overlord as ov
 from overlord.cluster import node_placement
 from overlord.cluster.coordinator import ProcessHost
-from overlord.cluster.node_placement import Placement, watch
-from overlord.cluster.worker_factory import Recipes, settings_of
-from overlord.concurrency.platform import Machine
+from overlord.cluster.node_placement import NodePlacement, watch
+from overlord.cluster.worker_factory import WorkerFactory, settings_of
+from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, JobError
 from overlord.observe.tables import placement_facts
 from overlord.ray.node_choice import Layout, Node
-from overlord.session.cluster_runtime import PlannedEngine
+from overlord.session.cluster_runtime import ClusterRuntime
 from overlord.setup.options import Options
 from overlord.setup.partition import hosting_of
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from tests.corpus import write_rows
 from tests.processes import WAIT_S
 
@@ -55,10 +55,10 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock
 
 
-def crowded(*nodes: Node) -> tuple[Nodes, Placement]:
+def crowded(*nodes: Node) -> tuple[Nodes, NodePlacement]:
     """Four hosts on a node that may have two."""
     control: Any = Nodes(*nodes)
-    made = Placement(control, lambda: LAYOUT)
+    made = NodePlacement(control, lambda: LAYOUT)
     for name in HOSTS:
         made.place(name, 0)
     return control, made
@@ -115,20 +115,20 @@ def test_a_planner_is_placed_where_no_ranks_are_and_nothing_is_asked_where_there
     None
 ):
     control: Any = Nodes(TRAINER, Node(id="c", name="cpu-0", idle_cores=4))
-    assert Placement(control, lambda: LAYOUT).planner() == {"node": "c"}
-    assert Placement(control, Layout).planner() == {}, "where nobody named nodes of ranks"
+    assert NodePlacement(control, lambda: LAYOUT).planner() == {"node": "c"}
+    assert NodePlacement(control, Layout).planner() == {}, "where nobody named nodes of ranks"
     alone: Any = object()
-    made = Placement(alone, lambda: LAYOUT)
+    made = NodePlacement(alone, lambda: LAYOUT)
     assert (made.place("loader-host/0", 1), made.planner(), made.figures(), made.review()) == (
         {},
         {},
         {},
         [],
     )
-    assert watch(made, Machine(), alone, lambda hosts, accept: None)() is None, "nor reviewed"
+    assert watch(made, Platform(), alone, lambda hosts, accept: None)() is None, "nor reviewed"
 
 
-class Beats(Machine):
+class Beats(Platform):
     """A clock that the test moves."""
 
     def every(self, seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
@@ -136,7 +136,7 @@ class Beats(Machine):
         return lambda: None
 
 
-def joined(now: list[float]) -> tuple[Any, Placement]:
+def joined(now: list[float]) -> tuple[Any, NodePlacement]:
     """Two of the hosts are to move: a node with room has joined."""
     control, made = crowded(TRAINER)
     control.there.append(Node(id="c", name="cpu-0", idle_cores=4))
@@ -209,10 +209,10 @@ def test_a_host_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path)
         place=ov.ClientPlaceTree(dp=1),
     )
     control: Any = Refusing(TRAINER)
-    blueprint = Blueprint(job, Options())
+    blueprint = PreparedJob(job, Options())
     with closing(blueprint):
         hosting = hosting_of(blueprint)
-        recipes = Recipes(
+        recipes = WorkerFactory(
             control, lambda: blueprint, settings_of(blueprint, hosting, "t", 0), hosting, [0]
         )
         for start in (lambda: recipes.constructor(0), lambda: recipes.loader_host(0, [0], (), {})):
@@ -232,7 +232,7 @@ def test_a_host_that_could_not_be_started_leaves_no_place_behind(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("engine", "journal"),
-    [(ProcessHost, None), (PlannedEngine, "journal")],
+    [(ProcessHost, None), (ClusterRuntime, "journal")],
     ids=["planner here", "planner apart"],
 )
 def test_a_host_whose_source_could_not_join_leaves_no_place_behind(
@@ -258,7 +258,7 @@ def test_a_host_whose_source_could_not_join_leaves_no_place_behind(
         place=ov.ClientPlaceTree(dp=1),
         journal=where,
     )
-    monkeypatch.setattr(Placement, "forget", lambda self, name: forgotten.append(name))
+    monkeypatch.setattr(NodePlacement, "forget", lambda self, name: forgotten.append(name))
     with ov.launch(
         job, runtime="process", hosts=1, constructor_hosts=1, stall_limit_s=WAIT_S
     ) as session:

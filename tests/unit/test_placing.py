@@ -27,7 +27,7 @@ from overlord.ray.node_choice import (
     without_job,
     without_ranks,
 )
-from overlord.ray.placement import Place, no_room
+from overlord.ray.placement import RayPlace, no_room
 
 TRAINERS = [
     Node(id="t0", name="gpu-0", address="10.0.0.1", idle_cores=8),
@@ -171,12 +171,12 @@ def test_whoever_waits_is_told_of_what_was_asked_for_by_name() -> None:
         ),
         Node(id="b", name="gpu-0"),
     ]
-    said = no_room(Place(num_cpus=1, memory=2**20, resources=(("scratch", 1.0),)), nodes)
+    said = no_room(RayPlace(num_cpus=1, memory=2**20, resources=(("scratch", 1.0),)), nodes)
     assert said.startswith(
         "a node with 1 core and 1 MB and scratch=1 idle (there are data-0 4 cores and "
         "1024 MB and scratch=0.5, gpu-0 0"
     )
-    assert "scratch" not in no_room(Place(num_cpus=9), nodes)
+    assert "scratch" not in no_room(RayPlace(num_cpus=9), nodes)
 
 
 # constructors and the groups that they build for

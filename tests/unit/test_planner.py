@@ -22,15 +22,15 @@ from overlord.dryrun.virtual_run import Delays
 from overlord.errors import JobError, SourceError
 from overlord.job.job import UNIT
 from overlord.loader.order import SourceOrder
-from overlord.messages.constructor import Build, Built, Deliver, End, Release, Staged
-from overlord.messages.control import Attach, Cursor, Finish, SetMixture, Skip, Stage
-from overlord.messages.loader import Announce, Found
+from overlord.messages.constructor import Build, Built, Deliver, EndRank, PayloadReady, Release
+from overlord.messages.control import Attach, Cursor, EndOfJob, PlannedStep, SetMixture, Skip
+from overlord.messages.loader import Announce, SampleBlock
 from overlord.planning.draw import draw_counts, random_counts, whole_weights
 from overlord.planning.events import still_in_force
 from overlord.planning.schedule import by_source
 from overlord.planning.strategies import llm_balance
 from overlord.planning.stream import SourceStream
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from tests.laws import examples
 from tests.worlds import Rows, even
 
@@ -108,7 +108,7 @@ def digests(run: Any) -> list[tuple[int, str]]:
 
 
 def state_after(made: ov.Job, step: ov.Step) -> dict[str, Any]:
-    return json.loads(json.dumps(Blueprint(made, Options()).export(step._told.after)))
+    return json.loads(json.dumps(PreparedJob(made, Options()).export(step._told.after)))
 
 
 EVENTS: list[tuple[Any, ...]] = [
@@ -192,9 +192,9 @@ def test_a_broken_source_ends_the_job_at_the_same_step_whatever_the_timing_and_t
     assert len(seen) == 1, [len(s) for s in seen]
 
 
-def found(keys: list[int], dropped: int = 0, bad: tuple[int, ...] = ()) -> Found:
+def found(keys: list[int], dropped: int = 0, bad: tuple[int, ...] = ()) -> SampleBlock:
     k, b = np.array(keys, np.int64), np.array(bad, np.int64)
-    return Found(
+    return SampleBlock(
         k.astype(np.uint64),
         k,
         k,
@@ -395,9 +395,9 @@ def test_weights_are_right_or_refused_whichever_way_they_are_said(weights: list[
 # The end, as a constructor sees it
 
 
-def stage(step: int) -> Stage:
+def stage(step: int) -> PlannedStep:
     plan: Any = type("Plan", (), {"step": step})()
-    return Stage(plan, np.zeros(0), np.zeros(0), "", None)  # type: ignore[arg-type]
+    return PlannedStep(plan, np.zeros(0), np.zeros(0), "", None)  # type: ignore[arg-type]
 
 
 def building(*steps: int) -> Assembler:
@@ -405,27 +405,27 @@ def building(*steps: int) -> Assembler:
     assembler.handle(Attach(0))
     for step in steps:
         assembler.handle(stage(step))
-        assert assembler.handle(Staged(step)) == [Build(step, 0)]
+        assert assembler.handle(PayloadReady(step)) == [Build(step, 0)]
     return assembler
 
 
 def test_a_step_that_cannot_be_built_is_the_end_though_later_ones_are_under_way() -> None:
     assembler, error = building(0, 1, 2), MemoryError()
     assert assembler.handle(Built(2)) == []
-    assert assembler.handle(Finish(1, error)) == [Release(2, 0)]
-    assert assembler.handle(Built(0)) == [Deliver(0, 0), End(0, error)]
+    assert assembler.handle(EndOfJob(1, error)) == [Release(2, 0)]
+    assert assembler.handle(Built(0)) == [Deliver(0, 0), EndRank(0, error)]
     assert assembler.handle(Built(1)) == [Release(1, 0)]
     assembler.handle(stage(3))
-    assert assembler.handle(Staged(3)) == [Release(3, 0)]
+    assert assembler.handle(PayloadReady(3)) == [Release(3, 0)]
 
 
 def test_of_two_failures_the_earlier_step_is_the_end() -> None:
     first, second = MemoryError("first"), MemoryError("second")
     assembler = building(0, 1, 2)
-    assert assembler.handle(Finish(2, second)) == []
-    assert assembler.handle(Finish(1, first)) == []
-    assert assembler.handle(Finish(2, second)) == []
-    assert assembler.handle(Built(0)) == [Deliver(0, 0), End(0, first)]
+    assert assembler.handle(EndOfJob(2, second)) == []
+    assert assembler.handle(EndOfJob(1, first)) == []
+    assert assembler.handle(EndOfJob(2, second)) == []
+    assert assembler.handle(Built(0)) == [Deliver(0, 0), EndRank(0, first)]
 
 
 def test_a_step_built_for_nobody_is_let_go() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from overlord.cluster.launcher import TICKS, Parts
+from overlord.cluster.launcher import TICKS, Launcher
 
 SILENT, STUCK = (
     "it answered nothing for 2 s",
@@ -49,7 +49,11 @@ class Control:
 
 def killed_for(*answers: tuple[bool | None, int]) -> list[tuple[int, str]]:
     """When a planner is killed that answers so, in ticks, and for what."""
-    parts, control, ends = Parts.__new__(Parts), Control(list(answers)), list[tuple[int, str]]()
+    parts, control, ends = (
+        Launcher.__new__(Launcher),
+        Control(list(answers)),
+        list[tuple[int, str]](),
+    )
     parts.blueprint = SimpleNamespace(options=SimpleNamespace(lost_after_s=2.0))  # type: ignore[assignment]
     parts.control = parts._stop = control  # type: ignore[assignment]
     parts._starts = SimpleNamespace(look=lambda: ())  # type: ignore[assignment]

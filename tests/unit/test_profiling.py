@@ -22,7 +22,7 @@ from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.setup import partition, profile_store
 from overlord.setup.measure import Bounds, fingerprint_of, measure
 from overlord.setup.partition import hosting_of, loads_of, partition_of, profiled
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from tests.corpus import write_rows
 from tests.worlds import Rows
 
@@ -98,8 +98,8 @@ def job(*sources: ov.Source, **fields: Any) -> ov.Job:
 
 
 @contextmanager
-def blueprint(made: ov.Job, **options: Any) -> Iterator[Blueprint]:
-    ready = Blueprint(made, Options(**options))
+def blueprint(made: ov.Job, **options: Any) -> Iterator[PreparedJob]:
+    ready = PreparedJob(made, Options(**options))
     try:
         yield ready
     finally:
@@ -198,7 +198,7 @@ def test_a_fingerprint_is_of_files_transforms_and_slices(corpus: Path) -> None:
 # keeping
 
 
-def kept(ready: Blueprint, *costs: float) -> JobProfile:
+def kept(ready: PreparedJob, *costs: float) -> JobProfile:
     marks = profile_store.fingerprints(ready)
     return JobProfile.of(
         SourceProfile(

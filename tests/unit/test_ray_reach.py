@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from overlord.concurrency.platform import Networked
+from overlord.concurrency.platform import NetworkPlatform
 from overlord.ray.auth import Unwelcome, check_joined, check_token, is_refused, same_head
 from overlord.ray.worker import Home, _take_over
 from overlord.transport.address import reachable
@@ -117,13 +117,13 @@ def test_a_process_listens_where_the_environment_says_then_where_its_node_is_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OVERLORD_INTERFACE", raising=False)
-    assert Networked().inside()["host"] == reachable("")
-    assert Networked(None, "127.0.0.2").inside()["host"] == "127.0.0.2"
+    assert NetworkPlatform().inside()["host"] == reachable("")
+    assert NetworkPlatform(None, "127.0.0.2").inside()["host"] == "127.0.0.2"
     monkeypatch.setenv("OVERLORD_INTERFACE", "127.0.0.3")
-    assert Networked(None, "127.0.0.2").inside()["host"] == "127.0.0.3"
+    assert NetworkPlatform(None, "127.0.0.2").inside()["host"] == "127.0.0.3"
     _take_over(Home(name="part", address="", token="", ticket=1), "127.0.0.2")
     assert os.environ["OVERLORD_INTERFACE"] == "127.0.0.3", "said where the node was started"
     monkeypatch.delenv("OVERLORD_INTERFACE")
     _take_over(Home(name="part", address="", token="", ticket=1), "127.0.0.2")
-    assert Networked().inside()["host"] == "127.0.0.2"
+    assert NetworkPlatform().inside()["host"] == "127.0.0.2"
     monkeypatch.delenv("OVERLORD_INTERFACE")

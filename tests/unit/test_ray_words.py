@@ -6,7 +6,7 @@ from pathlib import Path
 
 from overlord.cluster.supervisor import worn_out
 from overlord.errors import ActorLost
-from overlord.ray.worker_logs import BYTES, LINES, Words
+from overlord.ray.worker_logs import BYTES, LINES, WorkerOutput
 
 
 def test_the_last_lines_are_those_of_this_actor_without_what_ray_writes_for_itself(
@@ -15,7 +15,7 @@ def test_the_last_lines_are_those_of_this_actor_without_what_ray_writes_for_itse
     err, out = tmp_path / "worker.err", tmp_path / "worker.out"
     err.write_text("of an actor before\n")
     out.touch()
-    words = Words.of(Words.into("10.0.0.7", [str(err), str(out), ""]))
+    words = WorkerOutput.of(WorkerOutput.into("10.0.0.7", [str(err), str(out), ""]))
     assert words.last() == [], "it has said nothing yet"
     err.write_text("of an actor before\n:actor_name:Hosted\nTraceback\n\nsegmentation fault")
     out.write_text("and this\n")
@@ -26,7 +26,7 @@ def test_the_last_lines_are_those_of_this_actor_without_what_ray_writes_for_itse
 def test_they_are_few_however_much_was_said_and_none_where_the_file_is_gone(tmp_path: Path) -> None:
     err = tmp_path / "worker.err"
     err.touch()
-    words = Words.of(Words.into("n", [str(err)]))
+    words = WorkerOutput.of(WorkerOutput.into("n", [str(err)]))
     err.write_text("".join(f"line {i}\n" for i in range(100_000)))
     assert words.last() == [f"line {i}" for i in range(100_000 - LINES, 100_000)]
     err.write_bytes(b"\xff" * 10 * BYTES)
@@ -37,7 +37,7 @@ def test_they_are_few_however_much_was_said_and_none_where_the_file_is_gone(tmp_
 
 def test_of_one_who_does_not_say_where_its_output_is_nothing_is_known() -> None:
     for said in (None, {}, {"node": "n", "files": ["x"]}, {"node": 3, "files": {}}):
-        assert (Words.of(said).last(), Words.of(said).where) == ([], "")
+        assert (WorkerOutput.of(said).last(), WorkerOutput.of(said).where) == ([], "")
 
 
 def test_a_part_that_is_given_up_names_one_place_for_what_it_said() -> None:
@@ -45,7 +45,10 @@ def test_a_part_that_is_given_up_names_one_place_for_what_it_said() -> None:
     assert "; what it said last is in the output of the job: mend what ends it" in here
     there = str(
         worn_out(
-            ActorLost("loader-host/0", f"it died; {Words('n', {'/logs/worker.err': 0}).where}"), 3
+            ActorLost(
+                "loader-host/0", f"it died; {WorkerOutput('n', {'/logs/worker.err': 0}).where}"
+            ),
+            3,
         )
     )
     assert there.count("what it said last is in") == 1

@@ -17,7 +17,7 @@ import overlord as ov
 from overlord.cli.main import cli
 from overlord.dryrun.constants import Measured, probed
 from overlord.session.session import Session
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from tests.properties.test_fleet import LIKELY
 from tests.unit.test_cli import job_file, overlord, step_lines
 
@@ -39,7 +39,7 @@ LOOKS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    def constants(blueprint: Blueprint, path: Path, *, again: bool, progress: object) -> Measured:
+    def constants(blueprint: PreparedJob, path: Path, *, again: bool, progress: object) -> Measured:
         return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
 
     monkeypatch.setattr(

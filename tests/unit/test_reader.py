@@ -8,18 +8,18 @@ from pathlib import Path
 import overlord as ov
 from overlord.messages.loader import Evaluate, Read
 from overlord.session.local_runtime import local_runtime
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 from tests.corpus import write_rows
 
 
-def readers(path: str, transform: object, **fields: object) -> Blueprint:
+def readers(path: str, transform: object, **fields: object) -> PreparedJob:
     job = ov.Job(
         name="t",
         sources=[ov.Source("s", path, transforms=[transform], shuffle=False, epochs=1)],
         batch=ov.Batch(samples=4, context=64),
         **fields,
     )  # type: ignore[arg-type]
-    return Blueprint(job, Options())
+    return PreparedJob(job, Options())
 
 
 class Nowhere:

@@ -20,7 +20,7 @@ import pytest
 import overlord as ov
 from overlord.journal import directory, job_journal
 from overlord.journal.checkpoint import Interval, changes, samples_of, snapshot
-from overlord.journal.directory import Directory
+from overlord.journal.directory import DirectoryStorage
 from overlord.journal.record import Record
 from overlord.journal.storage import refusal
 from tests.journaled import recovered
@@ -298,15 +298,15 @@ def test_a_strategy_that_is_no_function_of_its_input_is_found_out(tmp_path: Path
 
 def _full(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
     """From that write on there is no room."""
-    real, left = Directory._write, [after]
+    real, left = DirectoryStorage._write, [after]
 
-    def write(self: Directory, name: str, data: bytes, at: int) -> None:
+    def write(self: DirectoryStorage, name: str, data: bytes, at: int) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise refusal(name, "append", OSError(errno.ENOSPC, "No space left on device"))
         real(self, name, data, at)
 
-    monkeypatch.setattr(Directory, "_write", write)
+    monkeypatch.setattr(DirectoryStorage, "_write", write)
     return left
 
 
@@ -316,7 +316,12 @@ def test_a_step_that_was_written_just_before_the_disk_was_full_is_handed_out_tho
     """The pump is busy when one plan becomes durable, and hears of that when the next one has
     failed already.
     """
-    real, busy, go, plans = Directory._write, threading.Event(), threading.Event(), list[int]()
+    real, busy, go, plans = (
+        DirectoryStorage._write,
+        threading.Event(),
+        threading.Event(),
+        list[int](),
+    )
 
     def is_busy() -> None:
         busy.set()
@@ -331,7 +336,7 @@ def test_a_step_that_was_written_just_before_the_disk_was_full_is_handed_out_tho
             time.sleep(0.005)
         return found
 
-    def write(self: Directory, name: str, data: bytes, at: int) -> None:
+    def write(self: DirectoryStorage, name: str, data: bytes, at: int) -> None:
         if busy.is_set():
             raise refusal(name, "append", OSError(errno.ENOSPC, "No space left on device"))
         plans.append(len(data))
@@ -342,7 +347,7 @@ def test_a_step_that_was_written_just_before_the_disk_was_full_is_handed_out_tho
 
     got: list[int] = []
     with ov.launch(job(tmp_path), prefetch=3) as session:
-        monkeypatch.setattr(Directory, "_write", write)
+        monkeypatch.setattr(DirectoryStorage, "_write", write)
 
         def drain() -> None:
             with pytest.raises(ov.JournalError, match="ENOSPC"):

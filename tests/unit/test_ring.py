@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import DataStall, FrameError, OverlordError
-from overlord.transport.peer_segments import PeerSlots
-from overlord.transport.segment import Slot, map_foreign, sealed_memfd
-from overlord.transport.shared_memory import CELLS, Holder, Ring, slot_size
+from overlord.transport.peer_segments import PeerSegments
+from overlord.transport.segment import Segment, map_foreign, sealed_memfd
+from overlord.transport.shared_memory import CELLS, Lease, SharedMemoryPool, slot_size
 
 MB = 2**20
 
@@ -33,8 +33,8 @@ def address(array: np.ndarray) -> int:
 
 
 @pytest.fixture
-def ring() -> Iterator[Ring]:
-    ring = Ring(max_slots=3, name="test", wait_s=0.05)
+def ring() -> Iterator[SharedMemoryPool]:
+    ring = SharedMemoryPool(max_slots=3, name="test", wait_s=0.05)
     yield ring
     ring.close()
 
@@ -61,7 +61,9 @@ VIEWS: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 @pytest.mark.parametrize("kind", VIEWS)
-def test_a_slot_is_free_when_its_last_view_dies_and_not_before(ring: Ring, kind: str) -> None:
+def test_a_slot_is_free_when_its_last_view_dies_and_not_before(
+    ring: SharedMemoryPool, kind: str
+) -> None:
     first = ring(MB)
     where = address(first)
     view = VIEWS[kind](first)
@@ -74,14 +76,14 @@ def test_a_slot_is_free_when_its_last_view_dies_and_not_before(ring: Ring, kind:
     assert ring.slots_made == 2
 
 
-def test_sizes_that_vary_a_little_share_their_slots(ring: Ring) -> None:
+def test_sizes_that_vary_a_little_share_their_slots(ring: SharedMemoryPool) -> None:
     for nbytes in (MB, MB - 5000, MB + 40, 3 * MB // 4, MB):
         ring(nbytes)
     assert ring.slots_made <= 2
 
 
 def test_a_free_slot_that_messages_have_outgrown_gives_its_place_and_one_in_use_does_not(
-    ring: Ring,
+    ring: SharedMemoryPool,
 ) -> None:
     ring(MB)
     kept = ring(MB + 40)
@@ -100,7 +102,7 @@ def test_a_slot_is_large_enough_and_at_most_a_quarter_too_large(nbytes: int) -> 
 
 @given(st.lists(st.tuples(st.integers(1, 3_000_000), st.integers(0, 5)), max_size=40))
 def test_live_arrays_never_overlap_and_the_budget_is_kept(calls: list[tuple[int, int]]) -> None:
-    ring = Ring(max_bytes=8_000_000, max_slots=5)
+    ring = SharedMemoryPool(max_bytes=8_000_000, max_slots=5)
     held: np.ndarray | None = None
     live: list[tuple[int, np.ndarray]] = []
     for mark, (nbytes, drop) in enumerate(calls):
@@ -124,7 +126,7 @@ def test_live_arrays_never_overlap_and_the_budget_is_kept(calls: list[tuple[int,
     ring.close()
 
 
-def test_who_waits_for_a_slot_in_vain_is_told_who_has_them(ring: Ring) -> None:
+def test_who_waits_for_a_slot_in_vain_is_told_who_has_them(ring: SharedMemoryPool) -> None:
     held = [ring(MB) for _ in range(3)]
     with pytest.raises(DataStall, match=r"ring 'test': of its 3 slots .* 3 are viewed here"):
         ring(MB)
@@ -132,7 +134,7 @@ def test_who_waits_for_a_slot_in_vain_is_told_who_has_them(ring: Ring) -> None:
     assert len(held) == 3
 
 
-def sleeps(waiter: threading.Thread, ring: Ring) -> None:
+def sleeps(waiter: threading.Thread, ring: SharedMemoryPool) -> None:
     """Returns when somebody waits for the ring, and the thread has slept at every look for a
     while.
     """
@@ -156,7 +158,7 @@ def _nothing_but_the_bell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_nothing_but_the_bell")
 def test_who_waits_is_woken_when_a_view_dies() -> None:
-    ring = Ring(max_slots=1, wait_s=60)
+    ring = SharedMemoryPool(max_slots=1, wait_s=60)
     held = [ring(MB)]
     got: list[np.ndarray] = []
     waiter = threading.Thread(target=lambda: got.append(ring(MB)))
@@ -168,20 +170,20 @@ def test_who_waits_is_woken_when_a_view_dies() -> None:
     ring.close()
 
 
-def test_more_than_the_ring_can_ever_hold_is_refused_at_once(ring: Ring) -> None:
+def test_more_than_the_ring_can_ever_hold_is_refused_at_once(ring: SharedMemoryPool) -> None:
     with pytest.raises(OverlordError, match="max_bytes is"):
         ring(ring.max_bytes + 1)
     assert ring.take(ring.max_bytes + 1) is None
 
 
-def test_views_outlive_the_ring(ring: Ring) -> None:
+def test_views_outlive_the_ring(ring: SharedMemoryPool) -> None:
     array = ring(MB)
     array[:] = 7
     ring.close()
     assert (array == 7).all()
 
 
-def test_a_forked_child_does_not_fill_what_its_parent_reads(ring: Ring) -> None:
+def test_a_forked_child_does_not_fill_what_its_parent_reads(ring: SharedMemoryPool) -> None:
     array = ring(MB)
     array[:] = 1
     del array
@@ -201,18 +203,20 @@ def test_a_forked_child_does_not_fill_what_its_parent_reads(ring: Ring) -> None:
 
 
 @pytest.fixture
-def shared(ring: Ring) -> Iterator[tuple[Ring, Holder, PeerSlots]]:
+def shared(ring: SharedMemoryPool) -> Iterator[tuple[SharedMemoryPool, Lease, PeerSegments]]:
     """A ring, and the same process as its peer: all of it is the kernel's shared memory either
     way.
     """
-    holder, slots = Holder("peer"), PeerSlots()
+    holder, slots = Lease("peer"), PeerSegments()
     ring.attach(holder)
     slots.open(holder.fd, ring.bell.fd, CELLS)
     yield ring, holder, slots
     ring.detach(holder)
 
 
-def passed(ring: Ring, holder: Holder, slots: PeerSlots, array: np.ndarray) -> np.ndarray:
+def passed(
+    ring: SharedMemoryPool, holder: Lease, slots: PeerSegments, array: np.ndarray
+) -> np.ndarray:
     """The peer's view of an array of the ring."""
     found = ring.locate(array)
     assert found is not None
@@ -226,7 +230,7 @@ def passed(ring: Ring, holder: Holder, slots: PeerSlots, array: np.ndarray) -> n
 
 
 def test_a_slot_that_a_peer_views_is_not_filled_until_its_last_view_dies(
-    shared: tuple[Ring, Holder, PeerSlots],
+    shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
     ring, holder, slots = shared
     array = ring(MB)
@@ -249,7 +253,9 @@ def test_a_slot_that_a_peer_views_is_not_filled_until_its_last_view_dies(
 
 
 @pytest.mark.usefixtures("_nothing_but_the_bell")
-def test_the_bell_of_a_peer_wakes_who_waits(shared: tuple[Ring, Holder, PeerSlots]) -> None:
+def test_the_bell_of_a_peer_wakes_who_waits(
+    shared: tuple[SharedMemoryPool, Lease, PeerSegments],
+) -> None:
     ring, holder, slots = shared
     ring.wait_s = 60
     theirs = [passed(ring, holder, slots, ring(MB)) for _ in range(3)]
@@ -263,7 +269,7 @@ def test_the_bell_of_a_peer_wakes_who_waits(shared: tuple[Ring, Holder, PeerSlot
 
 
 def test_who_waits_is_told_which_peer_holds_the_slots(
-    shared: tuple[Ring, Holder, PeerSlots],
+    shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
     ring, holder, slots = shared
     theirs = [passed(ring, holder, slots, ring(MB)) for _ in range(3)]
@@ -273,7 +279,7 @@ def test_who_waits_is_told_which_peer_holds_the_slots(
 
 
 def test_what_a_lost_peer_may_still_read_is_not_filled_again(
-    shared: tuple[Ring, Holder, PeerSlots],
+    shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
     ring, holder, slots = shared
     arrays = [ring(MB) for _ in range(3)]
@@ -290,10 +296,10 @@ def test_what_a_lost_peer_may_still_read_is_not_filled_again(
 
 
 def test_a_peer_that_scribbles_in_its_cells_frees_nothing_but_its_own(
-    shared: tuple[Ring, Holder, PeerSlots],
+    shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
     ring, holder, _ = shared
-    other = Holder("other")
+    other = Lease("other")
     ring.attach(other)
     array = ring(MB)
     found = ring.locate(array)
@@ -307,7 +313,7 @@ def test_a_peer_that_scribbles_in_its_cells_frees_nothing_but_its_own(
 
 
 def test_a_peer_that_holds_too_many_messages_is_not_given_more(
-    shared: tuple[Ring, Holder, PeerSlots],
+    shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
     ring, holder, _ = shared
     array = ring(MB)
@@ -318,7 +324,7 @@ def test_a_peer_that_holds_too_many_messages_is_not_given_more(
 
 
 def test_a_slot_the_ring_drops_is_named_so_that_the_peer_unmaps_it(
-    shared: tuple[Ring, Holder, PeerSlots],
+    shared: tuple[SharedMemoryPool, Lease, PeerSegments],
 ) -> None:
     ring, holder, slots = shared
     ring.max_bytes = 3 * MB
@@ -333,7 +339,7 @@ def test_a_slot_the_ring_drops_is_named_so_that_the_peer_unmaps_it(
 
 
 def test_nobody_can_shrink_grow_or_newly_write_a_slot() -> None:
-    slot = Slot(1, MB, "test")
+    slot = Segment(1, MB, "test")
     for size in (0, 2 * MB):
         with pytest.raises(PermissionError):
             os.ftruncate(slot.fd, size)
@@ -346,7 +352,7 @@ def test_nobody_can_shrink_grow_or_newly_write_a_slot() -> None:
 
 
 def test_a_peer_maps_a_slot_read_only() -> None:
-    slot = Slot(1, MB, "readonly")
+    slot = Segment(1, MB, "readonly")
     mapped = np.frombuffer(map_foreign(slot.fd, MB, what="slot"), np.uint8)
     assert not mapped.flags.writeable
     with pytest.raises(ValueError, match="WRITEABLE"):
@@ -371,7 +377,7 @@ def test_a_limit_of_the_size_of_files_is_told_with_whom_it_stops_and_how_to_rais
             match=r"loader-host/7: wanted 1048576 bytes of shared memory, .* is 5120 bytes: "
             r".*ulimit -f",
         ):
-            Ring(name="loader-host/7")(MB)
+            SharedMemoryPool(name="loader-host/7")(MB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -415,7 +421,7 @@ def test_memory_that_is_only_announced_is_not_paid_for() -> None:
 def test_nothing_lies_in_the_file_system() -> None:
     """As this process has it, not as the folder shows: there others make files of theirs."""
     before = opened()
-    ring = Ring()
+    ring = SharedMemoryPool()
     array = ring(MB)
     assert re.fullmatch(r"/memfd:.* \(deleted\)", mapped_at(address(array)))
     assert not [path for path in opened() - before if path.startswith("/dev/shm")]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from overlord.cluster.event_outbox import Sayings
+from overlord.cluster.event_outbox import EventOutbox
 from overlord.errors import DataStall, PlanError
 from overlord.messages.control import SetMixture
 
@@ -23,20 +23,20 @@ def told(late: list[SetMixture], event: SetMixture) -> Callable[[], None]:
     return lambda: late.append(event)
 
 
-def given_up(sayings: Sayings, event: SetMixture, late: list[SetMixture]) -> None:
+def given_up(sayings: EventOutbox, event: SetMixture, late: list[SetMixture]) -> None:
     with pytest.raises(DataStall):
         sayings.say(event, silent, told(late, event))
 
 
 def test_what_was_answered_is_not_told_again() -> None:
-    sayings, late = Sayings(), list[SetMixture]()
+    sayings, late = EventOutbox(), list[SetMixture]()
     sayings.say(A, lambda: None, told(late, A))
     sayings.heard(A)
     assert late == []
 
 
 def test_what_was_given_up_and_taken_later_is_told_once() -> None:
-    sayings, late = Sayings(), list[SetMixture]()
+    sayings, late = EventOutbox(), list[SetMixture]()
     given_up(sayings, A, late)
     sayings.heard(B)
     assert late == []
@@ -46,7 +46,7 @@ def test_what_was_given_up_and_taken_later_is_told_once() -> None:
 
 
 def test_what_is_told_of_before_it_is_given_up_has_been_answered() -> None:
-    sayings, late = Sayings(), list[SetMixture]()
+    sayings, late = EventOutbox(), list[SetMixture]()
 
     def too_late() -> None:
         sayings.heard(A)
@@ -57,7 +57,7 @@ def test_what_is_told_of_before_it_is_given_up_has_been_answered() -> None:
 
 
 def test_news_of_what_was_answered_are_not_taken_for_those_of_an_equal_one() -> None:
-    sayings, late = Sayings(), list[SetMixture]()
+    sayings, late = EventOutbox(), list[SetMixture]()
     sayings.say(A, lambda: None, told(late, A))
 
     def news_of_the_first() -> None:
@@ -74,7 +74,7 @@ def test_news_of_what_was_answered_are_not_taken_for_those_of_an_equal_one() -> 
 def test_what_was_given_up_is_settled_by_what_the_planner_has_taken_in_the_order_of_saying() -> (
     None
 ):
-    sayings, late = Sayings(), list[SetMixture]()
+    sayings, late = EventOutbox(), list[SetMixture]()
     given_up(sayings, A, late)
     given_up(sayings, B, late)
     sayings.settle([A])
@@ -85,7 +85,7 @@ def test_what_was_given_up_is_settled_by_what_the_planner_has_taken_in_the_order
 
 
 def test_what_was_refused_is_forgotten() -> None:
-    sayings, late = Sayings(), list[SetMixture]()
+    sayings, late = EventOutbox(), list[SetMixture]()
 
     def refused() -> None:
         raise PlanError("planned already")
@@ -98,7 +98,7 @@ def test_what_was_refused_is_forgotten() -> None:
 
 def test_what_the_next_planner_finds_counts_if_it_was_not_known_before() -> None:
     """Said, changed, and said again: of two that are equal the journal may hold the first alone."""
-    sayings, late = Sayings(), list[SetMixture]()
+    sayings, late = EventOutbox(), list[SetMixture]()
     sayings.say(A, lambda: None, told(late, A))
     sayings.say(B, lambda: None, told(late, B))
     given_up(sayings, A, late)

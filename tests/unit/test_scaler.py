@@ -11,11 +11,11 @@ from overlord.scaling.scaler import (
     CannotKeepUp,
     Decision,
     Limits,
-    Observed,
+    Observation,
     ReadAhead,
     Scale,
     Scaler,
-    SourceSeen,
+    SourceSample,
     in_force,
 )
 
@@ -24,7 +24,7 @@ LIMITS = Limits(cores=4, patience=2, idle_patience=3, cool_down_s=2.0)
 
 def seen(
     name: str = "photos", share: float = 0.5, lanes: float = 0.5, **changes: Any
-) -> SourceSeen:
+) -> SourceSample:
     """A source that kept ``lanes`` cores busy for a second, with ten steps of 100 samples."""
     n = 1000 * share
     settings = {
@@ -36,12 +36,12 @@ def seen(
         "hosts": (0,),
         "most": 8,
     }
-    return SourceSeen(name=name, share=share, **{**settings, **changes})
+    return SourceSample(name=name, share=share, **{**settings, **changes})
 
 
-def look(*sources: SourceSeen, **changes: Any) -> Observed:
+def look(*sources: SourceSample, **changes: Any) -> Observation:
     hosts = len({h for s in sources for h in s.hosts})
-    return Observed(
+    return Observation(
         **{
             "seconds": 1.0,
             "planned": 10,
@@ -54,7 +54,7 @@ def look(*sources: SourceSeen, **changes: Any) -> Observed:
     )
 
 
-def told(scaler: Scaler, observed: Observed, looks: int, first: int = 1) -> list[Decision]:
+def told(scaler: Scaler, observed: Observation, looks: int, first: int = 1) -> list[Decision]:
     return [
         decision for k in range(looks) for decision in scaler.handle(observed, float(first + k))
     ]

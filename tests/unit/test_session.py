@@ -38,7 +38,7 @@ from overlord.errors import (
 )
 from overlord.planning.strategies import llm_balance
 from overlord.ray.private_folder import NotPrivate
-from overlord.transport.handshake import Later
+from overlord.transport.handshake import TryLater
 from tests.processes import WAIT_S, until
 from tests.worlds import Rows
 
@@ -916,7 +916,7 @@ ERRORS: list[OverlordError] = [
     NotPrivate("a/b is open to others"),
     FrameError("cut off", "value[3]", "mend it"),
     LinkRefused("overlord://a:1/b", "wrong token"),
-    Later("overlord://a:1/b", "too many"),
+    TryLater("overlord://a:1/b", "too many"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.cluster.standby_plan import Shadows
+from overlord.cluster.standby_plan import StandbyPlan
 
 SOURCE = [0, 0, 1, 2]  # of loaders 0 to 3
 NODES: dict[int, str] = {}  # not of a cluster
@@ -15,14 +15,14 @@ def anywhere(host: int, source: int) -> bool:
     return True
 
 
-def made(hosts: list[int], n_hosts: int = 3, size: float = 1.0) -> Shadows:
-    shadows = Shadows(dict.fromkeys(range(len(hosts)), size), lambda loader: SOURCE[loader])
+def made(hosts: list[int], n_hosts: int = 3, size: float = 1.0) -> StandbyPlan:
+    shadows = StandbyPlan(dict.fromkeys(range(len(hosts)), size), lambda loader: SOURCE[loader])
     shadows.fill(hosts.__getitem__, dict.fromkeys(range(n_hosts), 0.0), anywhere, NODES)
     return shadows
 
 
 def test_a_stand_by_is_on_another_host_the_one_that_holds_least() -> None:
-    shadows = Shadows({0: 10.0, 2: 1.0}, lambda loader: SOURCE[loader])
+    shadows = StandbyPlan({0: 10.0, 2: 1.0}, lambda loader: SOURCE[loader])
     assert shadows.fill([0, 0, 1, 2].__getitem__, {0: 5.0, 1: 9.0, 2: 2.0}, anywhere, NODES) == [
         0,
         2,
@@ -36,7 +36,7 @@ def test_loaders_of_a_source_on_one_host_are_followed_on_one_host() -> None:
 
 
 def test_where_a_source_cannot_be_opened_nobody_follows_it() -> None:
-    shadows = Shadows({0: 1.0, 3: 1.0}, lambda loader: SOURCE[loader])
+    shadows = StandbyPlan({0: 1.0, 3: 1.0}, lambda loader: SOURCE[loader])
     assert shadows.fill(
         [0, 0, 1, 2].__getitem__, {0: 0.0, 1: 0.0, 2: 0.0}, lambda host, source: source == 0, NODES
     ) == [0]
@@ -71,12 +71,12 @@ def test_a_stand_by_that_is_lost_too_takes_over_nothing() -> None:
 
 def test_a_stand_by_is_on_another_node_where_there_is_one_whatever_it_holds() -> None:
     shadows, nodes = (
-        Shadows({0: 1.0, 3: 1.0}, lambda loader: SOURCE[loader]),
+        StandbyPlan({0: 1.0, 3: 1.0}, lambda loader: SOURCE[loader]),
         {0: "a", 1: "a", 2: "b"},
     )
     shadows.fill([0, 0, 1, 2].__getitem__, {0: 5.0, 1: 0.0, 2: 100.0}, anywhere, nodes)
     assert shadows.where == {0: 2, 3: 1}
-    alone = Shadows({0: 1.0}, lambda loader: SOURCE[loader])
+    alone = StandbyPlan({0: 1.0}, lambda loader: SOURCE[loader])
     alone.fill([0].__getitem__, {0: 5.0, 1: 0.0}, anywhere, nodes)
     assert alone.where == {0: 1}, "one on the same node is better than none"
 
@@ -90,7 +90,9 @@ def test_nobody_follows_itself_and_all_that_can_be_followed_are(
     loaders: list[tuple[int, float]], n_hosts: int, lost: set[int]
 ) -> None:
     hosts = [h % n_hosts for h, _ in loaders]
-    shadows = Shadows({k: size for k, (_, size) in enumerate(loaders)}, lambda loader: loader // 3)
+    shadows = StandbyPlan(
+        {k: size for k, (_, size) in enumerate(loaders)}, lambda loader: loader // 3
+    )
     living = [h for h in range(n_hosts) if h not in lost]
     shadows.fill(hosts.__getitem__, dict.fromkeys(living, 0.0), anywhere, NODES)
     for loader, home in enumerate(hosts):
@@ -107,7 +109,7 @@ def test_however_often_hosts_are_lost_each_holds_as_much_as_before(
     host.
     """
     hosts = [k % n_hosts for k in range(n_hosts * each)]
-    shadows = Shadows(dict.fromkeys(range(len(hosts)), 1.0), lambda loader: loader)
+    shadows = StandbyPlan(dict.fromkeys(range(len(hosts)), 1.0), lambda loader: loader)
 
     def held(h: int) -> int:
         return hosts.count(h) + list(shadows.where.values()).count(h)

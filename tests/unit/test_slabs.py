@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import overlord as ov
-from overlord.buffer_pool import SlabPool
+from overlord.buffer_pool import BufferPool
 from tests.worlds import Rows
 
 MB = 2**20
@@ -25,7 +25,7 @@ def address(array: np.ndarray) -> int:
 
 
 def test_memory_that_nobody_views_is_used_again() -> None:
-    pool = SlabPool()
+    pool = BufferPool()
     first = pool(MB)
     where = address(first)
     assert len(first) >= MB
@@ -36,7 +36,7 @@ def test_memory_that_nobody_views_is_used_again() -> None:
 
 
 def test_memory_that_somebody_views_is_not() -> None:
-    pool = SlabPool()
+    pool = BufferPool()
     first = pool(MB)
     assert address(pool(MB)) != address(first)
 
@@ -89,7 +89,7 @@ HOLDS: dict[str, Callable[[np.ndarray], Any]] = {
 
 @pytest.mark.parametrize("kind", HOLDS)
 def test_whatever_holds_a_view_keeps_its_memory_and_gives_it_back_when_it_goes(kind: str) -> None:
-    pool = SlabPool()
+    pool = BufferPool()
     first = pool(MB)
     where = address(first)
     held = HOLDS[kind](first)
@@ -101,7 +101,7 @@ def test_whatever_holds_a_view_keeps_its_memory_and_gives_it_back_when_it_goes(k
 
 
 def test_a_pool_forgets_beyond_its_budget_and_the_views_live_on() -> None:
-    pool = SlabPool(max_bytes=4 * MB)
+    pool = BufferPool(max_bytes=4 * MB)
     kept = [pool(MB) for _ in range(20)]
     for i, array in enumerate(kept):
         array[:] = i
@@ -117,7 +117,7 @@ def test_threads_never_get_the_same_memory_at_the_same_time() -> None:
     """Each fills what it gets with its own number, keeps it for a while, and looks whether it is
     still its own.
     """
-    pool, wrong = SlabPool(max_bytes=8 * MB), []
+    pool, wrong = BufferPool(max_bytes=8 * MB), []
 
     def work(me: int) -> None:
         rng, held = random.Random(me), []
@@ -139,7 +139,7 @@ def test_threads_never_get_the_same_memory_at_the_same_time() -> None:
 
 
 def test_a_trainer_that_keeps_everything_does_not_make_the_search_long() -> None:
-    pool = SlabPool()
+    pool = BufferPool()
     kept = [pool(1000) for _ in range(500)]
     assert len({address(a) for a in kept}) == 500
     assert len(pool._slabs) <= 64
@@ -187,14 +187,14 @@ def test_arrays_a_trainer_keeps_are_never_overwritten() -> None:
 
 def test_without_the_interpreters_lock_nothing_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    pool = SlabPool()
+    pool = BufferPool()
     views = [pool(MB) for _ in range(3)]
     assert all(view.base is None for view in views), "each owns its memory"
     assert pool.nbytes == 0
 
 
 def test_a_closed_pool_holds_nothing_and_still_serves() -> None:
-    pool = SlabPool()
+    pool = BufferPool()
     view = pool(MB)
     view[:] = 7
     pool.close()

@@ -9,7 +9,7 @@ import pytest
 
 from overlord.errors import SourceError
 from overlord.sources.base import ReadOptions, Unreachable
-from overlord.sources.chunk_reader import ChunkReader, HandleCache
+from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import build_index
 from tests.corpus import write_rows
@@ -188,7 +188,7 @@ def test_memory_follows_the_slice_and_not_the_row_group(tmp_path):
         write_batch_size=16,
     )
     options = ReadOptions(slice_rows=32)
-    reader = ChunkReader(build_index("src", str(path), None, options), options, HandleCache())
+    reader = ChunkReader(build_index("src", str(path), None, options), options, OpenChunkCache())
     del blobs
     before = peak = pa.total_allocated_bytes()
     last, t = False, 0

@@ -6,7 +6,7 @@ import pytest
 
 from overlord.errors import StorageError
 from overlord.sources.base import ReadOptions
-from overlord.sources.chunk_reader import ChunkReader, HandleCache
+from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.files import Files
 from overlord.sources.index import build_index
 from overlord.sources.lru import Lru
@@ -18,7 +18,7 @@ OPTIONS = ReadOptions(slice_rows=10, columns=("text",))
 
 def reader(tmp_path, format="parquet", cache=None, files=3):
     glob = write_rows(tmp_path / "data", format, ROWS, files=files)
-    return ChunkReader(build_index("web", glob, None, OPTIONS), OPTIONS, cache or HandleCache())
+    return ChunkReader(build_index("web", glob, None, OPTIONS), OPTIONS, cache or OpenChunkCache())
 
 
 def texts(raw):
@@ -51,7 +51,7 @@ def test_a_store_is_read_by_the_same_code_as_a_disk(tmp_path, format):
         for f, p in zip(here.index.files, sorted(folder.iterdir()), strict=True)
     )
     there = ChunkReader(
-        replace(here.index, files=files, access=Files(fs, local=False)), OPTIONS, HandleCache()
+        replace(here.index, files=files, access=Files(fs, local=False)), OPTIONS, OpenChunkCache()
     )
     for chunk in range(3):
         for t in range(4):
@@ -64,7 +64,7 @@ def test_a_store_is_read_by_the_same_code_as_a_disk(tmp_path, format):
 
 
 def test_in_order_each_chunk_is_opened_once(tmp_path):
-    chunks = reader(tmp_path, cache=(cache := HandleCache()))
+    chunks = reader(tmp_path, cache=(cache := OpenChunkCache()))
     for t in range(3):
         for chunk in range(3):
             chunks.slice(chunk, t)
@@ -82,7 +82,7 @@ def test_in_order_each_chunk_is_opened_once(tmp_path):
 def test_handles_beyond_the_bounds_are_closed_and_reopened_and_nothing_else_changes(
     tmp_path, bounds
 ):
-    chunks = reader(tmp_path, cache=(cache := HandleCache(**bounds)))
+    chunks = reader(tmp_path, cache=(cache := OpenChunkCache(**bounds)))
     got = {(chunk, t): texts(chunks.slice(chunk, t)) for t in range(3) for chunk in range(3)}
     assert [x for chunk in range(3) for t in range(3) for x in got[chunk, t]] == [
         r["text"] for r in ROWS
@@ -94,7 +94,7 @@ def test_handles_beyond_the_bounds_are_closed_and_reopened_and_nothing_else_chan
 
 
 def test_closing_a_reader_closes_its_handles_and_no_others(tmp_path):
-    cache = HandleCache()
+    cache = OpenChunkCache()
     a, b = reader(tmp_path / "a", cache=cache), reader(tmp_path / "b", cache=cache)
     a.slice(0, 0)
     b.slice(0, 0)
@@ -105,7 +105,7 @@ def test_closing_a_reader_closes_its_handles_and_no_others(tmp_path):
 
 @pytest.mark.parametrize("bounds", [{}, {"max_open": 2}, {"max_bytes": 1}])
 def test_what_is_open_is_told_by_reader_whoever_closes_it(tmp_path, bounds):
-    cache = HandleCache(**bounds)
+    cache = OpenChunkCache(**bounds)
     readers = [reader(tmp_path / str(i), cache=cache) for i in range(2)]
     for t in range(3):
         for chunk in range(3):
@@ -119,7 +119,7 @@ def test_what_is_open_is_told_by_reader_whoever_closes_it(tmp_path, bounds):
 
 
 def test_threads_may_share_a_reader(tmp_path):
-    chunks, wrong = reader(tmp_path, cache=HandleCache(max_open=2)), []
+    chunks, wrong = reader(tmp_path, cache=OpenChunkCache(max_open=2)), []
 
     def work():
         for t in (0, 1, 2):

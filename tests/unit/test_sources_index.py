@@ -8,7 +8,7 @@ import pytest
 from overlord.errors import SourceError
 from overlord.sources import parquet
 from overlord.sources.base import ReadOptions
-from overlord.sources.index import SourceSpec, build_index, build_indexes
+from overlord.sources.index import IndexSpec, build_index, build_indexes
 from tests.corpus import write_rows
 
 ROWS = [{"id": i, "text": f"row {i}"} for i in range(40)]
@@ -100,7 +100,7 @@ def test_a_copy_elsewhere_has_the_same_fingerprint_and_a_renamed_or_cut_one_has_
 
 def test_all_sources_are_indexed_in_order_with_progress(tmp_path):
     specs = [
-        SourceSpec(f"s{k}", write_rows(tmp_path / f"s{k}", f, ROWS[: k + 1], files=1))
+        IndexSpec(f"s{k}", write_rows(tmp_path / f"s{k}", f, ROWS[: k + 1], files=1))
         for k, f in enumerate(["parquet", "jsonl", "arrow", "tar"])
     ]
     seen = []
@@ -122,9 +122,9 @@ def test_problems_of_several_sources_come_in_one_error(tmp_path):
     with pytest.raises(SourceError) as caught:
         build_indexes(
             [
-                SourceSpec("a", "/nowhere/*.parquet"),
-                SourceSpec("b", good),
-                SourceSpec("c", str(tmp_path / "cut.parquet")),
+                IndexSpec("a", "/nowhere/*.parquet"),
+                IndexSpec("b", good),
+                IndexSpec("c", str(tmp_path / "cut.parquet")),
             ]
         )
     text = str(caught.value)

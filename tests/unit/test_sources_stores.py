@@ -20,7 +20,7 @@ from overlord.journal.storage import place_of
 from overlord.sources import object_store, range_file
 from overlord.sources.base import Unreachable
 from overlord.sources.files import Files
-from overlord.sources.object_store import Remote
+from overlord.sources.object_store import RemoteStore
 from overlord.sources.range_file import RangeFile
 from overlord.sources.retry import Failure
 from overlord.sources.store_errors import gave_up, why
@@ -290,7 +290,7 @@ def test_columns_in_turn_do_not_drive_each_other_out():
 
 def test_a_bucket_pickles_without_client_or_credentials(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    remote, path = Remote.of("S3://bucket/a/*.parquet?region=eu-west-1&anonymous=1")
+    remote, path = RemoteStore.of("S3://bucket/a/*.parquet?region=eu-west-1&anonymous=1")
     assert (remote.root, remote.region, remote.anonymous, path) == (
         "s3://bucket",
         "eu-west-1",
@@ -331,7 +331,7 @@ def test_a_profile_without_the_package_that_reads_profiles_says_so(monkeypatch):
 )
 def test_clients_of_every_store_are_made_the_same_way(uri):
     pytest.importorskip("obstore")
-    remote, path = Remote.of(uri)
+    remote, path = RemoteStore.of(uri)
     assert path == uri
     assert remote._key(path) == "a/x.parquet"
     assert remote._client() is remote._client()

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from overlord.errors import SourceError
 from overlord.sources import arrow_partial_read
 from overlord.sources.base import ReadOptions
-from overlord.sources.chunk_reader import ChunkReader, HandleCache
+from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import build_index
 from tests.corpus import write_rows
 from tests.reading import read_all
@@ -136,7 +136,7 @@ def test_batches_without_rows_and_wide_schemas_are_passed_over(tmp_path, monkeyp
 
 def opened(path: Path, **options: Any) -> ChunkReader:
     wanted = ReadOptions(**options)
-    return ChunkReader(build_index("web", str(path), None, wanted), wanted, HandleCache())
+    return ChunkReader(build_index("web", str(path), None, wanted), wanted, OpenChunkCache())
 
 
 @pytest.mark.parametrize("kind", ["text", "lists"])

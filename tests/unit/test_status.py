@@ -19,7 +19,7 @@ from overlord.cluster.loader_stats import KEPT_DECISIONS, Watching
 from overlord.errors import JobError
 from overlord.observe.tables import scaling_facts
 from overlord.scaling.scaler import CannotKeepUp, Limits, ReadAhead, Scale, Scaler
-from overlord.serving.session_server import Served
+from overlord.serving.session_server import ServedAddress
 from tests.unit.test_cli import job_file
 
 DECIDED = (
@@ -124,7 +124,9 @@ def test_a_token_is_shown_to_who_asks_for_it_by_the_name_of_its_job(
     monkeypatch.setattr(
         detached_jobs,
         "served",
-        lambda name, address: Served("overlord://10.0.0.1:7/k", f"secret of {name} at {address}"),
+        lambda name, address: ServedAddress(
+            "overlord://10.0.0.1:7/k", f"secret of {name} at {address}"
+        ),
     )
     result = CliRunner().invoke(cli, ["status", "--address", "here:6379", "--token", "demo"])
     assert (
@@ -139,9 +141,9 @@ def test_for_how_long_a_job_may_begin_is_an_option(
 ) -> None:
     asked: list[float] = []
 
-    def submit(job: Any, *, start_s: float, **more: Any) -> Served:
+    def submit(job: Any, *, start_s: float, **more: Any) -> ServedAddress:
         asked.append(start_s)
-        return Served("overlord://10.0.0.1:7/k", "secret")
+        return ServedAddress("overlord://10.0.0.1:7/k", "secret")
 
     monkeypatch.setattr(detached_jobs, "submit", submit)
     command = ["serve", str(job_file(tmp_path)), "--runtime", "ray", "--address", "here:6379"]

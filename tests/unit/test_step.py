@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import overlord as ov
-from overlord.buffer_pool import SlabPool
+from overlord.buffer_pool import BufferPool
 from overlord.client.step import Step
-from overlord.constructor.build import Bucket, StagedStep, build_buckets, build_groups
+from overlord.constructor.build import BucketBatch, StepDocuments, build_buckets, build_groups
 from overlord.constructor.compact import IDS
 from overlord.constructor.pack import fresh
 from overlord.constructor.rank_views import narrow
-from overlord.messages.client import Told
-from overlord.messages.control import Stage, StreamState
+from overlord.messages.client import StepInfo
+from overlord.messages.control import PlannedStep, StreamState
 from overlord.plan.rank_view import view_of
 from overlord.sample import Buffer, Ragged
 
@@ -28,7 +28,7 @@ LENGTHS = [3, 9, 4, 12, 1, 7, 5, 6]
 
 def staged(
     place: ov.ClientPlaceTree, batch: ov.Batch, axis: str = "DP", broadcast: Sequence[str] = ()
-) -> tuple[StagedStep, Told]:
+) -> tuple[StepDocuments, StepInfo]:
     """A step of eight documents, document k of tokens 100k and on."""
     buffer = Buffer.from_columns({"web": {"tokens": np.array(LENGTHS)}}, batch=batch)
     plan = (
@@ -41,8 +41,8 @@ def staged(
     )
     tokens = Ragged.from_rows([100 * k + np.arange(n) for k, n in enumerate(LENGTHS)])
     after = StreamState(step=1, cursors=np.zeros((1, 6), np.int64), owed=(0,), active=(True,))
-    stage = Stage(plan, np.array([8]), plan.row.astype(np.int64), plan.digest(), after)
-    return StagedStep(stage, tokens), Told.of(stage)
+    stage = PlannedStep(plan, np.array([8]), plan.row.astype(np.int64), plan.digest(), after)
+    return StepDocuments(stage, tokens), StepInfo.of(stage)
 
 
 class Slab:
@@ -63,7 +63,7 @@ def built(
     batch: Mapping[str, Any] | None = None,
     compact: bool = False,
     **how: Any,
-) -> Bucket:
+) -> BucketBatch:
     made = ov.Batch(**{"samples": 8, "context": 96, **(batch or {})})
     [bucket] = build_groups(
         *staged(place, made, **how),
@@ -209,7 +209,7 @@ def test_each_rank_is_handed_its_own_part_of_its_own_bucket(
 
 
 def test_who_takes_compact_microbatches_in_turn_needs_memory_for_one() -> None:
-    place, pool = ov.ClientPlaceTree(), SlabPool()
+    place, pool = ov.ClientPlaceTree(), BufferPool()
     bucket = replace(built(place, [0], batch={"microbatches": 8}, compact=True), slab=pool)
     step = Step(staged(place, ov.Batch(samples=8, context=96))[1], bucket, 0)
     largest = max(int(mb["cu_seqlens_padded"][-1]) for mb in step)
@@ -237,7 +237,7 @@ def test_a_stage_in_the_middle_is_handed_no_ids() -> None:
 
 def test_a_compact_step_and_its_microbatches_can_be_copied() -> None:
     place = ov.ClientPlaceTree()
-    bucket = replace(built(place, [0], batch={"microbatches": 2}, compact=True), slab=SlabPool())
+    bucket = replace(built(place, [0], batch={"microbatches": 2}, compact=True), slab=BufferPool())
     step = Step(staged(place, ov.Batch(samples=8, context=96))[1], bucket, 0)
     for copied in (
         pickle.loads(pickle.dumps(step)),

@@ -7,21 +7,21 @@ from __future__ import annotations
 from typing import Any
 
 from overlord.cluster.supervisor import (
-    Beat,
     Closing,
-    CutOff,
-    Died,
     GiveUp,
-    GoBack,
-    Join,
-    Kill,
+    Heartbeat,
+    KillWorker,
     Loss,
     Needed,
     Progress,
-    Start,
+    RollBack,
+    StandbyReady,
+    StartWorker,
     Supervisor,
     Tick,
-    Up,
+    Unreachable,
+    WorkerDied,
+    WorkerReady,
 )
 from overlord.errors import ActorLost
 
@@ -32,7 +32,7 @@ NINE = "killed by signal 9"
 def there(*names: str, max_restarts: int = 3) -> Supervisor:
     made = Supervisor(lost_after_s=8.0, max_restarts=max_restarts)
     for name in names or (C, L, M):
-        assert made.handle(Up(name), 0.0) == []
+        assert made.handle(WorkerReady(name), 0.0) == []
     return made
 
 
@@ -42,9 +42,9 @@ def told(supervisor: Supervisor, *events: tuple[float, Any]) -> list[Any]:
 
 def test_a_part_that_dies_is_started_again_and_planning_goes_back() -> None:
     made = there()
-    assert told(made, (1.0, Died(L, 0, NINE))) == [Start(L, 1)]
+    assert told(made, (1.0, WorkerDied(L, 0, NINE))) == [StartWorker(L, 1)]
     assert made.lost() == {L: NINE}
-    assert told(made, (1.5, Up(L, 1))) == [GoBack(f"{L}: {NINE}")]
+    assert told(made, (1.5, WorkerReady(L, 1))) == [RollBack(f"{L}: {NINE}")]
     assert made.lost() == {}
     assert made.back() == [Loss(part=L, reason=NINE, since=1.0)]
     assert made.back() == []
@@ -52,20 +52,24 @@ def test_a_part_that_dies_is_started_again_and_planning_goes_back() -> None:
 
 def test_several_that_die_at_once_lead_to_one_way_back_when_the_last_is_there() -> None:
     made = there()
-    assert told(made, (1.0, Died(L, 0, NINE)), (1.0, Died(M, 0, "exit code 3"))) == [
-        Start(L, 1),
-        Start(M, 1),
+    assert told(made, (1.0, WorkerDied(L, 0, NINE)), (1.0, WorkerDied(M, 0, "exit code 3"))) == [
+        StartWorker(L, 1),
+        StartWorker(M, 1),
     ]
-    assert told(made, (1.2, Up(M, 1))) == []
-    assert told(made, (1.4, Up(L, 1))) == [GoBack(f"{M}: exit code 3; {L}: {NINE}")]
+    assert told(made, (1.2, WorkerReady(M, 1))) == []
+    assert told(made, (1.4, WorkerReady(L, 1))) == [RollBack(f"{M}: exit code 3; {L}: {NINE}")]
 
 
 def test_a_death_while_another_is_being_started_is_waited_for_as_well() -> None:
     made = there()
-    story = [(1.0, Died(L, 0, NINE)), (1.1, Died(M, 0, NINE)), (1.2, Up(L, 1))]
-    assert told(made, *story) == [Start(L, 1), Start(M, 1)]
-    assert told(made, (1.3, Died(L, 1, NINE))) == [Start(L, 2)], "one that was there again already"
-    assert told(made, (1.4, Up(M, 1)), (1.5, Up(L, 2))) == [GoBack(f"{L}: {NINE}; {M}: {NINE}")]
+    story = [(1.0, WorkerDied(L, 0, NINE)), (1.1, WorkerDied(M, 0, NINE)), (1.2, WorkerReady(L, 1))]
+    assert told(made, *story) == [StartWorker(L, 1), StartWorker(M, 1)]
+    assert told(made, (1.3, WorkerDied(L, 1, NINE))) == [StartWorker(L, 2)], (
+        "one that was there again already"
+    )
+    assert told(made, (1.4, WorkerReady(M, 1)), (1.5, WorkerReady(L, 2))) == [
+        RollBack(f"{L}: {NINE}; {M}: {NINE}")
+    ]
     assert [(loss.part, loss.since) for loss in made.back()] == [(L, 1.0), (M, 1.1)], (
         "missed since it was first"
     )
@@ -74,66 +78,74 @@ def test_a_death_while_another_is_being_started_is_waited_for_as_well() -> None:
 def test_loader_hosts_are_started_when_those_are_there_that_they_connect_to() -> None:
     made = there()
     assert told(
-        made, (1.0, Died(L, 0, NINE)), (1.1, Died(C, 0, NINE)), (1.2, Died(M, 0, NINE))
-    ) == [Start(L, 1), Start(C, 1)]
-    assert told(made, (1.3, Up(C, 1))) == [Start(M, 1)]
-    assert told(made, (1.4, Up(M, 1)), (1.5, Up(L, 1)))[-1:] == [
-        GoBack(f"{C}: {NINE}; {M}: {NINE}; {L}: {NINE}")
+        made,
+        (1.0, WorkerDied(L, 0, NINE)),
+        (1.1, WorkerDied(C, 0, NINE)),
+        (1.2, WorkerDied(M, 0, NINE)),
+    ) == [StartWorker(L, 1), StartWorker(C, 1)]
+    assert told(made, (1.3, WorkerReady(C, 1))) == [StartWorker(M, 1)]
+    assert told(made, (1.4, WorkerReady(M, 1)), (1.5, WorkerReady(L, 1)))[-1:] == [
+        RollBack(f"{C}: {NINE}; {M}: {NINE}; {L}: {NINE}")
     ]
 
 
 def test_a_part_that_dies_while_it_is_being_started_is_started_once_more() -> None:
     made = there()
-    assert told(made, (1.0, Died(L, 0, NINE)), (1.1, Died(L, 1, "no such file"))) == [
-        Start(L, 1),
-        Start(L, 2),
+    assert told(made, (1.0, WorkerDied(L, 0, NINE)), (1.1, WorkerDied(L, 1, "no such file"))) == [
+        StartWorker(L, 1),
+        StartWorker(L, 2),
     ]
-    assert told(made, (1.2, Died(L, 1, "no such file"))) == [], (
+    assert told(made, (1.2, WorkerDied(L, 1, "no such file"))) == [], (
         "its death is told twice: by its control plane, and by who waited for it"
     )
-    assert told(made, (1.3, Up(L, 2))) == [GoBack(f"{L}: no such file")]
+    assert told(made, (1.3, WorkerReady(L, 2))) == [RollBack(f"{L}: no such file")]
 
 
 def test_what_could_not_be_started_because_of_another_has_no_fault_of_its_own() -> None:
     made = there(max_restarts=1)
     assert told(
-        made, (1.0, Died(L, 0, NINE)), (1.1, Died(C, 0, NINE)), (1.2, Died(L, 1, "no answer"))
-    ) == [Start(L, 1), Start(C, 1)]
-    assert told(made, (1.3, Up(C, 1))) == [Start(L, 2)]
-    assert told(made, (1.4, Died(L, 2, "no answer"))) == [GiveUp(made.given_up)]  # type: ignore[arg-type]
+        made,
+        (1.0, WorkerDied(L, 0, NINE)),
+        (1.1, WorkerDied(C, 0, NINE)),
+        (1.2, WorkerDied(L, 1, "no answer")),
+    ) == [StartWorker(L, 1), StartWorker(C, 1)]
+    assert told(made, (1.3, WorkerReady(C, 1))) == [StartWorker(L, 2)]
+    assert told(made, (1.4, WorkerDied(L, 2, "no answer"))) == [GiveUp(made.given_up)]  # type: ignore[arg-type]
 
 
 def test_a_part_that_dies_again_and_again_ends_the_job_with_what_it_died_of() -> None:
     made = there(max_restarts=2)
     for k in range(2):
-        assert told(made, (1.0 + k, Died(L, k, "exit code 3"))) == [Start(L, k + 1)]
-        assert told(made, (1.5 + k, Up(L, k + 1))) == [GoBack(f"{L}: exit code 3")]
+        assert told(made, (1.0 + k, WorkerDied(L, k, "exit code 3"))) == [StartWorker(L, k + 1)]
+        assert told(made, (1.5 + k, WorkerReady(L, k + 1))) == [RollBack(f"{L}: exit code 3")]
         made.back()
-    [given_up] = told(made, (4.0, Died(L, 2, "exit code 3")))
+    [given_up] = told(made, (4.0, WorkerDied(L, 2, "exit code 3")))
     assert isinstance(given_up, GiveUp)
     assert (given_up.error.name, given_up.error.reason) == (L, "exit code 3")
     assert isinstance(made.given_up, ActorLost)
-    assert told(made, (5.0, Died(M, 0, NINE)), (6.0, Tick())) == [], "nothing is done any more"
+    assert told(made, (5.0, WorkerDied(M, 0, NINE)), (6.0, Tick())) == [], (
+        "nothing is done any more"
+    )
 
 
 def test_a_step_that_all_have_taken_meanwhile_begins_the_count_anew() -> None:
     made = there(max_restarts=1)
     for k in range(5):
-        assert told(made, (1.0 + k, Died(L, k, NINE)), (1.1 + k, Up(L, k + 1)))[0] == Start(
-            L, k + 1
-        )
+        assert told(made, (1.0 + k, WorkerDied(L, k, NINE)), (1.1 + k, WorkerReady(L, k + 1)))[
+            0
+        ] == StartWorker(L, k + 1)
         assert told(made, (1.2 + k, Progress(k))) == []
         made.back()
-    assert told(made, (9.0, Died(L, 5, NINE)), (9.1, Up(L, 6)), (9.2, Progress(4)))[0] == Start(
-        L, 6
-    )
-    assert isinstance(told(made, (9.3, Died(L, 6, NINE)))[0], GiveUp), (
+    assert told(made, (9.0, WorkerDied(L, 5, NINE)), (9.1, WorkerReady(L, 6)), (9.2, Progress(4)))[
+        0
+    ] == StartWorker(L, 6)
+    assert isinstance(told(made, (9.3, WorkerDied(L, 6, NINE)))[0], GiveUp), (
         "a step that was told before is no progress"
     )
 
 
 def test_without_restarts_the_first_death_ends_the_job() -> None:
-    assert isinstance(told(there(max_restarts=0), (1.0, Died(L, 0, NINE)))[0], GiveUp)
+    assert isinstance(told(there(max_restarts=0), (1.0, WorkerDied(L, 0, NINE)))[0], GiveUp)
 
 
 def test_a_part_that_answers_nothing_is_killed_and_then_started() -> None:
@@ -141,18 +153,26 @@ def test_a_part_that_answers_nothing_is_killed_and_then_started() -> None:
     for k in range(4):
         assert (
             told(
-                made, (2.0 * k, Tick()), (2.0 * k, Beat(C)), (2.0 * k, Beat(L)), (2.0 * k, Beat(M))
+                made,
+                (2.0 * k, Tick()),
+                (2.0 * k, Heartbeat(C)),
+                (2.0 * k, Heartbeat(L)),
+                (2.0 * k, Heartbeat(M)),
             )
             == []
         )
-    quiet = [(2.0 * k, event) for k in range(4, 8) for event in (Beat(C), Beat(M), Tick())]
+    quiet = [
+        (2.0 * k, event) for k in range(4, 8) for event in (Heartbeat(C), Heartbeat(M), Tick())
+    ]
     assert told(made, *quiet) == []
-    assert told(made, (16.0, Beat(C)), (16.0, Beat(M)), (16.0, Tick())) == [
-        Kill(L, 0, "it answered nothing for 10.0 s")
+    assert told(made, (16.0, Heartbeat(C)), (16.0, Heartbeat(M)), (16.0, Tick())) == [
+        KillWorker(L, 0, "it answered nothing for 10.0 s")
     ]
     assert told(made, (16.0, Tick()), (18.0, Tick())) == [], "once"
-    assert told(made, (18.1, Died(L, 0, NINE))) == [Start(L, 1)]
-    assert told(made, (18.5, Up(L, 1))) == [GoBack(f"{L}: it answered nothing for 10.0 s")]
+    assert told(made, (18.1, WorkerDied(L, 0, NINE))) == [StartWorker(L, 1)]
+    assert told(made, (18.5, WorkerReady(L, 1))) == [
+        RollBack(f"{L}: it answered nothing for 10.0 s")
+    ]
     assert made.back() == [Loss(part=L, reason="it answered nothing for 10.0 s", since=6.0)], (
         "missed since it was last heard"
     )
@@ -167,9 +187,9 @@ def test_whoever_watches_may_have_slept_itself() -> None:
     assert (
         told(
             made,
-            (3600.2, Beat(C)),
-            (3600.2, Beat(L)),
-            (3600.2, Beat(M)),
+            (3600.2, Heartbeat(C)),
+            (3600.2, Heartbeat(L)),
+            (3600.2, Heartbeat(M)),
             (3602.0, Tick()),
             (3604.0, Tick()),
         )
@@ -179,57 +199,77 @@ def test_whoever_watches_may_have_slept_itself() -> None:
 
 def test_a_part_that_comes_back_from_the_dead_is_killed() -> None:
     made = there()
-    told(made, (1.0, Died(L, 0, NINE)))
-    assert told(made, (1.1, Beat(L, 0))) == [
-        Kill(L, 0, "it was given up, and another is started in its place")
+    told(made, (1.0, WorkerDied(L, 0, NINE)))
+    assert told(made, (1.1, Heartbeat(L, 0))) == [
+        KillWorker(L, 0, "it was given up, and another is started in its place")
     ]
-    assert told(made, (1.2, Up(L, 1)))[0] == GoBack(f"{L}: {NINE}")
-    assert told(made, (1.3, Beat(L, 0))) == [
-        Kill(L, 0, "it was given up, and another is started in its place")
+    assert told(made, (1.2, WorkerReady(L, 1)))[0] == RollBack(f"{L}: {NINE}")
+    assert told(made, (1.3, Heartbeat(L, 0))) == [
+        KillWorker(L, 0, "it was given up, and another is started in its place")
     ]
-    assert told(made, (1.4, Up(L, 0))) == [Kill(L, 0, "another was started in its place")]
-    assert told(made, (1.5, Died(L, 0, NINE))) == [], "that is not the one that is there now"
+    assert told(made, (1.4, WorkerReady(L, 0))) == [
+        KillWorker(L, 0, "another was started in its place")
+    ]
+    assert told(made, (1.5, WorkerDied(L, 0, NINE))) == [], "that is not the one that is there now"
     assert made.lost() == {}
 
 
 def test_a_part_that_others_cannot_reach_is_of_no_use_though_it_lives() -> None:
     made = there()
-    assert told(made, (1.0, CutOff(C, "no way"))) == [Kill(C, 0, "no way")]
-    assert told(made, (1.1, CutOff(C, "no way"))) == [], "it is on its way"
-    assert told(made, (1.2, Died(C, 0, NINE))) == [Start(C, 1)]
-    assert told(made, (1.3, CutOff(C, "no way"))) == [], "of one that is gone"
-    assert told(made, (1.4, Up(C, 1))) == [GoBack(f"{C}: no way")]
+    assert told(made, (1.0, Unreachable(C, "no way"))) == [KillWorker(C, 0, "no way")]
+    assert told(made, (1.1, Unreachable(C, "no way"))) == [], "it is on its way"
+    assert told(made, (1.2, WorkerDied(C, 0, NINE))) == [StartWorker(C, 1)]
+    assert told(made, (1.3, Unreachable(C, "no way"))) == [], "of one that is gone"
+    assert told(made, (1.4, WorkerReady(C, 1))) == [RollBack(f"{C}: no way")]
 
 
 def test_a_job_that_ends_misses_nobody() -> None:
     made = there()
-    told(made, (1.0, Died(M, 0, NINE)))
+    told(made, (1.0, WorkerDied(M, 0, NINE)))
     assert (
-        told(made, (1.1, Closing()), (1.2, Died(L, 0, NINE)), (1.3, Up(M, 1)), (99.0, Tick())) == []
+        told(
+            made,
+            (1.1, Closing()),
+            (1.2, WorkerDied(L, 0, NINE)),
+            (1.3, WorkerReady(M, 1)),
+            (99.0, Tick()),
+        )
+        == []
     )
 
 
 def test_a_part_that_joins_later_is_missed_like_any_other() -> None:
     made = there(C)
-    assert told(made, (1.0, Up("loader-host/7")), (2.0, Died("loader-host/7", 0, NINE))) == [
-        Start("loader-host/7", 1)
-    ]
-    assert told(made, (3.0, Died("loader-host/9", 0, NINE))) == [], "nobody knows it"
+    assert told(
+        made, (1.0, WorkerReady("loader-host/7")), (2.0, WorkerDied("loader-host/7", 0, NINE))
+    ) == [StartWorker("loader-host/7", 1)]
+    assert told(made, (3.0, WorkerDied("loader-host/9", 0, NINE))) == [], "nobody knows it"
 
 
 def test_a_part_whose_stand_bys_live_is_not_waited_for() -> None:
     made = there()
-    assert told(made, (1.0, Died(L, 0, NINE, spare=True))) == [Start(L, 1), GoBack(f"{L}: {NINE}")]
+    assert told(made, (1.0, WorkerDied(L, 0, NINE, spare=True))) == [
+        StartWorker(L, 1),
+        RollBack(f"{L}: {NINE}"),
+    ]
     assert made.back() == [Loss(part=L, reason=NINE, since=1.0, spare=True)]
-    assert told(made, (1.5, Up(L, 1))) == [Join(L)], "nothing is planned again for it"
-    assert told(made, (2.0, Died(L, 1, NINE))) == [Start(L, 2)], "then it is like any other"
-    assert told(made, (2.5, Up(L, 2))) == [GoBack(f"{L}: {NINE}")]
+    assert told(made, (1.5, WorkerReady(L, 1))) == [StandbyReady(L)], (
+        "nothing is planned again for it"
+    )
+    assert told(made, (2.0, WorkerDied(L, 1, NINE))) == [StartWorker(L, 2)], (
+        "then it is like any other"
+    )
+    assert told(made, (2.5, WorkerReady(L, 2))) == [RollBack(f"{L}: {NINE}")]
 
 
 def test_it_is_waited_for_when_those_who_had_what_it_had_are_gone_too() -> None:
     made = there()
-    assert told(made, (1.0, Died(C, 0, NINE)), (1.1, Died(L, 0, NINE, spare=True))) == [Start(C, 1)]
-    assert told(made, (1.2, Needed(L)), (1.3, Died(M, 0, NINE, spare=True))) == []
-    assert told(made, (1.4, Up(C, 1))) == [Start(L, 1), Start(M, 1)]
-    assert told(made, (1.5, Up(M, 1))) == [Join(M)]
-    assert told(made, (1.6, Up(L, 1)))[-1:] == [GoBack(f"{L}: {NINE}; {M}: {NINE}; {C}: {NINE}")]
+    assert told(made, (1.0, WorkerDied(C, 0, NINE)), (1.1, WorkerDied(L, 0, NINE, spare=True))) == [
+        StartWorker(C, 1)
+    ]
+    assert told(made, (1.2, Needed(L)), (1.3, WorkerDied(M, 0, NINE, spare=True))) == []
+    assert told(made, (1.4, WorkerReady(C, 1))) == [StartWorker(L, 1), StartWorker(M, 1)]
+    assert told(made, (1.5, WorkerReady(M, 1))) == [StandbyReady(M)]
+    assert told(made, (1.6, WorkerReady(L, 1)))[-1:] == [
+        RollBack(f"{L}: {NINE}; {M}: {NINE}; {C}: {NINE}")
+    ]

@@ -17,7 +17,7 @@ from overlord.job.job import SYNCS
 from overlord.journal import job_journal
 from overlord.observe.tables import plan_view
 from overlord.setup.job_agreement import difference, parts_of
-from overlord.setup.prepared_job import Blueprint, Options
+from overlord.setup.prepared_job import Options, PreparedJob
 
 ROWS = [{"tokens": [i] * (1 + i * i * i % 61)} for i in range(240)]
 PLACE = ov.ClientPlaceTree(dp=2)
@@ -98,7 +98,7 @@ def test_a_strategy_is_told_when_ranks_wait_and_balances_for_that() -> None:
 @pytest.mark.parametrize("strategy", ["llm_balance", "backbone_balance", "vanilla"])
 def test_a_state_resumes_under_another_sync_with_the_samples_of_every_step(strategy: str) -> None:
     fingerprints = [
-        Blueprint(job(sync=sync, strategy=strategy), Options()).fingerprint for sync in SYNCS
+        PreparedJob(job(sync=sync, strategy=strategy), Options()).fingerprint for sync in SYNCS
     ]
     assert fingerprints[0] == fingerprints[1]
     whole = {}

@@ -23,7 +23,7 @@ from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job.job import Job
 from overlord.ray import cluster
 from overlord.ray.auth import MODE, is_refused
-from overlord.serving.session_server import Served
+from overlord.serving.session_server import ServedAddress
 from overlord.setup.options import address_problems
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Keeper:
 
     def __init__(self, name: str) -> None:
         self._session: Session | None = None
-        self._served: Served | None = None
+        self._served: ServedAddress | None = None
         self._state, self._name = SUBMITTED, name
         self._last: dict[str, int] = {}  # how far it came, once it is over
 
@@ -102,7 +102,7 @@ class Keeper:
 
     def _launch(
         self, path: tuple[str, ...], code: bytes, host: str, port: int, token: str | None
-    ) -> tuple[Session, Served]:
+    ) -> tuple[Session, ServedAddress]:
         sys.path.extend(p for p in path if p not in sys.path)
         import overlord as ov
 
@@ -205,7 +205,7 @@ def submit(
     token: str | None = None,
     start_s: float = START_S,
     **options: Any,
-) -> Served:
+) -> ServedAddress:
     """Start a job that lives on when this process goes. ``host``: the interface to serve at; empty:
     that of the node it comes to. ``start_s``: for trainers to be able to connect; a job that takes
     longer is ended.
@@ -239,7 +239,7 @@ def submit(
             resumed = cluster.ask(
                 keeper, "resumed", timeout_s=ASK_S, what=f"job {job.name!r} to say where it goes on"
             )
-            return Served(address_there, token_there, resumed)
+            return ServedAddress(address_there, token_there, resumed)
         except BaseException:
             cluster.kill(keeper)
             raise
@@ -281,12 +281,12 @@ def jobs(address: str | None) -> list[Status]:
         ]
 
 
-def served(name: str, address: str | None) -> Served:
+def served(name: str, address: str | None) -> ServedAddress:
     """Where trainers of a job connect, and what they show, as ``submit`` returned it: for when that
     was lost with who submitted.
     """
     with cluster.cluster(_wanted(address, "status")):
-        return Served(
+        return ServedAddress(
             *cluster.ask(
                 _keeper(name, "status"),
                 "served",

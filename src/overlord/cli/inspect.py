@@ -16,7 +16,7 @@ import numpy as np
 from overlord.errors import OverlordError
 from overlord.observe.source_report import SourceReport
 from overlord.sources.base import RawSlice, ReadOptions, tokenize_it
-from overlord.sources.chunk_reader import ChunkReader, HandleCache
+from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import Index, build_index, default_cache_dir
 from overlord.sources.mixed_columns import type_name
 from overlord.transforms.base import RowIds
@@ -53,7 +53,7 @@ def inspect_job(
 def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport:
     """One source. What it raises becomes a failure in its report."""
     out = SourceReport(name=source.name)
-    cache = HandleCache(max_open=1)
+    cache = OpenChunkCache(max_open=1)
     try:
         pipeline = Pipeline(
             source.name, source.transforms, seed=job.seed, context=UNCUT, on_long="truncate"
@@ -115,7 +115,7 @@ def _judge(out: SourceReport, job: Job) -> None:
         out.tokens = out.tokens[~late]
 
 
-def _all_columns(index: Index, options: ReadOptions, cache: HandleCache) -> dict[str, str]:
+def _all_columns(index: Index, options: ReadOptions, cache: OpenChunkCache) -> dict[str, str]:
     """What the first rows hold, where no file says it. A job reads only the columns it names, and a
     misspelled name hides the rest.
     """

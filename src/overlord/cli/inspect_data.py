@@ -13,7 +13,7 @@ import yaml
 
 from overlord.errors import SourceError
 from overlord.sources.base import TEXTS, ReadOptions, text_columns
-from overlord.sources.chunk_reader import ChunkReader, HandleCache
+from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import SUFFIXES
 from overlord.sources.index import build_index, default_cache_dir
 from overlord.sources.mixed_columns import MIXED, type_name
@@ -65,7 +65,7 @@ def inspect_data(uri: str) -> DataReport:
     )
     options = ReadOptions()
     index = build_index(name, uri, None, options, cache_dir=default_cache_dir())
-    cache = HandleCache(max_open=1)
+    cache = OpenChunkCache(max_open=1)
     try:
         table = ChunkReader(index, options, cache).slice(0, 0).table
     finally:

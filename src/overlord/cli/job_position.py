@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class JobPosition:
     """Where planning begins. ``state``: None stands for the beginning of the job file, without a
     journal.
     """
@@ -33,16 +33,16 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class RecordedSteps:
     """The journal of a job at one moment. An unfinished record at its end does not count."""
 
     job: Job
     found: Recovered
 
     @staticmethod
-    def of(job: Job) -> Past:
+    def of(job: Job) -> RecordedSteps:
         records = [] if job.journal is None else read_if_any(job.journal)
-        return Past(job, Recovered.of(entries(records), keeping=True))
+        return RecordedSteps(job, Recovered.of(entries(records), keeping=True))
 
     @property
     def shown(self) -> str:
@@ -53,19 +53,19 @@ class Past:
         """The first step that the journal still knows."""
         return self.found.snapshots[0]
 
-    def at(self, step: int) -> Standing:
+    def at(self, step: int) -> JobPosition:
         """Return the newest state from which a step can be planned as the run planned it, or will
         plan it.
         """
         found = self.found
         if found.empty:
-            return Standing()
+            return JobPosition()
         if step < self.oldest:
             note = (
                 f"journal {self.shown}: expected step {step}, got steps from {self.oldest} "
                 "on; the answer follows from the job file alone"
             )
-            return Standing(note=note)
+            return JobPosition(note=note)
         first = min(step, found.open_step)
         note = (
             f"step {step} has no plan in journal {self.shown} yet; it is planned as the run "
@@ -75,15 +75,15 @@ class Past:
             first, found.planned.get(step, ""), note if step >= found.open_step else ""
         )
 
-    def oldest_state(self) -> Standing:
+    def oldest_state(self) -> JobPosition:
         """Return the oldest state of the journal: from there on, every step can be looked
         through.
         """
-        return Standing() if self.found.empty else self._from(self.oldest, "", "")
+        return JobPosition() if self.found.empty else self._from(self.oldest, "", "")
 
-    def _from(self, first: int, digest: str, note: str) -> Standing:
+    def _from(self, first: int, digest: str, note: str) -> JobPosition:
         state = self.found.state(first - 1)
-        return Standing(
+        return JobPosition(
             state=exported(state, self.job.name, self.found.names, self.found.fingerprint),
             first=first,
             digest=digest,

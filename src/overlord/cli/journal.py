@@ -24,8 +24,8 @@ from overlord.journal.checkpoint import (
     samples_of,
 )
 from overlord.journal.record import BYTES, Record
-from overlord.journal.segments import Part, Reading
-from overlord.journal.verify import Report
+from overlord.journal.segments import Reading, SegmentData
+from overlord.journal.verify import JournalReport
 from overlord.sample import Ragged
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEEP, MANY, LONG = 4, 12, 60  # levels, items of a list and letters of a text that are shown
 
 
-def as_json(report: Report, reading: Reading, last: int | None) -> str:
+def as_json(report: JournalReport, reading: Reading, last: int | None) -> str:
     """One document, for programs."""
     whole, words = {f.name: getattr(report, f.name) for f in fields(report)}, _words(reading)
     listed = [
@@ -50,7 +50,9 @@ def as_json(report: Report, reading: Reading, last: int | None) -> str:
     return json.dumps({**whole, "list": listed}, indent=1, default=str)
 
 
-def journal_view(report: Report, reading: Reading, last: int | None, width: int) -> RenderableType:
+def journal_view(
+    report: JournalReport, reading: Reading, last: int | None, width: int
+) -> RenderableType:
     """The same for people: a line a record."""
     from rich.console import Group
     from rich.text import Text
@@ -85,7 +87,7 @@ def journal_view(report: Report, reading: Reading, last: int | None, width: int)
     return Group(Text(head), *left_out, table, *more)
 
 
-def _shown(reading: Reading, last: int | None) -> list[tuple[Part, Any]]:
+def _shown(reading: Reading, last: int | None) -> list[tuple[SegmentData, Any]]:
     """The last records, the log's own notes among them."""
     found = [(part, placed) for part in reading.parts if not part.void for placed in part.records]
     return found if last is None else found[len(found) - min(last, len(found)) :]

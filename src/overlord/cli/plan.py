@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from overlord.cli.job_position import Past, Standing
+from overlord.cli.job_position import JobPosition, RecordedSteps
 from overlord.errors import JobError, PlanError, StateMismatch
 from overlord.mesh import AXES, ClientPlaceTree
 from overlord.observe.explain import SampleExplanation, explain_sample, find
@@ -18,7 +18,7 @@ from overlord.planning.events import skipped
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
-    from overlord.messages.control import Stage
+    from overlord.messages.control import PlannedStep
     from overlord.plan.plan import LoadingPlan
     from overlord.sample import SampleId
     from overlord.session.session import Session
@@ -70,7 +70,7 @@ def planned(
     written and nothing is locked. ``what_if``: the job has another place or strategy than its run.
     ``say`` receives what a reader must know about the answer.
     """
-    begin = Past.of(job).at(step)
+    begin = RecordedSteps.of(job).at(step)
     with _looking(job, begin, say, allow=("strategy",) if what_if else ()) as (session, first):
         if step > first:
             session.skip(range(first, step))
@@ -105,7 +105,7 @@ def find_sample(
     With a journal the search begins at its oldest state. A row that the stream had passed by then
     is looked for from the job file alone.
     """
-    past = Past.of(job)
+    past = RecordedSteps.of(job)
     answer = _found(job, sample, within, progress, past.oldest_state(), say)
     if answer.status != "gone":
         return answer
@@ -113,7 +113,7 @@ def find_sample(
         f"journal {past.shown}: expected the step of {sample}, got steps from "
         f"{past.oldest} on; the answer follows from the job file alone"
     )
-    return _found(job, sample, within, progress, Standing(), say)
+    return _found(job, sample, within, progress, JobPosition(), say)
 
 
 def _found(
@@ -121,14 +121,14 @@ def _found(
     sample: SampleId,
     within: int,
     progress: Callable[[int], None] | None,
-    begin: Standing,
+    begin: JobPosition,
     say: Say,
 ) -> SampleExplanation:
     with _looking(job, begin, say) as (session, first):
         explain_sample(
             sample, session._known()
         )  # an id that no step can hold is refused before anything is read
-        found: list[Stage] = []
+        found: list[PlannedStep] = []
         session._host.on_stage.append(
             lambda stage: found.append(stage) if find(sample, stage.plan) >= 0 else None
         )
@@ -154,7 +154,7 @@ def _found(
 
 @contextmanager
 def _looking(
-    job: Job, begin: Standing, say: Say, allow: tuple[str, ...] = ()
+    job: Job, begin: JobPosition, say: Say, allow: tuple[str, ...] = ()
 ) -> Iterator[tuple[Session, int]]:
     """Yield a session without a journal or a profile, and the step at which it begins."""
     import overlord as ov
@@ -178,7 +178,7 @@ def _looking(
         yield session, first
 
 
-def _compare(session: Session, step: int, begin: Standing, say: Say) -> None:
+def _compare(session: Session, step: int, begin: JobPosition, say: Say) -> None:
     """Report a plan that differs from the journal's: files changed since, or the job has another
     mesh or sync.
     """

@@ -83,13 +83,13 @@ def profile(
         from overlord.observe.tables import waiting
         from overlord.setup.measure import Bounds
         from overlord.setup.options import Options
-        from overlord.setup.prepared_job import Blueprint
+        from overlord.setup.prepared_job import PreparedJob
         from overlord.setup.profile_store import load, path_of, shown
         from overlord.setup.profile_store import save as keep
 
         job, console = read_job(job_yaml, modules), screen()
         with (
-            closing(Blueprint(job, Options())) as blueprint,
+            closing(PreparedJob(job, Options())) as blueprint,
             waiting(screen(stderr=True), "measured", len(job.sources)) as advance,
         ):
             found = profile_job(blueprint, Bounds(rows=rows, seconds=seconds), advance)
@@ -167,11 +167,11 @@ def partition(
         from overlord.scaling.levels import CLUSTER
         from overlord.setup.options import Options, n_cores
         from overlord.setup.partition import loads_of, partition_of, sample_tokens
-        from overlord.setup.prepared_job import Blueprint
+        from overlord.setup.prepared_job import PreparedJob
         from overlord.setup.profile_store import known, quick
 
         job, console = read_job(job_yaml, modules), screen()
-        with closing(Blueprint(job, Options(sources_per_host=sources_per_host))) as blueprint:
+        with closing(PreparedJob(job, Options(sources_per_host=sources_per_host))) as blueprint:
             blueprint.profile = known(blueprint)
             blueprint.profile = quick(blueprint, loads_of(blueprint), blueprint.profile)
             made = partition_of(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from overlord.scaling.partition import Partition
     from overlord.setup.measure import Bounds
-    from overlord.setup.prepared_job import Blueprint
+    from overlord.setup.prepared_job import PreparedJob
 
 SHOWN = 40  # sources of a table, the dearest first
 WIDE = 40  # characters of a plot
@@ -38,7 +38,7 @@ class Profiled:
 
 
 def profile_job(
-    blueprint: Blueprint, bounds: Bounds, progress: Callable[[str], None] = lambda name: None
+    blueprint: PreparedJob, bounds: Bounds, progress: Callable[[str], None] = lambda name: None
 ) -> Profiled:
     """All sources, one after the other: memory can only be told apart while nothing else happens.
     One that fails hides no other.

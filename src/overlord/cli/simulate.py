@@ -148,10 +148,10 @@ def simulate(
     sizes = [n * gpus_per_node for n in nodes] if nodes else gpus or [512 * 2**k for k in range(6)]
 
     def act() -> None:
-        from overlord.dryrun.estimate import Asked, simulated
+        from overlord.dryrun.estimate import DryRunRequest, simulated
 
         job = read_job(job_yaml, modules)
-        asked = Asked(
+        asked = DryRunRequest(
             gpus=sizes,
             tp=tp,
             cp=cp,

@@ -16,40 +16,40 @@ import numpy as np
 
 from overlord.client.caller_check import refuse_ahead
 from overlord.client.step import Microbatch, Step, check_count
-from overlord.constructor.build import Bucket
+from overlord.constructor.build import BucketBatch
 from overlord.errors import DataStall, OverlordError, PlanError
-from overlord.messages.client import Told
-from overlord.messages.control import Sealed, StreamState
+from overlord.messages.client import StepInfo
+from overlord.messages.control import EncodedState, StreamState
 
 if TYPE_CHECKING:
     from overlord.mesh import ClientPlaceTree
 
 log = logging.getLogger("overlord")
 
-State = StreamState | Sealed
+State = StreamState | EncodedState
 
 
-class Box(Protocol):
+class StepQueue(Protocol):
     """Where a client's steps come from: a queue in this process, or a link to another one."""
 
-    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None: ...
+    def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None: ...
     def end(self, error: BaseException | None, *, drop: bool = False) -> None: ...
     def __len__(self) -> int: ...
 
 
-Mark = tuple[Box, State]
+Mark = tuple[StepQueue, State]
 
 
-class Inbox:
+class LocalStepQueue:
     """Steps on their way to one client: filled by the pump, emptied by the trainer's thread."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[Told, Bucket]] = deque()
+        self._steps: deque[tuple[StepInfo, BucketBatch]] = deque()
         self._changed = threading.Condition()
         self._ended = False
         self._error: BaseException | None = None
 
-    def put(self, told: Told, bucket: Bucket) -> None:
+    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
         with self._changed:
             self._steps.append((told, bucket))
             self._changed.notify()
@@ -70,7 +70,7 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
+    def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
         """The next step; None when the time is over; StopIteration, or the error, when there is
         none.
         """
@@ -92,14 +92,14 @@ class Client:
     def __init__(
         self,
         rank: int,
-        inbox: Box,
+        inbox: StepQueue,
         *,
         begin: Callable[[], None],
-        consumed: Callable[[Box, int], None],
+        consumed: Callable[[StepQueue, int], None],
         waiting_for: Callable[[], str],
-        export: Callable[[Box, State], dict[str, Any]],
-        rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[Box, State]],
-        report: Callable[[Box, Any, Any, int], None],
+        export: Callable[[StepQueue, State], dict[str, Any]],
+        rewind: Callable[[Mapping[str, Any], tuple[str, ...]], tuple[StepQueue, State]],
+        report: Callable[[StepQueue, Any, Any, int], None],
         start: State,
         close: Callable[[], None],
         stall_warn_s: float,
@@ -206,7 +206,7 @@ class Client:
                 "survive a fork: launch it in the process that iterates"
             )
 
-    def _wait(self, inbox: Box) -> tuple[Told, Bucket]:
+    def _wait(self, inbox: StepQueue) -> tuple[StepInfo, BucketBatch]:
         """The watchdog: every ``stall_warn_s`` it says what is waited for, and after
         ``stall_limit_s`` it raises.
         """
@@ -280,9 +280,9 @@ class Client:
         """
         state = self._state
         if isinstance(
-            state, Sealed
+            state, EncodedState
         ):  # its bytes may lie beside the step's arrays, whose memory a mark must not keep
-            state = Sealed(state.step, state.data.copy())
+            state = EncodedState(state.step, state.data.copy())
         return self._inbox, state
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 from weakref import WeakSet
 
-from overlord.client.client import Box, Client, State
-from overlord.client.control_client import FRONT_DOOR, Asking
-from overlord.client.remote_queue import HOSTS, RemoteInbox
+from overlord.client.client import Client, State, StepQueue
+from overlord.client.control_client import FRONT_DOOR, ControlClient
+from overlord.client.remote_queue import HOSTS, RemoteStepQueue
 from overlord.client.world import process_groups
 from overlord.errors import (
     ActorLost,
@@ -27,7 +27,7 @@ from overlord.errors import (
     OverlordError,
     StateMismatch,
 )
-from overlord.messages.control import Sealed
+from overlord.messages.control import EncodedState
 from overlord.transport.connect import AGAIN_S
 
 log = logging.getLogger("overlord")
@@ -37,7 +37,7 @@ LEAVE_S = 2.0
 REWIND_S = 300.0  # all cores begin anew, and files are opened
 
 _TOGETHER: dict[
-    str, WeakSet[RemoteInbox]
+    str, WeakSet[RemoteStepQueue]
 ] = {}  # links of this process to the constructors of a session, by its address
 _LOCK = threading.Lock()  # of these
 
@@ -61,7 +61,7 @@ def connect(
     to look for a constructor whose link broke.
     """
     address, rank, token = _given(address, rank, token)
-    asking = Asking(address, token, rank, timeout_s=timeout_s)
+    asking = ControlClient(address, token, rank, timeout_s=timeout_s)
     try:
         started = _started(asking, timeout_s)
         return _Connected(asking, started, timeout_s, reconnect_s).client(
@@ -72,7 +72,7 @@ def connect(
         raise
 
 
-def _started(asking: Asking, timeout_s: float) -> Mapping[str, Any]:
+def _started(asking: ControlClient, timeout_s: float) -> Mapping[str, Any]:
     """Where the rank begins. What the session itself waits for, a host that stands still, may come
     while there is time.
     """
@@ -124,7 +124,7 @@ def _rank() -> Any:
     return os.environ.get("RANK") if groups is None else groups.get_rank()
 
 
-class Away(Box, Protocol):
+class RemoteQueue(StepQueue, Protocol):
     """The box of a client that is connected, whoever builds its steps."""
 
     generation: int
@@ -137,7 +137,11 @@ class _Connected:
     """A client's callbacks, carried out by requests."""
 
     def __init__(
-        self, asking: Asking, started: Mapping[str, Any], timeout_s: float, reconnect_s: float
+        self,
+        asking: ControlClient,
+        started: Mapping[str, Any],
+        timeout_s: float,
+        reconnect_s: float,
     ):
         self._asking, self._started, self._timeout_s, self._reconnect_s = (
             asking,
@@ -173,7 +177,7 @@ class _Connected:
         )
         return self._client
 
-    def _inbox(self, at: Mapping[str, Any]) -> Away:
+    def _inbox(self, at: Mapping[str, Any]) -> RemoteQueue:
         if not self._started["constructors"]:
             from overlord.client.direct import (
                 DirectInbox,
@@ -197,8 +201,8 @@ class _Connected:
             # state may be loaded before.
             return self._remote(at, "")
 
-    def _remote(self, at: Mapping[str, Any], address: str) -> RemoteInbox:
-        box = RemoteInbox(
+    def _remote(self, at: Mapping[str, Any], address: str) -> RemoteStepQueue:
+        box = RemoteStepQueue(
             rank=self._asking.rank,
             address=address,
             token=self._token(at),
@@ -214,7 +218,7 @@ class _Connected:
             _TOGETHER.setdefault(self._asking.address, WeakSet()).add(box)
         return box
 
-    def _beside(self, box: RemoteInbox) -> list[RemoteInbox]:
+    def _beside(self, box: RemoteStepQueue) -> list[RemoteStepQueue]:
         """Those that the same thread takes from: one that another thread has may be about to load a
         state.
         """
@@ -235,7 +239,7 @@ class _Connected:
         at = self._asking.ask("where", timeout_s=WHY_S, generation=generation)
         inbox = self._client._inbox if self._client is not None else None
         if at["generation"] != generation and isinstance(
-            inbox, RemoteInbox
+            inbox, RemoteStepQueue
         ):  # the whole session was moved, and this client with it
             inbox.move(at["generation"], at["state"])
         if not at["constructor"]:
@@ -251,7 +255,7 @@ class _Connected:
             raise Followed(at["generation"], at["state"], at["constructor"], self._token(at))
         return at["constructor"], self._token(at)
 
-    def _moved(self, state: Sealed) -> None:
+    def _moved(self, state: EncodedState) -> None:
         if self._client is not None:
             self._client._state = state
 
@@ -265,16 +269,16 @@ class _Connected:
             words = f"{FRONT_DOOR} at {self._asking.address} cannot say for what: {fault}"
         return f"{trouble}; {words}" if trouble else words
 
-    def _export(self, box: Box, state: State) -> dict[str, Any]:
-        generation = cast(Away, box).generation
+    def _export(self, box: StepQueue, state: State) -> dict[str, Any]:
+        generation = cast(RemoteQueue, box).generation
         saved: dict[str, Any] = self._asking.ask(
             "export", timeout_s=self._timeout_s, generation=generation, state=state
         )
         return saved
 
-    def _rewind(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Box, State]:
+    def _rewind(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[StepQueue, State]:
         assert self._client is not None
-        old = cast(Away, self._client._inbox)
+        old = cast(RemoteQueue, self._client._inbox)
         took = (old.generation, old.taken)  # which may not have been heard of yet
         try:
             at = self._asking.ask(
@@ -305,13 +309,13 @@ class _Connected:
         )
         return new, at["state"]
 
-    def _report(self, box: Box, step: Any, metrics: Any, next_step: int) -> None:
+    def _report(self, box: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
         """Looked at here, so that scalars of any library become numbers and mistakes are told
         without a way.
         """
         from overlord.messages.reports import checked
 
-        rank, generation = self._asking.rank, cast(Away, box).generation
+        rank, generation = self._asking.rank, cast(RemoteQueue, box).generation
         try:
             report = checked(rank, step, metrics, next_step)
         except JobError:
@@ -331,7 +335,9 @@ class _Connected:
     def _close(self) -> None:
         inbox = self._client._inbox if self._client is not None else None
         took = (
-            (-1, -1) if inbox is None else (cast(Away, inbox).generation, cast(Away, inbox).taken)
+            (-1, -1)
+            if inbox is None
+            else (cast(RemoteQueue, inbox).generation, cast(RemoteQueue, inbox).taken)
         )
         keeps = self._started["constructors"]  # steps for a rank that is not there
         crashed = (
@@ -344,5 +350,5 @@ class _Connected:
         self._asking.close()
 
 
-def _took(box: Box, step: int) -> None:
-    cast(Away, box).took(step)
+def _took(box: StepQueue, step: int) -> None:
+    cast(RemoteQueue, box).took(step)

@@ -10,13 +10,13 @@ from typing import Any
 
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
 from overlord.transport.connect import dial
-from overlord.transport.connection import TIMEOUT, Link
+from overlord.transport.connection import TIMEOUT, Connection
 
 FRONT_DOOR = "the session's front door"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to reach it
 
 
-class Asking:
+class ControlClient:
     """The control link of one rank. All requests may be said twice, so a link that was cut costs
     time and nothing else.
     """
@@ -34,7 +34,7 @@ class Asking:
         self._lock = threading.Lock()
         self._said = 0
         self._over: Exception | None = None  # why there will be no more answers
-        self._link: Link | None = None
+        self._link: Connection | None = None
         self.welcome: dict[str, Any] = {}
         self._linked(time.monotonic() + timeout_s)
 
@@ -82,7 +82,7 @@ class Asking:
                 self._drop()
                 raise
 
-    def _heard(self, link: Link, seconds: float) -> Any:
+    def _heard(self, link: Connection, seconds: float) -> Any:
         reply = link.recv(seconds)
         if isinstance(reply, dict) and isinstance(reply.get("over"), Exception):
             self._over = reply["over"]
@@ -90,7 +90,7 @@ class Asking:
             raise self._over
         return reply
 
-    def _linked(self, deadline: float) -> Link:
+    def _linked(self, deadline: float) -> Connection:
         """The open link, or a new one as soon as the door can be reached."""
         pause, fault, start = FIRST_PAUSE_S, None, time.monotonic()
         while self._link is None:

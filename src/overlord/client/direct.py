@@ -17,21 +17,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from overlord.batch import Batch
-from overlord.client.client import Inbox
-from overlord.concurrency.command_loop import Carrier
-from overlord.concurrency.event_loop import Pump, ThreadExecutor
+from overlord.client.client import LocalStepQueue
+from overlord.concurrency.command_loop import CommandLoop
+from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
 from overlord.constructor.assembler import Assembler
-from overlord.constructor.build import Bucket
-from overlord.constructor.payload_gather import Gathering, check_payload
-from overlord.constructor.service import Building
+from overlord.constructor.build import BucketBatch
+from overlord.constructor.payload_gather import PayloadGatherer, check_payload
+from overlord.constructor.service import ConstructorService
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
-from overlord.messages.client import Told, Took
-from overlord.messages.control import Finish, Placed, Sealed
-from overlord.messages.loader import Payload
+from overlord.messages.client import StepAck, StepInfo
+from overlord.messages.control import ConstructorPlan, EncodedState, EndOfJob
+from overlord.messages.loader import StepPayload
 from overlord.process.memory import pss_bytes
 from overlord.transport.address import HAS_SHARED_MEMORY
 from overlord.transport.connect import dial
-from overlord.transport.connection import CLOSES, TIMEOUT, Link
+from overlord.transport.connection import CLOSES, TIMEOUT, Connection
 from overlord.transport.server import Server
 
 log = logging.getLogger("overlord")
@@ -50,7 +50,7 @@ class Followed(Exception):
     waited for.
     """
 
-    def __init__(self, generation: int, state: Sealed, address: str, token: str):
+    def __init__(self, generation: int, state: EncodedState, address: str, token: str):
         super().__init__(
             f"the session was moved to step {state.step}"
         )  # the token is for no one's eyes
@@ -71,7 +71,7 @@ class DirectInbox:
         where: Where,
         generation: int,
         reconnect_s: float = 60.0,
-        on_moved: Callable[[Sealed], None] = lambda state: None,
+        on_moved: Callable[[EncodedState], None] = lambda state: None,
     ):
         self.rank, self.generation, self.taken, self.waited_s = rank, generation, -1, 0.0
         self._where, self._on_moved, self._reconnect_s = where, on_moved, reconnect_s
@@ -80,7 +80,7 @@ class DirectInbox:
 
     def _open(self, address: str, token: str) -> None:
         """What is wrong is told when a step is asked for: a state may be loaded before."""
-        self._inbox = Inbox()
+        self._inbox = LocalStepQueue()
         start, pause = time.monotonic(), FIRST_PAUSE_S
         while self._own is None:
             try:
@@ -106,7 +106,7 @@ class DirectInbox:
                     return self._inbox.end(over)
         return None
 
-    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
+    def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
         start = time.monotonic()
         try:
             while True:
@@ -141,7 +141,7 @@ class DirectInbox:
         if self._own is not None:
             self._own.took(step, self.waited_s)
 
-    def put(self, told: Told, bucket: Bucket) -> None:
+    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
         raise OverlordError(f"rank {self.rank} builds its steps itself")
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
@@ -158,13 +158,13 @@ class DirectInbox:
         return "" if self._own is None else self._own.trouble
 
 
-class OwnConstructor(Carrier):
+class OwnConstructor(CommandLoop):
     """What a constructor host does, for one rank, in the rank's own process."""
 
     def __init__(
         self,
         rank: int,
-        inbox: Inbox,
+        inbox: LocalStepQueue,
         address: str,
         token: str,
         where: Where,
@@ -175,10 +175,10 @@ class OwnConstructor(Carrier):
         self._rank, self._inbox, self._where, self._reconnect_s = rank, inbox, where, reconnect_s
         self._generation, self._closed, self.trouble = generation, False, ""
         self._closing = threading.Lock()
-        self._loaders: dict[Link, int] = {}
+        self._loaders: dict[Connection, int] = {}
         self._received = 0  # bytes of payload
         self._failed = 2**62  # the first step that could not be built
-        self._pump = Pump(f"rank-{rank}")
+        self._pump = EventLoop(f"rank-{rank}")
         self._executor = ThreadExecutor(1, self._pump)
         self._server = Server(
             token=token,
@@ -198,7 +198,7 @@ class OwnConstructor(Carrier):
             target=self._listen, name=f"overlord-planner-link-{rank}", daemon=True
         ).start()
 
-    def _dial(self, address: str, token: str) -> tuple[Link, dict[str, Any]]:
+    def _dial(self, address: str, token: str) -> tuple[Connection, dict[str, Any]]:
         hello = {
             "role": "constructor",
             "rank": self._rank,
@@ -210,7 +210,7 @@ class OwnConstructor(Carrier):
 
     def _furnish(self, told: Mapping[str, Any]) -> None:
         self._check = bool(told["check"])
-        self._building = Building(
+        self._building = ConstructorService(
             [Assembler(int(told["bucket"]), (self._rank,))],
             batch=Batch(**told["batch"]),
             multiple=int(told["multiple"]),
@@ -220,26 +220,26 @@ class OwnConstructor(Carrier):
             broadcast=bool(told["broadcast"]),
         )
         self._building.attach({self._rank: self._inbox})
-        self._gathering = Gathering(self._building)
+        self._gathering = PayloadGatherer(self._building)
 
     # links of loader hosts, in the server's thread
 
-    def _opened(self, link: Link, hello: Mapping[str, Any]) -> dict[str, Any]:
+    def _opened(self, link: Connection, hello: Mapping[str, Any]) -> dict[str, Any]:
         if hello.get("role") != "loader" or type(hello.get("host")) is not int:
             raise OverlordError(f"rank {self._rank}: wanted a loader host, found {hello!r:.100}")
         host = self._loaders[link] = hello["host"]
         self._pump.post(lambda: self._gathering.found(host))
         return {}
 
-    def _message(self, link: Link, value: Any) -> None:
-        if not isinstance(value, Payload):
+    def _message(self, link: Connection, value: Any) -> None:
+        if not isinstance(value, StepPayload):
             raise OverlordError(
                 f"wanted payload of loader-host/{self._loaders[link]}, found {type(value).__name__}"
             )
         check_payload(value, self._loaders[link])
         self._pump.post(lambda: self._payload(value))
 
-    def _left(self, link: Link, reason: str) -> None:
+    def _left(self, link: Connection, reason: str) -> None:
         host = self._loaders.pop(link)
         if host not in self._loaders.values():  # else it has come again
             self._pump.post(lambda: self.run(self._gathering.lost(host, reason)))
@@ -301,7 +301,7 @@ class OwnConstructor(Carrier):
 
         def finish() -> None:
             step = min(self._gathering.complete_until, self._failed)
-            self.run(self._gathering.finish(Finish(step, error)))
+            self.run(self._gathering.finish(EndOfJob(step, error)))
 
         self._pump.post(finish)
         return False
@@ -314,7 +314,7 @@ class OwnConstructor(Carrier):
                 for message in messages:
                     self._queue.extend(
                         self._gathering.plan(message)
-                        if isinstance(message, Placed)
+                        if isinstance(message, ConstructorPlan)
                         else self._gathering.finish(message)
                     )
                 self.run()
@@ -329,7 +329,7 @@ class OwnConstructor(Carrier):
                     f"rank {self._rank}: {PLANNER} said what is not known here: {value!r:.100}"
                 )
 
-    def _payload(self, payload: Payload) -> None:
+    def _payload(self, payload: StepPayload) -> None:
         self._received += payload.tokens.nbytes
         self.run(self._gathering.payload(payload))
 
@@ -341,7 +341,7 @@ class OwnConstructor(Carrier):
             with contextlib.suppress(ActorLost):
                 link.flush()
 
-    def _cannot(self, finish: Finish) -> None:
+    def _cannot(self, finish: EndOfJob) -> None:
         """A step that cannot be built; the planner decides where all end, if it is there."""
         self._failed = min(self._failed, finish.step)
         self._say(finish)
@@ -364,7 +364,7 @@ class OwnConstructor(Carrier):
     # the client's side
 
     def took(self, step: int, waited_s: float) -> None:
-        self._say(Took(step, waited_s))
+        self._say(StepAck(step, waited_s))
         self._pump.post(lambda: self.run(self._building.consumed([self._rank], step)))
 
     def close(self) -> None:

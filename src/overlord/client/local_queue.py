@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from overlord.client.remote_queue import RemoteInbox
-from overlord.constructor.build import Bucket
+from overlord.client.remote_queue import RemoteStepQueue
+from overlord.constructor.build import BucketBatch
 from overlord.errors import OverlordError
-from overlord.messages.client import Told
+from overlord.messages.client import StepInfo
 
 
-class InsideBox:
+class LaunchedStepQueue:
     """As a connected client's, but for the front door: whoever is here can ask without one.
     ``beside``: the links of all boxes of one engine, which look after each other.
     """
@@ -26,7 +26,7 @@ class InsideBox:
         next_step: int,
         generation: int,
         prefetch: int,
-        beside: list[RemoteInbox],
+        beside: list[RemoteStepQueue],
     ):
         self._rank, self._where, self._next, self._generation, self._prefetch = (
             rank,
@@ -35,19 +35,19 @@ class InsideBox:
             generation,
             prefetch,
         )
-        self._remote: RemoteInbox | None = None
+        self._remote: RemoteStepQueue | None = None
         self._over: BaseException | None = None
         self._beside = beside
 
-    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
+    def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
         if self._over is not None:
             raise self._over
         return self._linked().get(timeout_s)
 
-    def _linked(self) -> RemoteInbox:
+    def _linked(self) -> RemoteStepQueue:
         """It asks for the address itself, and again: a constructor may just be replaced."""
         if self._remote is None:
-            self._remote = RemoteInbox(
+            self._remote = RemoteStepQueue(
                 rank=self._rank,
                 address="",
                 token="",
@@ -71,7 +71,7 @@ class InsideBox:
         if self._remote is not None:
             self._remote.took(step)
 
-    def put(self, told: Told, bucket: Bucket) -> None:
+    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
         raise OverlordError(f"rank {self._rank} is served by its constructor host")
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:

@@ -20,16 +20,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from overlord.buffer_pool import SlabPool
+from overlord.buffer_pool import BufferPool
 from overlord.client.control_client import FRONT_DOOR, reason_of
-from overlord.constructor.batch_arrays import Wide
-from overlord.constructor.build import Bucket
+from overlord.constructor.batch_arrays import BatchArrays
+from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
-from overlord.messages.client import Ended, Handed, Told, Took
-from overlord.messages.control import Sealed
+from overlord.messages.client import EndOfStream, StepAck, StepInfo, StepMessage
+from overlord.messages.control import EncodedState
 from overlord.transport.address import shown
 from overlord.transport.connect import dial
-from overlord.transport.connection import CLOSES, TIMEOUT, SocketLink
+from overlord.transport.connection import CLOSES, TIMEOUT, SocketConnection
 
 log = logging.getLogger("overlord")
 
@@ -46,7 +46,7 @@ LOOK_S = 5.0
 SPARE_SLOTS = 8
 
 
-class RemoteInbox:
+class RemoteStepQueue:
     """The ``Box`` of a connected client. ``where(generation)`` asks for the constructor's address
     and token: after a fall it may be another one, and after the session was moved there is none for
     those who have not moved with it. Without an address it is asked for when the first step is.
@@ -68,8 +68,8 @@ class RemoteInbox:
         generation: int = 0,
         prefetch: int = 4,
         reconnect_s: float = 60.0,
-        on_moved: Callable[[Sealed], None] = lambda state: None,
-        beside: Callable[[RemoteInbox], Iterable[RemoteInbox]] = lambda box: (),
+        on_moved: Callable[[EncodedState], None] = lambda state: None,
+        beside: Callable[[RemoteStepQueue], Iterable[RemoteStepQueue]] = lambda box: (),
         dial: Callable[..., tuple[Any, Any]] = dial,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -82,8 +82,8 @@ class RemoteInbox:
             prefetch + SPARE_SLOTS,
             beside,
         )
-        self._steps: deque[tuple[Told, Bucket]] = deque()
-        self._slabs = SlabPool()  # for what the trainer widens
+        self._steps: deque[tuple[StepInfo, BucketBatch]] = deque()
+        self._slabs = BufferPool()  # for what the trainer widens
         self.taken = -1
         self._before = (
             next_step - 1
@@ -108,7 +108,7 @@ class RemoteInbox:
         self._mine = (
             threading.Lock()
         )  # held by whoever reads the link: two readers would swap steps
-        self._link: SocketLink | None = None
+        self._link: SocketConnection | None = None
         if address:
             self._connect(DIAL_S)
         else:
@@ -116,7 +116,7 @@ class RemoteInbox:
 
     # the client's side
 
-    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
+    def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
         """The next step; None when the time is over; StopIteration, or the error, when there is
         none.
         """
@@ -141,7 +141,7 @@ class RemoteInbox:
             finally:
                 self._mine.release()
 
-    def _get(self, deadline: float) -> tuple[Told, Bucket] | None:
+    def _get(self, deadline: float) -> tuple[StepInfo, BucketBatch] | None:
         self._drain()
         while True:
             if self._link is None and (self._steps or self._ended):
@@ -163,7 +163,7 @@ class RemoteInbox:
             self._see_who_is_there()
             self._look_after_others()
 
-    def _others(self) -> list[RemoteInbox]:
+    def _others(self) -> list[RemoteStepQueue]:
         return [box for box in self._beside(self) if box is not self]
 
     def _look_after_others(self) -> None:
@@ -202,7 +202,7 @@ class RemoteInbox:
     def _say_took(self, step: int) -> None:
         if step >= 0 and (link := self._link) is not None:
             with contextlib.suppress(ActorLost, DataStall):
-                link.send(Took(step, self._waited_s, self._taking), timeout_s=DIAL_S)
+                link.send(StepAck(step, self._waited_s, self._taking), timeout_s=DIAL_S)
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """This side ends it."""
@@ -266,7 +266,7 @@ class RemoteInbox:
         else:
             self._read(link, seconds, looked=True)
 
-    def _read(self, link: SocketLink, seconds: float, *, looked: bool = False) -> Any:
+    def _read(self, link: SocketConnection, seconds: float, *, looked: bool = False) -> Any:
         try:
             value = link.recv(seconds, looked=looked)
             if value is not TIMEOUT:
@@ -282,7 +282,7 @@ class RemoteInbox:
             self._broke(link, fault)
             raise
 
-    def _read_on(self, link: SocketLink) -> None:
+    def _read_on(self, link: SocketConnection) -> None:
         """The reading thread of a TCP link: prefetched steps are in this process before they are
         asked for.
         """
@@ -291,12 +291,12 @@ class RemoteInbox:
 
     def _take_in(self, value: Any) -> None:
         with self._changed:
-            if isinstance(value, Handed):
+            if isinstance(value, StepMessage):
                 if value.told.step >= self._wanted:  # else it came before the cut
                     n = int(value.bounds[-1]) if len(value.bounds) else 0
-                    wide = Wide.of_part(value.wide, value.rows) if value.wide else None
+                    wide = BatchArrays.of_part(value.wide, value.rows) if value.wide else None
                     built = tuple(dict(arrays) for arrays in value.microbatches)
-                    bucket = Bucket(
+                    bucket = BucketBatch(
                         np.arange(n),
                         value.bounds,
                         wide,
@@ -307,11 +307,11 @@ class RemoteInbox:
                     if value.encoder_rows is not None:
                         bucket = replace(
                             bucket,
-                            encoder=Wide.of_part(value.encoder, value.encoder_rows),
+                            encoder=BatchArrays.of_part(value.encoder, value.encoder_rows),
                             per=value.per,
                         )
                     self._steps.append((value.told, bucket))
-            elif isinstance(value, Ended):
+            elif isinstance(value, EndOfStream):
                 self._ended, self._error, self._told_end = True, value.error, True
             elif isinstance(value, dict) and "moved" in value:
                 self.move(int(value["moved"]), value["after"])
@@ -343,7 +343,7 @@ class RemoteInbox:
         except OverlordError as fault:  # what it means is seen when the steps are handed out
             log.debug("rank %d: %s", self.rank, fault)
 
-    def move(self, generation: int, after: Sealed) -> None:
+    def move(self, generation: int, after: EncodedState) -> None:
         """The whole session was moved, and this client with it."""
         self._steps.clear()
         self._told_end, self._retry_at = False, 0.0
@@ -400,7 +400,7 @@ class RemoteInbox:
                 target=self._read_on, args=(link,), name=f"overlord-reader-{self.rank}", daemon=True
             ).start()
 
-    def _broke(self, link: SocketLink, fault: BaseException) -> None:
+    def _broke(self, link: SocketConnection, fault: BaseException) -> None:
         with self._changed:
             if self._link is not link:
                 return

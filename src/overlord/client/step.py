@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from overlord.constructor.compact import Opened
+from overlord.constructor.compact import ExpandedMicrobatch
 from overlord.errors import PlanError
 from overlord.plan.rank_view import FIRST, LAST
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
-    from overlord.constructor.build import Bucket
+    from overlord.constructor.build import BucketBatch
     from overlord.mesh import ClientPlaceTree
-    from overlord.messages.client import Told
+    from overlord.messages.client import StepInfo
 
 
 class Piece(NamedTuple):
@@ -40,7 +40,7 @@ class Microbatch(Mapping[str, np.ndarray]):
     def __init__(
         self,
         arrays: Mapping[str, np.ndarray],
-        told: Told,
+        told: StepInfo,
         rows: np.ndarray,
         served_by: int | None = None,
     ):
@@ -111,7 +111,7 @@ class Step:
 
     __slots__ = ("_bucket", "_cut", "_exchanges", "_told", "rank")
 
-    def __init__(self, told: Told, bucket: Bucket, rank: int):
+    def __init__(self, told: StepInfo, bucket: BucketBatch, rank: int):
         self._told, self._bucket, self.rank = told, bucket, rank
         self._cut: tuple[Microbatch, ...] | None = None
         self._exchanges: tuple[Microbatch, ...] | None = None
@@ -152,13 +152,13 @@ class Step:
             )
         return self._cut
 
-    def _with_images(self, bucket: Bucket) -> Iterable[Mapping[str, np.ndarray]]:
+    def _with_images(self, bucket: BucketBatch) -> Iterable[Mapping[str, np.ndarray]]:
         """Where an exchange belongs to a microbatch, its arrays are the microbatch's too."""
         if bucket.encoder is None or bucket.per != "microbatch":
             return bucket.microbatches
         both = zip(bucket.microbatches, self.encoder, strict=True)
         return (
-            arrays.also(more) if isinstance(arrays, Opened) else {**arrays, **more}
+            arrays.also(more) if isinstance(arrays, ExpandedMicrobatch) else {**arrays, **more}
             for arrays, more in both
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 from overlord.cluster.loader_stats import Watching, onlooker
 from overlord.cluster.rebalance import Spreading
 from overlord.cluster.worker_factory import lanes_of
-from overlord.scaling.scaler import Limits, Observed, Scaler
+from overlord.scaling.scaler import Limits, Observation, Scaler
 from overlord.scaling.threads import worth
 from overlord.setup.options import n_cores
 from overlord.setup.partition import loads_of, scales
@@ -74,16 +74,16 @@ class Scaling(Spreading, Watching):
         for remote in remotes:
             name = remote.handle.name
             remote.call(self._control, "gauge").add_done_callback(
-                lambda f, name=name: self._told_gauge(name, f)
-            )  # type: ignore[misc]
+                lambda f, name=name: self._told_gauge(name, f)  # type: ignore[misc]
+            )
             if (
                 name.startswith("loader")
                 and self._scaler is not None
                 and self._scaler.limits.memory_bytes is not None
             ):
                 remote.call(self._control, "weighs").add_done_callback(
-                    lambda f, name=name: self._told_weight(name, f)
-                )  # type: ignore[misc]
+                    lambda f, name=name: self._told_weight(name, f)  # type: ignore[misc]
+                )
 
     def _told_weight(self, name: str, future: Future[Any]) -> None:
         if future.exception() is None:
@@ -106,7 +106,7 @@ class Scaling(Spreading, Watching):
         else:
             self._conclude(self._looked(), self._machine.now())
 
-    def _looked(self) -> Observed | None:
+    def _looked(self) -> Observation | None:
         """All have answered."""
         waits = [
             row[1]

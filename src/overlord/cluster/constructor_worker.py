@@ -10,31 +10,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overlord.batch import Batch
-from overlord.cluster.worker import HostActor, Settings
+from overlord.cluster.worker import Worker, WorkerConfig
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.images import PixelForm
-from overlord.constructor.payload_gather import Gathering, check_payload
-from overlord.constructor.service import Building
+from overlord.constructor.payload_gather import PayloadGatherer, check_payload
+from overlord.constructor.service import ConstructorService
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
-from overlord.messages.constructor import Build, Deliver, End, Release, Resume
-from overlord.messages.control import Attach, Back, Detach, Finish, Placed
-from overlord.messages.loader import Payload
+from overlord.messages.constructor import Build, Deliver, EndRank, Release, Unfinish
+from overlord.messages.control import Attach, ConstructorPlan, Detach, EndOfJob, Rollback
+from overlord.messages.loader import StepPayload
 from overlord.process.memory import pss_bytes
-from overlord.serving.step_publisher import Delivery, Slabs
-from overlord.transport.connection import Link
+from overlord.serving.step_publisher import SharedBufferPool, StepPublisher
+from overlord.transport.connection import Connection
 from overlord.transport.server import Server
 
 HEARD_S = 5.0  # for what clients have said to be read: longer than who asks waits at a time
 
 
-class ConstructorHost(HostActor):
+class ConstructorWorker(Worker):
     """The constructors of some buckets, and the memory their clients read from."""
 
     def __init__(
         self,
         number: int,
-        settings: Settings,
+        settings: WorkerConfig,
         buckets: Mapping[int, Sequence[int]],
         batch: Batch,
         multiple: int,
@@ -46,7 +46,7 @@ class ConstructorHost(HostActor):
         self._session = settings.generation
         # Building never waits for a slot: short work is done in the pump, and without the pump no
         # slot is let go.
-        self._building = Building(
+        self._building = ConstructorService(
             [Assembler(b, ranks, settings.build_ahead) for b, ranks in buckets.items()],
             batch=batch,
             multiple=multiple,
@@ -54,13 +54,13 @@ class ConstructorHost(HostActor):
             run=self.run,
             cannot=self._events.put,
             hooks=hooks,
-            slabs=Slabs(self._ring),
+            slabs=SharedBufferPool(self._ring),
             broadcast=settings.broadcast,
             images=images,
             spoiled=self._events.put,
             compact=True,
         )
-        self._delivery = Delivery(took=self._heard)
+        self._delivery = StepPublisher(took=self._heard)
         self._news, self._news_lock = (
             dict[int, int](),
             threading.Lock(),
@@ -69,8 +69,8 @@ class ConstructorHost(HostActor):
             rank
         ) in self._building.bucket_of:  # clients may come before the planner has told of them
             self._delivery.box(rank, settings.generation)
-        self._gathering = Gathering(self._building, failover=settings.failover)
-        self._loaders: dict[Link, int] = {}
+        self._gathering = PayloadGatherer(self._building, failover=settings.failover)
+        self._loaders: dict[Connection, int] = {}
         self._incarnations: dict[int, int] = {}  # of loader hosts: the last that came
         self._taken: dict[int, int] = {}
         self._floor = (
@@ -99,12 +99,12 @@ class ConstructorHost(HostActor):
 
     # links, in the server's thread
 
-    def _opened(self, link: Link, hello: Mapping[str, Any]) -> dict[str, Any]:
+    def _opened(self, link: Connection, hello: Mapping[str, Any]) -> dict[str, Any]:
         if hello.get("role") == "loader":
             return self._loader_came(link, hello.get("host"), hello.get("incarnation", 0))
         return self._delivery.opened(link, dict(hello))
 
-    def _loader_came(self, link: Link, host: Any, incarnation: Any) -> dict[str, Any]:
+    def _loader_came(self, link: Connection, host: Any, incarnation: Any) -> dict[str, Any]:
         """One that comes again, or was started anew, takes the place of the link before it, whose
         end may not have been seen yet.
         """
@@ -125,9 +125,9 @@ class ConstructorHost(HostActor):
         self._pump.post(lambda: self._gathering.found(host))
         return {}
 
-    def _message(self, link: Link, value: Any) -> None:
+    def _message(self, link: Connection, value: Any) -> None:
         if (host := self._loaders.get(link)) is not None:
-            if not isinstance(value, Payload):
+            if not isinstance(value, StepPayload):
                 raise OverlordError(
                     f"wanted payload of loader-host/{host}, found {type(value).__name__}"
                 )
@@ -136,7 +136,7 @@ class ConstructorHost(HostActor):
         else:
             self._delivery.message(link, value)
 
-    def _closed(self, link: Link, reason: str) -> None:
+    def _closed(self, link: Connection, reason: str) -> None:
         host = self._loaders.pop(link, None)
         if host is None:
             self._delivery.closed(link, reason)
@@ -157,7 +157,7 @@ class ConstructorHost(HostActor):
 
     def _take(self, message: Any) -> None:
         match message:
-            case Placed():
+            case ConstructorPlan():
                 self._queue.extend(self._gathering.plan(message))
             case Attach(rank=rank):
                 if rank not in self._taken:
@@ -172,14 +172,14 @@ class ConstructorHost(HostActor):
                 self._taken.pop(rank, None)
                 self._queue.extend(self._building.detach(rank))
                 self._tell()
-            case Finish():  # what it lets go is gone before a step of that number comes again
+            case EndOfJob():  # what it lets go is gone before a step of that number comes again
                 self.run(self._gathering.finish(message))
-            case Back():
+            case Rollback():
                 self._back(message)
             case _:
                 raise TypeError(f"a constructor host does not know {type(message).__name__}")
 
-    def _back(self, back: Back) -> None:
+    def _back(self, back: Rollback) -> None:
         """The planner plans again behind a step that all have taken. If it is another one, it must
         hear what they took since.
         """
@@ -218,7 +218,7 @@ class ConstructorHost(HostActor):
 
     def _carry_out(self, command: Any) -> None:
         match command:
-            case Build() | Deliver() | End() | Resume() | Release():
+            case Build() | Deliver() | EndRank() | Unfinish() | Release():
                 self._building.carry_out(command, self._queue)
             case _:
                 raise TypeError(f"a constructor host does not carry out {type(command).__name__}")

@@ -17,49 +17,49 @@ from typing import Any
 
 import numpy as np
 
-from overlord.client.local_queue import InsideBox
-from overlord.client.remote_queue import RemoteInbox
+from overlord.client.local_queue import LaunchedStepQueue
+from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster.autoscale import Scaling
 from overlord.cluster.node_placement import watch
-from overlord.cluster.plan_history import KeptPlans
-from overlord.cluster.plan_router import Cuts, Cutter, Imaging
+from overlord.cluster.plan_history import RecentPlans
+from overlord.cluster.plan_router import ImageContext, PlanRouter, RoutedPlan
 from overlord.cluster.recovery import START_S
-from overlord.cluster.status import Remote
+from overlord.cluster.status import WorkerHandle
 from overlord.cluster.worker_factory import (
-    Recipes,
-    Starter,
+    WorkerFactory,
+    WorkerStarter,
     constructors_of,
     n_constructors,
     read_ahead_of,
     settings_of,
 )
-from overlord.concurrency.event_loop import Pump
-from overlord.concurrency.platform import Machine
+from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, OverlordError
 from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind
-from overlord.messages.constructor import Spoiled
+from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import (
     Attach,
     Consumed,
     Cursor,
     Detach,
-    Finish,
-    Forget,
-    Open,
-    Opening,
+    DropHeldSamples,
+    EndOfJob,
+    LoaderStart,
+    PlannedStep,
     Refill,
     Report,
+    RestartLoader,
     SetMixture,
     Skip,
     SourceLost,
-    Stage,
     StreamState,
 )
 from overlord.messages.loader import Announce
 from overlord.process.pickle_check import sendable
-from overlord.rpc.actors import Control, Handle
+from overlord.rpc.actors import ActorHandle, ActorSystem
 from overlord.setup.partition import hosting_of, scales
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from overlord.transport.state_codec import seal
 
 log = logging.getLogger("overlord")
@@ -73,17 +73,17 @@ class ProcessHost(Scaling):
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        blueprint: PreparedJob,
         state: StreamState | None,
-        control: Control,
-        pump: Pump,
+        control: ActorSystem,
+        pump: EventLoop,
         generation: int = 0,
-        machine: Machine | None = None,
-        starter: Starter | None = None,
+        machine: Platform | None = None,
+        starter: WorkerStarter | None = None,
     ):
         super().__init__(check=blueprint.options.check)
         self._machine = (
-            machine or Machine()
+            machine or Platform()
         )  # time and threads come from it alone: simulations have another
         self.hosting = hosting_of(blueprint) if starter is None else starter.hosting
         blueprint = self.blueprint = blueprint.with_loaders(
@@ -96,20 +96,20 @@ class ProcessHost(Scaling):
         self._plan_spreading()
         self._plan_scaling()
         self._token = secrets.token_urlsafe(24) if starter is None else starter.token
-        self.plans = KeptPlans()
-        self.on_stage: list[Callable[[Stage], None]] = []
+        self.plans = RecentPlans()
+        self.on_stage: list[Callable[[PlannedStep], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_late: list[Callable[[Any], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         self._ranks = list(blueprint.job.place.buckets("DP"))
         self._constructor_of = np.array(constructors_of(blueprint, self._n_constructors()))
         settings = settings_of(blueprint, self.hosting, self._token, generation, machine)
-        self._starter = starter or Recipes(
+        self._starter = starter or WorkerFactory(
             control, lambda: self.blueprint, settings, self.hosting, self._constructor_of.tolist()
         )
         self._bucket_of = {rank: b for b, ranks in enumerate(self._ranks) for rank in ranks}
         hooks = blueprint.job.hooks
-        self._cutter = Cutter(
+        self._cutter = PlanRouter(
             self.hosting.host_of,
             self._constructor_of.tolist(),
             whole_plans=bool(of_kind(hooks, CONSTRUCTOR)),
@@ -118,12 +118,12 @@ class ProcessHost(Scaling):
         )
         self._served = np.zeros(len(self._ranks), np.int64)  # attached ranks of every bucket
         self._attached: set[int] = set()
-        self._boxes: list[RemoteInbox] = []  # of clients in this process
+        self._boxes: list[RemoteStepQueue] = []  # of clients in this process
         self._moves: dict[int, int] = {}  # loader -> the host it is to be opened on
         self._closed = False
         self._stop_reviews: Callable[[], None] = lambda: None
-        self._loaders: dict[int, Remote] = {}
-        self._constructors: dict[int, Remote] = {}
+        self._loaders: dict[int, WorkerHandle] = {}
+        self._constructors: dict[int, WorkerHandle] = {}
         self._addresses: dict[int, str] = {}
         self._outside: dict[int, str] = {}  # of constructor hosts, for clients in other processes
         self._kits: dict[int, frozenset[int]] = {}  # sources that a loader host can open
@@ -132,7 +132,7 @@ class ProcessHost(Scaling):
             self._watch_all()
             self._start_scaling()
             if isinstance(
-                self._starter, Recipes
+                self._starter, WorkerFactory
             ):  # else they are reviewed where the hosts are started
                 self._stop_reviews = watch(
                     self._starter.placement, self._machine, control, self._relocate_later
@@ -149,7 +149,9 @@ class ProcessHost(Scaling):
         self._pump.post(act)
 
     def figures(self) -> dict[str, Any]:
-        placement = self._starter.placement.figures() if isinstance(self._starter, Recipes) else {}
+        placement = (
+            self._starter.placement.figures() if isinstance(self._starter, WorkerFactory) else {}
+        )
         return super().figures() | {"placement": placement}
 
     # starting
@@ -157,12 +159,12 @@ class ProcessHost(Scaling):
     def _n_constructors(self) -> int:
         return n_constructors(self.blueprint)
 
-    def _imaging(self) -> Imaging | None:
+    def _imaging(self) -> ImageContext | None:
         job = self.blueprint.job
         return (
             None
             if self.blueprint.images is None
-            else Imaging(job.batch, job.document_multiple, self._ranks)
+            else ImageContext(job.batch, job.document_multiple, self._ranks)
         )
 
     def _start_constructors(self) -> None:
@@ -195,12 +197,17 @@ class ProcessHost(Scaling):
         ) in ready:  # what is wrong with a source is said by launch, not by the first step
             remote.node = self._control.get(future, START_S)
 
-    def _openings(self, state: StreamState) -> list[Opening]:
+    def _openings(self, state: StreamState) -> list[LoaderStart]:
         cursors = [Cursor(*c) for c in state.cursors.tolist()]
         return [o for i, cursor in enumerate(cursors) for o in self.blueprint.openings(i, cursor)]
 
     def _start_loader_host(
-        self, h: int, sources: Collection[int], openings: Sequence[Opening], *, joined: bool = True
+        self,
+        h: int,
+        sources: Collection[int],
+        openings: Sequence[LoaderStart],
+        *,
+        joined: bool = True,
     ) -> None:
         self._kits[h] = frozenset(sources)
         linked = dict(self._addresses)
@@ -209,8 +216,10 @@ class ProcessHost(Scaling):
         )
         self._loaders[h].linked = linked
 
-    def _watched(self, handle: Handle, *, joined: bool = True, incarnation: int = 0) -> Remote:
-        remote = Remote(handle, joined=joined, incarnation=incarnation)
+    def _watched(
+        self, handle: ActorHandle, *, joined: bool = True, incarnation: int = 0
+    ) -> WorkerHandle:
+        remote = WorkerHandle(handle, joined=joined, incarnation=incarnation)
         self._starts.watch(handle)
         self._control.on_death(
             remote.handle,
@@ -219,7 +228,7 @@ class ProcessHost(Scaling):
         self._listen(remote, "events")
         return remote
 
-    def _listen(self, remote: Remote, method: str, *args: Any) -> None:
+    def _listen(self, remote: WorkerHandle, method: str, *args: Any) -> None:
         def told(future: Future[Any]) -> None:
             if (error := future.exception()) is None:
                 self._pump.post(lambda: self._happened(remote, future.result()))
@@ -230,7 +239,7 @@ class ProcessHost(Scaling):
 
     # what comes in
 
-    def _happened(self, remote: Remote, events: Sequence[Any]) -> None:
+    def _happened(self, remote: WorkerHandle, events: Sequence[Any]) -> None:
         if self._closed or remote.lost:
             return
         remote.asks = True
@@ -246,12 +255,14 @@ class ProcessHost(Scaling):
                         self._took(rank, step)
                 case ("cut", str(name), str(reason), str(address)):
                     self._cut_off(name, reason, address)
-                case Finish(error=ActorLost(name=name)) if (lost := self._named(name)) is not None:
+                case EndOfJob(error=ActorLost(name=name)) if (
+                    lost := self._named(name)
+                ) is not None:
                     if self.fails_over:
                         self._end_of(event)
                     else:
                         self._ask_how(lost, event)
-                case Finish() | Spoiled():
+                case EndOfJob() | DecodeFailures():
                     self._queue.append(event)
                 case _:
                     raise TypeError(f"a host tells of {event!r}")
@@ -266,22 +277,22 @@ class ProcessHost(Scaling):
     def _count(self, taken: list[Consumed]) -> None:
         self._queue.extend(taken)
 
-    def _named(self, name: str) -> Remote | None:
+    def _named(self, name: str) -> WorkerHandle | None:
         return next((remote for remote in self._processes() if remote.handle.name == name), None)
 
-    def _ask_how(self, lost: Remote, finish: Finish) -> None:
+    def _ask_how(self, lost: WorkerHandle, finish: EndOfJob) -> None:
         """A host that died is missed by its peers, who see but the end of a link; how it ended is
         known to who started it.
         """
 
         def heard(future: Future[Any]) -> None:
             error = future.exception()
-            told = Finish(finish.step, error) if isinstance(error, ActorLost) else finish
+            told = EndOfJob(finish.step, error) if isinstance(error, ActorLost) else finish
             self._pump.post(lambda: None if self._closed else self.run([told]))
 
         self._control.call(lost.handle, "do", []).add_done_callback(heard)
 
-    def _lost(self, remote: Remote, reason: str) -> None:
+    def _lost(self, remote: WorkerHandle, reason: str) -> None:
         """A host is gone, and with it what it held: the job ends behind the steps that are
         complete.
         """
@@ -296,7 +307,7 @@ class ProcessHost(Scaling):
         log.error("%s is lost: %s", remote.handle.name, reason)
         self.run(
             self.planner.handle(
-                Finish(self.planner.next_step, ActorLost(remote.handle.name, reason))
+                EndOfJob(self.planner.next_step, ActorLost(remote.handle.name, reason))
             )
         )
 
@@ -346,7 +357,7 @@ class ProcessHost(Scaling):
         self.event(report)
         return used
 
-    def _constructor(self, rank: int) -> Remote:
+    def _constructor(self, rank: int) -> WorkerHandle:
         return self._constructors[int(self._constructor_of[self._bucket_of[rank]])]
 
     def address_for(self, rank: int) -> tuple[str, str]:
@@ -399,12 +410,12 @@ class ProcessHost(Scaling):
             return None
         return taken
 
-    def inbox(self, rank: int, next_step: int) -> InsideBox:
+    def inbox(self, rank: int, next_step: int) -> LaunchedStepQueue:
         """Where a client in this process gets its steps: from the constructor host, as any
         other.
         """
         prefetch = self.blueprint.options.prefetch
-        return InsideBox(
+        return LaunchedStepQueue(
             rank,
             lambda: self.address_for(rank),
             next_step=next_step,
@@ -422,7 +433,7 @@ class ProcessHost(Scaling):
                 if remote.out or remote.asks:
                     self._say(remote)
 
-    def _say(self, remote: Remote) -> None:
+    def _say(self, remote: WorkerHandle) -> None:
         """All that a turn had for a host in one message; where its next news are to be asked for,
         in that one too.
         """
@@ -441,16 +452,16 @@ class ProcessHost(Scaling):
                 self._host_of(loader).out.append(command)
                 if (shadow := self._cutter.shadow(loader)) is not None:
                     self._loaders[shadow].out.append(command)
-            case Announce() | Consumed() | Spoiled():
+            case Announce() | Consumed() | DecodeFailures():
                 self._queue.extend(self.planner.handle(command))
                 if isinstance(command, Consumed):
                     self._progress()
                     self._end_idle()
-            case Stage():
+            case PlannedStep():
                 self._stage(command)
-            case Finish():
+            case EndOfJob():
                 self._finish(command)
-            case Forget(loaders=loaders):
+            case DropHeldSamples(loaders=loaders):
                 self._cutter.forget(loaders)
                 for remote in list(
                     self._loaders.values()
@@ -458,15 +469,15 @@ class ProcessHost(Scaling):
                     remote.out.append(command)
             case SourceLost():
                 self._lose(command)
-            case Open():
+            case RestartLoader():
                 self._open(command)
             case _:
                 raise TypeError(f"no one carries out {type(command).__name__}")
 
-    def _host_of(self, loader: int) -> Remote:
+    def _host_of(self, loader: int) -> WorkerHandle:
         return self._loaders[self._cutter.host(loader)]
 
-    def _stage(self, stage: Stage) -> None:
+    def _stage(self, stage: PlannedStep) -> None:
         assert isinstance(stage.after, StreamState)
         step, ends = stage.plan.step, self.planner.finished
         if (ends is not None and step >= ends.step) or (first := self._note_stage(stage)) is None:
@@ -482,13 +493,13 @@ class ProcessHost(Scaling):
         )
         self._mended(step)
 
-    def _send_cuts(self, cuts: Cuts) -> None:
+    def _send_cuts(self, cuts: RoutedPlan) -> None:
         for c, placed in cuts.placed.items():
             self._constructors[c].out.append(placed)
         for h, part in cuts.parts.items():
             self._loaders[h].out.append(part)
 
-    def _finish(self, finish: Finish) -> None:
+    def _finish(self, finish: EndOfJob) -> None:
         """Of the planner, or of a host that cannot go on: then the planner hears of it first, and
         says it again.
         """
@@ -505,7 +516,7 @@ class ProcessHost(Scaling):
         for remote in list(self._constructors.values()):
             if not remote.lost and not self._closed:
                 with contextlib.suppress(OverlordError):
-                    remote.tell(self._control, [Finish(self.planner.next_step, error)])
+                    remote.tell(self._control, [EndOfJob(self.planner.next_step, error)])
 
     def close(self) -> None:
         self._closed = True

@@ -2,7 +2,7 @@
 whose planner may die.
 
 Hosts are started, ended and sent here by the launching process, which it asks for that by name
-(``Asking``). They are called directly (``peers.py``). What people ask of the planner comes as calls
+(``RemoteWorkerFactory``). They are called directly (``peers.py``). What people ask of the planner comes as calls
 of this actor and is answered by its pump.
 """
 
@@ -18,20 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from overlord.cluster.coordinator_config import PlannerBlueprint, PlannerKit
-from overlord.cluster.takeover import Asking, PlannerHost
-from overlord.cluster.worker import Events
+from overlord.cluster.coordinator_config import CoordinatorConfig, PlannerJob
+from overlord.cluster.takeover import PlannerHost, RemoteWorkerFactory
+from overlord.cluster.worker import EventQueue
 from overlord.cluster.worker_factory import SIDE_BY_SIDE
-from overlord.concurrency.event_loop import Pump
+from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, JournalError, OverlordError
-from overlord.journal.job_journal import Journal
+from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
-from overlord.messages.control import Finish, Report, SetMixture, Skip, Stage, StreamState
+from overlord.messages.control import EndOfJob, PlannedStep, Report, SetMixture, Skip, StreamState
 from overlord.planning.events import lost
-from overlord.planning.lost_tokens import Losses
+from overlord.planning.lost_tokens import TokenLosses
 from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec
 from overlord.process.memory import pss_bytes
-from overlord.rpc.peers import Peers
+from overlord.rpc.peers import RpcServer
 from overlord.sample import Buffer
 from overlord.transport.codec import register
 
@@ -70,25 +70,25 @@ class Counted:
         return self
 
 
-class PlannerActor:
+class CoordinatorActor:
     """Its methods are called by the launching process; those that look or change are carried out by
     the pump, in order.
     """
 
-    def __init__(self, kit: PlannerKit):
-        self._kit, self._events = kit, Events()
-        self._pump = Pump("planner")
-        self._peers = Peers(
+    def __init__(self, kit: CoordinatorConfig):
+        self._kit, self._events = kit, EventQueue()
+        self._pump = EventLoop("planner")
+        self._peers = RpcServer(
             end=lambda name, ticket, why: self._say("kill", ticket, name),
             cut=self._cut,
             machine=kit.machine,
         )
-        self._starter = Asking(self._peers, self._say, kit.hosting, kit.token)
+        self._starter = RemoteWorkerFactory(self._peers, self._say, kit.hosting, kit.token)
         self._host: PlannerHost
         self._closed = self._opens_journal = self._beats_pump = False
         self._ran = threading.Event()
         self._ran.set()
-        self._told: Finish | str | None = (
+        self._told: EndOfJob | str | None = (
             "nothing yet"  # what a planner before this one said of the end counts no more
         )
         self._acked = -2
@@ -97,7 +97,7 @@ class PlannerActor:
             # events in the journal of planners before this one, that it went on from, and its own
         ] = []
         self._watched = kit.watched
-        self._losses = Losses()
+        self._losses = TokenLosses()
 
     # the launching process
 
@@ -179,7 +179,7 @@ class PlannerActor:
             )
             host.take_over()
             return host
-        journal, found = Journal.resumed(
+        journal, found = JobJournal.resumed(
             self._where_journal, self._kit.blueprint.job.name, launch=self._kit.launch
         )
         journal.start(self._pump.post)
@@ -226,8 +226,8 @@ class PlannerActor:
         def act() -> None:
             host, self._opens_journal = self._host, True
             try:
-                if not isinstance(host.journal, Journal):
-                    host.journal, _ = Journal.resumed(
+                if not isinstance(host.journal, JobJournal):
+                    host.journal, _ = JobJournal.resumed(
                         self._where_journal, self._kit.blueprint.job.name, launch=launch
                     )
                     host.journal.start(self._pump.post)
@@ -267,7 +267,7 @@ class PlannerActor:
             self._events.put(event)
         return self._events.answer()
 
-    def _staged(self, stage: Stage) -> None:
+    def _staged(self, stage: PlannedStep) -> None:
         assert isinstance(stage.after, StreamState)
         if (
             self._losses.found(stage.after.counts) or self._watched
@@ -353,7 +353,7 @@ class PlannerActor:
 
         def act() -> None:
             host, before = self._host, self._host.blueprint
-            assert isinstance(before, PlannerBlueprint)
+            assert isinstance(before, PlannerJob)
             loaders = (*host.hosting.loaders, new.source.loaders)
             host.adopt_source(
                 before.joined_by(new.source, fingerprint).with_loaders(loaders, SIDE_BY_SIDE), h
@@ -424,7 +424,7 @@ class PlannerActor:
     def refuse_planned(self, step: int) -> Future[None]:
         return self._in_pump(lambda: self._host.planner.refuse_planned(step))
 
-    def stages(self, step: int | None = None) -> Future[list[Stage]]:
+    def stages(self, step: int | None = None) -> Future[list[PlannedStep]]:
         """The plans that are kept; ``step``: that one alone, if it is."""
         return self._in_pump(
             lambda: list(self._host.plans) if step is None else self._host.plans.of(step)

@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from overlord.concurrency.platform import Machine
+from overlord.concurrency.platform import Platform
 from overlord.constructor.images import PixelForm
 from overlord.job.job import Job
 from overlord.messages.control import Report, StreamState
 from overlord.planning.spec import SourceSpec
 from overlord.process.pickle_check import sendable
-from overlord.scaling.loader_placement import Hosting, SourceLoad
+from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad
 from overlord.setup.partition import loads_of
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 
 
-class PlannerBlueprint(Blueprint):
+class PlannerJob(PreparedJob):
     """A blueprint that can be planned from and not read from: no files, indexes or transforms,
     which may be large, or not to be sent.
     """
@@ -29,7 +29,7 @@ class PlannerBlueprint(Blueprint):
     loads: tuple[SourceLoad, ...]
     form: PixelForm | None
 
-    def __init__(self, of: Blueprint):
+    def __init__(self, of: PreparedJob):
         self.__dict__.update(of.__dict__)
         self.specs, self.form = (
             tuple(of._source_spec(i) for i in range(len(of.job.sources))),
@@ -48,7 +48,7 @@ class PlannerBlueprint(Blueprint):
     def _source_spec(self, i: int) -> SourceSpec:
         return replace(self.specs[i], loaders=self.loaders_of(i))
 
-    def joined_by(self, source: SourceSpec, fingerprint: dict[str, str]) -> PlannerBlueprint:
+    def joined_by(self, source: SourceSpec, fingerprint: dict[str, str]) -> PlannerJob:
         """One source more, of which only what a planner must know has come."""
         more = copy.copy(self)
         more.specs, more.added, more.fingerprint = (
@@ -70,7 +70,7 @@ class PlannerBlueprint(Blueprint):
         )
         return more
 
-    def first(self, n: int, fingerprint: Mapping[str, str]) -> PlannerBlueprint:
+    def first(self, n: int, fingerprint: Mapping[str, str]) -> PlannerJob:
         """Without sources that were to join when a planner was lost, and had not: as the journal
         knows it.
         """
@@ -107,14 +107,14 @@ def _with(record: Any, **fields: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannerKit:
+class CoordinatorConfig:
     """All that a planner's process is told when it starts. ``living``: hosts that are there
     already, by name; then it takes them over.
     """
 
-    blueprint: PlannerBlueprint
+    blueprint: PlannerJob
     state: StreamState | None
-    hosting: Hosting
+    hosting: LoaderPlacement
     token: str
     session: int  # its generation
     incarnation: int = 0  # how many planners of this session were before it
@@ -128,13 +128,13 @@ class PlannerKit:
     reports: tuple[
         Report, ...
     ] = ()  # that the one before it had accepted: the last may have died with it
-    machine: Machine = field(default_factory=Machine, repr=False)  # where it comes to
+    machine: Platform = field(default_factory=Platform, repr=False)  # where it comes to
     launch: str = ""  # as its journal knows it; known when the journal is opened
     # the journal says where this session begins; else what it says is of the session before it
     opened: bool = True
     watched: bool = False  # stages and taken steps are told, for clients that are served
 
-    def hosting_of(self, n: int) -> Hosting:
+    def hosting_of(self, n: int) -> LoaderPlacement:
         """Of so many sources: the last may have joined when a planner was lost, and then the
         launching process was not told.
         """
@@ -153,13 +153,13 @@ class PlannerKit:
         return hosting
 
     @staticmethod
-    def of(blueprint: Blueprint, **fields: Any) -> PlannerKit:
+    def of(blueprint: PreparedJob, **fields: Any) -> CoordinatorConfig:
         """What cannot be sent is told by name."""
-        light = PlannerBlueprint(blueprint)
+        light = PlannerJob(blueprint)
         sendable(light.job.hooks, "hooks")
         sendable(light.strategy, "strategy")
         sendable(light.job.mixture, "mixture")
-        return PlannerKit(blueprint=light, **fields)
+        return CoordinatorConfig(blueprint=light, **fields)
 
 
 def host_numbers(names: Sequence[str], kind: str) -> list[int]:

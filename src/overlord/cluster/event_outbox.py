@@ -27,7 +27,7 @@ class _Saying:
     given_up: bool = False
 
 
-class Sayings:
+class EventOutbox:
     """Whoever says something waits for the answer, but not for ever. From any thread."""
 
     def __init__(self) -> None:

@@ -17,21 +17,26 @@ from typing import Any
 
 import numpy as np
 
-from overlord.cluster.coordinator_actor import WRITTEN, PlannerActor
-from overlord.cluster.coordinator_config import PlannerKit
+from overlord.cluster.coordinator_actor import WRITTEN, CoordinatorActor
+from overlord.cluster.coordinator_config import CoordinatorConfig
 from overlord.cluster.node_placement import watch
-from overlord.cluster.startup_watchdog import Starts
+from overlord.cluster.startup_watchdog import StartupWatchdog
 from overlord.cluster.supervisor import worn_out
-from overlord.cluster.worker_factory import Recipes, constructors_of, read_ahead_of, settings_of
-from overlord.concurrency.platform import Machine
-from overlord.concurrency.thread_queue import Hands
+from overlord.cluster.worker_factory import (
+    WorkerFactory,
+    constructors_of,
+    read_ahead_of,
+    settings_of,
+)
+from overlord.concurrency.platform import Platform
+from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.errors import ActorLost, DataStall, JournalError, JournalTaken, OverlordError
 from overlord.messages.control import Report, StreamState
-from overlord.process.shutdown import Ending
-from overlord.rpc.actors import Control, Handle
+from overlord.process.shutdown import CloseOnce
+from overlord.rpc.actors import ActorHandle, ActorSystem
 from overlord.rpc.peers import fault_of
 from overlord.setup.partition import hosting_of, scales
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
 
@@ -50,18 +55,18 @@ AT_S = 0.5  # for a planner that is stuck to say where
 LOST = "the planner was lost: "
 
 
-class Parts:
+class Launcher:
     """All processes of a job by name. ``told`` gets what the planner says unasked; it is called in
     a thread of this class.
     """
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        blueprint: PreparedJob,
         generation: int,
         told: Callable[[tuple[Any, ...]], None],
-        control: Control,
-        machine: Machine,
+        control: ActorSystem,
+        machine: Platform,
     ):
         self.hosting = hosting_of(blueprint)
         self.blueprint = blueprint.with_loaders(
@@ -71,14 +76,14 @@ class Parts:
         self.control, self._machine = control, machine
         self.constructor_of = np.array(constructors_of(blueprint))
         settings = settings_of(blueprint, self.hosting, self.token, generation, machine)
-        self.recipes = Recipes(
+        self.recipes = WorkerFactory(
             self.control,
             lambda: self.blueprint,
             settings,
             self.hosting,
             self.constructor_of.tolist(),
         )
-        self.hosts: dict[str, Handle] = {}
+        self.hosts: dict[str, ActorHandle] = {}
         self.attached: set[int] = set()
         self._takes_part: frozenset[int] = (
             frozenset()
@@ -88,14 +93,14 @@ class Parts:
         }
         self.next_host = self.hosting.n_hosts  # a number is used once
         self.acked = self._progress = -1  # the last step that all ranks took; as planners said
-        self.planner: Handle | None = None  # the present one; it may be being started
-        self._beating: Handle | None = None
+        self.planner: ActorHandle | None = None  # the present one; it may be being started
+        self._beating: ActorHandle | None = None
         self.watched = False
         self.reports: dict[tuple[int, int], Report] = {}  # accepted lately, by step and rank
         self._session, self._told = generation, told
         self._incarnation = self._restarts = 0
         self._reason = ""
-        self._ended_for: tuple[Handle | None, str] = (None, "")
+        self._ended_for: tuple[ActorHandle | None, str] = (None, "")
         self._initial: StreamState | None = (
             None  # for a planner that died before anything was written
         )
@@ -116,18 +121,20 @@ class Parts:
         )
         self._ready = self._closed = False
         self.absent = ""  # why the planner cannot be asked, in words
-        self._written: dict[Handle, list[float]] = {}  # what each planner counted of its journal
+        self._written: dict[
+            ActorHandle, list[float]
+        ] = {}  # what each planner counted of its journal
         self._missed: dict[
             str, tuple[str, float]
         ] = {}  # hosts that died, of what and when, until a planner says that they are back
         self._over: Exception | None = None
         self._work, self._news = (
-            Hands(1, "parts"),
-            Hands(1, "planner-news"),
+            ThreadQueue(1, "parts"),
+            ThreadQueue(1, "planner-news"),
         )  # what is told may wait for locks; what is asked for must not
-        self._stop, self._ending = threading.Event(), Ending()
+        self._stop, self._ending = threading.Event(), CloseOnce()
         self._stop_reviews: Callable[[], None] = lambda: None
-        self._starts = Starts(self.control, blueprint.options.lost_after_s)
+        self._starts = StartupWatchdog(self.control, blueprint.options.lost_after_s)
 
     # the planner
 
@@ -150,7 +157,7 @@ class Parts:
                 if handle.alive and name not in self.preparing
             ]
             living = tuple(there) if self._incarnation else ()
-            kit = PlannerKit.of(
+            kit = CoordinatorConfig.of(
                 self.blueprint,
                 state=self._initial,
                 hosting=self.hosting,
@@ -170,7 +177,7 @@ class Parts:
             )
             self._tickets, self._takes_part = {}, frozenset(kit.attached)
             planner = self.planner = self.control.spawn(
-                PlannerActor, kit, name=PLANNER, **self.recipes.placement.planner()
+                CoordinatorActor, kit, name=PLANNER, **self.recipes.placement.planner()
             )
         self.control.on_death(planner, self._planner_died)
         self._starts.watch(planner)
@@ -211,7 +218,7 @@ class Parts:
         if came := sorted(now - self._takes_part):
             self.tell("attach", came)
 
-    def _planner_died(self, planner: Handle, reason: str) -> None:
+    def _planner_died(self, planner: ActorHandle, reason: str) -> None:
         """In the control plane's thread."""
         with self._lock:
             if self._closed or planner is not self.planner or not self._ready:
@@ -225,7 +232,7 @@ class Parts:
             target=self._start_again, args=(reason,), name="overlord-planner-again", daemon=True
         ).start()
 
-    def _why(self, planner: Handle | None, reason: str) -> str:
+    def _why(self, planner: ActorHandle | None, reason: str) -> str:
         """What it died of: one that was killed here has done something else before."""
         of, why = self._ended_for
         return why if of is planner else self._starts.why(PLANNER, reason)
@@ -357,7 +364,7 @@ class Parts:
                 beat = self.control.call(planner, "beat")
             of = planner
 
-    def _stuck(self, planner: Handle, for_s: str) -> str:
+    def _stuck(self, planner: ActorHandle, for_s: str) -> str:
         """Its process lives, and can say what its pump is at."""
         try:
             at = f": {self.control.get(self.control.call(planner, 'doing'), AT_S)}"
@@ -370,7 +377,7 @@ class Parts:
             log.warning("%s is killed: it was stopped while it was being started", handle.name)
             self.end(handle)
 
-    def _end_for(self, planner: Handle, why: str) -> None:
+    def _end_for(self, planner: ActorHandle, why: str) -> None:
         log.warning("the planner is killed: %s", why)
         self._ended_for = (planner, why)
         with contextlib.suppress(OverlordError):
@@ -436,7 +443,7 @@ class Parts:
         with contextlib.suppress(ActorLost, DataStall):
             self.control.call(planner, "relocate", hosts).add_done_callback(answered)
 
-    def _wait_for_planner(self, deadline: float, timeout_s: float) -> Handle:
+    def _wait_for_planner(self, deadline: float, timeout_s: float) -> ActorHandle:
         with self._lock:
             self._lock.wait_for(
                 lambda: self._ready or self._over or self._closed,
@@ -469,7 +476,7 @@ class Parts:
 
     # what the planner says
 
-    def _listen(self, planner: Handle) -> None:
+    def _listen(self, planner: ActorHandle) -> None:
         def heard(future: Future[Any]) -> None:
             if future.exception() is None and planner is self.planner:
                 events = future.result()
@@ -478,7 +485,7 @@ class Parts:
 
         self.control.call(planner, "events").add_done_callback(heard)
 
-    def _hear(self, planner: Handle, events: Sequence[tuple[Any, ...]]) -> None:
+    def _hear(self, planner: ActorHandle, events: Sequence[tuple[Any, ...]]) -> None:
         for event in events:
             if self._closed or planner is not self.planner:
                 return
@@ -487,7 +494,7 @@ class Parts:
             except Exception:
                 log.exception("what the planner asked for could not be done: %.200r", event)
 
-    def _do(self, planner: Handle, event: tuple[Any, ...]) -> None:
+    def _do(self, planner: ActorHandle, event: tuple[Any, ...]) -> None:
         match event:
             case ("constructor", int(ticket), int(c)):
                 self._start(planner, ticket, lambda: self.recipes.constructor(c))
@@ -547,12 +554,12 @@ class Parts:
                     self._missed.pop(event[1]["part"], None)
                 self._news.do(lambda: self._told(event))
 
-    def _living(self, name: str) -> Handle:
+    def _living(self, name: str) -> ActorHandle:
         if (host := self.hosts.get(name)) is None:
             raise ActorLost(name, "it was not needed")
         return host
 
-    def _start(self, planner: Handle, ticket: int, start: Callable[[], Handle]) -> None:
+    def _start(self, planner: ActorHandle, ticket: int, start: Callable[[], ActorHandle]) -> None:
         with self._spawning:
             if planner is not self.planner:
                 return  # the next one asks for what it lacks
@@ -569,7 +576,7 @@ class Parts:
                 self.hosts[host.name] = host
         self.send(planner, ticket, host)
 
-    def prepared(self, host: Handle) -> None:
+    def prepared(self, host: ActorHandle) -> None:
         """It starts; whoever has it started says when it is there."""
         with self._lock:
             self.preparing.add(host.name)
@@ -586,12 +593,12 @@ class Parts:
                 n_hosts=had.n_hosts + 1,
             )
 
-    def send(self, planner: Handle, ticket: int, host: Handle) -> None:
+    def send(self, planner: ActorHandle, ticket: int, host: ActorHandle) -> None:
         """A host goes to the planner, and its death is told there."""
         self._tickets[host.name] = ticket
         self.control.tell(host, "meet", *self._where, ticket)
 
-        def died(host: Handle, reason: str) -> None:
+        def died(host: ActorHandle, reason: str) -> None:
             self._miss(host.name, reason)
             if planner is self.planner and not self._closed:
                 self.control.tell(
@@ -604,20 +611,20 @@ class Parts:
 
         self.control.on_death(host, died)
 
-    def end(self, host: Handle) -> None:
+    def end(self, host: ActorHandle) -> None:
         """Whoever asks does not wait for it, and neither do others that are killed: Ray may need
         seconds for each.
         """
         self._beside(lambda: self._kill(host), f"kill {host.name}")
 
-    def _kill(self, host: Handle) -> None:
+    def _kill(self, host: ActorHandle) -> None:
         with contextlib.suppress(OverlordError):
             self.control.kill(host)
 
     def _beside(self, work: Callable[[], None], name: str) -> None:
         self._machine.thread(work, f"overlord {name}")
 
-    def _kill_for(self, planner: Handle, ticket: int, name: str) -> None:
+    def _kill_for(self, planner: ActorHandle, ticket: int, name: str) -> None:
         """One that is gone already cannot die any more: it is told once more that it did, or the
         planner would wait for that for ever.
         """
@@ -640,7 +647,7 @@ class Parts:
             with contextlib.suppress(OverlordError):
                 self.recipes.end(h, host)
 
-    def _cut_off(self, host: Handle | None, why: str) -> None:
+    def _cut_off(self, host: ActorHandle | None, why: str) -> None:
         """The planner has lost its link to a host: nearly always because the host died, which is
         told by itself.
         """

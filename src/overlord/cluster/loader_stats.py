@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from overlord.messages.control import Hold
+from overlord.messages.control import SetReadAhead
 from overlord.planning.planner import Planner
 from overlord.scaling.scaler import (
     CannotKeepUp,
     Decision,
     Limits,
-    Observed,
+    Observation,
     ReadAhead,
     Scale,
     Scaler,
-    SourceSeen,
+    SourceSample,
     in_force,
 )
 from overlord.setup.options import Options, n_cores
@@ -98,7 +98,7 @@ class Watching:
         taken: int,
         waited_s: float,
         **more: Any,
-    ) -> Observed | None:
+    ) -> Observation | None:
         """What happened since the last look; None: there was none. ``gauges``: what loaders have
         done in all, by host; ``taken``: the last step that all trainers took; ``waited_s``: how
         long they have waited, on average.
@@ -108,7 +108,7 @@ class Watching:
         rows = self._rows(gauges)
         if was is None or now <= was[0] or len(drawn) != len(was[4]):
             return None
-        return Observed(
+        return Observation(
             seconds=now - was[0],
             planned=max(0, planned - was[1]),
             taken=max(0, taken - was[2]),
@@ -142,7 +142,7 @@ class Watching:
         self._last = last
         return found
 
-    def _sources_seen(self, rows: Mapping[int, Row], drawn: np.ndarray) -> tuple[SourceSeen, ...]:
+    def _sources_seen(self, rows: Mapping[int, Row], drawn: np.ndarray) -> tuple[SourceSample, ...]:
         assert self._scaler is not None
         shares, future = self.planner.shares(), list[np.ndarray]()
         if (
@@ -157,7 +157,7 @@ class Watching:
         for i, name in enumerate(self.planner.spec.names):
             mine = [rows[k] for k in self._numbers(i) if k in rows]
             seen.append(
-                SourceSeen(
+                SourceSample(
                     name=name,
                     share=float(shares[i]),
                     ahead=float(max([shares[i], *(f[i] for f in future)])),
@@ -179,7 +179,7 @@ class Watching:
 
     # deciding
 
-    def _conclude(self, observed: Observed | None, now: float) -> None:
+    def _conclude(self, observed: Observation | None, now: float) -> None:
         """Ask what follows from it, and have it done."""
         if observed is not None and self._scaler is not None:
             for decision in self._scaler.handle(observed, now):
@@ -193,7 +193,9 @@ class Watching:
                 log.info("%s", decision)
             case ReadAhead(source=source, steps=steps):
                 log.info("%s", decision)
-                self.run(self.planner.handle(Hold(self.planner.spec.names.index(source), steps)))
+                self.run(
+                    self.planner.handle(SetReadAhead(self.planner.spec.names.index(source), steps))
+                )
             case CannotKeepUp():
                 log.warning("%s", decision)
         self._decided.append((now, self.planner.next_step - 1, decision))

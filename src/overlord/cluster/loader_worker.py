@@ -14,19 +14,26 @@ from typing import Any
 
 import numpy as np
 
-from overlord.cluster.worker import HostActor, Settings
+from overlord.cluster.worker import Worker, WorkerConfig
 from overlord.constructor.compact import narrowest
 from overlord.errors import ActorLost, DataStall, LinkRefused, PlanError
 from overlord.job.hooks import Hook, popped_by
-from overlord.loader.service import Loading
-from overlord.messages.control import Back, Finish, Forget, Opening, Part, Refill
-from overlord.messages.loader import Announce, Evaluate, Payload, Read
+from overlord.loader.service import LoaderService
+from overlord.messages.control import (
+    DropHeldSamples,
+    EndOfJob,
+    LoaderPlan,
+    LoaderStart,
+    Refill,
+    Rollback,
+)
+from overlord.messages.loader import Announce, Evaluate, Read, StepPayload
 from overlord.process.memory import pss_bytes
 from overlord.sample import Content, Ragged, Scattered
-from overlord.setup.prepared_job import SourceKit, open_loader
-from overlord.sources.chunk_reader import HandleCache
+from overlord.setup.prepared_job import ReaderSpec, open_loader
+from overlord.sources.chunk_reader import OpenChunkCache
 from overlord.transforms.transform_process import TransformWorker
-from overlord.transport.connection import TIMEOUT, Link
+from overlord.transport.connection import TIMEOUT, Connection
 
 log = logging.getLogger("overlord")
 
@@ -39,7 +46,7 @@ REACH_S = 5.0
 JOIN_BELOW = 4096  # values a piece: to look at each takes longer than to copy all once more
 
 
-class LoaderHost(HostActor):
+class LoaderWorker(Worker):
     """Some logical loaders of a job. ``kits`` are of all sources it may ever have to read: code
     comes with the process, or not at all.
     """
@@ -49,9 +56,9 @@ class LoaderHost(HostActor):
     def __init__(
         self,
         number: int,
-        settings: Settings,
-        kits: Mapping[int, SourceKit],
-        openings: Sequence[Opening],
+        settings: WorkerConfig,
+        kits: Mapping[int, ReaderSpec],
+        openings: Sequence[LoaderStart],
         constructors: Mapping[int, str],
         hooks: Sequence[Hook],
         seed: int,
@@ -60,7 +67,7 @@ class LoaderHost(HostActor):
         self._number, self._kits, self._hooks, self._seed = number, dict(kits), tuple(hooks), seed
         self._born = settings.born or int(self._machine.now() * 1000)
         self._narrow = settings.narrow
-        self._handles = HandleCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
+        self._handles = OpenChunkCache(max_open=settings.open_files, max_bytes=settings.open_bytes)
         self._one_worker = settings.one_worker
         self._workers: dict[
             int, TransformWorker
@@ -76,10 +83,10 @@ class LoaderHost(HostActor):
         self._failover = settings.failover and bool(
             constructors
         )  # a client that builds for itself has nobody to go back with
-        self._loading = Loading(self._executor, self.run, keeps=self._failover)
+        self._loading = LoaderService(self._executor, self.run, keeps=self._failover)
         self._done = -1  # the last step whose part was carried out, since the last Back
         self._ring = self._machine.ring(self.name, settings.ring_bytes)
-        self._links: dict[int, Link] = {}  # by constructor host; without constructors by rank
+        self._links: dict[int, Connection] = {}  # by constructor host; without constructors by rank
         self._where: dict[int, str] = {}  # and where it is
         self._clients: set[int] = set()  # ranks that were reached, where they build themselves
         self._kind = "constructor-host" if constructors else "client"
@@ -126,7 +133,7 @@ class LoaderHost(HostActor):
         if (link := self._links.pop(rank, None)) is not None:
             link.close()
 
-    def _listen(self, constructor: int, link: Link) -> None:
+    def _listen(self, constructor: int, link: Connection) -> None:
         """Constructors say nothing but which slots are free again."""
         try:
             while link.recv(60.0) is TIMEOUT:
@@ -137,7 +144,7 @@ class LoaderHost(HostActor):
                 reason = str(lost)
                 self._pump.post(lambda: self._cut(constructor, link, reason))
 
-    def _cut(self, constructor: int, link: Link, reason: str) -> None:
+    def _cut(self, constructor: int, link: Connection, reason: str) -> None:
         """What was sent may not have come: the planner is told, which may know more, and goes back
         or links us again.
         """
@@ -147,7 +154,7 @@ class LoaderHost(HostActor):
                 ("cut", f"{self._kind}/{constructor}", reason, self._where.get(constructor, ""))
             )
 
-    def _open(self, opening: Opening) -> None:
+    def _open(self, opening: LoaderStart) -> None:
         key = opening.source if self._one_worker else -1 - opening.loader
         self._worker_of[opening.loader], shared = key, self._workers.get(key)
         if shared is not None and (not self._one_worker or shared.pid is None):
@@ -194,17 +201,17 @@ class LoaderHost(HostActor):
 
     def _take(self, message: Any) -> None:
         match message:
-            case Part():
+            case LoaderPlan():
                 self._part(message)
-            case Back():
+            case Rollback():
                 self._back(message)
-            case Opening():
+            case LoaderStart():
                 self._open(message)
-            case ("follow", Opening() as opening):
+            case ("follow", LoaderStart() as opening):
                 self._queue.extend(self._loading.follow(opening, self._open))
-            case ("stand", int(step), Opening() as opening):
+            case ("stand", int(step), LoaderStart() as opening):
                 self._queue.extend(self._loading.stand(opening, self._open, step))
-            case Forget(loaders=loaders):
+            case DropHeldSamples(loaders=loaders):
                 self._loading.forget(loaders)
             case Refill(must=must):
                 if must:  # the draw waits: perhaps for what is ready, and was not told yet
@@ -237,13 +244,13 @@ class LoaderHost(HostActor):
             case _:
                 raise TypeError(f"a loader host does not carry out {type(command).__name__}")
 
-    def _back(self, back: Back) -> None:
+    def _back(self, back: Rollback) -> None:
         if back.generation > self._loading.generation:
             self._done = back.step
         self._events.hurry()  # everybody waits for what is said again
         self._queue.extend(self._loading.back(back, self._open))
 
-    def _part(self, part: Part) -> None:
+    def _part(self, part: LoaderPlan) -> None:
         """A part planned before the last Back leads to nothing, nor does one that comes twice."""
         self._loading.acked(part.acked)
         if part.generation < self._loading.generation:
@@ -302,7 +309,7 @@ class LoaderHost(HostActor):
                 answer.set_result(found)
         return super()._after_turn()
 
-    def _send(self, part: Part, popped: list[Content]) -> int:
+    def _send(self, part: LoaderPlan, popped: list[Content]) -> int:
         """Payload into shared memory, one message for each constructor host. Returns the bytes
         sent, counted for each.
         """
@@ -323,10 +330,10 @@ class LoaderHost(HostActor):
             # else: without constructors the ranks of a group get the same, which lies in shared
             # memory once
             items = None if (wanted := images[i]) is None else self._in_ring(wanted)
-            n += self._hand(c, Payload(part.step, self._number, tokens, part.generation, items))
+            n += self._hand(c, StepPayload(part.step, self._number, tokens, part.generation, items))
         return n
 
-    def _images(self, part: Part, popped: list[Content]) -> list[Sequence[Ragged] | None]:
+    def _images(self, part: LoaderPlan, popped: list[Content]) -> list[Sequence[Ragged] | None]:
         """The bytes of images for each constructor host; None: it gets none from here."""
         found = Scattered.of(popped)
         if not part.items:
@@ -342,7 +349,7 @@ class LoaderHost(HostActor):
         rows = [(found.first[document] + number).tolist() for document, number in part.items]
         return [[_row(found[i]) for i in wanted] or None for wanted in rows]
 
-    def _hand(self, constructor: int, payload: Payload) -> int:
+    def _hand(self, constructor: int, payload: StepPayload) -> int:
         """Bytes sent. Clients may leave, and of one that died the planner hears by itself; a
         constructor host must be there, unless it can be started anew: then the payload goes, and
         the Back that follows brings it again.
@@ -391,7 +398,7 @@ class LoaderHost(HostActor):
         def done(outcome: Any, error: BaseException | None) -> None:
             self._sent_bytes += outcome or 0
             if isinstance(error, Exception):
-                self._events.put(Finish(step, error))
+                self._events.put(EndOfJob(step, error))
 
         return done
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 from typing import Any
 
-from overlord.concurrency.platform import Machine
+from overlord.concurrency.platform import Platform
 from overlord.ray.node_choice import (
     Layout,
     Node,
@@ -29,7 +29,7 @@ from overlord.ray.node_choice import (
     without_job,
     without_ranks,
 )
-from overlord.rpc.actors import Control
+from overlord.rpc.actors import ActorSystem
 
 log = logging.getLogger("overlord")
 
@@ -42,10 +42,10 @@ AGAIN_S = 60.0  # until a host that should have moved is proposed again
 Move = Callable[[list[int], Callable[[], None]], None]
 
 
-class Placement:
+class NodePlacement:
     """The hosts of one job by node. Runs on: any thread."""
 
-    def __init__(self, control: Control, layout: Callable[[], Layout]):
+    def __init__(self, control: ActorSystem, layout: Callable[[], Layout]):
         self._control, self._layout = control, layout
         self._placed: dict[str, Spot] = {}  # hosts by name
         self._memory: dict[str, int] = {}  # bytes that each of them needs
@@ -199,7 +199,7 @@ class Placement:
 
 
 def watch(
-    placement: Placement, machine: Machine, control: Control, move: Move
+    placement: NodePlacement, machine: Platform, control: ActorSystem, move: Move
 ) -> Callable[[], None]:
     """Review the placement every ``REVIEW_S`` in a thread of its own, since a cluster may be slow
     to answer. Returns what ends it.

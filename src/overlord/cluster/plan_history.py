@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from overlord.errors import NO_FUNCTION, PlanError
-from overlord.messages.control import Report, Stage, StreamState
-from overlord.planning.events import Event, Log
+from overlord.messages.control import PlannedStep, Report, StreamState
+from overlord.planning.events import Event, EventLog
 
 if TYPE_CHECKING:
     pass
 
 
-class Past:
+class PlanHistory:
     """States behind steps from the last one that all ranks took on, digests of the plans behind it,
     and what was said since.
 
@@ -26,13 +26,13 @@ class Past:
     def __init__(self, start: StreamState, lag: int, planned: Mapping[int, str] | None = None):
         self._states: dict[int, StreamState] = {start.step - 1: start}
         self._digests: dict[int, str] = dict(planned or {})
-        self._log = Log(lag)
+        self._log = EventLog(lag)
         self._next = (
             start.step
         )  # to be planned; steps behind it may be taken already, where they are planned again
         self.acked = start.step - 1  # every rank took the steps up to here
 
-    def staged(self, stage: Stage) -> bool:
+    def staged(self, stage: PlannedStep) -> bool:
         """A step is planned; whether for the first time. One that comes out different the second
         time is a PlanError.
         """
@@ -84,19 +84,19 @@ KEPT_SAMPLES = (
 )  # of the plans kept for people: about 100 bytes each, and a step may have 262,144
 
 
-class KeptPlans(deque[Stage]):
+class RecentPlans(deque[PlannedStep]):
     """The last plans, for people who ask: so many, and so many samples."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=KEPT_PLANS)
 
-    def of(self, step: int) -> list[Stage]:
+    def of(self, step: int) -> list[PlannedStep]:
         return [stage for stage in self if stage.plan.step == step]
 
     def steps(self) -> list[int]:
         return [stage.plan.step for stage in self]
 
-    def keep(self, stage: Stage) -> None:
+    def keep(self, stage: PlannedStep) -> None:
         self.append(stage)
         while len(self) > 1 and len(self) * len(stage.plan) > KEPT_SAMPLES:
             self.popleft()

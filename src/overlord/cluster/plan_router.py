@@ -13,21 +13,27 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.control import Encoding, Part, Placed, Sealed, Stage
+from overlord.messages.control import (
+    ConstructorPlan,
+    EncodedState,
+    EncoderPlan,
+    LoaderPlan,
+    PlannedStep,
+)
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.planning.images.encoding import Encodings
 
 NONE, NO_ITEMS = np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
 
 
-class Cuts(NamedTuple):
+class RoutedPlan(NamedTuple):
     """What a Stage is for every host that has to do with it."""
 
-    parts: dict[int, Part]  # by loader host
-    placed: dict[int, Placed]  # by constructor host
+    parts: dict[int, LoaderPlan]  # by loader host
+    placed: dict[int, ConstructorPlan]  # by constructor host
 
 
-class Cutter:
+class PlanRouter:
     """Knows which host has which loader and which bucket, and who holds what look-ahead passed
     over.
     """
@@ -39,7 +45,7 @@ class Cutter:
         *,
         whole_plans: bool = False,
         loader_hooks: bool = False,
-        images: Imaging | None = None,
+        images: ImageContext | None = None,
     ):
         self._host_of = np.asarray(host_of, np.int64)  # of every loader
         self._constructor_of = np.asarray(constructor_of, np.int64)  # of every data-parallel group
@@ -79,7 +85,9 @@ class Cutter:
         """Of every loader, as it is now."""
         return self._host_of.copy()
 
-    def cut(self, stage: Stage, after: Sealed, served: np.ndarray, acked: int = -1) -> Cuts:
+    def cut(
+        self, stage: PlannedStep, after: EncodedState, served: np.ndarray, acked: int = -1
+    ) -> RoutedPlan:
         """``served[g]``: somebody of data-parallel group g waits; documents for the others go
         nowhere. ``acked``: the last step that every rank has taken.
         """
@@ -100,7 +108,7 @@ class Cutter:
             if self._images is None or stage.skipped
             else _Pictures(stage, host, number, self._images)
         )
-        placed: dict[int, Placed] = {}
+        placed: dict[int, ConstructorPlan] = {}
         of, scratch = _Shares(stage.plan, bucket, goes_to), np.full(len(stage.plan), -1, np.int64)
         # Whoever serves anyone hears of the step: buckets without a document in it get empty
         # microbatches.
@@ -117,18 +125,18 @@ class Cutter:
             if pictures is not None:
                 cut = replace(cut, encoding=pictures.send(c, np.flatnonzero(goes_to == c)))
                 origins = sorted({*origins, *(h for h, to in pictures.sends.items() if c in to)})
-            placed[c] = Placed(cut, tuple(origins), self.generation)
-        return Cuts(self._parts(stage, host, number, sends, pictures, acked), placed)
+            placed[c] = ConstructorPlan(cut, tuple(origins), self.generation)
+        return RoutedPlan(self._parts(stage, host, number, sends, pictures, acked), placed)
 
     def _stage_for(
         self,
-        stage: Stage,
+        stage: PlannedStep,
         rows: np.ndarray,
         doc: np.ndarray,
         items: np.ndarray,
-        after: Sealed,
+        after: EncodedState,
         where: np.ndarray,
-    ) -> Stage:
+    ) -> PlannedStep:
         nothing = np.zeros(0, np.int64)
         if self._whole:  # a hook of the user sees the whole plan, whoever runs it
             wide = np.full(len(stage.plan), -1, np.int64)
@@ -147,13 +155,13 @@ class Cutter:
 
     def _parts(
         self,
-        stage: Stage,
+        stage: PlannedStep,
         host: np.ndarray,
         number: np.ndarray,
         sends: dict[int, dict[int, np.ndarray]],
         pictures: _Pictures | None,
         acked: int,
-    ) -> dict[int, Part]:
+    ) -> dict[int, LoaderPlan]:
         popped = np.flatnonzero(stage.pops)
         for h, items in pictures.sends.items() if pictures is not None else ():
             sends[h] = {
@@ -176,7 +184,7 @@ class Cutter:
                 and len(to) == 1
                 and len(next(iter(to.values()))) == int((host == h).sum())
             )
-            part = Part(
+            part = LoaderPlan(
                 stage.plan.step,
                 mine,
                 stage.pops[mine],
@@ -194,7 +202,7 @@ class Cutter:
                 part = replace(part, take=tuple(number[stage.doc[rows]] for rows in to.values()))
             parts[h] = part
         for h, followed in self._followed(popped).items():
-            part = parts.get(h) or Part(
+            part = parts.get(h) or LoaderPlan(
                 stage.plan.step, NONE, NONE, (), generation=self.generation, acked=acked
             )
             loaders = np.sort(np.concatenate([part.loaders, followed]))
@@ -210,13 +218,13 @@ class Cutter:
 
     def _hooked(
         self,
-        part: Part,
-        stage: Stage,
+        part: LoaderPlan,
+        stage: PlannedStep,
         host: np.ndarray,
         number: np.ndarray,
         h: int,
         to: dict[int, np.ndarray],
-    ) -> Part:
+    ) -> LoaderPlan:
         """A loader hook is shown all that a step takes from a source, in the order of the draw."""
         rows = np.flatnonzero(host[stage.doc] == h)
         where = np.full(len(stage.plan), -1, np.int64)
@@ -230,7 +238,7 @@ class Cutter:
         )
 
 
-class Imaging(NamedTuple):
+class ImageContext(NamedTuple):
     """What a cutter must know of a job with images."""
 
     batch: Batch
@@ -241,7 +249,7 @@ class Imaging(NamedTuple):
 class _Pictures:
     """The images of one step: from which host, to the constructor of which rank."""
 
-    def __init__(self, stage: Stage, host: np.ndarray, number: np.ndarray, job: Imaging):
+    def __init__(self, stage: PlannedStep, host: np.ndarray, number: np.ndarray, job: ImageContext):
         self._made, self._job = Encodings(stage.plan, job.batch, job.multiple), job
         self._doc = stage.doc[self._made.sample]
         self._host, self._number = host[self._doc], number[self._doc]
@@ -249,7 +257,7 @@ class _Pictures:
             int, dict[int, np.ndarray]
         ] = {}  # loader host -> constructor host -> document of the host and number inside it
 
-    def send(self, c: int, buckets: np.ndarray) -> Encoding:
+    def send(self, c: int, buckets: np.ndarray) -> EncoderPlan:
         """What the ranks of these buckets, which live at constructor host c, encode."""
         ranks = [rank for b in buckets.tolist() for rank in self._job.ranks[b]]
         items, inside = self._made.encoded_by(ranks), self._made.routes.number
@@ -290,13 +298,15 @@ def _ranks(place: ClientPlaceTree, axis: str) -> np.ndarray:
     return place.bucket_of(axis)
 
 
-def spread(cuts: Cuts, ranks: Sequence[Sequence[int]], served: Collection[int] = ()) -> Cuts:
+def spread(
+    cuts: RoutedPlan, ranks: Sequence[Sequence[int]], served: Collection[int] = ()
+) -> RoutedPlan:
     """Without constructors every rank is one: what constructor b was to get, each of ``ranks[b]``
     gets. Those that are ``served`` by a broadcast hear of the step and are sent no payload.
     """
     fetch = [[rank for rank in group if rank not in served] for group in ranks]
 
-    def to_ranks(part: Part) -> Part:
+    def to_ranks(part: LoaderPlan) -> LoaderPlan:
         take = (
             tuple(rows for b, rows in zip(part.to, part.take, strict=True) for _ in fetch[b])
             if part.take
@@ -304,13 +314,13 @@ def spread(cuts: Cuts, ranks: Sequence[Sequence[int]], served: Collection[int] =
         )
         return replace(part, to=tuple(rank for b in part.to for rank in fetch[b]), take=take)
 
-    def heard(p: Placed) -> Placed:
+    def heard(p: ConstructorPlan) -> ConstructorPlan:
         return replace(p, stage=replace(p.stage, doc=np.full_like(p.stage.doc, -1)), origins=())
 
     placed = {
         rank: heard(p) if rank in served else p for b, p in cuts.placed.items() for rank in ranks[b]
     }
-    return Cuts({h: to_ranks(part) for h, part in cuts.parts.items()}, placed)
+    return RoutedPlan({h: to_ranks(part) for h, part in cuts.parts.items()}, placed)
 
 
 def cut_plan(plan: LoadingPlan, rows: np.ndarray, items: np.ndarray) -> LoadingPlan:

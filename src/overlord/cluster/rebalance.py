@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from overlord.cluster.source_moves import SCALED, Joining
-from overlord.cluster.status import Remote
-from overlord.cluster.supervisor import Left, Up
+from overlord.cluster.status import WorkerHandle
+from overlord.cluster.supervisor import Retired, WorkerReady
 from overlord.errors import JobError, OverlordError
 from overlord.job.hooks import LOADER, of_kind
-from overlord.messages.control import Back, Reopen
+from overlord.messages.control import RestartSource, Rollback
 from overlord.scaling.shards import kept, spread
 
 log = logging.getLogger("overlord")
@@ -33,7 +33,7 @@ KEPT_CHANGES = 100
 
 
 @dataclass(slots=True, eq=False)
-class Change:
+class Migration:
     """A source on its way to other hosts, or hosts whose loaders go to new ones."""
 
     what: str  # for people
@@ -52,7 +52,7 @@ class Spreading(Joining):
     """
 
     def _plan_spreading(self, first: int = SCALED) -> None:
-        self._change: Change | None = None
+        self._change: Migration | None = None
         self._next_scaled = first
         self._leaving: dict[
             int, int
@@ -103,7 +103,7 @@ class Spreading(Joining):
             return False
         if n < len(now):
             self._hand_over(
-                Change(name, kept(now, n, self._others(source), lambda h: h < SCALED), 0, source)
+                Migration(name, kept(now, n, self._others(source), lambda h: h < SCALED), 0, source)
             )
             return True
         hosts = list(
@@ -111,12 +111,13 @@ class Spreading(Joining):
         )[:n]
         new = [self._next_scaled + k for k in range(n - len(hosts))]
         self._next_scaled += len(new)
-        change = self._change = Change(name, hosts + new, len(new), source)
+        change = self._change = Migration(name, hosts + new, len(new), source)
         for h in new:
             self._kits[h] = frozenset([source])
             self._machine.thread(
-                lambda h=h: self._start_scaled(change, h), f"overlord start loader-host/{h}"
-            )  # type: ignore[misc]
+                lambda h=h: self._start_scaled(change, h),
+                f"overlord start loader-host/{h}",  # type: ignore[misc]
+            )
         if not new:
             self._hand_over(change)
         return True
@@ -134,13 +135,13 @@ class Spreading(Joining):
         instead = {h: self._next_scaled + k for k, h in enumerate(old)}
         self._next_scaled += len(old)
         what = f"what {', '.join(f'loader-host/{h}' for h in old)} had"
-        change = self._change = Change(what, list(instead.values()), len(old), instead=instead)
+        change = self._change = Migration(what, list(instead.values()), len(old), instead=instead)
         for was, h in instead.items():
             self._kits[h] = self._kits[was]
             self._machine.thread(
-                lambda h=h, was=was: self._start_scaled(change, h, was),
+                lambda h=h, was=was: self._start_scaled(change, h, was),  # type: ignore[misc]
                 f"overlord start loader-host/{h}",
-            )  # type: ignore[misc]
+            )
         return True
 
     def _others(self, source: int) -> Counter[int]:
@@ -159,9 +160,9 @@ class Spreading(Joining):
 
     # new hosts
 
-    def _start_scaled(self, change: Change, h: int, instead_of: int | None = None) -> None:
+    def _start_scaled(self, change: Migration, h: int, instead_of: int | None = None) -> None:
         """Beside the pump."""
-        remote: Remote | None = None
+        remote: WorkerHandle | None = None
         try:
             linked = dict(self._addresses)
             remote = self._watched(
@@ -175,7 +176,9 @@ class Spreading(Joining):
         else:
             self._pump.post(lambda: self._started(change, h, remote))
 
-    def _not_started(self, change: Change, h: int, reason: str, remote: Remote | None) -> None:
+    def _not_started(
+        self, change: Migration, h: int, reason: str, remote: WorkerHandle | None
+    ) -> None:
         """What there is of it ends; a planner that comes later is not to wait for it."""
         if self._closed:
             return
@@ -191,24 +194,24 @@ class Spreading(Joining):
         change.hosts.remove(h)
         self._one_less(change)
 
-    def _started(self, change: Change, h: int, remote: Remote) -> None:
+    def _started(self, change: Migration, h: int, remote: WorkerHandle) -> None:
         if self._closed or remote.lost:
             self._not_started(change, h, remote.lost or "the job is over", remote)
             return
         self._loaders[h], remote.joined = remote, True
-        self._supervisor.handle(Up(remote.handle.name), self._machine.now())
+        self._supervisor.handle(WorkerReady(remote.handle.name), self._machine.now())
         self._link_again(remote)  # a constructor host may have been started again since
-        remote.out.append(Back(self._base, self.planner.next_step - 1))
+        remote.out.append(Rollback(self._base, self.planner.next_step - 1))
         self._one_less(change)
 
-    def _one_less(self, change: Change) -> None:
+    def _one_less(self, change: Migration) -> None:
         change.starting -= 1
         if not change.starting and not self._closed:
             self._hand_over(change)
 
     # taking over
 
-    def _hand_over(self, change: Change) -> None:
+    def _hand_over(self, change: Migration) -> None:
         """All hosts are there: those that are to have other loaders follow them. A loader that has
         a stand-by anyway is moved as it is.
         """
@@ -237,12 +240,12 @@ class Spreading(Joining):
         self.run()
         self._machine.thread(lambda: self._await(change, follow), f"overlord scale {change.what}")
 
-    def _loaders_in(self, change: Change) -> list[int]:
+    def _loaders_in(self, change: Migration) -> list[int]:
         if change.source is not None:
             return list(self._numbers(change.source))
         return [loader for h in change.instead for loader in self._loaders_on(h)]
 
-    def _await(self, change: Change, follow: Mapping[int, int]) -> None:
+    def _await(self, change: Migration, follow: Mapping[int, int]) -> None:
         """Beside the pump: until who follows holds enough, or long enough."""
         deadline = self._machine.now() + FOLLOW_S
         loaders = {
@@ -264,7 +267,7 @@ class Spreading(Joining):
                 continue
         self._pump.post(lambda: self._switch(change, blind))
 
-    def _switch(self, change: Change, blind: Set[int] = frozenset()) -> None:
+    def _switch(self, change: Migration, blind: Set[int] = frozenset()) -> None:
         """Between two steps: all that the next one takes comes from where the loaders are then.
         ``blind``: hosts that cannot read it.
         """
@@ -292,7 +295,7 @@ class Spreading(Joining):
         )
         self._over([self._cutter.host(loader) for loader in moves])
         for source in sorted({self._source(loader) for loader in moves}):
-            self.run(self.planner.handle(Reopen(source)))
+            self.run(self.planner.handle(RestartSource(source)))
         self.run()
 
     def _settle_change(self, dead: Sequence[int]) -> None:
@@ -352,7 +355,7 @@ class Spreading(Joining):
         remote.lost = "not needed"
         self._kits.pop(h, None)
         del self._leaving[h]
-        self._supervisor.handle(Left(remote.handle.name), self._machine.now())
+        self._supervisor.handle(Retired(remote.handle.name), self._machine.now())
         log.info("%s has nothing to read any more, and ends", remote.handle.name)
         if h in self._shadows.where.values():
             self._shadows.forget(self._living())
@@ -362,7 +365,7 @@ class Spreading(Joining):
             lambda: self._end_remote(h, remote), f"overlord end {remote.handle.name}"
         )
 
-    def _end_remote(self, h: int, remote: Remote) -> None:
+    def _end_remote(self, h: int, remote: WorkerHandle) -> None:
         """Beside the pump."""
         try:
             self._starter.end(h, remote.handle)

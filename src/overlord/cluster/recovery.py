@@ -15,48 +15,48 @@ from typing import Any
 
 import numpy as np
 
-from overlord.cluster.plan_history import Past
+from overlord.cluster.plan_history import PlanHistory
 from overlord.cluster.standby import Shadowing
-from overlord.cluster.startup_watchdog import Starts
-from overlord.cluster.status import Remote
+from overlord.cluster.startup_watchdog import StartupWatchdog
+from overlord.cluster.status import WorkerHandle
 from overlord.cluster.supervisor import (
     TICKS,
-    Beat,
     Closing,
     Command,
-    CutOff,
-    Died,
     GiveUp,
-    GoBack,
-    Join,
-    Kill,
+    Heartbeat,
+    KillWorker,
     Loss,
     Needed,
     Progress,
-    Start,
+    RollBack,
+    StandbyReady,
+    StartWorker,
     Supervisor,
     Tick,
-    Up,
+    Unreachable,
+    WorkerDied,
+    WorkerReady,
     worn_out,
 )
-from overlord.cluster.worker_factory import Starter
-from overlord.concurrency.event_loop import Pump
+from overlord.cluster.worker_factory import WorkerStarter
+from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError
 from overlord.messages.control import (
     STRIDE,
     Attach,
-    Back,
-    Finish,
-    Opening,
+    EndOfJob,
+    LoaderStart,
+    PlannedStep,
     Report,
+    Rollback,
     SetMixture,
-    Stage,
     StreamState,
 )
 from overlord.planning.events import said_of_all
 from overlord.planning.planner import Planner
-from overlord.rpc.actors import Handle
-from overlord.setup.prepared_job import Blueprint, schedule_of
+from overlord.rpc.actors import ActorHandle
+from overlord.setup.prepared_job import PreparedJob, schedule_of
 
 log = logging.getLogger("overlord")
 
@@ -67,8 +67,8 @@ KEPT_RECOVERIES = 1000  # of which ``metrics()`` tells
 class Recovering(Shadowing):
     """In the pump, but for the starting of parts, which waits."""
 
-    _pump: Pump
-    _starter: Starter
+    _pump: EventLoop
+    _starter: WorkerStarter
     _closed: bool
     _addresses: dict[int, str]
     _outside: dict[int, str]
@@ -78,16 +78,16 @@ class Recovering(Shadowing):
     _token: str
     fails_over: bool  # a part that is lost is started again; else the job ends
 
-    def _keep_past(self, blueprint: Blueprint) -> None:
+    def _keep_past(self, blueprint: PreparedJob) -> None:
         """Before anything is started."""
         options = blueprint.options
         self._plan_shadows(blueprint)
         self._first = blueprint  # whose schedule the planner has
-        self.past = Past(self.planner.state(), blueprint.job.feedback_lag)
+        self.past = PlanHistory(self.planner.state(), blueprint.job.feedback_lag)
         self._supervisor = Supervisor(
             lost_after_s=options.lost_after_s, max_restarts=options.max_restarts
         )
-        self._fresh: dict[str, Remote] = {}  # started again, and not told anything yet
+        self._fresh: dict[str, WorkerHandle] = {}  # started again, and not told anything yet
         self._listening: tuple[str, str] | None = (
             None  # where clients of other processes are taken, and the token they show
         )
@@ -98,13 +98,13 @@ class Recovering(Shadowing):
         self._base = 0  # generation of the last time
         self.recoveries: list[dict[str, Any]] = []
         self._ticking = False
-        self._starts = Starts(self._control, options.lost_after_s)
+        self._starts = StartupWatchdog(self._control, options.lost_after_s)
         self._stop_ticking: Callable[[], None] = lambda: None
 
     def _watch_all(self) -> None:
         """All parts are there: from now on they are missed when they are not."""
         for remote in self._processes():
-            self._supervisor.handle(Up(remote.handle.name), self._machine.now())
+            self._supervisor.handle(WorkerReady(remote.handle.name), self._machine.now())
         self._fill_shadows()
         self._follow({o.loader: o for o in self._openings(self.planner.state())})
         self.run()
@@ -140,7 +140,7 @@ class Recovering(Shadowing):
                 continue
             if remote.beat is not None and remote.beat.done() and remote.beat.exception() is None:
                 self._heed(
-                    self._supervisor.handle(Beat(remote.handle.name, remote.incarnation), now)
+                    self._supervisor.handle(Heartbeat(remote.handle.name, remote.incarnation), now)
                 )
             if remote.beat is None or remote.beat.done():
                 remote.beat = remote.call(self._control, "beat")
@@ -148,7 +148,7 @@ class Recovering(Shadowing):
 
     # parts that are lost
 
-    def _miss(self, remote: Remote, reason: str) -> None:
+    def _miss(self, remote: WorkerHandle, reason: str) -> None:
         """A part is gone: it is started again."""
         now, name = self._machine.now(), remote.handle.name
         self._lost_at.setdefault(name, now)
@@ -157,7 +157,7 @@ class Recovering(Shadowing):
             if not self._covered(h):
                 self._heed(self._supervisor.handle(Needed(f"loader-host/{h}"), now))
         spare = any(r is remote and self._covered(h) for h, r in gone.items())
-        commands = self._supervisor.handle(Died(name, remote.incarnation, reason, spare), now)
+        commands = self._supervisor.handle(WorkerDied(name, remote.incarnation, reason, spare), now)
         again = (
             "; it is started again, trainers go on with the steps they have"
             if self._supervisor.given_up is None
@@ -185,39 +185,39 @@ class Recovering(Shadowing):
             if not self._closed and self._addresses.get(c) == address:
                 self._heed(
                     self._supervisor.handle(
-                        CutOff(name, f"others cannot reach it: {reason}"), self._machine.now()
+                        Unreachable(name, f"others cannot reach it: {reason}"), self._machine.now()
                     )
                 )
 
         remote.call(self._control, "beat").add_done_callback(heard)
 
-    def _end_of(self, finish: Finish) -> None:
+    def _end_of(self, finish: EndOfJob) -> None:
         """Of a host that misses another: the other is started again, unless it was given up; then
         it is known what it died of.
         """
         if (error := self._supervisor.given_up) is not None:
-            self._queue.append(Finish(finish.step, error))
+            self._queue.append(EndOfJob(finish.step, error))
 
     def _heed(self, commands: Sequence[Command]) -> None:
         for command in commands:
             match command:
-                case Start(name=name, incarnation=incarnation):
+                case StartWorker(name=name, incarnation=incarnation):
                     self._machine.thread(
-                        lambda n=name, i=incarnation: self._start_again(n, i),
+                        lambda n=name, i=incarnation: self._start_again(n, i),  # type: ignore[misc]
                         f"overlord start {name}",
-                    )  # type: ignore[misc]
-                case Kill(name=name, incarnation=incarnation, reason=reason):
+                    )
+                case KillWorker(name=name, incarnation=incarnation, reason=reason):
                     self._end(name, incarnation, reason)
-                case GoBack(reason=reason):
+                case RollBack(reason=reason):
                     self.go_back(reason)
-                case Join(name=name):
+                case StandbyReady(name=name):
                     self._join(name)
                 case GiveUp(error=error):
                     error = self._supervisor.given_up = worn_out(
                         error, self.blueprint.options.max_restarts, self._does(error.name)
                     )
                     log.error("%s", error)
-                    self.run(self.planner.handle(Finish(self.planner.next_step, error)))
+                    self.run(self.planner.handle(EndOfJob(self.planner.next_step, error)))
 
     def _does(self, name: str) -> str:
         """What a part is there for, in words."""
@@ -244,7 +244,7 @@ class Recovering(Shadowing):
             log.warning("%s is killed: %s", name, reason)
             self._machine.thread(lambda r=remote: self._kill(r.handle), f"overlord kill {name}")  # type: ignore[misc]
 
-    def _kill(self, handle: Handle) -> None:
+    def _kill(self, handle: ActorHandle) -> None:
         try:
             self._control.kill(handle)
         except (
@@ -269,14 +269,14 @@ class Recovering(Shadowing):
         else:
             self._pump.post(lambda: self._is_there(remote))
 
-    def _constructor_again(self, c: int, incarnation: int) -> Remote:
+    def _constructor_again(self, c: int, incarnation: int) -> WorkerHandle:
         remote = self._watched(self._starter.constructor(c), incarnation=incarnation)
         remote.address = self._answer(remote, "address")
         if (door := self._listening) is not None:
             remote.outside = self._answer(remote, "listen", *door)
         return remote
 
-    def _loader_host_again(self, h: int, incarnation: int) -> Remote:
+    def _loader_host_again(self, h: int, incarnation: int) -> WorkerHandle:
         linked = dict(self._addresses)
         remote = self._watched(
             self._starter.loader_host(h, self._kits[h], (), linked), incarnation=incarnation
@@ -285,24 +285,26 @@ class Recovering(Shadowing):
         remote.node = self._answer(remote, "at")
         return remote
 
-    def _answer(self, remote: Remote, method: str, *args: Any) -> Any:
+    def _answer(self, remote: WorkerHandle, method: str, *args: Any) -> Any:
         try:
             return self._control.get(remote.call(self._control, method, *args), START_S)
         except DataStall:
             self._kill(remote.handle)
             raise
 
-    def _watched(self, handle: Handle, *, joined: bool = True, incarnation: int = 0) -> Remote:
+    def _watched(
+        self, handle: ActorHandle, *, joined: bool = True, incarnation: int = 0
+    ) -> WorkerHandle:
         raise NotImplementedError
 
     def _not_there(self, name: str, incarnation: int, reason: str) -> None:
         if not self._closed:
             log.warning("%s could not be started: %s", name, reason)
             self._heed(
-                self._supervisor.handle(Died(name, incarnation, reason), self._machine.now())
+                self._supervisor.handle(WorkerDied(name, incarnation, reason), self._machine.now())
             )
 
-    def _is_there(self, remote: Remote) -> None:
+    def _is_there(self, remote: WorkerHandle) -> None:
         """Nobody says anything to it before all that are missing are there: it knows nothing of the
         steps that are under way.
         """
@@ -313,12 +315,14 @@ class Recovering(Shadowing):
         if kind == "constructor-host":  # for loader hosts that are started next
             self._addresses[int(number)] = remote.address
         self._heed(
-            self._supervisor.handle(Up(remote.handle.name, remote.incarnation), self._machine.now())
+            self._supervisor.handle(
+                WorkerReady(remote.handle.name, remote.incarnation), self._machine.now()
+            )
         )
 
     # going back
 
-    def _openings(self, state: StreamState) -> list[Opening]:
+    def _openings(self, state: StreamState) -> list[LoaderStart]:
         raise NotImplementedError
 
     def _settle_change(self, dead: Sequence[int]) -> None:
@@ -357,7 +361,7 @@ class Recovering(Shadowing):
             "back %s: %s", f"behind step {step}" if step >= 0 else "to the beginning", reason
         )
         for c, remote in self._constructors.items():
-            remote.out.append(Back(self._base, step))
+            remote.out.append(Rollback(self._base, step))
             if remote.handle.name in fresh:
                 remote.out += [
                     Attach(rank)
@@ -369,7 +373,9 @@ class Recovering(Shadowing):
             if remote.joined:
                 self._link_again(remote)
                 mine = tuple(o for o in openings if self._cutter.host(o.loader) == h)
-                remote.out.append(Back(self._base, step, mine, old.holds_over or new.holds_over))
+                remote.out.append(
+                    Rollback(self._base, step, mine, old.holds_over or new.holds_over)
+                )
         self._follow({o.loader: o for o in openings})
         self._unhold()
         self.journal.went_back(step, self._base, reason)
@@ -388,7 +394,7 @@ class Recovering(Shadowing):
         remote = self._fresh.pop(name)
         self._take_place(remote)
         self._link_again(remote)
-        remote.out.append(Back(self._base, self.planner.next_step - 1))
+        remote.out.append(Rollback(self._base, self.planner.next_step - 1))
         self._follow_from_here(followed := self._fill_shadows(only=h))
         log.warning("%s is there again; it stands by for %d loaders", name, len(followed))
         self.run()
@@ -399,7 +405,7 @@ class Recovering(Shadowing):
         spec = replace(old.spec, schedule=schedule, prefer=getattr(schedule, "prefer", None))
         return Planner(spec, state, generation=self._base, floor=max(old.floor, old.next_step))
 
-    def _take_place(self, remote: Remote) -> None:
+    def _take_place(self, remote: WorkerHandle) -> None:
         kind, _, text = remote.handle.name.partition("/")
         number = int(text)
         self._lost_at.pop(remote.handle.name, None)
@@ -419,7 +425,7 @@ class Recovering(Shadowing):
         if future.exception() is None:
             self._outside[c] = future.result()
 
-    def _link_again(self, remote: Remote) -> None:
+    def _link_again(self, remote: WorkerHandle) -> None:
         for c, address in self._addresses.items():
             if remote.linked.get(c) != address:
                 remote.linked[c] = address
@@ -472,14 +478,14 @@ class Recovering(Shadowing):
         if self.planner.in_time(report):
             self.past.reported(report)
 
-    def _note_stage(self, stage: Stage) -> bool | None:
+    def _note_stage(self, stage: PlannedStep) -> bool | None:
         """Whether a step is planned for the first time; None: it comes out different than before,
         which ends the job.
         """
         try:
             return self.past.staged(stage)
         except PlanError as error:
-            self._queue.extend(self.planner.handle(Finish(stage.plan.step, error)))
+            self._queue.extend(self.planner.handle(EndOfJob(stage.plan.step, error)))
             return None
 
     def _progress(self) -> None:
@@ -487,7 +493,7 @@ class Recovering(Shadowing):
         if taken is not None and self.past.took(taken):
             self._supervisor.handle(Progress(self.past.acked), self._machine.now())
 
-    def _starting(self, remote: Remote) -> Exception:
+    def _starting(self, remote: WorkerHandle) -> Exception:
         """Why a part cannot be asked just now."""
         if not self.fails_over or self._supervisor.given_up is not None:
             given_up = self._supervisor.given_up

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from overlord.cluster.recovery import START_S, Recovering
-from overlord.cluster.supervisor import Up
+from overlord.cluster.supervisor import WorkerReady
 from overlord.cluster.worker_factory import SIDE_BY_SIDE
 from overlord.errors import ActorLost, JobError
 from overlord.job.hooks import LOADER, of_kind
-from overlord.messages.control import Cursor, Open, Opening, Reopen
+from overlord.messages.control import Cursor, LoaderStart, RestartLoader, RestartSource
 from overlord.planning.spec import NewSource
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
 
@@ -28,11 +28,16 @@ class Joining(Recovering):
     """In the pump, but for what is prepared."""
 
     def _start_loader_host(
-        self, h: int, sources: Collection[int], openings: Sequence[Opening], *, joined: bool = True
+        self,
+        h: int,
+        sources: Collection[int],
+        openings: Sequence[LoaderStart],
+        *,
+        joined: bool = True,
     ) -> None:
         raise NotImplementedError
 
-    def prepare_source(self, blueprint: Blueprint) -> int:
+    def prepare_source(self, blueprint: PreparedJob) -> int:
         """A host of its own for a source that joins: code crosses only when a process starts.
         Returns its number.
         """
@@ -75,7 +80,7 @@ class Joining(Recovering):
         self._link_again(
             host
         )  # a constructor host may have been started again since it was prepared
-        self._supervisor.handle(Up(host.handle.name), self._machine.now())
+        self._supervisor.handle(WorkerReady(host.handle.name), self._machine.now())
         n = new.source.loaders
         self._cutter.add_loaders([prepared] * n)
         self.hosting = replace(
@@ -127,9 +132,9 @@ class Joining(Recovering):
         self._moves |= {
             first + k: known[hosts[k % len(hosts)]] for k in range(self.hosting.loaders[source])
         }
-        self.run(self.planner.handle(Reopen(source)))
+        self.run(self.planner.handle(RestartSource(source)))
 
-    def _open(self, command: Open) -> None:
+    def _open(self, command: RestartLoader) -> None:
         loader, host = (
             command.loader,
             self._moves.pop(command.loader, self._cutter.host(command.loader)),

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from overlord.cluster.standby_plan import Shadows
+from overlord.cluster.standby_plan import StandbyPlan
 from overlord.cluster.status import Asked
-from overlord.messages.control import Opening
+from overlord.messages.control import LoaderStart
 from overlord.setup.partition import loads_of
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
 
@@ -24,10 +24,10 @@ class Shadowing(Asked):
     """In the pump."""
 
     _kits: dict[int, frozenset[int]]
-    _shadows: Shadows
+    _shadows: StandbyPlan
     _bytes: dict[int, float]  # of every loader, roughly
 
-    def _plan_shadows(self, blueprint: Blueprint) -> None:
+    def _plan_shadows(self, blueprint: PreparedJob) -> None:
         """Who is to have one: the loaders of all sources, or of those that cost more than the
         mean.
         """
@@ -47,7 +47,7 @@ class Shadowing(Asked):
                     "loaders could have a stand-by",
                     kind,
                 )
-        self._shadows = Shadows(wanted, self._source)
+        self._shadows = StandbyPlan(wanted, self._source)
 
     def _source(self, loader: int) -> int:
         return int(np.searchsorted(np.cumsum(self.hosting.loaders), loader, side="right"))
@@ -86,7 +86,7 @@ class Shadowing(Asked):
         self._cutter.follow(self._shadows.where)
         return made
 
-    def _follow(self, openings: Mapping[int, Opening]) -> None:
+    def _follow(self, openings: Mapping[int, LoaderStart]) -> None:
         """Tell hosts which loaders they follow, and from where."""
         for loader, h in self._shadows.where.items():
             if loader in openings:

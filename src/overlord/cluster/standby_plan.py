@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 
-class Shadows:
+class StandbyPlan:
     """``size``: bytes of every loader that is to have a shadow; ``source_of``: of every loader."""
 
     def __init__(self, size: Mapping[int, float], source_of: Callable[[int], int]):

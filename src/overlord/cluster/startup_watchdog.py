@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.cluster.supervisor import TICKS
-from overlord.rpc.actors import Control, Handle
+from overlord.rpc.actors import ActorHandle, ActorSystem
 
 
 def is_stopped(pid: int) -> bool:
@@ -24,26 +24,26 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-class Starts:
+class StartupWatchdog:
     """Those that are being started. ``look`` is to be called ``TICKS`` times in ``lost_after_s``,
     by one thread.
     """
 
-    def __init__(self, control: Control, lost_after_s: float):
+    def __init__(self, control: ActorSystem, lost_after_s: float):
         self._control, self._lost_after_s = control, lost_after_s
-        self._pid_here: Callable[[Handle], int] | None = getattr(
+        self._pid_here: Callable[[ActorHandle], int] | None = getattr(
             control, "pid_here", None
         )  # where they are known later, or elsewhere
-        self._there: dict[Handle, Future[Any]] = {}
-        self._ticks: dict[Handle, int] = {}
+        self._there: dict[ActorHandle, Future[Any]] = {}
+        self._ticks: dict[ActorHandle, int] = {}
         self._given_up: dict[str, str] = {}
 
-    def watch(self, handle: Handle) -> None:
+    def watch(self, handle: ActorHandle) -> None:
         """From any thread. Of processes of others nothing can be seen."""
         if handle.pid is not None or self._pid_here is not None:
             self._there[handle] = self._control.call(handle, "beat")  # answered when it is there
 
-    def look(self) -> list[Handle]:
+    def look(self) -> list[ActorHandle]:
         """Those that are to be killed: they stood still at every look for so long."""
         found = []
         for handle, there in list(self._there.items()):

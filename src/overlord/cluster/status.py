@@ -11,25 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from overlord.cluster.plan_router import Cutter
+from overlord.cluster.plan_router import PlanRouter
 from overlord.cluster.supervisor import Supervisor
-from overlord.concurrency.platform import Machine
+from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
-from overlord.journal.write_ahead import Written
+from overlord.journal.write_ahead import WriteAhead
 from overlord.messages.control import Consumed
 from overlord.planning.planner import Planner
-from overlord.rpc.actors import Control, Handle
-from overlord.scaling.loader_placement import Hosting
-from overlord.setup.prepared_job import Blueprint
+from overlord.rpc.actors import ActorHandle, ActorSystem
+from overlord.scaling.loader_placement import LoaderPlacement
+from overlord.setup.prepared_job import PreparedJob
 
 ASK_S = 0.6  # for all hosts to say what they do: whoever asks why it waits gives the pump a second
 
 
 @dataclass(slots=True, eq=False)
-class Remote:
+class WorkerHandle:
     """A host in another process, and what it is to be told at the end of the turn."""
 
-    handle: Handle
+    handle: ActorHandle
     out: list[Any] = field(default_factory=list)
     lost: str = ""
     joined: bool = True  # else the job does not need it yet
@@ -45,13 +45,13 @@ class Remote:
         default_factory=dict
     )  # loader hosts: where they find which constructor host
 
-    def tell(self, control: Control, messages: list[Any]) -> None:
+    def tell(self, control: ActorSystem, messages: list[Any]) -> None:
         control.tell(self.handle, "do", messages)
 
-    def call(self, control: Control, method: str, *args: Any) -> Future[Any]:
+    def call(self, control: ActorSystem, method: str, *args: Any) -> Future[Any]:
         return control.call(self.handle, method, *args)
 
-    def ask(self, control: Control, method: str, *args: Any) -> Future[Any]:
+    def ask(self, control: ActorSystem, method: str, *args: Any) -> Future[Any]:
         """For people: one that has not answered yet is not asked again."""
         if self.question is None or self.question.done():
             self.question = self.call(control, method, *args)
@@ -61,23 +61,23 @@ class Remote:
         return silent
 
 
-class Asked(Written):
+class Asked(WriteAhead):
     """The half of ``ProcessHost`` that only looks. In the pump."""
 
     planner: Planner
-    blueprint: Blueprint
-    hosting: Hosting
-    _cutter: Cutter
-    _control: Control
-    _machine: Machine
-    _loaders: dict[int, Remote]
-    _constructors: dict[int, Remote]
+    blueprint: PreparedJob
+    hosting: LoaderPlacement
+    _cutter: PlanRouter
+    _control: ActorSystem
+    _machine: Platform
+    _loaders: dict[int, WorkerHandle]
+    _constructors: dict[int, WorkerHandle]
     _attached: set[int]
     fails_over: bool
     recoveries: list[dict[str, Any]]
     _supervisor: Supervisor
 
-    def _constructor(self, rank: int) -> Remote:
+    def _constructor(self, rank: int) -> WorkerHandle:
         raise NotImplementedError
 
     def _count(self, taken: list[Consumed]) -> None:
@@ -110,7 +110,7 @@ class Asked(Written):
         self.run()
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 
-    def _silent(self, remote: Remote, silent: Exception) -> str:
+    def _silent(self, remote: WorkerHandle, silent: Exception) -> str:
         """Of a host that says nothing: for how long, where that is known by its heartbeats."""
         name = remote.handle.name
         for_s = self._supervisor.silent_s(name, self._machine.now()) if self.fails_over else 0.0
@@ -121,12 +121,12 @@ class Asked(Written):
         )
         return f"{name}, which {what}"
 
-    def _missed(self, remote: Remote) -> str:
+    def _missed(self, remote: WorkerHandle) -> str:
         return f"{remote.handle.name}, which is lost: {remote.lost}" + (
             " and is being started again" if self.fails_over else ""
         )
 
-    def _busy(self, h: int, remote: Remote, figures: Mapping[str, Any]) -> list[str]:
+    def _busy(self, h: int, remote: WorkerHandle, figures: Mapping[str, Any]) -> list[str]:
         """What a loader host does, in words; of one that does not answer, what it may be busy
         with.
         """
@@ -159,7 +159,7 @@ class Asked(Written):
                 found[name] = {"silent": str(silent)}
         return found
 
-    def _remotes(self) -> list[Remote]:
+    def _remotes(self) -> list[WorkerHandle]:
         return [*list(self._loaders.values()), *self._constructors.values()]
 
     def figures(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class Asked(Written):
             "pid": host.handle.pid,
         }
 
-    def _processes(self) -> list[Remote]:
+    def _processes(self) -> list[WorkerHandle]:
         """Those that this job started."""
         return self._remotes()
 

@@ -22,7 +22,7 @@ TICKS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
+class WorkerReady:
     """A part is there: at first, or again."""
 
     name: str
@@ -30,7 +30,7 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A part has answered."""
 
     name: str
@@ -38,7 +38,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class WorkerDied:
     """A part is gone, or could not be started."""
 
     name: str
@@ -55,7 +55,7 @@ class Needed:
 
 
 @dataclass(frozen=True, slots=True)
-class CutOff:
+class Unreachable:
     """Others cannot reach a part, whatever it says itself."""
 
     name: str
@@ -63,7 +63,7 @@ class CutOff:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Retired:
     """A part is not needed any more: nobody misses it."""
 
     name: str
@@ -87,13 +87,13 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartWorker:
     name: str
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillWorker:
     """End a part for good; that it died is still to be told."""
 
     name: str
@@ -102,14 +102,14 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class GoBack:
+class RollBack:
     """All parts are there again: plan anew behind the last step that every rank took."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class StandbyReady:
     """A part that was not waited for is there again."""
 
     name: str
@@ -122,14 +122,24 @@ class GiveUp:
     error: ActorLost
 
 
-Event = Up | Beat | Died | Needed | CutOff | Left | Tick | Progress | Closing
-Command = Start | Kill | GoBack | Join | GiveUp
+Event = (
+    WorkerReady
+    | Heartbeat
+    | WorkerDied
+    | Needed
+    | Unreachable
+    | Retired
+    | Tick
+    | Progress
+    | Closing
+)
+Command = StartWorker | KillWorker | RollBack | StandbyReady | GiveUp
 
 UP, DYING, DEAD, STARTING = "up", "to be killed", "dead", "being started"
 
 
 @dataclass(slots=True)
-class _Part:
+class _WorkerState:
     name: str
     incarnation: int
     state: str
@@ -174,7 +184,7 @@ class Supervisor:
 
     def __init__(self, *, lost_after_s: float, max_restarts: int):
         self._lost_after_s, self._max_restarts = lost_after_s, max_restarts
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _WorkerState] = {}
         self._back: dict[str, Loss] = {}  # came back since planning last went back
         self._acked = -1
         self._over = False
@@ -184,11 +194,11 @@ class Supervisor:
         if self._over:
             return []
         match event:
-            case Up():
+            case WorkerReady():
                 return self._is_up(event, now)
-            case Beat(name=name, incarnation=incarnation):
+            case Heartbeat(name=name, incarnation=incarnation):
                 return self._heard(name, incarnation, now)
-            case Died(name=name, incarnation=incarnation, reason=reason, spare=spare):
+            case WorkerDied(name=name, incarnation=incarnation, reason=reason, spare=spare):
                 part = self._parts.get(name)
                 if part is None or part.incarnation != incarnation or part.state == DEAD:
                     return []
@@ -197,10 +207,10 @@ class Supervisor:
                 if name in self._parts:
                     self._parts[name].spare = False
                 return []
-            case CutOff(name=name, reason=reason):
+            case Unreachable(name=name, reason=reason):
                 part = self._parts.get(name)
                 return self._kill(part, reason) if part is not None and part.state == UP else []
-            case Left(name=name):
+            case Retired(name=name):
                 self._parts.pop(name, None)
                 self._back.pop(name, None)
                 return []
@@ -234,30 +244,36 @@ class Supervisor:
         losses, self._back = list(self._back.values()), {}
         return losses
 
-    def _is_up(self, event: Up, now: float) -> list[Command]:
+    def _is_up(self, event: WorkerReady, now: float) -> list[Command]:
         part = self._parts.get(event.name)
         if part is None:
-            self._parts[event.name] = _Part(event.name, event.incarnation, UP, now, since=now)
+            self._parts[event.name] = _WorkerState(
+                event.name, event.incarnation, UP, now, since=now
+            )
             return []
         if part.incarnation != event.incarnation or part.state != STARTING:
-            return [Kill(event.name, event.incarnation, "another was started in its place")]
+            return [KillWorker(event.name, event.incarnation, "another was started in its place")]
         part.state, part.heard, part.ticks = UP, now, 0
         if not part.spare:
             self._back.setdefault(
                 part.name, Loss(part=part.name, reason=part.reason, since=part.since)
             )
         spare, part.spare, part.since = part.spare, False, now
-        return [Join(part.name), *self._go_on()] if spare else self._go_on()
+        return [StandbyReady(part.name), *self._go_on()] if spare else self._go_on()
 
     def _heard(self, name: str, incarnation: int, now: float) -> list[Command]:
         part = self._parts.get(name)
         if part is None or part.incarnation != incarnation or part.state == DEAD:
-            return [Kill(name, incarnation, "it was given up, and another is started in its place")]
+            return [
+                KillWorker(
+                    name, incarnation, "it was given up, and another is started in its place"
+                )
+            ]
         if part.state == UP:
             part.heard, part.ticks = now, 0
         return []
 
-    def _look_at(self, part: _Part, now: float) -> list[Command]:
+    def _look_at(self, part: _WorkerState, now: float) -> list[Command]:
         if part.state != UP:
             return []
         part.ticks += 1
@@ -266,11 +282,11 @@ class Supervisor:
             return []
         return self._kill(part, f"it answered nothing for {silent:.1f} s")
 
-    def _kill(self, part: _Part, reason: str) -> list[Command]:
+    def _kill(self, part: _WorkerState, reason: str) -> list[Command]:
         part.state, part.reason = DYING, reason
-        return [Kill(part.name, part.incarnation, reason)]
+        return [KillWorker(part.name, part.incarnation, reason)]
 
-    def _died(self, part: _Part, reason: str, spare: bool, now: float) -> list[Command]:
+    def _died(self, part: _WorkerState, reason: str, spare: bool, now: float) -> list[Command]:
         if part.state != STARTING:
             part.since = part.heard if part.state == DYING else now
         if part.state != DYING:
@@ -297,10 +313,10 @@ class Supervisor:
         starts = [part for part in missing if part.state == DEAD and part.kind == first]
         for part in starts:
             part.incarnation, part.state = part.incarnation + 1, STARTING
-        begun: list[Command] = [Start(part.name, part.incarnation) for part in starts]
+        begun: list[Command] = [StartWorker(part.name, part.incarnation) for part in starts]
         if any(not part.spare for part in missing) or not self._back:
             return begun
         return [
             *begun,
-            GoBack("; ".join(f"{loss.part}: {loss.reason}" for loss in self._back.values())),
+            RollBack("; ".join(f"{loss.part}: {loss.reason}" for loss in self._back.values())),
         ]

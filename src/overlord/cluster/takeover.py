@@ -13,23 +13,23 @@ from typing import Any
 import numpy as np
 
 from overlord.cluster.coordinator import ProcessHost
-from overlord.cluster.coordinator_config import PlannerKit
-from overlord.cluster.plan_history import Past
+from overlord.cluster.coordinator_config import CoordinatorConfig
+from overlord.cluster.plan_history import PlanHistory
 from overlord.cluster.rebalance import PER_PLANNER
 from overlord.cluster.recovery import START_S
 from overlord.cluster.source_moves import SCALED
-from overlord.cluster.status import Remote
-from overlord.cluster.supervisor import Left
-from overlord.concurrency.event_loop import Pump
-from overlord.concurrency.platform import Machine
+from overlord.cluster.status import WorkerHandle
+from overlord.cluster.supervisor import Retired
+from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.journal.replay import Recovered
-from overlord.messages.control import Attach, Consumed, Detach, Opening, StreamState
+from overlord.messages.control import Attach, Consumed, Detach, LoaderStart, StreamState
 from overlord.planning.schedule.base import learns
-from overlord.rpc.actors import Handle
-from overlord.rpc.peers import Peers
-from overlord.scaling.loader_placement import Hosting
-from overlord.setup.prepared_job import Blueprint
+from overlord.rpc.actors import ActorHandle
+from overlord.rpc.peers import RpcServer
+from overlord.scaling.loader_placement import LoaderPlacement
+from overlord.setup.prepared_job import PreparedJob
 
 TAKEN_S = (
     5.0  # for a constructor host to say what its clients took; else only what is written counts
@@ -43,16 +43,18 @@ ANSWERS = {
 PLANNERS = 2**40  # generations between two planners: each may go back a million times
 
 
-class Asking:
+class RemoteWorkerFactory:
     """The starter of a planner elsewhere: hosts are asked for by name and number, and come by
     themselves.
     """
 
-    def __init__(self, peers: Peers, say: Callable[..., None], hosting: Hosting, token: str):
+    def __init__(
+        self, peers: RpcServer, say: Callable[..., None], hosting: LoaderPlacement, token: str
+    ):
         self.hosting, self.token = hosting, token
         self._peers, self._say = peers, say
 
-    def constructor(self, c: int) -> Handle:
+    def constructor(self, c: int) -> ActorHandle:
         handle, ticket = self._peers.expect(f"constructor-host/{c}")
         self._say("constructor", ticket, c)
         return handle
@@ -61,10 +63,10 @@ class Asking:
         self,
         h: int,
         sources: Collection[int],
-        openings: Sequence[Opening],
+        openings: Sequence[LoaderStart],
         constructors: Mapping[int, str],
         instead_of: int | None = None,
-    ) -> Handle:
+    ) -> ActorHandle:
         handle, ticket = self._peers.expect(f"loader-host/{h}")
         self._say(
             "loader-host",
@@ -77,10 +79,10 @@ class Asking:
         )
         return handle
 
-    def end(self, h: int, handle: Handle) -> None:
+    def end(self, h: int, handle: ActorHandle) -> None:
         self._say("ended", h)
 
-    def living(self, name: str) -> Handle:
+    def living(self, name: str) -> ActorHandle:
         """One that was started for another planner, or before this one wanted it."""
         handle, ticket = self._peers.expect(name)
         self._say("meet", ticket, name)
@@ -104,12 +106,12 @@ class PlannerHost(ProcessHost):
 
     def __init__(
         self,
-        kit: PlannerKit,
-        peers: Peers,
-        pump: Pump,
-        starter: Asking,
+        kit: CoordinatorConfig,
+        peers: RpcServer,
+        pump: EventLoop,
+        starter: RemoteWorkerFactory,
         found: Recovered | None = None,
-        machine: Machine | None = None,
+        machine: Platform | None = None,
         *,
         say: Callable[..., None],
     ):
@@ -118,9 +120,9 @@ class PlannerHost(ProcessHost):
             kit,
             starter,
             found,
-            machine or Machine(),
+            machine or Platform(),
         )
-        self._handles: dict[str, Handle] = {}
+        self._handles: dict[str, ActorHandle] = {}
         self._answers: dict[str, Any] = {}  # of hosts that live
         self._listed: tuple[Any, int, int] = (
             None,
@@ -136,7 +138,7 @@ class PlannerHost(ProcessHost):
         ] = {}  # the last step that each rank took, of those that could be asked
         self._had: dict[int, set[int]] = {}  # loaders of a loader host that was taken over
         self._aside: dict[
-            int, Remote
+            int, WorkerHandle
         ] = {}  # hosts of sources that were refused, and may be asked for again at a later step
         self._learns = learns(kit.blueprint.job.mixture)
         self._unsure: list[
@@ -174,7 +176,7 @@ class PlannerHost(ProcessHost):
 
     # taking over
 
-    def _ask_living(self, peers: Peers) -> None:
+    def _ask_living(self, peers: RpcServer) -> None:
         """All at the same time: those that answer nothing for as long as a part may be silent are
         given up together.
         """
@@ -205,7 +207,7 @@ class PlannerHost(ProcessHost):
             peers.kill_all([handle for handle in silent.values() if handle.alive])
         self._say_word("awaits", [])
 
-    def _answer_by(self, peers: Peers, name: str, future: Future[Any], deadline: float) -> Any:
+    def _answer_by(self, peers: RpcServer, name: str, future: Future[Any], deadline: float) -> Any:
         """A host whose pump is busy may say so before its time is over."""
         while True:
             try:
@@ -215,7 +217,7 @@ class PlannerHost(ProcessHost):
                     raise
                 future = peers.call(self._handles[name], ANSWERS[name.partition("/")[0]])
 
-    def _taken_since(self, peers: Peers) -> list[int | None]:
+    def _taken_since(self, peers: RpcServer) -> list[int | None]:
         """The last step that each attached rank took, as its constructor host says; None where that
         cannot be asked.
         """
@@ -250,8 +252,8 @@ class PlannerHost(ProcessHost):
         self._kits = {h: frozenset(sources) for h, sources in self._kit.kits}
         cs = range(int(self._constructor_of.max()) + 1)
         found = self._have(
-            {f"constructor-host/{c}": lambda c=c: self._asking.constructor(c) for c in cs}
-        )  # type: ignore[misc]
+            {f"constructor-host/{c}": lambda c=c: self._asking.constructor(c) for c in cs}  # type: ignore[misc]
+        )
         for c, (remote, address) in zip(cs, found.values(), strict=True):
             self._constructors[c], self._addresses[c] = remote, address
         for h in list(self._kits):
@@ -265,10 +267,10 @@ class PlannerHost(ProcessHost):
         }
         found = self._have(
             {
-                f"loader-host/{h}": lambda args=args: self._asking.loader_host(*args)
+                f"loader-host/{h}": lambda args=args: self._asking.loader_host(*args)  # type: ignore[misc]
                 for h, args in hs.items()
             }
-        )  # type: ignore[misc]
+        )
         for h, (remote, figures) in zip(hs, found.values(), strict=True):
             self._loaders[h], self._had[h] = remote, {row["loader"] for row in figures["loaders"]}
             remote.node = figures["node"]
@@ -278,7 +280,9 @@ class PlannerHost(ProcessHost):
             self._cutter.move(
                 loader, min(h for h in self._loaders if self._source(loader) in self._kits[h])
             )
-        self.past = Past(self.planner.state(), self.blueprint.job.feedback_lag, self._found.planned)
+        self.past = PlanHistory(
+            self.planner.state(), self.blueprint.job.feedback_lag, self._found.planned
+        )
         self._base = self._kit.incarnation * PLANNERS
         self._plan_spreading(SCALED + self._kit.incarnation * PER_PLANNER)
         for rank in self._kit.attached:
@@ -299,7 +303,9 @@ class PlannerHost(ProcessHost):
         there = f"loader-host/{h}" in self._handles or h in self._cutter.hosts()
         return h >= SCALED and not there and others.issuperset(self._kits[h])
 
-    def _have(self, starts: Mapping[str, Callable[[], Handle]]) -> dict[str, tuple[Remote, Any]]:
+    def _have(
+        self, starts: Mapping[str, Callable[[], ActorHandle]]
+    ) -> dict[str, tuple[WorkerHandle, Any]]:
         """Hosts of a kind, by name, and their answers: those that live, and others for the rest,
         which are started together.
         """
@@ -386,7 +392,7 @@ class PlannerHost(ProcessHost):
 
     # a source that joins
 
-    def adopt_source(self, blueprint: Blueprint, h: int) -> None:
+    def adopt_source(self, blueprint: PreparedJob, h: int) -> None:
         self.blueprint = blueprint
         self._kits[h] = frozenset([len(blueprint.job.sources) - 1])
         name = f"loader-host/{h}"
@@ -398,7 +404,7 @@ class PlannerHost(ProcessHost):
         self._loaders[h] = remote
         self._link_again(remote)  # a constructor host may be another since it was started
 
-    def give_back_source(self, blueprint: Blueprint, h: int) -> None:
+    def give_back_source(self, blueprint: PreparedJob, h: int) -> None:
         """The planner has refused it, and nothing has changed."""
         self.blueprint = blueprint
         self._kits.pop(h)
@@ -410,7 +416,7 @@ class PlannerHost(ProcessHost):
         """
         remote = self._loaders[h]
         remote.lost = "its source could not join"
-        self._supervisor.handle(Left(remote.handle.name), self._machine.now())
+        self._supervisor.handle(Retired(remote.handle.name), self._machine.now())
 
     # what the launching process keeps, since it would be lost with this one
 

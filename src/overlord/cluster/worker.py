@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlord.concurrency.command_loop import Carrier
-from overlord.concurrency.platform import Machine
-from overlord.rpc.peers import Sibling
+from overlord.concurrency.command_loop import CommandLoop
+from overlord.concurrency.platform import Platform
+from overlord.rpc.peers import RpcEndpoint
 
 log = logging.getLogger("overlord")
 
@@ -29,7 +29,7 @@ QUIET_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class WorkerConfig:
     """What all hosts are told when they are started."""
 
     name: str  # of the job
@@ -50,12 +50,12 @@ class Settings:
     # of two hosts of a name the later one is heard, and machines differ in their clocks; 0: nobody
     # counts
     born: int = 0
-    machine: Machine = field(
-        default_factory=Machine, repr=False
+    machine: Platform = field(
+        default_factory=Platform, repr=False
     )  # where the host lives: this one, but in simulations
 
 
-class Events:
+class EventQueue:
     """What happened and was not asked for yet. Filled in the pump, asked for by the actor's
     thread.
     """
@@ -99,20 +99,20 @@ class Events:
         return None
 
 
-class HostActor(Carrier):
+class Worker(CommandLoop):
     """A pump, threads that work for it, and what happened in it."""
 
     BACKGROUND = False  # it reads ahead, so others may go before it
 
-    def __init__(self, name: str, settings: Settings, links: int = 0):
+    def __init__(self, name: str, settings: WorkerConfig, links: int = 0):
         """``links``: connections that get a thread each."""
         super().__init__(check=settings.check)
         self.name, self._machine = name, settings.machine
         self._machine.prepare(settings.workers, links=links, background=self.BACKGROUND)
-        self._events = Events(self._machine.now)
+        self._events = EventQueue(self._machine.now)
         self._pump = self._machine.pump(name)
         self._executor = self._machine.executor(settings.workers, self._pump)
-        self._sibling = Sibling(name, self, dial=self._machine.dial, leave=self._machine.end)
+        self._sibling = RpcEndpoint(name, self, dial=self._machine.dial, leave=self._machine.end)
 
     def _start(self) -> None:
         self._pump.start(self._broke, self._after_turn)

@@ -12,21 +12,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from overlord.cluster.constructor_worker import ConstructorHost
-from overlord.cluster.loader_worker import LoaderHost
-from overlord.cluster.node_placement import Placement
-from overlord.cluster.worker import HostActor, Settings
-from overlord.concurrency.platform import Machine
+from overlord.cluster.constructor_worker import ConstructorWorker
+from overlord.cluster.loader_worker import LoaderWorker
+from overlord.cluster.node_placement import NodePlacement
+from overlord.cluster.worker import Worker, WorkerConfig
+from overlord.concurrency.platform import Platform
 from overlord.constructor.assembler import BUILD_AHEAD
 from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind
-from overlord.messages.control import Opening
+from overlord.messages.control import LoaderStart
 from overlord.process.pickle_check import sendable
 from overlord.ray.node_choice import Layout, constructors_by_node
-from overlord.rpc.actors import Control, Handle
-from overlord.scaling.loader_placement import Hosting
+from overlord.rpc.actors import ActorHandle, ActorSystem
+from overlord.scaling.loader_placement import LoaderPlacement
 from overlord.setup.options import CORES_PER_CONSTRUCTOR, Options, n_cores, ring_bytes
 from overlord.setup.partition import scales
-from overlord.setup.prepared_job import READ_AHEAD, Blueprint, SourceKit
+from overlord.setup.prepared_job import READ_AHEAD, PreparedJob, ReaderSpec
 
 PROCESS_BYTES = (
     2**27
@@ -34,7 +34,7 @@ PROCESS_BYTES = (
 SIDE_BY_SIDE = 8  # steps, where several hosts read: they are not equally fast at every step
 
 
-def n_constructors(blueprint: Blueprint) -> int:
+def n_constructors(blueprint: PreparedJob) -> int:
     """Constructor hosts of a job; without constructors another number counts."""
     buckets = len(list(blueprint.job.place.buckets("DP")))
     return blueprint.options.constructor_hosts or min(
@@ -42,7 +42,7 @@ def n_constructors(blueprint: Blueprint) -> int:
     )
 
 
-def constructors_of(blueprint: Blueprint, hosts: int | None = None) -> list[int]:
+def constructors_of(blueprint: PreparedJob, hosts: int | None = None) -> list[int]:
     """The constructor host of every data-parallel group, of ``hosts``: all that the job has where
     that is not said.
     """
@@ -54,12 +54,12 @@ def constructors_of(blueprint: Blueprint, hosts: int | None = None) -> list[int]
     return constructors_by_node(nodes_of, n_constructors(blueprint) if hosts is None else hosts)
 
 
-def read_ahead_of(hosting: Hosting, scaled: bool = False) -> int:
+def read_ahead_of(hosting: LoaderPlacement, scaled: bool = False) -> int:
     """Steps' worth of samples beyond the draw. ``scaled``: there may be more hosts soon."""
     return SIDE_BY_SIDE if hosting.n_hosts > 1 or scaled else READ_AHEAD
 
 
-def lanes_of(options: Options, hosting: Hosting) -> int:
+def lanes_of(options: Options, hosting: LoaderPlacement) -> int:
     """Return the number of threads of every loader host. Threads are not cores: see
     ``scaling/threads.py``.
     """
@@ -69,15 +69,15 @@ def lanes_of(options: Options, hosting: Hosting) -> int:
 
 
 def settings_of(
-    blueprint: Blueprint,
-    hosting: Hosting,
+    blueprint: PreparedJob,
+    hosting: LoaderPlacement,
     token: str,
     generation: int,
-    machine: Machine | None = None,
-) -> Settings:
+    machine: Platform | None = None,
+) -> WorkerConfig:
     """What all hosts are told when they are started."""
     options = blueprint.options
-    return Settings(
+    return WorkerConfig(
         name=blueprint.job.name,
         token=token,
         generation=generation,
@@ -91,11 +91,11 @@ def settings_of(
         broadcast=options.broadcast,
         failover=options.failover and options.constructors,
         narrow=not of_kind(blueprint.job.hooks, CONSTRUCTOR),
-        machine=machine or Machine(),
+        machine=machine or Platform(),
     )
 
 
-def layout_of(blueprint: Blueprint, constructor_of: Sequence[int]) -> Layout:
+def layout_of(blueprint: PreparedJob, constructor_of: Sequence[int]) -> Layout:
     buckets, options = list(blueprint.job.place.buckets("DP")), blueprint.options
     served = [
         tuple(r for b, c in enumerate(constructor_of) if c == host for r in buckets[b])
@@ -115,51 +115,51 @@ def layout_asked(options: Options) -> Layout:
     )
 
 
-class Starter(Protocol):
+class WorkerStarter(Protocol):
     """Starts hosts, and does not wait for them; the handles are of the control plane by which they
     are called.
     """
 
-    hosting: Hosting
+    hosting: LoaderPlacement
     token: str
 
-    def constructor(self, c: int) -> Handle: ...
+    def constructor(self, c: int) -> ActorHandle: ...
     def loader_host(
         self,
         h: int,
         sources: Collection[int],
-        openings: Sequence[Opening],
+        openings: Sequence[LoaderStart],
         constructors: Mapping[int, str],
         instead_of: int | None = None,
-    ) -> Handle: ...  # instead_of: the host whose loaders it is to have
+    ) -> ActorHandle: ...  # instead_of: the host whose loaders it is to have
     def end(
-        self, h: int, handle: Handle
+        self, h: int, handle: ActorHandle
     ) -> None: ...  # a loader host that is not needed any more; it may wait
 
 
-class Recipes:
+class WorkerFactory:
     """The starter of the launching process: all that a host is made of. ``blueprint``: the one of
     now; sources may have joined.
     """
 
     def __init__(
         self,
-        control: Control,
-        blueprint: Callable[[], Blueprint],
-        settings: Settings,
-        hosting: Hosting,
+        control: ActorSystem,
+        blueprint: Callable[[], PreparedJob],
+        settings: WorkerConfig,
+        hosting: LoaderPlacement,
         constructor_of: Sequence[int],
     ):
         self.hosting, self.token = hosting, settings.token
         self._control, self._blueprint, self._settings = control, blueprint, settings
         self._constructor_of = np.asarray(constructor_of)
         self._born = itertools.count(1)
-        self.placement = Placement(
+        self.placement = NodePlacement(
             control, lambda: layout_of(self._blueprint(), self._constructor_of.tolist())
         )
-        self._kits: dict[int, SourceKit] = {}  # those that can be sent, once that is known
+        self._kits: dict[int, ReaderSpec] = {}  # those that can be sent, once that is known
 
-    def constructor(self, c: int) -> Handle:
+    def constructor(self, c: int) -> ActorHandle:
         blueprint = self._blueprint()
         job, ranks, hooks = (
             blueprint.job,
@@ -170,7 +170,7 @@ class Recipes:
         return self._spawn(
             f"constructor-host/{c}",
             PROCESS_BYTES,
-            ConstructorHost,
+            ConstructorWorker,
             c,
             self._settings,
             buckets,
@@ -184,17 +184,17 @@ class Recipes:
         self,
         h: int,
         sources: Collection[int],
-        openings: Sequence[Opening],
+        openings: Sequence[LoaderStart],
         constructors: Mapping[int, str],
         instead_of: int | None = None,
-    ) -> Handle:
+    ) -> ActorHandle:
         job = self._blueprint().job
         kits = {i: self._kit(i) for i in sorted(sources)}
         memory = self._memory_of(h if instead_of is None else instead_of)
         return self._spawn(
             f"loader-host/{h}",
             memory,
-            LoaderHost,
+            LoaderWorker,
             h,
             replace(self._settings, born=next(self._born)),
             kits,
@@ -205,8 +205,8 @@ class Recipes:
         )
 
     def _spawn(
-        self, name: str, memory: int, factory: Callable[..., HostActor], *args: Any
-    ) -> Handle:
+        self, name: str, memory: int, factory: Callable[..., Worker], *args: Any
+    ) -> ActorHandle:
         """Place a host and start it. One that cannot be started leaves no place behind, unless it
         had one before: it is tried again.
         """
@@ -223,11 +223,11 @@ class Recipes:
         known = self.placement.memory_of(f"loader-host/{h}")
         return PROCESS_BYTES + sum(self.hosting.memory[h : h + 1]) if known is None else known
 
-    def end(self, h: int, handle: Handle) -> None:
+    def end(self, h: int, handle: ActorHandle) -> None:
         self.placement.forget(handle.name)
         self._control.kill(handle)
 
-    def _kit(self, i: int) -> SourceKit:
+    def _kit(self, i: int) -> ReaderSpec:
         blueprint = self._blueprint()
         if (
             i not in self._kits or self._kits[i].pipeline is not blueprint.pipelines[i]

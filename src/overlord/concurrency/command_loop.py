@@ -12,7 +12,7 @@ from typing import Any, Protocol
 Done = Callable[[Any, BaseException | None], None]
 
 
-class Waits(Protocol):
+class BlockingWork(Protocol):
     """Work that may wait for storage, for minutes or for ever: the pump, which others wait for,
     does not do it itself.
     """
@@ -53,12 +53,12 @@ class Executor(Protocol):
         *,
         size: int = 1,
         urgent: bool = False,
-        waits: Waits | None = None,
+        waits: BlockingWork | None = None,
     ) -> None: ...
     def close(self) -> None: ...
 
 
-class Carrier:
+class CommandLoop:
     """A queue of commands and the loop that empties it."""
 
     def __init__(self, *, check: bool = False):

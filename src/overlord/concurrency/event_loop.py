@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlord.concurrency.command_loop import Done, Waits
-from overlord.errors import ActorLost, DataStall, Later
+from overlord.concurrency.command_loop import BlockingWork, Done
+from overlord.errors import ActorLost, DataStall, WouldBlock
 
 log = logging.getLogger("overlord")
 
@@ -40,7 +40,7 @@ STUCK_S = 1.0  # a read that takes longer waits for storage: another thread take
 TICK_S = 0.25  # between two looks at reads that are under way
 
 
-class Pump:
+class EventLoop:
     """One thread that runs posted calls in order. All cores live in it, so none needs a lock."""
 
     def __init__(self, name: str):
@@ -161,12 +161,12 @@ class _Task:
     work: Callable[[], Any]
     done: Done
     size: int
-    waits: Waits | None = None
+    waits: BlockingWork | None = None
     began: float = 0.0
     over: bool = False  # its outcome was told, or is not wanted any more
 
 
-class _Lane:
+class _WorkerThreads:
     """Daemon threads and the work before them; what a step waits for goes first. One more starts
     when all are busy, up to ``most``; a thread whose read does not end does not count.
     """
@@ -259,14 +259,14 @@ class ThreadExecutor:
     fail.
     """
 
-    def __init__(self, workers: int, pump: Pump, inline_s: float = INLINE_S):
+    def __init__(self, workers: int, pump: EventLoop, inline_s: float = INLINE_S):
         self._pump = pump
         self._inline_s = inline_s
         self._seconds: dict[
             str, list[float]
         ] = {}  # name -> seconds for a unit of its work, the last four times
-        self._workers = _Lane("overlord-worker", workers, self._run)
-        self._waiting = _Lane("overlord-store", max(workers, WAITING), self._run)
+        self._workers = _WorkerThreads("overlord-worker", workers, self._run)
+        self._waiting = _WorkerThreads("overlord-store", max(workers, WAITING), self._run)
         self._watch: threading.Thread | None = None
         self._closed = threading.Event()
         self._telling = threading.Lock()
@@ -279,7 +279,7 @@ class ThreadExecutor:
         *,
         size: int = 1,
         urgent: bool = False,
-        waits: Waits | None = None,
+        waits: BlockingWork | None = None,
     ) -> None:
         if (waits is None or waits.quick) and self._at_once(name, work, done, size, waits):
             return
@@ -290,7 +290,7 @@ class ThreadExecutor:
         lane.put(_Task(name, work, done, size, waits), urgent)
 
     def _at_once(
-        self, name: str, work: Callable[[], Any], done: Done, size: int, waits: Waits | None
+        self, name: str, work: Callable[[], Any], done: Done, size: int, waits: BlockingWork | None
     ) -> bool:
         """Whether it was done here and now, since it has shown to be short."""
         # The least of four: waiting for the interpreter lock lengthens some, waiting for storage
@@ -299,7 +299,7 @@ class ThreadExecutor:
             return False
         with nullcontext() if waits is None else waits.hasty():
             outcome = self._do(name, work, size)
-        if isinstance(outcome[1], Later):
+        if isinstance(outcome[1], WouldBlock):
             return False
         if time.perf_counter() - self._pump.turn < TURN_S:
             done(*outcome)

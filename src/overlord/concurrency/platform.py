@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from overlord.concurrency.command_loop import Executor
-from overlord.concurrency.event_loop import Pump, ThreadExecutor
+from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
 from overlord.process.malloc import limit_arenas
 from overlord.process.time_slice import in_background
 from overlord.transport.address import HAS_SHARED_MEMORY, is_loopback, reachable
-from overlord.transport.connection import Link
+from overlord.transport.connection import Connection
 from overlord.transport.server import OnClose, OnMessage, OnOpen, Server, dial
-from overlord.transport.shared_memory import Ring
+from overlord.transport.shared_memory import SharedMemoryPool
 
 # the environment's word for the address at which other machines reach this one
 INTERFACE = "OVERLORD_INTERFACE"
@@ -29,7 +29,7 @@ NODE = "OVERLORD_NODE"  # and for what a cluster calls it
 MAX_SLOTS = 4096
 
 
-class Machine:
+class Platform:
     """The real one. It travels with a host's settings, so it holds nothing but what was asked
     for.
     """
@@ -65,10 +65,10 @@ class Machine:
         if background:
             in_background()
 
-    def pump(self, name: str) -> Pump:
-        return Pump(name)
+    def pump(self, name: str) -> EventLoop:
+        return EventLoop(name)
 
-    def executor(self, workers: int, pump: Pump) -> Executor:
+    def executor(self, workers: int, pump: EventLoop) -> Executor:
         return ThreadExecutor(workers, pump)
 
     def thread(self, work: Callable[[], None], name: str) -> None:
@@ -93,13 +93,13 @@ class Machine:
         """Not in a pump."""
         time.sleep(seconds)
 
-    def ring(self, name: str, max_bytes: int) -> Ring:
-        return Ring(name=name, max_bytes=max_bytes, max_slots=MAX_SLOTS)
+    def ring(self, name: str, max_bytes: int) -> SharedMemoryPool:
+        return SharedMemoryPool(name=name, max_bytes=max_bytes, max_slots=MAX_SLOTS)
 
     def serve(
         self,
         token: str,
-        ring: Ring,
+        ring: SharedMemoryPool,
         on_message: OnMessage,
         on_open: OnOpen,
         on_close: OnClose,
@@ -121,8 +121,8 @@ class Machine:
         hello: dict[str, Any],
         *,
         timeout_s: float,
-        ring: Ring | None = None,
-    ) -> tuple[Link, dict[str, Any]]:
+        ring: SharedMemoryPool | None = None,
+    ) -> tuple[Connection, dict[str, Any]]:
         link, welcome = dial(address, token, hello, timeout_s=timeout_s, ring=ring)
         link.waits_for_slots = False
         return link, welcome
@@ -132,7 +132,7 @@ class Machine:
         os._exit(code)
 
 
-class Networked(Machine):
+class NetworkPlatform(Platform):
     """One of several: hosts of a job reach each other by the network, and by shared memory where
     they share a machine. ``interface``: of this process alone, for a machine that does not travel;
     what the environment says goes first.

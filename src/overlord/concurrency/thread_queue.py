@@ -16,7 +16,7 @@ log = logging.getLogger("overlord")
 CLOSE_S = 0.5  # that closing waits for calls in progress
 
 
-class Hands:
+class ThreadQueue:
     """A few daemon threads that do what they are handed, in order."""
 
     def __init__(self, n: int, name: str):

@@ -15,10 +15,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from overlord.messages.constructor import Build, Built, Deliver, End, Release, Resume, Staged
-from overlord.messages.control import Attach, Back, Consumed, Detach, Finish, Stage
+from overlord.messages.constructor import (
+    Build,
+    Built,
+    Deliver,
+    EndRank,
+    PayloadReady,
+    Release,
+    Unfinish,
+)
+from overlord.messages.control import Attach, Consumed, Detach, EndOfJob, PlannedStep, Rollback
 
-Command = Build | Deliver | Release | End | Resume
+Command = Build | Deliver | Release | EndRank | Unfinish
 
 PLANNED, STAGED, BUILDING, BUILT, FAILED = "planned", "staged", "building", "built", "failed"
 BUILD_AHEAD = 2
@@ -38,15 +46,15 @@ class Assembler:
         self._wanted: dict[int, int] = {}  # attached rank -> last step it took
         self._delivered: dict[int, int] = {}  # attached rank -> last step sent to it
         self._steps: dict[int, str] = {}  # step -> status, in step order
-        self._finish: Finish | None = None
+        self._finish: EndOfJob | None = None
         self._ended: set[int] = set()  # ranks that were told
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
         match event:
-            case Stage(plan=plan, skipped=skipped):
+            case PlannedStep(plan=plan, skipped=skipped):
                 if not skipped and not self._is_over(plan.step):
                     self._plan(plan.step)
-            case Staged(step=step):
+            case PayloadReady(step=step):
                 return self._staged(step)
             case Built(step=step):
                 return self._built(step)
@@ -68,9 +76,9 @@ class Assembler:
                     step, self._delivered[rank]
                 )  # one of another process may have handed it out
                 return [*self._release(), *self._build(), *self._deliver()]
-            case Finish():
+            case EndOfJob():
                 return self._finished(event)
-            case Back(step=step):
+            case Rollback(step=step):
                 return self._back(step)
             case Attach() | Detach() | Consumed():
                 pass
@@ -120,7 +128,7 @@ class Assembler:
         else:
             self._steps.pop(step, None)
 
-    def _finished(self, finish: Finish) -> list[Command]:
+    def _finished(self, finish: EndOfJob) -> list[Command]:
         if not self._is_over(finish.step):
             self._finish = finish
         # A step that could not be built ends the job before it, though some behind it were planned
@@ -143,7 +151,7 @@ class Assembler:
             return []
         self._finish, ended = None, sorted(self._ended)
         self._ended.clear()
-        return [Resume(rank) for rank in ended]
+        return [Unfinish(rank) for rank in ended]
 
     def wants(self, step: int) -> bool:
         """Whether payload of this step is missing here."""
@@ -199,7 +207,9 @@ class Assembler:
                     commands.append(Deliver(step, rank))
         if self._finish is not None and all(status == BUILT for _, status in steps):
             commands += [
-                End(rank, self._finish.error) for rank in self._delivered if rank not in self._ended
+                EndRank(rank, self._finish.error)
+                for rank in self._delivered
+                if rank not in self._ended
             ]
             self._ended.update(self._delivered)
         return commands

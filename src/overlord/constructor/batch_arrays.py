@@ -16,7 +16,7 @@ ONE = -1  # in ``rows``: a microbatch has a single number, without a dimension
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wide:
+class BatchArrays:
     """``starts[k][m]`` to ``starts[k][m + 1]`` are the rows of microbatch m in array number k; of
     those in ``single`` one each.
     """
@@ -42,7 +42,7 @@ class Wide:
                     views[key] = array[starts[first + m] : starts[first + m + 1]]
         return made
 
-    def only(self, wanted: Callable[[str], bool]) -> Wide:
+    def only(self, wanted: Callable[[str], bool]) -> BatchArrays:
         """These keys alone."""
         kept = [wanted(key) for key in self.arrays]
         if all(kept):
@@ -50,7 +50,7 @@ class Wide:
         arrays = {
             key: array for (key, array), keep in zip(self.arrays.items(), kept, strict=True) if keep
         }
-        return Wide(
+        return BatchArrays(
             arrays,
             [s for s, keep in zip(self.starts, kept, strict=True) if keep],
             self.single & arrays.keys(),
@@ -71,7 +71,7 @@ class Wide:
         return arrays, np.array(rows, np.int64).reshape(len(rows), stop - first)
 
     @staticmethod
-    def of_part(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> Wide:
+    def of_part(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> BatchArrays:
         """What ``part`` gave, as others got it. ``ValueError`` where the two do not fit each
         other.
         """
@@ -92,7 +92,7 @@ class Wide:
             if sums[-1] != len(array):
                 raise ValueError(f"{key!r} has {len(array)} rows, its microbatches {sums[-1]}")
             starts.append(sums)
-        return Wide(arrays, starts, frozenset(single))
+        return BatchArrays(arrays, starts, frozenset(single))
 
     @property
     def nbytes(self) -> int:

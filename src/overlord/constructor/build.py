@@ -10,8 +10,8 @@ from itertools import pairwise, product
 import numpy as np
 
 from overlord.batch import Batch
-from overlord.constructor.batch_arrays import Wide
-from overlord.constructor.compact import Widening, build_compact, form_of, seen
+from overlord.constructor.batch_arrays import BatchArrays
+from overlord.constructor.compact import Expander, build_compact, form_of, seen
 from overlord.constructor.images import (
     PixelForm,
     encoder_inputs,
@@ -25,9 +25,9 @@ from overlord.constructor.rank_views import narrow, of_stage
 from overlord.errors import PlanError
 from overlord.job.hooks import Assembly, Hook, assembled_by
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.client import Form, Told
-from overlord.messages.constructor import Spoiled
-from overlord.messages.control import Stage
+from overlord.messages.client import CompactLayout, StepInfo
+from overlord.messages.constructor import DecodeFailures
+from overlord.messages.control import PlannedStep
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.rank_view import ALL, View, views_of
 from overlord.sample import Ragged, Scattered
@@ -38,13 +38,13 @@ _Documents = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, np.ndarr
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StagedStep:
+class StepDocuments:
     """A plan and the payload its samples were popped into: document d is ``tokens[d]``. ``items``
     are the images that ranks of these buckets encode, of whoever's samples: which row is whose is
     said by ``stage.encoding``.
     """
 
-    stage: Stage
+    stage: PlannedStep
     tokens: Ragged
     items: Scattered | None = None
     masked: np.ndarray | None = (
@@ -66,7 +66,7 @@ class StagedStep:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
+class BucketBatch:
     """The microbatches of one bucket in one step, with the rows of the plan in each: row i of
     ``samples`` belongs to microbatch m when ``bounds[m] <= i < bounds[m+1]``. They are microbatches
     ``first`` and on of ``wide``, or those in ``built``: of a hook, or without arrays for a rank
@@ -75,21 +75,21 @@ class Bucket:
 
     samples: np.ndarray  # rows of the plan
     bounds: np.ndarray
-    wide: Wide | None
+    wide: BatchArrays | None
     first: int = 0
     built: tuple[dict[str, np.ndarray], ...] = ()
-    by_rank: Mapping[int, Bucket] = field(
+    by_rank: Mapping[int, BucketBatch] = field(
         default_factory=dict
     )  # where ranks of one constructor get different things
-    encoder: Wide | None = (
+    encoder: BatchArrays | None = (
         # the images that one rank encodes, and their routes, exchange by exchange (``encoding.py``)
         None
     )
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
-    form: Form | None = None  # ``wide`` is compact, and is widened so
+    form: CompactLayout | None = None  # ``wide`` is compact, and is widened so
     slab: Callable[[int], np.ndarray] = fresh  # memory for what is widened
 
-    def for_rank(self, rank: int) -> Bucket:
+    def for_rank(self, rank: int) -> BucketBatch:
         """What is put into the rank's mailbox. Ranks that get the same share one object."""
         return self.by_rank[rank] if self.by_rank else self
 
@@ -107,11 +107,11 @@ class Bucket:
         return (
             cuts
             if self.form is None
-            else Widening(self.form, np.diff(self.bounds) == 0, self.slab).opened(cuts)
+            else Expander(self.form, np.diff(self.bounds) == 0, self.slab).opened(cuts)
         )
 
     def part(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """As it is sent: ``Wide.of_part`` makes it again."""
+        """As it is sent: ``BatchArrays.of_part`` makes it again."""
         assert self.wide is not None
         return self.wide.part(self.first, self.first + len(self))
 
@@ -134,15 +134,15 @@ class Bucket:
 
 
 def build_groups(
-    staged: StagedStep,
-    told: Told,
+    staged: StepDocuments,
+    told: StepInfo,
     groups: Mapping[int, Sequence[int]],
     batch: Batch,
     multiple: int,
     slab: Callable[[int], np.ndarray] = fresh,
     hooks: Sequence[Hook] = (),
     compact: bool = False,
-) -> list[Bucket]:
+) -> list[BucketBatch]:
     """What the given ranks of some data-parallel groups get: built once for all that get the same,
     and for nobody else.
 
@@ -166,7 +166,7 @@ def build_groups(
     wanted = {(bucket_of[rank], views[rank]): None for ranks in groups.values() for rank in ranks}
     buckets = sorted({bucket for bucket, view in wanted if not view.nothing})
     distinct = list(dict.fromkeys(view for _, view in wanted if not view.nothing))
-    found: dict[tuple[int, View], Bucket] = {}
+    found: dict[tuple[int, View], BucketBatch] = {}
     if hooks:
         whole = build_buckets(staged, buckets, batch, multiple, slab, hooks)
         for (b, bucket), view in product(zip(buckets, whole, strict=True), distinct):
@@ -182,19 +182,19 @@ def build_groups(
     for b, view in wanted:
         if view.nothing:
             rows, bounds, _ = _rows(staged.plan.main, [b])
-            found[b, view] = Bucket(
+            found[b, view] = BucketBatch(
                 rows, bounds, None, built=({},) * staged.plan.main.n_microbatches
             )
     none = np.zeros(1, np.int64)
     return [
-        Bucket(none[:0], none, None, by_rank={r: found[bucket_of[r], views[r]] for r in ranks})
+        BucketBatch(none[:0], none, None, by_rank={r: found[bucket_of[r], views[r]] for r in ranks})
         for ranks in groups.values()
     ]
 
 
 def build_with_images(
-    staged: StagedStep,
-    told: Told,
+    staged: StepDocuments,
+    told: StepInfo,
     groups: Mapping[int, Sequence[int]],
     members: Sequence[int],
     form: PixelForm,
@@ -204,7 +204,7 @@ def build_with_images(
     hooks: Sequence[Hook] = (),
     compact: bool = False,
     stopped: Callable[[], bool] = lambda: False,
-) -> tuple[list[Bucket], Spoiled | None]:
+) -> tuple[list[BucketBatch], DecodeFailures | None]:
     """The same with the encoder's part of every rank. ``members`` are all ranks of the groups: the
     images of those whom nobody serves are decoded too, since a sample is left out of the loss
     whoever looks on.
@@ -221,7 +221,7 @@ def build_with_images(
     built = build_groups(staged, told, groups, batch, multiple, slab, hooks, compact)
     none = np.zeros(1, np.int64)
     with_encoder = [
-        Bucket(
+        BucketBatch(
             none[:0],
             none,
             None,
@@ -240,7 +240,7 @@ def _buckets_of_ranks(place: ClientPlaceTree, axis: str) -> list[int]:
 
 
 def _narrowed(
-    bucket: Bucket, view: View, step: int, hooks: Sequence[Hook]
+    bucket: BucketBatch, view: View, step: int, hooks: Sequence[Hook]
 ) -> tuple[dict[str, np.ndarray], ...]:
     """A hook's microbatches as a view has them."""
     try:
@@ -258,21 +258,21 @@ def _narrowed(
 
 
 def _build_views(
-    staged: StagedStep,
+    staged: StepDocuments,
     buckets: Sequence[int],
     views: Sequence[View],
     batch: Batch,
     multiple: int,
     slab: Callable[[int], np.ndarray],
     compact: bool,
-) -> dict[View, list[Bucket]]:
+) -> dict[View, list[BucketBatch]]:
     """The buckets as each view has them. Slices of all cp ranks are built together; no bucket's
     views are partly cut.
     """
     rows, bounds, place = _rows(staged.plan.main, buckets)
     m, cp = staged.plan.main.n_microbatches, views[0].cp
     documents = _gathered(staged, rows, place, m * len(buckets))
-    forms: dict[View, Form] = {}
+    forms: dict[View, CompactLayout] = {}
     if cp == 1 and compact:
         found = build_compact(*documents, batch, multiple, slab), form_of(batch)
         made = {view: seen(*found, view) for view in views}
@@ -291,19 +291,21 @@ def _build_views(
         wides = {view: of_stage(slices[view.cp_rank], view) for view in views}
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
     return {
-        view: [Bucket(rows, cut, wide, k * m, form=forms.get(view)) for k, cut in enumerate(cuts)]
+        view: [
+            BucketBatch(rows, cut, wide, k * m, form=forms.get(view)) for k, cut in enumerate(cuts)
+        ]
         for view, wide in wides.items()
     }
 
 
 def build_buckets(
-    staged: StagedStep,
+    staged: StepDocuments,
     buckets: Sequence[int],
     batch: Batch,
     multiple: int,
     slab: Callable[[int], np.ndarray] = fresh,
     hooks: Sequence[Hook] = (),
-) -> list[Bucket]:
+) -> list[BucketBatch]:
     """Gather the documents of some buckets and cut their microbatches: one gather for all, since
     small ones cost more apart.
     """
@@ -311,7 +313,7 @@ def build_buckets(
     rows, bounds, place = _rows(staged.plan.main, buckets)
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
 
-    def wide_of(a: int, b: int, first: int, n: int) -> Wide:
+    def wide_of(a: int, b: int, first: int, n: int) -> BatchArrays:
         """Microbatches first to first + n, whose documents are rows a to b."""
         made = build_wide(
             *_gathered(staged, rows[a:b], place[a:b] - first, n), batch, multiple, slab
@@ -320,7 +322,7 @@ def build_buckets(
 
     if not hooks:
         wide = wide_of(0, len(rows), 0, m * len(buckets))
-        return [Bucket(rows, cut, wide, k * m) for k, cut in enumerate(cuts)]
+        return [BucketBatch(rows, cut, wide, k * m) for k, cut in enumerate(cuts)]
     built = []
     for k, (bucket, cut) in enumerate(zip(buckets, cuts, strict=True)):
         assembly = Assembly(
@@ -332,13 +334,13 @@ def build_buckets(
             gather=lambda rows: staged.tokens.take(staged.stage.doc[rows]),
             build=partial(_cut, wide_of, int(cut[0]), int(cut[-1]), k * m, m),
         )
-        built.append(Bucket(rows, cut, None, built=tuple(assembled_by(hooks, assembly))))
+        built.append(BucketBatch(rows, cut, None, built=tuple(assembled_by(hooks, assembly))))
     return built
 
 
 def _left_out(
-    wide: Wide, staged: StagedStep, buckets: Sequence[int], first: int, batch: Batch
-) -> Wide:
+    wide: BatchArrays, staged: StepDocuments, buckets: Sequence[int], first: int, batch: Batch
+) -> BatchArrays:
     """Without a loss for placeholders of images, and for samples whose image is missing. The
     microbatches are those of ``buckets`` from number ``first`` on.
     """
@@ -367,7 +369,7 @@ def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndar
 
 
 def _gathered(
-    staged: StagedStep, rows: np.ndarray, microbatch: np.ndarray, n_microbatches: int
+    staged: StepDocuments, rows: np.ndarray, microbatch: np.ndarray, n_microbatches: int
 ) -> _Documents:
     docs, offsets = staged.stage.doc[rows], staged.tokens.offsets
     start = offsets[docs]
@@ -382,7 +384,7 @@ def _gathered(
 
 
 def _cut(
-    wide_of: Callable[[int, int, int, int], Wide], a: int, b: int, first: int, n: int
+    wide_of: Callable[[int, int, int, int], BatchArrays], a: int, b: int, first: int, n: int
 ) -> list[dict[str, np.ndarray]]:
     return wide_of(a, b, first, n).cut(0, n)
 

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from overlord.batch import Batch
-from overlord.constructor.batch_arrays import Wide
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.pack import BLOCK, IGNORE, SLICE_FROM, documents, fresh, ranges, wide_of
 from overlord.constructor.rank_views import PER_TOKEN
-from overlord.messages.client import Form
+from overlord.messages.client import CompactLayout
 from overlord.plan.rank_view import View
 
 IDS = "ids"  # the one array with an entry for every token; never a key of a microbatch
@@ -63,7 +63,7 @@ def build_compact(
     batch: Batch,
     multiple: int,
     slab: Callable[[int], np.ndarray] = fresh,
-) -> Wide:
+) -> BatchArrays:
     """What ``build_wide`` takes, as ``IDS`` and the arrays with an entry for every document."""
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     total, holes = int(docs.size.sum()), docs.size - docs.content
@@ -110,17 +110,17 @@ def _lay_by_index(values: np.ndarray, start: np.ndarray, size: np.ndarray, ids: 
         )  # holes read what follows their document, the last of them inside `values`
 
 
-def form_of(batch: Batch) -> Form:
+def form_of(batch: Batch) -> CompactLayout:
     """How whole microbatches are widened."""
     padded = batch.layout == "padded"
-    return Form(
+    return CompactLayout(
         tuple(key for key in PER_TOKEN if padded or key != "attention_mask"),
         batch.labels,
         batch.context if padded else 0,
     )
 
 
-def seen(wide: Wide, form: Form, view: View) -> tuple[Wide, Form]:
+def seen(wide: BatchArrays, form: CompactLayout, view: View) -> tuple[BatchArrays, CompactLayout]:
     """What a view has of compact microbatches, and how it is widened: some of the keys. It may not
     be cut along cp.
     """
@@ -129,7 +129,7 @@ def seen(wide: Wide, form: Form, view: View) -> tuple[Wide, Form]:
     return wide.only(lambda key: view.has(key) and (ids or key != IDS)), form
 
 
-class Opened(Mapping[str, np.ndarray]):
+class ExpandedMicrobatch(Mapping[str, np.ndarray]):
     """A microbatch in its compact form, with the keys of a wide one. Of the microbatches of a
     bucket the one that was asked for last is kept wide: a trainer that takes them in turn needs
     memory for one or two, whatever it has of them it may keep.
@@ -139,7 +139,7 @@ class Opened(Mapping[str, np.ndarray]):
 
     def __init__(
         self,
-        bucket: Widening,
+        bucket: Expander,
         m: int,
         cut: Mapping[str, np.ndarray],
         shown: dict[str, np.ndarray | None],
@@ -169,27 +169,27 @@ class Opened(Mapping[str, np.ndarray]):
         """Copies elsewhere are plain arrays: memory that is used again stays here."""
         return dict, (dict(self),)
 
-    def also(self, more: Mapping[str, np.ndarray]) -> Opened:
+    def also(self, more: Mapping[str, np.ndarray]) -> ExpandedMicrobatch:
         """The same with other arrays beside it."""
-        return Opened(self._bucket, self._m, self._cut, {**self._shown, **more})
+        return ExpandedMicrobatch(self._bucket, self._m, self._cut, {**self._shown, **more})
 
 
-class Widening:
+class Expander:
     """The microbatches of one bucket while they are widened one by one."""
 
     __slots__ = ("_empty", "_form", "_room", "_slab", "last")
 
-    def __init__(self, form: Form, empty: np.ndarray, slab: Callable[[int], np.ndarray]):
+    def __init__(self, form: CompactLayout, empty: np.ndarray, slab: Callable[[int], np.ndarray]):
         self._form, self._empty, self._slab = form, empty.tolist(), slab
         self._room = 0  # places of the largest microbatch: memory for any of them fits all
         self.last: tuple[int, dict[str, np.ndarray]] = (-1, {})  # the one that is wide
 
-    def opened(self, cuts: Sequence[Mapping[str, np.ndarray]]) -> list[Opened]:
+    def opened(self, cuts: Sequence[Mapping[str, np.ndarray]]) -> list[ExpandedMicrobatch]:
         ends = [int(cut["cu_seqlens_padded"][-1]) for cut in cuts]
         self._room = max(ends, default=0)
         later: dict[str, np.ndarray | None] = dict.fromkeys(self._form.keys)
         return [
-            Opened(self, m, cut, later | {k: a for k, a in cut.items() if k != IDS})
+            ExpandedMicrobatch(self, m, cut, later | {k: a for k, a in cut.items() if k != IDS})
             for m, cut in enumerate(cuts)
         ]
 
@@ -202,7 +202,7 @@ class Widening:
 
 def widen(
     cut: Mapping[str, np.ndarray],
-    form: Form,
+    form: CompactLayout,
     empty: bool,
     slab: Callable[[int], np.ndarray] = fresh,
     room: int = 0,

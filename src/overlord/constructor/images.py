@@ -36,16 +36,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import Wide
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.pack import IGNORE
 from overlord.errors import DataStall, OverlordError, PlanError
-from overlord.messages.constructor import Spoiled
-from overlord.messages.control import Encoding
+from overlord.messages.constructor import DecodeFailures
+from overlord.messages.control import EncoderPlan
 from overlord.plan.routes import ranges
 from overlord.process import cgroup
 
 if TYPE_CHECKING:
-    from overlord.constructor.build import StagedStep
+    from overlord.constructor.build import StepDocuments
     from overlord.job.job import Source
     from overlord.sample import Scattered
 
@@ -80,9 +80,9 @@ class Encoded:
     to be left out of the loss.
     """
 
-    wides: dict[int, Wide]
+    wides: dict[int, BatchArrays]
     per: str
-    spoiled: Spoiled | None
+    spoiled: DecodeFailures | None
     masked: np.ndarray  # int64 [n, 3]
 
 
@@ -116,7 +116,7 @@ def _keep_freed_memory() -> None:
 
 
 def encoder_inputs(
-    staged: StagedStep,
+    staged: StepDocuments,
     ranks: Sequence[int],
     form: PixelForm,
     slab: Callable[[int], np.ndarray],
@@ -182,7 +182,7 @@ def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.n
 
 
 def _decoded(
-    staged: StagedStep,
+    staged: StepDocuments,
     at: np.ndarray,
     patches: np.ndarray,
     of_rank: list[int],
@@ -258,8 +258,8 @@ def _fill_all(
 
 
 def _failures(
-    staged: StagedStep, ranks: Sequence[int], rows: np.ndarray, bad: list[tuple[int, str]]
-) -> tuple[Spoiled | None, np.ndarray]:
+    staged: StepDocuments, ranks: Sequence[int], rows: np.ndarray, bad: list[tuple[int, str]]
+) -> tuple[DecodeFailures | None, np.ndarray]:
     """For the record, and for the loss: a sample is left out of it where the bucket that encodes
     its image is the one that trains on it. Elsewhere nobody waits to hear of it. By bucket and not
     by process, since the stream must not know of processes.
@@ -282,10 +282,12 @@ def _failures(
         f"{words[bool(here)]}"
         for (_, reason), row, here in zip(bad, failed.tolist(), own.tolist(), strict=True)
     )
-    return Spoiled(staged.plan.step, e.ids[failed], reasons), np.unique(e.home[failed[own]], axis=0)
+    return DecodeFailures(staged.plan.step, e.ids[failed], reasons), np.unique(
+        e.home[failed[own]], axis=0
+    )
 
 
-def leave_out(wide: Wide, places: Sequence[tuple[int, int]]) -> None:
+def leave_out(wide: BatchArrays, places: Sequence[tuple[int, int]]) -> None:
     """No token of these documents, (microbatch, slot) each, counts in the loss."""
     for name, nothing in (("labels", IGNORE), ("loss_mask", 0)):
         array = wide.arrays[name]
@@ -298,7 +300,7 @@ def leave_out(wide: Wide, places: Sequence[tuple[int, int]]) -> None:
         array.flags.writeable = False
 
 
-def placeholders(staged: StagedStep) -> np.ndarray:
+def placeholders(staged: StepDocuments) -> np.ndarray:
     """Where those of images stand: int64 [n, 4], bucket, microbatch, the first one in the
     microbatch, and how many. Of the buckets whose owner, who gets their rows, is among the ranks of
     the encoding: of all that are built with it.
@@ -316,7 +318,7 @@ def placeholders(staged: StagedStep) -> np.ndarray:
     return found[some].astype(np.int64)
 
 
-def strike_out(wide: Wide, runs: np.ndarray, convention: str) -> None:
+def strike_out(wide: BatchArrays, runs: np.ndarray, convention: str) -> None:
     """No loss for the prediction of these tokens: int64 [n, 3], microbatch, first, how many. A
     token's label is its own (unshifted), or that of the place before it; before the first of a
     document there is none to strike out: it ends another, or is padding.
@@ -335,7 +337,9 @@ def strike_out(wide: Wide, runs: np.ndarray, convention: str) -> None:
         array.flags.writeable = False
 
 
-def _documents(wide: Wide, name: str, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _documents(
+    wide: BatchArrays, name: str, places: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
     """Where documents lie in one of the arrays: first row and number of rows."""
     starts = dict(zip(wide.arrays, wide.starts, strict=True))
     if wide.arrays[name].ndim == 2:
@@ -347,7 +351,7 @@ def _documents(wide: Wide, name: str, places: Sequence[tuple[int, int]]) -> list
     return [(starts[name][m] + a, b - a) for (m, _), (a, b) in zip(places, ends, strict=True)]
 
 
-def _received(e: Encoding) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _received(e: EncoderPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """recv_rows and image_token_index of all groups, and where each group of rows begins."""
     counts = np.diff(e.recv_bounds)
     lens = e.out_lens.astype(np.int64)
@@ -361,12 +365,12 @@ def _received(e: Encoding) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _wide(
-    e: Encoding,
+    e: EncoderPlan,
     i: int,
     grids: np.ndarray,
     pixels: np.ndarray,
     received: tuple[np.ndarray, np.ndarray, np.ndarray],
-) -> Wide:
+) -> BatchArrays:
     """The arrays of one rank, exchange after exchange."""
     s = e.n_slots
     sent, got, rows = (
@@ -394,7 +398,7 @@ def _wide(
         ("image_microbatch", e.microbatch[c:d], of_received),
     ]
     arrays = {name: _read_only(array) for name, array, _ in found}
-    return Wide(arrays, [starts.tolist() for _, _, starts in found])
+    return BatchArrays(arrays, [starts.tolist() for _, _, starts in found])
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

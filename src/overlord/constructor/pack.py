@@ -42,7 +42,7 @@ from typing import NamedTuple
 import numpy as np
 
 from overlord.batch import Batch
-from overlord.constructor.batch_arrays import Wide
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.rank_views import pieces
 
 IGNORE = -100  # a label no loss is computed for
@@ -69,7 +69,7 @@ def build_wide(
     batch: Batch,
     multiple: int,
     slab: Callable[[int], np.ndarray] = fresh,
-) -> Wide:
+) -> BatchArrays:
     """All microbatches of one bucket (or of several, one after another) in one step, arrays
     read-only.
 
@@ -95,7 +95,7 @@ def build_slices(
     slab: Callable[[int], np.ndarray],
     cp: int,
     cp_ranks: Sequence[int],
-) -> list[Wide]:
+) -> list[BatchArrays]:
     """What these context-parallel ranks have of the same: ``views.cut`` of what ``build_wide``
     gives, but never built whole.
 
@@ -187,7 +187,7 @@ def _per_token(
     return wide
 
 
-def wide_of(docs: Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batch) -> Wide:
+def wide_of(docs: Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batch) -> BatchArrays:
     """These arrays, of one slice of ``cp``, with those that have an entry for every document."""
     first, n_microbatches = docs.first, len(docs.first) - 1
     if batch.layout == "padded":
@@ -212,7 +212,7 @@ def wide_of(docs: Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batc
         + [sums] * len(cumulative)
         + [documents, list(range(n_microbatches + 1))]
     )
-    return Wide(
+    return BatchArrays(
         {**arrays, **cumulative, **per_document, "max_seqlen": longest},
         starts,
         frozenset({"max_seqlen"}),

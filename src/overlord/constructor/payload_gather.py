@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from overlord.constructor.build import StagedStep
-from overlord.constructor.service import Building
+from overlord.constructor.build import StepDocuments
+from overlord.constructor.service import ConstructorService
 from overlord.errors import ActorLost, OverlordError, PlanError
-from overlord.messages.client import Told
-from overlord.messages.control import STRIDE, Back, Finish, Placed
-from overlord.messages.loader import Payload
+from overlord.messages.client import StepInfo
+from overlord.messages.control import STRIDE, ConstructorPlan, EndOfJob, Rollback
+from overlord.messages.loader import StepPayload
 from overlord.sample import Ragged, Scattered
 
 log = logging.getLogger("overlord")
@@ -33,16 +33,16 @@ NOBODY = np.zeros(0, np.int64)  # images are of documents that need not be here
 # window
 MAX_EARLY = 1024
 
-Early = dict[tuple[int, int], Payload]  # by recovery and step
+Early = dict[tuple[int, int], StepPayload]  # by recovery and step
 
 
-class Gathering:
+class PayloadGatherer:
     """In the pump of whoever builds. What comes in leads to commands of the building."""
 
-    def __init__(self, building: Building, *, failover: bool = False):
+    def __init__(self, building: ConstructorService, *, failover: bool = False):
         self._building, self._failover = building, failover
         self._expected: dict[
-            int, tuple[Placed, dict[int, Payload]]
+            int, tuple[ConstructorPlan, dict[int, StepPayload]]
         ] = {}  # steps whose payload is on its way, by loader host
         self._early: dict[
             int, Early
@@ -56,7 +56,7 @@ class Gathering:
             0  # how often the planner went back: what is of an earlier time is not heard
         )
 
-    def plan(self, placed: Placed) -> list[Any]:
+    def plan(self, placed: ConstructorPlan) -> list[Any]:
         """A step is planned; some of its payload may be here already. So may all of it, if it was
         planned before.
         """
@@ -65,7 +65,7 @@ class Gathering:
             log.debug("step %d of generation %d is planned again since", step, placed.generation)
             return []
         commands = self.back(
-            Back(placed.generation, step - 1)
+            Rollback(placed.generation, step - 1)
         )  # where no one said so: a host that is started anew
         if self._over is not None and step >= self._over:
             return []
@@ -83,7 +83,7 @@ class Gathering:
         self._expected[step] = (placed, found)
         return [*commands, *self._see(step)]
 
-    def payload(self, payload: Payload) -> list[Any]:
+    def payload(self, payload: StepPayload) -> list[Any]:
         """``check_payload`` has looked at what it is; whether it fits its plan is seen when both
         are here.
         """
@@ -120,7 +120,7 @@ class Gathering:
             step <= self._planned and step not in self._again
         )
 
-    def finish(self, finish: Finish) -> list[Any]:
+    def finish(self, finish: EndOfJob) -> list[Any]:
         self._end_before(finish.step)
         self._given_up = self._given_up or isinstance(finish.error, ActorLost)
         return [*self._building.finish(finish), *self._see_all()]
@@ -142,7 +142,7 @@ class Gathering:
         }
         self._early = {origin: early for origin, early in kept.items() if early}
 
-    def back(self, back: Back) -> list[Any]:
+    def back(self, back: Rollback) -> list[Any]:
         """All behind a step is planned again: what is complete stays, the rest comes anew."""
         recovery = back.generation // STRIDE
         if recovery <= self._recovery:
@@ -200,7 +200,7 @@ class Gathering:
                 return self._cannot(
                     step, PlanError(problem, step, "this is a fault of the package: report it")
                 )
-            return self._building.staged(StagedStep(stage, tokens, items), Told.of(stage))
+            return self._building.staged(StepDocuments(stage, tokens, items), StepInfo.of(stage))
         if self._given_up and (lost := [origin for origin in missing if origin in self._gone]):
             return self._cannot(step, ActorLost(f"loader-host/{lost[0]}", self._gone[lost[0]]))
         return []
@@ -243,7 +243,7 @@ class Gathering:
         )
 
 
-def check_payload(payload: Payload, host: int) -> None:
+def check_payload(payload: StepPayload, host: int) -> None:
     """Where it comes in: a peer may say what it likes. That offsets lie within their values was
     seen when the frame was opened.
     """
@@ -292,7 +292,9 @@ def check_payload(payload: Payload, host: int) -> None:
         )
 
 
-def _misfit(placed: Placed, tokens: Ragged, items: Scattered | None, parts: list[Payload]) -> str:
+def _misfit(
+    placed: ConstructorPlan, tokens: Ragged, items: Scattered | None, parts: list[StepPayload]
+) -> str:
     """Why payload is not that of its plan, in words: every document must have the length that was
     planned, every image be there.
     """

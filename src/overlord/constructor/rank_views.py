@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import Wide
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.plan.rank_view import View
 
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # cut along cp
@@ -137,7 +137,7 @@ def _is_per_token(key: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
 # all microbatches of a step
 
 
-def cut(wide: Wide, view: View) -> Wide:
+def cut(wide: BatchArrays, view: View) -> BatchArrays:
     """What a view has of microbatches that lie end to end; those that are not cut along cp are the
     same arrays.
     """
@@ -155,10 +155,10 @@ def cut(wide: Wide, view: View) -> Wide:
         arrays[key] = (np.take(array, index, axis=1 if padded else 0)) if cut_here else array
         arrays[key].flags.writeable = False
         starts.append([row // view.cp for row in rows] if cut_here and not padded else rows)
-    return Wide(arrays, starts, found.single)
+    return BatchArrays(arrays, starts, found.single)
 
 
-def of_stage(wide: Wide, view: View) -> Wide:
+def of_stage(wide: BatchArrays, view: View) -> BatchArrays:
     """Only the keys that a view has."""
     return wide.only(view.has)
 
@@ -203,7 +203,7 @@ def _units(ends: np.ndarray, split: str) -> np.ndarray:
     return ends if split == "zigzag" else ends[[0, -1]]
 
 
-def _wide_units(wide: Wide, split: str) -> np.ndarray:
+def _wide_units(wide: BatchArrays, split: str) -> np.ndarray:
     """The same of microbatches that lie end to end."""
     starts = dict(zip(wide.arrays, wide.starts, strict=True))
     if split != "zigzag":

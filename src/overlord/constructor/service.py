@@ -12,38 +12,38 @@ from typing import Any, Protocol
 import numpy as np
 
 from overlord.batch import Batch
-from overlord.buffer_pool import SlabPool
+from overlord.buffer_pool import BufferPool
 from overlord.concurrency.command_loop import Done, Executor
 from overlord.constructor.assembler import Assembler
-from overlord.constructor.build import Bucket, StagedStep, build_groups, build_with_images
+from overlord.constructor.build import BucketBatch, StepDocuments, build_groups, build_with_images
 from overlord.constructor.images import PixelForm
 from overlord.job.hooks import Hook
-from overlord.messages.client import Told
+from overlord.messages.client import StepInfo
 from overlord.messages.constructor import (
     Build,
     Built,
+    DecodeFailures,
     Deliver,
-    End,
+    EndRank,
+    PayloadReady,
     Release,
-    Resume,
-    Spoiled,
-    Staged,
+    Unfinish,
 )
-from overlord.messages.control import Attach, Back, Consumed, Detach, Finish, Stage
+from overlord.messages.control import Attach, Consumed, Detach, EndOfJob, PlannedStep, Rollback
 from overlord.user_code import as_exception
 
 log = logging.getLogger("overlord")
 
 
-class Mailbox(Protocol):
+class RankQueue(Protocol):
     """Where a client's steps arrive."""
 
-    def put(self, told: Told, bucket: Bucket) -> None: ...
+    def put(self, told: StepInfo, bucket: BucketBatch) -> None: ...
     def end(self, error: Exception | None) -> None: ...
     def resume(self) -> None: ...
 
 
-class Building:
+class ConstructorService:
     """The constructors of some buckets. ``carry_out(command) -> commands``; what work leads to goes
     to ``run``.
     """
@@ -56,12 +56,12 @@ class Building:
         multiple: int,
         executor: Executor,
         run: Callable[[Sequence[Any]], None],
-        cannot: Callable[[Finish], None],
+        cannot: Callable[[EndOfJob], None],
         hooks: Sequence[Hook] = (),
         slabs: Callable[[int], np.ndarray] | None = None,
         broadcast: bool = True,
         images: PixelForm | None = None,
-        spoiled: Callable[[Spoiled], None] = lambda event: None,
+        spoiled: Callable[[DecodeFailures], None] = lambda event: None,
         compact: bool = False,
     ):
         self.assemblers = {a.bucket: a for a in assemblers}
@@ -77,18 +77,18 @@ class Building:
             spoiled,
             False,
         )  # set when nobody waits for what is being built
-        self.slabs: Any = SlabPool() if slabs is None else slabs
-        self._staged: dict[int, StagedStep] = {}
-        self._told: dict[int, Told] = {}
+        self.slabs: Any = BufferPool() if slabs is None else slabs
+        self._staged: dict[int, StepDocuments] = {}
+        self._told: dict[int, StepInfo] = {}
         self._holders: dict[int, set[int]] = {}  # step -> buckets that still need its payload
-        self._built: dict[tuple[int, int], tuple[Told, Bucket]] = {}
+        self._built: dict[tuple[int, int], tuple[StepInfo, BucketBatch]] = {}
         self.failed: set[int] = set()  # steps that could not be built: their payload is gone
-        self.mailboxes: dict[int, Mailbox] = {}
+        self.mailboxes: dict[int, RankQueue] = {}
         self.bucket_of = {rank: a.bucket for a in assemblers for rank in a.ranks}
 
     # clients
 
-    def attach(self, mailboxes: Mapping[int, Mailbox]) -> list[Any]:
+    def attach(self, mailboxes: Mapping[int, RankQueue]) -> list[Any]:
         """Clients of these ranks exist. All that will take part come together: a step is not kept
         for one who comes later.
         """
@@ -114,12 +114,12 @@ class Building:
 
     # steps
 
-    def plan(self, stage: Stage) -> None:
+    def plan(self, stage: PlannedStep) -> None:
         """A step is planned; its payload is still to come."""
         for assembler in self.assemblers.values():
             assembler.handle(stage)
 
-    def staged(self, staged: StagedStep, told: Told) -> list[Any]:
+    def staged(self, staged: StepDocuments, told: StepInfo) -> list[Any]:
         """Its payload has come; buckets that have the step already ignore it."""
         step, wanting = told.step, [a for a in self.assemblers.values() if a.wants(told.step)]
         if wanting:
@@ -128,7 +128,7 @@ class Building:
                 told if self._broadcast else told.without_broadcast(),
             )
             self._holders.setdefault(step, set()).update(a.bucket for a in wanting)
-        return [command for a in wanting for command in a.handle(Staged(step))]
+        return [command for a in wanting for command in a.handle(PayloadReady(step))]
 
     def served(self) -> list[int]:
         """All ranks of buckets that somebody waits for."""
@@ -139,15 +139,15 @@ class Building:
             for rank in a.ranks
         ]
 
-    def finish(self, finish: Finish) -> list[Any]:
+    def finish(self, finish: EndOfJob) -> list[Any]:
         return [command for a in self.assemblers.values() for command in a.handle(finish)]
 
-    def back(self, back: Back) -> list[Any]:
+    def back(self, back: Rollback) -> list[Any]:
         """Steps come again: what is here of them stays."""
         return [command for a in self.assemblers.values() for command in a.handle(back)]
 
     def carry_out(
-        self, command: Build | Deliver | End | Resume | Release, queue: deque[Any]
+        self, command: Build | Deliver | EndRank | Unfinish | Release, queue: deque[Any]
     ) -> None:
         match command:
             case Build(step=step, bucket=bucket):
@@ -167,10 +167,10 @@ class Building:
                 if rank in self.mailboxes:
                     told, built = self._built[step, self.bucket_of[rank]]
                     self.mailboxes[rank].put(told, built.for_rank(rank))
-            case End(rank=rank, error=error):
+            case EndRank(rank=rank, error=error):
                 if rank in self.mailboxes:
                     self.mailboxes[rank].end(error)
-            case Resume(rank=rank):
+            case Unfinish(rank=rank):
                 if rank in self.mailboxes:
                     self.mailboxes[rank].resume()
             case Release(step=step, bucket=bucket):
@@ -202,7 +202,7 @@ class Building:
             urgent=True,
         )
 
-    def _build_done(self, told: Told, buckets: Sequence[int]) -> Done:
+    def _build_done(self, told: StepInfo, buckets: Sequence[int]) -> Done:
         step = told.step
 
         def done(outcome: Any, error: BaseException | None) -> None:
@@ -233,7 +233,7 @@ class Building:
         for bucket in buckets:
             self._let_go(step, bucket)
         self.failed.add(step)
-        self._cannot_tell(Finish(step, as_exception(error)))
+        self._cannot_tell(EndOfJob(step, as_exception(error)))
 
     def _let_go(self, step: int, bucket: int) -> None:
         holders = self._holders.get(step)

@@ -26,10 +26,10 @@ from overlord.errors import OverlordError
 from overlord.import_path import as_setting
 from overlord.job.job import Job, Source
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.control import Cursor, Opening, Refill
-from overlord.messages.loader import Evaluate, Evaluated, Read
+from overlord.messages.control import Cursor, LoaderStart, Refill
+from overlord.messages.loader import BlockReady, Evaluate, Read
 from overlord.sample import Ragged
-from overlord.setup.prepared_job import Blueprint, open_loader
+from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.sources.files import Files
 from overlord.transport.server import Server, dial
 
@@ -83,7 +83,7 @@ class Measured:
             return None
 
 
-def measured(blueprint: Blueprint, kept: Path, *, again: bool, progress: Progress) -> Measured:
+def measured(blueprint: PreparedJob, kept: Path, *, again: bool, progress: Progress) -> Measured:
     """As kept by an earlier run on the same files, or measured now and kept."""
     n = len(blueprint.job.sources)
     if not again and kept.exists():
@@ -127,7 +127,7 @@ def measured(blueprint: Blueprint, kept: Path, *, again: bool, progress: Progres
 # -----------------------------------------------------------------------------------------------------------
 
 
-def probed(blueprint: Blueprint, progress: Progress) -> tuple[Probe, ...]:
+def probed(blueprint: PreparedJob, progress: Progress) -> tuple[Probe, ...]:
     """A few rows of every source, read by its own loader and reader."""
     found, n = [], len(blueprint.job.sources)
     for i in range(n):
@@ -138,12 +138,12 @@ def probed(blueprint: Blueprint, progress: Progress) -> tuple[Probe, ...]:
     return tuple(found)
 
 
-def _probe(blueprint: Blueprint, i: int) -> Probe:
+def _probe(blueprint: PreparedJob, i: int) -> Probe:
     """A slice of one chunk is read, and a few of its rows become samples."""
     kit = blueprint.kit(i)
     kit = replace(kit, order=replace(kit.order, shuffle_chunks=1))
     loader, reader, worker = open_loader(
-        kit, Opening(0, i, 0, 1, Cursor(), 2**26), blueprint.handles
+        kit, LoaderStart(0, i, 0, 1, Cursor(), 2**26), blueprint.handles
     )
     commands, read, read_s = loader.handle(Refill(0, must=PROBE_ROWS, level=0)), 0, 0.0
     try:
@@ -173,7 +173,7 @@ def _probe(blueprint: Blueprint, i: int) -> Probe:
     )
 
 
-def _seen(evaluated: Evaluated, nbytes: int, row_s: float) -> Probe:
+def _seen(evaluated: BlockReady, nbytes: int, row_s: float) -> Probe:
     meta: dict[str, Any] = {}
     for name, column in evaluated.found.meta.items():
         if isinstance(column, Ragged):
@@ -231,7 +231,7 @@ class _Child:
         self._process.communicate()
 
 
-def _colocated(blueprint: Blueprint) -> dict[str, float]:
+def _colocated(blueprint: PreparedJob) -> dict[str, float]:
     """What a worker takes by itself, and for every source it opens. Sources in a store, or no
     files, are taken for like the others.
     """

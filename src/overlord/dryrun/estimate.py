@@ -13,29 +13,29 @@ from typing import Any
 
 from overlord.dryrun.constants import Measured, measured
 from overlord.dryrun.machines import (
+    ClusterShape,
     Constants,
-    Fleet,
     Links,
-    Memory,
+    MemoryEstimate,
     colocated,
     connecting_s,
     connections,
     overlord,
 )
-from overlord.dryrun.run import BUSY, THREADS, FleetRun, Ran
+from overlord.dryrun.run import BUSY, THREADS, DryRun, Ran
 from overlord.errors import JobError
 from overlord.hashing import digest
 from overlord.job.job import Job
 from overlord.mesh import ClientPlaceTree
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from overlord.sources.index import default_cache_dir
 
 STEPS, WARM = 9, 5  # steps that are run, and those that fill the window and are not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class DryRunRequest:
     """What is to be simulated, for all sizes the same."""
 
     gpus: Sequence[int]
@@ -58,10 +58,10 @@ class Asked:
 class Cell:
     """One size, with constructors or without."""
 
-    fleet: Fleet
-    overlord: Memory
-    colocated: Memory
-    colocated_tp: Memory  # where one rank of a tensor-parallel group loads for all
+    fleet: ClusterShape
+    overlord: MemoryEstimate
+    colocated: MemoryEstimate
+    colocated_tp: MemoryEstimate  # where one rank of a tensor-parallel group loads for all
     links: Links
     connecting_s: float
     ran: Ran
@@ -110,7 +110,9 @@ class Cell:
 Progress = Callable[[str, int, int], None]
 
 
-def constants_of(blueprint: Blueprint, *, again: bool, progress: Progress) -> tuple[Measured, Path]:
+def constants_of(
+    blueprint: PreparedJob, *, again: bool, progress: Progress
+) -> tuple[Measured, Path]:
     """Measured on this machine for these files, and where they are kept."""
     # Not the samples of a batch or the place: constants are of sources and of the machine. A sample
     # is as long as the context lets it be,
@@ -126,7 +128,7 @@ def constants_of(blueprint: Blueprint, *, again: bool, progress: Progress) -> tu
     return measured(blueprint, kept, again=again, progress=progress), kept
 
 
-def refuse(job: Job, asked: Asked) -> None:
+def refuse(job: Job, asked: DryRunRequest) -> None:
     """Raise what a launch at one of these sizes would raise: before anything is measured."""
     for gpus in asked.gpus:
         fleet = _mesh(job, asked, gpus)
@@ -141,7 +143,9 @@ def refuse(job: Job, asked: Asked) -> None:
             raise JobError(fault.problems, mesh) from fault
 
 
-def fleet_of(job: Job, asked: Asked, gpus: int, constants: Constants, constructors: bool) -> Fleet:
+def fleet_of(
+    job: Job, asked: DryRunRequest, gpus: int, constants: Constants, constructors: bool
+) -> ClusterShape:
     """Loader hosts are as many as reading takes, and not fewer than sources ask for."""
     made = replace(_mesh(job, asked, gpus), constructors=constructors)
     samples = asked.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
@@ -151,9 +155,9 @@ def fleet_of(job: Job, asked: Asked, gpus: int, constants: Constants, constructo
     return replace(made, batch=samples, hosts=hosts)
 
 
-def _mesh(job: Job, asked: Asked, gpus: int) -> Fleet:
+def _mesh(job: Job, asked: DryRunRequest, gpus: int) -> ClusterShape:
     try:
-        return Fleet(
+        return ClusterShape(
             gpus=gpus,
             tp=asked.tp,
             cp=asked.cp,
@@ -176,7 +180,7 @@ def _samples(job: Job, constants: Constants) -> float:
     )
 
 
-def placed(job: Job, fleet: Fleet, constants: Constants) -> Job:
+def placed(job: Job, fleet: ClusterShape, constants: Constants) -> Job:
     """The job at this place tree, with this batch."""
     place = ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp)
     if job.batch.samples:
@@ -188,7 +192,7 @@ def placed(job: Job, fleet: Fleet, constants: Constants) -> Job:
 
 def simulated(
     job: Job,
-    asked: Asked,
+    asked: DryRunRequest,
     *,
     again: bool = False,
     progress: Progress = lambda what, done, of: None,
@@ -200,7 +204,9 @@ def simulated(
     endless = tuple(
         replace(source, epochs=None) for source in job.sources
     )  # a large fleet is through with a small corpus at once
-    blueprint = Blueprint(replace(job, journal=None, sources=endless), Options(cache_dir=cache_dir))
+    blueprint = PreparedJob(
+        replace(job, journal=None, sources=endless), Options(cache_dir=cache_dir)
+    )
     try:
         found, kept = constants_of(blueprint, again=again, progress=progress)
         cells = []
@@ -214,8 +220,8 @@ def simulated(
 
 
 def _cell(
-    blueprint: Blueprint,
-    fleet: Fleet,
+    blueprint: PreparedJob,
+    fleet: ClusterShape,
     found: Measured,
     pace_s: float,
     clock: Callable[[], float],
@@ -225,7 +231,7 @@ def _cell(
     made = blueprint.placed(job.place)
     made.given, made.job = replace(made.given, batch=job.batch), replace(made.job, batch=job.batch)
     what = f"{fleet.gpus} GPUs{'' if fleet.constructors else ' without constructors'}"
-    run = FleetRun(made, found.probes, fleet, found.constants, pace_s=pace_s, clock=clock)
+    run = DryRun(made, found.probes, fleet, found.constants, pace_s=pace_s, clock=clock)
     progress(what, 0, STEPS)
     ran = run.run(STEPS, WARM, lambda step: progress(what, step + 1, STEPS))
     fleet = replace(fleet, hosts=ran.loader_hosts)

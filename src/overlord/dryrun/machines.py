@@ -62,7 +62,7 @@ class Constants:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class ClusterShape:
     """Who trains, and how the data is loaded."""
 
     gpus: int
@@ -137,7 +137,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryEstimate:
     """Bytes over all nodes."""
 
     by_role: Mapping[str, float]
@@ -152,7 +152,7 @@ class Memory:
         return self.total / self.nodes
 
 
-def colocated(fleet: Fleet, c: Constants, *, first_of_tp: bool = False) -> Memory:
+def colocated(fleet: ClusterShape, c: Constants, *, first_of_tp: bool = False) -> MemoryEstimate:
     """A loader in every rank, each worker with every source open. ``first_of_tp``: one rank of a
     tensor-parallel group loads for all.
     """
@@ -160,12 +160,12 @@ def colocated(fleet: Fleet, c: Constants, *, first_of_tp: bool = False) -> Memor
     batch = fleet.batch / fleet.dp * c.sample_tokens * c.wide_bytes
     worker = c.worker_bytes + fleet.sources * c.opened_bytes
     n = ranks * fleet.workers
-    return Memory(
+    return MemoryEstimate(
         by_role={"workers": n * worker, "batches": n * IN_FLIGHT * batch}, nodes=fleet.nodes
     )
 
 
-def overlord(fleet: Fleet, c: Constants) -> Memory:
+def overlord(fleet: ClusterShape, c: Constants) -> MemoryEstimate:
     """The same job by role. Without constructors every rank that is sent arrays gathers payload and
     builds for itself.
     """
@@ -195,7 +195,7 @@ def overlord(fleet: Fleet, c: Constants) -> Memory:
     else:
         every = fleet.fetching / fleet.dp  # each of a group's ranks gets all that the group has
         roles["clients"] += every * (fleet.prefetch * payload + fleet.build_ahead * built)
-    return Memory(by_role=roles, nodes=fleet.nodes)
+    return MemoryEstimate(by_role=roles, nodes=fleet.nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ class Links:
         return max(self.loader_host, self.constructor, self.planner)
 
 
-def connections(fleet: Fleet) -> Links:
+def connections(fleet: ClusterShape) -> Links:
     hosts, builders = fleet.loader_hosts, fleet.constructor_hosts
     if (
         not fleet.constructors
@@ -236,7 +236,7 @@ def connections(fleet: Fleet) -> Links:
     )
 
 
-def connecting_s(fleet: Fleet, c: Constants) -> float:
+def connecting_s(fleet: ClusterShape, c: Constants) -> float:
     """Until the last connection is open: each part opens its own one after another, all parts at
     the same time.
     """

@@ -14,19 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from overlord.cluster.plan_router import Cutter, spread
+from overlord.cluster.plan_router import PlanRouter, spread
 from overlord.constructor.assembler import Assembler
 from overlord.dryrun.arrivals import arrivals
-from overlord.dryrun.machines import Constants, Fleet
-from overlord.dryrun.stand_ins import DummyReader, Probe
+from overlord.dryrun.machines import ClusterShape, Constants
+from overlord.dryrun.stand_ins import Probe, StandInReader
 from overlord.errors import DataStall
 from overlord.loader.loader import Loader
-from overlord.messages.constructor import Build, Built, Deliver, Staged
-from overlord.messages.control import Attach, Consumed, Cursor, Finish, Refill, Sealed, Stage
+from overlord.messages.constructor import Build, Built, Deliver, PayloadReady
+from overlord.messages.control import (
+    Attach,
+    Consumed,
+    Cursor,
+    EncodedState,
+    EndOfJob,
+    PlannedStep,
+    Refill,
+)
 from overlord.messages.loader import Evaluate, Pop, Read
 from overlord.scaling.loader_placement import plan_hosts
 from overlord.setup.partition import loads_of
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 
 THREADS = 8  # of a loader host, that read side by side
 # of a loader, or of a host's threads, at the trainers' pace: the rest is room for steps that cost
@@ -90,7 +98,7 @@ class Ran:
 
 
 def loaders_of(
-    blueprint: Blueprint, probes: Sequence[Probe], batch: int, pace_s: float
+    blueprint: PreparedJob, probes: Sequence[Probe], batch: int, pace_s: float
 ) -> dict[str, int]:
     """Loaders of each source: so many that none is busy above ``BUSY`` at the trainers' pace, as
     far as its chunks go round.
@@ -104,16 +112,16 @@ def loaders_of(
     return asked
 
 
-class FleetRun:
+class DryRun:
     """One run. ``clock`` times what really runs; without it planning takes no time, and runs are
     equal to the last digit.
     """
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        blueprint: PreparedJob,
         probes: Sequence[Probe],
-        fleet: Fleet,
+        fleet: ClusterShape,
         constants: Constants,
         *,
         pace_s: float = 1.0,
@@ -136,7 +144,7 @@ class FleetRun:
         self._slowest_loaders, self._planner_s = hosting.loaders[self._slowest], 0.0
         self.planner = made.planner()
         self._loaders: list[Loader] = []
-        self._readers: list[DummyReader] = []
+        self._readers: list[StandInReader] = []
         for i, probe in enumerate(probes):
             for o in made.openings(i, Cursor()):
                 order, epochs = made.orders[i], made.job.sources[i].epochs
@@ -151,7 +159,7 @@ class FleetRun:
                     )
                 )
                 self._readers.append(
-                    DummyReader(order, made.indexes[i], probe, made.job.slice_rows)
+                    StandInReader(order, made.indexes[i], probe, made.job.slice_rows)
                 )
         self._host_of, self.n_hosts = np.asarray(hosting.host_of, np.int64), hosting.n_hosts
         self._threads = [[0.0] * THREADS for _ in range(self.n_hosts)]
@@ -180,7 +188,7 @@ class FleetRun:
             else []
         )
         of = self._builder_of if fleet.constructors else np.arange(fleet.dp)
-        self._cutter = Cutter(self._host_of.tolist(), of.tolist())
+        self._cutter = PlanRouter(self._host_of.tolist(), of.tolist())
         fetchers = np.asarray(
             sorted(place.fetchers("TP")) if fleet.broadcast else range(fleet.gpus), np.int64
         )
@@ -256,27 +264,27 @@ class FleetRun:
         began, start = max(self.now, self._planner_free), self._clock()
         commands = [command for event in events for command in self.planner.handle(event)]
         took = self._clock() - start
-        stages = [command for command in commands if isinstance(command, Stage)]
+        stages = [command for command in commands if isinstance(command, PlannedStep)]
         self._planner_free = began + took
         self._planner_s += took
         for command in commands:
             match command:
-                case Stage():
+                case PlannedStep():
                     self._stage(command, began, took / len(stages))
                 case Refill():
                     self._at(
                         self._planner_free + self._c.call_s / 2,
                         partial(self._loader, command.loader, command),
                     )
-                case Finish():
+                case EndOfJob():
                     self._ended = True
                     if command.error is not None:
                         raise command.error
 
-    def _stage(self, stage: Stage, began: float, plan_s: float) -> None:
+    def _stage(self, stage: PlannedStep, began: float, plan_s: float) -> None:
         start = self._clock()
         cuts = self._cutter.cut(
-            stage, Sealed(stage.plan.step + 1, np.zeros(0, np.uint8)), self._served
+            stage, EncodedState(stage.plan.step + 1, np.zeros(0, np.uint8)), self._served
         )
         if not self._fleet.constructors:
             cuts = spread(cuts, self._groups)
@@ -313,7 +321,7 @@ class FleetRun:
         else:
             self._built_by_ranks(stage, step, last)
 
-    def _buckets(self, stage: Stage) -> np.ndarray:
+    def _buckets(self, stage: PlannedStep) -> np.ndarray:
         """The data-parallel group of every sample of the plan."""
         main = stage.plan.main
         bucket = np.empty(len(stage.plan), np.int64)
@@ -326,7 +334,7 @@ class FleetRun:
             group[ranks] = g
         return group[first[bucket]]
 
-    def _traffic(self, stage: Stage) -> np.ndarray:
+    def _traffic(self, stage: PlannedStep) -> np.ndarray:
         """Bytes from every loader host to every receiver."""
         assert stage.loader is not None
         host, group = self._host_of[stage.loader], self._buckets(stage)
@@ -360,12 +368,12 @@ class FleetRun:
 
     # constructors and ranks
 
-    def _come(self, c: int, stage: Stage) -> None:
+    def _come(self, c: int, stage: PlannedStep) -> None:
         """All payload of a step is at a constructor host."""
         commands: list[Any] = []
         for g in np.flatnonzero(self._builder_of == c).tolist():
             self._assemblers[g].handle(stage)
-            commands += self._assemblers[g].handle(Staged(stage.plan.step))
+            commands += self._assemblers[g].handle(PayloadReady(stage.plan.step))
         self._build(c, commands)
 
     def _build(self, c: int, commands: Sequence[Any]) -> None:
@@ -393,7 +401,7 @@ class FleetRun:
                 )
                 self._has(command.step, 1, when)
 
-    def _built_by_ranks(self, stage: Stage, step: Happened, last: np.ndarray) -> None:
+    def _built_by_ranks(self, stage: PlannedStep, step: Happened, last: np.ndarray) -> None:
         """Without constructors: every rank that fetches builds its group's microbatches; the others
         hear that there is a step.
         """

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from overlord.loader.order import SourceOrder
-from overlord.messages.loader import Evaluate, Evaluated, Found, Read, WindowRead
+from overlord.messages.loader import BlockReady, Evaluate, Read, SampleBlock, WindowReady
 from overlord.sample import Column, Ragged
 from overlord.sources.index import Index
 
@@ -57,7 +57,7 @@ class Probe:
         return found
 
 
-class DummyReader:
+class StandInReader:
     """Answers a loader's Reads and Evaluates. Every raw row is a sample, drawn from the probed ones
     by the row's own key.
     """
@@ -74,7 +74,7 @@ class DummyReader:
             np.zeros(0, np.int64),
         )
 
-    def read(self, command: Read) -> tuple[WindowRead, float]:
+    def read(self, command: Read) -> tuple[WindowReady, float]:
         """What came of it, and how long it takes; reading counts with the row."""
         first, files, rows, over = (
             command.window * self._slice,
@@ -92,17 +92,17 @@ class DummyReader:
         key = self._order.row_keys(command.epoch, file, row)
         order = np.lexsort((row, file, key))
         self._window = key[order], file[order], row[order]
-        return WindowRead(len(row), tuple(over)), 0.0
+        return WindowReady(len(row), tuple(over)), 0.0
 
-    def evaluate(self, command: Evaluate) -> tuple[Evaluated, float]:
+    def evaluate(self, command: Evaluate) -> tuple[BlockReady, float]:
         key, file, row = (column[: command.rows] for column in self._window)
         self._window = tuple(column[command.rows :] for column in self._window)  # type: ignore[assignment]
         n, none = len(key), np.zeros(0, np.int64)
         meta = self._probe.drawn(
             (key % np.uint64(len(self._probe.meta["tokens"]))).astype(np.int64)
         )
-        found = Found(
+        found = SampleBlock(
             key, file, row, np.zeros(n, np.int32), meta, none.astype(np.uint64), none, none, ()
         )
         seconds = n * self._probe.row_s
-        return Evaluated(found, n, int(n * self._probe.sample_bytes), seconds), seconds
+        return BlockReady(found, n, int(n * self._probe.sample_bytes), seconds), seconds

@@ -18,16 +18,23 @@ import numpy as np
 
 from overlord.client.step import Step
 from overlord.concurrency.command_loop import Done
-from overlord.constructor.build import Bucket
+from overlord.constructor.build import BucketBatch
 from overlord.errors import DataStall
 from overlord.job.job import Job, Source
-from overlord.messages.client import Told
-from overlord.messages.control import Cursor, Reopen, SetMixture, Skip, Stage, StreamState
+from overlord.messages.client import StepInfo
+from overlord.messages.control import (
+    Cursor,
+    PlannedStep,
+    RestartSource,
+    SetMixture,
+    Skip,
+    StreamState,
+)
 from overlord.messages.reports import checked
-from overlord.planning.events import Log, said_of_all
+from overlord.planning.events import EventLog, said_of_all
 from overlord.session.local_runtime import local_runtime
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +131,7 @@ class _Rank:
     """A simulated trainer: takes a step, computes for a while, takes the next."""
 
     rank: int
-    inbox: list[tuple[Told, Bucket]] = field(default_factory=list)
+    inbox: list[tuple[StepInfo, BucketBatch]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     owes: list[int] = field(default_factory=list)  # steps it has not reported of
     idle: bool = True
@@ -132,7 +139,7 @@ class _Rank:
     error: Exception | None = None
     wake: Callable[[], None] = lambda: None
 
-    def put(self, told: Told, bucket: Bucket) -> None:
+    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
         self.inbox.append((told, bucket))
         self.wake()
 
@@ -165,7 +172,7 @@ class _Simulation:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        blueprint: PreparedJob,
         resume: dict[str, Any] | None,
         *,
         seed: int,
@@ -184,7 +191,7 @@ class _Simulation:
             None if resume is None else self._blueprint.restore(resume),
         )
         job, first = self._blueprint.job, self._host.planner.next_step
-        self._log, self._states = Log(job.feedback_lag), dict[int, dict[str, Any]]()
+        self._log, self._states = EventLog(job.feedback_lag), dict[int, dict[str, Any]]()
         self._trainers = [
             _Rank(r) for r in (range(job.place.world_size) if ranks is None else ranks)
         ]
@@ -229,13 +236,13 @@ class _Simulation:
                 )
         raise DataStall(f"an end of the simulation within {max_events} events", self._executor.now)
 
-    def _staged(self, stage: Stage) -> None:
+    def _staged(self, stage: PlannedStep) -> None:
         self._move([m for m in self._moves if m.step is not None and m.step <= stage.plan.step])
 
     def _move(self, due: Sequence[Moved]) -> None:
         self._moves = [m for m in self._moves if m not in due] if due else self._moves
         for move in due:
-            self._host.event(Reopen(self._blueprint.job.names.index(move.source)))
+            self._host.event(RestartSource(self._blueprint.job.names.index(move.source)))
 
     def _has_all(self, trainer: _Rank) -> bool:
         return self._steps is not None and len(trainer.steps) >= self._steps
@@ -276,7 +283,7 @@ class _Simulation:
                     self._log.report(what, 0)
                 self._host.event(what)
 
-    def _export(self, told: Told) -> dict[str, Any]:
+    def _export(self, told: StepInfo) -> dict[str, Any]:
         assert isinstance(told.after, StreamState)
         return self._blueprint.export(self._log.completed(told.after, self._blueprint.job.names))
 
@@ -317,7 +324,7 @@ def simulate(
     a step, some time before they ask for the second next; resumed, they say again what the state
     may lack. ``save``: keep the state behind every step, as a checkpoint would.
     """
-    blueprint, delays = Blueprint(job, Options.of(options)), delays or Delays()
+    blueprint, delays = PreparedJob(job, Options.of(options)), delays or Delays()
     run = _Simulation(
         blueprint,
         resume,

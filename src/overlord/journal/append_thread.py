@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overlord.errors import JournalError
-from overlord.journal.log import Log
+from overlord.journal.log import JournalLog
 from overlord.journal.record import Record
 
 log = logging.getLogger("overlord")
@@ -32,12 +32,12 @@ class _Order:
     anew: bool = False  # they begin a new segment, and all before it goes
 
 
-class Writer:
+class AppendThread:
     """One log's writer. ``told`` is called, in a thread of its own, when something became durable
     or failed; without it everything is written at once, by the caller.
     """
 
-    def __init__(self, log: Log, told: Callable[[], None] | None = None):
+    def __init__(self, log: JournalLog, told: Callable[[], None] | None = None):
         self._log, self._told = log, told
         self._orders: deque[_Order] = deque()
         self._given = self.done = 0  # orders; ``done``: so many are durable

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from overlord.journal.checkpoint_codec import packed, unpacked
-from overlord.messages.control import Cursor, Report, Stage, StreamState
+from overlord.messages.control import Cursor, PlannedStep, Report, StreamState
 from overlord.planning.events import Event, widened
 from overlord.planning.state_json import (
     event_in,
@@ -96,7 +96,7 @@ def rewind(state: StreamState, floor: int = 0) -> Entry:
     )
 
 
-def plan(stage: Stage, before: StreamState, acked: int) -> Entry:
+def plan(stage: PlannedStep, before: StreamState, acked: int) -> Entry:
     """A planned step: what is needed to know it again, and what it changed in the state. ``acked``:
     the last step that all took by then.
     """

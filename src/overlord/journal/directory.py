@@ -22,12 +22,12 @@ log = logging.getLogger("overlord")
 LOCK = "journal.lock"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 _sync_data = getattr(os, "fdatasync", os.fsync)  # it also makes a file's new length durable
-_held: set[Directory] = (
+_held: set[DirectoryStorage] = (
     set()
 )  # not weak: who drops a log without closing it still has its files open
 
 
-class Directory:
+class DirectoryStorage:
     """The lock is the kernel's (flock): it ends with the process that holds it, however that ends.
     The file it is on stays.
     """

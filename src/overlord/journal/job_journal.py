@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.errors import NO_FUNCTION, JournalError, PlanError
 from overlord.journal import checkpoint
-from overlord.journal.append_thread import Writer
+from overlord.journal.append_thread import AppendThread
 from overlord.journal.checkpoint import JOB, PLAN, REWIND, SNAPSHOT, Entry, Interval
-from overlord.journal.log import Log, Where
+from overlord.journal.log import JournalLog, Where
 from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
 from overlord.journal.segment import Header
-from overlord.journal.storage import Place, place_of
-from overlord.journal.write_ahead import Unwritten
+from overlord.journal.storage import JournalStorage, place_of
+from overlord.journal.write_ahead import NullJournal
 from overlord.messages.control import (
     AddSource,
+    PlannedStep,
     Report,
     SetMixture,
     Skip,
     SourceLost,
-    Stage,
     StreamState,
 )
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
-    from overlord.setup.prepared_job import Blueprint
+    from overlord.setup.prepared_job import PreparedJob
 
 SEGMENT_BYTES = (
     2**22
@@ -46,16 +46,16 @@ SEGMENT_BYTES = (
 CLOSE_S = 1.0  # that closing waits for an append under way
 
 
-class Journal(Unwritten):
-    """Of a fresh job (``Journal.fresh``) or of one that goes on (``Journal.resumed``); ``begin``
+class JobJournal(NullJournal):
+    """Of a fresh job (``JobJournal.fresh``) or of one that goes on (``JobJournal.resumed``); ``begin``
     before the first plan.
     """
 
     def __init__(
         self,
-        place: Place,
+        place: JournalStorage,
         name: str,
-        log: Log | None,
+        log: JournalLog | None,
         interval: Interval | None = None,
         launch: str = "",
     ):
@@ -68,9 +68,9 @@ class Journal(Unwritten):
             interval or Interval(),
         )
         self._told: Callable[[], None] | None = None
-        self._writer: Writer | None = None
-        self.make_writer: Callable[[Log, Callable[[], None] | None], Writer] = (
-            Writer  # simulations have one that knows no threads
+        self._writer: AppendThread | None = None
+        self.make_writer: Callable[[JournalLog, Callable[[], None] | None], AppendThread] = (
+            AppendThread  # simulations have one that knows no threads
         )
         self._last: StreamState | None = (
             None  # behind the last plan that was handed over, with the reports since
@@ -94,7 +94,7 @@ class Journal(Unwritten):
     # opening
 
     @staticmethod
-    def fresh(where: Where, name: str) -> Journal:
+    def fresh(where: Where, name: str) -> JobJournal:
         """A new journal; refused where there is one. Nothing is written before ``begin``: a launch
         that fails leaves none behind.
         """
@@ -102,26 +102,26 @@ class Journal(Unwritten):
         try:
             place.hold()
             if place.names():
-                Log.create(place, Header(job=name))  # it says what is there
+                JournalLog.create(place, Header(job=name))  # it says what is there
         except BaseException:
             place.close()
             raise
-        return Journal(place, name, None)
+        return JobJournal(place, name, None)
 
     @staticmethod
     def resumed(
         where: Where, name: str, allow: Sequence[str] = (), launch: str = ""
-    ) -> tuple[Journal, Recovered]:
+    ) -> tuple[JobJournal, Recovered]:
         """The journal of a job, which may be empty, and what it says. Older writers are shut out.
         ``launch``: as it is known already; then the journal must be empty, or that launch's: a job
         that was shut out must not come back by another of its processes.
         """
         place = place_of(where) if isinstance(where, (str, os.PathLike)) else where
         header = Header(job=name, launch=launch or token_hex(8))
-        log, records = Log.open(place, header, allow=tuple(allow), goes_on=bool(launch))
+        log, records = JournalLog.open(place, header, allow=tuple(allow), goes_on=bool(launch))
         try:
             found = Recovered.of(entries(records))
-            journal = Journal(place, name, log, launch=header.launch)
+            journal = JobJournal(place, name, log, launch=header.launch)
             journal._go_on(found, records)
         except BaseException:
             log.close()
@@ -144,7 +144,7 @@ class Journal(Unwritten):
                 )
         self._segment_bytes = SEGMENT_BYTES  # the next snapshot begins a segment
 
-    def begin(self, state: StreamState, blueprint: Blueprint) -> None:
+    def begin(self, state: StreamState, blueprint: PreparedJob) -> None:
         """Before anything is planned: where the stream begins. A journal that says so already is
         left as it is.
         """
@@ -154,7 +154,7 @@ class Journal(Unwritten):
 
     # what happens
 
-    def planned(self, stages: Sequence[Stage], taken: int | None) -> None:
+    def planned(self, stages: Sequence[PlannedStep], taken: int | None) -> None:
         """These steps are planned, and nobody knows it yet. ``taken``: the last step that all ranks
         took; None: nobody takes part.
 
@@ -182,7 +182,7 @@ class Journal(Unwritten):
             self._snapshot()
         self._prune()
 
-    def _again(self, stage: Stage) -> bool:
+    def _again(self, stage: PlannedStep) -> bool:
         if stage.plan.step >= self._next:
             return False
         first = self._digests.get(stage.plan.step)
@@ -201,7 +201,7 @@ class Journal(Unwritten):
         if isinstance(event, (SetMixture, Skip, SourceLost)):
             self._settle(self._append([*self._pending, checkpoint.event(event, self._next)]))
 
-    def joined(self, event: AddSource, blueprint: Blueprint) -> None:
+    def joined(self, event: AddSource, blueprint: PreparedJob) -> None:
         """A source has joined: the same for it. By name and fingerprint; its code is in the job."""
         self._whose = _whose(blueprint, self._next)
         self._settle(
@@ -230,7 +230,7 @@ class Journal(Unwritten):
         """
         self._pending.append(checkpoint.back(step, generation, reason))
 
-    def rewound(self, state: StreamState, blueprint: Blueprint, floor: int = 0) -> None:
+    def rewound(self, state: StreamState, blueprint: PreparedJob, floor: int = 0) -> None:
         """The stream begins anew at a state: trainers loaded it, or the mesh is another. What was
         planned before does not count.
         """
@@ -279,7 +279,7 @@ class Journal(Unwritten):
     ) -> int:
         """Hand entries over to be written; returns the order by which to wait for it."""
         if self._writer is None:
-            self._log = self._log or Log.create(self._place, self._header)
+            self._log = self._log or JournalLog.create(self._place, self._header)
             self._writer = self.make_writer(self._log, self._told)
         records = [Record.of(entry.kind, entry.number, entry.body) for entry in found]
         order = self._writer.put(records, rolls=rolls, before=before, anew=anew)
@@ -375,7 +375,7 @@ def entries(records: Sequence[Record]) -> list[Entry]:
     return found
 
 
-def _whose(blueprint: Blueprint, step: int) -> Entry:
+def _whose(blueprint: PreparedJob, step: int) -> Entry:
     return checkpoint.job(step, blueprint.job.names, blueprint.fingerprint, slots_of(blueprint.job))
 
 

@@ -28,15 +28,15 @@ from overlord.journal.segment import (
     open_header,
     seed_of,
 )
-from overlord.journal.segments import Chain, Cut, Reading, pruned
-from overlord.journal.storage import NameTaken, Place, place_of, whoami
+from overlord.journal.segments import Reading, SegmentChain, Truncation, pruned
+from overlord.journal.storage import JournalStorage, NameTaken, place_of, whoami
 from overlord.version import __version__
 
 SEGMENT_BYTES = 2**24  # read whole when the journal is opened, and what pruning frees at a time
 # of what another process may disturb: a list that changes while it is read, a number that is taken
 TRIES = 10
 T = TypeVar("T")
-Where = str | os.PathLike[str] | Place
+Where = str | os.PathLike[str] | JournalStorage
 
 
 @dataclass(slots=True)
@@ -60,14 +60,14 @@ class _Kept:
     opens: bool = False  # a writer shut out those before it by this one
 
 
-class Log:
+class JournalLog:
     """A journal open for writing. After an append that failed the next one begins a new segment,
     which leaves the failed one out.
     """
 
     def __init__(
         self,
-        place: Place,
+        place: JournalStorage,
         header: Header,
         journal: str,
         generation: int,
@@ -77,7 +77,7 @@ class Log:
         """Not for callers: see ``create`` and ``open``."""
         self.generation = generation
         self.segment_bytes = segment_bytes
-        self.cuts: list[Cut] = (
+        self.cuts: list[Truncation] = (
             reading.cuts if reading else []
         )  # what was left out when it was opened
         self._place, self._header, self._journal = place, header, journal
@@ -99,13 +99,15 @@ class Log:
     # opening
 
     @classmethod
-    def create(cls, where: Where, header: Header, *, segment_bytes: int = SEGMENT_BYTES) -> Log:
+    def create(
+        cls, where: Where, header: Header, *, segment_bytes: int = SEGMENT_BYTES
+    ) -> JournalLog:
         """A new journal; refused where there is one."""
         place = _place(where)
         return _closing(place, lambda: cls._create(place, header, segment_bytes))
 
     @classmethod
-    def _create(cls, place: Place, header: Header, segment_bytes: int) -> Log:
+    def _create(cls, place: JournalStorage, header: Header, segment_bytes: int) -> JournalLog:
         place.hold()
         if place.names():
             what = f"wanted an empty journal, found {summary(_load(place))}"
@@ -127,7 +129,7 @@ class Log:
         allow: Collection[str] = (),
         goes_on: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
-    ) -> tuple[Log, list[Record]]:
+    ) -> tuple[JournalLog, list[Record]]:
         """A journal and its records so far; a new one where there is none. Older writers are shut
         out.
 
@@ -140,8 +142,13 @@ class Log:
 
     @classmethod
     def _open(
-        cls, place: Place, header: Header, allow: Collection[str], goes_on: bool, segment_bytes: int
-    ) -> tuple[Log, list[Record]]:
+        cls,
+        place: JournalStorage,
+        header: Header,
+        allow: Collection[str],
+        goes_on: bool,
+        segment_bytes: int,
+    ) -> tuple[JournalLog, list[Record]]:
         place.hold()
         for tries_left in reversed(range(TRIES)):
             reading = _load(place)
@@ -415,9 +422,9 @@ def read_if_any(where: Where) -> list[Record]:
     return reading.records
 
 
-def _load(place: Place) -> Reading:
+def _load(place: JournalStorage) -> Reading:
     for _ in range(TRIES):
-        chain = Chain()
+        chain = SegmentChain()
         try:
             for name, data in place.fetch(place.names()):
                 chain.feed(name, data)
@@ -442,7 +449,7 @@ def summary(reading: Reading) -> str:
     return f"{len(records)} records{last}{whose}, in {len(reading.parts)} segments{wrong}"
 
 
-def _damaged(place: Place, reading: Reading) -> JournalError:
+def _damaged(place: JournalStorage, reading: Reading) -> JournalError:
     error = reading.faults[0].as_error(place.shown)
     more = len(reading.faults) - 1
     remedy = f"{error.remedy}; `overlord journal verify` lists all" + (
@@ -468,7 +475,7 @@ def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> N
         )
 
 
-def _of_another_launch(place: Place, found: SegmentHeader) -> JournalTaken:
+def _of_another_launch(place: JournalStorage, found: SegmentHeader) -> JournalTaken:
     what = (
         f"{found.writer} with generation {found.generation} has taken over: another launch of "
         "this job has gone on with its journal"
@@ -480,11 +487,11 @@ def _of_another_launch(place: Place, found: SegmentHeader) -> JournalTaken:
     return JournalTaken(f"{place.shown}/{name_of(found.ordinal)}", what, remedy)
 
 
-def _place(where: Where) -> Place:
+def _place(where: Where) -> JournalStorage:
     return place_of(where) if isinstance(where, str | os.PathLike) else where
 
 
-def _closing(place: Place, opening: Callable[[], T]) -> T:
+def _closing(place: JournalStorage, opening: Callable[[], T]) -> T:
     """A place that could not be opened must not stay locked."""
     try:
         return opening()

@@ -15,7 +15,7 @@ from overlord.errors import JournalError
 from overlord.journal.segment import SUFFIX, ordinal_of
 from overlord.journal.storage import NameTaken
 from overlord.sources.base import File, Unreachable
-from overlord.sources.object_store import Remote
+from overlord.sources.object_store import RemoteStore
 
 T = TypeVar("T")
 READERS = 16  # requests at a time when a journal is read: each takes some ten milliseconds
@@ -26,11 +26,11 @@ _NO_CONDITIONS = (
 )
 
 
-class Bucket:
+class ObjectStoreStorage:
     whole = True
 
     def __init__(self, uri: str):
-        self._remote, self._base = Remote.of(uri)
+        self._remote, self._base = RemoteStore.of(uri)
         self.shown = self._base
         self._files: dict[str, File] = {}
 

@@ -127,7 +127,7 @@ class Fault:
         )
 
 
-class Placed(NamedTuple):
+class PlacedRecord(NamedTuple):
     """A record and where it lies in its segment."""
 
     start: int
@@ -140,7 +140,7 @@ class Scan(NamedTuple):
     ``torn`` bytes of one cut in writing.
     """
 
-    records: list[Placed]
+    records: list[PlacedRecord]
     end: int
     torn: int
     faults: list[Fault]
@@ -178,10 +178,10 @@ def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
     """All records from ``start`` on. After a fault it goes on with the next record that is whole,
     so that all faults are told.
     """
-    records, faults, at = list[Placed](), list[Fault](), start
+    records, faults, at = list[PlacedRecord](), list[Fault](), start
     while at < len(data):
         found = _read(data, at, seed, segment)
-        if isinstance(found, Placed):
+        if isinstance(found, PlacedRecord):
             records.append(found)
             at = found.end
             continue
@@ -198,7 +198,7 @@ def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
     return Scan(records, at, 0, faults)
 
 
-def _read(data: bytes, at: int, seed: int, segment: str) -> Placed | Fault | None:
+def _read(data: bytes, at: int, seed: int, segment: str) -> PlacedRecord | Fault | None:
     """The record at that place; None where the bytes end before it does."""
     if len(data) - at < HEAD_BYTES:
         return None
@@ -236,7 +236,7 @@ def _read(data: bytes, at: int, seed: int, segment: str) -> Placed | Fault | Non
         )
     kind = rest[: head.kind_bytes].decode("ascii", "replace")
     try:
-        return Placed(
+        return PlacedRecord(
             at,
             end,
             Record(kind, head.number, rest[head.kind_bytes :], head.form, f"{segment}, byte {at}"),

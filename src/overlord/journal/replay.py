@@ -25,7 +25,7 @@ from overlord.journal.checkpoint import (
     with_report,
 )
 from overlord.messages.control import StreamState
-from overlord.planning.events import Event, Log
+from overlord.planning.events import Event, EventLog
 from overlord.planning.state_json import fingerprint_in
 
 NOT_A_RUN = (
@@ -203,7 +203,7 @@ class Recovered:
         trainers say it again.
         """
         bare = self.bare(step)
-        said = Log(int(self.fingerprint.get("feedback_lag", 0)))
+        said = EventLog(int(self.fingerprint.get("feedback_lag", 0)))
         for entry in self._entries:
             if entry.kind == EVENT:
                 said.add(event_of(entry), bare.step)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from overlord.errors import JournalError
-from overlord.journal.record import DAMAGED, NEWER, Fault, Placed, Record, scan
+from overlord.journal.record import DAMAGED, NEWER, Fault, PlacedRecord, Record, scan
 from overlord.journal.segment import (
     NOTHING_BEFORE,
     After,
@@ -31,7 +31,7 @@ MISSING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Truncation:
     """Bytes at the end of a segment that are no part of the log: a write was cut there, or
     failed.
     """
@@ -48,7 +48,7 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Part:
+class SegmentData:
     """One segment as it was read."""
 
     name: str
@@ -56,7 +56,7 @@ class Part:
     nbytes: int
     header: SegmentHeader | None  # None: cut, or damaged
     begin: int = 0
-    records: list[Placed] = field(default_factory=list)
+    records: list[PlacedRecord] = field(default_factory=list)
     end: int = 0
     torn: int = 0
     faults: list[Fault] = field(default_factory=list)
@@ -87,9 +87,9 @@ class Part:
         self.end, self.torn = end, max(0, self.nbytes - end)
 
 
-def read_part(name: str, data: bytes) -> Part:
+def read_part(name: str, data: bytes) -> SegmentData:
     """One segment by itself."""
-    part = Part(name, ordinal_of(name), len(data), None)
+    part = SegmentData(name, ordinal_of(name), len(data), None)
     found = open_header(data, name)
     if isinstance(found, Opened):
         part.header, part.begin = found.header, found.end
@@ -107,11 +107,11 @@ def read_part(name: str, data: bytes) -> Part:
     return part
 
 
-class Chain:
+class SegmentChain:
     """Fed with segments in order; then asked."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[SegmentData] = []
         self.faults: list[Fault] = []  # between segments
 
     def feed(self, name: str, data: bytes) -> None:
@@ -123,7 +123,7 @@ class Chain:
             self._link(part, part.header)
         self.parts.append(part)
 
-    def _link(self, part: Part, header: SegmentHeader) -> None:
+    def _link(self, part: SegmentData, header: SegmentHeader) -> None:
         before = self.last
         if before is not None and before.header is not None:
             was = before.header
@@ -152,7 +152,7 @@ class Chain:
                 other.close_at(header.after.end)
 
     @property
-    def last(self) -> Part | None:
+    def last(self) -> SegmentData | None:
         """The last segment that counts."""
         return next((p for p in reversed(self.parts) if p.header is not None and not p.void), None)
 
@@ -180,8 +180,8 @@ class Chain:
                 )
         faults += [fault for p in counted for fault in p.faults]
         faults.sort(key=lambda f: (f.segment, f.offset))
-        cuts = [Cut(p.name, p.end, p.torn) for p in counted if p.torn] + [
-            Cut(p.name, 0, p.nbytes) for p in parts if p.void
+        cuts = [Truncation(p.name, p.end, p.torn) for p in counted if p.torn] + [
+            Truncation(p.name, 0, p.nbytes) for p in parts if p.void
         ]
         return Reading(
             parts,
@@ -223,10 +223,10 @@ def kept_from(note: Record) -> int:
 class Reading:
     """A journal that was read."""
 
-    parts: list[Part]
+    parts: list[SegmentData]
     faults: list[Fault]
-    cuts: list[Cut]
-    doomed: list[Part]  # segments that were pruned and are still there
+    cuts: list[Truncation]
+    doomed: list[SegmentData]  # segments that were pruned and are still there
 
     @property
     def records(self) -> list[Record]:
@@ -240,7 +240,7 @@ class Reading:
         ]
 
     @property
-    def last(self) -> Part | None:
+    def last(self) -> SegmentData | None:
         return next((p for p in reversed(self.parts) if p.header is not None and not p.void), None)
 
     @property

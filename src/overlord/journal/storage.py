@@ -45,7 +45,7 @@ class NameTaken(Exception):
         self.name, self.data = name, data
 
 
-class Place(Protocol):
+class JournalStorage(Protocol):
     """Everything that is written is durable when the call returns; whatever goes wrong is a
     ``JournalError``.
     """
@@ -85,18 +85,18 @@ class Place(Protocol):
     def close(self) -> None: ...
 
 
-def place_of(uri: str | os.PathLike[str]) -> Place:
+def place_of(uri: str | os.PathLike[str]) -> JournalStorage:
     """The place of a directory's path or a store's URI. Nothing is opened yet."""
     text = os.fspath(uri)
     if problems := uri_problems(text):
         raise JournalError("URI", problems[0])
     if not SCHEME.match(text):
-        from overlord.journal.directory import Directory
+        from overlord.journal.directory import DirectoryStorage
 
-        return Directory(text)
+        return DirectoryStorage(text)
     scheme = text.split("://", 1)[0].lower()
     if scheme == "file":
-        from overlord.journal.directory import Directory
+        from overlord.journal.directory import DirectoryStorage
 
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
@@ -105,11 +105,11 @@ def place_of(uri: str | os.PathLike[str]) -> Place:
                 f"wanted a file of this machine, found one of {parts.netloc!r}",
                 "write file:///path",
             )
-        return Directory(unquote(parts.path))
+        return DirectoryStorage(unquote(parts.path))
     if scheme in OBJECT_STORES:
-        from overlord.journal.object_store import Bucket
+        from overlord.journal.object_store import ObjectStoreStorage
 
-        return Bucket(text)
+        return ObjectStoreStorage(text)
     known = ", ".join(f"{name}://" for name in ("file", *OBJECT_STORES))
     raise JournalError(
         shown_uri(text), f"wanted a directory, or a URI with one of {known}, found {scheme}://"

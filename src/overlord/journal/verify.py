@@ -10,7 +10,7 @@ from overlord.journal.segments import Reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class JournalReport:
     """What was found in a journal."""
 
     uri: str
@@ -29,12 +29,12 @@ class Report:
         return self.faults[0] if self.faults else ""
 
 
-def verify(uri: Where) -> Report:
+def verify(uri: Where) -> JournalReport:
     """Reads every byte, and decodes every record."""
     return report_of(str(uri), read(uri), decoding=True)
 
 
-def report_of(uri: str, reading: Reading, decoding: bool = False) -> Report:
+def report_of(uri: str, reading: Reading, decoding: bool = False) -> JournalReport:
     header, last, faults = reading.header, reading.last, [str(fault) for fault in reading.faults]
     records = reading.records
     for record in records if decoding else ():
@@ -42,7 +42,7 @@ def report_of(uri: str, reading: Reading, decoding: bool = False) -> Report:
             _ = record.body
         except JournalError as error:
             faults.append(f"{error.path}: {error.problem}; {error.remedy}")
-    return Report(
+    return JournalReport(
         uri=uri,
         job=header.job if header else "",
         generation=reading.generation,

@@ -11,29 +11,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from overlord.concurrency.command_loop import Carrier
+from overlord.concurrency.command_loop import CommandLoop
 from overlord.errors import JournalError, PlanError
 from overlord.messages.control import (
     AddSource,
-    Finish,
-    Forget,
-    Open,
+    DropHeldSamples,
+    EndOfJob,
+    PlannedStep,
     Refill,
     Report,
+    RestartLoader,
     SourceLost,
-    Stage,
     StreamState,
 )
 from overlord.planning.planner import Planner
 
 if TYPE_CHECKING:
-    from overlord.setup.prepared_job import Blueprint
+    from overlord.setup.prepared_job import PreparedJob
 
 
 log = logging.getLogger("overlord")
 
 
-class Unwritten:
+class NullJournal:
     """The journal of a job that has none; what the others do is said in
     ``journal/job_journal.py``.
     """
@@ -53,26 +53,26 @@ class Unwritten:
         """Whether the plan of a step is durable."""
         return True
 
-    def begin(self, state: StreamState, blueprint: Blueprint) -> None: ...
-    def planned(self, stages: Sequence[Stage], taken: int | None) -> None: ...
+    def begin(self, state: StreamState, blueprint: PreparedJob) -> None: ...
+    def planned(self, stages: Sequence[PlannedStep], taken: int | None) -> None: ...
     def said(self, event: Any) -> None: ...
-    def joined(self, event: AddSource, blueprint: Blueprint) -> None: ...
+    def joined(self, event: AddSource, blueprint: PreparedJob) -> None: ...
     def reported(self, report: Report) -> None: ...
     def took(self, step: int | None, last: bool) -> None: ...
     def went_back(self, step: int, generation: int, reason: str) -> None: ...
-    def rewound(self, state: StreamState, blueprint: Blueprint, floor: int = 0) -> None: ...
+    def rewound(self, state: StreamState, blueprint: PreparedJob, floor: int = 0) -> None: ...
     def close(self, taken: int = -1) -> None: ...
 
     def figures(self) -> dict[str, Any]:
         return {}
 
 
-UNWRITTEN = Unwritten()
-PLANNED = (Stage, Refill, Finish, Forget, Open)  # what a planner commands
+UNWRITTEN = NullJournal()
+PLANNED = (PlannedStep, Refill, EndOfJob, DropHeldSamples, RestartLoader)  # what a planner commands
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumePoint:
     """Where a session began, and why there."""
 
     step: int  # the first that it delivers
@@ -85,7 +85,7 @@ class Resumed:
 class Journaled(Protocol):
     """A runtime, as far as the start of its journal is concerned."""
 
-    journal: Unwritten
+    journal: NullJournal
 
     @property
     def planner(self) -> Any: ...
@@ -94,15 +94,15 @@ class Journaled(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class JournalStart:
     """How a session begins: its journal, and what stands there already."""
 
-    journal: Unwritten = UNWRITTEN
-    resumed: Resumed | None = None
+    journal: NullJournal = UNWRITTEN
+    resumed: ResumePoint | None = None
     floor: int = 0  # the first step that was never planned
     anew: bool = False  # what the journal says of steps behind the state does not count any more
 
-    def write(self, engine: Journaled, blueprint: Blueprint) -> None:
+    def write(self, engine: Journaled, blueprint: PreparedJob) -> None:
         """Before the engine plans anything; if it cannot be written there is nothing to run. A
         planner elsewhere writes for itself.
         """
@@ -121,13 +121,13 @@ class Beginning:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class Durable:
     """A command of the planner that waits for nothing any more."""
 
     command: Any
 
 
-class Written(Carrier):
+class WriteAhead(CommandLoop):
     """The part of an engine that writes. In the pump.
 
     What the planner commands goes its way in the order in which it was said, and no plan goes
@@ -137,7 +137,7 @@ class Written(Carrier):
 
     planner: Planner
     on_lost: list[Callable[[SourceLost], None]]  # told of sources that left
-    _journal: Unwritten = UNWRITTEN
+    _journal: NullJournal = UNWRITTEN
     _held: deque[Any]
 
     def __init__(self, *, check: bool = False):
@@ -145,11 +145,11 @@ class Written(Carrier):
         self._held = deque()
 
     @property
-    def journal(self) -> Unwritten:
+    def journal(self) -> NullJournal:
         return self._journal
 
     @journal.setter
-    def journal(self, journal: Unwritten) -> None:
+    def journal(self, journal: NullJournal) -> None:
         self._journal = journal
         if journal is not UNWRITTEN:
             journal.heard = self._released
@@ -172,7 +172,7 @@ class Written(Carrier):
         try:
             self.journal.said(event)
         except JournalError as error:
-            self.run(self.planner.handle(Finish(self.planner.next_step, error)))
+            self.run(self.planner.handle(EndOfJob(self.planner.next_step, error)))
             raise
         return [*commands]
 
@@ -200,24 +200,26 @@ class Written(Carrier):
     # plans
 
     def _turn(self, command: Any) -> None:
-        if isinstance(command, Free):
+        if isinstance(command, Durable):
             self._carry_out(command.command)
         elif not isinstance(command, PLANNED):
             self._carry_out(command)
-        elif isinstance(command, Stage) and not self._is_written(command):
+        elif isinstance(command, PlannedStep) and not self._is_written(command):
             pass
-        elif self._held or (isinstance(command, Stage) and not self.journal.has(command.plan.step)):
+        elif self._held or (
+            isinstance(command, PlannedStep) and not self.journal.has(command.plan.step)
+        ):
             self._held.append(command)
         else:
             self._carry_out(command)
 
-    def _is_written(self, stage: Stage) -> bool:
+    def _is_written(self, stage: PlannedStep) -> bool:
         """Hand a plan to the journal, and all that were made in the same turn. If that cannot be,
         the job ends before it.
         """
         try:
             self.journal.planned(
-                [stage, *(c for c in self._queue if isinstance(c, Stage))], self.planner.taken
+                [stage, *(c for c in self._queue if isinstance(c, PlannedStep))], self.planner.taken
             )
         except (JournalError, PlanError) as error:
             self._end_before(stage.plan.step, error)
@@ -236,7 +238,7 @@ class Written(Carrier):
             (
                 c.plan.step
                 for c in self._held
-                if isinstance(c, Stage) and not self.journal.has(c.plan.step)
+                if isinstance(c, PlannedStep) and not self.journal.has(c.plan.step)
             ),
             None,
         )
@@ -244,9 +246,9 @@ class Written(Carrier):
             self._end_before(waiting, error)
         free = []
         while self._held and not (
-            isinstance(c := self._held[0], Stage) and not self.journal.has(c.plan.step)
+            isinstance(c := self._held[0], PlannedStep) and not self.journal.has(c.plan.step)
         ):
-            free.append(Free(self._held.popleft()))
+            free.append(Durable(self._held.popleft()))
         self._queue.extendleft(reversed(free))
         self.run()
 
@@ -254,11 +256,13 @@ class Written(Carrier):
         """No plan from this step on is acted upon. Those before it go their way when they are
         durable, if they are not yet.
         """
-        self._held = deque(c for c in self._held if not isinstance(c, Stage) or c.plan.step < step)
-        self._queue = deque(
-            c for c in self._queue if not isinstance(c, Stage) or c.plan.step < step
+        self._held = deque(
+            c for c in self._held if not isinstance(c, PlannedStep) or c.plan.step < step
         )
-        self._queue.extend(self.planner.handle(Finish(step, error)))
+        self._queue = deque(
+            c for c in self._queue if not isinstance(c, PlannedStep) or c.plan.step < step
+        )
+        self._queue.extend(self.planner.handle(EndOfJob(step, error)))
 
     def _unhold(self) -> None:
         """The planner is replaced: what the old one said last is said anew by the new one."""
@@ -269,9 +273,9 @@ class Written(Carrier):
         try:
             self.journal.took(self.planner.taken, last=self.planner.finished is not None)
         except JournalError as error:
-            self.run(self.planner.handle(Finish(self.planner.next_step, error)))
+            self.run(self.planner.handle(EndOfJob(self.planner.next_step, error)))
 
     def _writing(self) -> str:
         """What a step waits for, if it is the journal; in words."""
-        steps = [c.plan.step for c in self._held if isinstance(c, Stage)]
+        steps = [c.plan.step for c in self._held if isinstance(c, PlannedStep)]
         return f"step {steps[0]} to be written to the journal" if steps else ""

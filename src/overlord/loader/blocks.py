@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.messages.control import Cursor
-from overlord.messages.loader import Long
+from overlord.messages.loader import LongDocuments
 from overlord.sample import Content, Ragged, join_rows, take_rows
 from overlord.sources.arrow_numpy import arrow_of
 from overlord.transforms.base import Block
@@ -23,11 +23,11 @@ def long_of(
     at: np.ndarray,
     lost: np.ndarray,
     after: Cursor | None,
-) -> Long | None:
+) -> LongDocuments | None:
     """Return the documents ``at``, which lost tokens, without the cursor's document: its loss was
     counted with its sample.
     """
-    found = Long(key[at], file[at], row[at], lost)
+    found = LongDocuments(key[at], file[at], row[at], lost)
     if after is None:
         return found
     return found.take(np.flatnonzero((found.file != after.file) | (found.row != after.row)))

@@ -12,17 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from overlord.loader.order import SourceOrder
-from overlord.loader.replay_buffer import Memory, Since
+from overlord.loader.replay_buffer import ReplayBuffer, ReplayCursor
 from overlord.messages.control import GROUPS_AHEAD, Cursor, Refill
 from overlord.messages.loader import (
     Announce,
+    BlockReady,
     Evaluate,
-    Evaluated,
-    Found,
     Pop,
     Read,
     ReadFailed,
-    WindowRead,
+    SampleBlock,
+    WindowReady,
 )
 
 Command = Read | Evaluate | Announce
@@ -74,8 +74,8 @@ class Loader:
         # then
         self.ready = 0
         self.announced = 0  # samples since it was opened
-        self.memory: Memory | None = None  # what it announced, if it may have to go back
-        self._since: Since | None = (
+        self.memory: ReplayBuffer | None = None  # what it announced, if it may have to go back
+        self._since: ReplayCursor | None = (
             None  # where it went back to: what stands before is not announced again
         )
         self.ready_bytes = 0
@@ -103,7 +103,7 @@ class Loader:
 
     def remember(self) -> None:
         """Keep from now on what it takes to go back."""
-        self.memory = Memory(self._order, self._opened)
+        self.memory = ReplayBuffer(self._order, self._opened)
 
     @property
     def front(self) -> int:
@@ -115,7 +115,7 @@ class Loader:
         under way goes on. None: it cannot be had from memory, and nothing has changed. ``ready``
         then says where the front of its shelf belongs.
         """
-        since = Since.of(cursor, self._order)
+        since = ReplayCursor.of(cursor, self._order)
         if self.memory is None or (found := self.memory.since(since)) is None:
             return None
         before, told = found
@@ -142,9 +142,9 @@ class Loader:
                     level,
                     max(self._horizon, horizon),
                 )
-            case WindowRead():
+            case WindowReady():
                 return self._window_read(event) + self._next_work()
-            case Evaluated():
+            case BlockReady():
                 return self._evaluated(event) + self._next_work()
             case ReadFailed(error=error):
                 self._busy, self._done, self.failed = "", True, True
@@ -156,15 +156,15 @@ class Loader:
                 raise TypeError(f"a loader does not know {type(event).__name__}")
         return self._next_work()
 
-    def _window_read(self, event: WindowRead) -> list[Command]:
+    def _window_read(self, event: WindowReady) -> list[Command]:
         self._busy, self._rows = "", event.rows
         self._chunks = tuple(c for c in self._chunks if c not in event.over)
         self._after = None
         if event.rows:
             return []
-        return self._announce(Found.nothing(event.dropped) if event.dropped else None)
+        return self._announce(SampleBlock.nothing(event.dropped) if event.dropped else None)
 
-    def _evaluated(self, event: Evaluated) -> list[Command]:
+    def _evaluated(self, event: BlockReady) -> list[Command]:
         self._busy = ""
         self._rows -= event.rows
         self._row_s = event.seconds / max(1, event.rows)

@@ -18,23 +18,23 @@ import pyarrow as pa
 
 from overlord.errors import (
     DataStall,
-    Later,
     OverlordError,
     SourceError,
     StorageError,
     TransformError,
+    WouldBlock,
 )
 from overlord.loader.blocks import all_bad, long_of, merged, rows_of
 from overlord.loader.order import SourceOrder
-from overlord.loader.running_code import Code
+from overlord.loader.running_code import RunningUserCode
 from overlord.messages.control import Cursor
-from overlord.messages.loader import Evaluate, Evaluated, Found, Read, WindowRead
+from overlord.messages.loader import BlockReady, Evaluate, Read, SampleBlock, WindowReady
 from overlord.sample import Content, take_rows
 from overlord.sources.base import RawSlice
 from overlord.sources.clean_tables import compact
 from overlord.sources.index import Index
 from overlord.sources.retry import CLOCK, SLOW_S, Clock
-from overlord.transforms.base import Block, RowIds, Staged
+from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.user_code import told
 
 READS = 64  # of which it is known how long they took
@@ -45,7 +45,7 @@ class Stages(Protocol):
     (`TransformWorker`).
     """
 
-    def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged: ...
+    def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows: ...
     def row_stage(self, table: pa.Table) -> Block: ...
 
 
@@ -157,7 +157,7 @@ class SourceReader:
     stages: Stages
     stats: ReaderStats = field(default_factory=ReaderStats)
     clock: Clock = CLOCK
-    _code: Code | None = None
+    _code: RunningUserCode | None = None
     _window: _Window | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _ticket: object = (
@@ -207,7 +207,9 @@ class SourceReader:
     @contextmanager
     def _runs(self, row: np.ndarray, file: int = -1, what: str = "") -> Iterator[None]:
         path = self.chunks.index.files[file].path if file >= 0 else ""
-        self._code = code = Code(self.clock.now(), threading.get_ident(), what, path, row)
+        self._code = code = RunningUserCode(
+            self.clock.now(), threading.get_ident(), what, path, row
+        )
         try:
             yield
         except DataStall as stall:  # of a process that was given up: it does not know files
@@ -223,7 +225,7 @@ class SourceReader:
         return bool(getattr(self.chunks, "quick", False)) and not self._own_code
 
     def hasty(self) -> AbstractContextManager[None]:
-        """A read raises ``Later`` rather than wait."""
+        """A read raises ``WouldBlock`` rather than wait."""
         manager: AbstractContextManager[None] = getattr(self.chunks, "hasty", nullcontext)()
         return manager
 
@@ -237,14 +239,14 @@ class SourceReader:
                 self._ticket = None
         return error
 
-    def read(self, command: Read) -> WindowRead:
+    def read(self, command: Read) -> WindowReady:
         start, busy = time.perf_counter(), core_s(self.stages)
         with self._lock:
             ticket = self._ticket = object()
         staged = np.zeros(2)
         try:
             window, over = self._open(command, staged)
-        except (OverlordError, MemoryError, Later):
+        except (OverlordError, MemoryError, WouldBlock):
             raise
         except Exception as error:  # a reader's surprise must name its source, or nobody finds it
             raise SourceError(self.order.name, f"reading failed: {told(error)}") from error
@@ -261,7 +263,7 @@ class SourceReader:
         self.stats.read_busy_s += core_s(self.stages) - busy - float(staged[1])
         self.stats.staged_s += float(staged[0])
         self.stats.staged_busy_s += float(staged[1])
-        return WindowRead(
+        return WindowReady(
             len(window.key), over, self.stats.raw_bytes, 0 if len(window.key) else window.dropped
         )
 
@@ -350,7 +352,7 @@ class SourceReader:
 
     def _stage_slice(
         self, raw: RawSlice, ids: RowIds, reasons: list[str]
-    ) -> tuple[np.ndarray, np.ndarray, Staged]:
+    ) -> tuple[np.ndarray, np.ndarray, StagedRows]:
         """Run the slice stage. Returns the raw rows that are left (samples to be, or failures), and
         where each is.
         """
@@ -373,7 +375,7 @@ class SourceReader:
         kept = np.flatnonzero(at > np.iinfo(np.int64).min)
         return kept, at[kept], staged
 
-    def evaluate(self, command: Evaluate) -> tuple[Evaluated, Content]:
+    def evaluate(self, command: Evaluate) -> tuple[BlockReady, Content]:
         window = self._window
         assert window is not None, "evaluate before read"
         start, busy = time.perf_counter(), core_s(self.stages)
@@ -420,7 +422,7 @@ class SourceReader:
         self.stats.image_bytes_out += block.image_bytes_out
         self.stats.transform_s += took
         self.stats.transform_busy_s += core_s(self.stages) - busy
-        return Evaluated(found, b - a, content.nbytes, took), content
+        return BlockReady(found, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
         """Rows of the open window into samples. A column no row of which can be used is the fault
@@ -454,10 +456,10 @@ class SourceReader:
         meta: dict[str, Any],
         failed: list[tuple[int, str]],
         window: _Window,
-    ) -> Found:
+    ) -> SampleBlock:
         if len(good) == len(at) and not failed:  # as it nearly always is
             none = good[:0]
-            return Found(
+            return SampleBlock(
                 key[index],
                 file[index],
                 row[index],
@@ -473,7 +475,7 @@ class SourceReader:
         why.update((int(good[j]), reason) for j, reason in failed)
         bad = np.array(sorted(why), np.int64)
         where = good[index]
-        return Found(
+        return SampleBlock(
             key[where],
             file[where],
             row[where],

@@ -15,7 +15,7 @@ import numpy as np
 
 from overlord.loader.order import SourceOrder
 from overlord.messages.control import Cursor
-from overlord.messages.loader import Announce, Found
+from overlord.messages.loader import Announce, SampleBlock
 from overlord.sample import cut_rows
 
 # Announcements without a sample that are kept: a loader all of whose rows a filter drops never has
@@ -28,17 +28,17 @@ END = 2**64  # above any key: the end of a window
 
 
 @dataclass(frozen=True, slots=True)
-class Since:
+class ReplayCursor:
     """A cursor, and the key of its row: what stands behind it is wanted."""
 
     cursor: Cursor
     key: int  # -1: the window's start
 
     @staticmethod
-    def of(cursor: Cursor, order: SourceOrder) -> Since:
+    def of(cursor: Cursor, order: SourceOrder) -> ReplayCursor:
         if cursor.file < 0:
-            return Since(cursor, -1)
-        return Since(
+            return ReplayCursor(cursor, -1)
+        return ReplayCursor(
             cursor,
             int(order.row_keys(cursor.epoch, np.array([cursor.file]), np.array([cursor.row]))[0]),
         )
@@ -68,7 +68,7 @@ class Since:
             return replace(news, window=c.window, found=None)
         return None
 
-    def _rest(self, found: Found) -> Found:
+    def _rest(self, found: SampleBlock) -> SampleBlock:
         """Samples behind the cursor, and the failures that a read from the cursor on would meet."""
         n, bad = (
             len(found) - int(self._behind(found).sum()),
@@ -79,7 +79,7 @@ class Since:
             long = long.take(np.flatnonzero(~self._before(long.key, long.file, long.row, own=True)))
         if not n and not bad:
             return found if long is found.long else replace(found, long=long)
-        return Found(
+        return SampleBlock(
             found.key[n:],
             found.file[n:],
             found.row[n:],
@@ -93,7 +93,7 @@ class Since:
             long,
         )
 
-    def _behind(self, found: Found) -> np.ndarray:
+    def _behind(self, found: SampleBlock) -> np.ndarray:
         c, key = self.cursor, np.uint64(self.key)
         row = (found.row > c.row) | ((found.row == c.row) & (found.part > c.part))
         return (found.key > key) | (
@@ -109,7 +109,7 @@ class Since:
         return (keys < key) | ((keys == key) & file)
 
 
-class Memory:
+class ReplayBuffer:
     """Announcements of a loader in order. Its samples are counted from its opening on."""
 
     def __init__(self, order: SourceOrder, since: Cursor):
@@ -119,7 +119,7 @@ class Memory:
         # rows that filters dropped in the window of the first one, told in announcements before it
         self._dropped = 0
         self._empty = 0  # announcements without a sample
-        self._reach = Since.of(since, order).place  # nothing before it is known
+        self._reach = ReplayCursor.of(since, order).place  # nothing before it is known
         self._over: Announce | None = (
             None  # the last of a group, kept no longer though it might be wanted
         )
@@ -160,7 +160,7 @@ class Memory:
         self._reach = max(self._reach, (*_window(news), END, 0, 0, 0))
         self._over = news if news.last else None
 
-    def since(self, since: Since) -> tuple[int, list[Announce]] | None:
+    def since(self, since: ReplayCursor) -> tuple[int, list[Announce]] | None:
         """How many samples stand before a place, and what a loader opened there would have said;
         None: memory does not reach so far.
         """
@@ -176,7 +176,7 @@ class Memory:
                 continue
             if k == 0 and dropped and _window(news) == since.cursor[:3]:
                 found = (
-                    Found.nothing(0) if cut.found is None else cut.found
+                    SampleBlock.nothing(0) if cut.found is None else cut.found
                 )  # one without a sample may have failures
                 cut = replace(cut, found=replace(found, dropped=found.dropped + dropped))
             told.append(cut)

@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Code:
+class RunningUserCode:
     """Code of a user's that runs now, or might: nobody can end it, so it is named while it is
     waited for.
     """

@@ -9,7 +9,7 @@ from collections import deque
 from overlord.sample import Content
 
 
-class Shelf:
+class SampleBuffer:
     """Blocks of samples; the front is popped by plans, the back is filled by the reader. With
     ``keeps`` popped rows stay before the front until they are released, so that the front can go
     back over them.

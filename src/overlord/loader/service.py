@@ -14,8 +14,8 @@ import numpy as np
 from overlord.concurrency.command_loop import Done, Executor
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
-from overlord.loader.sample_buffer import Shelf
-from overlord.messages.control import Back, Open, Opening, Refill
+from overlord.loader.sample_buffer import SampleBuffer
+from overlord.messages.control import LoaderStart, Refill, RestartLoader, Rollback
 from overlord.messages.loader import Evaluate, Pop, Read, ReadFailed
 from overlord.process.memory import pss_bytes
 from overlord.sample import Content, Ragged
@@ -38,7 +38,7 @@ class Turn:
 
 
 @dataclass(slots=True, eq=False)
-class Hosted:
+class LoaderSlot:
     """One logical loader, and its payload: the front of the shelf is where the loader's ``ready``
     says. A shadow follows one on another host: it is popped as that one is, though perhaps later,
     and nobody hears of it until it takes the other's place.
@@ -46,7 +46,7 @@ class Hosted:
 
     loader: Loader
     reader: SourceReader
-    shelf: Shelf
+    shelf: SampleBuffer
     turn: Turn = field(default_factory=Turn)
     shadow: bool = False
     popped: deque[tuple[int, int]] = field(
@@ -84,7 +84,7 @@ class Hosted:
             self.loader.memory.release(front)
             self.settle()
 
-    def back(self, opening: Opening, step: int) -> list[Any] | None:
+    def back(self, opening: LoaderStart, step: int) -> list[Any] | None:
         """Stand where the loader stood behind a step; None: memory does not reach so far. What a
         shadow could not read is read again when it takes the other's place: nobody has heard of it,
         and it may be long ago.
@@ -118,7 +118,7 @@ class Hosted:
             self.shelf.release(self.shelf.kept_rows - wanted)
 
 
-class Loading:
+class LoaderService:
     """``carry_out(command) -> commands``; what work leads to goes to ``run``. With ``keeps`` it can
     go back over steps that were not acknowledged; else nothing is kept, and nothing paid.
     """
@@ -132,7 +132,7 @@ class Loading:
             -1,
             -RELEASED_TOGETHER,
         )  # the last steps taken by all, and let go
-        self.hosted: dict[int, Hosted] = {}  # by the loader's number, in rising order
+        self.hosted: dict[int, LoaderSlot] = {}  # by the loader's number, in rising order
         self.held = NOTHING  # payload of samples that look-ahead passed over
         self._held_by = np.zeros(0, np.int64)  # which loader read each of them
 
@@ -144,7 +144,7 @@ class Loading:
         if loader.number != max(self.hosted):
             self.hosted = dict(sorted(self.hosted.items()))
 
-    def reopen(self, command: Open) -> None:
+    def reopen(self, command: RestartLoader) -> None:
         """A loader begins again where it is: what it held goes, what it had begun leads to
         nothing.
         """
@@ -154,10 +154,10 @@ class Loading:
             old.loader.again(command.cursor, command.generation), old.reader, old.turn
         )
 
-    def _hosting(self, loader: Loader, reader: SourceReader, turn: Turn) -> Hosted:
+    def _hosting(self, loader: Loader, reader: SourceReader, turn: Turn) -> LoaderSlot:
         if self._keeps:
             loader.remember()
-        return Hosted(loader, reader, Shelf(keeps=self._keeps), turn)
+        return LoaderSlot(loader, reader, SampleBuffer(keeps=self._keeps), turn)
 
     def close(self, number: int) -> None:
         self.hosted.pop(number, None)
@@ -183,7 +183,7 @@ class Loading:
         for hosted in self.hosted.values():
             hosted.acked(self._acked)
 
-    def back(self, back: Back, open: Callable[[Opening], None]) -> list[Any]:
+    def back(self, back: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
         """Bring the named loaders to where they stood behind a step: in memory where it reaches so
         far, else opened afresh. Said again, it changes nothing. Returns what they say and want
         then.
@@ -208,7 +208,7 @@ class Loading:
                 commands += self._stand(opening, open, back.step, shadow=False, afresh=back.afresh)
         return commands
 
-    def follow(self, opening: Opening, open: Callable[[Opening], None]) -> list[Any]:
+    def follow(self, opening: LoaderStart, open: Callable[[LoaderStart], None]) -> list[Any]:
         """Be a shadow of this loader, from a place of its stream on. One that was is brought
         there.
         """
@@ -222,7 +222,9 @@ class Loading:
         )  # its source was opened again
         return self._stand(opening, open, step, shadow=True)
 
-    def stand(self, opening: Opening, open: Callable[[Opening], None], step: int) -> list[Any]:
+    def stand(
+        self, opening: LoaderStart, open: Callable[[LoaderStart], None], step: int
+    ) -> list[Any]:
         """Be this loader from a place on, behind a step: what it holds, or held as a shadow, stays;
         else it is opened there.
         """
@@ -251,8 +253,8 @@ class Loading:
 
     def _stand(
         self,
-        opening: Opening,
-        open: Callable[[Opening], None],
+        opening: LoaderStart,
+        open: Callable[[LoaderStart], None],
         step: int,
         *,
         shadow: bool,
@@ -290,7 +292,7 @@ class Loading:
         return ()
 
     def _submit(
-        self, what: str, hosted: Hosted, work: Callable[[], Any], urgent: bool, size: int = 1
+        self, what: str, hosted: LoaderSlot, work: Callable[[], Any], urgent: bool, size: int = 1
     ) -> None:
         turn, name = hosted.turn, f"{what} {hosted.reader.order.name}"
         waits = getattr(hosted.reader, "waits" if what == "read" else "evaluation_waits", None)
@@ -306,7 +308,7 @@ class Loading:
         else:
             go()
 
-    def _read_done(self, hosted: Hosted) -> Done:
+    def _read_done(self, hosted: LoaderSlot) -> Done:
         def done(outcome: Any, error: BaseException | None) -> None:
             hosted.turn.working = False
             if (then := hosted.turn.then) is not None:

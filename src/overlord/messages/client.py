@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.control import Sealed, Stage, StreamState
+from overlord.messages.control import EncodedState, PlannedStep, StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import SampleId
 
@@ -34,7 +34,7 @@ def _needed(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Told:
+class StepInfo:
     """What a client is told of a step beside its arrays: the samples, a row each, and the state
     behind the step.
     """
@@ -46,7 +46,7 @@ class Told:
     # int64 [samples, 6]: source, epoch, file, row, part, tokens; one array, since each costs on its
     # way
     table: np.ndarray
-    after: StreamState | Sealed
+    after: StreamState | EncodedState
     broadcast: tuple[str, ...] = ()  # axes of more than one rank along which the trainer broadcasts
     axis: str = "DP"  # whose buckets the plan has
     place: ClientPlaceTree | None = (
@@ -54,10 +54,10 @@ class Told:
     )
 
     @staticmethod
-    def of(stage: Stage, after: StreamState | Sealed | None = None) -> Told:
+    def of(stage: PlannedStep, after: StreamState | EncodedState | None = None) -> StepInfo:
         """The whole plan's samples, as they are."""
         p = stage.plan
-        return Told(
+        return StepInfo(
             p.step,
             stage.digest,
             stage.valid_tokens,
@@ -67,7 +67,7 @@ class Told:
             *_shares(p),
         )
 
-    def without_broadcast(self) -> Told:
+    def without_broadcast(self) -> StepInfo:
         """Every rank fetches for itself."""
         return replace(
             self,
@@ -75,7 +75,7 @@ class Told:
             place=None if self.place is None else _needed(self.axis, (), self.place),
         )
 
-    def of_rows(self, rows: np.ndarray) -> Told:
+    def of_rows(self, rows: np.ndarray) -> StepInfo:
         """These samples only, in a table of their own: what one bucket's clients need to know."""
         return replace(self, table=self.table[rows])
 
@@ -99,7 +99,7 @@ class Told:
         return SampleId(self.names[source], *place)
 
 
-class Form(NamedTuple):
+class CompactLayout(NamedTuple):
     """How compact microbatches are widened (``constructor/compact.py``)."""
 
     keys: tuple[str, ...]  # to be made, an entry for every token each
@@ -108,13 +108,13 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Handed:
+class StepMessage:
     """A step on its way to the client of one rank: its microbatches side by side
     (``constructor/batch_arrays.py``), or one by one where they do not go together; rows
     ``bounds[m]`` to ``bounds[m + 1]`` of the told samples are in microbatch m.
     """
 
-    told: Told
+    told: StepInfo
     bounds: np.ndarray
     wide: Mapping[str, np.ndarray]
     rows: np.ndarray  # int64 [keys, microbatches]
@@ -124,18 +124,18 @@ class Handed:
     )  # the rank's images and routes, exchange by exchange
     encoder_rows: np.ndarray | None = None  # int64 [keys, exchanges]
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
-    form: Form | None = None  # of ``wide``, where it is compact
+    form: CompactLayout | None = None  # of ``wide``, where it is compact
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndOfStream:
     """No step comes after those already sent."""
 
     error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class StepAck:
     """A client handed this step to the trainer, and with it all before it."""
 
     step: int

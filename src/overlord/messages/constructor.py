@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spoiled:
+class DecodeFailures:
     """Images that could not be decoded where they were wanted: their pixels are zero. For the
     record; it changes no stream.
     """
@@ -19,7 +19,7 @@ class Spoiled:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class PayloadReady:
     step: int
 
 
@@ -49,7 +49,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndRank:
     """A rank has been sent all its steps: it ends, with an error or without."""
 
     rank: int
@@ -57,7 +57,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class Unfinish:
     """What a rank was told of the end holds no longer: the fault behind it is mended."""
 
     rank: int

@@ -144,7 +144,7 @@ class Cursor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class LoaderStart:
     """A logical loader as it begins: share number ``share`` of ``shares`` of a source's chunks,
     from a place of its stream on.
     """
@@ -159,7 +159,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Reopen:
+class RestartSource:
     """Read a source again from where the draw stands, as after a restart: what its loaders hold is
     gone, or is to be elsewhere.
     """
@@ -168,7 +168,7 @@ class Reopen:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class SetReadAhead:
     """Hold so many steps' worth of a source's samples ready beyond the draw: its reads may be slow
     now and then. It changes no stream.
     """
@@ -178,7 +178,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class RestartLoader:
     """A loader begins again at a cursor, with nothing held; what it said before belongs to a
     generation that is over.
     """
@@ -190,7 +190,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Back:
+class Rollback:
     """All behind ``step``, the last that stays, is planned again under a new generation: some part
     was lost. What is complete of it stays complete; what comes of an older generation is not heard.
     """
@@ -198,13 +198,13 @@ class Back:
     generation: int
     step: int
     openings: tuple[
-        Opening, ...
+        LoaderStart, ...
     ] = ()  # for loader hosts: where each of the host's loaders stands behind that step
     afresh: bool = False  # loaders read again, though they may hold what is wanted
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class DropHeldSamples:
     """Payload held over from these loaders goes; the other held rows close ranks, and are numbered
     so from now on.
     """
@@ -213,7 +213,7 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoding:
+class EncoderPlan:
     """What some ranks encode in a step and how outputs come to the backbone, as columns: rank by
     rank, in each exchange by exchange.
 
@@ -244,7 +244,7 @@ class Encoding:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
+class PlannedStep:
     """The plan of a step. ``pops[l]`` samples leave the front of loader l; ``doc[i]`` is sample i's
     number among all popped ones, counted loader by loader behind those that were held over from
     steps before.
@@ -254,7 +254,7 @@ class Stage:
     pops: np.ndarray
     doc: np.ndarray
     digest: str
-    after: StreamState | Sealed
+    after: StreamState | EncodedState
     skipped: bool = False
     kept: np.ndarray | None = (
         # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is
@@ -265,13 +265,13 @@ class Stage:
         None  # int32: who read each sample of the plan; for people, never for a strategy
     )
     valid_tokens: int = 0  # with a loss, over all ranks: a plan cut for some buckets does not know
-    encoding: Encoding | None = (
+    encoding: EncoderPlan | None = (
         None  # where steps are built, for their ranks; None: the job has no images
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class LoaderPlan:
     """A loader host's share of a Stage: what leaves its loaders, and which of it goes to which
     constructor host.
 
@@ -309,18 +309,18 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class ConstructorPlan:
     """A constructor host's share of a Stage: the samples of its buckets. ``doc`` counts over the
     payloads of ``origins``, in order.
     """
 
-    stage: Stage
+    stage: PlannedStep
     origins: tuple[int, ...]  # loader hosts that send payload
     generation: int = 0  # under which it was planned
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class EndOfJob:
     """There is no step ``step``, nor any after it."""
 
     step: int
@@ -352,7 +352,7 @@ class StreamState:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sealed:
+class EncodedState:
     """A StreamState as bytes: whoever carries it to a client need not look inside, and a client
     looks only when it saves.
     """

@@ -30,7 +30,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowRead:
+class WindowReady:
     """A window is in memory: ``rows`` raw rows wait to be evaluated; ``over`` lists chunks that
     ended with it.
     """
@@ -52,7 +52,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Long:
+class LongDocuments:
     """Documents that lost tokens to ``Job.on_long``, in stream order: cut ("truncate"), or no
     sample at all ("drop").
     """
@@ -65,17 +65,17 @@ class Long:
     def __len__(self) -> int:
         return len(self.key)
 
-    def take(self, rows: np.ndarray) -> Long | None:
+    def take(self, rows: np.ndarray) -> LongDocuments | None:
         """Return these documents; None if there are none."""
         return (
-            Long(self.key[rows], self.file[rows], self.row[rows], self.lost[rows])
+            LongDocuments(self.key[rows], self.file[rows], self.row[rows], self.lost[rows])
             if len(rows)
             else None
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class SampleBlock:
     """Samples in stream order, as columns, and what became of the other rows."""
 
     key: np.ndarray  # uint64: the order in the window
@@ -88,22 +88,24 @@ class Found:
     bad_row: np.ndarray
     bad_reason: tuple[str, ...]
     dropped: int = 0
-    long: Long | None = None  # None: no document lost tokens
+    long: LongDocuments | None = None  # None: no document lost tokens
 
     def __len__(self) -> int:
         return len(self.key)
 
     @staticmethod
-    def nothing(dropped: int) -> Found:
+    def nothing(dropped: int) -> SampleBlock:
         """A window all of whose rows a filter dropped."""
         none = np.zeros(0, np.int64)
         keys, meta = none.astype(np.uint64), {"tokens": none, "bytes": none}
-        return Found(keys, none, none, none.astype(np.int32), meta, keys, none, none, (), dropped)
+        return SampleBlock(
+            keys, none, none, none.astype(np.int32), meta, keys, none, none, (), dropped
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Evaluated:
-    found: Found
+class BlockReady:
+    found: SampleBlock
     rows: int  # raw rows this took from the window
     nbytes: int
     seconds: float = 0.0  # what it cost: blocks are sized by it
@@ -122,7 +124,7 @@ class Announce:
     epoch: int
     group: int
     window: int
-    found: Found | None
+    found: SampleBlock | None
     closes: bool = False  # this loader has no more rows of the window
     last: bool = False  # and none of the group
     error: Exception | None = None
@@ -130,7 +132,7 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Payload:
+class StepPayload:
     """What a loader host has for a constructor host in a step."""
 
     step: int

@@ -13,8 +13,8 @@ import numpy as np
 
 from overlord.checks import did_you_mean
 from overlord.errors import PlanError
-from overlord.messages.control import Cursor, Stage, StreamState
-from overlord.observe.sample_lookup import COUNTED, Whereabouts, parse_id
+from overlord.messages.control import Cursor, PlannedStep, StreamState
+from overlord.observe.sample_lookup import COUNTED, SampleLookup, parse_id
 from overlord.planning.events import latest
 from overlord.planning.graph.lineage import constructors_of
 from overlord.sample import SampleId
@@ -37,14 +37,14 @@ class Known:
     names: tuple[str, ...]  # of sources, those added in mid-run behind the job's
     indexes: Sequence[Index]
     orders: Sequence[SourceOrder]
-    stages: Sequence[Stage]  # planned steps that are kept, oldest first
+    stages: Sequence[PlannedStep]  # planned steps that are kept, oldest first
     quarantine: Sequence[Quarantined]
     state: StreamState  # behind the last planned step
     start: int  # the step this session began with
     loaders: tuple[str, ...] = ()
 
-    def whereabouts(self, source: int) -> Whereabouts:
-        return Whereabouts(
+    def whereabouts(self, source: int) -> SampleLookup:
+        return SampleLookup(
             index=self.indexes[source], order=self.orders[source], slice_rows=self.job.slice_rows
         )
 
@@ -152,7 +152,7 @@ class StepExplanation(Explanation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class SlotOfSample:
     """Where an item of a sample stands in one module."""
 
     module: str
@@ -187,7 +187,7 @@ class SampleExplanation(Explanation):
     substep: int | None = None
     tokens: int | None = None
     loader: str | None = None
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[SlotOfSample, ...] = ()
 
 
 def explain(what: int | str | SampleId, known: Known) -> Explanation:
@@ -203,7 +203,7 @@ def explain(what: int | str | SampleId, known: Known) -> Explanation:
     return explain_step(stage_of(numbers[0], known.stages, known.state.step), known)
 
 
-def stage_of(step: int, stages: Sequence[Stage], following: int) -> Stage:
+def stage_of(step: int, stages: Sequence[PlannedStep], following: int) -> PlannedStep:
     for stage in stages:
         if stage.plan.step == step:
             return stage
@@ -221,7 +221,7 @@ def stage_of(step: int, stages: Sequence[Stage], following: int) -> Stage:
     raise PlanError(f"it {state}", step, held)
 
 
-def explain_step(stage: Stage, known: Known) -> StepExplanation:
+def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
     plan = stage.plan
     return StepExplanation(
         step=plan.step,
@@ -242,7 +242,7 @@ def explain_step(stage: Stage, known: Known) -> StepExplanation:
     )
 
 
-def weights_from(stage: Stage, job: Job) -> str:
+def weights_from(stage: PlannedStep, job: Job) -> str:
     """What set the weights that a step was drawn with."""
     after, step = stage.after, stage.plan.step
     assert isinstance(after, StreamState), "who explains has the planner's own stages"
@@ -445,7 +445,7 @@ def _elsewhere(sample: SampleId, source: int, chunk: int, known: Known) -> tuple
     )
 
 
-def _placed(stage: Stage, at: int, known: Known, said: dict[str, Any]) -> SampleExplanation:
+def _placed(stage: PlannedStep, at: int, known: Known, said: dict[str, Any]) -> SampleExplanation:
     plan = stage.plan
     placed = tuple(
         _item(plan, name, i, known.job)
@@ -473,7 +473,7 @@ def _placed(stage: Stage, at: int, known: Known, said: dict[str, Any]) -> Sample
     )
 
 
-def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> Placed:
+def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> SlotOfSample:
     a, place = plan.modules[name], plan.place or job.place
     bucket, cost = int(a.bucket[i]), float(a.cost[i])
     inside = np.flatnonzero(a.bucket == bucket)
@@ -490,7 +490,7 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> Placed:
     )
     why = f"{ordinal(in_step)} dearest of {len(a.cost):,} in the step ({cost / mean:.2f}x the mean)"
     why += f", {ordinal(in_bucket)} of {len(inside):,} in its bucket"
-    return Placed(
+    return SlotOfSample(
         module=name,
         bucket=bucket,
         microbatch=int(a.microbatch[i]),

@@ -40,7 +40,7 @@ def parse_id(text: str) -> SampleId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class SampleLookup:
     """Rows of one source against a place in its stream."""
 
     index: Index

@@ -130,7 +130,7 @@ def widened(state: StreamState, n: int) -> StreamState:
     )
 
 
-class Log:
+class EventLog:
     """What was said lately: states of steps planned before it do not hold it, since prefetch runs
     ahead of what people say.
     """

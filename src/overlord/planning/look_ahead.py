@@ -35,7 +35,7 @@ class _Record:
         return int((self.age != TAKEN).sum())
 
 
-class Reserve:
+class LookAheadPool:
     """All sources' records, and the numbering of the payload that is held for them."""
 
     def __init__(self, n_sources: int):
@@ -193,7 +193,7 @@ class Candidates:
     first: np.ndarray  # row at which each source begins
 
 
-class Extended:
+class ExtendedFront:
     """The front of a stream with what is in the reserve before it: what the draw sees."""
 
     def __init__(self, stream: SourceStream, more: int):

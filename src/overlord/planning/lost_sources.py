@@ -11,7 +11,7 @@ from typing import Any
 
 from overlord.checks import did_you_mean
 from overlord.errors import PlanError, StorageError
-from overlord.messages.control import Forget, SourceLost, StreamState
+from overlord.messages.control import DropHeldSamples, SourceLost, StreamState
 from overlord.planning.demand import Demand
 from overlord.planning.events import in_order, lost
 from overlord.planning.status import Answers
@@ -72,7 +72,7 @@ class Leaving(Answers):
         self._state = replace(self._state, events=in_order((*self._state.events, event)))
         self._waiting = {}
 
-    def _leave_lost(self) -> list[Forget]:
+    def _leave_lost(self) -> list[DropHeldSamples]:
         """Before a step is drawn: those that are lost by then are not drawn from. What was read of
         them and not drawn is of no use.
         """
@@ -81,12 +81,12 @@ class Leaving(Answers):
         leaving = [i for i, s in enumerate(self.spec.sources) if s.name in gone and state.active[i]]
         if not leaving:
             return []
-        active, owed, commands = list(state.active), list(state.owed), list[Forget]()
+        active, owed, commands = list(state.active), list(state.owed), list[DropHeldSamples]()
         for i in leaving:
             active[i], owed[i] = False, 0
             self._replay.pop(i, None)
             if self._reserve is not None and self._reserve.give_back(i)[1]:
-                commands.append(Forget(tuple(self._demand.of(i))))
+                commands.append(DropHeldSamples(tuple(self._demand.of(i))))
         ahead = state.ahead and tuple(
             a[:0] if i in leaving else a for i, a in enumerate(state.ahead)
         )

@@ -11,7 +11,7 @@ import numpy as np
 SHARE = 0.01  # of a source's tokens so far, delivered and lost
 
 
-class Losses:
+class TokenLosses:
     """Finds sources whose losses pass ``SHARE``. A source is found once, also when steps are
     planned again after a fault.
     """

@@ -16,24 +16,24 @@ import numpy as np
 
 from overlord.errors import OverlordError, PlanError
 from overlord.job.job import mixture_problems
-from overlord.messages.constructor import Spoiled
+from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import (
     AddSource,
     Attach,
     Consumed,
     Cursor,
     Detach,
-    Finish,
-    Forget,
-    Hold,
-    Open,
+    DropHeldSamples,
+    EndOfJob,
+    PlannedStep,
     Refill,
-    Reopen,
     Report,
+    RestartLoader,
+    RestartSource,
     SetMixture,
+    SetReadAhead,
     Skip,
     SourceLost,
-    Stage,
     StreamState,
 )
 from overlord.messages.loader import Announce
@@ -43,16 +43,16 @@ from overlord.planning.demand import Demand
 from overlord.planning.draw import Drawer, Drawn, Short, owed_behind, step_positions
 from overlord.planning.events import joined, said_of_all, skipped, still_in_force, widened
 from overlord.planning.images.encoding import check_images, valid_tokens
-from overlord.planning.look_ahead import Reserve
+from overlord.planning.look_ahead import LookAheadPool
 from overlord.planning.lost_sources import Leaving
 from overlord.planning.mixture import Mixture, nothing_to_draw
-from overlord.planning.rank_progress import Paces
+from overlord.planning.rank_progress import RankProgress
 from overlord.planning.selection import check_choice, checked_scores, counts_of, rows_of
 from overlord.planning.spec import Ledger, NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.stream import Piece, SourceStream
 from overlord.user_code import told, where_raised
 
-Command = Refill | Stage | Finish | Forget | Open | SourceLost
+Command = Refill | PlannedStep | EndOfJob | DropHeldSamples | RestartLoader | SourceLost
 
 
 class Planner(Leaving):
@@ -90,20 +90,22 @@ class Planner(Leaving):
             seed=spec.seed,
             fill=spec.until != "first",
         )
-        self._consumed = Paces()  # rank -> last step it was handed
+        self._consumed = RankProgress()  # rank -> last step it was handed
         self._outstanding: list[
             int
         ] = []  # planned steps to be delivered that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
         self._reserve = (
-            Reserve(len(spec.sources)) if spec.leaves_holes or any(map(len, state.ahead)) else None
+            LookAheadPool(len(spec.sources))
+            if spec.leaves_holes or any(map(len, state.ahead))
+            else None
         )
         self._replay = {
             i: ages for i, ages in enumerate(state.ahead) if len(ages)
         }  # pulled before the state was saved
-        self._finished: Finish | None = None
-        self._stop: Finish | None = None  # of one who cannot go on behind it
-        self._ended: Finish | None = (
+        self._finished: EndOfJob | None = None
+        self._stop: EndOfJob | None = None  # of one who cannot go on behind it
+        self._ended: EndOfJob | None = (
             None  # found by the planner before this one, which nothing that is said since may move
         )
         self._unbegun = None
@@ -129,7 +131,7 @@ class Planner(Leaving):
         self._stop, self._ended = before._stop, before._finished or before._ended
         self.ledger.adopt(before.ledger)
         self._mixture.feedback.adopt(before._mixture.feedback)
-        self._consumed = Paces(
+        self._consumed = RankProgress(
             (rank, max(step, self._state.step - 1)) for rank, step in before._consumed.items()
         )
         return self._plan_ahead()
@@ -163,7 +165,9 @@ class Planner(Leaving):
                 self._consumed.setdefault(rank, self._state.step - 1)
             case Detach(rank=rank):
                 self._consumed.pop(rank, None)
-            case Finish(step=step):  # a constructor cannot build this step: no later one is planned
+            case EndOfJob(
+                step=step
+            ):  # a constructor cannot build this step: no later one is planned
                 if self._finished is not None and self._finished.step <= step:
                     return []
                 return self._end_here(event)
@@ -173,16 +177,16 @@ class Planner(Leaving):
                 self._add_source(event)
             case SourceLost():
                 self._lose(event)
-            case Reopen(source=source):
+            case RestartSource(source=source):
                 return self._reopen(source)
-            case Hold(source=source, steps=steps):
+            case SetReadAhead(source=source, steps=steps):
                 self.spec = replace(self.spec, ahead_of={**self.spec.ahead_of, source: steps})
                 self._demand.hold(source, steps)
                 return []
             case Report():
                 self._mixture.report(event)
                 return []
-            case Spoiled():
+            case DecodeFailures():
                 self.ledger.spoil(event)
                 return []
             case _:
@@ -248,9 +252,9 @@ class Planner(Leaving):
             if len(ages):
                 self._replay[i] = ages
             if held:
-                commands.append(Forget(tuple(self._demand.of(i))))
+                commands.append(DropHeldSamples(tuple(self._demand.of(i))))
         commands += [
-            Open(loader, cursor, self._generations[i], self._state.step - 1)
+            RestartLoader(loader, cursor, self._generations[i], self._state.step - 1)
             for loader in self._demand.of(i)
         ]
         ahead = self._demand.reopened(i)
@@ -356,7 +360,7 @@ class Planner(Leaving):
         self._replay = {}
         return {}
 
-    def _pull(self, reserve: Reserve, drawn: Drawn) -> dict[int, int]:
+    def _pull(self, reserve: LookAheadPool, drawn: Drawn) -> dict[int, int]:
         """Bring the candidates of a draw into the reserve; or say what is missing for it."""
         wanted = {
             i: n - reserve.open(i)
@@ -375,7 +379,7 @@ class Planner(Leaving):
             reserve.pull(i, pieces, Joined([(i, p) for p in pieces]).holders(self._demand.first))
         return {}
 
-    def _stage_chosen(self, reserve: Reserve, drawn: Drawn) -> Stage:
+    def _stage_chosen(self, reserve: LookAheadPool, drawn: Drawn) -> PlannedStep:
         """A step whose strategy chooses among candidates, or leaves what does not fit."""
         state, spec = self._state, self.spec
         pops = reserve.number(self._demand.n_loaders)
@@ -439,13 +443,13 @@ class Planner(Leaving):
             else [*self._demand.nudge(i, lacking, stream.behind())]
         )
 
-    def _end_here(self, finish: Finish) -> list[Command]:
+    def _end_here(self, finish: EndOfJob) -> list[Command]:
         self._finished = self._stop = finish
         self._waiting = {}
         return [finish]
 
     def _finish(self, error: Exception | None) -> list[Command]:
-        self._finished = Finish(self._state.step, error)
+        self._finished = EndOfJob(self._state.step, error)
         self._waiting = {}
         for i, stream in enumerate(self._streams):
             if error is not None and stream.error is error:
@@ -465,7 +469,7 @@ class Planner(Leaving):
         self._state = self._mixture.at(self._state, {s.name: s.weight for s in self.spec.sources})
         self._weights = self._mixture.weights
 
-    def _stage(self, drawn: Drawn) -> Stage:
+    def _stage(self, drawn: Drawn) -> PlannedStep:
         spec = self.spec
         pieces: list[tuple[int, Piece]] = []
         for i, n in enumerate(np.sum(drawn.counts, axis=0).tolist()):
@@ -505,7 +509,7 @@ class Planner(Leaving):
         cursors: np.ndarray,
         drawn: Drawn,
         kept: np.ndarray | None = None,
-    ) -> Stage:
+    ) -> PlannedStep:
         """Close the step: accounts, counts and the state behind it."""
         state = self._state
         self._demand.popped(pops)
@@ -528,7 +532,7 @@ class Planner(Leaving):
         digest = plan.digest()
         if plan.place is None:  # made by hand: who gets what of it is still told by the mesh
             plan = replace(plan, place=self.spec.place)
-        return Stage(
+        return PlannedStep(
             plan, pops, doc, digest, self._state, unseen, kept, loader.astype(np.int32), valid
         )
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 
-class Paces(dict[int, int]):
+class RankProgress(dict[int, int]):
     """Rank -> last step it was handed. Ranks stand at few different steps at a time, so those are
     counted.
     """

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from overlord.messages.loader import Found, Long
+from overlord.messages.loader import LongDocuments, SampleBlock
 from overlord.sample import join_rows, take_rows
 
 NO_ROWS = np.zeros(0, np.int64)
 
 
-def sorted_found(found: Found) -> tuple[Found, np.ndarray]:
+def sorted_found(found: SampleBlock) -> tuple[SampleBlock, np.ndarray]:
     """Return the samples and rows in the order of their window, and the order of the samples."""
     order = np.lexsort((found.part, found.row, found.file, found.key))
     bad = np.lexsort((found.bad_row, found.bad_file, found.bad_key))
@@ -27,11 +27,11 @@ def sorted_found(found: Found) -> tuple[Found, np.ndarray]:
     return replace(take(found, order, bad), long=long), order
 
 
-def take(found: Found, rows: np.ndarray, bad: np.ndarray) -> Found:
+def take(found: SampleBlock, rows: np.ndarray, bad: np.ndarray) -> SampleBlock:
     """Return some of the samples and of the quarantined rows; what was dropped, and long documents,
     stay as they are.
     """
-    return Found(
+    return SampleBlock(
         found.key[rows],
         found.file[rows],
         found.row[rows],
@@ -46,7 +46,7 @@ def take(found: Found, rows: np.ndarray, bad: np.ndarray) -> Found:
     )
 
 
-def concat(parts: Sequence[Found]) -> Found:
+def concat(parts: Sequence[SampleBlock]) -> SampleBlock:
     """Return all of them as one, in the order given."""
 
     def join(name: str) -> np.ndarray:
@@ -55,7 +55,7 @@ def concat(parts: Sequence[Found]) -> Found:
     full = [p for p in parts if len(p)] or parts[:1]
     meta = {n: join_rows([p.meta[n] for p in full]) for n in full[0].meta}
     reasons = tuple(r for p in parts for r in p.bad_reason)
-    return Found(
+    return SampleBlock(
         join("key"),
         join("file"),
         join("row"),
@@ -70,11 +70,11 @@ def concat(parts: Sequence[Found]) -> Found:
     )
 
 
-def _longs(parts: Sequence[Long | None]) -> Long | None:
+def _longs(parts: Sequence[LongDocuments | None]) -> LongDocuments | None:
     some = [p for p in parts if p is not None]
     if len(some) < 2:
         return some[0] if some else None
-    return Long(
+    return LongDocuments(
         *(
             np.concatenate([getattr(p, name) for p in some])
             for name in ("key", "file", "row", "lost")
@@ -82,7 +82,7 @@ def _longs(parts: Sequence[Long | None]) -> Long | None:
     )
 
 
-def last_key(parts: Sequence[Found]) -> int | None:
+def last_key(parts: Sequence[SampleBlock]) -> int | None:
     """Return the highest key that was announced, of a sample or of a row without one."""
     keys = [
         int(k[-1])
@@ -93,7 +93,9 @@ def last_key(parts: Sequence[Found]) -> int | None:
     return max(keys) if keys else None
 
 
-def split(parts: list[Found], bound: int | None) -> tuple[list[Found], list[Found]]:
+def split(
+    parts: list[SampleBlock], bound: int | None
+) -> tuple[list[SampleBlock], list[SampleBlock]]:
     """Parts before a key, and the rest. Rows of the key itself wait: a row of equal key may still
     be announced before them.
     """
@@ -124,12 +126,12 @@ def split(parts: list[Found], bound: int | None) -> tuple[list[Found], list[Foun
     return final, rest
 
 
-def rank_of_bad(found: Found) -> np.ndarray:
+def rank_of_bad(found: SampleBlock) -> np.ndarray:
     """Return how many samples stand before each quarantined row: by key, then file and row."""
     return _rank(found, found.bad_key, found.bad_file, found.bad_row)
 
 
-def rank_of_long(found: Found) -> np.ndarray:
+def rank_of_long(found: SampleBlock) -> np.ndarray:
     """Return how many samples stand before each long document; where it was cut, this is the number
     of its own sample.
     """
@@ -140,7 +142,7 @@ def rank_of_long(found: Found) -> np.ndarray:
     )
 
 
-def _rank(found: Found, key: np.ndarray, file: np.ndarray, row: np.ndarray) -> np.ndarray:
+def _rank(found: SampleBlock, key: np.ndarray, file: np.ndarray, row: np.ndarray) -> np.ndarray:
     if not len(key):
         return NO_ROWS
     order = np.lexsort(  # stable: a row stands before the sample that was made of it

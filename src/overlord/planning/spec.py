@@ -13,7 +13,7 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.constructor import Spoiled
+from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import AddSource, Cursor, StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.mixture import Schedule
@@ -176,7 +176,7 @@ class Ledger:
         self.quarantined[i] += len(rows)
         self._listed = max(self._listed, int(self.quarantined.sum()))
 
-    def spoil(self, event: Spoiled) -> None:
+    def spoil(self, event: DecodeFailures) -> None:
         """Samples that were delivered with an image missing. They count for the record only, never
         for ``max_bad``: when a step is built must not decide where the stream ends.
         """

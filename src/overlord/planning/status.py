@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import PlanError
-from overlord.messages.control import Cursor, Finish, Refill, Report, StreamState
+from overlord.messages.control import Cursor, EndOfJob, Refill, Report, StreamState
 from overlord.planning.buffer import Joined, gather
 from overlord.planning.demand import Demand
-from overlord.planning.look_ahead import Extended, Reserve
+from overlord.planning.look_ahead import ExtendedFront, LookAheadPool
 from overlord.planning.mixture import Mixture
-from overlord.planning.rank_progress import Paces
+from overlord.planning.rank_progress import RankProgress
 from overlord.planning.spec import Ledger, PlannerSpec
 from overlord.planning.stream import SourceStream
 from overlord.sample import Buffer
@@ -29,14 +29,14 @@ class Answers:
     ledger: Ledger
     floor: int
     _begun: int
-    _consumed: Paces
-    _finished: Finish | None
+    _consumed: RankProgress
+    _finished: EndOfJob | None
     _demand: Demand
-    _ended: Finish | None
+    _ended: EndOfJob | None
     _generations: list[int]
     _mixture: Mixture
     _outstanding: list[int]
-    _reserve: Reserve | None
+    _reserve: LookAheadPool | None
     _state: StreamState
     _streams: list[SourceStream]
     _waiting: dict[int, int]
@@ -46,11 +46,11 @@ class Answers:
         """Samples of a source that are pulled and not drawn."""
         return 0 if self._reserve is None else self._reserve.open(i)
 
-    def _fronts(self) -> Sequence[Extended | SourceStream]:
+    def _fronts(self) -> Sequence[ExtendedFront | SourceStream]:
         return (
             self._streams
             if self._reserve is None
-            else [Extended(s, self._reserve.open(i)) for i, s in enumerate(self._streams)]
+            else [ExtendedFront(s, self._reserve.open(i)) for i, s in enumerate(self._streams)]
         )
 
     def _satisfied(self) -> bool:
@@ -93,12 +93,12 @@ class Answers:
         return self._state.step
 
     @property
-    def finished(self) -> Finish | None:
+    def finished(self) -> EndOfJob | None:
         """Where the job ends, once that is known."""
         return self._finished
 
     @property
-    def ended(self) -> Finish | None:
+    def ended(self) -> EndOfJob | None:
         """The same; also while steps before it are planned again."""
         return self._finished or self._ended
 

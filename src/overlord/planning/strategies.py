@@ -139,8 +139,8 @@ def vlm(
         )
 
     costs = ", ".join(fingerprint_of(named(cost)) for cost in (encoder, backbone))
-    vlm_hybrid.fingerprint = (
-        f"vlm({costs}, {per}, {joint}, {merge}, {images}, {method}, {objective})"  # type: ignore[attr-defined]
+    vlm_hybrid.fingerprint = (  # type: ignore[attr-defined]
+        f"vlm({costs}, {per}, {joint}, {merge}, {images}, {method}, {objective})"
     )
     return vlm_hybrid
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from overlord.errors import SourceError
 from overlord.messages.control import Cursor
-from overlord.messages.loader import Announce, Found
+from overlord.messages.loader import Announce, SampleBlock
 from overlord.planning.sample_blocks import (
     concat,
     last_key,
@@ -34,7 +34,7 @@ class _Segment:
     """A run of final samples of one window."""
 
     at: Cursor  # epoch, group, window
-    found: Found
+    found: SampleBlock
     loader: np.ndarray | int  # who holds each sample
     tokens: np.ndarray  # running sum, with a leading 0
     bad_at: np.ndarray  # how many samples of the segment stand before each quarantined row
@@ -61,7 +61,7 @@ class _Segment:
 class _Share:
     """What one loader has announced of the window being merged."""
 
-    parts: list[Found] = field(default_factory=list)
+    parts: list[SampleBlock] = field(default_factory=list)
     closed: bool = False
 
 
@@ -69,7 +69,7 @@ class Piece(NamedTuple):
     """Samples ``start`` to ``stop`` of a run: what a draw takes, without a copy."""
 
     at: Cursor  # epoch, group, window
-    found: Found
+    found: SampleBlock
     loader: np.ndarray | int
     ids: np.ndarray
     start: int
@@ -232,7 +232,7 @@ class SourceStream:
             found, order = sorted_found(concat(picked))
             self._append(found, np.concatenate(loaders)[order])
 
-    def _append(self, found: Found, loader: np.ndarray | int) -> None:
+    def _append(self, found: SampleBlock, loader: np.ndarray | int) -> None:
         if self.error is not None:
             return  # the stream broke in a part before this one
         if found.dropped:
@@ -257,7 +257,7 @@ class SourceStream:
         self._ready += len(found)
         self._epoch_has_sample |= len(found) > 0
 
-    def _check_bad(self, found: Found, bad_at: np.ndarray) -> tuple[int, int] | None:
+    def _check_bad(self, found: SampleBlock, bad_at: np.ndarray) -> tuple[int, int] | None:
         """Count failures in a row, in stream order; (samples, failures) up to where the job must
         stop, or None.
         """

@@ -25,7 +25,7 @@ def in_turn(steps: Steps) -> None:
         raise first
 
 
-class Ending:
+class CloseOnce:
     """Steps that are done once, however often and by whomever they are asked for."""
 
     def __init__(self) -> None:

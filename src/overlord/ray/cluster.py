@@ -47,11 +47,11 @@ from overlord.ray.auth import (
 from overlord.ray.folder import Folder, Terminated, environment_kept
 from overlord.ray.head import Head
 from overlord.ray.node_choice import Node
-from overlord.ray.placement import Place
+from overlord.ray.placement import RayPlace
 from overlord.ray.raylet_exit import not_waited_for
 from overlord.ray.versions import check_version
-from overlord.ray.worker import Body, Home
-from overlord.ray.worker_logs import Words
+from overlord.ray.worker import ActorBody, Home
+from overlord.ray.worker_logs import WorkerOutput
 from overlord.setup.options import n_cores
 
 try:
@@ -112,18 +112,18 @@ SETTINGS = {
 _prints = ray_worker.print_to_stdstream
 
 
-class Hosted(Body):
+class Hosted(ActorBody):
     """An actor's life in a process of Ray's."""
 
     def begin(self, home: Home, far: bool, code: bytes) -> int | None:
         """Code comes with the start, and is opened when it is known where its modules are."""
         os.environ[NODE] = node_here()
         worker = ray_worker.global_worker
-        words = Words.into(here(), (worker.get_err_file_path(), worker.get_out_file_path()))
+        words = WorkerOutput.into(here(), (worker.get_err_file_path(), worker.get_out_file_path()))
         return self.live(home, here() if far else "", lambda: opened(code), words)
 
 
-def actor_of(place: Place, **named: str) -> Any:
+def actor_of(place: RayPlace, **named: str) -> Any:
     """What Ray makes actors of; what it does not take is said here."""
     found = place.options() | named
     if place.node:
@@ -148,7 +148,7 @@ def _ping() -> None:
     client.internal_kv_keys(b"overlord", None, timeout=PING_S)
 
 
-Key = tuple[str, str, Place]  # of a process: whose job, which actor, where
+Key = tuple[str, str, RayPlace]  # of a process: whose job, which actor, where
 
 
 class Cluster:

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from overlord.concurrency.platform import Machine, Networked
-from overlord.concurrency.thread_queue import Hands
+from overlord.concurrency.platform import NetworkPlatform, Platform
+from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.ray.cluster import (
     CLUSTER,
@@ -35,13 +35,21 @@ from overlord.ray.cluster import (
     warn_if_exposed,
 )
 from overlord.ray.node_choice import Node
-from overlord.ray.placement import Place, no_room
+from overlord.ray.placement import RayPlace, no_room
 from overlord.ray.worker import Home, this_machine
-from overlord.ray.worker_logs import Words
-from overlord.rpc.actors import HURRY_S, SHUT_DOWN, SHUTDOWN_S, Actors, Answer, Handle, Somewhere
-from overlord.rpc.peers import CUT_S, PeerRecord, Peers, after
+from overlord.ray.worker_logs import WorkerOutput
+from overlord.rpc.actors import (
+    HURRY_S,
+    SHUT_DOWN,
+    SHUTDOWN_S,
+    ActorHandle,
+    BaseActorSystem,
+    PendingCall,
+    Somewhere,
+)
+from overlord.rpc.peers import CUT_S, RpcRecord, RpcServer, after
 from overlord.rpc.server import ITSELF, factory_failed, open_reply
-from overlord.transport.server_connection import ServerLink
+from overlord.transport.server_connection import ServerConnection
 
 log = logging.getLogger("overlord")
 
@@ -54,7 +62,7 @@ PROCESS_S = 40.0
 SILENT_S = 6.0  # for Ray to say that one that was killed is gone; without a head it may say nothing
 
 
-class RayRecord(PeerRecord):
+class RayRecord(RpcRecord):
     """An actor that Ray started and that comes to us."""
 
     def __init__(self, name: str):
@@ -62,7 +70,7 @@ class RayRecord(PeerRecord):
         self.actor: Any = None
         self.near = False  # whether its process is one of this machine
         self.killed = ""  # why, when it was
-        self.words = Words()  # where its output is
+        self.words = WorkerOutput()  # where its output is
 
     @property
     def pid(self) -> int:
@@ -70,7 +78,7 @@ class RayRecord(PeerRecord):
         return (self.near and self.handle is not None and self.handle.pid) or 0
 
 
-class RayControl(Peers):
+class RayActorSystem(RpcServer):
     """Actors of a Ray cluster. Callbacks of futures and deaths run in threads of this class."""
 
     _kind = RayRecord
@@ -81,17 +89,19 @@ class RayControl(Peers):
         CLUSTER.hold(address)
         try:
             warn_if_exposed()
-            self.machine = Networked(ports) if CLUSTER.far else Machine(ports)  # of every host
-            mine = Networked(ports, here()) if CLUSTER.far else self.machine
+            self.machine = (
+                NetworkPlatform(ports) if CLUSTER.far else Platform(ports)
+            )  # of every host
+            mine = NetworkPlatform(ports, here()) if CLUSTER.far else self.machine
             super().__init__(end=self._end_by_name, cut=self._cut_off, machine=mine)
         except BaseException:
             CLUSTER.release()
             raise
         self._job, self._machine_id, self._pid = job, this_machine(), os.getpid()
-        self._news = Hands(
+        self._news = ThreadQueue(
             1, "ray"
         )  # what Ray says is heard in a thread of ours: in its own nothing may be asked of it
-        self._starts = Hands(
+        self._starts = ThreadQueue(
             1, "ray-starts"
         )  # whoever wants an actor must not wait for Ray, whose head may be gone
         self._home = {
@@ -115,14 +125,16 @@ class RayControl(Peers):
         name: str,
         resources: Mapping[str, float] | None = None,
         node: Somewhere = None,
-    ) -> Handle:
-        return Actors.spawn(self, factory, *args, name=name, resources=resources, node=node)
+    ) -> ActorHandle:
+        return BaseActorSystem.spawn(
+            self, factory, *args, name=name, resources=resources, node=node
+        )
 
     def nodes(self) -> list[Node]:
         """Where actors can be; none where there is no choice."""
         return CLUSTER.nodes() if CLUSTER.far else []
 
-    def pid_here(self, handle: Handle) -> int:
+    def pid_here(self, handle: ActorHandle) -> int:
         """Of an actor's process, once that is known and if it is one of this machine; else 0."""
         return handle._record.pid if isinstance(handle._record, RayRecord) else 0
 
@@ -136,12 +148,12 @@ class RayControl(Peers):
             for name, p in places.items()
         }
 
-    def _place(self, name: str, resources: Mapping[str, float], node: Somewhere) -> Place:
+    def _place(self, name: str, resources: Mapping[str, float], node: Somewhere) -> RayPlace:
         others = {key: value for key, value in resources.items() if key not in ("cpus", "memory")}
         there, labels = (
             (CLUSTER.node_id(node, name), {}) if isinstance(node, str) else (None, node or {})
         )
-        place = Place(
+        place = RayPlace(
             num_cpus=resources.get("cpus", 0.0),
             memory=resources.get("memory"),
             resources=tuple(sorted(others.items())),
@@ -158,12 +170,12 @@ class RayControl(Peers):
         return place
 
     def _start(
-        self, record: PeerRecord, factory: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Handle:
+        self, record: RpcRecord, factory: Callable[..., Any], args: tuple[Any, ...]
+    ) -> ActorHandle:
         assert isinstance(record, RayRecord)
         code = pickled(record.name, (factory, args))
         record.ticket = next(self._tickets)
-        handle = record.handle = Handle(record.name, None, record)
+        handle = record.handle = ActorHandle(record.name, None, record)
         self._by_ticket[record.ticket] = record
         of_now = {} if CLUSTER.far else {"environ": dict(os.environ), "directory": os.getcwd()}
         home = Home(name=record.name, ticket=record.ticket, **of_now, **self._home)  # type: ignore[arg-type]
@@ -254,7 +266,7 @@ class RayControl(Peers):
         )
 
     def _whom(self, future: Future[Any]) -> str:
-        if isinstance(future, Answer):
+        if isinstance(future, PendingCall):
             for record in self._living():
                 if record.name == future.actor and record.link is None:
                     where = (
@@ -270,7 +282,7 @@ class RayControl(Peers):
 
     # ending
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: ActorHandle) -> None:
         record = self._mine(handle)
         if record.reason is None:
             self._kill(record)
@@ -279,7 +291,7 @@ class RayControl(Peers):
                     f"the process of actor {handle.name!r} to end after it was killed", KILL_S
                 )
 
-    def _kill(self, record: PeerRecord, why: str = KILLED) -> None:
+    def _kill(self, record: RpcRecord, why: str = KILLED) -> None:
         """One whose link is closed leaves by itself, also where Ray can do nothing; if no word
         comes of it, it is given up.
         """
@@ -346,7 +358,7 @@ class RayControl(Peers):
             else ""
         )
 
-    def _ended(self, record: PeerRecord) -> None:
+    def _ended(self, record: RpcRecord) -> None:
         assert isinstance(record, RayRecord)
         assert record.end is not None
         if record.leaving:
@@ -357,12 +369,12 @@ class RayControl(Peers):
             self._over(record, record.end[0])
         record.gone.set()
 
-    def _opened(self, link: ServerLink, hello: Mapping[str, Any]) -> dict[str, Any]:
+    def _opened(self, link: ServerConnection, hello: Mapping[str, Any]) -> dict[str, Any]:
         welcome = super()._opened(link, hello)
         record = self._of_link[link]
         assert isinstance(record, RayRecord)
         record.near = bool(self._machine_id) and hello.get("machine") == self._machine_id
-        record.words = Words.of(hello.get("words"))
+        record.words = WorkerOutput.of(hello.get("words"))
         return welcome
 
     def _message(self, link: Any, value: Any) -> None:
@@ -372,7 +384,7 @@ class RayControl(Peers):
             case _:
                 super()._message(link, value)
 
-    def _of_itself(self, record: PeerRecord, header: bytes, columns: list[np.ndarray]) -> None:
+    def _of_itself(self, record: RpcRecord, header: bytes, columns: list[np.ndarray]) -> None:
         assert isinstance(record, RayRecord)
         _, fault = open_reply(record.name, header, columns)
         if record.leaving:

@@ -12,7 +12,7 @@ from overlord.ray.node_choice import Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RayPlace:
     """What Ray is told of where an actor is to be."""
 
     num_cpus: float = 0.0
@@ -60,7 +60,7 @@ class Place:
         return found
 
 
-def no_room(place: Place, nodes: Sequence[Node]) -> str:
+def no_room(place: RayPlace, nodes: Sequence[Node]) -> str:
     """What is waited for where Ray was asked for more than any node has idle."""
     kinds = [key for key, _ in place.resources]  # what is asked for by name may be what is missing
     more = [

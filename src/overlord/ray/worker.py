@@ -22,8 +22,8 @@ import numpy as np
 from overlord.concurrency.platform import INTERFACE, NODE
 from overlord.errors import ActorLost, FrameError
 from overlord.rpc.process_server import HANGUP
-from overlord.rpc.server import ITSELF, Performer, exit_code
-from overlord.transport.connection import TIMEOUT, SocketLink
+from overlord.rpc.server import ITSELF, ActorServer, exit_code
+from overlord.transport.connection import TIMEOUT, SocketConnection
 from overlord.transport.server import dial
 
 DIAL_S = 30.0  # for the one who wanted it to answer
@@ -51,7 +51,7 @@ class Home:
 Call = tuple[int, bytes, list[np.ndarray]]
 
 
-class Body:
+class ActorBody:
     """What Ray calls an actor: one method, which is its whole life."""
 
     def live(
@@ -77,7 +77,7 @@ class Body:
         link.max_held = 0  # messages are kept for long: copied
         link.waits_for_slots = False
         line = Line(link)
-        performer = Performer(home.name, line.reply)
+        performer = ActorServer(home.name, line.reply)
         try:
             if performer.build(
                 lambda: _made(*code())
@@ -104,12 +104,12 @@ class Line:
     middle of a method.
     """
 
-    def __init__(self, link: SocketLink):
+    def __init__(self, link: SocketConnection):
         self._link, self._leaving = link, False
         self.faulty = False  # whether it could not be made, or did not close well
         threading.Thread(target=self._watch, name="overlord-watch", daemon=True).start()
 
-    def serve(self, performer: Performer) -> None:
+    def serve(self, performer: ActorServer) -> None:
         while (call := self._next_call())[0] != ITSELF:
             performer.perform(*call)
 

@@ -22,7 +22,7 @@ MARKS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class WorkerOutput:
     """Where the output of an actor is: its node's address, and files with their lengths when it
     began, since a process may have had others before.
     """
@@ -41,15 +41,15 @@ class Words:
         }
 
     @staticmethod
-    def of(said: Any) -> Words:
+    def of(said: Any) -> WorkerOutput:
         match said:
             case {"node": str(node), "files": dict(files)}:
-                return Words(
+                return WorkerOutput(
                     node,
                     {str(path): int(begun) for path, begun in files.items() if type(begun) is int},
                 )
             case _:
-                return Words()
+                return WorkerOutput()
 
     def last(self) -> list[str]:
         """Lines at its end, on its own machine; none where nothing was said, or nothing is left."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from overlord.checks import did_you_mean
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
-from overlord.process.shutdown import Ending, Steps
+from overlord.process.shutdown import CloseOnce, Steps
 from overlord.rpc.server import ITSELF, NOBODY
 from overlord.transport.codec import encode
 
@@ -35,7 +35,7 @@ HURRY_S = 0.5
 SHUT_DOWN = "it was shut down"
 
 
-class Answer(Future[Any]):
+class PendingCall(Future[Any]):
     """The future of one call; knows whom it waits for."""
 
     def __init__(self, actor: str, method: str):
@@ -44,12 +44,12 @@ class Answer(Future[Any]):
         self.set_running_or_notify_cancel()  # a call cannot be taken back
 
 
-class Handle:
+class ActorHandle:
     """One actor, for life: an actor that comes later under the same name has another handle."""
 
     __slots__ = ("_record", "name", "pid")
 
-    def __init__(self, name: str, pid: int | None, record: Record):
+    def __init__(self, name: str, pid: int | None, record: ActorRecord):
         self.name, self.pid, self._record = name, pid, record
 
     @property
@@ -60,11 +60,11 @@ class Handle:
         return f"Handle({self.name!r}" + (f", pid={self.pid})" if self.pid is not None else ")")
 
 
-OnDeath = Callable[[Handle, str], None]
+OnDeath = Callable[[ActorHandle, str], None]
 Somewhere = str | Mapping[str, str] | None  # a node by its name, any that has these labels, or any
 
 
-class Control(Protocol):
+class ActorSystem(Protocol):
     """What a backend does; ``docs/control.md`` says each word of it."""
 
     def spawn(
@@ -74,43 +74,43 @@ class Control(Protocol):
         name: str,
         resources: Mapping[str, float] | None = None,
         node: Somewhere = None,
-    ) -> Handle: ...
-    def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]: ...
-    def tell(self, handle: Handle, method: str, *args: Any) -> None: ...
+    ) -> ActorHandle: ...
+    def call(self, handle: ActorHandle, method: str, *args: Any) -> Future[Any]: ...
+    def tell(self, handle: ActorHandle, method: str, *args: Any) -> None: ...
     def get(self, future: Future[Any], timeout_s: float) -> Any: ...
     def wait(
         self, futures: Sequence[Future[Any]], timeout_s: float
     ) -> tuple[list[Future[Any]], list[Future[Any]]]: ...
-    def lookup(self, name: str) -> Handle: ...
-    def kill(self, handle: Handle) -> None: ...
-    def on_death(self, handle: Handle, callback: OnDeath) -> None: ...
+    def lookup(self, name: str) -> ActorHandle: ...
+    def kill(self, handle: ActorHandle) -> None: ...
+    def on_death(self, handle: ActorHandle, callback: OnDeath) -> None: ...
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None: ...
 
 
-class Record:
+class ActorRecord:
     """What a control plane knows of one actor: calls without an answer, and how it ended. For any
     thread.
     """
 
     def __init__(self, name: str):
         self.name = name
-        self.handle: Handle | None = None  # while it is being started
+        self.handle: ActorHandle | None = None  # while it is being started
         self.reason: str | None = None  # why it ended; None while it lives
         self.fault: BaseException | None = None  # what its factory raised
         self.place: Any = None  # where it was asked to be, as its backend has it
         self.leaving = False  # it was asked to
         self.gone = Event()  # set by backends whose actors have a process: that is no more
         self._lock = Lock()
-        self._pending: dict[int, Answer] = {}
+        self._pending: dict[int, PendingCall] = {}
         self._callbacks: list[Callable[[str], None]] = []
         self._numbers = itertools.count(1)  # of calls
         self._quiet = False
 
-    def opened(self, method: str) -> tuple[int, Answer]:
+    def opened(self, method: str) -> tuple[int, PendingCall]:
         """A call is about to be sent. If there is nobody left to send it to, its answer is an error
         already.
         """
-        number, answer = next(self._numbers), Answer(self.name, method)
+        number, answer = next(self._numbers), PendingCall(self.name, method)
         with self._lock:
             if self.reason is None:
                 self._pending[number] = answer
@@ -161,10 +161,10 @@ class Record:
         return self.fault if self.fault is not None else ActorLost(self.name, self.reason or "")
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=ActorRecord)
 
 
-class Actors(Generic[R]):
+class BaseActorSystem(Generic[R]):
     """What all backends share: names, calls, waits. A backend adds how an actor is started, called,
     killed and asked to leave.
     """
@@ -175,11 +175,11 @@ class Actors(Generic[R]):
         self._names: dict[str, R] = {}
         self._names_lock = Lock()
         self._closed = False
-        self._ending = Ending()
+        self._ending = CloseOnce()
 
     # for a backend to fill
 
-    def _start(self, record: R, factory: Callable[..., Any], args: tuple[Any, ...]) -> Handle:
+    def _start(self, record: R, factory: Callable[..., Any], args: tuple[Any, ...]) -> ActorHandle:
         raise NotImplementedError
 
     def _place(self, name: str, resources: Mapping[str, float], node: Somewhere) -> Any:
@@ -206,7 +206,7 @@ class Actors(Generic[R]):
         name: str,
         resources: Mapping[str, float] | None = None,
         node: Somewhere = None,
-    ) -> Handle:
+    ) -> ActorHandle:
         """Start an actor; returns before its factory has run, so that many start together.
         ``resources`` is a hint for backends that place actors; these run on this machine, and know
         no other ``node``.
@@ -229,7 +229,7 @@ class Actors(Generic[R]):
             raise
         return record.handle
 
-    def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]:
+    def call(self, handle: ActorHandle, method: str, *args: Any) -> Future[Any]:
         """Ask an actor; never waits. Calls of one thread arrive in order. Arguments must not be
         changed afterwards.
         """
@@ -244,7 +244,7 @@ class Actors(Generic[R]):
                 raise
         return answer
 
-    def tell(self, handle: Handle, method: str, *args: Any) -> None:
+    def tell(self, handle: ActorHandle, method: str, *args: Any) -> None:
         """The same without an answer, which would wake both sides once more. One who is gone is
         told nothing; a fault of the method is in the log of its actor.
         """
@@ -268,7 +268,7 @@ class Actors(Generic[R]):
         """What an answer that does not come waits for."""
         return (
             f"actor {future.actor!r} to answer {future.method!r}"
-            if isinstance(future, Answer)
+            if isinstance(future, PendingCall)
             else "a future"
         )
 
@@ -282,7 +282,7 @@ class Actors(Generic[R]):
         ready = {id(f) for f in futures if f.done()}
         return [f for f in futures if id(f) in ready], [f for f in futures if id(f) not in ready]
 
-    def lookup(self, name: str) -> Handle:
+    def lookup(self, name: str) -> ActorHandle:
         with self._names_lock:
             known = {record.name: record.handle for record in self._names.values()}
         handle = known.get(name)
@@ -294,7 +294,7 @@ class Actors(Generic[R]):
             )
         return handle
 
-    def on_death(self, handle: Handle, callback: OnDeath) -> None:
+    def on_death(self, handle: ActorHandle, callback: OnDeath) -> None:
         """Call back once when the actor dies, at once if it has. Callbacks must be short: other
         actors' answers wait behind them.
         """
@@ -319,7 +319,7 @@ class Actors(Generic[R]):
         if self._closed:
             raise OverlordError(f"actor {name!r}: this control plane was shut down; make another")
 
-    def _mine(self, handle: Handle) -> R:
+    def _mine(self, handle: ActorHandle) -> R:
         if not isinstance(handle._record, self._kind):
             raise OverlordError(f"{handle} is of another control plane")
         return handle._record

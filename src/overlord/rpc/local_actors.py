@@ -12,8 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from overlord.rpc.actors import SHUT_DOWN, SHUTDOWN_S, Actors, Handle, Record, log
-from overlord.rpc.server import ITSELF, Performer, exit_code, factory_failed, open_reply
+from overlord.rpc.actors import (
+    SHUT_DOWN,
+    SHUTDOWN_S,
+    ActorHandle,
+    ActorRecord,
+    BaseActorSystem,
+    log,
+)
+from overlord.rpc.server import ITSELF, ActorServer, exit_code, factory_failed, open_reply
 
 KILLED = "killed"
 _LEAVE: tuple[int, bytes, list[np.ndarray]] = (
@@ -23,7 +30,7 @@ _LEAVE: tuple[int, bytes, list[np.ndarray]] = (
 )  # a call like others, behind those that were made before
 
 
-class ThreadRecord(Record):
+class ThreadRecord(ActorRecord):
     """An actor that is a thread, with the queue of its calls."""
 
     def __init__(self, name: str):
@@ -32,14 +39,14 @@ class ThreadRecord(Record):
         self.thread: threading.Thread
 
 
-class LocalControl(Actors[ThreadRecord]):
+class LocalControl(BaseActorSystem[ThreadRecord]):
     """A thread an actor. Arrays are handed over as they are, read-only; everything else is copied,
     as between processes.
     """
 
     _kind = ThreadRecord
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: ActorHandle) -> None:
         """A thread cannot be killed: it is given up. Its calls fail now, what it still does is seen
         by nobody, then it goes.
         """
@@ -66,7 +73,7 @@ class LocalControl(Actors[ThreadRecord]):
 
     def _start(
         self, record: ThreadRecord, factory: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Handle:
+    ) -> ActorHandle:
         record.thread = threading.Thread(
             target=self._live,
             args=(record, factory, args),
@@ -74,7 +81,7 @@ class LocalControl(Actors[ThreadRecord]):
             daemon=True,
         )
         record.thread.start()
-        return Handle(record.name, None, record)
+        return ActorHandle(record.name, None, record)
 
     def _send(
         self, record: ThreadRecord, number: int, header: bytes, columns: list[np.ndarray]
@@ -95,7 +102,7 @@ class LocalControl(Actors[ThreadRecord]):
             else:
                 record.answered(number, ok, value)
 
-        performer = Performer(record.name, reply)
+        performer = ActorServer(record.name, reply)
         try:
             if not performer.build(lambda: factory(*args)):
                 self._over(record, factory_failed(faults[0]), fault=faults[0])
@@ -106,7 +113,7 @@ class LocalControl(Actors[ThreadRecord]):
         if faults:
             log.warning("actor %s did not close well: %s", record.name, faults[0])
 
-    def _serve(self, record: ThreadRecord, performer: Performer) -> None:
+    def _serve(self, record: ThreadRecord, performer: ActorServer) -> None:
         while True:
             number, header, columns = record.inbox.get()
             if record.reason is not None:  # given up

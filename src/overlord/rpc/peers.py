@@ -21,13 +21,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from overlord.concurrency.platform import Machine
+from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
-from overlord.rpc.actors import SHUT_DOWN, SHUTDOWN_S, Actors, Control, Handle, Record, Somewhere
-from overlord.rpc.server import Performer, exit_code, open_reply
-from overlord.transport.connection import TIMEOUT, Link
+from overlord.rpc.actors import (
+    SHUT_DOWN,
+    SHUTDOWN_S,
+    ActorHandle,
+    ActorRecord,
+    ActorSystem,
+    BaseActorSystem,
+    Somewhere,
+)
+from overlord.rpc.server import ActorServer, exit_code, open_reply
+from overlord.transport.connection import TIMEOUT, Connection
 from overlord.transport.server import Server, dial
-from overlord.transport.server_connection import ServerLink
+from overlord.transport.server_connection import ServerConnection
 
 log = logging.getLogger("overlord")
 
@@ -43,20 +51,20 @@ UNBOUNDED = (
 )
 
 
-class PeerRecord(Record):
+class RpcRecord(ActorRecord):
     """An actor that comes to us: what it is asked before it is there waits for it."""
 
     def __init__(self, name: str):
         super().__init__(name)
         self.ticket = 0
-        self.link: ServerLink | None = None
+        self.link: ServerConnection | None = None
         self.early: list[tuple[int, bytes, list[np.ndarray]]] = []
         self.order = threading.Lock()  # what was asked before it came goes first
         self.end: tuple[str, BaseException | None] | None = (
             None  # how it ended, while what it said before is still being read
         )
 
-    def came(self, link: ServerLink, pid: int | None) -> None:
+    def came(self, link: ServerConnection, pid: int | None) -> None:
         with self.order:
             if self.link is not None or self.reason is not None:
                 raise OverlordError(
@@ -91,43 +99,43 @@ def _nobody(name: str, ticket: int, why: str) -> None:
     """There is no one who could end it."""
 
 
-class Peers(Actors[PeerRecord]):
+class RpcServer(BaseActorSystem[RpcRecord]):
     """Calls to actors that come here. ``end(name, ticket, why)`` asks who started one to end it;
     ``cut`` the same for one whose link broke, which is nearly always the end of its process. In
     both cases ``died`` is to follow. Callbacks run in the server's thread.
     """
 
-    _kind = PeerRecord
+    _kind = RpcRecord
 
     def __init__(
-        self, *, end: Ender = _nobody, cut: Ender | None = None, machine: Machine | None = None
+        self, *, end: Ender = _nobody, cut: Ender | None = None, machine: Platform | None = None
     ) -> None:
         super().__init__()
         self.token = secrets.token_urlsafe(24)
         self._end, self._cut = end, cut
         self._tickets = itertools.count(1)
-        self._by_ticket: dict[int, PeerRecord] = {}
-        self._of_link: dict[ServerLink, PeerRecord] = {}
+        self._by_ticket: dict[int, RpcRecord] = {}
+        self._of_link: dict[ServerConnection, RpcRecord] = {}
         self._server = Server(
             token=self.token,
             on_open=self._opened,
             on_message=self._message,
             on_close=self._lost_link,
-            **(machine or Machine()).inside(),
+            **(machine or Platform()).inside(),
         )
         self.address = self._server.address
 
-    def expect(self, name: str) -> tuple[Handle, int]:
+    def expect(self, name: str) -> tuple[ActorHandle, int]:
         """An actor that will come, or come again: its handle, and the ticket it has to show. It can
         be called at once.
         """
-        record = PeerRecord(name)
+        record = RpcRecord(name)
         with self._names_lock:
             self._check_open(name)
             if (former := self._names.get(name)) is not None and former.reason is None:
                 raise OverlordError(f"actor {name!r} is expected already")
             record.ticket = next(self._tickets)
-            record.handle = Handle(name, None, record)
+            record.handle = ActorHandle(name, None, record)
             self._names[name] = self._by_ticket[record.ticket] = record
         return record.handle, record.ticket
 
@@ -145,7 +153,7 @@ class Peers(Actors[PeerRecord]):
             else:
                 after(CUT_S, lambda: link.cut("who started it says that it is gone"))
 
-    def _ended(self, record: PeerRecord) -> None:
+    def _ended(self, record: RpcRecord) -> None:
         assert record.end is not None
         self._over(record, record.end[0], fault=record.end[1])
         record.gone.set()
@@ -157,15 +165,15 @@ class Peers(Actors[PeerRecord]):
         name: str,
         resources: Any = None,
         node: Somewhere = None,
-    ) -> Handle:
+    ) -> ActorHandle:
         raise OverlordError(
             f"actor {name!r}: actors are started where the job was launched; here they are expected"
         )
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: ActorHandle) -> None:
         self.kill_all([handle])
 
-    def kill_all(self, handles: Sequence[Handle]) -> None:
+    def kill_all(self, handles: Sequence[ActorHandle]) -> None:
         """At the same time: one that is silent may take seconds."""
         records, deadline = [self._mine(handle) for handle in handles], time.monotonic() + KILL_S
         for record in records:
@@ -188,13 +196,13 @@ class Peers(Actors[PeerRecord]):
             self._server.close(timeout_s)
 
     def _send(
-        self, record: PeerRecord, number: int, header: bytes, columns: list[np.ndarray]
+        self, record: RpcRecord, number: int, header: bytes, columns: list[np.ndarray]
     ) -> None:
         record.put(number, header, columns)
 
     # in the server's thread
 
-    def _opened(self, link: ServerLink, hello: Mapping[str, Any]) -> dict[str, Any]:
+    def _opened(self, link: ServerConnection, hello: Mapping[str, Any]) -> dict[str, Any]:
         name, ticket, pid = hello.get("name"), hello.get("ticket"), hello.get("pid")
         record = self._by_ticket.get(ticket) if type(ticket) is int else None
         if record is None or record.name != name or type(pid) is not int:
@@ -205,7 +213,7 @@ class Peers(Actors[PeerRecord]):
         self._of_link[link] = record
         return {}
 
-    def _message(self, link: ServerLink, value: Any) -> None:
+    def _message(self, link: ServerConnection, value: Any) -> None:
         record = self._of_link[link]
         match value:
             case (int(number), bytes(header), list(columns)):
@@ -215,7 +223,7 @@ class Peers(Actors[PeerRecord]):
                     f"wanted an answer of {record.name}, found {type(value).__name__}"
                 )
 
-    def _lost_link(self, link: ServerLink, reason: str) -> None:
+    def _lost_link(self, link: ServerConnection, reason: str) -> None:
         record = self._of_link.pop(link)
         with record.order:
             record.link, told = None, record.end is not None
@@ -236,7 +244,7 @@ def after(seconds: float, act: Callable[[], None]) -> None:
     timer.start()
 
 
-def fault_of(control: Control, dead: Handle) -> BaseException | None:
+def fault_of(control: ActorSystem, dead: ActorHandle) -> BaseException | None:
     """What the factory of an actor raised that died of it: the answer to every call, there and
     wherever else it was expected.
     """
@@ -249,10 +257,10 @@ class Dial(Protocol):
 
     def __call__(
         self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float
-    ) -> tuple[Link, dict[str, Any]]: ...
+    ) -> tuple[Connection, dict[str, Any]]: ...
 
 
-class Sibling:
+class RpcEndpoint:
     """The other side: an actor that takes calls from whoever it was sent to last, beside those of
     the one who started it.
     """
@@ -268,7 +276,7 @@ class Sibling:
         self._name, self._actor, self._dial, self._leave = name, actor, dial, leave
         self._lock = threading.Lock()
         self._sent = 0  # how often
-        self._link: Link | None = None
+        self._link: Connection | None = None
 
     def meet(self, address: str, token: str, ticket: int) -> None:
         """Go there, and away from where it was before. Does not wait: whoever is there may be
@@ -306,8 +314,8 @@ class Sibling:
             link.close()
             return
 
-    def _serve(self, link: Link) -> None:
-        performer = Performer(self._name, lambda *reply: self._reply(link, *reply))
+    def _serve(self, link: Connection) -> None:
+        performer = ActorServer(self._name, lambda *reply: self._reply(link, *reply))
         performer.build(lambda: self._actor)
         with contextlib.suppress(
             ActorLost, FrameError
@@ -320,7 +328,9 @@ class Sibling:
                 except SystemExit as e:
                     self._leave(exit_code(e))
 
-    def _reply(self, link: Link, number: int, header: bytes, columns: list[np.ndarray]) -> None:
+    def _reply(
+        self, link: Connection, number: int, header: bytes, columns: list[np.ndarray]
+    ) -> None:
         try:
             link.send((number, header, columns), timeout_s=REPLY_S)
         except ActorLost:

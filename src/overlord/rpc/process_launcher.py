@@ -27,10 +27,18 @@ import numpy as np
 
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
 from overlord.process import forkserver
-from overlord.rpc.actors import HURRY_S, SHUT_DOWN, SHUTDOWN_S, Actors, Handle, Record, log
+from overlord.rpc.actors import (
+    HURRY_S,
+    SHUT_DOWN,
+    SHUTDOWN_S,
+    ActorHandle,
+    ActorRecord,
+    BaseActorSystem,
+    log,
+)
 from overlord.rpc.process_server import opened, packed, room, serve
 from overlord.rpc.server import ITSELF, factory_failed, open_reply
-from overlord.transport.socket_io import Inbox, Outbox
+from overlord.transport.socket_io import ReceiveBuffer, SendBuffer
 
 KILL_S = 5.0  # for a killed process to be gone; one that waits for a disk may take its time
 MAX_WAITING_BYTES = (
@@ -39,7 +47,7 @@ MAX_WAITING_BYTES = (
 READS = 16  # of one actor in a row, before others get their turn
 
 
-class ProcessRecord(Record):
+class ProcessRecord(ActorRecord):
     """An actor that is a process. Only the I/O thread reads and closes; any thread may send."""
 
     def __init__(self, name: str):
@@ -47,7 +55,7 @@ class ProcessRecord(Record):
         self.process: ForkServerProcess
         self.sock: socket.socket
         self.pidfd = -1
-        self.inbox, self.outbox = Inbox(room, files=False), Outbox()
+        self.inbox, self.outbox = ReceiveBuffer(room, files=False), SendBuffer()
         self.send_lock = threading.Lock()  # for the outbox, the pidfd and what closes them
         self.moved_at = time.monotonic()  # when it last took something
         self.started = self.closed = False
@@ -104,7 +112,7 @@ class ProcessRecord(Record):
         self.process.close()
 
 
-class ProcessControl(Actors[ProcessRecord]):
+class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
     """A process an actor, from a fork server. Callbacks of futures and deaths run in the one I/O
     thread.
     """
@@ -128,15 +136,15 @@ class ProcessControl(Actors[ProcessRecord]):
         self._thread.start()
         atexit.register(self._at_exit)
 
-    def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]:
+    def call(self, handle: ActorHandle, method: str, *args: Any) -> Future[Any]:
         self._check_process()
         return super().call(handle, method, *args)
 
-    def tell(self, handle: Handle, method: str, *args: Any) -> None:
+    def tell(self, handle: ActorHandle, method: str, *args: Any) -> None:
         self._check_process()
         super().tell(handle, method, *args)
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: ActorHandle) -> None:
         """SIGKILL; returns when the process is gone and everyone who waited for it has been
         told.
         """
@@ -188,7 +196,7 @@ class ProcessControl(Actors[ProcessRecord]):
 
     def _start(
         self, record: ProcessRecord, factory: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Handle:
+    ) -> ActorHandle:
         self._check_process()
         ours, theirs = socket.socketpair()
         with self._start_lock:
@@ -208,7 +216,7 @@ class ProcessControl(Actors[ProcessRecord]):
                 theirs.close()
             ours.setblocking(False)
             record.process, record.sock, record.pidfd = process, ours, _pidfd(process.pid)
-            record.handle = Handle(record.name, process.pid, record)
+            record.handle = ActorHandle(record.name, process.pid, record)
         self._post(lambda: self._watch(record))
         return record.handle
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from overlord.errors import FrameError
 from overlord.process import forkserver
-from overlord.rpc.server import ITSELF, Performer, exit_code
+from overlord.rpc.server import ITSELF, ActorServer, exit_code
 from overlord.transport.codec import encode
 from overlord.transport.frame import pack, unpack
-from overlord.transport.socket_io import FRAME, Inbox, Parcel
+from overlord.transport.socket_io import FRAME, OutgoingMessage, ReceiveBuffer
 
 _NUMBER = struct.Struct("<Q")
 HANGUP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
@@ -41,7 +41,7 @@ class Line:
     def __init__(self, sock: socket.socket):
         sock.setblocking(True)
         self._sock, self._lock = sock, threading.Lock()
-        self._inbox = Inbox(room, files=False)
+        self._inbox = ReceiveBuffer(room, files=False)
 
     def next_call(self) -> tuple[int, memoryview, list[np.ndarray]]:
         while not self._inbox.ready:
@@ -59,9 +59,9 @@ class Line:
                 os._exit(1)
 
 
-def packed(number: int, header: bytes, columns: list[np.ndarray]) -> Parcel:
+def packed(number: int, header: bytes, columns: list[np.ndarray]) -> OutgoingMessage:
     """A call or a reply as it travels: the number of the call stands before what is encoded."""
-    return Parcel(FRAME, pack(_NUMBER.pack(number) + header, columns))
+    return OutgoingMessage(FRAME, pack(_NUMBER.pack(number) + header, columns))
 
 
 def opened(body: bytes | np.ndarray) -> tuple[int, memoryview, list[np.ndarray]]:
@@ -98,7 +98,7 @@ def serve(
     line.reply(
         ITSELF, *encode((True, None))
     )  # started: what fails from here on is no fault of the program's main file
-    performer = Performer(name, line.reply)
+    performer = ActorServer(name, line.reply)
     try:
         if not performer.build(lambda: factory(*args)):
             _leave_now(1)

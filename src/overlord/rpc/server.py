@@ -26,7 +26,7 @@ log = logging.getLogger("overlord")
 Reply = Callable[[int, bytes, list[np.ndarray]], None]
 
 
-class Performer:
+class ActorServer:
     """Runs encoded calls (method, arguments) on an actor and hands out encoded replies (whether it
     went well, value or error).
     """

@@ -19,18 +19,18 @@ from typing import Any
 
 from overlord.client.direct import LEFT, DirectInbox
 from overlord.cluster.coordinator import ProcessHost
-from overlord.cluster.plan_router import Cuts, spread
-from overlord.cluster.status import Remote
+from overlord.cluster.plan_router import RoutedPlan, spread
+from overlord.cluster.status import WorkerHandle
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
-from overlord.messages.client import Told, Took
-from overlord.messages.control import Attach, Detach, Finish
+from overlord.messages.client import StepAck, StepInfo
+from overlord.messages.control import Attach, Detach, EndOfJob
 from overlord.plan.rank_view import served_ranks
-from overlord.rpc.actors import Control, Handle, Record
+from overlord.rpc.actors import ActorHandle, ActorRecord, ActorSystem
 from overlord.serving.step_publisher import MOVED, UNBOUNDED
 from overlord.transport.address import HAS_SHARED_MEMORY
-from overlord.transport.connection import Link
+from overlord.transport.connection import Connection
 from overlord.transport.server import Server
-from overlord.transport.server_connection import ServerLink
+from overlord.transport.server_connection import ServerConnection
 
 GONE = (
     "the steps that were sent to this rank are gone with the client they were sent to; load "
@@ -38,16 +38,16 @@ GONE = (
 )
 
 
-class Linked(Remote):
+class Linked(WorkerHandle):
     """A client that builds, and its link."""
 
-    def __init__(self, rank: int, link: Link, address: str, pid: int):
-        super().__init__(Handle(f"client/{rank}", pid, Record(f"client/{rank}")))
+    def __init__(self, rank: int, link: Connection, address: str, pid: int):
+        super().__init__(ActorHandle(f"client/{rank}", pid, ActorRecord(f"client/{rank}")))
         self.rank, self.link, self.address, self.left = rank, link, address, False
         self._numbers = itertools.count(1)
         self._asked: dict[int, Future[Any]] = {}
 
-    def call(self, control: Control, method: str, *args: Any) -> Future[Any]:
+    def call(self, control: ActorSystem, method: str, *args: Any) -> Future[Any]:
         answer = Future[Any]()
         try:
             number = next(self._numbers)
@@ -57,7 +57,7 @@ class Linked(Remote):
             answer.set_exception(fault)
         return answer
 
-    def tell(self, control: Control, messages: list[Any]) -> None:
+    def tell(self, control: ActorSystem, messages: list[Any]) -> None:
         with contextlib.suppress(ActorLost, DataStall):  # the same
             self.link.send(("do", messages), timeout_s=0.0)
 
@@ -86,7 +86,7 @@ class Registry:
         self._came, self._went, self._heard = came, went, heard
         self._lock = threading.Lock()
         self._clients: dict[int, Linked] = {}
-        self._of_link: dict[Link, Linked] = {}
+        self._of_link: dict[Connection, Linked] = {}
         self._open = True
         self._server = Server(
             token=token,
@@ -108,7 +108,7 @@ class Registry:
         with self._lock:
             return sorted(ranks - set(self._clients))
 
-    def _opened(self, link: ServerLink, hello: Mapping[str, Any]) -> dict[str, Any]:
+    def _opened(self, link: ServerConnection, hello: Mapping[str, Any]) -> dict[str, Any]:
         rank, address, pid = (hello.get(name) for name in ("rank", "address", "pid"))
         if (
             hello.get("role") != "constructor"
@@ -138,10 +138,10 @@ class Registry:
         self._came(client)
         return welcome
 
-    def _message(self, link: Link, value: Any) -> None:
+    def _message(self, link: Connection, value: Any) -> None:
         client = self._of_link[link]
         match value:
-            case Took() | Finish():
+            case StepAck() | EndOfJob():
                 self._heard(client, value)
             case str() if value == LEFT:
                 client.left = True
@@ -152,7 +152,7 @@ class Registry:
                     f"wanted Took, Finish or an answer from a client, found {type(value).__name__}"
                 )
 
-    def _closed(self, link: Link, reason: str) -> None:
+    def _closed(self, link: Connection, reason: str) -> None:
         with self._lock:
             client = self._of_link.pop(link)
             if here := self._clients.get(client.rank) is client:
@@ -238,8 +238,8 @@ class DirectHost(ProcessHost):
         client.lost = client.lost or reason
         self.run()
 
-    def _heard(self, client: Linked, value: Took | Finish) -> None:
-        if isinstance(value, Finish):
+    def _heard(self, client: Linked, value: StepAck | EndOfJob) -> None:
+        if isinstance(value, EndOfJob):
             self._hear([value])
         else:
             self._hear([("taken", [client.rank], [value.step])])
@@ -271,7 +271,7 @@ class DirectHost(ProcessHost):
             self.run(self.planner.handle(Detach(rank)))
             self._begin()
 
-    def _constructor(self, rank: int) -> Remote:
+    def _constructor(self, rank: int) -> WorkerHandle:
         return self._constructors[rank]
 
     def listen(self, host: str, token: str) -> None:
@@ -301,14 +301,14 @@ class DirectHost(ProcessHost):
 
     # steps
 
-    def _send_cuts(self, cuts: Cuts) -> None:
+    def _send_cuts(self, cuts: RoutedPlan) -> None:
         attached = [[r for r in ranks if r in self._attached] for ranks in self._ranks]
         super()._send_cuts(spread(cuts, attached, self._served_by_others(cuts)))
 
-    def _served_by_others(self, cuts: Cuts) -> frozenset[int]:
+    def _served_by_others(self, cuts: RoutedPlan) -> frozenset[int]:
         """Ranks to which the trainer broadcasts."""
         told = (
-            Told.of(next(iter(cuts.placed.values())).stage)
+            StepInfo.of(next(iter(cuts.placed.values())).stage)
             if cuts.placed and self.blueprint.options.broadcast
             else None
         )
@@ -357,7 +357,7 @@ class DirectHost(ProcessHost):
             )
         super().kill(name)
 
-    def _processes(self) -> list[Remote]:
+    def _processes(self) -> list[WorkerHandle]:
         return list(self._loaders.values())
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class SourceLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosting:
+class LoaderPlacement:
     """Loaders per source, and the host of each loader; loaders are numbered source by source."""
 
     loaders: tuple[int, ...]
@@ -95,7 +95,7 @@ class Hosting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _LoaderGroup:
     """Loaders that go to a host together: one, or all of a source."""
 
     source: int
@@ -139,7 +139,7 @@ class _Rules:
         """The source's work in units of a core's fair share."""
         return load.cost * cores / self.total - 1e-9 if self.total else 0.0
 
-    def parts(self, cores: int) -> list[_Part]:
+    def parts(self, cores: int) -> list[_LoaderGroup]:
         """What is placed, in the order of placing: split sources while every host has room, then
         the heaviest first.
         """
@@ -151,7 +151,7 @@ class _Rules:
                 else [range(first + k, first + k + 1) for k in range(n)]
             )
             made += [
-                _Part(
+                _LoaderGroup(
                     i, tuple(g), load.cost / len(groups), load.memory / len(groups), len(groups) > 1
                 )
                 for g in groups
@@ -159,7 +159,7 @@ class _Rules:
             first += n
         return sorted(made, key=lambda p: (not p.split, -p.cost, -p.memory, p.source))
 
-    def n_hosts(self, cores: int, parts: Sequence[_Part]) -> int:
+    def n_hosts(self, cores: int, parts: Sequence[_LoaderGroup]) -> int:
         light = [
             self.loads[p.source]
             for p in parts
@@ -175,7 +175,7 @@ class _Rules:
             n = max(n, math.ceil(sum(load.memory for load in self.loads) / self.memory_bytes))
         return min(n, len(parts))
 
-    def limit(self, n_hosts: int, parts: Sequence[_Part]) -> int:
+    def limit(self, n_hosts: int, parts: Sequence[_LoaderGroup]) -> int:
         """Sources a host may have: what was asked for, or an equal share where cores are too few
         for that.
         """
@@ -191,7 +191,7 @@ def plan_hosts(
     together: bool = False,
     memory_bytes: int | None = None,
     counts: Sequence[int] | None = None,
-) -> Hosting:
+) -> LoaderPlacement:
     """Loaders and hosts for these sources on so many cores for loading.
 
     ``min(cores, sources / 25)`` hosts, and one more for every loader of a source that is more than
@@ -242,13 +242,13 @@ def _best(rules: _Rules, cores: int) -> _Layout:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
     cores: int
-    parts: list[_Part]
+    parts: list[_LoaderGroup]
     host: list[int]  # of every part
     n_hosts: int
 
-    def on(self) -> list[list[_Part]]:
+    def on(self) -> list[list[_LoaderGroup]]:
         """The parts of every host."""
-        found: list[list[_Part]] = [[] for _ in range(self.n_hosts)]
+        found: list[list[_LoaderGroup]] = [[] for _ in range(self.n_hosts)]
         for part, h in zip(self.parts, self.host, strict=True):
             found[h].append(part)
         return found
@@ -262,7 +262,7 @@ class _Layout:
         return max(self.costs)
 
 
-def _bound(rules: _Rules, cores: int, parts: Sequence[_Part]) -> float:
+def _bound(rules: _Rules, cores: int, parts: Sequence[_LoaderGroup]) -> float:
     """No layout for so many cores, or fewer, has a slowest host below this."""
     hosts = len(parts) if rules.memory_bytes is not None else rules.n_hosts(cores, parts)
     return max(rules.total / hosts, max(p.cost for p in parts)) * (1 - 1e-12)
@@ -277,7 +277,7 @@ def _layout(rules: _Rules, cores: int) -> _Layout:
 
 
 def _placed(
-    parts: Sequence[_Part], n_hosts: int, limit: int, memory_bytes: int | None
+    parts: Sequence[_LoaderGroup], n_hosts: int, limit: int, memory_bytes: int | None
 ) -> list[int] | None:
     """A host for every part, each to the one with least to do; None where memory does not allow
     it.
@@ -286,7 +286,7 @@ def _placed(
     sources: list[set[int]] = [set() for _ in range(n_hosts)]
     memory, where = [0.0] * n_hosts, []
 
-    def may(part: _Part, h: int) -> bool:
+    def may(part: _LoaderGroup, h: int) -> bool:
         room = memory_bytes is None or not sources[h] or memory[h] + part.memory <= memory_bytes
         return room and (part.source in sources[h] or len(sources[h]) < limit)
 
@@ -314,7 +314,7 @@ def _placed(
     return where
 
 
-def _explained(rules: _Rules, layout: _Layout) -> Hosting:
+def _explained(rules: _Rules, layout: _Layout) -> LoaderPlacement:
     loaders, total = rules.loaders(layout.cores), rules.total or 1.0
     host_of, memory = [0] * sum(loaders), [0.0] * layout.n_hosts
     for part, h in zip(layout.parts, layout.host, strict=True):
@@ -325,7 +325,7 @@ def _explained(rules: _Rules, layout: _Layout) -> Hosting:
     reasons = [
         _reason(rules, parts, costs[h], memory[h], loaders) for h, parts in enumerate(layout.on())
     ]
-    return Hosting(
+    return LoaderPlacement(
         loaders=loaders,
         host_of=tuple(host_of),
         n_hosts=layout.n_hosts,
@@ -336,7 +336,7 @@ def _explained(rules: _Rules, layout: _Layout) -> Hosting:
 
 
 def _reason(
-    rules: _Rules, parts: Sequence[_Part], cost: float, memory: float, loaders: Sequence[int]
+    rules: _Rules, parts: Sequence[_LoaderGroup], cost: float, memory: float, loaders: Sequence[int]
 ) -> str:
     """What a host does, its heavy sources first, and why they are split."""
     mine = sorted({p.source for p in parts})

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from overlord.scaling.levels import CLUSTER, Cluster, clusters_of, total_workers
-from overlord.scaling.loader_placement import Hosting, SourceLoad, plan_hosts
+from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, plan_hosts
 from overlord.scaling.threads import worth
 
 HOST_BYTES = 28 * 2**20  # of a host before it reads anything
@@ -118,7 +118,7 @@ class Partition:
     it does not fit into memory.
     """
 
-    hosting: Hosting
+    hosting: LoaderPlacement
     shares: tuple[Share, ...]  # in the order of the sources
     clusters: tuple[Cluster, ...]
     resources: Resources
@@ -209,7 +209,7 @@ class _Tried:
     ``room``: for how many hosts it was placed.
     """
 
-    hosting: Hosting
+    hosting: LoaderPlacement
     cores: int
     room: int
     seconds: float  # by drawn sample, of the slowest part
@@ -261,7 +261,7 @@ class _Search:
                 room //= 2
                 yield cores, room, least
 
-    def _placed(self, counts: Sequence[int], room: int) -> Hosting:
+    def _placed(self, counts: Sequence[int], room: int) -> LoaderPlacement:
         return plan_hosts(
             self.loads,
             cores=room,
@@ -316,7 +316,7 @@ class _Search:
         slowest = max(load.cost / n for load, n in zip(self.loads, every, strict=True))
         return max((self.work + self.resources.beside_s) / self.resources.cores, slowest)
 
-    def _allowed(self, hosting: Hosting) -> bool:
+    def _allowed(self, hosting: LoaderPlacement) -> bool:
         most = self.limits.per_actor
         if most is None:
             return True
@@ -327,7 +327,7 @@ class _Search:
             for n in on.values()
         )
 
-    def _judged(self, hosting: Hosting, cores: int, room: int) -> _Tried:
+    def _judged(self, hosting: LoaderPlacement, cores: int, room: int) -> _Tried:
         threads = -(-self.cores // hosting.n_hosts)
         memory = hosting.n_hosts * HOST_BYTES + sum(load.memory for load in self.loads)
         memory += sum(
@@ -342,7 +342,7 @@ class _Search:
             memory,
         )
 
-    def _parts(self, hosting: Hosting, threads: int) -> dict[str, float]:
+    def _parts(self, hosting: LoaderPlacement, threads: int) -> dict[str, float]:
         """Seconds by drawn sample of what may be the slowest: all cores together, a host, its
         interpreter lock, a loader.
         """
@@ -366,7 +366,7 @@ class _Search:
             ),
         }
 
-    def _locked(self, hosting: Hosting) -> float:
+    def _locked(self, hosting: LoaderPlacement) -> float:
         """Return the seconds by drawn sample that the busiest host's lock is held."""
         held: dict[int, float] = {}
         for load, n, on in zip(self.loads, hosting.loaders, _on_hosts(hosting), strict=True):
@@ -466,7 +466,7 @@ def _tried_cores(most: int) -> Iterator[int]:
             yield c
 
 
-def _on_hosts(hosting: Hosting) -> list[dict[int, int]]:
+def _on_hosts(hosting: LoaderPlacement) -> list[dict[int, int]]:
     """Of every source: its loaders by host."""
     found, first = [], 0
     for n in hosting.loaders:

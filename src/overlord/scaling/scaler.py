@@ -90,7 +90,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceSeen:
+class SourceSample:
     """One source in one interval."""
 
     name: str
@@ -113,7 +113,7 @@ class SourceSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class Observation:
     """All that scaling looks at, of one interval."""
 
     seconds: float
@@ -121,7 +121,7 @@ class Observed:
     taken: float  # steps that every trainer took
     waited_s: float  # that trainers waited for them, on average
     hosts: int  # loader hosts that there are
-    sources: tuple[SourceSeen, ...]
+    sources: tuple[SourceSample, ...]
     host_bytes: int = 0  # of memory, of one loader host
     changing: bool = False  # a change is under way
 
@@ -177,10 +177,10 @@ Decision = Scale | CannotKeepUp | ReadAhead
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _SourceEstimate:
     """What is remembered of a source."""
 
-    looks: deque[tuple[SourceSeen, Observed]]  # as many as pace is seen by
+    looks: deque[tuple[SourceSample, Observation]]  # as many as pace is seen by
     share: float = 0.0  # moving average
     cost_s: float = 0.0  # of a sample; 0: none was ever read
     took_s: float = 0.0  # and what it takes with all that is waited for
@@ -206,8 +206,8 @@ class Scaler:
         self._all = self._used = (
             0.0  # cores that all sources together take, and that their hosts can use
         )
-        self._known: dict[str, _Known] = {}
-        self._paces: deque[Observed] = deque(
+        self._known: dict[str, _SourceEstimate] = {}
+        self._paces: deque[Observation] = deque(
             maxlen=4 * limits.window
         )  # waits are told when they are over, and may be long
         self.pace = (
@@ -216,7 +216,7 @@ class Scaler:
         self.waited = 0.0  # share of their time that they do
         self.rate = 0.0  # steps a second that they do take
 
-    def handle(self, observed: Observed, now: float) -> list[Decision]:
+    def handle(self, observed: Observation, now: float) -> list[Decision]:
         self._paces.append(observed)
         for seen in observed.sources:
             self._learn(seen, observed)
@@ -254,10 +254,12 @@ class Scaler:
 
     # what is seen
 
-    def _learn(self, seen: SourceSeen, observed: Observed) -> None:
+    def _learn(self, seen: SourceSample, observed: Observation) -> None:
         known = self._known.get(seen.name)
         if known is None:
-            known = self._known[seen.name] = _Known(deque(maxlen=self._paces.maxlen), seen.share)
+            known = self._known[seen.name] = _SourceEstimate(
+                deque(maxlen=self._paces.maxlen), seen.share
+            )
         known.looks.append((seen, observed))
         known.share += (seen.share - known.share) * 2 / (1 + self.limits.window)
         if read := math.fsum(s.read for s, _ in known.looks):
@@ -266,7 +268,7 @@ class Scaler:
         known.locked = self._measured(known) if self._measured(known) is not None else known.locked
         known.waited_for = known.waited_for + 1 if seen.waited_for else 0
 
-    def _measured(self, known: _Known) -> float | None:
+    def _measured(self, known: _SourceEstimate) -> float | None:
         """Return the locked part that the last looks show; None: they show nothing."""
         seconds = math.fsum(o.seconds * (s.processes or len(s.hosts)) for s, o in known.looks)
         if not seconds:
@@ -276,7 +278,7 @@ class Scaler:
             math.fsum(s.busy_s for s, _ in known.looks) / seconds,
         )
 
-    def _locked(self, seen: SourceSeen) -> float:
+    def _locked(self, seen: SourceSample) -> float:
         """Return the locked part of a source: as measured, else as its code lets assume."""
         known = self._known[seen.name]
         return known.locked if known.locked is not None else locked_part(known.cost_s, seen.free_s)
@@ -295,7 +297,7 @@ class Scaler:
 
     # what is needed
 
-    def _demands(self, observed: Observed) -> list[Demand]:
+    def _demands(self, observed: Observation) -> list[Demand]:
         planned = math.fsum(o.planned for o in self._paces)
         drawn = math.fsum(s.drawn for o in self._paces for s in o.sources)
         per_step, found = drawn / planned if planned else 0.0, []
@@ -321,7 +323,7 @@ class Scaler:
         self._all = math.fsum(d.now for d in found)
         return found
 
-    def _samples(self, seen: SourceSeen, share: float, per_step: float) -> float:
+    def _samples(self, seen: SourceSample, share: float, per_step: float) -> float:
         """Of a step. Weights of batches in tokens are shares of tokens: there what was drawn says
         how many samples that is.
         """
@@ -332,7 +334,7 @@ class Scaler:
         )
         return drawn * share / meant if drawn and meant else per_step * share
 
-    def _count(self, observed: Observed, needs: dict[str, Need]) -> None:
+    def _count(self, observed: Observation, needs: dict[str, Need]) -> None:
         for s in observed.sources:
             known, need = self._known[s.name], needs[s.name]
             up = need.most > self.limits.high * need.room and self._is_missed(s, need, observed)
@@ -341,12 +343,12 @@ class Scaler:
             known.fine = 0 if up or self._waits_for_storage(s, need) else known.fine + 1
             known.short = known.short if known.fine < self.limits.idle_patience else 0
 
-    def _is_missed(self, seen: SourceSeen, need: Need, observed: Observed) -> bool:
+    def _is_missed(self, seen: SourceSample, need: Need, observed: Observation) -> bool:
         if self.fixed:
             return self.waited > WAITED
         return need.later > need.now or self.waited > 0.01 or self._is_busy(seen, need, observed)
 
-    def _is_busy(self, seen: SourceSeen, need: Need, observed: Observed) -> bool:
+    def _is_busy(self, seen: SourceSample, need: Need, observed: Observation) -> bool:
         """What is seen beats what is reckoned: a source whose loaders idle needs no more of
         them.
         """
@@ -355,7 +357,7 @@ class Scaler:
     # what is decided
 
     def _ups(
-        self, observed: Observed, needs: dict[str, Need], now: float
+        self, observed: Observation, needs: dict[str, Need], now: float
     ) -> tuple[list[Scale], list[CannotKeepUp]]:
         ups, short, crowded = list[Scale](), list[CannotKeepUp](), set[int]()
         ready = [
@@ -395,7 +397,7 @@ class Scaler:
             if self._is_slow(s, needs[s.name])
         ]
 
-    def _short(self, seen: SourceSeen, need: Need, hosts: int, wanted: int) -> CannotKeepUp:
+    def _short(self, seen: SourceSample, need: Need, hosts: int, wanted: int) -> CannotKeepUp:
         if not self.fixed:
             return CannotKeepUp(
                 source=seen.name,
@@ -428,7 +430,7 @@ class Scaler:
         known.short = wanted
         return True
 
-    def _waits_for_storage(self, seen: SourceSeen, need: Need) -> bool:
+    def _waits_for_storage(self, seen: SourceSample, need: Need) -> bool:
         """Trainers wait for it though its hosts have room: what it waits for is no core."""
         known = self._known[seen.name]
         return (
@@ -438,7 +440,7 @@ class Scaler:
             and known.took_s > 2 * known.cost_s
         )
 
-    def _is_slow(self, seen: SourceSeen, need: Need) -> bool:
+    def _is_slow(self, seen: SourceSample, need: Need) -> bool:
         known = self._known[seen.name]
         if (
             known.waited_for < self.limits.idle_patience
@@ -449,7 +451,7 @@ class Scaler:
         wanted = math.ceil(need.most / known.cost_s * known.took_s)
         return wanted > seen.most and self._is_news(seen.name, wanted)
 
-    def _slow_storage(self, seen: SourceSeen, need: Need) -> CannotKeepUp:
+    def _slow_storage(self, seen: SourceSample, need: Need) -> CannotKeepUp:
         known = self._known[seen.name]
         why = (
             f"a sample takes {known.took_s * 1e3:.3g} ms, of a core {known.cost_s * 1e3:.3g} "
@@ -463,7 +465,7 @@ class Scaler:
             source=seen.name, hosts=seen.most, wanted=known.short, what="loaders", reason=why
         )
 
-    def _free(self, observed: Observed) -> int:
+    def _free(self, observed: Observation) -> int:
         free = min(
             self.limits.cores - observed.hosts, math.floor(self.limits.cores - self._used + SPARE)
         )
@@ -479,7 +481,7 @@ class Scaler:
         return max(0, free)
 
     def _downs(
-        self, observed: Observed, needs: dict[str, Need], now: float, pressed: bool
+        self, observed: Observation, needs: dict[str, Need], now: float, pressed: bool
     ) -> list[Scale]:
         """``pressed``: another source needs hosts and there are none: then nobody keeps what it
         does not need for long.
@@ -502,7 +504,7 @@ class Scaler:
     def _is_pressed(self) -> bool:
         return any(known.short for known in self._known.values())
 
-    def _cool(self, seen: SourceSeen, now: float) -> bool:
+    def _cool(self, seen: SourceSample, now: float) -> bool:
         return now - self._known[seen.name].changed >= self.limits.cool_down_s
 
     def _changed(self, scale: Scale, now: float) -> Scale:
@@ -512,11 +514,11 @@ class Scaler:
 
     # in words
 
-    def _rates(self, seen: SourceSeen, need: float) -> str:
+    def _rates(self, seen: SourceSample, need: float) -> str:
         cost = self._known[seen.name].cost_s
         return f"{need / cost if cost else 0.0:.3g} samples a second of {cost * 1e3:.3g} ms"
 
-    def _why(self, seen: SourceSeen, need: Need) -> str:
+    def _why(self, seen: SourceSample, need: Need) -> str:
         room = f"its hosts have room for {need.room:.2g}"
         if need.later > need.now:
             return (
@@ -526,7 +528,7 @@ class Scaler:
         waits = f", trainers wait {self.waited:.0%} of their time" if self.waited > 0.01 else ""
         return f"{self._rates(seen, need.now)} take {need.now:.2g} hosts, {room}{waits}"
 
-    def _why_not(self, seen: SourceSeen, need: Need, hosts: int) -> str:
+    def _why_not(self, seen: SourceSample, need: Need, hosts: int) -> str:
         if hosts >= seen.most:
             why = (
                 f"it has {seen.most} loader{'s' * (seen.most > 1)}: more chunks open together "
@@ -541,7 +543,7 @@ class Scaler:
 
     # read-ahead
 
-    def _read_aheads(self, observed: Observed) -> list[ReadAhead]:
+    def _read_aheads(self, observed: Observation) -> list[ReadAhead]:
         """A source whose reads have a long tail holds as many steps more as trainers take during a
         slow one.
         """

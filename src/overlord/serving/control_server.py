@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from overlord.client.client import State
-from overlord.concurrency.thread_queue import Hands
+from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.serving.step_publisher import Delivery, sealed
+from overlord.serving.step_publisher import StepPublisher, sealed
 from overlord.transport.server import Server
-from overlord.transport.server_connection import ServerLink
-from overlord.transport.shared_memory import Ring
+from overlord.transport.server_connection import ServerConnection
+from overlord.transport.shared_memory import SharedMemoryPool
 
 if TYPE_CHECKING:
-    from overlord.serving.session_server import Serving
+    from overlord.serving.session_server import SessionServer
 
 log = logging.getLogger("overlord")
 
@@ -33,31 +33,31 @@ HANDS = 4  # threads that carry out requests
 CLOSE_S = 0.5  # for last words to be sent; whoever does not read them finds the link closed
 
 
-class FrontDoor:
+class ControlServer:
     """The server of a session. Control links are answered here; data links go to ``delivery``, if
     the steps are served here too.
     """
 
     def __init__(
         self,
-        serving: Serving,
-        delivery: Delivery | None,
+        serving: SessionServer,
+        delivery: StepPublisher | None,
         *,
         token: str,
         host: str,
         port: int,
-        ring: Ring | None,
+        ring: SharedMemoryPool | None,
     ):
         self._serving, self._delivery = serving, delivery
         self.session_id = secrets.token_hex(
             8
         )  # a client that comes again must find the session it left
-        self._ranks: dict[ServerLink, int] = {}  # of control links
-        self._served: set[ServerLink] = (
+        self._ranks: dict[ServerConnection, int] = {}  # of control links
+        self._served: set[ServerConnection] = (
             set()
         )  # those of ranks that take no steps here, beside the one who takes theirs
         self._lock = threading.Lock()
-        self._hands, self._telling = Hands(HANDS, "front"), Hands(1, "why")
+        self._hands, self._telling = ThreadQueue(HANDS, "front"), ThreadQueue(1, "why")
         self._server = Server(
             token=token,
             on_open=self._opened,
@@ -72,7 +72,7 @@ class FrontDoor:
 
     # in the server's thread
 
-    def _opened(self, link: ServerLink, hello: dict[str, Any]) -> dict[str, Any]:
+    def _opened(self, link: ServerConnection, hello: dict[str, Any]) -> dict[str, Any]:
         rank, role = hello.get("rank"), hello.get("role")
         if role == "client" and self._delivery is not None:
             return self._delivery.opened(link, hello)
@@ -103,7 +103,7 @@ class FrontDoor:
         self._serving.came(rank, link.peer)
         return {"session": self.session_id}
 
-    def _message(self, link: ServerLink, value: Any) -> None:
+    def _message(self, link: ServerConnection, value: Any) -> None:
         rank = self._ranks.get(link)
         if rank is None:
             if self._delivery is not None:
@@ -118,7 +118,7 @@ class FrontDoor:
         hands = self._telling if value["ask"] == "why" else self._hands
         hands.do(lambda: self._answer(link, rank, value))
 
-    def _closed(self, link: ServerLink, reason: str) -> None:
+    def _closed(self, link: ServerConnection, reason: str) -> None:
         with self._lock:
             rank, served = self._ranks.pop(link, None), link in self._served
             self._served.discard(link)
@@ -131,7 +131,7 @@ class FrontDoor:
 
     # in threads that may wait
 
-    def _answer(self, link: ServerLink, rank: int, request: Mapping[str, Any]) -> None:
+    def _answer(self, link: ServerConnection, rank: int, request: Mapping[str, Any]) -> None:
         reply: dict[str, Any] = {"id": request["id"]}
         try:
             reply["value"] = self._serving.carry_out(rank, request, served=link in self._served)
@@ -155,13 +155,13 @@ class FrontDoor:
         self._server.close(CLOSE_S)
 
 
-def _last_word(link: ServerLink, error: Exception) -> None:
+def _last_word(link: ServerConnection, error: Exception) -> None:
     with contextlib.suppress(ActorLost, DataStall):
         link.send({"over": error}, timeout_s=0.0)
     link.close(str(error))
 
 
-class Seat:
+class RemoteClient:
     """Stands in a session for a client in another process: how far it is, and whether it is
     there.
     """
@@ -199,7 +199,7 @@ class Seat:
         )
 
 
-class Elsewhere:
+class ServedElsewhere:
     """The box of a seat whose steps never pass through this process."""
 
     def __init__(self, rank: int, generation: int):

@@ -8,11 +8,11 @@ import secrets
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from overlord.client.client import Box, Inbox
+from overlord.client.client import LocalStepQueue, StepQueue
 from overlord.errors import JobError, OverlordError
-from overlord.serving.control_server import Seat
-from overlord.serving.session_server import Served, Serving
-from overlord.serving.step_publisher import Outbox
+from overlord.serving.control_server import RemoteClient
+from overlord.serving.session_server import ServedAddress, SessionServer
+from overlord.serving.step_publisher import PublishedQueue
 from overlord.transport.address import is_loopback
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ServingMethods:
     """The part of ``Session`` that serves."""
 
-    _serving: Serving | None
+    _serving: SessionServer | None
 
     def serve(  # type: ignore[misc]
         self: Session,
@@ -30,7 +30,7 @@ class ServingMethods:
         port: int = 0,
         token: str | None = None,
         ranks: Iterable[int] | None = None,
-    ) -> Served:
+    ) -> ServedAddress:
         """Let clients in other processes connect; print the result, and set it in their
         environment. Call it before the first step.
 
@@ -51,13 +51,15 @@ class ServingMethods:
                 self._host.listen(host, token)
             with self._lock:
                 wanted = self._to_serve(wanted)
-                serving = self._serving = Serving(
+                serving = self._serving = SessionServer(
                     self, host=host, port=port, token=token, ranks=wanted
                 )
                 serving.furnish(self._host, listen=False)
                 for rank in wanted:
                     self._inboxes[rank] = (self._generation, self._new_box(rank))
-                    self._clients[rank] = Seat(rank, self._inboxes[rank][1], self._start_state)  # type: ignore[assignment]
+                    self._clients[rank] = RemoteClient(
+                        rank, self._inboxes[rank][1], self._start_state
+                    )  # type: ignore[assignment]
                 return serving.served
 
     def _to_serve(self: Session, ranks: Iterable[int] | None) -> list[int]:  # type: ignore[misc]
@@ -84,25 +86,25 @@ class ServingMethods:
     def _new_box(self: Session, rank: int) -> Any:  # type: ignore[misc]
         """Where a rank's steps go; under the lock."""
         if self._serving is not None and (
-            rank not in self._clients or isinstance(self._clients[rank], Seat)
+            rank not in self._clients or isinstance(self._clients[rank], RemoteClient)
         ):
             return self._serving.box(rank, self._generation)
         return self._host.inbox(rank, self._start_state.step)
 
-    def _take_seat(self: Session, rank: int) -> Box | None:  # type: ignore[misc]
+    def _take_seat(self: Session, rank: int) -> StepQueue | None:  # type: ignore[misc]
         """Under the lock: a client of this process takes a seat that nobody has taken yet, with all
         that is kept for it.
         """
         seat = self._clients.get(rank)
-        if not isinstance(seat, Seat):
+        if not isinstance(seat, RemoteClient):
             return None
         if seat.peer:
             raise OverlordError(
                 f"rank {rank} is served to a client of another process, {seat.peer}; open "
                 "the clients of this process before serve()"
             )
-        inbox: Box = self._host.inbox(rank, seat._state.step)
-        if isinstance(seat._inbox, Outbox) and isinstance(inbox, Inbox):
+        inbox: StepQueue = self._host.inbox(rank, seat._state.step)
+        if isinstance(seat._inbox, PublishedQueue) and isinstance(inbox, LocalStepQueue):
             seat._inbox.hand_over(inbox)
         del self._clients[rank]
         return inbox

@@ -10,14 +10,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from overlord.client.client import Box, State
+from overlord.client.client import State, StepQueue
 from overlord.errors import DataStall, JobError, OverlordError
-from overlord.messages.control import Stage
-from overlord.serving.control_server import Elsewhere, FrontDoor, Seat, where_it_stands
-from overlord.serving.step_publisher import MOVED, Delivery, Outbox, Slabs
+from overlord.messages.control import PlannedStep
+from overlord.serving.control_server import (
+    ControlServer,
+    RemoteClient,
+    ServedElsewhere,
+    where_it_stands,
+)
+from overlord.serving.step_publisher import MOVED, PublishedQueue, SharedBufferPool, StepPublisher
 from overlord.session.reshard import not_in_the_mesh
 from overlord.transport.address import Address
-from overlord.transport.shared_memory import Ring
+from overlord.transport.shared_memory import SharedMemoryPool
 
 if TYPE_CHECKING:
     from overlord.messages.control import StreamState
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("overlord")
 
 
-class Served(str):
+class ServedAddress(str):
     """An address, with its token. As text it is the address; printed it is two lines for the
     environment of the trainers.
     """
@@ -35,7 +40,7 @@ class Served(str):
     # where the job goes on and why, of one that was submitted to a cluster; else the session knows
     resumed: str
 
-    def __new__(cls, address: str, token: str, resumed: str = "") -> Served:
+    def __new__(cls, address: str, token: str, resumed: str = "") -> ServedAddress:
         made = super().__new__(cls, address)
         made.token, made.resumed = token, resumed
         return made
@@ -55,7 +60,7 @@ class Served(str):
         return format(self.address, spec)
 
 
-class Serving:
+class SessionServer:
     """What a session has that serves: the seats' steps, the front door, and who is there."""
 
     def __init__(self, session: Session, *, host: str, port: int, token: str, ranks: Iterable[int]):
@@ -72,14 +77,14 @@ class Serving:
         self._last = -1  # the last step that is to be taken
         self._lock = threading.Lock()  # a leaf
         here = session._runtime == "local"
-        self._ring = Ring(name=session.job.name) if here else None
-        self.delivery = Delivery(took=self.took) if here else None
+        self._ring = SharedMemoryPool(name=session.job.name) if here else None
+        self.delivery = StepPublisher(took=self.took) if here else None
         if self.delivery is not None:
             self.delivery.on_took = lambda box, step: self.took(box.rank, step, box)
-        self._front = FrontDoor(
+        self._front = ControlServer(
             self, self.delivery, token=token, host=host, port=port, ring=self._ring
         )
-        self.served = Served(self._front.address, token)
+        self.served = ServedAddress(self._front.address, token)
 
     def furnish(self, host: Any, *, listen: bool = True) -> None:
         """New cores, before their first step."""
@@ -87,13 +92,15 @@ class Serving:
             self._afters, self._last = {}, -1
         host.on_stage.append(self._note)
         if self._ring is not None:
-            host.building.slabs = Slabs(self._ring)
+            host.building.slabs = SharedBufferPool(self._ring)
         else:
             host.on_taken = self.took
             if listen:
                 host.listen(self._bind, self.served.token)
 
-    def again(self, host: str, port: int, token: str | None, ranks: Iterable[int] | None) -> Served:
+    def again(
+        self, host: str, port: int, token: str | None, ranks: Iterable[int] | None
+    ) -> ServedAddress:
         """Asked for a second time: there is one door, so what is asked for must be what there is,
         or nothing in particular.
         """
@@ -119,14 +126,14 @@ class Serving:
             raise JobError([f"{words}; call serve() without arguments for its address"], "serve")
         return self.served
 
-    def box(self, rank: int, generation: int) -> Outbox | Elsewhere:
+    def box(self, rank: int, generation: int) -> PublishedQueue | ServedElsewhere:
         return (
-            Elsewhere(rank, generation)
+            ServedElsewhere(rank, generation)
             if self.delivery is None
             else self.delivery.box(rank, generation)
         )
 
-    def _note(self, stage: Stage) -> None:
+    def _note(self, stage: PlannedStep) -> None:
         """In the pump, or in a thread that hears what a planner elsewhere says: one that came in
         the place of another may say of a step that was taken already what that one did not live to
         say.
@@ -142,14 +149,14 @@ class Serving:
                 if session._taken.get(seat.rank) == step:
                     seat._state = stage.after
 
-    def took(self, rank: int, step: int, of: Outbox | None = None) -> None:
+    def took(self, rank: int, step: int, of: PublishedQueue | None = None) -> None:
         """A client has handed a step to its trainer. ``of``: from this box, which may be one of a
         generation that is over.
         """
         session = self._session
         with session._lock:
             seat = session._clients.get(rank)
-            if not isinstance(seat, Seat):
+            if not isinstance(seat, RemoteClient):
                 return
             box = session._inboxes[rank][1]
             before = session._taken.get(rank, -1)
@@ -182,7 +189,7 @@ class Serving:
         if problem := session.job.place.rank_problem(rank):
             raise JobError([problem], "connect")
         with session._lock:
-            if isinstance(session._clients.get(rank), Seat):
+            if isinstance(session._clients.get(rank), RemoteClient):
                 return
         if rank in self._left:
             raise OverlordError(
@@ -217,11 +224,11 @@ class Serving:
         if (seat := self._seat_or_none(rank)) is not None:
             seat.be(there=False)
 
-    def _seat_or_none(self, rank: int) -> Seat | None:
+    def _seat_or_none(self, rank: int) -> RemoteClient | None:
         seat = self._session._clients.get(rank)
-        return seat if isinstance(seat, Seat) else None
+        return seat if isinstance(seat, RemoteClient) else None
 
-    def _seat(self, rank: int) -> Seat:
+    def _seat(self, rank: int) -> RemoteClient:
         if (seat := self._seat_or_none(rank)) is None:
             place = self._session.job.place
             gone = (
@@ -233,8 +240,10 @@ class Serving:
         return seat
 
     @property
-    def seats(self) -> list[Seat]:
-        return [seat for seat in list(self._session._clients.values()) if isinstance(seat, Seat)]
+    def seats(self) -> list[RemoteClient]:
+        return [
+            seat for seat in list(self._session._clients.values()) if isinstance(seat, RemoteClient)
+        ]
 
     def say(self, words: str) -> str:
         """Why someone waits; where it is for a rank to take its steps, whether that rank is there
@@ -359,7 +368,7 @@ class Serving:
         except DataStall:
             return "", ""
 
-    def _current(self, rank: int, generation: Any) -> Box:
+    def _current(self, rank: int, generation: Any) -> StepQueue:
         """The rank's box, if the client is in the session's generation; else one that is no longer
         any.
         """
@@ -369,7 +378,7 @@ class Serving:
             return (
                 box
                 if box is not None and generation == session._generation
-                else Elsewhere(rank, -1)
+                else ServedElsewhere(rank, -1)
             )
 
     def _where(self, rank: int, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -460,7 +469,7 @@ class Serving:
             for rank in expected:
                 if rank not in session._clients:
                     self._left.discard(rank)
-                    session._clients[rank] = seat = Seat(rank, None, session._start_state)  # type: ignore[assignment]
+                    session._clients[rank] = seat = RemoteClient(rank, None, session._start_state)  # type: ignore[assignment]
                     box = session._new_box(rank)
                     session._inboxes[rank], seat._inbox = (session._generation, box), box
 

@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from overlord.buffer_pool import SlabPool
+from overlord.buffer_pool import BufferPool
 from overlord.client.client import State
-from overlord.constructor.build import Bucket
-from overlord.constructor.service import Mailbox
+from overlord.constructor.build import BucketBatch
+from overlord.constructor.service import RankQueue
 from overlord.errors import ActorLost, DataStall, FrameError, OverlordError
-from overlord.messages.client import Ended, Handed, Told, Took
-from overlord.messages.control import Sealed
-from overlord.transport.connection import Link
-from overlord.transport.server_connection import ServerLink
-from overlord.transport.shared_memory import Ring
+from overlord.messages.client import EndOfStream, StepAck, StepInfo, StepMessage
+from overlord.messages.control import EncodedState
+from overlord.transport.connection import Connection
+from overlord.transport.server_connection import ServerConnection
+from overlord.transport.shared_memory import SharedMemoryPool
 from overlord.transport.state_codec import seal
 
 log = logging.getLogger("overlord")
@@ -41,18 +41,18 @@ UNBOUNDED = 2**62
 KEPT_SEALS = 16  # states of the last steps as bytes: ranks of other buckets are sent the same
 
 
-def sealed(state: State) -> Sealed:
-    return state if isinstance(state, Sealed) else seal(state)
+def sealed(state: State) -> EncodedState:
+    return state if isinstance(state, EncodedState) else seal(state)
 
 
-class Slabs:
+class SharedBufferPool:
     """Memory for microbatches that clients map. When all of it is in use, by trainers that keep
     what they got, memory of this process serves: what is built there is copied on its way, and
     nobody waits for anybody.
     """
 
-    def __init__(self, ring: Ring):
-        self._ring, self._more = ring, SlabPool(min(2**30, ring.max_bytes))
+    def __init__(self, ring: SharedMemoryPool):
+        self._ring, self._more = ring, BufferPool(min(2**30, ring.max_bytes))
 
     def __call__(self, nbytes: int) -> np.ndarray:
         found = self._ring.take(nbytes) if nbytes <= self._ring.max_bytes else None
@@ -66,13 +66,17 @@ class Slabs:
         self._more.close()
 
 
-class Outbox:
+class PublishedQueue:
     """The steps of one rank on their way out. ``put`` and ``end`` run in the pump and never
     wait.
     """
 
     def __init__(
-        self, delivery: Delivery, rank: int, generation: int | None, former: Outbox | None = None
+        self,
+        delivery: StepPublisher,
+        rank: int,
+        generation: int | None,
+        former: PublishedQueue | None = None,
     ):
         self.rank, self.generation, self.former = (
             rank,
@@ -82,15 +86,15 @@ class Outbox:
         if former is not None:
             former.retire()
         self._delivery = delivery
-        self._steps: deque[tuple[Told, Bucket, Handed]] = deque()  # not taken yet
+        self._steps: deque[tuple[StepInfo, BucketBatch, StepMessage]] = deque()  # not taken yet
         self._put = self._taken = -1  # the last step that came, and that its client took
         self._next = 0  # the first step that its client, as it said, does not have
         self._claimed = -1  # of those, the last it took: believed when they have come here too
         self.waited_s = 0.0  # that its trainer has waited, as it said
         self.steps = 0  # that it took
-        self._ended: Ended | None = None
-        self._link: Link | None = None
-        self._inside: Mailbox | None = None  # a client in this process that took the seat
+        self._ended: EndOfStream | None = None
+        self._link: Connection | None = None
+        self._inside: RankQueue | None = None  # a client in this process that took the seat
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -100,7 +104,7 @@ class Outbox:
         """Nothing comes any more, and all that came was taken."""
         return self._ended is not None and not self._steps
 
-    def put(self, told: Told, bucket: Bucket) -> None:
+    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
         with self._delivery.lock:
             if self._inside is not None:
                 self._inside.put(told, bucket)
@@ -126,7 +130,7 @@ class Outbox:
             if drop:
                 self._steps.clear()
             if self._ended is None or error is not None:
-                self._ended = Ended(
+                self._ended = EndOfStream(
                     error
                     if error is None or isinstance(error, Exception)
                     else ActorLost("the pump", repr(error))
@@ -142,7 +146,7 @@ class Outbox:
                 self._ended = None
                 self._send({"resumed": True})
 
-    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
+    def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
         raise OverlordError(f"rank {self.rank} is served to another process")
 
     def _send(self, value: Any) -> None:
@@ -162,12 +166,12 @@ class Outbox:
         except (
             FrameError
         ) as fault:  # a hook made an array that cannot travel: this rank ends, and says why
-            self._ended = Ended(fault)
+            self._ended = EndOfStream(fault)
             self._send(self._ended)
 
     # what comes from the client
 
-    def connect(self, link: Link, next_step: int) -> None:
+    def connect(self, link: Connection, next_step: int) -> None:
         """Under the lock: all from this step on goes to this link."""
         if next_step <= self._taken:
             raise OverlordError(
@@ -175,7 +179,7 @@ class Outbox:
                 f"no longer (step {self._taken} was taken last); "
                 "load a saved state on every rank"
             )
-        if isinstance(link, ServerLink):
+        if isinstance(link, ServerConnection):
             # the prefetch window bounds it, and the pump must not wait for a slow client
             link.max_queued_bytes = UNBOUNDED
         former, self._link, self._next, self._claimed = self._link, link, next_step, -1
@@ -184,7 +188,7 @@ class Outbox:
                 f"rank {self.rank}: another client of this rank has connected and takes this "
                 "one's place"
             )
-            self._delivery.dismiss(former, Ended(OverlordError(words)))
+            self._delivery.dismiss(former, EndOfStream(OverlordError(words)))
         self.send_from(next_step)
 
     def send_from(self, next_step: int) -> None:
@@ -196,7 +200,7 @@ class Outbox:
             self._send(self._ended)
 
     def took(
-        self, link: Link, step: int, waited_s: float, generation: int | None = None
+        self, link: Connection, step: int, waited_s: float, generation: int | None = None
     ) -> int | None:
         """Under the lock: the step, if this is news. Those up to it may go. One that was never sent
         is not believed, unless the client came with it from a process of before; and one that was
@@ -224,7 +228,7 @@ class Outbox:
         self._taken, self._put = max(step, self._taken), max(step, self._put)
         self._drop_taken()
 
-    def disconnect(self, link: Link) -> None:
+    def disconnect(self, link: Connection) -> None:
         if link is self._link:
             self._link = None
 
@@ -235,7 +239,7 @@ class Outbox:
             self._delivery.let_go(bucket)
         self._steps.clear()
 
-    def hand_over(self, inside: Mailbox) -> None:
+    def hand_over(self, inside: RankQueue) -> None:
         """A client in this process takes the rank: it gets all that is kept, and whatever comes."""
         with self._delivery.lock:
             for told, bucket, _ in self._steps:
@@ -248,7 +252,7 @@ class Outbox:
             self._delivery.forget(self.rank)
 
 
-class Delivery:
+class StepPublisher:
     """The boxes of all ranks served here, and the callbacks of a channel server for the links of
     their clients.
     """
@@ -263,22 +267,22 @@ class Delivery:
             threading.RLock()
         )  # put runs in the pump, the rest in the server's thread; held for a moment only
         self._took, self._welcome = took, welcome
-        self.on_took: Callable[[Outbox, int], None] | None = (
+        self.on_took: Callable[[PublishedQueue, int], None] | None = (
             None  # in place of ``took``, for whoever has boxes of several generations
         )
-        self._boxes: dict[int, Outbox] = {}
-        self._of_link: dict[Link, Outbox] = {}
+        self._boxes: dict[int, PublishedQueue] = {}
+        self._of_link: dict[Connection, PublishedQueue] = {}
         self._made: dict[
-            int, tuple[Bucket, Handed, list[int]]
+            int, tuple[BucketBatch, StepMessage, list[int]]
         ] = {}  # by identity of the bucket; the last counts who keeps it
         self._latest: tuple[int, set[int]] = (
             -1,
             set(),
         )  # the last step of which something was made, and what: others may be put the same
-        self._seals: dict[int, tuple[State, Told]] = {}
+        self._seals: dict[int, tuple[State, StepInfo]] = {}
         self.n_made = 0
 
-    def box(self, rank: int, generation: int | None = None) -> Outbox:
+    def box(self, rank: int, generation: int | None = None) -> PublishedQueue:
         """The box of a rank; a new one for a new generation of the session, and links of the old
         one get nothing from it. None: there is but one, since this process lives no longer than a
         generation does.
@@ -286,7 +290,7 @@ class Delivery:
         with self.lock:
             box = self._boxes.get(rank)
             if box is None or box.generation != generation:
-                box = self._boxes[rank] = Outbox(self, rank, generation, box)
+                box = self._boxes[rank] = PublishedQueue(self, rank, generation, box)
             return box
 
     def forget(self, rank: int, why: str = "") -> None:
@@ -294,7 +298,8 @@ class Delivery:
         with self.lock:
             if (box := self._boxes.pop(rank, None)) is not None and box._link is not None:
                 self.dismiss(
-                    box._link, Ended(OverlordError(why or f"the client of rank {rank} is closed"))
+                    box._link,
+                    EndOfStream(OverlordError(why or f"the client of rank {rank} is closed")),
                 )
 
     def carry(self, rank: int, state: State) -> None:
@@ -332,7 +337,7 @@ class Delivery:
 
     # what boxes share
 
-    def handed(self, told: Told, bucket: Bucket) -> Handed:
+    def handed(self, told: StepInfo, bucket: BucketBatch) -> StepMessage:
         """Under the lock. What all ranks of the bucket are sent: made once, the arrays are those
         that were built.
         """
@@ -342,9 +347,9 @@ class Delivery:
             rows = bucket.samples[first : int(bounds[-1]) if len(bounds) else 0]
             part = self._sealed(told).of_rows(rows)
             if bucket.wide is not None:
-                handed = Handed(part, bounds - first, *bucket.part(), form=bucket.form)
+                handed = StepMessage(part, bounds - first, *bucket.part(), form=bucket.form)
             else:  # of a hook, which builds what it likes
-                handed = Handed(
+                handed = StepMessage(
                     part,
                     bounds - first,
                     {},
@@ -364,7 +369,7 @@ class Delivery:
         made[2][0] += 1
         return made[1]
 
-    def let_go(self, bucket: Bucket) -> None:
+    def let_go(self, bucket: BucketBatch) -> None:
         """Under the lock."""
         if (made := self._made.get(id(bucket))) is not None:
             made[2][0] -= 1
@@ -378,7 +383,7 @@ class Delivery:
         if (made := self._made.get(bucket)) is not None and made[2][0] <= 0:
             del self._made[bucket]
 
-    def _sealed(self, told: Told) -> Told:
+    def _sealed(self, told: StepInfo) -> StepInfo:
         found = self._seals.get(told.step)
         if found is None or found[0] is not told.after:
             found = self._seals[told.step] = (told.after, replace(told, after=sealed(told.after)))
@@ -388,7 +393,7 @@ class Delivery:
 
     # callbacks of the server, in its thread
 
-    def opened(self, link: Link, hello: dict[str, Any]) -> dict[str, Any]:
+    def opened(self, link: Connection, hello: dict[str, Any]) -> dict[str, Any]:
         rank, next_step, generation = (
             _whole(hello, name) for name in ("rank", "next", "generation")
         )
@@ -404,8 +409,8 @@ class Delivery:
             self._of_link[link] = box
         return self._welcome(rank)
 
-    def message(self, link: Link, value: Any) -> None:
-        if not isinstance(value, Took):
+    def message(self, link: Connection, value: Any) -> None:
+        if not isinstance(value, StepAck):
             raise OverlordError(f"wanted Took from a client, found {type(value).__name__}")
         with self.lock:
             box = self._of_link.get(link)
@@ -419,7 +424,7 @@ class Delivery:
         ):  # outside the lock: whoever is told has locks of its own
             self.heard(box, step)
 
-    def heard(self, box: Outbox, step: int) -> None:
+    def heard(self, box: PublishedQueue, step: int) -> None:
         """A client took a step."""
         if self._boxes.get(box.rank) is not box:
             return
@@ -440,12 +445,12 @@ class Delivery:
             box = self._boxes.get(rank)
             return -1 if box is None else box._taken
 
-    def closed(self, link: Link, reason: str) -> None:
+    def closed(self, link: Connection, reason: str) -> None:
         with self.lock:
             if (box := self._of_link.pop(link, None)) is not None:
                 box.disconnect(link)
 
-    def dismiss(self, link: Link, last: Ended) -> None:
+    def dismiss(self, link: Connection, last: EndOfStream) -> None:
         """Under the lock: a last word, and no more; what the client still says counts for
         nothing.
         """

@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from overlord.client.local_queue import InsideBox
-from overlord.client.remote_queue import RemoteInbox
+from overlord.client.local_queue import LaunchedStepQueue
+from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster.coordinator_actor import Counted
-from overlord.cluster.event_outbox import Sayings
-from overlord.cluster.launcher import PLANNER, START_S, Parts
+from overlord.cluster.event_outbox import EventOutbox
+from overlord.cluster.launcher import PLANNER, START_S, Launcher
 from overlord.cluster.worker_factory import SIDE_BY_SIDE
-from overlord.concurrency.event_loop import Pump
-from overlord.concurrency.platform import Machine
+from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
-from overlord.journal.write_ahead import UNWRITTEN, Beginning
-from overlord.messages.control import Cursor, Finish, Report, SourceLost, Stage, StreamState
+from overlord.journal.write_ahead import UNWRITTEN, JournalStart
+from overlord.messages.control import Cursor, EndOfJob, PlannedStep, Report, SourceLost, StreamState
 from overlord.planning.spec import NewSource, Quarantined
-from overlord.rpc.actors import Control
+from overlord.rpc.actors import ActorSystem
 from overlord.sample import Buffer
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
 
@@ -40,34 +40,34 @@ WHERE_S = 0.8  # who asks where a constructor is asks again, and has a second
 TAKEN_S = 2.0  # for a constructor host to say how far a rank is
 
 
-class FarPlans:
+class RemotePlans:
     """The plans that a planner elsewhere keeps, fetched when they are looked at."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Launcher):
         self._parts = parts
 
-    def of(self, step: int) -> list[Stage]:
+    def of(self, step: int) -> list[PlannedStep]:
         """One plan alone, if it is kept: they may be large."""
-        stages: list[Stage] = self._parts.ask("stages", step)
+        stages: list[PlannedStep] = self._parts.ask("stages", step)
         return stages
 
     def steps(self) -> list[int]:
         steps: list[int] = self._parts.ask("steps")
         return steps
 
-    def __iter__(self) -> Iterator[Stage]:
-        stages: list[Stage] = self._parts.ask("stages")
+    def __iter__(self) -> Iterator[PlannedStep]:
+        stages: list[PlannedStep] = self._parts.ask("stages")
         return iter(stages)
 
 
-class FarPlanner:
+class CoordinatorClient:
     """A planner elsewhere, as far as a session reads it. Nothing is kept here but how the job
     ended.
     """
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Launcher):
         self._parts = parts
-        self.finished: Finish | None = None
+        self.finished: EndOfJob | None = None
         self.listed: dict[Quarantined, None] = {}
         self.spoiled: dict[Quarantined, None] = {}
 
@@ -114,7 +114,7 @@ class FarPlanner:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedStep:
+class PlannedSummary:
     """Of a stage that was planned elsewhere, what whoever serves clients must know."""
 
     plan: Any  # its number alone
@@ -122,28 +122,28 @@ class StagedStep:
     skipped: bool
 
 
-class PlannedEngine:
+class ClusterRuntime:
     """``ProcessHost`` as the session sees it, while the real one is in the planner's process."""
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        blueprint: PreparedJob,
         state: StreamState | None,
-        pump: Pump,
+        pump: EventLoop,
         generation: int = 0,
         *,
-        control: Control,
-        machine: Machine,
+        control: ActorSystem,
+        machine: Platform,
     ):
         self._pump, self._number = pump, generation
-        self._boxes: list[RemoteInbox] = []  # of clients in this process
+        self._boxes: list[RemoteStepQueue] = []  # of clients in this process
         self.on_stage: list[Callable[[Any], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_late: list[Callable[[Any], None]] = []
-        self._sayings = Sayings()
+        self._sayings = EventOutbox()
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
-        self._parts = Parts(blueprint, generation, self._heard, control, machine)
-        self.planner, self.plans = FarPlanner(self._parts), FarPlans(self._parts)
+        self._parts = Launcher(blueprint, generation, self._heard, control, machine)
+        self.planner, self.plans = CoordinatorClient(self._parts), RemotePlans(self._parts)
         self._bucket_of = {
             rank: b for b, ranks in enumerate(blueprint.job.place.buckets("DP")) for rank in ranks
         }
@@ -155,7 +155,7 @@ class PlannedEngine:
         ] = {}  # of constructor hosts: answers that are here, or to come
         self._asking = threading.Lock()
         self._door: tuple[str, str] | None = None
-        self._without: tuple[int, Blueprint | None] = (
+        self._without: tuple[int, PreparedJob | None] = (
             -1,
             None,
         )  # the host of the last source that was to join, and the job before it
@@ -183,7 +183,7 @@ class PlannedEngine:
         match event:
             case ("staged", int(step), StreamState() as after, bool(skipped)):
                 for watcher in self.on_stage:
-                    watcher(StagedStep(SimpleNamespace(step=step), after, skipped))
+                    watcher(PlannedSummary(SimpleNamespace(step=step), after, skipped))
             case ("taken", int(rank), int(step)):
                 self.on_taken(rank, step)
             case ("bad", list(rows), list(late)):
@@ -202,7 +202,7 @@ class PlannedEngine:
                 self.recoveries.append(row)
             case ("finish", None) if self._parts.is_over:
                 pass  # a last word of one that was given up since
-            case ("finish", (Finish() | None) as finish):
+            case ("finish", (EndOfJob() | None) as finish):
                 self.planner.finished = finish
             case ("over", Exception() as error):
                 self._end_all(error)
@@ -214,7 +214,7 @@ class PlannedEngine:
         the steps that are complete. One that stands still tells nobody, and no planner is there to
         miss it: it is ended, and its clients find that out.
         """
-        finish, control = Finish(self._parts.acked + 1, error), self._parts.control
+        finish, control = EndOfJob(self._parts.acked + 1, error), self._parts.control
         self.planner.finished = self.planner.finished or finish
         hosts = [
             h
@@ -233,7 +233,7 @@ class PlannedEngine:
         self._deaf.daemon = True
         self._deaf.start()
 
-    def write_beginning(self, beginning: Beginning) -> None:
+    def write_beginning(self, beginning: JournalStart) -> None:
         """The journal is held here until the planner takes it."""
         beginning.journal.close()
         self._parts.open_journal(beginning.anew, beginning.floor, beginning.journal.launch)
@@ -262,9 +262,9 @@ class PlannedEngine:
             self._parts.acked = max(step, self._parts.acked)
         self._parts.tell("consumed", list(ranks), step)
 
-    def inbox(self, rank: int, next_step: int) -> InsideBox:
+    def inbox(self, rank: int, next_step: int) -> LaunchedStepQueue:
         prefetch = self._parts.blueprint.options.prefetch
-        return InsideBox(
+        return LaunchedStepQueue(
             rank,
             lambda: self.address_for(rank),
             next_step=next_step,
@@ -418,7 +418,7 @@ class PlannedEngine:
         )
         self._parts.reports = kept | {(report.step, report.rank): report}
 
-    def prepare_source(self, blueprint: Blueprint) -> int:
+    def prepare_source(self, blueprint: PreparedJob) -> int:
         """A host of its own for a source that joins."""
         parts, i = self._parts, len(blueprint.job.sources) - 1
         before, h = parts.blueprint, parts.next_host

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 from overlord.checks import did_you_mean
 from overlord.errors import DataStall, JobError, JournalError, OverlordError, PlanError
 from overlord.job.job import Job, Source
-from overlord.messages.control import Finish, Report, SetMixture, Skip, SourceLost
+from overlord.messages.control import EndOfJob, Report, SetMixture, Skip, SourceLost
 from overlord.messages.reports import checked
-from overlord.planning.events import Event, Log, said_of_all
+from overlord.planning.events import Event, EventLog, said_of_all
 from overlord.planning.feedback import promised
-from overlord.planning.lost_tokens import Losses
+from overlord.planning.lost_tokens import TokenLosses
 from overlord.planning.schedule import plain
 from overlord.setup.partition import joining
 
 if TYPE_CHECKING:
-    from overlord.client.client import Box, Client
-    from overlord.concurrency.event_loop import Pump
+    from overlord.client.client import Client, StepQueue
+    from overlord.concurrency.event_loop import EventLoop
     from overlord.messages.control import StreamState
-    from overlord.serving.session_server import Serving
-    from overlord.session.runtime import Engine
+    from overlord.serving.session_server import SessionServer
+    from overlord.session.runtime import Runtime
     from overlord.setup.options import Options
-    from overlord.setup.prepared_job import Blueprint
+    from overlord.setup.prepared_job import PreparedJob
     from overlord.setup.profile_store import Refresher
 
 log = logging.getLogger("overlord")
@@ -40,27 +40,27 @@ class Changes:
     """
 
     job: Job
-    _blueprint: Blueprint
-    _blueprints: list[Blueprint]
+    _blueprint: PreparedJob
+    _blueprints: list[PreparedJob]
     _clients: dict[int, Client]
     _closed: bool
-    _host: Engine
-    _inboxes: dict[int, tuple[int, Box]]
+    _host: Runtime
+    _inboxes: dict[int, tuple[int, StepQueue]]
     _joining: (
-        Blueprint | None
+        PreparedJob | None
     )  # with the source that is to join: a planner elsewhere may know of it first
     _lock: threading.RLock
     _learns: bool
-    _log: Log
-    _losses: Losses
+    _log: EventLog
+    _losses: TokenLosses
     _lost: dict[str, SourceLost]
     _moving: threading.Lock
     _options: Options
-    _pump: Pump
+    _pump: EventLoop
     _refresher: Refresher | None
     _refused: int
     _runtime: str
-    _serving: Serving | None
+    _serving: SessionServer | None
     _start_state: StreamState
     _warned: bool
 
@@ -116,7 +116,7 @@ class Changes:
         self._host.event(event)
         self._note(event)
 
-    def _listen_to(self, host: Engine) -> None:
+    def _listen_to(self, host: Runtime) -> None:
         host.on_lost.append(self._source_lost)
         host.on_late.append(self._note)
         host.on_stage.append(lambda stage: self._warn_of_losses(stage.after))
@@ -189,11 +189,11 @@ class Changes:
                 more.close_workers(0 if self._closed else before)
                 raise
 
-    def _join(self, more: Blueprint, prepared: Any, at: int | None) -> int:
+    def _join(self, more: PreparedJob, prepared: Any, at: int | None) -> int:
         """In the pump: the source takes part from here on."""
         return self._at(at, lambda step: self._join_at(more, prepared, step))
 
-    def _join_at(self, more: Blueprint, prepared: Any, at: int) -> None:
+    def _join_at(self, more: PreparedJob, prepared: Any, at: int) -> None:
         new = more.new_source(at)
 
         def joined() -> None:
@@ -210,7 +210,7 @@ class Changes:
             self._host.add_source(new, prepared, more.budget_bytes, joined)
         # the planner knows of it, and the journal does not: no step may be planned with it
         except JournalError as error:
-            self._host.event(Finish(self._host.planner.next_step, error))
+            self._host.event(EndOfJob(self._host.planner.next_step, error))
             raise
 
     # processes
@@ -258,7 +258,7 @@ class Changes:
 
     # feedback
 
-    def _report(self, rank: int, inbox: Box, step: Any, metrics: Any, next_step: int) -> None:
+    def _report(self, rank: int, inbox: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
         """In the trainer's thread: what is wrong is told here, what is right goes to the
         planner.
         """
@@ -312,7 +312,7 @@ class Changes:
             and promised(report, next_step, self.job.feedback_lag, self._options.prefetch)
         )
 
-    def _take_report(self, host: Engine, said: Log, report: Report) -> None:
+    def _take_report(self, host: Runtime, said: EventLog, report: Report) -> None:
         """In the pump. What comes too late is dropped, so it must not be in a state either."""
         if used := host.report(report):
             said.report(report, self._slowest())

@@ -19,14 +19,14 @@ from overlord.setup.options import ring_bytes
 
 if TYPE_CHECKING:
     from overlord.client.client import Client
-    from overlord.concurrency.event_loop import Pump
+    from overlord.concurrency.event_loop import EventLoop
     from overlord.messages.control import SourceLost, StreamState
     from overlord.observe.explain import Explanation, Known
     from overlord.planning.graph.dgraph import DGraph
     from overlord.sample import SampleId
     from overlord.scaling.profile import JobProfile
-    from overlord.session.runtime import Engine
-    from overlord.setup.prepared_job import Blueprint
+    from overlord.session.runtime import Runtime
+    from overlord.setup.prepared_job import PreparedJob
     from overlord.setup.profile_store import Refresher
 
 
@@ -36,18 +36,18 @@ class Questions:
     """
 
     job: Job
-    _blueprint: Blueprint
+    _blueprint: PreparedJob
     _clients: Mapping[int, Client]
-    _host: Engine
-    _joining: Blueprint | None
-    _pump: Pump
+    _host: Runtime
+    _joining: PreparedJob | None
+    _pump: EventLoop
     _start_state: StreamState
     _started: float
     _refused: int
     _refresher: Refresher | None
     _lost: dict[str, SourceLost]  # sources whose storage was given up, and that left
 
-    def _blueprint_of(self, n: int, blueprint: Blueprint | None = None) -> Blueprint:
+    def _blueprint_of(self, n: int, blueprint: PreparedJob | None = None) -> PreparedJob:
         """For what a planner says of so many sources: one elsewhere may have let a source join, and
         its answer be on the way.
         """

@@ -16,7 +16,7 @@ from overlord.session.runtime import RUNTIMES, budgeted, keep, sized
 from overlord.session.session import Session
 from overlord.setup.options import Options
 from overlord.setup.partition import profiled
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.removed_sources import left_behind
 
 
@@ -122,7 +122,7 @@ def _launched(
 
         return launch_with_journal(job, runtime, resume, allow, given)
     left = left_behind(resume, job.shuffle_chunks) if isinstance(resume, Mapping) else None
-    blueprint = profiled(Blueprint(job, given, left), runtime)
+    blueprint = profiled(PreparedJob(job, given, left), runtime)
     if resume is None:
         return Session(job, blueprint, None, runtime)
     assert isinstance(resume, Mapping)

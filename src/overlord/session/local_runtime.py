@@ -19,35 +19,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.batch import Batch
-from overlord.buffer_pool import SlabPool
-from overlord.client.client import Inbox
+from overlord.buffer_pool import BufferPool
+from overlord.client.client import LocalStepQueue
 from overlord.cluster.loader_stats import Watching, onlooker
-from overlord.cluster.plan_history import KeptPlans
+from overlord.cluster.plan_history import RecentPlans
 from overlord.concurrency.command_loop import Done, Executor
 from overlord.concurrency.event_loop import ThreadExecutor
 from overlord.constructor.assembler import Assembler
-from overlord.constructor.build import StagedStep
+from overlord.constructor.build import StepDocuments
 from overlord.constructor.images import PixelForm
-from overlord.constructor.service import Building, Mailbox
+from overlord.constructor.service import ConstructorService, RankQueue
 from overlord.errors import JobError
 from overlord.job.hooks import CONSTRUCTOR, LOADER, Hook, of_kind, popped_by
-from overlord.journal.write_ahead import Written
+from overlord.journal.write_ahead import WriteAhead
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
-from overlord.loader.service import Loading
-from overlord.messages.client import Told
-from overlord.messages.constructor import Build, Deliver, End, Release
+from overlord.loader.service import LoaderService
+from overlord.messages.client import StepInfo
+from overlord.messages.constructor import Build, Deliver, EndRank, Release
 from overlord.messages.control import (
     Attach,
     Consumed,
     Cursor,
     Detach,
-    Finish,
-    Forget,
-    Open,
+    DropHeldSamples,
+    EndOfJob,
+    PlannedStep,
     Refill,
+    RestartLoader,
     SourceLost,
-    Stage,
     StreamState,
 )
 from overlord.messages.loader import Announce, Evaluate, Read
@@ -59,15 +59,15 @@ from overlord.transforms.transform_process import TransformWorker
 
 if TYPE_CHECKING:
     from overlord.setup.options import Options
-    from overlord.setup.prepared_job import Blueprint
+    from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
 
 
-__all__ = ["Done", "Executor", "Host", "KeptPlans", "Mailbox"]
+__all__ = ["Done", "Executor", "LocalRuntime", "RecentPlans", "RankQueue"]
 
 
-class Host(Written, Watching):
+class LocalRuntime(WriteAhead, Watching):
     """All cores of a job and what they hold: payload, staged steps, built microbatches."""
 
     def __init__(
@@ -88,10 +88,10 @@ class Host(Written, Watching):
     ):
         super().__init__(check=check)
         self.planner, self._executor = planner, executor
-        self.loading = Loading(executor, self.run)
+        self.loading = LoaderService(executor, self.run)
         for loader, reader in zip(loaders, readers, strict=True):
             self.loading.open(loader, reader)
-        self.building = Building(
+        self.building = ConstructorService(
             assemblers,
             batch=batch,
             multiple=multiple,
@@ -107,14 +107,14 @@ class Host(Written, Watching):
         self._pop_hooks, self._seed = of_kind(hooks, LOADER), seed
         self._taken = -1  # the last step that all clients took
         self._watch(None)
-        self.plans = KeptPlans()
-        self.on_stage: list[Callable[[Stage], None]] = []
+        self.plans = RecentPlans()
+        self.on_stage: list[Callable[[PlannedStep], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_late: list[Callable[[Any], None]] = []
 
     # what comes in
 
-    def attach(self, mailboxes: Mapping[int, Mailbox]) -> None:
+    def attach(self, mailboxes: Mapping[int, RankQueue]) -> None:
         """Clients of these ranks exist. All that will take part come together: a step is not kept
         for one who comes later.
         """
@@ -142,11 +142,11 @@ class Host(Written, Watching):
         )
         self._was_taken()
 
-    def inbox(self, rank: int, next_step: int) -> Inbox:
+    def inbox(self, rank: int, next_step: int) -> LocalStepQueue:
         """Where a client in this process gets its steps."""
-        return Inbox()
+        return LocalStepQueue()
 
-    def prepare_source(self, blueprint: Blueprint) -> list[tuple[Loader, SourceReader]]:
+    def prepare_source(self, blueprint: PreparedJob) -> list[tuple[Loader, SourceReader]]:
         """Loaders for the last source of a blueprint, still to be added."""
         return blueprint.loaders_for(len(blueprint.job.sources) - 1, Cursor())
 
@@ -179,22 +179,22 @@ class Host(Written, Watching):
                 self._queue.extend(self.loading.carry_out(command))
             case Announce():
                 self._queue.extend(self.planner.handle(command))
-            case Forget(loaders=loaders):
+            case DropHeldSamples(loaders=loaders):
                 self.loading.forget(loaders)
             case SourceLost():
                 self._lose(command)
-            case Open():
+            case RestartLoader():
                 self.loading.reopen(command)
-            case Stage():
+            case PlannedStep():
                 self._stage(command)
-            case Build() | Deliver() | End() | Release():
+            case Build() | Deliver() | EndRank() | Release():
                 self.building.carry_out(command, self._queue)
-            case Finish():
+            case EndOfJob():
                 self._queue.extend(self.building.finish(command))
             case _:
                 raise TypeError(f"no one carries out {type(command).__name__}")
 
-    def _stage(self, stage: Stage) -> None:
+    def _stage(self, stage: PlannedStep) -> None:
         """Pop the step's samples from their loaders and hand them to the constructors: the
         payload's one hop.
         """
@@ -213,7 +213,7 @@ class Host(Written, Watching):
                 [Content.pick(pieces, stage.doc)],
                 replace(stage, doc=np.arange(len(stage.doc))),
             )
-        staged = StagedStep(stage, Ragged.concat([p.tokens for p in pieces]))
+        staged = StepDocuments(stage, Ragged.concat([p.tokens for p in pieces]))
         if self._images is not None:
             staged = self._with_images(staged, Scattered.of(pieces))
         if self._pop_hooks:
@@ -221,9 +221,9 @@ class Host(Written, Watching):
                 "loader hooks", lambda: self._popped(staged), self._pop_done(stage), urgent=True
             )
         else:  # ahead of what the planner asked loaders for: a step is what a trainer waits for
-            self._queue.extendleft(reversed(self.building.staged(staged, Told.of(stage))))
+            self._queue.extendleft(reversed(self.building.staged(staged, StepInfo.of(stage))))
 
-    def _with_images(self, staged: StagedStep, found: Scattered | None) -> StagedStep:
+    def _with_images(self, staged: StepDocuments, found: Scattered | None) -> StepDocuments:
         """Who encodes what; the images themselves lie as they were popped."""
         stage, ranks = staged.stage, self.building.served()
         made, items = (
@@ -239,18 +239,18 @@ class Host(Written, Watching):
             items=items,
         )
 
-    def _popped(self, staged: StagedStep) -> StagedStep:
+    def _popped(self, staged: StepDocuments) -> StepDocuments:
         doc, tokens = popped_by(
             self._pop_hooks, staged.plan, staged.stage.doc, staged.tokens, self._seed
         )
         return replace(staged, stage=replace(staged.stage, doc=doc), tokens=tokens)
 
-    def _pop_done(self, stage: Stage) -> Done:
+    def _pop_done(self, stage: PlannedStep) -> Done:
         def done(outcome: Any, error: BaseException | None) -> None:
             if error is not None:
                 self.building.cannot(stage.plan.step, None, "popping", error)
             else:
-                self.run(self.building.staged(outcome, Told.of(stage)))
+                self.run(self.building.staged(outcome, StepInfo.of(stage)))
 
         return done
 
@@ -367,8 +367,8 @@ class Host(Written, Watching):
 
 
 def local_runtime(
-    blueprint: Blueprint, executor: Executor, state: StreamState | None = None
-) -> Host:
+    blueprint: PreparedJob, executor: Executor, state: StreamState | None = None
+) -> LocalRuntime:
     """Build the planner, loaders and constructors of a job in this process, at a state."""
     job, options, planner = blueprint.job, blueprint.options, blueprint.planner(state)
     cursors = planner.state().cursors.tolist()
@@ -377,7 +377,7 @@ def local_runtime(
         for i in range(len(job.sources))
         for core in blueprint.loaders_for(i, Cursor(*cursors[i]))
     ]
-    host = Host(
+    host = LocalRuntime(
         planner=planner,
         loaders=[loader for loader, _ in cores],
         readers=[reader for _, reader in cores],
@@ -395,5 +395,5 @@ def local_runtime(
         broadcast=options.broadcast,
     )
     if options.memory is not None and options.ring_bytes is not None:
-        host.building.slabs = SlabPool(options.ring_bytes)
+        host.building.slabs = BufferPool(options.ring_bytes)
     return host

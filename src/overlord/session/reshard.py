@@ -15,14 +15,14 @@ from overlord.client.client import Client
 from overlord.errors import DataStall, JobError, OverlordError, PlanError
 from overlord.mesh import ClientPlaceTree
 from overlord.messages.control import StreamState
-from overlord.serving.control_server import Seat
+from overlord.serving.control_server import RemoteClient
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
-    from overlord.planning.events import Log
-    from overlord.serving.session_server import Serving
+    from overlord.planning.events import EventLog
+    from overlord.serving.session_server import SessionServer
     from overlord.setup.options import Options
-    from overlord.setup.prepared_job import Blueprint
+    from overlord.setup.prepared_job import PreparedJob
 
 LOOK_S = 0.01
 WARN_S, WARN_AGAIN_S = 2.0, 10.0  # a change of the mesh is waited for by people
@@ -39,21 +39,21 @@ class Resharding:
 
     job: Job
     _begun: bool
-    _blueprint: Blueprint
-    _blueprints: list[Blueprint]
+    _blueprint: PreparedJob
+    _blueprints: list[PreparedJob]
     _clients: dict[int, Client]
     _closed: bool
     _lock: threading.RLock
-    _log: Log
+    _log: EventLog
     _moving: threading.Lock
     _options: Options
-    _serving: Serving | None
+    _serving: SessionServer | None
 
     def _begin(self) -> None:
         raise NotImplementedError
 
     def _restart(
-        self, blueprint: Blueprint, state: StreamState, mark: str, *, together: bool = False
+        self, blueprint: PreparedJob, state: StreamState, mark: str, *, together: bool = False
     ) -> None:
         raise NotImplementedError
 
@@ -76,7 +76,9 @@ class Resharding:
         from overlord.session.session import mark_of
 
         self._blueprint.placed(place)  # what is wrong with it is told before anyone is waited for
-        if at is None and any(isinstance(client, Seat) for client in list(self._clients.values())):
+        if at is None and any(
+            isinstance(client, RemoteClient) for client in list(self._clients.values())
+        ):
             problem = (
                 "at: ranks in other processes may have been handed more than is known here: "
                 "name the first step of the new mesh"
@@ -112,7 +114,7 @@ class Resharding:
             with contextlib.ExitStack() as held:
                 clients = dict(self._clients)
                 for client in clients.values():
-                    if not isinstance(client, Seat):
+                    if not isinstance(client, RemoteClient):
                         held.enter_context(client._gate)
                 behind = _apart({rank: client._state.step for rank, client in clients.items()}, at)
                 if not behind:

@@ -11,16 +11,16 @@ from typing import Any
 
 from overlord.errors import StateMismatch
 from overlord.job.job import Job
-from overlord.journal.job_journal import Journal, slots_of
+from overlord.journal.job_journal import JobJournal, slots_of
 from overlord.journal.replay import Recovered
-from overlord.journal.write_ahead import Beginning, Resumed
+from overlord.journal.write_ahead import JournalStart, ResumePoint
 from overlord.messages.control import StreamState
 from overlord.session.session import Session
 from overlord.setup.options import Options
 from overlord.setup.partition import profiled
-from overlord.setup.prepared_job import Blueprint, batch_in_words, exported
+from overlord.setup.prepared_job import PreparedJob, batch_in_words, exported
 from overlord.setup.removed_sources import left_behind
-from overlord.sources.index import Left
+from overlord.sources.index import RemovedSource
 
 log = logging.getLogger("overlord")
 
@@ -37,13 +37,13 @@ def launch_with_journal(
     """The journal is held before files are indexed: who is refused is told at once."""
     assert job.journal is not None
     if resume is None:
-        journal, found = Journal.fresh(job.journal, job.name), Recovered()
+        journal, found = JobJournal.fresh(job.journal, job.name), Recovered()
     else:
-        journal, found = Journal.resumed(job.journal, job.name, allow)
+        journal, found = JobJournal.resumed(job.journal, job.name, allow)
     try:
         begin = _by_state(resume) if isinstance(resume, Mapping) else _by_journal
         blueprint, state, beginning = begin(
-            profiled(Blueprint(job, options, _left(job, resume, found)), runtime),
+            profiled(PreparedJob(job, options, _left(job, resume, found)), runtime),
             journal,
             found,
             tuple(allow),
@@ -52,13 +52,15 @@ def launch_with_journal(
         journal.close()
         raise
     if resume == "auto" and beginning.resumed is None:
-        beginning = replace(beginning, resumed=Resumed(0, found.why))
+        beginning = replace(beginning, resumed=ResumePoint(0, found.why))
     if (told := beginning.resumed) is not None:
         log.info("job %r goes on with step %d: %s", job.name, told.step, told.why)
     return Session(job, blueprint, state, runtime, beginning)
 
 
-def _left(job: Job, resume: Mapping[str, Any] | str | None, found: Recovered) -> dict[str, Left]:
+def _left(
+    job: Job, resume: Mapping[str, Any] | str | None, found: Recovered
+) -> dict[str, RemovedSource]:
     """Sources that are not read any more behind where it goes on."""
     if isinstance(resume, Mapping):
         return left_behind(resume, job.shuffle_chunks)
@@ -70,17 +72,17 @@ def _left(job: Job, resume: Mapping[str, Any] | str | None, found: Recovered) ->
     return left_behind(saved, job.shuffle_chunks)
 
 
-Begun = tuple[Blueprint, StreamState | None, Beginning]
+Begun = tuple[PreparedJob, StreamState | None, JournalStart]
 
 
 def _by_journal(
-    blueprint: Blueprint, journal: Journal, found: Recovered, allow: tuple[str, ...]
+    blueprint: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
 ) -> Begun:
     """Behind the last step that all ranks took. Steps that were planned behind it come again, and
     are compared with what they were.
     """
     if found.empty:
-        return blueprint, None, Beginning(journal)
+        return blueprint, None, JournalStart(journal)
     saved = exported(found.state(found.acked), blueprint.job.name, found.names, found.fingerprint)
     blueprint = blueprint.fitting(saved)
     state = blueprint.restore(saved, allow)
@@ -88,22 +90,22 @@ def _by_journal(
         blueprint.fingerprint != found.fingerprint
     ):  # as ``allow`` says: what was planned does not come again
         why = f"{found.why}; but the job is another (allow), and so are the steps from here on"
-        return blueprint, state, Beginning(journal, Resumed(state.step, why), anew=True)
+        return blueprint, state, JournalStart(journal, ResumePoint(state.step, why), anew=True)
     elsewhere = (
         slots_of(blueprint.job) != found.place
     )  # the same samples in every step, in other slots
     return (
         blueprint,
         state,
-        Beginning(journal, Resumed(state.step, found.why), found.next_step, anew=elsewhere),
+        JournalStart(journal, ResumePoint(state.step, found.why), found.next_step, anew=elsewhere),
     )
 
 
 def _by_state(
     resume: Mapping[str, Any],
-) -> Callable[[Blueprint, Journal, Recovered, tuple[str, ...]], Begun]:
+) -> Callable[[PreparedJob, JobJournal, Recovered, tuple[str, ...]], Begun]:
     def begin(
-        blueprint: Blueprint, journal: Journal, found: Recovered, allow: tuple[str, ...]
+        blueprint: PreparedJob, journal: JobJournal, found: Recovered, allow: tuple[str, ...]
     ) -> Begun:
         """Trainers know best where they stand: the journal begins anew there."""
         blueprint = blueprint.fitting(resume)
@@ -115,12 +117,16 @@ def _by_state(
             if not found.empty
             else "it is where the given state stands"
         )
-        return blueprint, state, Beginning(journal, Resumed(state.step, why), anew=not found.empty)
+        return (
+            blueprint,
+            state,
+            JournalStart(journal, ResumePoint(state.step, why), anew=not found.empty),
+        )
 
     return begin
 
 
-def _same_job(then: Mapping[str, str], blueprint: Blueprint, allow: Sequence[str]) -> None:
+def _same_job(then: Mapping[str, str], blueprint: PreparedJob, allow: Sequence[str]) -> None:
     """The state fits the job; whether the journal is the same job's. Sources may have joined since
     the state was saved.
     """

@@ -9,27 +9,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from overlord.client.client import Box
-from overlord.cluster.plan_history import KeptPlans
-from overlord.concurrency.event_loop import Pump, ThreadExecutor
-from overlord.concurrency.platform import Machine
+from overlord.client.client import StepQueue
+from overlord.cluster.plan_history import RecentPlans
+from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
+from overlord.concurrency.platform import Platform
 from overlord.errors import JobError
 from overlord.job.job import Job
-from overlord.journal.write_ahead import Unwritten
+from overlord.journal.write_ahead import NullJournal
 from overlord.messages.control import Report, StreamState
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource
 from overlord.process.shutdown import Steps, in_turn
 from overlord.ray.node_choice import by_one_name, cores_for_loading, problems
-from overlord.rpc.actors import HURRY_S, Control
+from overlord.rpc.actors import HURRY_S, ActorSystem
 from overlord.scaling.memory_budget import parse_bytes, split
 from overlord.session.local_runtime import local_runtime
 from overlord.setup.options import CORES_PER_CONSTRUCTOR, Options, n_cores, n_workers, port_range
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 
 if TYPE_CHECKING:
     from overlord.cluster.coordinator_actor import Counted
-    from overlord.session.cluster_runtime import FarPlanner, FarPlans
+    from overlord.session.cluster_runtime import CoordinatorClient, RemotePlans
 
 OF_NODES = ("rank_nodes", "node_labels", "node_resources")  # options that name nodes of a cluster
 RUNTIMES = {
@@ -39,22 +39,22 @@ RUNTIMES = {
 }
 
 
-class Engine(Protocol):
+class Runtime(Protocol):
     """What a session needs of its cores. All but ``prepare_source`` and ``close`` run in the
     pump.
     """
 
     @property
-    def planner(self) -> Planner | FarPlanner: ...
+    def planner(self) -> Planner | CoordinatorClient: ...
     @property
-    def plans(self) -> KeptPlans | FarPlans: ...
+    def plans(self) -> RecentPlans | RemotePlans: ...
 
     on_stage: list[Any]
     on_lost: list[Any]
     on_late: list[
         Any
     ]  # told of events that were given up by who said them, and have happened since
-    journal: Unwritten  # of the session: what is planned is written before anyone acts on it
+    journal: NullJournal  # of the session: what is planned is written before anyone acts on it
 
     def settle(self) -> None: ...
     def attach(self, mailboxes: Mapping[int, Any]) -> None: ...
@@ -63,12 +63,12 @@ class Engine(Protocol):
     def consumed(self, ranks: Any, step: int) -> None: ...
     def event(self, event: Any) -> None: ...
     def report(self, report: Report) -> bool | None: ...
-    def prepare_source(self, blueprint: Blueprint) -> Any: ...
+    def prepare_source(self, blueprint: PreparedJob) -> Any: ...
     def drop_prepared(self, prepared: Any) -> None: ...
     def add_source(
         self, new: NewSource, prepared: Any, budget_bytes: int, joined: Callable[[], None] = ...
     ) -> None: ...
-    def inbox(self, rank: int, next_step: int) -> Box: ...
+    def inbox(self, rank: int, next_step: int) -> StepQueue: ...
     def waiting_for(self, rank: int) -> str: ...
     def move(self, source: int, hosts: Sequence[str]) -> None: ...
     def spread(self, source: int, n: int) -> bool: ...
@@ -79,8 +79,12 @@ class Engine(Protocol):
 
 
 def make_engine(
-    runtime: str, blueprint: Blueprint, state: StreamState | None, pump: Pump, generation: int = 0
-) -> Engine:
+    runtime: str,
+    blueprint: PreparedJob,
+    state: StreamState | None,
+    pump: EventLoop,
+    generation: int = 0,
+) -> Runtime:
     """Cores at a state, ready to be pumped."""
     if runtime != "local":
         return _apart(*make_control(runtime, blueprint), blueprint, state, pump, generation)
@@ -93,25 +97,25 @@ def make_engine(
 
 
 def _apart(
-    control: Control,
-    machine: Machine,
-    blueprint: Blueprint,
+    control: ActorSystem,
+    machine: Platform,
+    blueprint: PreparedJob,
     state: StreamState | None,
-    pump: Pump,
+    pump: EventLoop,
     generation: int,
-) -> Engine:
+) -> Runtime:
     from overlord.cluster.coordinator import (
         ProcessHost,
     )  # processes and sockets: for those who ask for them
     from overlord.runtime.direct import DirectHost
-    from overlord.session.cluster_runtime import PlannedEngine
+    from overlord.session.cluster_runtime import ClusterRuntime
 
     options = blueprint.options
     try:
         if (
             blueprint.job.journal is not None and options.failover and options.constructors
         ):  # a planner that can come back can be lost
-            return PlannedEngine(
+            return ClusterRuntime(
                 blueprint, state, pump, generation, control=control, machine=machine
             )
         return (ProcessHost if options.constructors else DirectHost)(
@@ -122,17 +126,17 @@ def _apart(
         raise
 
 
-def make_control(runtime: str, blueprint: Blueprint) -> tuple[Control, Machine]:
+def make_control(runtime: str, blueprint: PreparedJob) -> tuple[ActorSystem, Platform]:
     """Who starts the parts of a job, and what a part has from the machine it comes to."""
     ports = port_range(blueprint.options.ports)
     if runtime == "ray":
-        from overlord.ray.launcher import RayControl
+        from overlord.ray.launcher import RayActorSystem
 
-        control = RayControl(blueprint.options.address, job=blueprint.job.name, ports=ports)
+        control = RayActorSystem(blueprint.options.address, job=blueprint.job.name, ports=ports)
         return control, control.machine
-    from overlord.rpc.process_launcher import ProcessControl
+    from overlord.rpc.process_launcher import ProcessActorSystem
 
-    return ProcessControl(), Machine(ports)
+    return ProcessActorSystem(), Platform(ports)
 
 
 def sized(runtime: str, job: Job, options: Options) -> Options:
@@ -230,7 +234,7 @@ def keep(runtime: str, address: str | None) -> Callable[[], None]:
     return let_go
 
 
-def dismiss(host: Engine) -> None:
+def dismiss(host: Runtime) -> None:
     """The parts of a host that is closed, if that was interrupted before they were asked to
     leave.
     """
@@ -241,11 +245,11 @@ def dismiss(host: Engine) -> None:
         control.shutdown(HURRY_S)
 
 
-def counted(host: Engine) -> Planner | Counted:
+def counted(host: Runtime) -> Planner | Counted:
     """The planner's counts, of one moment."""
     return host.planner if isinstance(host.planner, Planner) else host.planner.counted()
 
 
-def why_not(host: Engine) -> str:
+def why_not(host: Runtime) -> str:
     """What keeps a host from answering, in words; empty for one that can be asked."""
     return str(getattr(host, "absent", ""))

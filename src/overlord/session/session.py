@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from overlord.client.client import Box, Client, State
+from overlord.client.client import Client, State, StepQueue
 from overlord.client.direct import DirectInbox
-from overlord.client.local_queue import InsideBox
-from overlord.concurrency.event_loop import Pump
-from overlord.concurrency.platform import Machine
+from overlord.client.local_queue import LaunchedStepQueue
+from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.platform import Platform
 from overlord.errors import (
     ActorLost,
     DataStall,
@@ -28,22 +28,22 @@ from overlord.errors import (
 )
 from overlord.hashing import digest
 from overlord.job.job import Job
-from overlord.journal.write_ahead import UNWRITTEN, Beginning
+from overlord.journal.write_ahead import UNWRITTEN, JournalStart
 from overlord.messages.control import StreamState
-from overlord.planning.events import Log, lost
-from overlord.planning.lost_tokens import Losses
+from overlord.planning.events import EventLog, lost
+from overlord.planning.lost_tokens import TokenLosses
 from overlord.planning.schedule.base import learns
-from overlord.process.shutdown import Ending, Steps, in_turn
+from overlord.process.shutdown import CloseOnce, Steps, in_turn
 from overlord.serving.session_methods import ServingMethods
-from overlord.serving.session_server import Serving
+from overlord.serving.session_server import SessionServer
 from overlord.serving.step_publisher import MOVED
 from overlord.session.events import Changes
 from overlord.session.inspection import Questions
-from overlord.session.local_runtime import Host
+from overlord.session.local_runtime import LocalRuntime
 from overlord.session.reshard import Resharding, not_in_the_mesh
-from overlord.session.runtime import Engine, dismiss, keep, make_engine, why_not
+from overlord.session.runtime import Runtime, dismiss, keep, make_engine, why_not
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.profile_store import Refresher
 from overlord.transport.state_codec import unseal
 
@@ -61,38 +61,38 @@ class Session(Questions, Changes, ServingMethods, Resharding):
     def __init__(
         self,
         job: Job,
-        blueprint: Blueprint,
+        blueprint: PreparedJob,
         state: StreamState | None,
         runtime: str = "local",
-        beginning: Beginning | None = None,
+        beginning: JournalStart | None = None,
     ):
         self.job, self._blueprint, self._runtime = job, blueprint, runtime
-        self._joining: Blueprint | None = None
+        self._joining: PreparedJob | None = None
         self._blueprints = [
             blueprint
         ]  # with each source that joined, one more: a state may be of before
         self._options = blueprint.options
         self._clients: dict[int, Client] = {}
-        self._inboxes: dict[int, tuple[int, Box]] = {}  # rank -> (generation, inbox)
+        self._inboxes: dict[int, tuple[int, StepQueue]] = {}  # rank -> (generation, inbox)
         self._generation = 0
         self._mark = ""  # of the state that opened the generation
         self._closed = self._begun = False
-        self._ending = Ending()
-        self._serving: Serving | None = None
+        self._ending = CloseOnce()
+        self._serving: SessionServer | None = None
         # for who takes part and how far they are; held for a moment only, by a signal's handler too
         self._lock = threading.RLock()
         self._moving = threading.Lock()  # one rank at a time moves the session to a state
         self._taken: dict[int, int] = {}  # rank -> last step it took
         self._left: State | None = None  # where the last client stood when it left
         self._told = -1  # the last step all took, as the pump knows
-        self._log = Log(job.feedback_lag)  # what some client's state may not hold yet
+        self._log = EventLog(job.feedback_lag)  # what some client's state may not hold yet
         self._learns = learns(job.mixture)
         self._refused = 0  # reports that raised, or were used in part
         self._warned = self._learns or not callable(job.mixture)
-        self._losses = Losses()
+        self._losses = TokenLosses()
         self._started = time.monotonic()
-        self._pump = Pump(job.name)
-        beginning = beginning or Beginning()
+        self._pump = EventLoop(job.name)
+        beginning = beginning or JournalStart()
         self.resumed, self._journal = beginning.resumed, beginning.journal
         self._journal.start(self._pump.post)
         try:
@@ -176,19 +176,19 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         """Where all cores are in this process, look at loaders and trainers every now and then;
         elsewhere the planner's host does.
         """
-        if not options.watch_s or not isinstance(self._host, Host):
+        if not options.watch_s or not isinstance(self._host, LocalRuntime):
             return lambda: None
 
         def look() -> None:
             host, waits = self._host, [client.waited_s for client in list(self._clients.values())]
-            if isinstance(host, Host) and waits:
+            if isinstance(host, LocalRuntime) and waits:
                 self._pump.post(
                     lambda: host.look(options, math.fsum(waits) / len(waits), time.monotonic())
                 )
 
-        return Machine().every(options.watch_s, look, "overlord watch")
+        return Platform().every(options.watch_s, look, "overlord watch")
 
-    def _attach(self, host: Engine) -> None:
+    def _attach(self, host: Runtime) -> None:
         """In the pump. Who takes part is asked here: one who closed since this was sent for would
         hold up all others for ever.
         """
@@ -200,11 +200,11 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             )
         host.attach(boxes)
 
-    def _consumed(self, rank: int, inbox: Box, step: int) -> None:
+    def _consumed(self, rank: int, inbox: StepQueue, step: int) -> None:
         """A rank took a step. The pump hears of it once all clients of this process took it: the
         slowest sets the pace anyway, and waking a thread for every rank costs more than planning.
         """
-        if isinstance(inbox, (InsideBox, DirectInbox)):  # its constructor host is to know
+        if isinstance(inbox, (LaunchedStepQueue, DirectInbox)):  # its constructor host is to know
             inbox.took(step)
         with self._lock:
             if (
@@ -286,7 +286,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             blueprint, said = self._blueprint, self._log
         return self._export(slowest, blueprint, said)
 
-    def _export_of(self, rank: int, inbox: Box, state: State) -> dict[str, Any]:
+    def _export_of(self, rank: int, inbox: StepQueue, state: State) -> dict[str, Any]:
         """A client's state. What was said since belongs to the generation the client is in, and to
         no other.
         """
@@ -296,7 +296,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             blueprint, said = self._blueprint, self._log
         return self._export(state, blueprint, said)
 
-    def _export(self, state: State, blueprint: Blueprint, said: Log) -> dict[str, Any]:
+    def _export(self, state: State, blueprint: PreparedJob, said: EventLog) -> dict[str, Any]:
         """A state with the events and reports that came after its step was planned: prefetch runs
         ahead of what a trainer says.
         """
@@ -327,7 +327,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
 
     def _restore(
         self, saved: Mapping[str, Any], allow: tuple[str, ...]
-    ) -> tuple[Blueprint, StreamState]:
+    ) -> tuple[PreparedJob, StreamState]:
         """A state, and the blueprint with the sources there were: it may be of a step before some
         of them joined.
         """
@@ -347,7 +347,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
 
     def _rewind(
         self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...], *, again: bool = False
-    ) -> tuple[Box, StreamState]:
+    ) -> tuple[StepQueue, StreamState]:
         """One rank loads a state. The first opens a generation; the others join it, and must load
         the same state. ``again``: it may have said so before, and not have heard the answer.
         """
@@ -390,7 +390,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             return inbox, self._start_state
 
     def _restart(
-        self, blueprint: Blueprint, state: StreamState, mark: str, *, together: bool = False
+        self, blueprint: PreparedJob, state: StreamState, mark: str, *, together: bool = False
     ) -> None:
         """New cores at a state; the old ones and all they hold are dropped. ``together``: all
         clients are moved there at once.
@@ -402,14 +402,14 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         self._blueprint.close()
         for _, inbox in boxes.values() if not together else ():
             inbox.end(OverlordError(MOVED))
-        host: Engine | None = None
+        host: Runtime | None = None
         try:
             self._pump.ask(lambda: old.stop(), "the old cores to stop")
             old.journal = UNWRITTEN
             host = self._new_engine(blueprint, state)
             self._listen_to(host)
             self._pump.ask(
-                lambda: Beginning(self._journal, anew=True).write(host, blueprint),
+                lambda: JournalStart(self._journal, anew=True).write(host, blueprint),
                 "the journal",
                 MOVE_S,
             )
@@ -428,7 +428,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
             self._generation, self._mark, self._host = self._generation + 1, mark, host
             self._start_state, self._left = start_state, None
             self._lost = {event.name: event for event in lost(self._start_state.events)}
-            self._taken, self._told, self._log = {}, -1, Log(self.job.feedback_lag)
+            self._taken, self._told, self._log = {}, -1, EventLog(self.job.feedback_lag)
             world = self.job.place.world_size
             joined = {
                 rank: self._generation if together else generation
@@ -456,7 +456,7 @@ class Session(Questions, Changes, ServingMethods, Resharding):
         if begun:
             self._pump.ask(lambda: self._attach(host), "clients to be attached")
 
-    def _new_engine(self, blueprint: Blueprint, state: StreamState) -> Engine:
+    def _new_engine(self, blueprint: PreparedJob, state: StreamState) -> Runtime:
         """For a session that runs: a part that is lost while they are all being started does not
         end it.
         """
@@ -531,7 +531,7 @@ def opened(state: State) -> StreamState:
     return state if isinstance(state, StreamState) else unseal(state)
 
 
-def mark_of(blueprint: Blueprint, state: StreamState) -> str:
+def mark_of(blueprint: PreparedJob, state: StreamState) -> str:
     """Equal states, equal marks, however they were written down. Reports are left out: those of one
     step are in the states of some ranks and not yet in those of others.
     """

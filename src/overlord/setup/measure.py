@@ -27,10 +27,10 @@ from overlord.messages.loader import Evaluate, Read
 from overlord.process.memory import pss_bytes
 from overlord.sample import Content
 from overlord.scaling.profile import SourceProfile
-from overlord.setup.prepared_job import SourceKit
-from overlord.sources.chunk_reader import ChunkReader, HandleCache
+from overlord.setup.prepared_job import ReaderSpec
+from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.parquet import SMALL_ROW_GROUP, forget_footers
-from overlord.transforms.base import Block, RowIds, Staged
+from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.transform_process import TransformWorker
 
 BLOCK = 64  # rows that are transformed between two looks at the clock
@@ -50,7 +50,7 @@ class Bounds:
     memory: bool = True
 
 
-def fingerprint_of(kit: SourceKit) -> str:
+def fingerprint_of(kit: ReaderSpec) -> str:
     """Return a digest of all that costs depend on: files, transforms, the size of a slice, the
     context and ``on_long``.
     """
@@ -87,7 +87,7 @@ class _Timed:
     seconds: np.ndarray = field(default_factory=lambda: np.zeros(2))
     dropped: int = 0
 
-    def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
+    def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows:
         start = self.clock()
         try:
             staged = self.stages.slice_stage(table, ids)
@@ -101,13 +101,13 @@ class _Timed:
 
 
 def measure(
-    kit: SourceKit, bounds: Bounds, over: Callable[[], bool] = lambda: False
+    kit: ReaderSpec, bounds: Bounds, over: Callable[[], bool] = lambda: False
 ) -> SourceProfile:
     """The profile of one source; without samples where none came within the bounds. ``over``:
     whether to stop before they are reached. What is wrong with the source is raised as reading it
     would.
     """
-    cache = HandleCache(max_open=64)
+    cache = OpenChunkCache(max_open=64)
     worker = TransformWorker(kit.pipeline) if kit.processes else None
     try:
         slice_rows = max(1, min(kit.read.slice_rows, bounds.rows))
@@ -128,7 +128,7 @@ class _Probe:
 
     def __init__(
         self,
-        kit: SourceKit,
+        kit: ReaderSpec,
         chunks: ChunkReader,
         stages: Stages,
         bounds: Bounds,
@@ -252,12 +252,12 @@ def _transfer_s(pieces: list[Content]) -> float:
 # memory
 
 
-def _file_bytes(kit: SourceKit, bounds: Bounds) -> int:
+def _file_bytes(kit: ReaderSpec, bounds: Bounds) -> int:
     """What stays in memory while the chunks of a group are open between two slices: footers,
     handles, decompressors, decoded row groups. Measured: what allocators have given out before and
     after, all rows dropped.
     """
-    cache = HandleCache(max_open=1024)
+    cache = OpenChunkCache(max_open=1024)
     reader, began, opened = ChunkReader(kit.index, kit.read, cache), time.perf_counter(), 0
     chunks = kit.order.chunk_order(0)[: kit.order.group_size].tolist()
     try:

@@ -16,12 +16,12 @@ from overlord.job.hooks import LOADER, of_kind
 from overlord.planning.schedule.base import Base
 from overlord.process import cgroup
 from overlord.scaling.levels import CLUSTER
-from overlord.scaling.loader_placement import Hosting, SourceLoad, plan_hosts
+from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, plan_hosts
 from overlord.scaling.partition import Limits, Partition, Resources, partition
 from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.scaling.shards import widened
 from overlord.setup.options import Options, n_cores, n_workers
-from overlord.setup.prepared_job import READ_AHEAD, Blueprint
+from overlord.setup.prepared_job import READ_AHEAD, PreparedJob
 from overlord.setup.profile_store import known, path_of, quick, save
 from overlord.setup.source_loads import load_of, row_tokens
 
@@ -39,7 +39,7 @@ MEMORY = (
 )
 
 
-def weights_of(blueprint: Blueprint) -> list[float]:
+def weights_of(blueprint: PreparedJob) -> list[float]:
     """The mixture as it begins. Schedules of this package are asked for step 0; of others only the
     sources' weights are known.
     """
@@ -52,7 +52,7 @@ def weights_of(blueprint: Blueprint) -> list[float]:
     return [float(s.weight) for s in job.sources]
 
 
-def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
+def loads_of(blueprint: PreparedJob) -> list[SourceLoad]:
     """What reading each source takes for every sample that the mixture draws: as measured, else as
     its index says. A blueprint without indexes has been told.
 
@@ -81,7 +81,7 @@ def loads_of(blueprint: Blueprint) -> list[SourceLoad]:
     return found
 
 
-def _off(blueprint: Blueprint, guesses: Sequence[SourceLoad]) -> dict[tuple[str, ...], float]:
+def _off(blueprint: PreparedJob, guesses: Sequence[SourceLoad]) -> dict[tuple[str, ...], float]:
     """How far guesses are off, by kind of source: a measured one beside a guessed one of its kind
     must not look dearer than it is.
     """
@@ -92,11 +92,11 @@ def _off(blueprint: Blueprint, guesses: Sequence[SourceLoad]) -> dict[tuple[str,
     return {kind: median(found) for kind, found in ratios.items()}
 
 
-def _kind(blueprint: Blueprint, i: int) -> tuple[str, ...]:
+def _kind(blueprint: PreparedJob, i: int) -> tuple[str, ...]:
     return tuple(t.kind for t in blueprint.pipelines[i].transforms)
 
 
-def shares_of(blueprint: Blueprint) -> list[float]:
+def shares_of(blueprint: PreparedJob) -> list[float]:
     """Of the samples that are drawn. Where a batch counts tokens, sources of long samples are drawn
     from less often.
     """
@@ -107,7 +107,7 @@ def shares_of(blueprint: Blueprint) -> list[float]:
     return [w / total for w in weights]
 
 
-def tokens_of(blueprint: Blueprint) -> list[float]:
+def tokens_of(blueprint: PreparedJob) -> list[float]:
     """Tokens of a sample by source: as measured, else a guess."""
     found = []
     for i, index in enumerate(blueprint.indexes):
@@ -117,18 +117,18 @@ def tokens_of(blueprint: Blueprint) -> list[float]:
     return found
 
 
-def _profile(blueprint: Blueprint, i: int) -> SourceProfile | None:
+def _profile(blueprint: PreparedJob, i: int) -> SourceProfile | None:
     return (
         None if blueprint.profile is None else blueprint.profile.sources.get(blueprint.job.names[i])
     )
 
 
-def sample_tokens(blueprint: Blueprint) -> float:
+def sample_tokens(blueprint: PreparedJob) -> float:
     """Tokens of a drawn sample, on average."""
     return sum(s * t for s, t in zip(shares_of(blueprint), tokens_of(blueprint), strict=True))
 
 
-def batch_samples(blueprint: Blueprint) -> int:
+def batch_samples(blueprint: PreparedJob) -> int:
     """Samples of a step."""
     batch = blueprint.job.batch
     return (
@@ -138,7 +138,7 @@ def batch_samples(blueprint: Blueprint) -> int:
     )
 
 
-def beside_s(blueprint: Blueprint) -> float:
+def beside_s(blueprint: PreparedJob) -> float:
     """Seconds of constructors, planner and hand-over for every drawn sample."""
     moved = 0.0
     for i, share in enumerate(shares_of(blueprint)):
@@ -148,7 +148,7 @@ def beside_s(blueprint: Blueprint) -> float:
 
 
 def partition_of(
-    blueprint: Blueprint,
+    blueprint: PreparedJob,
     *,
     cores: int | None = None,
     memory_bytes: int | None = None,
@@ -180,7 +180,7 @@ def partition_of(
     )
 
 
-def hosting_of(blueprint: Blueprint) -> Hosting:
+def hosting_of(blueprint: PreparedJob) -> LoaderPlacement:
     """Loaders and loader hosts of a job; where it is scaled, with as many loaders as its sources
     could ever use.
     """
@@ -202,7 +202,7 @@ def _cores_to_come(options: Options) -> int:
     return max(options.hosts or n_cores(), said)
 
 
-def _guessed(blueprint: Blueprint) -> Hosting:
+def _guessed(blueprint: PreparedJob) -> LoaderPlacement:
     options = blueprint.options
     return plan_hosts(
         loads_of(blueprint),
@@ -213,7 +213,7 @@ def _guessed(blueprint: Blueprint) -> Hosting:
     )
 
 
-def _partitioned(blueprint: Blueprint) -> Hosting:
+def _partitioned(blueprint: PreparedJob) -> LoaderPlacement:
     made = partition_of(
         blueprint, memory_bytes=None if blueprint.options.address is not None else machine_memory()
     )
@@ -229,7 +229,7 @@ def machine_memory() -> int:
     return int(MEMORY * cgroup.memory_bytes())
 
 
-def profiled(blueprint: Blueprint, runtime: str) -> Blueprint:
+def profiled(blueprint: PreparedJob, runtime: str) -> PreparedJob:
     """A job made ready, with what is known of its sources; in one process, where hosts do not
     matter, with its loaders.
     """
@@ -249,7 +249,7 @@ def profiled(blueprint: Blueprint, runtime: str) -> Blueprint:
     return blueprint if set(loaders) == {1} else blueprint.with_loaders(loaders, READ_AHEAD)
 
 
-def _loaders_here(blueprint: Blueprint) -> list[int]:
+def _loaders_here(blueprint: PreparedJob) -> list[int]:
     """Loaders of each source where all are in one process. Its threads take whatever there is to
     do, so scaling is that a source which may become heavy has as many loaders as there are threads;
     a worker process for each of them would cost memory all the time, though.
@@ -270,7 +270,7 @@ def _loaders_here(blueprint: Blueprint) -> list[int]:
     ]
 
 
-def joining(blueprint: Blueprint, runtime: str) -> Blueprint:
+def joining(blueprint: PreparedJob, runtime: str) -> PreparedJob:
     """A blueprint whose last source is about to join, with what that costs, and as many loaders for
     it as that takes.
     """
@@ -290,7 +290,7 @@ def joining(blueprint: Blueprint, runtime: str) -> Blueprint:
     return made
 
 
-def _loaders_apart(blueprint: Blueprint) -> int:
+def _loaders_apart(blueprint: PreparedJob) -> int:
     """Of the last source, where it gets a host of its own, or more of them later."""
     n = partition_of(blueprint).hosting.loaders[-1] if blueprint.options.partition == "auto" else 1
     return (
@@ -309,7 +309,7 @@ def _matters(loads: Sequence[SourceLoad], samples: int, options: Options) -> boo
     ) >= WORTH_S
 
 
-def scales(blueprint: Blueprint) -> bool:
+def scales(blueprint: PreparedJob) -> bool:
     """Whether sources get more processes, and fewer, as the mixture and the pace of trainers
     change. A loader hook is shown all that a step takes from a source, so there its loaders stay
     together; without failover nothing is kept that a loader could be moved with.

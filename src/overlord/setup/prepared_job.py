@@ -22,7 +22,7 @@ from overlord.loader.loader import Loader
 from overlord.loader.order import SourceOrder
 from overlord.loader.reader import SourceReader
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.control import AddSource, Cursor, Opening, StreamState
+from overlord.messages.control import AddSource, Cursor, LoaderStart, StreamState
 from overlord.planning.planner import Planner
 from overlord.planning.raw_plan import RawPlan
 from overlord.planning.schedule import bind
@@ -41,10 +41,16 @@ from overlord.planning.strategies import resolve
 from overlord.scaling.profile import JobProfile
 from overlord.setup.options import Options, n_workers
 from overlord.sources.base import ReadOptions
-from overlord.sources.chunk_reader import ChunkReader, HandleCache
-from overlord.sources.index import Index, Left, build_indexes, build_some, default_cache_dir
-from overlord.sources.index import SourceSpec as IndexSpec
-from overlord.sources.retry import Tally
+from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
+from overlord.sources.index import (
+    Index,
+    RemovedSource,
+    build_indexes,
+    build_some,
+    default_cache_dir,
+)
+from overlord.sources.index import IndexSpec as IndexSpec
+from overlord.sources.retry import StorageStats
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.transform_process import TransformWorker
 from overlord.user_code import told
@@ -56,7 +62,7 @@ READ_AHEAD = 2  # steps, where everything is in one process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SourceKit:
+class ReaderSpec:
     """What reads a source. Made once, where the job is launched; it goes to other processes when
     they are started.
     """
@@ -70,7 +76,10 @@ class SourceKit:
 
 
 def open_loader(
-    kit: SourceKit, opening: Opening, handles: HandleCache, shared: TransformWorker | None = None
+    kit: ReaderSpec,
+    opening: LoaderStart,
+    handles: OpenChunkCache,
+    shared: TransformWorker | None = None,
 ) -> tuple[Loader, SourceReader, TransformWorker | None]:
     """One logical loader at a place of its source's stream. ``shared``: a worker process that
     others of the source have too.
@@ -97,12 +106,12 @@ def open_loader(
     )
 
 
-class Blueprint:
+class PreparedJob:
     """A job made ready: everything that is read once and shared by all cores made from it."""
 
     profile: JobProfile | None = None  # what its sources cost, as far as that is known
 
-    def __init__(self, job: Job, options: Options, left: Mapping[str, Left] | None = None):
+    def __init__(self, job: Job, options: Options, left: Mapping[str, RemovedSource] | None = None):
         """``left``: sources that the state to be resumed does not read any more."""
         if problems := options.problems(job):
             raise JobError(problems, "launch")
@@ -130,7 +139,7 @@ class Blueprint:
         )
         self.given, self.added = job, ()
         self.job = job = _bound(job, self.indexes)
-        self.handles = HandleCache(max_open=options.open_files, max_bytes=options.open_bytes)
+        self.handles = OpenChunkCache(max_open=options.open_files, max_bytes=options.open_bytes)
         self.orders = [_order(job, s, i) for s, i in zip(job.sources, self.indexes, strict=True)]
         self.fingerprint = fingerprint(job, self.indexes, self.pipelines)
         self.floor = (
@@ -194,7 +203,7 @@ class Blueprint:
         )
         return Planner(spec, state or initial_state(spec), floor=self.floor)
 
-    def floored(self, floor: int) -> Blueprint:
+    def floored(self, floor: int) -> PreparedJob:
         """This blueprint for a planner that plans steps below the floor again: nothing that is said
         now changes them.
         """
@@ -202,7 +211,7 @@ class Blueprint:
         other.floor = floor
         return other
 
-    def with_loaders(self, loaders: Sequence[int], read_ahead: int) -> Blueprint:
+    def with_loaders(self, loaders: Sequence[int], read_ahead: int) -> PreparedJob:
         """This blueprint with so many loaders for each source, that read so many steps ahead where
         nobody said how many.
         """
@@ -213,7 +222,7 @@ class Blueprint:
         )
         return other
 
-    def placed(self, place: ClientPlaceTree) -> Blueprint:
+    def placed(self, place: ClientPlaceTree) -> PreparedJob:
         """This blueprint for another mesh; what is wrong with it is told as at launch."""
         other = copy.copy(self)
         other.given, other.job = replace(self.given, place=place), replace(self.job, place=place)
@@ -230,15 +239,15 @@ class Blueprint:
             made.append((loader, reader))
         return made
 
-    def openings(self, i: int, cursor: Cursor) -> list[Opening]:
+    def openings(self, i: int, cursor: Cursor) -> list[LoaderStart]:
         """The loaders of one source as they begin. Loaders are numbered source by source."""
         n, first = self.loaders_of(i), sum(map(self.loaders_of, range(i)))
-        return [Opening(first + k, i, k, n, cursor, self.budget_bytes) for k in range(n)]
+        return [LoaderStart(first + k, i, k, n, cursor, self.budget_bytes) for k in range(n)]
 
-    def kit(self, i: int) -> SourceKit:
+    def kit(self, i: int) -> ReaderSpec:
         """All that it takes to read a source, here or in another process."""
         source = self.job.sources[i]
-        return SourceKit(
+        return ReaderSpec(
             order=self.orders[i],
             index=self.indexes[i],
             read=self._read_options(source, self.pipelines[i]),
@@ -257,7 +266,7 @@ class Blueprint:
         """
         found: dict[str, dict[str, Any]] = {}
         for name, index, pipeline in zip(self.job.names, self.indexes, self.pipelines, strict=True):
-            mine, tally = found.setdefault(name, {}), Tally(name)
+            mine, tally = found.setdefault(name, {}), StorageStats(name)
             if index.access.remote:
                 mine["store"] = tally.metrics()
             if index.access.fs is not None:
@@ -275,7 +284,7 @@ class Blueprint:
 
     # sources that join
 
-    def with_source(self, source: Any, loaders: int = 1) -> Blueprint:
+    def with_source(self, source: Any, loaders: int = 1) -> PreparedJob:
         """This blueprint and one source more, indexed; what is wrong with it is raised as at
         launch, and nothing has changed.
         """
@@ -326,7 +335,7 @@ class Blueprint:
             source=self._source_spec(-1),
         )
 
-    def fitting(self, saved: Any) -> Blueprint:
+    def fitting(self, saved: Any) -> PreparedJob:
         """This blueprint with a schedule that knows the sources it knew when the state was saved:
         not those that joined later.
         """

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from overlord.errors import Later
+from overlord.errors import WouldBlock
 from overlord.hashing import digest
 from overlord.job.job import Job
 from overlord.scaling.profile import PROFILE, BadProfile, JobProfile, SourceProfile
 from overlord.setup.measure import Bounds, fingerprint_of, machine, measure
 from overlord.setup.options import n_cores
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from overlord.sources.file_errors import is_disk
 from overlord.sources.index import default_cache_dir
 from overlord.uris import OBJECT_STORES, SCHEME, scrub
@@ -94,9 +94,9 @@ def _read(path: Path) -> bytes:
 
 def _fetched(uri: str) -> bytes:
     """As patiently as the journal is read, without which the job does not begin anyway."""
-    from overlord.sources.object_store import Remote
+    from overlord.sources.object_store import RemoteStore
 
-    remote, path = Remote.of(uri)
+    remote, path = RemoteStore.of(uri)
     entry = remote.look(path)
     if entry is None or entry.file is None:
         raise FileNotFoundError(path)
@@ -108,13 +108,13 @@ def _fetched(uri: str) -> bytes:
 
 
 def _put(uri: str, profile: JobProfile) -> bool:
-    from overlord.sources.object_store import Remote
+    from overlord.sources.object_store import RemoteStore
 
     try:
-        remote, path = Remote.of(uri)
+        remote, path = RemoteStore.of(uri)
         remote.tally.hasty = True  # it is asked once: the next refresh comes anyway
         remote.replace(path, json.dumps(profile.to_plain()).encode())
-    except (OSError, ValueError, Later) as error:
+    except (OSError, ValueError, WouldBlock) as error:
         log.warning(
             "profile %s is not kept: %s",
             shown(uri),
@@ -148,14 +148,14 @@ def save(path: Path | str, profile: JobProfile) -> bool:
     return True
 
 
-def fingerprints(blueprint: Blueprint) -> dict[str, str]:
+def fingerprints(blueprint: PreparedJob) -> dict[str, str]:
     return {name: fingerprint_of(blueprint.kit(i)) for i, name in enumerate(blueprint.job.names)}
 
 
 # at launch
 
 
-def known(blueprint: Blueprint) -> JobProfile:
+def known(blueprint: PreparedJob) -> JobProfile:
     """What is kept of the job's sources as they are now."""
     return load(path_of(blueprint.given, blueprint.options.cache_dir)).known(
         fingerprints(blueprint)
@@ -163,7 +163,7 @@ def known(blueprint: Blueprint) -> JobProfile:
 
 
 def quick(
-    blueprint: Blueprint,
+    blueprint: PreparedJob,
     loads: Sequence[SourceLoad],
     have: JobProfile,
     only: Container[str] | None = None,
@@ -212,7 +212,7 @@ def quick(
     return have.merge(JobProfile.of([p for p in list(found) if p.samples], machine()))
 
 
-def _probed(blueprint: Blueprint, i: int) -> bool:
+def _probed(blueprint: PreparedJob, i: int) -> bool:
     pipeline, index = blueprint.pipelines[i], blueprint.indexes[i]
     kinds = {t.kind for t in pipeline.transforms}
     if (
@@ -237,7 +237,7 @@ class Refresher:
     and keeps it.
     """
 
-    def __init__(self, blueprint: Blueprint, figures: Callable[[], Mapping[str, Any]]):
+    def __init__(self, blueprint: PreparedJob, figures: Callable[[], Mapping[str, Any]]):
         self._path, self._figures = path_of(blueprint.given, blueprint.options.cache_dir), figures
         self._fingerprints, self._machine = fingerprints(blueprint), machine()
         self.profile: JobProfile = blueprint.profile or JobProfile()
@@ -251,7 +251,7 @@ class Refresher:
     def start(self) -> None:
         self._thread.start()
 
-    def joined(self, blueprint: Blueprint) -> None:
+    def joined(self, blueprint: PreparedJob) -> None:
         """A source takes part that was not there: what it was seen to cost counts, and it is
         measured as the others are. From here on all is kept where the job that lists it finds it.
         """

@@ -7,10 +7,10 @@ from typing import Any
 
 from overlord.messages.control import SourceLost
 from overlord.planning.state_json import event_in
-from overlord.sources.index import Left
+from overlord.sources.index import RemovedSource
 
 
-def left_behind(saved: Mapping[str, Any], shuffle_chunks: int) -> dict[str, Left]:
+def left_behind(saved: Mapping[str, Any], shuffle_chunks: int) -> dict[str, RemovedSource]:
     """Sources that have left by the step of a saved state: their storage was given up."""
     try:
         gone = [
@@ -20,7 +20,7 @@ def left_behind(saved: Mapping[str, Any], shuffle_chunks: int) -> dict[str, Left
         ]
         groups = {e.name: int(saved["cursors"][e.name][1]) + 1 for e in gone}
         return {
-            e.name: Left(
+            e.name: RemovedSource(
                 saved["fingerprint"][f"source {e.name}: files"], groups[e.name] * shuffle_chunks
             )
             for e in gone

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from overlord.sources import clean_tables as cols
-from overlord.sources.arrow_partial_read import BROKEN, Batch, Messages, checked
+from overlord.sources.arrow_partial_read import BROKEN, BatchLocation, Messages, checked
 from overlord.sources.base import (
     NO_ROWS,
     BadFile,
@@ -100,13 +100,13 @@ class Arrow:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenArrowFile:
     reader: Any  # of pyarrow
     cut: bool  # its end is missing
     sparse: Messages | None  # where its rows can be read by themselves
 
 
-def _open(files: Files, file: File, stack: ExitStack) -> Opened:
+def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
     """By the footer where there is one, else as a stream: what follows the mark of a cut file is
     one.
     """
@@ -118,7 +118,7 @@ def _open(files: Files, file: File, stack: ExitStack) -> Opened:
             try:
                 reader = _named(pa.ipc.open_file(source, options=_OPTIONS))
                 footer = int.from_bytes(source.read_at(4, file.size - 10), "little")
-                return Opened(
+                return OpenArrowFile(
                     reader, False, _sparse(files, source, 8, file.size - 10 - footer, reader.schema)
                 )
             except BROKEN as error:
@@ -127,7 +127,7 @@ def _open(files: Files, file: File, stack: ExitStack) -> Opened:
                 # what a broken footer leads to may still be read in order
         source.seek(start := 8 if head[:6] == MAGIC else 0)
         reader = _named(pa.ipc.open_stream(source, options=_OPTIONS))
-        return Opened(
+        return OpenArrowFile(
             reader,
             start > 0 or tail != END_MARK,
             _sparse(files, source, start, file.size, reader.schema),
@@ -172,8 +172,8 @@ def _has_dictionary(kind: pa.DataType) -> bool:
 
 
 def _batches(
-    opened: Opened, files: Files, file: File, options: ReadOptions
-) -> Iterator[Batch | str]:
+    opened: OpenArrowFile, files: Files, file: File, options: ReadOptions
+) -> Iterator[BatchLocation | str]:
     """Record batches, then a text if rows were lost: how many, nobody knows."""
     reader, rows, n = opened.reader, 0, 0
     count = getattr(reader, "num_record_batches", None)
@@ -199,9 +199,9 @@ def _batches(
         yield NO_ROWS
 
 
-def _whole(reader: Any, count: int | None, options: ReadOptions) -> Iterator[Batch]:
+def _whole(reader: Any, count: int | None, options: ReadOptions) -> Iterator[BatchLocation]:
     for batch in reader if count is None else map(reader.get_batch, range(count)):
-        yield Batch(checked(batch, options.columns))
+        yield BatchLocation(checked(batch, options.columns))
 
 
 def _slice(at: int, held: list[pa.RecordBatch | str], options: ReadOptions, last: bool) -> RawSlice:

@@ -107,7 +107,7 @@ class Messages:
         self._feed, self._stop = Feed(handle, start, stop), stop
         self._source = pa.PythonFile(self._feed, mode="r")
 
-    def batches(self, schema: pa.Schema, columns: Sequence[str] | None) -> Iterator[Batch]:
+    def batches(self, schema: pa.Schema, columns: Sequence[str] | None) -> Iterator[BatchLocation]:
         """Raises one of BROKEN where bytes make no sense."""
         feed = self._feed
         while (start := feed.at) < self._stop:
@@ -133,15 +133,15 @@ class Messages:
 
     def _small(
         self, message: Any, schema: pa.Schema, columns: Sequence[str] | None
-    ) -> Batch | None:
+    ) -> BatchLocation | None:
         try:
-            return Batch(checked(pa.ipc.read_record_batch(message, schema), columns))
+            return BatchLocation(checked(pa.ipc.read_record_batch(message, schema), columns))
         except BROKEN:
             return None  # the wanted columns may be good
 
     def _over_nothing(
         self, message: Any, schema: pa.Schema, columns: Sequence[str] | None, start: int
-    ) -> Batch | None:
+    ) -> BatchLocation | None:
         """A batch whose rows can be read by themselves; None: Arrow wants its bytes."""
         feed, body = self._feed, self._feed.body
         first, stop = feed.nothing.address, feed.nothing.address + feed.nothing.size
@@ -173,11 +173,11 @@ class Messages:
                 pa.ipc.read_record_batch(self._message(start, whole=True), schema), columns
             )
 
-        return Batch(batch, get, whole)
+        return BatchLocation(batch, get, whole)
 
     def _unpacked(
         self, start: int, schema: pa.Schema, columns: Sequence[str] | None
-    ) -> Iterator[Batch]:
+    ) -> Iterator[BatchLocation]:
         """All from here on by pyarrow's reader, which unpacks no other columns."""
         self._feed.insert(start, schema.serialize().to_pybytes())
         wanted = [schema.get_field_index(name) for name in columns or ()]
@@ -185,7 +185,7 @@ class Messages:
             self._source, options=pa.ipc.IpcReadOptions(use_threads=False, included_fields=wanted)
         )
         for batch in reader:
-            yield Batch(checked(batch, columns))
+            yield BatchLocation(checked(batch, columns))
 
 
 def checked(batch: pa.RecordBatch, columns: Sequence[str] | None) -> pa.RecordBatch:
@@ -205,7 +205,7 @@ def _in_memory(buffer: pa.Buffer, a: int, b: int) -> pa.Buffer:
     return buffer.slice(a, b - a)
 
 
-class Batch:
+class BatchLocation:
     """Columns of a record batch, in memory or over nothing (``get`` reads their buffers, ``whole``
     all of it).
     """

@@ -23,12 +23,12 @@ from overlord.sources.formats import FORMATS
 from overlord.sources.index import Index
 from overlord.sources.lru import Lru
 from overlord.sources.python_objects import Listed
-from overlord.sources.retry import CLOCK, SLACK_S, SLOW_S, Clock, Tally, deadline_s, persist
+from overlord.sources.retry import CLOCK, SLACK_S, SLOW_S, Clock, StorageStats, deadline_s, persist
 from overlord.uris import scrub
 
 
 @dataclass(slots=True)
-class Handle:
+class OpenChunk:
     """An open chunk. ``slices`` will give slice number ``next`` next. While nobody uses it, it
     holds ``nbytes`` for ``reader``.
     """
@@ -44,21 +44,21 @@ class Handle:
             close()
 
 
-class HandleCache:
+class OpenChunkCache:
     """Open chunks of all sources of a process, bounded by number and by the bytes they hold."""
 
     def __init__(self, max_open: int = 1024, max_bytes: int = 2**29):
-        self._handles: Lru[tuple[int, int], Handle] = Lru(max_open, max_bytes, self._let_go)
+        self._handles: Lru[tuple[int, int], OpenChunk] = Lru(max_open, max_bytes, self._let_go)
         self._lock = Lock()
         self._held: dict[int, int] = {}  # bytes by reader
         self._counts = {"opens": 0, "reopens": 0, "reads": 0}
 
-    def take(self, key: tuple[int, int]) -> Handle | None:
+    def take(self, key: tuple[int, int]) -> OpenChunk | None:
         if (handle := self._handles.take(key)) is not None:
             self._hold(handle.reader, -handle.nbytes)
         return handle
 
-    def put(self, key: tuple[int, int], handle: Handle, nbytes: int) -> None:
+    def put(self, key: tuple[int, int], handle: OpenChunk, nbytes: int) -> None:
         handle.reader, handle.nbytes = key[0], nbytes
         self._hold(key[0], nbytes)
         self._handles.put(key, handle, nbytes)
@@ -75,7 +75,7 @@ class HandleCache:
             else:
                 self._held.pop(reader, None)
 
-    def _let_go(self, handle: Handle) -> None:
+    def _let_go(self, handle: OpenChunk) -> None:
         self._hold(handle.reader, -handle.nbytes)
         handle.close()
 
@@ -100,7 +100,7 @@ class HandleCache:
         }
 
 
-HANDLES = HandleCache()
+HANDLES = OpenChunkCache()
 STALLED = "the disk or the mount hangs; no data is skipped for it: resume when it answers"
 _READERS = count()
 
@@ -114,11 +114,11 @@ class ChunkReader:
         self,
         index: Index,
         options: ReadOptions,
-        cache: HandleCache | None = None,
+        cache: OpenChunkCache | None = None,
         clock: Clock = CLOCK,
     ):
         self.index, self.options = index, options
-        self.tally = Tally(index.source, clock)
+        self.tally = StorageStats(index.source, clock)
         self._files = index.access.counted(self.tally)
         self._format = FORMATS[index.format]
         self._cache = cache or HANDLES
@@ -273,13 +273,13 @@ class ChunkReader:
     def close(self) -> None:
         self._cache.close(self._id)
 
-    def _open(self, chunk: int, t: int, file: File) -> Handle:
+    def _open(self, chunk: int, t: int, file: File) -> OpenChunk:
         found = self._files.check_unchanged(file)
         self._on_disk = self._on_disk and found is not None and is_disk(found.st_dev)
         self._cache.count("opens")
         if t:
             self._cache.count("reopens")
-        return Handle(
+        return OpenChunk(
             self._format.read(self._files, file, self.index.chunks, chunk, self.options, t), t
         )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ZSTD_FEED = 1024
 
 
-class Broken(Exception):
+class BrokenStream(Exception):
     """The compressed data ends early or makes no sense from here on. A fact about bytes, never
     about the disk.
     """
@@ -56,7 +56,7 @@ def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
                 out = unpacker.decompress(data, BLOCK)
             except zlib.error as error:
                 yield from _salvage(before, data)
-                raise Broken(f"the gzip data is corrupt: {error}") from error
+                raise BrokenStream(f"the gzip data is corrupt: {error}") from error
             if out:
                 yield out
             data = unpacker.unused_data if unpacker.eof else unpacker.unconsumed_tail
@@ -64,7 +64,7 @@ def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
         while out := unpacker.decompress(b"", BLOCK):
             yield out
         if not unpacker.eof:
-            raise Broken("the gzip data ends early: the file is cut short")
+            raise BrokenStream("the gzip data ends early: the file is cut short")
 
 
 def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
@@ -97,12 +97,12 @@ def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
                 try:
                     out = unpacker.decompress(data)
                 except zstandard.ZstdError as error:
-                    raise Broken(f"the zstd data is corrupt: {error}") from error
+                    raise BrokenStream(f"the zstd data is corrupt: {error}") from error
                 if out:
                     yield out
                 data = unpacker.unused_data if unpacker.eof else b""
     if inside and not unpacker.eof:
-        raise Broken("the zstd data ends early: the file is cut short")
+        raise BrokenStream("the zstd data ends early: the file is cut short")
 
 
 def split_lines(
@@ -139,7 +139,7 @@ def split_lines(
             if stop is not None and (at >= stop or (dropping and pos >= stop)):
                 # the line in hand starts elsewhere, or is known to be too long and the last one
                 break
-    except Broken as error:
+    except BrokenStream as error:
         if stop is None or at < stop:
             yield Line(at, b"", str(error))
         return

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from overlord.errors import SourceError
 from overlord.sources.base import BadFile, File, Unreachable, short_read
 from overlord.sources.file_errors import UNDER_RUN, briefly, check_same
-from overlord.sources.object_store import Entry, Remote
+from overlord.sources.object_store import Entry, RemoteStore
 from overlord.sources.range_file import READ_AHEAD, RangeFile
-from overlord.sources.retry import Tally
+from overlord.sources.retry import StorageStats
 from overlord.uris import KNOWN, OBJECT_STORES, SCHEME, scrub, shown_uri, uri_problems
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Files:
     all threads.
     """
 
-    fs: pafs.FileSystem | Remote | None = None
+    fs: pafs.FileSystem | RemoteStore | None = None
     local: bool = True
     held: Any = None  # a map-style dataset or a Factory
 
@@ -81,13 +81,13 @@ class Files:
         """Whether this is an object store, which says with every read what it wants and tries again
         by itself.
         """
-        return isinstance(self.fs, Remote)
+        return isinstance(self.fs, RemoteStore)
 
-    def counted(self, tally: Tally) -> Files:
+    def counted(self, tally: StorageStats) -> Files:
         """The same way for a job that runs: what is asked of a store is counted there."""
         return (
             replace(self, fs=replace(self.fs, tally=tally, patient=True))
-            if isinstance(self.fs, Remote)
+            if isinstance(self.fs, RemoteStore)
             else self
         )
 
@@ -96,7 +96,7 @@ class Files:
         the interpreter lock.
         """
         assert self.fs is not None
-        if isinstance(self.fs, Remote):
+        if isinstance(self.fs, RemoteStore):
             return self.fs.open(file, ranges)
         handle = self.fs.open_input_file(file.path)
         return handle if self.local else _exactly(handle, file, ranges)
@@ -106,7 +106,7 @@ class Files:
         must not be read by them.
         """
         if self.fs is None or isinstance(
-            self.fs, Remote
+            self.fs, RemoteStore
         ):  # every read of a store says which version it wants
             return None
         if self.local:
@@ -148,7 +148,7 @@ class Files:
         assert self.fs is not None
         is_uri = bool(SCHEME.match(name))
         try:
-            if isinstance(self.fs, Remote) and _is_glob(
+            if isinstance(self.fs, RemoteStore) and _is_glob(
                 rest, is_uri
             ):  # a request less for every source
                 return self._glob(rest, name, source, is_uri)
@@ -240,7 +240,7 @@ class Files:
 
     def _look(self, path: str) -> Entry | None:
         assert self.fs is not None
-        if isinstance(self.fs, Remote):
+        if isinstance(self.fs, RemoteStore):
             return self.fs.look(path)
         fs = self.fs
         info = briefly(lambda: fs.get_file_info(path))
@@ -254,7 +254,7 @@ class Files:
         import pyarrow.fs as pafs
 
         assert self.fs is not None
-        if isinstance(self.fs, Remote):
+        if isinstance(self.fs, RemoteStore):
             return self.fs.list(base, recursive)
         fs = self.fs
 
@@ -292,7 +292,7 @@ def _way_to(name: str, source: str) -> tuple[Files, str]:
         return _local(), os.path.abspath(os.path.expanduser(name))
     scheme = name.split("://", 1)[0].lower()
     if scheme in OBJECT_STORES:
-        remote, path = Remote.of(name)
+        remote, path = RemoteStore.of(name)
         return Files(remote, False), path
     known = f"known schemes: {', '.join(KNOWN)}"
     if scheme not in KNOWN:

@@ -36,7 +36,7 @@ from overlord.sources.base import (
 from overlord.sources.file_errors import briefly
 from overlord.sources.files import Files
 from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
-from overlord.sources.parallel_map import At, InTurn, SideBySide
+from overlord.sources.parallel_map import At, ParallelMap, SerialMap
 from overlord.sources.python_objects import Factory, files_of, fingerprint_of
 from overlord.uris import scrub
 
@@ -49,7 +49,7 @@ LISTING = 5  # deadlines that a listing may take: of a million files on a slow m
 
 
 @dataclass(frozen=True, slots=True)
-class SourceSpec:
+class IndexSpec:
     """What must be known of a source to index it."""
 
     name: str
@@ -106,7 +106,7 @@ _DECODER = msgspec.msgpack.Decoder(_CacheEntry)
 class _Work:
     """One source while its index is being built."""
 
-    spec: SourceSpec
+    spec: IndexSpec
     format: Format
     access: Files
     files: tuple[File, ...]
@@ -128,14 +128,14 @@ def build_index(
 ) -> Index:
     """The index of one source. Raises SourceError, with all bad files of the source in it."""
     return build_indexes(
-        [SourceSpec(name, path, format, options or ReadOptions())],
+        [IndexSpec(name, path, format, options or ReadOptions())],
         cache_dir=cache_dir,
         workers=workers,
     )[0]
 
 
 def build_indexes(
-    specs: Sequence[SourceSpec],
+    specs: Sequence[IndexSpec],
     *,
     cache_dir: str | Path | None = None,
     workers: int = 8,
@@ -149,7 +149,7 @@ def build_indexes(
     )  # by functions: there is nothing to look at, and nothing that hangs
     cache, pool = (
         Path(cache_dir) if cache_dir is not None else None,
-        InTurn() if made else SideBySide(workers, "overlord-index"),
+        SerialMap() if made else ParallelMap(workers, "overlord-index"),
     )
     started = pool.map(lambda spec, at: _start(spec, cache, at), specs)
     works = [w for w in started if isinstance(w, _Work)]
@@ -161,7 +161,7 @@ def build_indexes(
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class RemovedSource:
     """A source that left a job whose state is resumed: nothing of it is read, so it need not be
     there.
     """
@@ -170,7 +170,9 @@ class Left:
     chunks: int  # at least so many it had
 
 
-def build_some(specs: Sequence[SourceSpec], left: Mapping[str, Left], **how: Any) -> list[Index]:
+def build_some(
+    specs: Sequence[IndexSpec], left: Mapping[str, RemovedSource], **how: Any
+) -> list[Index]:
     """The same where some sources have left: those that are not there any more, or not as they
     were, have an index without files.
     """
@@ -203,7 +205,7 @@ def build_some(specs: Sequence[SourceSpec], left: Mapping[str, Left], **how: Any
 
 
 def _look_at_all(
-    pool: SideBySide | InTurn,
+    pool: ParallelMap | SerialMap,
     tasks: Sequence[tuple[_Work, list[File]]],
     n: int,
     progress: Progress | None,
@@ -246,7 +248,7 @@ def is_held(path: Any) -> bool:
     return isinstance(path, Factory) or (hasattr(path, "__getitem__") and hasattr(path, "__len__"))
 
 
-def _start(spec: SourceSpec, cache: Path | None, at: At) -> _Work | SourceError:
+def _start(spec: IndexSpec, cache: Path | None, at: At) -> _Work | SourceError:
     """Listing, format and what the cache knows. Errors are values here: all sources are looked at
     before any is raised.
     """
@@ -276,7 +278,7 @@ def _start(spec: SourceSpec, cache: Path | None, at: At) -> _Work | SourceError:
         return error
 
 
-def _cache_file(cache: Path, spec: SourceSpec, fmt: Format) -> Path:
+def _cache_file(cache: Path, spec: IndexSpec, fmt: Format) -> Path:
     paths = [spec.path] if isinstance(spec.path, (str, os.PathLike)) else spec.path
     where = [p if "://" in (p := os.fspath(x)) else os.path.abspath(p) for x in paths]
     columns = "*" if spec.options.columns is None else "\x1f".join(spec.options.columns)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlord.extras import pip_install
 from overlord.sources.base import File, Unreachable
-from overlord.sources.retry import Failure, Tally, deadline_s, persist, seconds_of
+from overlord.sources.retry import Failure, StorageStats, deadline_s, persist, seconds_of
 from overlord.sources.store_errors import WrongAnswer, gave_up, in_mid_run, why
 from overlord.uris import options_of, scrub
 
@@ -54,7 +54,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class RemoteStore:
     """One bucket. Holds no client and no credentials, so that it may be pickled, printed and
     kept.
     """
@@ -62,13 +62,13 @@ class Remote:
     root: str  # scheme://bucket
     region: str = ""
     anonymous: bool = False
-    tally: Tally = field(default_factory=Tally, compare=False, repr=False)
+    tally: StorageStats = field(default_factory=StorageStats, compare=False, repr=False)
     patient: bool = field(
         default=False, compare=False, repr=False
     )  # a job runs: objects that went or changed may come back
 
     @staticmethod
-    def of(uri: str) -> tuple[Remote, str]:
+    def of(uri: str) -> tuple[RemoteStore, str]:
         """The bucket of a URI, and the URI without options: names of objects are taken as they
         stand.
         """
@@ -76,7 +76,7 @@ class Remote:
         scheme, rest = body.split("://", 1)
         bucket, _, key = rest.partition("/")
         root = f"{scheme.lower()}://{bucket}"
-        return Remote(root, *options_of(query)), f"{root}/{key}".rstrip("/")
+        return RemoteStore(root, *options_of(query)), f"{root}/{key}".rstrip("/")
 
     def look(self, path: str) -> Entry | None:
         """The object of that name, or the prefix, or None."""

@@ -37,7 +37,7 @@ class Wait:
     since: float = field(default_factory=time.monotonic)
 
 
-class InTurn:
+class SerialMap:
     """The same for work that waits for nothing: starting threads would take longer."""
 
     def map(
@@ -53,7 +53,7 @@ class InTurn:
         return found
 
 
-class SideBySide:
+class ParallelMap:
     """Threads that are started for one call of ``map`` after the other, and forgotten if one
     hangs.
     """

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from overlord.errors import Later
+from overlord.errors import WouldBlock
 from overlord.sources.base import Unreachable
 
 log = logging.getLogger("overlord")
@@ -98,7 +98,7 @@ class Attempt:
         return now - self.last
 
 
-class Tally:
+class StorageStats:
     """What one source asked of its storage, and what came of it. Counted in the process that
     asked.
     """
@@ -112,8 +112,8 @@ class Tally:
         self._under_way: list[Attempt] = []
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Tally], tuple[str]]:
-        return Tally, (self.source,)  # another process counts for itself
+    def __reduce__(self) -> tuple[type[StorageStats], tuple[str]]:
+        return StorageStats, (self.source,)  # another process counts for itself
 
     def begin(self, path: str) -> Attempt:
         now, thread, worked = self.clock.now(), threading.get_native_id(), self.clock.worked_here()
@@ -187,7 +187,7 @@ def persist(
     *,
     path: str,
     done: str,
-    tally: Tally,
+    tally: StorageStats,
     gave_up: Callable[[str, str, Sequence[Failure], float], Unreachable],
 ) -> T:
     """Calls until it works, the failure is one that lasts, or the deadline passes. What is raised
@@ -217,7 +217,7 @@ def persist(
             seen.append(failure)
             tally.failed(failure.kind, put_off=tally.hasty)
             if tally.hasty:
-                raise Later
+                raise WouldBlock
             pause = min(FIRST_PAUSE_S * 2 ** min(len(seen) - 1, 20), LONGEST_PAUSE_S) * (
                 0.5 + clock.chance() / 2
             )
@@ -265,5 +265,5 @@ def seconds_of(variable: str, otherwise: float) -> float:
     return value
 
 
-def _where(tally: Tally, path: str) -> str:
+def _where(tally: StorageStats, path: str) -> str:
     return f"source {tally.source!r}, {path}" if tally.source else path

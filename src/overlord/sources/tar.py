@@ -46,7 +46,7 @@ class BrokenTar(Exception):
         self.offset, self.problem = offset, problem
 
 
-class Cursor:
+class TarCursor:
     """Front-to-back reading in large pieces that skips without reading. Wants what a store wants:
     few, long reads.
     """
@@ -70,7 +70,7 @@ class Cursor:
         return data[:n]
 
 
-def members(cursor: Cursor) -> Iterator[Member]:
+def members(cursor: TarCursor) -> Iterator[Member]:
     """Regular members and refused ones, in file order; directories are passed over."""
     at, first, long_name, pax = 0, 0, b"", dict[str, bytes]()
     while True:

@@ -30,7 +30,7 @@ from overlord.sources.base import (
     no_rows_chunk,
 )
 from overlord.sources.files import BLOCK
-from overlord.sources.tar import BrokenTar, Cursor, Member, members
+from overlord.sources.tar import BrokenTar, Member, TarCursor, members
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files
@@ -76,7 +76,7 @@ class WebDataset:
         step, left = options.slice_rows, skip * options.slice_rows
         held: list[Group] = []
         with files.open(file) as handle:
-            for group in _groups(Cursor(handle, file.size), options, left):
+            for group in _groups(TarCursor(handle, file.size), options, left):
                 if left:
                     left -= 1
                 elif len(held) == step:
@@ -87,7 +87,7 @@ class WebDataset:
         yield _slice(held, options, True)
 
 
-def _groups(cursor: Cursor, options: ReadOptions, skip: int) -> Iterator[Group]:
+def _groups(cursor: TarCursor, options: ReadOptions, skip: int) -> Iterator[Group]:
     """Samples in file order; the bytes of the first ``skip`` are not read.
 
     Names without an extension and hidden ones are no samples and are passed over. Where the archive
@@ -112,7 +112,12 @@ def _groups(cursor: Cursor, options: ReadOptions, skip: int) -> Iterator[Group]:
 
 
 def _add(
-    cursor: Cursor, group: Group, extension: str, member: Member, options: ReadOptions, load: bool
+    cursor: TarCursor,
+    group: Group,
+    extension: str,
+    member: Member,
+    options: ReadOptions,
+    load: bool,
 ) -> None:
     if member.problem:
         group.refuse(f"member {member.name!r} {member.problem}")
@@ -180,7 +185,7 @@ def _column(groups: Sequence[Group], name: str) -> pa.Array:
     return pa.array([g.values.get(name) for g in groups], pa.binary())
 
 
-def _bytes(cursor: Cursor, member: Member) -> bytes:
+def _bytes(cursor: TarCursor, member: Member) -> bytes:
     data = cursor.read(member.data, member.size)
     if len(data) != member.size:
         raise OSError(

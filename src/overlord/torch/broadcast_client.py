@@ -22,21 +22,21 @@ from typing import Any, cast
 
 import numpy as np
 
-from overlord.buffer_pool import SlabPool
-from overlord.client.client import Box, Client, State
+from overlord.buffer_pool import BufferPool
+from overlord.client.client import Client, State, StepQueue
 from overlord.client.step import Step
-from overlord.constructor.batch_arrays import Wide
-from overlord.constructor.build import Bucket
+from overlord.constructor.batch_arrays import BatchArrays
+from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import seen
 from overlord.constructor.rank_views import narrow
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError, StateMismatch
 from overlord.hashing import digest
-from overlord.messages.client import Told
-from overlord.messages.control import Sealed
+from overlord.messages.client import StepInfo
+from overlord.messages.control import EncodedState
 from overlord.plan.rank_view import View
 from overlord.serving.step_publisher import MOVED
-from overlord.torch.broadcast_frames import Wire, as_said
-from overlord.torch.departures import Farewells
+from overlord.torch.broadcast_frames import FrameBroadcast, as_said
+from overlord.torch.departures import Departures
 from overlord.torch.process_groups import Service
 from overlord.transport.state_codec import seal
 
@@ -51,14 +51,14 @@ LOOK = 16
 
 
 @dataclass(slots=True)
-class Place:
+class BroadcastQueue:
     """Stands for the mailbox of a rank that has none: which generation of the session its steps are
     of.
     """
 
     generation: int = 0
 
-    def get(self, timeout_s: float) -> tuple[Told, Bucket] | None:
+    def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
         return None
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
@@ -81,14 +81,14 @@ class BroadcastClient(Client):
         self,
         service: Service,
         view: View,
-        wire: Wire,
+        wire: FrameBroadcast,
         clients: Mapping[int, Client],
         *,
         split: tuple[str, tuple[str, ...]],
         start: State,
         asking: Callable[[], Any],
         leave: Callable[[BroadcastClient], None],
-        farewells: Farewells,
+        farewells: Departures,
         microbatches: int | None = None,
         world_size: int | None = None,
     ):
@@ -100,7 +100,7 @@ class BroadcastClient(Client):
             split,
         )
         self._own = self._clients.get(service.rank)
-        self._slabs = SlabPool()  # for what the trainer widens
+        self._slabs = BufferPool()  # for what the trainer widens
         self._asking, self._leave, self._farewells, self._asked = asking, leave, farewells, None
         self._over: BaseException | None = None  # why no frame comes any more
         self._early: deque[dict[str, Any]] = (
@@ -114,7 +114,7 @@ class BroadcastClient(Client):
         self.bytes_fetched = 0
         super().__init__(
             service.rank,
-            Place(),
+            BroadcastQueue(),
             begin=lambda: None,
             consumed=lambda box, step: None,
             waiting_for=lambda: "",
@@ -133,7 +133,7 @@ class BroadcastClient(Client):
 
     # steps
 
-    def _wait(self, inbox: Box) -> tuple[Told, Bucket]:
+    def _wait(self, inbox: StepQueue) -> tuple[StepInfo, BucketBatch]:
         if self._over is not None:
             raise self._over
         start, own = time.monotonic(), cast("Step | None", None)
@@ -234,12 +234,12 @@ class BroadcastClient(Client):
             "next(client), or load_state_dict"
         )
 
-    def _mine(self, part: Mapping[str, Any], own: Step | None) -> Bucket:
+    def _mine(self, part: Mapping[str, Any], own: Step | None) -> BucketBatch:
         """This rank's view of its seat's microbatches; with the images it encodes, which no other
         rank gets.
         """
-        wide = Wide.of_part(part["wide"], part["rows"]) if part["wide"] else None
-        bucket = Bucket(
+        wide = BatchArrays.of_part(part["wide"], part["rows"]) if part["wide"] else None
+        bucket = BucketBatch(
             np.arange(int(part["bounds"][-1])),
             part["bounds"],
             wide,
@@ -261,7 +261,9 @@ class BroadcastClient(Client):
             return replace(bucket, encoder=own._bucket.encoder, per=own._bucket.per)
         if part["encoder"] and self.service.seat == self.rank:
             return replace(
-                bucket, encoder=Wide.of_part(part["encoder"], part["encoder_rows"]), per=part["per"]
+                bucket,
+                encoder=BatchArrays.of_part(part["encoder"], part["encoder_rows"]),
+                per=part["per"],
             )
         return bucket
 
@@ -277,7 +279,7 @@ class BroadcastClient(Client):
         inbox, session = self._own_client._inbox, self._own_client.session
         return int(getattr(inbox, "generation", 0) if session is None else session._generation)
 
-    def _state_of(self, box: Box, state: State) -> dict[str, Any]:
+    def _state_of(self, box: StepQueue, state: State) -> dict[str, Any]:
         if self._own is not None:
             mine = self._own
             now = (
@@ -289,7 +291,7 @@ class BroadcastClient(Client):
         saved: dict[str, Any] = self._link()._export(box, state)
         return saved
 
-    def _say(self, box: Box, step: Any, metrics: Any, next_step: int) -> None:
+    def _say(self, box: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
         if self._own is not None:
             self._own.report(step, metrics)
         else:
@@ -301,7 +303,7 @@ class BroadcastClient(Client):
             self._asked = self._asking()
         return self._asked
 
-    def _load(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[Box, State]:
+    def _load(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[StepQueue, State]:
         """All ranks of the group do this together, as they take steps together."""
         mark = _mark(state)
         if not self.service.fetches:
@@ -461,8 +463,8 @@ def _part(seat: int, step: Step, images: bool) -> dict[str, Any]:
     }
 
 
-def sealed(state: State) -> Sealed:
-    return state if isinstance(state, Sealed) else seal(state)
+def sealed(state: State) -> EncodedState:
+    return state if isinstance(state, EncodedState) else seal(state)
 
 
 def _mark(state: Mapping[str, Any]) -> str:

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from overlord.buffer_pool import SlabPool
+from overlord.buffer_pool import BufferPool
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.session.rendezvous import WARN_S, ranks
-from overlord.torch.departures import Farewells, in_short, shortened
+from overlord.torch.departures import Departures, in_short, shortened
 from overlord.torch.process_groups import Service
 from overlord.transport.codec import decode, encode
 from overlord.transport.frame import pack, size_of, unpack
@@ -41,7 +41,7 @@ SOURCE_LINE = re.compile(
 )  # where in its own source a library was when it failed
 
 
-class Wire:
+class FrameBroadcast:
     """A process group as a one-way channel: one rank says, the others hear. The one who says does
     not wait for them to listen.
     """
@@ -55,7 +55,7 @@ class Wire:
         *,
         stall_warn_s: float = WARN_S,
         on_stall: Callable[[str, float], None] | None = None,
-        farewells: Farewells | None = None,
+        farewells: Departures | None = None,
     ):
         if (
             device.type == "cuda" and device.index is None
@@ -63,7 +63,7 @@ class Wire:
             device = torch.device("cuda", torch.cuda.current_device())
         self._service, self._group, self._device, self._limit_s = service, group, device, limit_s
         self._warn_s, self._on_stall, self._farewells = stall_warn_s, on_stall, farewells
-        self._memory = SlabPool()
+        self._memory = BufferPool()
         self._said: deque[tuple[list[Any], list[torch.Tensor], int]] = deque()
         self._lock = (
             threading.Lock()

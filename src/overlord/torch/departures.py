@@ -20,7 +20,7 @@ LONGEST = 200  # characters of an error's text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class Departed:
     """One who left: after so many frames, and in these words."""
 
     rank: int
@@ -28,14 +28,14 @@ class Left:
     why: str
 
 
-class Farewells:
+class Departures:
     """The notes of one group, each read once."""
 
     def __init__(self, board: _Board, service: Service):
         self._board, self._service, self._left, self._lock = (
             board,
             service,
-            list[Left](),
+            list[Departed](),
             threading.Lock(),
         )
 
@@ -64,10 +64,10 @@ class Farewells:
         while len(self._all()) < len(self._service.members) - 1 and time.monotonic() < deadline:
             time.sleep(LOOK_S)
 
-    def _all(self) -> list[Left]:
+    def _all(self) -> list[Departed]:
         with self._lock:
             while (said := self._board.note(self._name, len(self._left) + 1)) is not None:
-                self._left.append(Left(**said))
+                self._left.append(Departed(**said))
             return [left for left in self._left if left.rank != self._service.rank]
 
     @property

@@ -18,8 +18,8 @@ from overlord.client.caller_check import refuse_ahead
 from overlord.client.step import Step, check_count
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError, PlanError
 from overlord.job.job import Job
-from overlord.torch.microbatch_info import Facts
-from overlord.torch.pinned_memory import Placing, Staging
+from overlord.torch.microbatch_info import MicrobatchInfo
+from overlord.torch.pinned_memory import PinnedBuffers, Placing
 from overlord.torch.saved_state import State, state_behind
 from overlord.torch.tensors import (
     HOST_KEYS,
@@ -79,7 +79,7 @@ class DevicePrefetcher:
         ):  # the thread's own current device is 0, whatever the trainer's is
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.waited_s, self.steps = 0.0, 0
-        self._staging = Staging(self.device, pin) if self.device.type == "cuda" else None
+        self._staging = PinnedBuffers(self.device, pin) if self.device.type == "cuda" else None
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._ready: deque[_Ready] = deque()
@@ -318,7 +318,7 @@ class DevicePrefetcher:
             on_device = {key: found.popleft() for key in moved}
             kept = {key: tensor_of(np.array(mb[key])) for key in mb if key in HOST_KEYS}
             all_keys = {key: on_device[key] if key in on_device else kept[key] for key in mb}
-            facts = Facts.of(
+            facts = MicrobatchInfo.of(
                 {key: moved.get(key, kept.get(key)) for key in mb}
             )  # not of mb, which would widen its arrays once more
             made.append(TensorMicrobatch(all_keys, detached_samples(mb), facts, why_missing(mb)))

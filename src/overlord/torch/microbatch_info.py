@@ -15,7 +15,7 @@ SHIFTED, UNSHIFTED = "shifted", "unshifted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class MicrobatchInfo:
     """``tokens``: of the un-sliced microbatch, padding included; ``here``: of them in these arrays,
     fewer in a slice of CP; -1 where the microbatch does not say. ``labels``: the convention they
     follow, empty where there is none to tell it from.
@@ -32,12 +32,12 @@ class Facts:
         return -1 < self.here < self.tokens
 
     @staticmethod
-    def of(microbatch: Mapping[str, Any]) -> Facts:
+    def of(microbatch: Mapping[str, Any]) -> MicrobatchInfo:
         """Of arrays or tensors, wherever they are; those of a ``TensorMicrobatch`` are known
         already.
         """
         known = getattr(microbatch, "facts", None)
-        if isinstance(known, Facts):
+        if isinstance(known, MicrobatchInfo):
             return known
         # The last is all that a stage in the middle has of the padded layout, which alone has it.
         token_keys = [
@@ -52,13 +52,13 @@ class Facts:
             if key in microbatch
         }
         bounds = arrays.get("cu_seqlens_padded")
-        facts = Facts(
+        facts = MicrobatchInfo(
             tokens=int(bounds[-1]) if bounds is not None and len(bounds) else -1,
             here=-1 if first is None else int(np.prod(tuple(first.shape))),
             longest=int(microbatch["max_seqlen"]) if "max_seqlen" in microbatch else -1,
             padded=first is not None and len(first.shape) == 2,
         )
-        return Facts(
+        return MicrobatchInfo(
             tokens=facts.tokens,
             here=facts.here,
             longest=facts.longest,

@@ -67,7 +67,7 @@ def views(
     )
 
 
-class Staging:
+class PinnedBuffers:
     """Pinned buffers, used in turn, and the stream that copies from them. For one thread."""
 
     def __init__(self, device: torch.device, pin: bool):

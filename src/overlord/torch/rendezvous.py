@@ -16,10 +16,10 @@ import torch
 
 from overlord.client.client import Client, State
 from overlord.client.connect import _Connected, connect
-from overlord.client.control_client import Asking
+from overlord.client.control_client import ControlClient
 from overlord.errors import DataStall
 from overlord.job.job import Job
-from overlord.messages.control import Sealed
+from overlord.messages.control import EncodedState
 from overlord.plan.rank_view import view_of
 from overlord.session.launch import launch
 from overlord.session.rendezvous import (
@@ -34,8 +34,8 @@ from overlord.session.rendezvous import (
 from overlord.session.rendezvous import join as plain_join
 from overlord.setup.job_agreement import difference, parts_of
 from overlord.torch.broadcast_client import BroadcastClient, sealed
-from overlord.torch.broadcast_frames import Wire
-from overlord.torch.departures import Farewells
+from overlord.torch.broadcast_frames import FrameBroadcast
+from overlord.torch.departures import Departures
 from overlord.torch.process_groups import Service, make_group, service_of
 
 if TYPE_CHECKING:
@@ -225,10 +225,10 @@ class _Joining:
             only = self._open(self._rank)
             return self._owned(only) if self._session is not None else only
         view = view_of(self._job.place, self._axis, (), self._rank, self._job.batch.cp_split)
-        farewells = Farewells(self._board, s)
+        farewells = Departures(self._board, s)
         clients, wire = (
             self._clients(s),
-            Wire(s, group, device, wait_s, farewells=farewells, **self._warning()),
+            FrameBroadcast(s, group, device, wait_s, farewells=farewells, **self._warning()),
         )
         if self._session is not None:
             self._owned(clients[0])
@@ -277,12 +277,12 @@ class _Joining:
         return _owning(self._session, client, self._leave_s, self._board)
 
     def _start(self, clients: dict[int, Client]) -> State:
-        start: Sealed = self._said["start"]
+        start: EncodedState = self._said["start"]
         return clients[self._rank]._state if self._rank in clients else start
 
     def _asking(self) -> _Connected:
         return _Connected(
-            Asking(
+            ControlClient(
                 self._said["address"],
                 self._said["token"],
                 self._rank,

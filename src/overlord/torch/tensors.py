@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from overlord.client.step import Microbatch, Piece, Step
-from overlord.messages.control import Sealed
-from overlord.torch.microbatch_info import Facts
+from overlord.messages.control import EncodedState
+from overlord.torch.microbatch_info import MicrobatchInfo
 
 # Read by the host to call a collective, to size a kernel or to find rows: on a device they would
 # cost a wait each.
@@ -105,7 +105,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
         self,
         made: dict[str, torch.Tensor],
         samples: Callable[[], list[Piece]] | list[Piece],
-        facts: Facts | None = None,
+        facts: MicrobatchInfo | None = None,
         why: str = "",
     ):
         self._tensors, self._samples, self._facts, self._why = made, samples, facts, why
@@ -137,12 +137,12 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
         return self._samples() if callable(self._samples) else self._samples
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> MicrobatchInfo:
         """For adapters: without a question to the device where the microbatch came through a
         ``DevicePrefetcher``.
         """
         if self._facts is None:
-            self._facts = Facts.of(self._tensors)
+            self._facts = MicrobatchInfo.of(self._tensors)
         return self._facts
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorMicrobatch:
@@ -285,7 +285,7 @@ def detached_samples(microbatch: Mapping[str, Any]) -> Callable[[], list[Piece]]
         return lambda: list(getattr(microbatch, "samples", ()))
     told = microbatch._told.of_rows(microbatch._rows)
     told = replace(
-        told, after=Sealed(told.step + 1, np.zeros(0, np.uint8))
+        told, after=EncodedState(told.step + 1, np.zeros(0, np.uint8))
     )  # its bytes lie beside the arrays
     kept = (
         {"cu_seqlens_padded": np.array(microbatch["cu_seqlens_padded"])}

@@ -55,7 +55,7 @@ class RowIds:
 
 
 @dataclass(slots=True, eq=False)
-class Staged:
+class StagedRows:
     """What the slice stage leaves of a slice. ``index`` and ``bad`` count rows of the slice that
     came in.
     """

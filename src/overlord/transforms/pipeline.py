@@ -32,7 +32,7 @@ from overlord.transforms.base import (
     Meta,
     RowIds,
     Select,
-    Staged,
+    StagedRows,
     Tokens,
     Transform,
 )
@@ -169,12 +169,12 @@ class Pipeline:
         at, index = frame.at, frame.index
         return repr(t), int(ids.row[index[at]]) if ids is not None and 0 <= at < len(index) else -1
 
-    def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
+    def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows:
         """Runs user code over one slice of the stream. Without user code the slice itself comes
         back.
         """
         if self._as_it_is is not None and table.schema.equals(self._as_it_is):
-            return Staged(table, np.arange(table.num_rows), [], 0)
+            return StagedRows(table, np.arange(table.num_rows), [], 0)
         frame = Frame(table)
         if self._images is not None and self._images.by_chance:
             frame.put(
@@ -201,7 +201,7 @@ class Pipeline:
             and not any(is_mixed(f.type) for f in table.schema)
         ):
             self._as_it_is = table.schema
-        return Staged(frame.table, frame.index, sorted(frame.bad), frame.dropped)
+        return StagedRows(frame.table, frame.index, sorted(frame.bad), frame.dropped)
 
     def row_stage(self, table: pa.Table) -> Block:
         """Samples from rows that went through the slice stage, in any batches."""

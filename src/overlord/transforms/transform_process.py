@@ -26,7 +26,7 @@ from overlord.errors import ActorLost, DataStall, TransformError
 from overlord.process import forkserver
 from overlord.process.forkserver import UNGUARDED, how_it_ended
 from overlord.sample import Column, Items, Ragged
-from overlord.transforms.base import Block, RowIds, Staged
+from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.pipeline import Pipeline
 from overlord.user_code import where_raised
 
@@ -115,12 +115,12 @@ class TransformWorker:
             self._deadline_s = seconds
             _set_deadline(self._child.pipe, seconds)
 
-    def slice_stage(self, table: pa.Table, ids: RowIds) -> Staged:
+    def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows:
         rows = _raw(np.asarray(ids.row, np.int64))
         reply, _, out = self._call(
             Call("slice", int(ids.epoch), int(ids.file)), [rows, _to_ipc(table)]
         )
-        return Staged(out["table"], out["index"], reply.bad, reply.dropped)
+        return StagedRows(out["table"], out["index"], reply.bad, reply.dropped)
 
     def row_stage(self, table: pa.Table) -> Block:
         reply, names, out = self._call(Call("row"), [_to_ipc(table)])

@@ -10,9 +10,9 @@ from typing import Any
 
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
 from overlord.transport.address import HAS_SHARED_MEMORY, Address, shown, tune
-from overlord.transport.connection import MAX_HELD, SocketLink
-from overlord.transport.handshake import Later, client_side
-from overlord.transport.shared_memory import Ring
+from overlord.transport.connection import MAX_HELD, SocketConnection
+from overlord.transport.handshake import TryLater, client_side
+from overlord.transport.shared_memory import SharedMemoryPool
 
 TRANSPORTS = ("auto", "unix", "tcp")
 MAX_HOLD = 2**16
@@ -25,10 +25,10 @@ def dial(
     hello: dict[str, Any],
     *,
     timeout_s: float,
-    ring: Ring | None = None,
+    ring: SharedMemoryPool | None = None,
     transport: str = "auto",
     name: str = "",
-) -> tuple[SocketLink, dict[str, Any]]:
+) -> tuple[SocketConnection, dict[str, Any]]:
     """A link to the server at an address, and its welcome. ``name`` is how the server calls this
     side in its errors.
     """
@@ -42,7 +42,7 @@ def dial(
             )
         # this process stood still for seconds, or a thousand others came first: nothing that should
         # end a trainer
-        except Later as later:
+        except TryLater as later:
             if time.monotonic() + AGAIN_S > deadline:
                 raise DataStall(
                     f"{shown(address)} to take a connection, which it refuses for now "
@@ -58,9 +58,9 @@ def _dial(
     hello: dict[str, Any],
     deadline: float,
     timeout_s: float,
-    ring: Ring | None,
+    ring: SharedMemoryPool | None,
     transport: str,
-) -> tuple[SocketLink, dict[str, Any]]:
+) -> tuple[SocketConnection, dict[str, Any]]:
     where = shown(address)
     sock = _connect(Address.parse(address), transport, deadline)
     try:
@@ -69,7 +69,7 @@ def _dial(
         if not isinstance(welcome, dict) or type(hold) is not int or not 0 <= hold <= MAX_HOLD:
             raise LinkRefused(where, "its answer holds no welcome")
         tune(sock)
-        return SocketLink(sock, where, ring=ring, max_held=MAX_HELD + hold), welcome
+        return SocketConnection(sock, where, ring=ring, max_held=MAX_HELD + hold), welcome
     except BaseException:
         sock.close()
         raise

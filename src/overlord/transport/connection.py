@@ -1,6 +1,6 @@
 """Links: values one way and the other, in order, each side a deadline for every wait.
 
-``pair`` joins two ends within a process: what is sent is handed over as it is. A ``SocketLink``
+``pair`` joins two ends within a process: what is sent is handed over as it is. A ``SocketConnection``
 speaks to another process: through shared memory on the same machine, by TCP otherwise. Whoever
 sends an array must not change it afterwards; whoever receives one gets it read-only.
 """
@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from overlord.buffer_pool import SlabPool
+from overlord.buffer_pool import BufferPool
 from overlord.errors import ActorLost, DataStall, FrameError
-from overlord.transport.message_io import NOTHING, Loaded, Receiver, Sender
-from overlord.transport.shared_memory import Ring
-from overlord.transport.socket_io import BYE, Inbox, Outbox, Parcel
+from overlord.transport.message_io import NOTHING, EncodedMessage, MessageDecoder, MessageEncoder
+from overlord.transport.shared_memory import SharedMemoryPool
+from overlord.transport.socket_io import BYE, OutgoingMessage, ReceiveBuffer, SendBuffer
 
 
 class _Timeout:
@@ -37,7 +37,7 @@ CLOSES = "the server closes"  # the last word of one that ends in order
 CLOSED_HERE = "the link was closed on this side"
 
 
-class Link(ABC):
+class Connection(ABC):
     """One end. ``send`` may be called from any thread."""
 
     peer: str
@@ -68,7 +68,7 @@ class Link(ABC):
         """Slots of the peer that this side holds."""
         return 0
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> Connection:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -96,10 +96,10 @@ class _Lane:
                 self.bell[1].send(b"\0")
 
 
-class LocalLink(Link):
+class LocalConnection(Connection):
     """An end of a pair within the process."""
 
-    def __init__(self, peer: str, out: _Lane, into: _Lane, ring: Ring | None):
+    def __init__(self, peer: str, out: _Lane, into: _Lane, ring: SharedMemoryPool | None):
         self.peer, self.ring = peer, ring
         self._out, self._in = out, into
 
@@ -159,16 +159,18 @@ class LocalLink(Link):
 
 
 def pair(
-    ring: Ring | None = None, *, names: tuple[str, str] = ("left", "right")
-) -> tuple[Link, Link]:
+    ring: SharedMemoryPool | None = None, *, names: tuple[str, str] = ("left", "right")
+) -> tuple[Connection, Connection]:
     """Two ends within this process. Values are handed over as they are; ``PAIR_MESSAGES`` of them
     may wait.
     """
     there, back = _Lane(), _Lane()
-    return LocalLink(names[1], there, back, ring), LocalLink(names[0], back, there, ring)
+    return LocalConnection(names[1], there, back, ring), LocalConnection(
+        names[0], back, there, ring
+    )
 
 
-class SocketLink(Link):
+class SocketConnection(Connection):
     """A link to another process, worked by whoever calls it: no thread of ours, so a trainer pays a
     socket and a mapping.
 
@@ -181,7 +183,7 @@ class SocketLink(Link):
         sock: socket.socket,
         peer: str,
         *,
-        ring: Ring | None = None,
+        ring: SharedMemoryPool | None = None,
         max_held: int = MAX_HELD,
         hangup: bool = True,
     ):
@@ -191,13 +193,15 @@ class SocketLink(Link):
         self._lock = threading.Lock()  # the way out; nobody waits while holding it
         self._reading = threading.RLock()
         self._own_ring = (
-            Ring(max_bytes=2**28, name=peer) if self.shares_memory and ring is None else None
+            SharedMemoryPool(max_bytes=2**28, name=peer)
+            if self.shares_memory and ring is None
+            else None
         )
         ring = (ring or self._own_ring) if self.shares_memory else None
-        slabs = SlabPool(2**28)
-        self._sender = Sender(ring, peer, self._fileno if hangup else -1)
-        self._receiver = Receiver(slabs, max_held)
-        self._outbox, self._inbox = Outbox(), Inbox(slabs, files=self.shares_memory)
+        slabs = BufferPool(2**28)
+        self._sender = MessageEncoder(ring, peer, self._fileno if hangup else -1)
+        self._receiver = MessageDecoder(slabs, max_held)
+        self._outbox, self._inbox = SendBuffer(), ReceiveBuffer(slabs, files=self.shares_memory)
         self._lost: str | None = None  # why nothing can be sent any more
         self._ended = False  # all that came was read
         self.waits_for_slots = True  # False: what finds no slot free is copied through the socket
@@ -205,7 +209,7 @@ class SocketLink(Link):
         self._incoming.register(self._fileno, select.POLLIN)
 
     @property
-    def ring(self) -> Ring | None:
+    def ring(self) -> SharedMemoryPool | None:
         """Where to build what will be sent, so that it need not be copied; None over TCP."""
         return self._sender.ring
 
@@ -247,7 +251,7 @@ class SocketLink(Link):
         self._post(self._load(value, timeout_s))
         self._drain(timeout_s)
 
-    def _load(self, value: Any, wait_s: float) -> Loaded:
+    def _load(self, value: Any, wait_s: float) -> EncodedMessage:
         """The value ready to go, its arrays in slots; waits for a free slot."""
 
         def take(nbytes: int) -> np.ndarray | None:
@@ -265,7 +269,7 @@ class SocketLink(Link):
         self._check()
         return self._sender.load(value, take)
 
-    def _post(self, loaded: Loaded) -> None:
+    def _post(self, loaded: EncodedMessage) -> None:
         with self._lock:
             self._check()
             for parcel in self._sender.parcels(loaded):
@@ -392,7 +396,7 @@ class SocketLink(Link):
                 return
             self._fileno = -1
             if self._lost is None:
-                self._outbox.put(Parcel(BYE, [reason.encode()[:1024]]))
+                self._outbox.put(OutgoingMessage(BYE, [reason.encode()[:1024]]))
                 with contextlib.suppress(OSError):
                     self._outbox.write(self._sock)
                 self._lost = f"{CLOSED_HERE}{': ' if reason else ''}{reason}"

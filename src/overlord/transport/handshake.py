@@ -51,7 +51,7 @@ def _packet(kind: int, body: bytes) -> bytes:
     return PREFIX.pack(MAGIC, VERSION, kind, len(body)) + body
 
 
-class Later(LinkRefused):
+class TryLater(LinkRefused):
     """Refused for now: not for who it is, but for when it came, or how long it took. It may come
     again.
     """
@@ -89,7 +89,7 @@ def _read(
         )
     body = (yield size) if size else b""
     if kind in (REFUSED, LATER):
-        raise (LinkRefused if kind == REFUSED else Later)(
+        raise (LinkRefused if kind == REFUSED else TryLater)(
             peer, body.decode(errors="replace")[:1024]
         )
     if kind != wanted or (body_bytes is not None and size != body_bytes):

@@ -20,10 +20,18 @@ import numpy as np
 from overlord.errors import FrameError
 from overlord.transport import codec, frame
 from overlord.transport.frame import CODES, DTYPES, MAX_DIMS
-from overlord.transport.peer_segments import PeerSlots
-from overlord.transport.segment import Slot
-from overlord.transport.shared_memory import CELLS, Holder, Ring
-from overlord.transport.socket_io import FORGET, FRAME, RING, SHARED, Envelope, Memory, Parcel
+from overlord.transport.peer_segments import PeerSegments
+from overlord.transport.segment import Segment
+from overlord.transport.shared_memory import CELLS, Lease, SharedMemoryPool
+from overlord.transport.socket_io import (
+    FORGET,
+    FRAME,
+    RING,
+    SHARED,
+    IncomingMessage,
+    Memory,
+    OutgoingMessage,
+)
 from overlord.transport.value_codec import owned
 
 INLINE_BYTES = 2**15  # below it two copies through the socket cost less than a slot
@@ -42,28 +50,28 @@ Take = Callable[[int], np.ndarray | None]
 
 
 @dataclass(slots=True, kw_only=True)
-class Loaded:
+class EncodedMessage:
     """A value made ready: what lies in a slot, and what does not."""
 
     header: bytes
     columns: list[np.ndarray]
-    places: dict[int, tuple[Slot, int]]  # column -> slot, offset
+    places: dict[int, tuple[Segment, int]]  # column -> slot, offset
     keep: np.ndarray | None = None
 
 
-class Sender:
+class MessageEncoder:
     """One link's way out."""
 
-    def __init__(self, ring: Ring | None, name: str, hangup_fd: int = -1):
+    def __init__(self, ring: SharedMemoryPool | None, name: str, hangup_fd: int = -1):
         self.ring, self._name, self._hangup_fd = ring, name, hangup_fd
-        self._holder: Holder | None = None
+        self._holder: Lease | None = None
 
-    def load(self, value: Any, take: Take) -> Loaded:
+    def load(self, value: Any, take: Take) -> EncodedMessage:
         """Copies what must be copied. No lock is held here: it may take long, and it may wait for a
         slot.
         """
         header, columns = codec.encode(value)
-        loaded = Loaded(header=header, columns=columns, places={})
+        loaded = EncodedMessage(header=header, columns=columns, places={})
         if self.ring is None or not columns:
             return loaded
         loose, total = [], 0
@@ -78,7 +86,9 @@ class Sender:
             self._copy(loaded, loose, memory)
         return loaded
 
-    def _copy(self, loaded: Loaded, loose: list[tuple[int, int]], memory: np.ndarray) -> None:
+    def _copy(
+        self, loaded: EncodedMessage, loose: list[tuple[int, int]], memory: np.ndarray
+    ) -> None:
         assert self.ring is not None
         found = self.ring.locate(memory)
         if found is None:
@@ -89,34 +99,34 @@ class Sender:
             loaded.places[i] = (found[0], found[1] + at)
         loaded.keep = memory
 
-    def parcels(self, loaded: Loaded) -> list[Parcel]:
+    def parcels(self, loaded: EncodedMessage) -> list[OutgoingMessage]:
         """What is to be sent, in order. Under the link's lock: who passes a slot first is decided
         here.
         """
         out = self.notices()
-        cells: dict[int, tuple[int, Slot]] = {}  # slot number -> cell, slot
+        cells: dict[int, tuple[int, Segment]] = {}  # slot number -> cell, slot
         if loaded.places:
             out += self._introduction()
             cells = self._hold(loaded)
         if not cells:
-            return [*out, Parcel(FRAME, frame.pack(loaded.header, loaded.columns))]
+            return [*out, OutgoingMessage(FRAME, frame.pack(loaded.header, loaded.columns))]
         return [*out, self._shared(loaded, cells)]
 
-    def notices(self) -> list[Parcel]:
+    def notices(self) -> list[OutgoingMessage]:
         """Slots that are no more, so that the peer unmaps them."""
         if self._holder is None or not self._holder.forgets:
             return []
         gone = [self._holder.forgets.popleft() for _ in range(min(len(self._holder.forgets), 4096))]
-        return [Parcel(FORGET, [np.array(gone, "<i8").tobytes()])]
+        return [OutgoingMessage(FORGET, [np.array(gone, "<i8").tobytes()])]
 
-    def _introduction(self) -> list[Parcel]:
+    def _introduction(self) -> list[OutgoingMessage]:
         assert self.ring is not None
         if self._holder is not None:
             return []
-        self._holder = Holder(self._name, self._hangup_fd)
+        self._holder = Lease(self._name, self._hangup_fd)
         self.ring.attach(self._holder)
         return [
-            Parcel(
+            OutgoingMessage(
                 RING,
                 [_RING_BODY.pack(CELLS)],
                 [self._holder.fd, self.ring.bell.fd],
@@ -124,10 +134,10 @@ class Sender:
             )
         ]
 
-    def _hold(self, loaded: Loaded) -> dict[int, tuple[int, Slot]]:
+    def _hold(self, loaded: EncodedMessage) -> dict[int, tuple[int, Segment]]:
         assert self.ring is not None
         assert self._holder is not None
-        cells: dict[int, tuple[int, Slot]] = {}
+        cells: dict[int, tuple[int, Segment]] = {}
         for i, (slot, _) in list(loaded.places.items()):
             if slot.id not in cells:
                 cell = self.ring.hold(self._holder, slot)
@@ -139,7 +149,9 @@ class Sender:
                 cells[slot.id] = (cell, slot)
         return cells
 
-    def _shared(self, loaded: Loaded, cells: dict[int, tuple[int, Slot]]) -> Parcel:
+    def _shared(
+        self, loaded: EncodedMessage, cells: dict[int, tuple[int, Segment]]
+    ) -> OutgoingMessage:
         assert self._holder is not None
         order = {number: k for k, number in enumerate(cells)}
         fresh = [slot for _, slot in cells.values() if slot.id not in self._holder.known]
@@ -161,23 +173,23 @@ class Sender:
         inline = [column for i, column in enumerate(loaded.columns) if i not in loaded.places]
         self._holder.known.update(slot.id for slot in fresh)
         pieces = [b"".join(parts), *frame.pack(loaded.header, inline)]
-        return Parcel(SHARED, pieces, [slot.fd for slot in fresh], keep=fresh)
+        return OutgoingMessage(SHARED, pieces, [slot.fd for slot in fresh], keep=fresh)
 
     def close(self) -> None:
         if self.ring is not None and self._holder is not None:
             self.ring.detach(self._holder)
 
 
-class Receiver:
+class MessageDecoder:
     """One link's way in."""
 
     def __init__(self, memory: Memory, max_held: int):
         self._memory = memory
-        self.slots = PeerSlots()
+        self.slots = PeerSegments()
         self.max_held = max_held
         self.copied = 0  # messages that were copied because their reader held too many slots
 
-    def open(self, envelope: Envelope) -> Any:
+    def open(self, envelope: IncomingMessage) -> Any:
         """The value of an envelope, or ``NOTHING``; whatever is wrong with it is a
         ``FrameError``.
         """
@@ -194,14 +206,14 @@ class Receiver:
                 os.close(fd)
 
     @staticmethod
-    def _wants_files(envelope: Envelope, n: int) -> None:
+    def _wants_files(envelope: IncomingMessage, n: int) -> None:
         if len(envelope.files) != n:
             raise FrameError(
                 f"wanted {n} open files with an envelope of kind {envelope.kind}, found "
                 f"{len(envelope.files)}"
             )
 
-    def _open_notice(self, envelope: Envelope) -> None:
+    def _open_notice(self, envelope: IncomingMessage) -> None:
         body = bytes(envelope.body)
         if envelope.kind == FORGET:
             self._wants_files(envelope, 0)
@@ -214,7 +226,7 @@ class Receiver:
                 raise FrameError(f"wanted {_RING_BODY.size} bytes of a ring, found {len(body)}")
             self.slots.open(*envelope.files, *_RING_BODY.unpack(body))
 
-    def _open_shared(self, envelope: Envelope) -> Any:
+    def _open_shared(self, envelope: IncomingMessage) -> Any:
         grants, references, at = _table(envelope.body)
         header, columns = frame.unpack(memoryview(envelope.body)[at:])  # type: ignore[arg-type]
         fresh = [(slot, nbytes) for slot, _, nbytes in grants if nbytes]

@@ -19,7 +19,7 @@ MAX_SLOTS = 4096  # of one peer: as many as a ring may have
 MAX_CELLS = 2**16
 
 
-class Bellpull:
+class RemoteNotifier:
     """The peer's bell. Lives as long as a message that may ring it."""
 
     def __init__(self, fd: int):
@@ -27,13 +27,13 @@ class Bellpull:
         weakref.finalize(self, os.close, fd).atexit = False
 
 
-class PeerSlots:
+class PeerSegments:
     """Slots by number, and what of them is held."""
 
     def __init__(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}
         self._cells: mmap.mmap | None = None
-        self._bell: Bellpull | None = None
+        self._bell: RemoteNotifier | None = None
         self._live: dict[int, int] = {}  # cell -> slot, of messages that somebody still views
 
     @property
@@ -61,7 +61,7 @@ class PeerSlots:
             raise FrameError("wanted an eventfd as the ring's bell, found another kind of file")
         self._cells = map_foreign(cells_fd, n_cells, what="cells of a ring", write=True)
         os.set_blocking(bell_fd, False)
-        self._bell = Bellpull(os.dup(bell_fd))
+        self._bell = RemoteNotifier(os.dup(bell_fd))
 
     def add(self, slot: int, nbytes: int, fd: int) -> None:
         if slot in self._maps or len(self._maps) >= MAX_SLOTS:
@@ -99,7 +99,9 @@ class PeerSlots:
         self._cells = self._bell = None
 
 
-def _let_go(live: dict[int, int], cell: int, cells: mmap.mmap, bell: Bellpull, pid: int) -> None:
+def _let_go(
+    live: dict[int, int], cell: int, cells: mmap.mmap, bell: RemoteNotifier, pid: int
+) -> None:
     """Runs wherever the last view dies, even inside the collector: it takes no lock and waits for
     nothing.
     """

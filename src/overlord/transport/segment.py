@@ -112,7 +112,7 @@ def _advise(mapped: mmap.mmap, *advice: int) -> None:
             mapped.madvise(each)
 
 
-class Slot:
+class Segment:
     """One piece of a ring. Free when no array of it lives here and no peer holds it."""
 
     __slots__ = (

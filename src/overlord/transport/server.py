@@ -34,8 +34,8 @@ from overlord.transport.address import (
 from overlord.transport.connect import dial
 from overlord.transport.connection import CLOSES
 from overlord.transport.handshake import SILENCE_S, Accepted, refusal, server_side
-from overlord.transport.server_connection import LINGER_S, ServerLink
-from overlord.transport.shared_memory import Ring
+from overlord.transport.server_connection import LINGER_S, ServerConnection
+from overlord.transport.shared_memory import SharedMemoryPool
 
 __all__ = ["Server", "dial"]
 
@@ -43,9 +43,9 @@ MAX_PENDING = 256  # connections that have not shown the token; beyond it the ol
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 log = logging.getLogger("overlord.transport")
 
-OnMessage = Callable[[ServerLink, Any], None]
-OnOpen = Callable[[ServerLink, dict[str, Any]], dict[str, Any]]
-OnClose = Callable[[ServerLink, str], None]
+OnMessage = Callable[[ServerConnection, Any], None]
+OnOpen = Callable[[ServerConnection, dict[str, Any]], dict[str, Any]]
+OnClose = Callable[[ServerConnection, str], None]
 
 
 class Pending:
@@ -97,7 +97,7 @@ class Server:
         on_message: OnMessage,
         on_open: OnOpen | None = None,
         on_close: OnClose | None = None,
-        ring: Ring | None = None,
+        ring: SharedMemoryPool | None = None,
         host: str = "127.0.0.1",
         port: int | range = 0,
         tcp: bool = True,
@@ -130,10 +130,10 @@ class Server:
                 for sock in self._listeners:
                     sock.close()
                 raise
-        self._own_ring = None if ring else Ring(name=found.key)
+        self._own_ring = None if ring else SharedMemoryPool(name=found.key)
         self.ring = ring or self._own_ring
-        self._links: set[ServerLink] = set()
-        self._leaving: set[ServerLink] = set()  # closed, but not all is sent
+        self._links: set[ServerConnection] = set()
+        self._leaving: set[ServerConnection] = set()  # closed, but not all is sent
         self._pending: dict[int, Pending] = {}  # oldest first
         self._todo: deque[Callable[[], None]] = deque()
         self._paused_until = 0.0
@@ -149,7 +149,7 @@ class Server:
         self._thread.start()
 
     @property
-    def links(self) -> list[ServerLink]:
+    def links(self) -> list[ServerConnection]:
         return list(self._links)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -186,11 +186,11 @@ class Server:
     def in_its_thread(self) -> bool:
         return threading.get_ident() == self._thread.ident
 
-    def watch_writing(self, link: ServerLink) -> None:
+    def watch_writing(self, link: ServerConnection) -> None:
         if link in self._links:
             self._selector.modify(link.fileno(), READ | WRITE, link)
 
-    def watch_leaving(self, link: ServerLink) -> None:
+    def watch_leaving(self, link: ServerConnection) -> None:
         if link in self._links:
             self._leaving.add(link)
 
@@ -199,7 +199,7 @@ class Server:
     def _run(self) -> None:
         while not self._finished():
             for key, mask in self._selector.select(self._patience()):
-                if isinstance(key.data, ServerLink):
+                if isinstance(key.data, ServerConnection):
                     self._serve(key.data, mask)
                 elif isinstance(key.data, Pending):
                     self._greet(key.data)
@@ -284,7 +284,7 @@ class Server:
         if not isinstance(hello, dict):
             return self._refuse(pending, "its handshake holds no hello")
         name = said.get("name")
-        link = ServerLink(
+        link = ServerConnection(
             pending.sock,
             name[:200] if isinstance(name, str) and name else pending.name,
             ring=self.ring,
@@ -316,13 +316,13 @@ class Server:
         self._selector.unregister(pending.sock)
         pending.sock.close()
 
-    def _serve(self, link: ServerLink, mask: int) -> None:
+    def _serve(self, link: ServerConnection, mask: int) -> None:
         if mask & WRITE and link in self._links and link.go_on():
             self._selector.modify(link.fileno(), READ, link)
         if mask & READ and link in self._links:
             self._hear(link)
 
-    def _hear(self, link: ServerLink) -> None:
+    def _hear(self, link: ServerConnection) -> None:
         """One read of a link, and the messages in it: then the others have their turn."""
         try:
             alive = link.hear(lambda value: self._on_message(link, value))
@@ -338,7 +338,7 @@ class Server:
             if not alive:
                 self.drop(link, link.reason)
 
-    def drop(self, link: ServerLink, reason: str) -> None:
+    def drop(self, link: ServerConnection, reason: str) -> None:
         """Ends a link for good, once."""
         if link not in self._links:
             return
@@ -403,11 +403,11 @@ class WakePair:
         self._far.close()
 
 
-def _welcome_all(link: ServerLink, hello: dict[str, Any]) -> dict[str, Any]:
+def _welcome_all(link: ServerConnection, hello: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _ignore(link: ServerLink, reason: str) -> None:
+def _ignore(link: ServerConnection, reason: str) -> None:
     pass
 
 

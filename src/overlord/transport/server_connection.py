@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import DataStall, OverlordError
-from overlord.transport.connection import CLOSED_HERE, SocketLink
+from overlord.transport.connection import CLOSED_HERE, SocketConnection
 from overlord.transport.message_io import NOTHING
-from overlord.transport.shared_memory import Ring
-from overlord.transport.socket_io import BYE, Parcel
+from overlord.transport.shared_memory import SharedMemoryPool
+from overlord.transport.socket_io import BYE, OutgoingMessage
 
 if TYPE_CHECKING:
     from overlord.transport.server import Server
@@ -26,12 +26,14 @@ MAX_QUEUED = 1024
 LINGER_S = 2.0  # how long a closed link may take to send what is queued
 
 
-class ServerLink(SocketLink):
+class ServerConnection(SocketConnection):
     """May be used from any thread. What the socket does not take is queued and sent by the server's
     thread.
     """
 
-    def __init__(self, sock: socket.socket, peer: str, *, ring: Ring | None, server: Server):
+    def __init__(
+        self, sock: socket.socket, peer: str, *, ring: SharedMemoryPool | None, server: Server
+    ):
         super().__init__(sock, peer, ring=ring, hangup=False)
         self._server = server
         self._drained = threading.Condition(self._lock)
@@ -97,7 +99,7 @@ class ServerLink(SocketLink):
     def begin(self, welcome: bytes) -> None:
         with self._lock:
             self._begun = True
-            self._outbox.put(Parcel.raw(welcome), first=True)
+            self._outbox.put(OutgoingMessage.raw(welcome), first=True)
             if self._lost is None or self.linger_until:
                 self._try_write()
 
@@ -128,7 +130,7 @@ class ServerLink(SocketLink):
         return not self._ended
 
     def end(self, reason: str) -> None:
-        SocketLink.close(self, reason)
+        SocketConnection.close(self, reason)
         with self._drained:
             self._drained.notify_all()
 
@@ -149,7 +151,7 @@ class ServerLink(SocketLink):
             if self._lost is not None or self.linger_until:
                 return
             self._lost = f"{CLOSED_HERE}{': ' if reason else ''}{reason}"
-            self._outbox.put(Parcel(BYE, [reason.encode()[:1024]]))
+            self._outbox.put(OutgoingMessage(BYE, [reason.encode()[:1024]]))
             self.linger_until = time.monotonic() + LINGER_S
             self._try_write()
             self._drained.notify_all()

@@ -21,7 +21,7 @@ import numpy as np
 
 from overlord.errors import DataStall, OverlordError
 from overlord.transport.address import HAS_SHARED_MEMORY
-from overlord.transport.segment import Slot, sealed_memfd
+from overlord.transport.segment import Segment, sealed_memfd
 
 # messages by reference that one peer may hold; beyond it they are copied through the socket
 CELLS = 1024
@@ -30,19 +30,19 @@ LOST_WAKE_S = 1.0  # how long a wake-up that was lost can cost
 _HANGUP = getattr(select, "POLLRDHUP", 0)
 
 
-class Holder:
+class Lease:
     """What the peer of one link holds of a ring."""
 
     def __init__(self, name: str, hangup_fd: int = -1):
         self.name, self.hangup_fd = name, hangup_fd
         self.known: set[int] = set()  # slots whose memfd was passed
         self.forgets: deque[int] = deque()  # of these, the ones that are no more
-        self.held: dict[int, Slot] = {}  # by cell
+        self.held: dict[int, Segment] = {}  # by cell
         self.gone = False
         self.fd, self._map = sealed_memfd("the cells of a link", CELLS, others_write=True)
         self._unused = list(range(CELLS - 1, -1, -1))
 
-    def hold(self, slot: Slot) -> int:
+    def hold(self, slot: Segment) -> int:
         """Counts one more message that refers to the slot; -1 if there are too many."""
         if self.gone or not self._unused:
             return -1
@@ -83,7 +83,7 @@ class Holder:
             self.fd = -1
 
 
-class Ring:
+class SharedMemoryPool:
     """Called with a size it gives a ``uint8`` array in shared memory that nobody views, as
     ``SlabPool`` does; waits when all is in use.
     """
@@ -99,14 +99,14 @@ class Ring:
         self._fresh()
 
     def _fresh(self) -> None:
-        self._slots: list[Slot] = []
+        self._slots: list[Segment] = []
         self._addresses: list[int] = []  # of the slots, rising
-        self._by_address: list[Slot] = []
-        self._holders: list[Holder] = []
+        self._by_address: list[Segment] = []
+        self._holders: list[Lease] = []
         self._turns = self._ids = 0
         self._waiting = False
         self._pid = os.getpid()
-        self.bell = Bell()
+        self.bell = Notifier()
         self.slots_made = 0  # over the ring's life: in steady state it stands still
 
     def __call__(self, nbytes: int) -> np.ndarray:
@@ -165,12 +165,12 @@ class Ring:
             self._waiting = False
             self._turn.release()
 
-    def _fitting(self, nbytes: int, at_most: int) -> Slot | None:
+    def _fitting(self, nbytes: int, at_most: int) -> Segment | None:
         """The free slot that was used last: its memory may still be in the cache."""
         fits = [s for s in self._slots if nbytes <= s.nbytes <= at_most and s.free]
         return max(fits, key=lambda s: s.turn, default=None)
 
-    def _grown(self, nbytes: int) -> Slot | None:
+    def _grown(self, nbytes: int) -> Segment | None:
         """A new slot if the budget allows; else one that is too large; else a new one in the place
         of free ones that are too small.
         """
@@ -193,7 +193,7 @@ class Ring:
             )  # messages have grown a little: it would not be used again
         self._ids += 1
         self.slots_made += 1
-        slot = Slot(self._ids, size, self.name)
+        slot = Segment(self._ids, size, self.name)
         self._slots.append(slot)
         self._sort()
         return slot
@@ -205,7 +205,7 @@ class Ring:
     def _has_room(self, size: int) -> bool:
         return len(self._slots) < self.max_slots and self.nbytes + size <= self.max_bytes
 
-    def _remove(self, slot: Slot) -> None:
+    def _remove(self, slot: Segment) -> None:
         """Forget a slot; its memory goes when the last mapping of it does."""
         self._slots.remove(slot)
         self._sort()
@@ -263,7 +263,7 @@ class Ring:
 
     # links
 
-    def locate(self, array: np.ndarray) -> tuple[Slot, int] | None:
+    def locate(self, array: np.ndarray) -> tuple[Segment, int] | None:
         """The slot an array lies in, and where."""
         if not self._addresses:
             return None
@@ -275,11 +275,11 @@ class Ring:
             return None
         return slot, address - slot.address
 
-    def attach(self, holder: Holder) -> None:
+    def attach(self, holder: Lease) -> None:
         with self._lock:
             self._holders.append(holder)
 
-    def detach(self, holder: Holder) -> None:
+    def detach(self, holder: Lease) -> None:
         """The peer is gone, and with it its claims."""
         with self._lock:
             if holder in self._holders:
@@ -290,7 +290,7 @@ class Ring:
         if self._waiting:
             self.bell.ring()
 
-    def hold(self, holder: Holder, slot: Slot) -> int:
+    def hold(self, holder: Lease, slot: Segment) -> int:
         """The cell of one more message to this peer; -1: it has too many."""
         with self._lock:
             holder.collect()
@@ -306,7 +306,7 @@ class Ring:
             self._sort()
 
 
-class Bell:
+class Notifier:
     """An eventfd that anyone may ring, and that never makes the one who rings it wait."""
 
     def __init__(self) -> None:

@@ -38,13 +38,13 @@ _FILES_SPACE = socket.CMSG_SPACE(MAX_FILES * _INT) if hasattr(socket, "CMSG_SPAC
 Memory = Callable[[int], np.ndarray]
 
 
-class Envelope(NamedTuple):
+class IncomingMessage(NamedTuple):
     kind: int
     body: bytes | np.ndarray
     files: list[int]  # whoever takes the envelope closes them
 
 
-class Parcel:
+class OutgoingMessage:
     """One envelope on its way out. Keeps alive what it refers to."""
 
     __slots__ = ("files", "keep", "nbytes", "pieces")
@@ -64,7 +64,7 @@ class Parcel:
         self.files, self.keep, self.nbytes = files, keep, size + HEAD.size
 
     @classmethod
-    def raw(cls, data: bytes) -> Parcel:
+    def raw(cls, data: bytes) -> OutgoingMessage:
         """Bytes as they are: the last word of a handshake."""
         parcel = cls(BYE, ())
         parcel.pieces, parcel.nbytes = deque((data,)), len(data)
@@ -98,18 +98,18 @@ class Parcel:
         return taken
 
 
-class Outbox:
+class SendBuffer:
     """What waits for the socket, in order."""
 
     def __init__(self) -> None:
-        self._parcels: deque[Parcel] = deque()
+        self._parcels: deque[OutgoingMessage] = deque()
         self.nbytes = 0
         self.taken = 0  # bytes the socket has taken so far: whether a slow peer moves at all
 
     def __len__(self) -> int:
         return len(self._parcels)
 
-    def put(self, parcel: Parcel, *, first: bool = False) -> None:
+    def put(self, parcel: OutgoingMessage, *, first: bool = False) -> None:
         (self._parcels.appendleft if first else self._parcels.append)(parcel)
         self.nbytes += parcel.nbytes
 
@@ -132,7 +132,7 @@ class Outbox:
         self.nbytes = 0
 
 
-class Inbox:
+class ReceiveBuffer:
     """Bytes into envelopes. Large bodies are read straight into memory that is used again."""
 
     def __init__(self, memory: Memory, *, files: bool):
@@ -144,7 +144,7 @@ class Inbox:
         self._filled = 0
         self._head = (0, 0)  # kind and open files of the large body
         self._files: list[int] = []
-        self.ready: deque[Envelope] = deque()
+        self.ready: deque[IncomingMessage] = deque()
 
     def read(self, sock: socket.socket) -> bool:
         """One read of what there is. False: the peer has closed. ``BlockingIOError`` if there is
@@ -153,8 +153,8 @@ class Inbox:
         target = (
             self._view[self._end :]
             if self._large is None
-            else memoryview(self._large)[self._filled :]
-        )  # type: ignore[arg-type]
+            else memoryview(self._large)[self._filled :]  # type: ignore[arg-type]
+        )
         if self._takes_files:
             n, ancillary, flags, _ = sock.recvmsg_into([target], _FILES_SPACE, _CLOEXEC)
             self._take_files(ancillary, flags)
@@ -233,7 +233,7 @@ class Inbox:
                 f"wanted {n_files} open files with this envelope, found {len(self._files)}"
             )
         files, self._files = self._files[:n_files], self._files[n_files:]
-        self.ready.append(Envelope(kind, body, files))
+        self.ready.append(IncomingMessage(kind, body, files))
 
     def _shift(self) -> None:
         """Room for the rest of an envelope that is partly there."""

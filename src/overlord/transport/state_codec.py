@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from overlord.errors import FrameError
-from overlord.messages.control import Sealed, StreamState
+from overlord.messages.control import EncodedState, StreamState
 from overlord.transport.codec import decode, encode
 from overlord.transport.frame import pack, unpack
 
 
-def seal(state: StreamState) -> Sealed:
-    return Sealed(state.step, np.frombuffer(b"".join(pack(*encode(state))), np.uint8))
+def seal(state: StreamState) -> EncodedState:
+    return EncodedState(state.step, np.frombuffer(b"".join(pack(*encode(state))), np.uint8))
 
 
-def unseal(sealed: Sealed) -> StreamState:
+def unseal(sealed: EncodedState) -> StreamState:
     """What was sealed; bytes are never trusted."""
     frame = unpack(np.ascontiguousarray(sealed.data))
     state = decode(frame.header, frame.columns)

@@ -8,9 +8,9 @@ import logging
 from dataclasses import replace
 
 from overlord.errors import JournalError, OverlordError
-from overlord.messages.control import Sealed, StreamState
+from overlord.messages.control import EncodedState, StreamState
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from overlord.transport.state_codec import unseal
 from tests.simulation.world.control import Births
 from tests.simulation.world.disk import SimDisk
@@ -45,7 +45,7 @@ class Cluster:
         job = scenario.job()
         # By the index alone: a seed of the past must go on meaning what it meant, however
         # partitions are improved.
-        self.blueprint = Blueprint(
+        self.blueprint = PreparedJob(
             job, Options.of({"partition": "off", "watch_s": 0.0, **scenario.options})
         )
         self.prefetch = self.blueprint.options.prefetch
@@ -57,7 +57,7 @@ class Cluster:
         self.ranks = list(range(job.place.world_size))
         self.taken: dict[int, int] = {}
         self.states: dict[
-            int, StreamState | Sealed
+            int, StreamState | EncodedState
         ] = {}  # behind each step, as its trainers would save it
         self._heard: dict[int, int] = {}  # how much had been said by people when it was saved
         self.trainers: dict[int, Trainer] = {}
@@ -87,7 +87,7 @@ class Cluster:
             raise OverlordError("the session was moved")
         return self.launched.address_for(rank)
 
-    def took(self, rank: int, step: int, after: StreamState | Sealed) -> None:
+    def took(self, rank: int, step: int, after: StreamState | EncodedState) -> None:
         self.taken[rank], self._launches = step, 0
         self.states[step], self._heard[step] = (
             after if not self.people.said else self._completed(after),
@@ -316,7 +316,7 @@ class Cluster:
         """How much of what people say is in that."""
         return self.people.said if step == self.slowest else self._heard[step]
 
-    def _completed(self, state: StreamState | Sealed) -> StreamState:
+    def _completed(self, state: StreamState | EncodedState) -> StreamState:
         return self.launched.log.completed(_opened(state), self.blueprint.job.names)
 
     def _end_trainers(self) -> None:
@@ -382,5 +382,5 @@ class Cluster:
         return self.history
 
 
-def _opened(state: StreamState | Sealed) -> StreamState:
-    return unseal(state) if isinstance(state, Sealed) else state
+def _opened(state: StreamState | EncodedState) -> StreamState:
+    return unseal(state) if isinstance(state, EncodedState) else state

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from overlord.cluster.worker import Settings
+from overlord.cluster.worker import WorkerConfig
 from overlord.errors import ActorLost, DataStall, JobError
-from overlord.rpc.actors import SHUT_DOWN, SHUTDOWN_S, Handle, OnDeath, Record, Somewhere
+from overlord.rpc.actors import SHUT_DOWN, SHUTDOWN_S, ActorHandle, ActorRecord, OnDeath, Somewhere
 from overlord.rpc.server import NOBODY
 from tests.simulation.world.net import Net, Wire
 from tests.simulation.world.virtual import SimMachine
@@ -80,7 +80,7 @@ class Family:
         return member.actor if member is not None and member.process.alive else None
 
 
-class SimRecord(Record):
+class SimRecord(ActorRecord):
     """An actor as one control plane knows it."""
 
     def __init__(self, name: str, member: Member, there: Wire, back: Wire):
@@ -115,7 +115,7 @@ class SimControl:
         name: str,
         resources: Mapping[str, float] | None = None,
         node: Somewhere = None,
-    ) -> Handle:
+    ) -> ActorHandle:
         if self._family.control is not self:
             raise ActorLost(
                 name, "another planner has taken over: nobody starts anything for this one"
@@ -128,7 +128,7 @@ class SimControl:
         process = self._world.start(name)
         member = self._family.members[name] = Member(process, self)
         machine = SimMachine(self._world, self._net, process)
-        given = [replace(a, machine=machine) if isinstance(a, Settings) else a for a in args]
+        given = [replace(a, machine=machine) if isinstance(a, WorkerConfig) else a for a in args]
         record = self._known(name, member)
         takes_s = self._world.delay(START_S)
         for role, prefix in PREFIX.items():
@@ -138,7 +138,7 @@ class SimControl:
         assert record.handle is not None
         return record.handle
 
-    def adopt(self, name: str) -> Handle:
+    def adopt(self, name: str) -> ActorHandle:
         """An actor that was started for another caller: from now on it listens to this one."""
         member = self._family.members[name]
         member.master = self
@@ -148,19 +148,19 @@ class SimControl:
         assert record.handle is not None
         return record.handle
 
-    def meet(self, name: str, process: Process) -> Handle:
+    def meet(self, name: str, process: Process) -> ActorHandle:
         """A process that others start: calls wait until ``seat`` says who is in it."""
         handle = self._known(name, Member(process, self)).handle
         assert handle is not None
         return handle
 
-    def seat(self, handle: Handle, actor: Any) -> None:
+    def seat(self, handle: ActorHandle, actor: Any) -> None:
         member = self._mine(handle).member
         member.actor = actor
         while member.before:
             member.before.popleft()()
 
-    def give_up(self, handle: Handle, reason: str) -> None:
+    def give_up(self, handle: ActorHandle, reason: str) -> None:
         """Whoever waits for it is told that it is lost, whether or not it is."""
         self._over(self._mine(handle), reason)
 
@@ -170,7 +170,7 @@ class SimControl:
             self._net.wire(member.process, self._owner),
         )
         record = SimRecord(name, member, there, back)
-        record.handle = Handle(name, None, record)
+        record.handle = ActorHandle(name, None, record)
         self._names[name] = record
         member.process.on_end.append(lambda: self._ended(record))
         return record
@@ -209,14 +209,14 @@ class SimControl:
 
     # calls
 
-    def call(self, handle: Handle, method: str, *args: Any) -> Future[Any]:
+    def call(self, handle: ActorHandle, method: str, *args: Any) -> Future[Any]:
         record = self._mine(handle)
         number, answer = record.opened(method)
         if not answer.done():
             self._send(record, number, method, args)
         return answer
 
-    def tell(self, handle: Handle, method: str, *args: Any) -> None:
+    def tell(self, handle: ActorHandle, method: str, *args: Any) -> None:
         record = self._mine(handle)
         if record.reason is None:
             self._send(record, NOBODY, method, args)
@@ -268,13 +268,13 @@ class SimControl:
             self._world.wait(timeout_s, register)
         return [f for f in futures if f.done()], [f for f in futures if not f.done()]
 
-    def lookup(self, name: str) -> Handle:
+    def lookup(self, name: str) -> ActorHandle:
         record = self._names.get(name)
         if record is None or record.handle is None:
             raise ActorLost(name, "there is no actor of this name")
         return record.handle
 
-    def kill(self, handle: Handle) -> None:
+    def kill(self, handle: ActorHandle) -> None:
         """The name is free at once. On another machine, cut off or stopped, who is killed does not
         notice.
         """
@@ -289,11 +289,11 @@ class SimControl:
         if self._names.get(record.name) is record:
             del self._names[record.name]
 
-    def kill_all(self, handles: Sequence[Handle]) -> None:
+    def kill_all(self, handles: Sequence[ActorHandle]) -> None:
         for handle in handles:
             self.kill(handle)
 
-    def on_death(self, handle: Handle, callback: OnDeath) -> None:
+    def on_death(self, handle: ActorHandle, callback: OnDeath) -> None:
         self._mine(handle).on_end(lambda reason: callback(handle, reason))
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
@@ -302,6 +302,6 @@ class SimControl:
             self._over(record, SHUT_DOWN, quiet=True)
             self._world.at(0.0, record.process.kill, None)
 
-    def _mine(self, handle: Handle) -> SimRecord:
+    def _mine(self, handle: ActorHandle) -> SimRecord:
         assert isinstance(handle._record, SimRecord)
         return handle._record

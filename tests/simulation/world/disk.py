@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from overlord.errors import JournalError
-from overlord.journal.append_thread import Writer, _Order
-from overlord.journal.log import Log
+from overlord.journal.append_thread import AppendThread, _Order
+from overlord.journal.log import JournalLog
 from overlord.journal.record import Record
 from overlord.journal.storage import NameTaken, refusal
 from tests.simulation.world.world import Killed, Process
@@ -20,12 +20,12 @@ from tests.simulation.world.world import Killed, Process
 WRITE_S = 0.002  # median
 
 
-class SimWriter(Writer):
+class SimWriter(AppendThread):
     """Writes some time later, in the process that gave the order; who waits for it has it written
     at once.
     """
 
-    def __init__(self, log: Log, told: Callable[[], None] | None, process: Process):
+    def __init__(self, log: JournalLog, told: Callable[[], None] | None, process: Process):
         super().__init__(log, told)
         self._process = process
 

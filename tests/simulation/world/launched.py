@@ -12,22 +12,27 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from overlord.cluster.constructor_worker import ConstructorHost
+from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.coordinator import ProcessHost
-from overlord.cluster.coordinator_config import PlannerBlueprint, PlannerKit
+from overlord.cluster.coordinator_config import CoordinatorConfig, PlannerJob
 from overlord.cluster.takeover import PlannerHost
-from overlord.cluster.worker_factory import Recipes, constructors_of, read_ahead_of, settings_of
+from overlord.cluster.worker_factory import (
+    WorkerFactory,
+    constructors_of,
+    read_ahead_of,
+    settings_of,
+)
 from overlord.errors import ActorLost, DataStall, OverlordError
-from overlord.journal.job_journal import Journal
+from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
-from overlord.journal.write_ahead import Beginning
-from overlord.messages.control import Opening, Report, SetMixture, Skip, StreamState
+from overlord.journal.write_ahead import JournalStart
+from overlord.messages.control import LoaderStart, Report, SetMixture, Skip, StreamState
 from overlord.messages.reports import checked
-from overlord.planning.events import Log
-from overlord.rpc.actors import Handle
+from overlord.planning.events import EventLog
+from overlord.rpc.actors import ActorHandle
 from overlord.session import resume
 from overlord.setup.partition import hosting_of
-from overlord.setup.prepared_job import Blueprint
+from overlord.setup.prepared_job import PreparedJob
 from tests.simulation.world.control import START_S, Family, SimControl
 from tests.simulation.world.disk import SimDisk, SimWriter
 from tests.simulation.world.people import Elsewhere, Errand, Hand
@@ -42,7 +47,7 @@ log = logging.getLogger("overlord")
 Word = Callable[[ProcessHost], None]  # what the planner's host is told
 
 
-class Living(Recipes):
+class Living(WorkerFactory):
     """Starts hosts for a planner, and finds those that live for the one that comes after it."""
 
     kits: dict[int, tuple[int, ...]]  # what loader hosts can open, for the planner that comes next
@@ -51,18 +56,18 @@ class Living(Recipes):
         self,
         h: int,
         sources: Collection[int],
-        openings: Sequence[Opening],
+        openings: Sequence[LoaderStart],
         constructors: Mapping[int, str],
         instead_of: int | None = None,
-    ) -> Handle:
+    ) -> ActorHandle:
         self.kits.setdefault(h, tuple(sources))
         return super().loader_host(h, sources, openings, constructors, instead_of)
 
-    def end(self, h: int, handle: Handle) -> None:
+    def end(self, h: int, handle: ActorHandle) -> None:
         self.kits.pop(h, None)
         super().end(h, handle)
 
-    def living(self, name: str) -> Handle:
+    def living(self, name: str) -> ActorHandle:
         assert isinstance(self._control, SimControl)
         return self._control.adopt(name)
 
@@ -77,7 +82,7 @@ class Launched:
         self.world = cluster.world
         self.process = self.world.start("session")
         self.family = Family(self.process)
-        self.log = Log(cluster.blueprint.job.feedback_lag)
+        self.log = EventLog(cluster.blueprint.job.feedback_lag)
         self.said: dict[tuple[int, int], Report] = {}
         self._accepted: dict[tuple[int, int], Report] = {}  # by a planner
         self._mail: deque[Word | Errand] = (
@@ -209,13 +214,13 @@ class Launched:
             if not found.empty:
                 journal.begin(host.planner.state(), host.blueprint)
             else:
-                Beginning(journal, anew=self._anew).write(host, host.blueprint)
+                JournalStart(journal, anew=self._anew).write(host, host.blueprint)
             host.take_over()
             return host
         blueprint, state, beginning = (
             self.blueprint,
             self._initial,
-            Beginning(journal, anew=self._anew and not found.empty),
+            JournalStart(journal, anew=self._anew and not found.empty),
         )
         if not self._anew and not found.empty:
             blueprint, state, beginning = resume._by_journal(self.blueprint, journal, found, ())
@@ -226,8 +231,8 @@ class Launched:
         beginning.write(host, host.blueprint)
         return host
 
-    def _open_journal(self, disk: SimDisk) -> tuple[Journal, Recovered]:
-        journal, found = Journal.resumed(
+    def _open_journal(self, disk: SimDisk) -> tuple[JobJournal, Recovered]:
+        journal, found = JobJournal.resumed(
             disk.place(self.planner), self.blueprint.job.name, launch=self._launch
         )
         planner, self._launch = self.planner, journal.launch
@@ -236,7 +241,11 @@ class Launched:
         return journal, found
 
     def _planner_host(
-        self, found: Recovered | None, state: StreamState | None, reason: str, blueprint: Blueprint
+        self,
+        found: Recovered | None,
+        state: StreamState | None,
+        reason: str,
+        blueprint: PreparedJob,
     ) -> PlannerHost:
         blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
         settings = settings_of(blueprint, self.hosting, self.token, self.session)
@@ -244,8 +253,8 @@ class Launched:
             self.control, lambda: blueprint, settings, self.hosting, self.constructor_of
         )
         starter.kits = self.kits
-        kit = PlannerKit(
-            blueprint=PlannerBlueprint(blueprint),
+        kit = CoordinatorConfig(
+            blueprint=PlannerJob(blueprint),
             state=state,
             hosting=self.hosting,
             token=self.token,
@@ -288,7 +297,7 @@ class Launched:
             return self.host.address_for(rank)
         name = f"constructor-host/{self.constructor_of[self._bucket_of[rank]]}"
         actor = self.family.actor(name)
-        if not isinstance(actor, ConstructorHost):
+        if not isinstance(actor, ConstructorWorker):
             raise DataStall(f"{name} to be started", 0.0)
         return actor.address(), self.token
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
-from overlord.transport.connection import CLOSES, TIMEOUT, Link
+from overlord.transport.connection import CLOSES, TIMEOUT, Connection
 from tests.simulation.world.world import Process, World
 
 HOP_S = 0.0005  # median of one hop
@@ -105,7 +105,7 @@ class Net:
         return near, server.welcome(far, token, hello)
 
 
-class SimLink(Link):
+class SimLink(Connection):
     """One end. The server's end hands what comes to the server; the other is read by whoever
     dialled.
     """

@@ -15,17 +15,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from overlord.cluster.coordinator_actor import PlannerActor
-from overlord.cluster.event_outbox import Sayings
-from overlord.cluster.launcher import PLANNER, Parts
+from overlord.cluster.coordinator_actor import CoordinatorActor
+from overlord.cluster.event_outbox import EventOutbox
+from overlord.cluster.launcher import PLANNER, Launcher
 from overlord.cluster.takeover import PlannerHost
-from overlord.cluster.worker import Events
-from overlord.concurrency.event_loop import Pump
-from overlord.concurrency.thread_queue import Hands
+from overlord.cluster.worker import EventQueue
+from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.thread_queue import ThreadQueue
 from overlord.errors import DataStall, JournalError
 from overlord.messages.control import SetMixture, Skip, StreamState
-from overlord.rpc.actors import Handle
-from overlord.session.cluster_runtime import FarPlanner, PlannedEngine
+from overlord.rpc.actors import ActorHandle
+from overlord.session.cluster_runtime import ClusterRuntime, CoordinatorClient
 from overlord.session.events import Changes
 from tests.simulation.world.control import SimControl
 from tests.simulation.world.scenario import Saying
@@ -50,7 +50,7 @@ class _Now:
         work()
 
 
-class _Parts(Parts):
+class _Parts(Launcher):
     """Of the processes of a job only its planner: how it is asked, and heard."""
 
     control: SimControl
@@ -65,7 +65,7 @@ class _Parts(Parts):
         self._patience_s = PATIENCE_S[launched.cluster.scenario.seed % 2]
         self._waiting: list[Callable[[], None]] = []
         self._closed, self.planner = False, None
-        self._work = self._news = cast(Hands, _Now())
+        self._work = self._news = cast(ThreadQueue, _Now())
 
     def ask(
         self,
@@ -76,7 +76,7 @@ class _Parts(Parts):
     ) -> Any:
         return super().ask(method, *args, timeout_s=timeout_s or self._patience_s, done=done)
 
-    def _wait_for_planner(self, deadline: float, timeout_s: float) -> Handle:
+    def _wait_for_planner(self, deadline: float, timeout_s: float) -> ActorHandle:
         while self._launched.host is None or self.planner is None:
             if (left := deadline - self._machine.now()) <= 0:
                 raise DataStall(PLANNER, timeout_s)
@@ -90,7 +90,7 @@ class _Parts(Parts):
         self.planner = self.control.meet(PLANNER, process)
         self._listen(self.planner)
 
-    def is_there(self, actor: PlannerActor) -> None:
+    def is_there(self, actor: CoordinatorActor) -> None:
         assert self.planner is not None
         self.control.seat(self.planner, actor)
         waiting, self._waiting = self._waiting, []
@@ -98,21 +98,21 @@ class _Parts(Parts):
             wake()
 
 
-class Elsewhere(PlannedEngine):
+class Elsewhere(ClusterRuntime):
     """The engine of a session whose planner is elsewhere, as far as people say something to it."""
 
     _parts: _Parts
 
     def __init__(self, launched: Launched):
-        self._sayings, self.on_late, self._closed = Sayings(), [], False
+        self._sayings, self.on_late, self._closed = EventOutbox(), [], False
         self._parts = _Parts(launched, self._heard)
-        self.planner = FarPlanner(self._parts)
+        self.planner = CoordinatorClient(self._parts)
 
     def starts(self, process: Process) -> None:
         self._parts.starts(process)
 
     def is_there(
-        self, host: PlannerHost, pump: Pump, found: Sequence[Any]
+        self, host: PlannerHost, pump: EventLoop, found: Sequence[Any]
     ) -> Callable[[], float | None]:
         """``found``: events in the journal. What is to be called behind every turn of the planner's
         pump.
@@ -122,13 +122,13 @@ class Elsewhere(PlannedEngine):
         return actor._after_turn
 
 
-class _Planner(PlannerActor):
+class _Planner(CoordinatorActor):
     """The planner's process, as far as it is told what people say, and tells what it has taken."""
 
     def __init__(
-        self, host: PlannerHost, pump: Pump, found: Sequence[Any], now: Callable[[], float]
+        self, host: PlannerHost, pump: EventLoop, found: Sequence[Any], now: Callable[[], float]
     ):
-        self._kit, self._host, self._pump, self._events = host._kit, host, pump, Events(now)
+        self._kit, self._host, self._pump, self._events = host._kit, host, pump, EventQueue(now)
         self._said, self._watched = list(found), False
         self._say_found()
 
@@ -139,7 +139,7 @@ class _Planner(PlannerActor):
 class _Beside:
     """The pump of a session whose planner is in the same process: whoever asks it waits."""
 
-    def __init__(self, world: World, pump: Pump):
+    def __init__(self, world: World, pump: EventLoop):
         self._world, self._pump = world, pump
 
     def ask(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
@@ -175,7 +175,7 @@ class Hand(Changes):
         self._launched, self._log, self.job = launched, launched.log, launched.blueprint.job
         self._host = cast(Any, elsewhere or launched.host)
         self._pump = cast(
-            Pump, _Here() if elsewhere is not None else _Beside(launched.world, launched.pump)
+            EventLoop, _Here() if elsewhere is not None else _Beside(launched.world, launched.pump)
         )
         self._closed, self._lock = False, threading.RLock()
         self._host.on_late += [self._note, launched.cluster.people.heard_late]

@@ -15,13 +15,13 @@ import pyarrow as pa
 
 from overlord.loader.reader import SourceReader, _Window
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.loader import Evaluate, Evaluated, Read
+from overlord.messages.loader import BlockReady, Evaluate, Read
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.strategies import Strategy, resolve
 from overlord.sample import Buffer, Content, take_rows
 from overlord.setup import prepared_job
 from overlord.sources.base import RawSlice
-from overlord.transforms.base import Block, RowIds, Staged
+from overlord.transforms.base import Block, RowIds, StagedRows
 
 
 @dataclass(slots=True, eq=False)
@@ -31,11 +31,11 @@ class Memory:
     """
 
     slices: dict[Any, RawSlice] = field(default_factory=dict)
-    staged: dict[Any, tuple[np.ndarray, np.ndarray, Staged]] = field(default_factory=dict)
+    staged: dict[Any, tuple[np.ndarray, np.ndarray, StagedRows]] = field(default_factory=dict)
     tables: dict[Any, list[pa.Table]] = field(default_factory=dict)
     samples: dict[Any, Block] = field(default_factory=dict)  # of all rows of a table
     windows: dict[Any, tuple[_Window, tuple[int, ...]]] = field(default_factory=dict)
-    blocks: dict[Any, tuple[Evaluated, Content]] = field(default_factory=dict)
+    blocks: dict[Any, tuple[BlockReady, Content]] = field(default_factory=dict)
     plans: dict[Any, LoadingPlan] = field(default_factory=dict)
 
 
@@ -88,7 +88,7 @@ class RememberingReader(SourceReader):
 
     def _stage_slice(
         self, raw: RawSlice, ids: RowIds, reasons: list[str]
-    ) -> tuple[np.ndarray, np.ndarray, Staged]:
+    ) -> tuple[np.ndarray, np.ndarray, StagedRows]:
         if (found := self._memory.staged.get(id(raw))) is None:
             found = super()._stage_slice(raw, ids, reasons)
             assert not raw.bad + found[2].bad, (
@@ -122,7 +122,7 @@ class RememberingReader(SourceReader):
             bad=[],
         )
 
-    def evaluate(self, command: Evaluate) -> tuple[Evaluated, Content]:
+    def evaluate(self, command: Evaluate) -> tuple[BlockReady, Content]:
         window = self._window
         assert window is not None, "evaluate before read"
         key = (self._key, window.position, command.rows)
@@ -141,7 +141,7 @@ class RememberingReader(SourceReader):
         return found
 
 
-def _lock(block: tuple[Evaluated, Content]) -> None:
+def _lock(block: tuple[BlockReady, Content]) -> None:
     for array in (
         block[1].tokens.values,
         block[1].tokens.offsets,

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from overlord.client.remote_queue import LOOK_S, RemoteInbox
+from overlord.client.remote_queue import LOOK_S, RemoteStepQueue
 from overlord.client.step import Step
-from overlord.constructor.build import Bucket
+from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
-from overlord.messages.client import Told
-from overlord.messages.control import Sealed, StreamState
+from overlord.messages.client import StepInfo
+from overlord.messages.control import EncodedState, StreamState
 from tests.simulation.world.history import History, Seen
 from tests.simulation.world.net import SimLink
 from tests.simulation.world.virtual import SimMachine
@@ -33,7 +33,7 @@ class Seat(Protocol):
     prefetch: int
 
     def where(self, rank: int, session: int) -> tuple[str, str]: ...
-    def took(self, rank: int, step: int, after: StreamState | Sealed) -> None: ...
+    def took(self, rank: int, step: int, after: StreamState | EncodedState) -> None: ...
     def reports(self, rank: int, step: int) -> None: ...
     def failed(self, rank: int, error: Exception) -> bool: ...
     def holds(self, step: int) -> bool: ...
@@ -53,8 +53,10 @@ class Trainer:
             False  # the next step is handed to it, and it dies before it can say so
         )
         seat.history.add(machine.now(), "begin", rank=rank, step=next_step, session=self.session)
-        self._box: RemoteInbox | None = None
-        self._kept: tuple[Told, Bucket] | None = None  # it came, and nobody takes a step just now
+        self._box: RemoteStepQueue | None = None
+        self._kept: tuple[StepInfo, BucketBatch] | None = (
+            None  # it came, and nobody takes a step just now
+        )
         machine.thread(self._wait, f"trainer-{rank}")
 
     # Steps that are there are taken as they come; only where one must wait with patience (to
@@ -86,7 +88,7 @@ class Trainer:
         except (StopIteration, OverlordError) as end:
             self._end(end)
 
-    def _go_on(self, got: tuple[Told, Bucket] | None) -> None:
+    def _go_on(self, got: tuple[StepInfo, BucketBatch] | None) -> None:
         box, world = self._box, self._machine.world
         assert box is not None
         if got is not None and self._seat.holds(got[0].step):
@@ -118,7 +120,7 @@ class Trainer:
         if kept is not None:
             self._machine.world.at(0.0, lambda: self._go_on(kept), self.process)
 
-    def _take(self, box: RemoteInbox, told: Told, bucket: Bucket) -> None:
+    def _take(self, box: RemoteStepQueue, told: StepInfo, bucket: BucketBatch) -> None:
         seat, now, step = self._seat, self._machine.now(), told.step
         seen = Seen.of(Step(told, bucket, self.rank))
         seat.history.add(now, "deliver", rank=self.rank, step=step, session=self.session, seen=seen)
@@ -149,14 +151,14 @@ class Trainer:
         """For good: it has all, or an error that ends the job."""
         return self.ended and not self.stopped
 
-    def _connected(self) -> RemoteInbox:
+    def _connected(self) -> RemoteStepQueue:
         """As long as nobody is there a trainer waits, as one does that the scheduler started too
         early.
         """
         while True:
             try:
                 address, token = self._seat.where(self.rank, self.session)
-                return RemoteInbox(
+                return RemoteStepQueue(
                     rank=self.rank,
                     address=address,
                     token=token,

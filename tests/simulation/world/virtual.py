@@ -13,11 +13,11 @@ from typing import Any, cast
 import numpy as np
 
 from overlord.concurrency.command_loop import Done, Executor
-from overlord.concurrency.event_loop import Pump
-from overlord.concurrency.platform import Machine
-from overlord.transport.connection import Link
+from overlord.concurrency.event_loop import EventLoop
+from overlord.concurrency.platform import Platform
+from overlord.transport.connection import Connection
 from overlord.transport.server import OnClose, OnMessage, OnOpen, Server
-from overlord.transport.shared_memory import Ring
+from overlord.transport.shared_memory import SharedMemoryPool
 from tests.simulation.world.net import Net, SimServer
 from tests.simulation.world.world import Process, World
 
@@ -30,7 +30,7 @@ MEDIANS_S = {
 
 
 class SimPump:
-    """Posted calls in order, a turn at a time, as ``Pump`` runs them."""
+    """Posted calls in order, a turn at a time, as ``EventLoop`` runs them."""
 
     def __init__(self, world: World, process: Process, name: str):
         self._world, self._process, self._name = world, process, name
@@ -98,7 +98,7 @@ class SimPump:
 class SimExecutor:
     """Work ends when the seed says so; reads as late as the disk is slow."""
 
-    def __init__(self, world: World, process: Process, pump: Pump):
+    def __init__(self, world: World, process: Process, pump: EventLoop):
         self._world, self._process, self._pump = world, process, pump
         self._closed = False
 
@@ -144,7 +144,7 @@ class SimRing:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SimMachine(Machine):
+class SimMachine(Platform):
     """Where one process of the world lives."""
 
     world: World
@@ -154,10 +154,10 @@ class SimMachine(Machine):
     def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
         pass  # all machines are in one process
 
-    def pump(self, name: str) -> Pump:
-        return cast(Pump, SimPump(self.world, self.process, name))
+    def pump(self, name: str) -> EventLoop:
+        return cast(EventLoop, SimPump(self.world, self.process, name))
 
-    def executor(self, workers: int, pump: Pump) -> Executor:
+    def executor(self, workers: int, pump: EventLoop) -> Executor:
         return SimExecutor(self.world, self.process, pump)
 
     def thread(self, work: Callable[[], None], name: str) -> None:
@@ -180,13 +180,13 @@ class SimMachine(Machine):
     def sleep(self, seconds: float) -> None:
         self.world.sleep(min(seconds, math.inf))
 
-    def ring(self, name: str, max_bytes: int) -> Ring:
-        return cast(Ring, SimRing())
+    def ring(self, name: str, max_bytes: int) -> SharedMemoryPool:
+        return cast(SharedMemoryPool, SimRing())
 
     def serve(
         self,
         token: str,
-        ring: Ring,
+        ring: SharedMemoryPool,
         on_message: OnMessage,
         on_open: OnOpen,
         on_close: OnClose,
@@ -201,8 +201,8 @@ class SimMachine(Machine):
         hello: dict[str, Any],
         *,
         timeout_s: float,
-        ring: Ring | None = None,
-    ) -> tuple[Link, dict[str, Any]]:
+        ring: SharedMemoryPool | None = None,
+    ) -> tuple[Connection, dict[str, Any]]:
         return self.net.dial(self.process, address, token, hello, timeout_s)
 
     def end(self, code: int) -> None:

@@ -34,7 +34,7 @@ from overlord.planning.balance.methods import (
     register_balance,
     zigzag,
 )
-from overlord.planning.balance.placement import Placement, Problem
+from overlord.planning.balance.placement import PackingProblem, Placement
 
 __all__ = [
     "LEVELS",
@@ -42,7 +42,7 @@ __all__ = [
     "OBJECTIVES",
     "BalanceFn",
     "Placement",
-    "Problem",
+    "PackingProblem",
     "greedy",
     "karmarkar_karp",
     "method_named",
@@ -62,7 +62,11 @@ FINE = 24  # bits of the unit that tokens and memory are both counted in
 
 
 def place(
-    problem: Problem, *, level: str = "both", objective: str = "iteration", keep_order: bool = False
+    problem: PackingProblem,
+    *,
+    level: str = "both",
+    objective: str = "iteration",
+    keep_order: bool = False,
 ) -> Placement:
     """Buckets and microbatches for all items; capacity and memory are kept whatever the method
     does.
@@ -78,7 +82,7 @@ def place(
     return found
 
 
-def _place(p: Problem, level: str, objective: str, keep_order: bool) -> Placement:
+def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> Placement:
     if keep_order:
         return (
             placement.first(p, (placement.in_runs,))
@@ -110,7 +114,7 @@ def _place(p: Problem, level: str, objective: str, keep_order: bool) -> Placemen
     )
 
 
-def _by_method(p: Problem, level: str, objective: str) -> Placement | None:
+def _by_method(p: PackingProblem, level: str, objective: str) -> Placement | None:
     """A method that was asked for is kept to, with one microbatch more if need be, before greedy
     takes over.
     """
@@ -133,7 +137,10 @@ def _by_method(p: Problem, level: str, objective: str) -> Placement | None:
 
 
 def _or_one_more(
-    p: Problem, found: Placement, way: placement.Way, time: Callable[[Problem, Placement], float]
+    p: PackingProblem,
+    found: Placement,
+    way: placement.Way,
+    time: Callable[[PackingProblem, Placement], float],
 ) -> Placement:
     """A step so full that ranks come out uneven gets one microbatch more than it needs, where that
     is worth it and M grows anyway.
@@ -146,7 +153,7 @@ def _or_one_more(
     return found if more is None or time(p, more) + worth > time(p, found) else more
 
 
-def within_memory(p: Problem, found: Placement) -> bool:
+def within_memory(p: PackingProblem, found: Placement) -> bool:
     assert p.memory is not None
     bins = found.bucket.astype(np.int64) * found.n_microbatches + found.microbatch
     return (
@@ -156,7 +163,7 @@ def within_memory(p: Problem, found: Placement) -> bool:
     )
 
 
-def joined(p: Problem) -> Problem:
+def joined(p: PackingProblem) -> PackingProblem:
     """Tokens and memory as one size: of each item the larger of its two shares, in units of a
     microbatch.
 
@@ -173,7 +180,7 @@ def joined(p: Problem) -> Problem:
     return replace(p, sizes=np.minimum(sizes, whole), capacity=whole, memory=None)
 
 
-def _check(p: Problem, level: str, objective: str, keep_order: bool) -> None:
+def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> None:
     for what, found, known in (("level", level, LEVELS), ("objective", objective, OBJECTIVES)):
         if found not in known:
             raise PlanError(f"unknown balance {what} {found!r}; known: {', '.join(known)}")

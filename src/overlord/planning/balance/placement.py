@@ -45,7 +45,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Problem:
+class PackingProblem:
     """Items to place into ``n_buckets`` x M bins of ``capacity``; M is at least ``microbatches``
     and grows until all fits.
     """
@@ -88,10 +88,10 @@ class Problem:
         return max(binpack.total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
 
 
-Way = Callable[[Problem, int], Placement | None]
+Way = Callable[[PackingProblem, int], Placement | None]
 
 
-def first(p: Problem, ways: Iterable[Way]) -> Placement:
+def first(p: PackingProblem, ways: Iterable[Way]) -> Placement:
     """The first way that keeps the capacity, with as few microbatches as any of them needs.
 
     Far above the least number, as with many items of just over a third of the capacity, M is
@@ -107,37 +107,37 @@ def first(p: Problem, ways: Iterable[Way]) -> Placement:
     return found
 
 
-def _at(p: Problem, ways: Iterable[Way], m: int) -> Placement | None:
+def _at(p: PackingProblem, ways: Iterable[Way], m: int) -> Placement | None:
     return next((found for way in ways if (found := way(p, m)) is not None), None)
 
 
-def heaviest(p: Problem, found: Placement) -> float:
+def heaviest(p: PackingProblem, found: Placement) -> float:
     """Time of a step whose ranks meet once: the slowest rank."""
     return float(loads_of(found.bucket, p.costs, p.n_buckets).max())
 
 
-def waited(p: Problem, found: Placement) -> float:
+def waited(p: PackingProblem, found: Placement) -> float:
     """Time of a step whose ranks meet after every microbatch: the slowest of each index, summed."""
     flat = found.microbatch.astype(np.int64) * p.n_buckets + found.bucket
     loads = loads_of(flat, p.costs, p.n_buckets * found.n_microbatches).reshape(-1, p.n_buckets)
     return float(np.cumsum(loads.max(axis=1))[-1])
 
 
-def two_level(p: Problem, m: int) -> Placement | None:
+def two_level(p: PackingProblem, m: int) -> Placement | None:
     """Buckets by cost, then the microbatches of each bucket: the bucket totals come out within a
     fraction of a percent.
     """
     return _then_inside(p, buckets(p, m), m, "two-level")
 
 
-def whole(p: Problem, m: int) -> Placement | None:
+def whole(p: PackingProblem, m: int) -> Placement | None:
     """One microbatch: ranks meet once a step, whatever the objective, and nothing is left to
     cut.
     """
     return two_level(p, m) if m == 1 else None
 
 
-def _then_inside(p: Problem, bucket: np.ndarray, m: int, way: str) -> Placement | None:
+def _then_inside(p: PackingProblem, bucket: np.ndarray, m: int, way: str) -> Placement | None:
     if (
         not fits(bucket, p.sizes, p.n_buckets, m * p.capacity)
         or (microbatch := _inside(p, bucket, m)) is None
@@ -147,7 +147,7 @@ def _then_inside(p: Problem, bucket: np.ndarray, m: int, way: str) -> Placement 
     return Placement(bucket=bucket, microbatch=microbatch, n_microbatches=m, way=way)
 
 
-def buckets(p: Problem, m: int) -> np.ndarray:
+def buckets(p: PackingProblem, m: int) -> np.ndarray:
     """Bucket of every item. With groups: first over groups, then inside each, which loses nothing
     against one pass.
     """
@@ -168,7 +168,7 @@ def buckets(p: Problem, m: int) -> np.ndarray:
     return even_out(bucket, p.costs, p.n_buckets, LEVEL * p.bound(), sizes=p.sizes, capacity=room)
 
 
-def _inside(p: Problem, bucket: np.ndarray, m: int) -> np.ndarray | None:
+def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
     """Microbatches inside every bucket; a bucket that LPT cannot pack is packed tightly instead."""
     bins = nested(p, bucket, p.n_buckets, m, p.capacity)
     if not p.capacity:
@@ -202,7 +202,7 @@ def _inside(p: Problem, bucket: np.ndarray, m: int) -> np.ndarray | None:
 
 
 def nested(
-    p: Problem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0
+    p: PackingProblem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0
 ) -> np.ndarray:
     """Bins inside every parent, by the method. Greedy does all parents in one sweep when they are
     many and their bins few.
@@ -224,14 +224,14 @@ def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
     return np.split(by_key(part, n_parts), np.cumsum(np.bincount(part, minlength=n_parts))[:-1])
 
 
-def inside_round_robin(p: Problem, m: int) -> Placement | None:
+def inside_round_robin(p: PackingProblem, m: int) -> Placement | None:
     """Buckets in turn; only the microbatches of each are balanced."""
     return _then_inside(
         p, none(p.costs, p.n_buckets, 0, p.sizes), m, "round robin, balanced inside"
     )
 
 
-def arrival_inside(p: Problem, bucket: np.ndarray) -> Placement:
+def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> Placement:
     """Keep stream order inside every bucket, cut evenly: by count where nothing is balanced, else
     by size.
     """
@@ -254,7 +254,7 @@ def arrival_inside(p: Problem, bucket: np.ndarray) -> Placement:
     )
 
 
-def runs(p: Problem, m: int) -> np.ndarray:
+def runs(p: PackingProblem, m: int) -> np.ndarray:
     """Cut the stream into m consecutive runs of about equal size, each with a sample for every
     bucket if there are as many.
     """
@@ -262,14 +262,14 @@ def runs(p: Problem, m: int) -> np.ndarray:
     return np.repeat(np.arange(m, dtype=np.int32), np.diff(marks[0]))
 
 
-def in_runs(p: Problem, m: int) -> Placement | None:
+def in_runs(p: PackingProblem, m: int) -> Placement | None:
     """Microbatch k of all buckets together is the k-th run of the stream; only buckets are
     chosen.
     """
     return _dealt(p, runs(p, m), m, "runs of the stream")
 
 
-def by_substep(p: Problem) -> Placement:
+def by_substep(p: PackingProblem) -> Placement:
     """Microbatch k of all buckets together is sub-draw k; one that does not fit takes as many
     microbatches as it needs.
     """
@@ -277,7 +277,7 @@ def by_substep(p: Problem) -> Placement:
     n = max(p.microbatches, int(p.substep.max(initial=0)) + 1)
     slot, done = np.zeros(len(p.costs), np.int32), 0
     for rows in _rows_by(p.substep, n):
-        part = Problem(
+        part = PackingProblem(
             costs=p.costs[rows],
             sizes=p.sizes[rows],
             n_buckets=p.n_buckets,
@@ -291,7 +291,7 @@ def by_substep(p: Problem) -> Placement:
     return placed
 
 
-def _dealt(p: Problem, slot: np.ndarray, m: int, way: str) -> Placement | None:
+def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> Placement | None:
     """Every index balanced over the buckets, its heaviest bin going to the bucket that has least so
     far.
     """
@@ -317,7 +317,7 @@ def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return bucket_of.reshape(-1), total
 
 
-def _packed(p: Problem, rows: np.ndarray) -> np.ndarray | None:
+def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
     """These items in one microbatch of every bucket: by the method, else greedily, else tightly."""
     costs, sizes = p.costs[rows], p.sizes[rows]
     tries: Sequence[Callable[[], np.ndarray]] = (
@@ -330,14 +330,14 @@ def _packed(p: Problem, rows: np.ndarray) -> np.ndarray | None:
     )
 
 
-def flat(p: Problem, m: int, once: bool = False) -> Placement | None:
+def flat(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
     """LPT over all bins at once."""
     return _arranged(
         p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once
     )
 
 
-def levelled(p: Problem, m: int, once: bool = False) -> Placement | None:
+def levelled(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
     """Indices that cannot be low are filled with as much work as they hold; what is left is level
     enough for LPT.
 
@@ -355,7 +355,7 @@ def levelled(p: Problem, m: int, once: bool = False) -> Placement | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Filled:
+class PartialPacking:
     """The first indices filled with as much work as they hold."""
 
     indices: int
@@ -363,7 +363,9 @@ class Filled:
     left: np.ndarray  # by falling size
 
 
-def _filled(p: Problem, m: int, before: Filled | None = None, at_least: int = 0) -> Filled | None:
+def _filled(
+    p: PackingProblem, m: int, before: PartialPacking | None = None, at_least: int = 0
+) -> PartialPacking | None:
     """One index after the other, as long as the dearest item left costs more than the mean bin: no
     placement can make its index lower. None where so little went in that the indices left cannot
     hold the rest, or where it would take too long.
@@ -393,11 +395,11 @@ def _filled(p: Problem, m: int, before: Filled | None = None, at_least: int = 0)
         left, k = left[taken < 0], k + 1
         if p.capacity and int(p.sizes[left].sum()) > n * (m - k) * p.capacity:
             return None
-    return Filled(k, bins, left)
+    return PartialPacking(k, bins, left)
 
 
 def _with_the_rest(
-    p: Problem, m: int, filled: Filled, start: np.ndarray | None = None
+    p: PackingProblem, m: int, filled: PartialPacking, start: np.ndarray | None = None
 ) -> np.ndarray:
     """Bins of all items: those left by LPT into the indices that are not filled yet, whose bins
     have ``start`` to begin with.
@@ -409,7 +411,7 @@ def _with_the_rest(
     return bins
 
 
-def alternating(p: Problem, m: int) -> Placement | None:
+def alternating(p: PackingProblem, m: int) -> Placement | None:
     """Intra and inter in turn, for ranks that meet at both: the least of slowest rank plus slowest
     of every index.
 
@@ -419,7 +421,7 @@ def alternating(p: Problem, m: int) -> Placement | None:
     return min(found, key=lambda f: heaviest(p, f) + waited(p, f)) if found else None
 
 
-def _with_totals(p: Problem, m: int) -> Placement | None:
+def _with_totals(p: PackingProblem, m: int) -> Placement | None:
     """As levelled, but a bucket whose bins came out light gets more in its other microbatches."""
     n, filled = p.n_buckets, _filled(p, m)
     if filled is None:
@@ -439,7 +441,7 @@ def _with_totals(p: Problem, m: int) -> Placement | None:
 
 
 def _numbered(
-    p: Problem,
+    p: PackingProblem,
     bins: np.ndarray,
     bucket_of: np.ndarray,
     loads: np.ndarray,
@@ -461,18 +463,18 @@ def _numbered(
     return Placement(bucket=bucket_of[bins], microbatch=microbatch, n_microbatches=m, way=way)
 
 
-def own_bins(p: Problem, m: int, once: bool = False) -> Placement | None:
+def own_bins(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
     """All bins by a method that is not greedy."""
     bins = bins_by(p.method, p.costs, p.n_buckets * m, p.capacity, p.sizes)
     return _arranged(p, bins, m, f"bins of {p.method}", once)
 
 
-def own_bins_swapped(p: Problem, m: int) -> Placement | None:
+def own_bins_swapped(p: PackingProblem, m: int) -> Placement | None:
     """As ``own_bins``, then bins swapped between buckets until those are level."""
     return own_bins(p, m, once=True)
 
 
-def better_flat(p: Problem, m: int) -> Placement | None:
+def better_flat(p: PackingProblem, m: int) -> Placement | None:
     """All bins at once: the better of flat and levelled. With one microbatch ranks meet once a
     step, whatever the objective.
     """
@@ -485,7 +487,7 @@ def better_flat(p: Problem, m: int) -> Placement | None:
     return min(found, key=lambda f: waited(p, f)) if found else None
 
 
-def tight(p: Problem, m: int) -> Placement | None:
+def tight(p: PackingProblem, m: int) -> Placement | None:
     """For steps too full for two levels: all bins at once, then bins swapped between buckets until
     those are level.
     """
@@ -493,18 +495,18 @@ def tight(p: Problem, m: int) -> Placement | None:
     return min(found, key=lambda f: heaviest(p, f)) if found else _best_fit(p, m, once=True)
 
 
-def _best_fit(p: Problem, m: int, once: bool = False) -> Placement | None:
+def _best_fit(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
     if _hurried(p):
         return None
     return _arranged(p, binpack.best_fit(p.sizes, p.n_buckets * m, p.capacity), m, "best fit", once)
 
 
-def _hurried(p: Problem) -> bool:
+def _hurried(p: PackingProblem) -> bool:
     return len(p.costs) > MANY and p.may_add(p.least_microbatches())
 
 
 def _arranged(
-    p: Problem, bins: np.ndarray, m: int, way: str, once: bool = False
+    p: PackingProblem, bins: np.ndarray, m: int, way: str, once: bool = False
 ) -> Placement | None:
     """Bins sorted by load and cut into microbatch indices, the heaviest of each going to the bucket
     that has least so far.

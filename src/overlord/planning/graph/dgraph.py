@@ -21,7 +21,7 @@ from overlord.array_order import number_inside
 from overlord.errors import JobError, PlanError
 from overlord.mesh import ClientPlaceTree, broadcast_dims
 from overlord.plan.plan import Assignment, LoadingPlan, check_modules
-from overlord.planning.balance.balance import ONCE, Placement, Problem, method_named, place
+from overlord.planning.balance.balance import ONCE, PackingProblem, Placement, method_named, place
 from overlord.planning.cost import Cost, CostFn, asked, named, unit_of
 from overlord.planning.graph.lineage import Binding, Bound, Edge, edges_of, read_only, unbound
 from overlord.planning.images.items import (
@@ -304,7 +304,7 @@ class DGraph:
             objective is None
         ):  # what is placed once for the whole step has no microbatches to wait at
             objective = "iteration" if level in ONCE or not capacity else self.buffer.objective
-        problem = Problem(
+        problem = PackingProblem(
             costs=graph.costs,
             sizes=self.sizes(),
             n_buckets=self.tree.n_buckets(self.axis),

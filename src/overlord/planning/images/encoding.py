@@ -11,7 +11,7 @@ import numpy as np
 from overlord.batch import Batch
 from overlord.errors import PlanError
 from overlord.mesh import BUCKET_AXES, ClientPlaceTree
-from overlord.messages.control import Encoding
+from overlord.messages.control import EncoderPlan
 from overlord.plan.plan import LoadingPlan
 from overlord.plan.routes import Routes, ranges, starts
 from overlord.sample import Buffer, Ragged
@@ -47,7 +47,7 @@ class Encodings:
         """Items that these ranks encode, rank by rank, in each exchange by exchange."""
         return self.routes.sent[_rows(self.routes, ranks, self.routes.sent_bounds)[0]]
 
-    def of(self, ranks: Sequence[int], at: np.ndarray) -> Encoding:
+    def of(self, ranks: Sequence[int], at: np.ndarray) -> EncoderPlan:
         """``at``: where the bytes of each of ``encoded_by(ranks)`` are staged."""
         r, p = self.routes, self.plan
         sent, bounds = _rows(r, ranks, r.sent_bounds)
@@ -61,7 +61,7 @@ class Encodings:
             ],
             axis=1,
         )
-        return Encoding(
+        return EncoderPlan(
             ranks=np.asarray(ranks, np.int64),
             n_slots=r.n_slots,
             per=r.per,

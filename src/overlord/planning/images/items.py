@@ -18,7 +18,7 @@ import numpy as np
 from overlord.array_order import in_documents
 from overlord.errors import PlanError
 from overlord.mesh import ClientPlaceTree
-from overlord.planning.balance.placement import Placement, Problem, nested
+from overlord.planning.balance.placement import PackingProblem, Placement, nested
 from overlord.sample import Buffer, Ragged
 
 PER = ("iteration", "microbatch")
@@ -194,7 +194,7 @@ def follow(
     )
     parent, n_parents, n_bins = group.astype(np.int64) * m + slot, len(ranks) * m, ranks.shape[1]
     bins = nested(
-        Problem(costs=costs, sizes=sizes, n_buckets=n_bins, method=method),
+        PackingProblem(costs=costs, sizes=sizes, n_buckets=n_bins, method=method),
         parent,
         n_parents,
         n_bins,

@@ -14,7 +14,7 @@ import torch
 
 from overlord.client.step import Microbatch
 from overlord.errors import JobError
-from overlord.torch.microbatch_info import IGNORE, SHIFTED, UNSHIFTED, Facts
+from overlord.torch.microbatch_info import IGNORE, SHIFTED, UNSHIFTED, MicrobatchInfo
 from overlord.torch.tensors import TensorMicrobatch, as_tensor
 
 CONVENTIONS = (SHIFTED, UNSHIFTED)
@@ -32,7 +32,7 @@ def converted(
                 [f"{name}: unknown labels convention {value!r}; known: {', '.join(CONVENTIONS)}"],
                 "labels",
             )
-    facts = Facts.of(mb)
+    facts = MicrobatchInfo.of(mb)
     labels, mask = as_tensor(mb["labels"]), as_tensor(mb["loss_mask"])
     has = given or facts.labels
     if not has and facts.sliced and wanted == UNSHIFTED:
@@ -86,10 +86,10 @@ def need(
     *,
     padded: bool = False,
     whole: bool = True,
-) -> Facts:
+) -> MicrobatchInfo:
     """Facts of a microbatch that an adapter can take; else what is wrong with it."""
     has_keys(mb, keys, adapter)
-    facts = Facts.of(mb)
+    facts = MicrobatchInfo.of(mb)
     if facts.padded and not padded:
         raise JobError(["wanted the packed layout, found rows of Batch(layout='padded')"], adapter)
     if whole and facts.sliced:

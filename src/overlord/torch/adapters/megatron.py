@@ -15,7 +15,7 @@ from overlord.errors import JobError
 from overlord.plan.rank_view import SPLITS
 from overlord.torch.adapters.huggingface import document_of
 from overlord.torch.adapters.labels import converted, has_keys, need
-from overlord.torch.microbatch_info import SHIFTED, Facts
+from overlord.torch.microbatch_info import SHIFTED, MicrobatchInfo
 from overlord.torch.tensors import TensorMicrobatch, as_tensor
 
 TOKEN_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
@@ -113,12 +113,14 @@ def padding_mask(
     if index is not None:
         at = torch.as_tensor(index, device=bounds.device)
     else:
-        at = _places(bounds, Facts.of(mb), (1, 0) if cp is None else cp, cp_split)
+        at = _places(bounds, MicrobatchInfo.of(mb), (1, 0) if cp is None else cp, cp_split)
     document = document_of(at, bounds)
     return (at - bounds[:-1][document] >= lengths.diff()[document])[None]
 
 
-def _places(bounds: torch.Tensor, facts: Facts, cp: tuple[int, int], split: str) -> torch.Tensor:
+def _places(
+    bounds: torch.Tensor, facts: MicrobatchInfo, cp: tuple[int, int], split: str
+) -> torch.Tensor:
     """Which token of the whole microbatch each token of a slice is: on the device where the bounds
     are, without a question to it.
     """
@@ -140,7 +142,7 @@ def _places(bounds: torch.Tensor, facts: Facts, cp: tuple[int, int], split: str)
     )
 
 
-def _checked(cp: tuple[int, int], split: str, facts: Facts) -> tuple[int, int]:
+def _checked(cp: tuple[int, int], split: str, facts: MicrobatchInfo) -> tuple[int, int]:
     ranks, rank = cp
     if not 0 <= rank < ranks:
         raise JobError(
