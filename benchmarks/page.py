@@ -126,7 +126,7 @@ class Numbers(click.ParamType):
         try:
             return [int(part) for part in value.split(",")] if isinstance(value, str) else value
         except ValueError:
-            self.fail(f"wanted whole numbers with commas between them, found {value!r}", param, ctx)
+            self.fail(f"expected whole numbers with commas between them, got {value!r}", param, ctx)
 
 
 def context_name(context: int) -> str:

@@ -356,7 +356,7 @@ class TokenCounts(click.ParamType):
                 for job, n in pairs.items()
             }
         except ValueError:
-            self.fail(f"wanted something like {self.name}, found {value!r}", param, ctx)
+            self.fail(f"expected something like {self.name}, got {value!r}", param, ctx)
         if unknown := sorted(set(counts) - set(TOKENS)):
             self.fail(f"unknown job {unknown[0]!r}; known: {', '.join(TOKENS)}", param, ctx)
         return counts

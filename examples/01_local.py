@@ -64,7 +64,7 @@ def main() -> None:
             print(session.plan(0).to_table(), "\n")
             for name, source in session.metrics()["sources"].items():
                 print(
-                    f"{name:>6}: wanted {source['wanted']:.1%}, realised "
+                    f"{name:>6}: expected {source['wanted']:.1%}, realised "
                     f"{source['realised']:.1%} of {source['samples']} samples"
                 )
 

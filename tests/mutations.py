@@ -130,13 +130,13 @@ MUTATIONS = [
         ),
         (
             "loaders by level only",
-            "for wanted in (self._by_level, self._by_share)",
-            "for wanted in (self._by_level,)",
+            "for expected in (self._by_level, self._by_share)",
+            "for expected in (self._by_level,)",
         ),
         (
             "loaders by share only",
-            "for wanted in (self._by_level, self._by_share)",
-            "for wanted in (self._by_share,)",
+            "for expected in (self._by_level, self._by_share)",
+            "for expected in (self._by_share,)",
         ),
         (
             "loaders never share a host",

@@ -253,7 +253,7 @@ def stalls_for(client: ov.Client, words: str, seconds: float = WAIT_S) -> None:
     """
     deadline, said = time.monotonic() + seconds, ""
     while words not in said:
-        assert time.monotonic() < deadline, f"wanted {words!r}, found {said!r}"
+        assert time.monotonic() < deadline, f"expected {words!r}, got {said!r}"
         try:
             step = next(client)
         except DataStall as stall:

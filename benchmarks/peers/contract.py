@@ -34,7 +34,9 @@ def check_microbatch(microbatch: Mapping[str, Any], context: int, n_sources: int
     for key, dtype in DTYPES.items():
         _rule(key in microbatch, f"key {key!r} is missing")
         arrays[key] = as_numpy(microbatch[key])
-        _rule(arrays[key].dtype == dtype, f"{key} is {arrays[key].dtype}, wanted {np.dtype(dtype)}")
+        _rule(
+            arrays[key].dtype == dtype, f"{key} is {arrays[key].dtype}, expected {np.dtype(dtype)}"
+        )
     tokens, bounds, padded = (
         arrays["tokens"],
         arrays["cu_seqlens"].astype(np.int64),

@@ -27,7 +27,7 @@ from page import plot_file  # noqa: E402
 
 LLM, VIT = ov.cost.llama_12b, ov.cost.vit_1b
 MESH = ov.ClientPlaceTree(pp=2, dp=2, cp=2, tp=2)
-MORE_STYLE = ".wanted { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4; } </style>"
+MORE_STYLE = ".expected { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4; } </style>"
 # Milliseconds of four layers of llama_12b, forward and backward, on one H200: tokens of a
 # microbatch, length of its documents.
 MEASURED = {
@@ -474,7 +474,7 @@ def mix() -> str:
     return svg.lines(
         np.arange(steps),
         series,
-        about="shares of three sources over 80 steps, as wanted and as drawn",
+        about="shares of three sources over 80 steps, as expected and as drawn",
         x_label="step",
         y_label="share of the step's 32 samples; dashed: wanted",
         y_from=0.0,

@@ -62,7 +62,7 @@ class Batch:
     def problems(self) -> list[str]:
         found = []
         if (self.samples is None) == (self.tokens is None):
-            found.append("batch: wanted exactly one of samples= and tokens=")
+            found.append("batch: expected exactly one of samples= and tokens=")
         for name, least in (
             ("samples", 1),
             ("tokens", 1),
@@ -76,7 +76,7 @@ class Batch:
                 continue
             if not is_int(value) or value < least:
                 found.append(
-                    f"batch.{name}: wanted a whole number of at least {least}, found {value!r}"
+                    f"batch.{name}: expected a whole number of at least {least}, got {value!r}"
                 )
         found += one_of("batch.layout", self.layout, LAYOUTS) + one_of(
             "batch.labels", self.labels, LABELS
@@ -84,11 +84,11 @@ class Batch:
         found += one_of("batch.cp_split", self.cp_split, CP_SPLITS)
         if not isinstance(self.sequence_parallel, bool):
             found.append(
-                f"batch.sequence_parallel: wanted true or false, found {self.sequence_parallel!r}"
+                f"batch.sequence_parallel: expected true or false, got {self.sequence_parallel!r}"
             )
         if not found and self.context % self.pad_multiple:
             found.append(
-                f"batch.context: wanted a multiple of pad_multiple={self.pad_multiple}, "
-                f"found {self.context}"
+                f"batch.context: expected a multiple of pad_multiple={self.pad_multiple}, "
+                f"got {self.context}"
             )
         return found

@@ -15,7 +15,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> list[str]:
-    return [] if value in known else [f"{name}: wanted one of {', '.join(known)}, found {value!r}"]
+    return [] if value in known else [f"{name}: expected one of {', '.join(known)}, got {value!r}"]
 
 
 def is_int(value: Any) -> bool:

@@ -49,7 +49,7 @@ class ClientPlaceTree:
 
     def __post_init__(self) -> None:
         problems = [
-            f"place.{axis}: wanted a whole number of at least 1, found {getattr(self, axis)!r}"
+            f"place.{axis}: expected a whole number of at least 1, got {getattr(self, axis)!r}"
             for axis in AXES
             if not isinstance(getattr(self, axis), int)
             or isinstance(getattr(self, axis), bool)
@@ -59,7 +59,7 @@ class ClientPlaceTree:
             AXES
         ):
             problems.append(
-                f"place.order: wanted each of {', '.join(AXES)} once, found {self.order!r}"
+                f"place.order: expected each of {', '.join(AXES)} once, got {self.order!r}"
             )
         if problems:
             raise JobError(problems, "place")
@@ -115,7 +115,7 @@ class ClientPlaceTree:
         names = {"WORLD_SIZE": "", **{f"OVERLORD_{axis.upper()}": axis for axis in AXES}}
         given = {name: text for name in names if (text := str(env.get(name, "")).strip())}
         wrong = [
-            f"{name}: wanted a whole number of at least 1, found {v!r}"
+            f"{name}: expected a whole number of at least 1, got {v!r}"
             for name, v in given.items()
             if not v.isdecimal() or not int(v)
         ]
@@ -157,7 +157,7 @@ class ClientPlaceTree:
 
     def _with_replicas(self, n: int, sign: int, what: str) -> ClientPlaceTree:
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise JobError([f"wanted a whole number of at least 0, found {n!r}"], what)
+            raise JobError([f"expected a whole number of at least 0, got {n!r}"], what)
         if (dp := self.dp + sign * n) < 1:
             raise JobError(
                 [f"{n} of {self.dp} replicas cannot go: at least one must be left of {self}"], what
@@ -198,7 +198,7 @@ class ClientPlaceTree:
         is.
         """
         if not isinstance(rank, (int, np.integer)):
-            return f"wanted a rank as a whole number, found {rank!r}"
+            return f"expected a rank as a whole number, got {rank!r}"
         return (
             ""
             if _inside(rank, self.world_size)
@@ -355,7 +355,7 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
     if not np.array_equal(np.sort(ranks, axis=None), np.arange(ranks.size)):
         raise JobError(
             [
-                f"wanted the mesh of the whole job, ranks 0 to {ranks.size - 1}, found "
+                f"expected the mesh of the whole job, ranks 0 to {ranks.size - 1}, got "
                 f"ranks {_ranks(ranks.ravel())}"
             ],
             "from_device_mesh",

@@ -466,7 +466,7 @@ class Buffer:
         """
         if not hasattr(batch, "context"):
             raise PlanError(
-                f"Buffer.from_columns: wanted a Batch, found {batch!r}",
+                f"Buffer.from_columns: expected a Batch, got {batch!r}",
                 step,
                 "batch=ov.Batch(samples=..., context=...)",
             )
@@ -511,7 +511,7 @@ def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
     """The columns of one source, checked: they are written by hand."""
     if not isinstance(columns, Mapping):
         found = (
-            f"source {source!r}: wanted a mapping of metadata name to column, found "
+            f"source {source!r}: expected a mapping of metadata name to column, got "
             f"{type(columns).__name__}"
         )
         raise PlanError(found, step, 'as in {"web": {"tokens": [5, 9]}}')
@@ -526,7 +526,7 @@ def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
                 else "a number for each sample, or a list of numbers"
             )
             raise PlanError(
-                f"metadata {key!r} of source {source!r}: wanted {wanted}, found {value!r:.80}", step
+                f"metadata {key!r} of source {source!r}: expected {wanted}, got {value!r:.80}", step
             )
         made[key] = column
     return made

@@ -70,7 +70,7 @@ def uri_problems(uri: str) -> list[str]:
         uri
     ):  # taken for a path it would be a folder of that name, and stand in every error
         return [
-            "wanted a path, or a URI as in s3://bucket/name, found one that lacks its "
+            "expected a path, or a URI as in s3://bucket/name, got one that lacks its "
             f"'//' or begins with a space; {ENVIRONMENT}"
         ]
     if not SCHEME.match(uri):
@@ -103,8 +103,8 @@ def uri_problems(uri: str) -> list[str]:
         wrong := [name for name, value in given if not _VALUES[name].fullmatch(value)]
     ):
         return [
-            f"{shown}: wanted {wrong[0]} as in ?region=eu-west-1 or ?anonymous=true, "
-            f"found other signs in it; {ENVIRONMENT}"
+            f"{shown}: expected {wrong[0]} as in ?region=eu-west-1 or ?anonymous=true, "
+            f"got other signs in it; {ENVIRONMENT}"
         ]
     return []
 

@@ -38,7 +38,7 @@ def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
         signature.bind(*arguments)
     except TypeError:
         name = getattr(fn, "__name__", None) or type(fn).__name__
-        return f"wanted a function of ({', '.join(arguments)}), found {name}{signature}"
+        return f"expected a function of ({', '.join(arguments)}), got {name}{signature}"
     return ""
 
 
@@ -73,7 +73,7 @@ def checked_function(fn: Any, where: str, arguments: Sequence[str]) -> Any:
     if (
         problem := cannot_take(fn, arguments)
         if callable(fn)
-        else f"wanted a function, found {fn!r}"
+        else f"expected a function, got {fn!r}"
     ):
         raise JobError([problem], where)
     return fn

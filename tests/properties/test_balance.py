@@ -823,7 +823,7 @@ def test_a_method_that_knows_no_capacity_takes_two_arguments_and_keeps_what_it_c
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (np.zeros(2, int), "wanted 3 whole numbers"),
+        (np.zeros(2, int), "expected 3 whole numbers"),
         (np.zeros(3), "whole numbers"),
         (np.array([0, 1, 2]), "0..1"),
         (np.full(3, -1), "without a bin"),
@@ -860,7 +860,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     for name in ("greedy", "zigzag"):
         with pytest.raises(PlanError, match="built in"):
             register_balance(name, greedy)
-    with pytest.raises(PlanError, match="wanted a name and a function"):
+    with pytest.raises(PlanError, match="expected a name and a function"):
         register_balance("test_nothing", None)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="go together"):
         place(

@@ -212,7 +212,7 @@ class Checked(JobJournal):
         found = Recovered.of(entries(read_all(self._place.copy())), checking=True)
         oldest = min(found.snapshots) - 1
         if found.next_step - 1 != max(self.truth):
-            self.wrong.append(f"planned up to {found.next_step - 1}, wanted {max(self.truth)}")
+            self.wrong.append(f"planned up to {found.next_step - 1}, expected {max(self.truth)}")
         if oldest > found.acked or len(found.snapshots) > 4:
             self.wrong.append(f"snapshots {found.snapshots} are kept, and {found.acked} was taken")
         for step, state in self.truth.items():

@@ -148,9 +148,9 @@ def test_constructors_leave_loader_hosts_no_more_links_than_ranks_would(
 
 
 def test_a_mesh_that_does_not_divide_the_fleet_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=r"gpus: wanted a multiple of tp x cp x pp = 6, found 8"):
+    with pytest.raises(ValueError, match=r"gpus: expected a multiple of tp x cp x pp = 6, got 8"):
         ClusterShape(gpus=8, tp=2, cp=3)
-    with pytest.raises(ValueError, match="workers: wanted at least 1, found 0"):
+    with pytest.raises(ValueError, match="workers: expected at least 1, got 0"):
         ClusterShape(gpus=8, workers=0)
     with pytest.raises(ValueError, match="found no bandwidth"):
         Constants.of({f.name: 1 for f in fields(Constants) if f.name != "bandwidth"})

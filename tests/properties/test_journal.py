@@ -95,7 +95,7 @@ def test_a_flipped_bit_anywhere_is_told_with_its_place_and_gives_no_wrong_record
             assert found.faults, (name, at)
             assert any(fault.segment == name and fault.offset <= at for fault in found.faults)
             assert [record for record in found.records if record not in true] == []
-            with pytest.raises(JournalError, match=r"byte \d+: wanted .*found .*; .*verify"):
+            with pytest.raises(JournalError, match=r"byte \d+: expected .*got .*; .*verify"):
                 read_all(_with(place, name, flipped))
 
 

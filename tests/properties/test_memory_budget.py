@@ -40,7 +40,7 @@ def test_the_parts_of_a_budget_never_exceed_it_and_a_larger_one_gives_no_part_le
 
     least = made(10**15)
     if total < least.processes + least.windows + LEAST:
-        with pytest.raises(ValueError, match="wanted at least"):
+        with pytest.raises(ValueError, match="expected at least"):
             made(total)
         return
     found, more = made(total), made(total + 2**20)
@@ -91,7 +91,7 @@ def test_sizes_are_read_as_people_write_them(said: int | str, meant: int) -> Non
     ["much", "", "GB", "-3GB", 0, -1, True, None, 1.5, "1e9", "0", "5XB", "1.2.3G", "KB", "3KK"],
 )
 def test_what_is_no_size_is_refused_in_words(said: object) -> None:
-    with pytest.raises(ValueError, match="wanted bytes, as in '64GB'"):
+    with pytest.raises(ValueError, match="expected bytes, as in '64GB'"):
         parse_bytes(said)  # type: ignore[arg-type]
 
 
@@ -99,13 +99,13 @@ def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
     job = job_of([3], 3)
     with pytest.raises(
         JobError,
-        match=r"memory: wanted at least 40 MB, found 30 MB: 3 loaders with a window each 24 MB, "
+        match=r"memory: expected at least 40 MB, got 30 MB: 3 loaders with a window each 24 MB, "
         r"and 16 MB is the least",
     ):
         ov.launch(job, memory="30MB")
-    with pytest.raises(JobError, match=r"memory: wanted at least .*: . processes take"):
+    with pytest.raises(JobError, match=r"memory: expected at least .*: . processes take"):
         ov.launch(job, runtime="process", memory="50MB")
-    with pytest.raises(JobError, match="memory: wanted bytes"):
+    with pytest.raises(JobError, match="memory: expected bytes"):
         ov.launch(job, memory="plenty")
 
 

@@ -475,12 +475,12 @@ def test_a_source_that_is_not_worth_it_is_not_split() -> None:
     "wrong", [{"cores": 0}, {"cores": 1, "memory_bytes": 0}, {"cores": 1, "beside_s": math.nan}]
 )
 def test_wrong_resources_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="wanted at least 1 core"):
+    with pytest.raises(ValueError, match="expected at least 1 core"):
         Resources(**wrong)
 
 
 def test_wrong_limits_and_no_sources_are_refused() -> None:
-    with pytest.raises(ValueError, match="per_actor: wanted at least 1, found 0"):
+    with pytest.raises(ValueError, match="per_actor: expected at least 1, got 0"):
         Limits(per_actor=0)
-    with pytest.raises(ValueError, match="sources: wanted at least 1"):
+    with pytest.raises(ValueError, match="sources: expected at least 1"):
         partition([], Resources(cores=1))

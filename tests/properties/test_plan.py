@@ -316,7 +316,7 @@ def broken(**changes) -> LoadingPlan:
         ({"slot": SMALL.main.slot + 1}, "left empty"),
         ({"capacity": 40}, "more than its capacity of 40"),
         ({"slot": SMALL.main.slot[:2]}, "different length"),
-        ({"bucket": SMALL.main.bucket.astype(float)}, "wanted whole numbers in bucket"),
+        ({"bucket": SMALL.main.bucket.astype(float)}, "expected whole numbers in bucket"),
         (
             {"memory": np.full(5, 3.0), "memory_capacity": 8.0},
             "of memory, more than its capacity of 8",
@@ -327,11 +327,11 @@ def broken(**changes) -> LoadingPlan:
             "memory has a number that is negative, infinite or none at all",
         ),
         ({"cost": np.array([1, 2, -3.0, 4, 5])}, "cost has a number that is negative"),
-        ({"out": np.full(5, 0.5)}, "wanted whole numbers in out"),
-        ({"slot": SMALL.main.slot.astype(np.uint64)}, "wanted whole numbers in slot, found uint64"),
+        ({"out": np.full(5, 0.5)}, "expected whole numbers in out"),
+        ({"slot": SMALL.main.slot.astype(np.uint64)}, "expected whole numbers in slot, got uint64"),
         (
             {"cost": SMALL.main.cost.astype(complex)},
-            "wanted whole numbers in cost, found complex128",
+            "expected whole numbers in cost, got complex128",
         ),
         ({"broadcast": ("EP",)}, "unknown broadcast axis 'EP'"),
         ({"axis": "EP"}, "unknown axis 'EP'"),
@@ -350,9 +350,9 @@ def test_a_plan_that_breaks_a_rule_is_refused(changes, said: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tokens": SMALL.tokens * 1.0}, "wanted whole numbers in tokens, found float64"),
-        ({"row": SMALL.row.astype(np.uint64)}, "wanted whole numbers in row, found uint64"),
-        ({"source": np.full(5, np.nan)}, "wanted whole numbers in source"),
+        ({"tokens": SMALL.tokens * 1.0}, "expected whole numbers in tokens, got float64"),
+        ({"row": SMALL.row.astype(np.uint64)}, "expected whole numbers in row, got uint64"),
+        ({"source": np.full(5, np.nan)}, "expected whole numbers in source"),
         ({"tokens": SMALL.tokens - 9}, "tokens has a number that is negative"),
         ({"tokens": SMALL.tokens[:4]}, "differ in length"),
     ],

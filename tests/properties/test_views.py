@@ -295,5 +295,5 @@ def test_a_key_of_your_own_is_cut_when_it_tells_of_tokens() -> None:
     assert set(found) == {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "weights", "words"}
     np.testing.assert_array_equal(found["weights"], weights[3:9])
     assert found["words"] is words
-    with pytest.raises(ValueError, match=r"wanted 'tokens' of shape \[12\], found \[1, 12\]"):
+    with pytest.raises(ValueError, match=r"expected 'tokens' of shape \[12\], got \[1, 12\]"):
         narrow({**whole, "tokens": whole["tokens"][None]}, View(cp=2))

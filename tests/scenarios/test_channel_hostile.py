@@ -104,12 +104,12 @@ CODE = frame.CODES[np.dtype(np.uint8)]
 ONE = (0, 0, 0, CODE, 1, 10)  # column 0 lies in the first grant at 0: ten bytes
 RING_OF = envelope(RING, struct.pack("<I", CELLS), 2)
 ATTACKS: dict[str, tuple[Attack, str]] = {
-    "garbage": (just(random.Random(2).randbytes(100_000)), "wanted an envelope"),
-    "an unknown kind": (just(envelope(9, b"")), "wanted an envelope"),
-    "reserved bits": (just(envelope(FRAME, value_of(1), reserved=5)), "wanted an envelope"),
+    "garbage": (just(random.Random(2).randbytes(100_000)), "expected an envelope"),
+    "an unknown kind": (just(envelope(9, b"")), "expected an envelope"),
+    "reserved bits": (just(envelope(FRAME, value_of(1), reserved=5)), "expected an envelope"),
     "an endless body": (just(envelope(FRAME, b"", size=2**62)), "shorter envelope"),
     "an endless notice": (just(envelope(BYE, b"", size=2**20)), "shorter envelope"),
-    "a broken frame": (just(envelope(FRAME, random.Random(3).randbytes(300))), "wanted a frame"),
+    "a broken frame": (just(envelope(FRAME, random.Random(3).randbytes(300))), "expected a frame"),
     "a broken checksum": (just(envelope(FRAME, value_of([1, 2])[:-1] + b"\x99")), "checksum"),
     "a value that cannot be": (just(envelope(FRAME, framed(b"\xc1"))), "frame"),
     "half a slot number": (just(envelope(FORGET, b"123")), "numbers of slots"),
@@ -119,16 +119,16 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     ),
     "a file that a frame does not want": (
         just(envelope(FRAME, value_of(1), 1), lambda: [memfd()]),
-        "wanted 0 open files",
+        "expected 0 open files",
     ),
-    "files that did not come": (just(envelope(FRAME, value_of(1), 3)), "wanted 3 open files"),
+    "files that did not come": (just(envelope(FRAME, value_of(1), 3)), "expected 3 open files"),
     "more files than announced": (
         of_slot(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()], said=1),
         "nothing announced",
     ),
     "more files than slots": (
         of_slot(lambda: shared(NEW, ONE), lambda: [memfd(), memfd()]),
-        "wanted 1 open files",
+        "expected 1 open files",
     ),
     "too many files": (
         just(envelope(FRAME, value_of(1), 200), lambda: [memfd() for _ in range(200)]),
@@ -136,11 +136,11 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     ),
     "a slot without a ring": (
         just(envelope(SHARED, shared(NEW, ONE), 1), lambda: [memfd()]),
-        "wanted a slot that was passed",
+        "expected a slot that was passed",
     ),
     "an unknown slot": (
         of_slot(lambda: shared([(7, 0, 0)], ONE), list),
-        "wanted a slot that was passed, found slot 7",
+        "expected a slot that was passed, got slot 7",
     ),
     "a place outside the slot": (
         of_slot(lambda: shared(NEW, (0, 0, 4090, CODE, 1, 10))),
@@ -176,13 +176,13 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     ),
     "a slot twice": (
         of_slot(lambda: shared([(1, 0, 4096), (1, 1, 4096)], ONE), lambda: [memfd(), memfd()]),
-        "wanted a new slot",
+        "expected a new slot",
     ),
     "more references than there are": (
         of_slot(lambda: struct.pack("<II", 2**31, 2**31) + bytes(500), list),
         "grants and",
     ),
-    "no references": (of_slot(lambda: b"123", list), "wanted grants and references"),
+    "no references": (of_slot(lambda: b"123", list), "expected grants and references"),
     "columns that nobody fills": (
         of_slot(lambda: struct.pack("<II", 0, 0) + bytes(56) + value_of(np.zeros(5))[:-40], list),
         "frame",
@@ -193,7 +193,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     ),
     "memory that is shorter than said": (
         of_slot(lambda: shared(NEW, ONE), lambda: [memfd(100)]),
-        "wanted 4096 bytes",
+        "expected 4096 bytes",
     ),
     "memory that can shrink": (
         of_slot(
@@ -210,11 +210,11 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
                 os.open("/dev/null", os.O_RDWR),
             ],
         ),
-        "wanted an eventfd",
+        "expected an eventfd",
     ),
     "cells that others may not write": (
         just(RING_OF, lambda: [sealed_memfd("c", CELLS, others_write=False)[0], os.eventfd(0)]),
-        "wanted to map",
+        "expected to map",
     ),
 }
 
@@ -265,12 +265,12 @@ def test_garbage_from_a_server_ends_the_clients_link_with_its_reason():
     with Story() as story, dialled(story.address) as link:
         story.wait(lambda s: s.opened)
         os.write(story.opened[0].fileno(), b"not an envelope, not at all")
-        with pytest.raises(FrameError, match="wanted an envelope"):
+        with pytest.raises(FrameError, match="expected an envelope"):
             link.recv(SOON_S)
-        with pytest.raises(ActorLost, match="wanted an envelope"):
+        with pytest.raises(ActorLost, match="expected an envelope"):
             link.recv(SOON_S)
         story.wait(lambda s: s.closed)
-        assert "wanted an envelope" in story.closed[0][1]
+        assert "expected an envelope" in story.closed[0][1]
 
 
 def test_a_callback_that_fails_ends_only_its_link():

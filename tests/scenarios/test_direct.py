@@ -335,7 +335,7 @@ def test_links_and_bytes_grow_with_the_ranks_of_a_group() -> None:
             "constructors: False is for runtime='process', where it is measured; in one "
             "process there is no hop",
         ),
-        ({"constructors": 0, "runtime": "process"}, "constructors: wanted True or False, found 0"),
+        ({"constructors": 0, "runtime": "process"}, "constructors: expected True or False, got 0"),
     ],
 )
 def test_what_cannot_be_is_said_at_launch(options: dict[str, Any], says: str) -> None:

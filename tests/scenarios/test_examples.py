@@ -20,7 +20,7 @@ SAYS = {
         "balanced: 24 steps take 1.4",
         "balanced, look-ahead 4: 24 steps take 1.1",
     ],
-    "01_local.py": ["LoadingPlan(step 0, 64 samples", "wanted 60.0%, realised 60.0%"],
+    "01_local.py": ["LoadingPlan(step 0, 64 samples", "expected 60.0%, realised 60.0%"],
     "02_torch_loop.py": ["step 39:"],
     "03_resume.py": [
         "step 3 on 3 ranks: 24 samples, the same",

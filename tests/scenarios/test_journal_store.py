@@ -65,7 +65,7 @@ def test_pruning_removes_objects_and_reading_goes_on(uri, server):
     assert numbers(uri) == [6, 7, 8, 9, 10]
     objects = [m["path"] for page in server.bucket().list(uri.split(f"{BUCKET}/")[1]) for m in page]
     assert len(objects) == 7  # with the first: it says who opened the journal
-    with pytest.raises(JournalError, match="wanted an empty journal"):
+    with pytest.raises(JournalError, match="expected an empty journal"):
         JournalLog.create(uri, JOB)
 
 
@@ -182,7 +182,7 @@ def test_a_store_that_writes_over_objects_is_refused_when_the_journal_is_opened(
     proxy.faults = [Fault("overwrites", times=99, method="PUT")]
     with pytest.raises(
         JournalError,
-        match=r"wanted the store to refuse a second object.*If-None-Match.*use another store",
+        match=r"expected the store to refuse a second object.*If-None-Match.*use another store",
     ):
         JournalLog.create(uri, JOB)
 
@@ -197,7 +197,7 @@ def test_damage_in_an_object_is_named(uri, server):
     server.bucket().put(key, bytes(data))
     with pytest.raises(
         JournalError,
-        match=r"journals/\d+/000000000001.ovj: byte \d+: wanted .* checksum \w+ .*found",
+        match=r"journals/\d+/000000000001.ovj: byte \d+: expected .* checksum \w+ .*got",
     ):
         JournalLog.open(uri, JOB)
 
@@ -236,7 +236,7 @@ def test_a_bucket_that_lets_nothing_be_removed_is_told_of_and_written_to_all_the
     proxy.faults = [Fault(kind, times=99, method="POST", code="AccessDenied")]
     writer.wait(writer.put([plan(4)], before=2))
     writer.wait(writer.put([plan(5)], before=3))
-    assert "3 segments that are not wanted any more stay: could not be removed" in writer.unpruned
+    assert "3 segments that are not expected any more stay: could not be removed" in writer.unpruned
     assert "AccessDenied" in writer.unpruned
     assert len([r for r in caplog.records if "could not be removed" in r.getMessage()]) == 1
     assert numbers(uri) == [3, 4, 5]

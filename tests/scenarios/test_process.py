@@ -481,7 +481,7 @@ def test_a_move_that_cannot_be_is_refused_in_words_and_changes_nothing(undisturb
                 "loader-host/9",
             ): "no loader host is called 'loader-host/9'; there are loader-host/0",
             ("x", "loader-host/0"): "unknown source 'x'",
-            ("a",): "wanted the loader host to move to",
+            ("a",): "expected the loader host to move to",
             ("d", "loader-host/0"): "'d' joined after loader-host/0 was started",
         }.items():
             with pytest.raises(ov.errors.JobError, match=words):

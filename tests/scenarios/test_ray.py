@@ -334,7 +334,7 @@ def test_a_cluster_that_is_not_there_is_told_of_with_its_address() -> None:
     )
     assert (
         "JobError: launch: address: '127.0.0.1:9' could not be reached as a Ray cluster; "
-        "wanted host:port of its head" in done.stderr
+        "expected host:port of its head" in done.stderr
     )
 
 
@@ -481,7 +481,7 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
 ) -> None:
     with program(tmp_path, JOINS) as there:
         assert (
-            "is not used: no token was found: wanted that of the cluster in "
+            "is not used: no token was found: expected that of the cluster in "
             "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or" in there.line()
         )
         said = there.line()

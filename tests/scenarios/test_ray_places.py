@@ -85,7 +85,7 @@ def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_neve
     tmp_path: Path,
 ) -> None:
     with program(tmp_path, PLACES) as there:
-        assert "rank_nodes: wanted a node for each of 4 ranks, found 2" in there.line()
+        assert "rank_nodes: expected a node for each of 4 ranks, got 2" in there.line()
         said = there.line()
         assert "node_labels: no node of the cluster has pool=dta; there are " in said
         assert "data-0 with pool=data and scratch=4.0" in said

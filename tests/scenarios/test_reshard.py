@@ -194,7 +194,7 @@ def test_what_is_wrong_is_told_and_changes_nothing() -> None:
         of_all(clients)
         with pytest.raises(PlanError, match="rank 0 was handed step 0 already"):
             session.reshard(ov.ClientPlaceTree(dp=1), at=0)
-        with pytest.raises(JobError, match="wanted a ClientPlaceTree"):
+        with pytest.raises(JobError, match="expected a ClientPlaceTree"):
             session.reshard(4)  # type: ignore[arg-type]
         with pytest.raises(JobError, match="multiple"):
             session.reshard(ov.ClientPlaceTree(dp=1, cp=7))

@@ -245,7 +245,7 @@ def test_no_host_is_added_for_which_there_is_no_memory(alone: Played) -> None:
 def test_a_source_that_has_one_loader_cannot_be_spread() -> None:
     with launch(job(until=3), **ONE) as session:
         with pytest.raises(
-            ov.JobError, match="wanted 1 to 1 hosts for 'light', which has 1 loader, found 2"
+            ov.JobError, match="expected 1 to 1 hosts for 'light', which has 1 loader, got 2"
         ):
             session.scale("light", 2)
         with pytest.raises(ov.JobError, match="unknown source 'hevy'; did you mean 'heavy'"):

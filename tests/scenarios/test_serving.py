@@ -561,7 +561,7 @@ def test_reports_travel_and_wrong_ones_are_told_where_they_are_said() -> None:
         clients[0].report(1, {"loss/a": 2.0, "loss/b": float("nan")})
         with pytest.raises(JobError, match="step 5 was not handed to this rank"):
             clients[0].report(5, {"loss/a": 1.0})
-        with pytest.raises(JobError, match="wanted a finite number"):
+        with pytest.raises(JobError, match="expected a finite number"):
             clients[0].report(1, {"loss/a": "much"})  # type: ignore[dict-item]
         assert session.metrics()["feedback"]["invalid"] == 3
         closing(clients)
@@ -702,7 +702,7 @@ def test_what_a_client_says_of_itself_is_not_believed_before_it_is_checked() -> 
         served = session.serve()
         with pytest.raises(LinkRefused, match="another rank moved the session"):
             raw(served, generation=5)
-        with pytest.raises(LinkRefused, match="next: wanted a whole number"):
+        with pytest.raises(LinkRefused, match="next: expected a whole number"):
             raw(served, next="soon")
         ov.connect(served, 0, served.token)._inbox.end(None)  # it begins
         link = raw(served)
@@ -1010,7 +1010,7 @@ def test_a_world_of_another_size_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(JobError, match="wanted the 3 ranks of WORLD_SIZE, found 2"):
+    with pytest.raises(JobError, match="expected the 3 ranks of WORLD_SIZE, got 2"):
         ov.join(job())
 
 

@@ -374,12 +374,12 @@ LASTING = [
     (
         "a directory",
         "tar",
-        r"wanted a file, found a directory after \d+ tries .*restore|put the file back",
+        r"expected a file, got a directory after \d+ tries .*restore|put the file back",
     ),
     (
         "cut short",
         "arrow",
-        r"the file changed since the source was indexed: wanted \d+ bytes of .*, found \d+ bytes of .*\(seen: changed x\d+\)",
+        r"the file changed since the source was indexed: expected \d+ bytes of .*, got \d+ bytes of .*\(seen: changed x\d+\)",
     ),
 ]
 

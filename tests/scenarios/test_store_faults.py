@@ -165,7 +165,7 @@ def test_a_store_that_ignores_conditions_is_caught_by_the_version_it_answers_wit
 ):
     proxy.faults = [Fault("unconditional", times=10**6, path="part-")]
     error = lasting(far, lambda: replace_all(server, far))
-    assert "the object changed since it was indexed (wanted version" in str(error)
+    assert "the object changed since it was indexed (expected version" in str(error)
 
 
 @each_format
@@ -207,7 +207,7 @@ def test_a_store_that_is_well_again_after_giving_up_is_not_taken_for_bad_data(pr
     [
         ("stall", "no byte came for too long"),
         ("reset", "connection x"),
-        ("less", "wanted .* bytes, found"),
+        ("less", "expected .* bytes, got"),
     ],
 )
 def test_silence_resets_and_short_answers_that_last_end_the_job_too(

@@ -131,7 +131,7 @@ def test_a_step_that_comes_twice_is_found() -> None:
 
 def test_a_step_that_is_left_out_is_found() -> None:
     found = verdict(lambda events: [e for e in events if not (e.rank == 3 and e.step == 12)])
-    assert any("step 13, rank 3: step 12 was wanted next" in words for words in found)
+    assert any("step 13, rank 3: step 12 was expected next" in words for words in found)
 
 
 def test_a_step_of_a_session_that_was_over_is_found() -> None:
@@ -173,7 +173,7 @@ def test_a_step_that_is_skipped_is_not_missed_and_one_that_is_handed_out_all_the
         Checker(facts, {facts.mesh: ours}).check(History([e for e in events if e.step != 12])) == []
     )
     found = Checker(facts, {facts.mesh: ours}).check(History(list(events)))
-    assert "step 12, rank 0: step 13 was wanted next" in found
+    assert "step 12, rank 0: step 13 was expected next" in found
     assert "step 12, rank 0: the undisturbed run has no such step" in found
 
 

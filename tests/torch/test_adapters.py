@@ -209,7 +209,8 @@ def test_the_padded_layout_has_rows_for_hugging_face():
         found["labels"].numpy(), made([5, 3], layout="padded", convention="unshifted")["labels"]
     )
     with pytest.raises(
-        ov.JobError, match=r"wanted attention_mask in the microbatch.*say Batch\(layout='padded'\)"
+        ov.JobError,
+        match=r"expected attention_mask in the microbatch.*say Batch\(layout='padded'\)",
     ):
         huggingface.padded(made([5, 3], layout="packed", convention="shifted"))
 
@@ -239,7 +240,7 @@ def test_torchtitan_is_padded_to_a_fixed_number_of_tokens_as_its_collator_pads()
     assert batch["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
     assert found.tolist() == [[*mb["labels"].tolist(), -100, -100, -100]]
     with pytest.raises(
-        ov.JobError, match="tokens: wanted at least the 7 of the microbatch, found 6; give Batch"
+        ov.JobError, match="tokens: expected at least the 7 of the microbatch, got 6; give Batch"
     ):
         torchtitan.flat(mb, tokens=6)
 
@@ -347,7 +348,7 @@ def test_a_place_along_cp_that_does_not_fit_the_slice_is_refused():
         ):
             megatron.get_batch(iter([half]), cp=cp, cp_split=split)
     with pytest.raises(
-        ov.JobError, match=r"wanted \(how many ranks, which of them\), found \(2, 2\)"
+        ov.JobError, match=r"expected \(how many ranks, which of them\), got \(2, 2\)"
     ):
         megatron.padding_mask(half, cp=(2, 2))
     with pytest.raises(
@@ -417,11 +418,11 @@ def test_get_batch_of_a_stage_in_the_middle_of_the_padded_layout_has_nothing():
 WRONG = {
     "a stage without tokens": (
         {"labels": np.zeros(3)},
-        "wanted tokens, position_ids.*each stage of a pipeline gets its own keys only",
+        "expected tokens, position_ids.*each stage of a pipeline gets its own keys only",
     ),
     "rows": (
         made([3], layout="padded"),
-        r"wanted the packed layout, found rows of Batch\(layout='padded'\)",
+        r"expected the packed layout, got rows of Batch\(layout='padded'\)",
     ),
     "a slice": (
         {key: a[:4] if a.shape == (6,) else a for key, a in made([6]).items()},

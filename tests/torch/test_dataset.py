@@ -96,7 +96,7 @@ def refusal(loader: Any) -> str:
 
 def test_more_workers_than_one_are_refused_with_the_reason(tmp_path: Path):
     said = refusal(DataLoader(ot.Dataset(text_job(tmp_path)), batch_size=None, num_workers=2))
-    assert "num_workers: wanted 0 or 1, found 2; each worker would launch the whole job" in said
+    assert "num_workers: expected 0 or 1, got 2; each worker would launch the whole job" in said
 
 
 @pytest.mark.parametrize("microbatches", [False, True])
@@ -113,7 +113,7 @@ def test_a_loader_that_would_make_batches_of_steps_is_told_to_leave_it(
 def test_a_client_is_refused_in_a_worker_with_the_reason(tmp_path: Path):
     with ov.launch(text_job(tmp_path)) as session:
         said = refusal(DataLoader(ot.Dataset(session.client(0)), batch_size=None, num_workers=1))
-    assert "num_workers: wanted 0 with a client, found 1; a session does not survive a fork" in said
+    assert "num_workers: expected 0 with a client, got 1; a session does not survive a fork" in said
 
 
 def test_a_worker_is_refused_where_ranks_share_a_session(
@@ -122,7 +122,7 @@ def test_a_worker_is_refused_where_ranks_share_a_session(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = refusal(DataLoader(ot.Dataset(text_job(tmp_path, dp=2)), batch_size=None, num_workers=1))
-    assert "num_workers: wanted 0 where ranks share a session (WORLD_SIZE=2), found 1" in said
+    assert "num_workers: expected 0 where ranks share a session (WORLD_SIZE=2), got 1" in said
 
 
 def test_a_state_of_the_middle_of_a_step_is_refused_by_another_mesh(tmp_path: Path):
@@ -151,7 +151,7 @@ def test_a_state_of_the_middle_of_a_step_is_refused_by_another_mesh(tmp_path: Pa
 
 
 def test_what_is_no_source_of_steps_is_refused(tmp_path: Path):
-    with pytest.raises(ov.JobError, match="wanted a Job, or a client of one, found list"):
+    with pytest.raises(ov.JobError, match="expected a Job, or a client of one, got list"):
         ot.Dataset([])
     with (
         ov.launch(text_job(tmp_path)) as session,
@@ -502,7 +502,7 @@ def test_a_worker_that_was_refused_ends_by_itself(tmp_path: Path):
     """
     before = set(multiprocessing.active_children())
     iterator = iter(DataLoader(ot.Dataset(text_job(tmp_path)), batch_size=None, num_workers=2))
-    with pytest.raises(ov.JobError, match="num_workers: wanted 0 or 1, found 2"):
+    with pytest.raises(ov.JobError, match="num_workers: expected 0 or 1, got 2"):
         next(iterator)
     until(lambda: set(multiprocessing.active_children()) <= before)
 

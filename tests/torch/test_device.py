@@ -286,14 +286,14 @@ def test_a_fork_is_told_to_make_its_own(tmp_path: Path):
 def test_a_depth_of_nothing_is_refused(tmp_path: Path):
     with (
         ov.launch(text_job(tmp_path)) as session,
-        pytest.raises(ov.JobError, match="depth: wanted a whole number of at least 1"),
+        pytest.raises(ov.JobError, match="depth: expected a whole number of at least 1"),
     ):
         ot.DevicePrefetcher(session.client(0), "cpu", depth=0)
 
 
 def test_a_job_in_place_of_a_client_is_refused_at_once(tmp_path: Path):
     with pytest.raises(
-        ov.JobError, match=r"wanted a client, found Job; open one: overlord\.torch\.join"
+        ov.JobError, match=r"expected a client, got Job; open one: overlord\.torch\.join"
     ):
         ot.DevicePrefetcher(text_job(tmp_path), "cpu")
 

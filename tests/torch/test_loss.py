@@ -174,12 +174,12 @@ def test_what_cannot_be_meant_is_refused():
         "unknown gradients='total'; known: sum, mean": lambda: ot.token_loss(
             logits, labels, 1, gradients="total"
         ),
-        "dp_size: wanted the number of ranks": lambda: ot.token_loss(
+        "dp_size: expected the number of ranks": lambda: ot.token_loss(
             logits, labels, 1, gradients="mean"
         ),
-        "wanted one of them, found neither": lambda: ot.token_loss(torch.zeros(3), None, 1),
+        "expected one of them, got neither": lambda: ot.token_loss(torch.zeros(3), None, 1),
         "as many labels as rows of logits, 3, found 2": lambda: ot.token_losses(logits, labels[:2]),
-        "chunk: wanted at least 1": lambda: ot.token_losses(logits, labels, chunk=0),
+        "chunk: expected at least 1": lambda: ot.token_losses(logits, labels, chunk=0),
     }.items():
         with pytest.raises(ov.JobError, match=words):
             call()
@@ -264,7 +264,7 @@ def test_losses_of_a_slice_need_the_places_of_its_tokens():
         "cu_seqlens": torch.tensor([0, 4, 8]),
         "cu_seqlens_padded": torch.tensor([0, 4, 8]),
     }
-    with pytest.raises(ov.JobError, match="positions: wanted for a slice of 4 of 8 tokens"):
+    with pytest.raises(ov.JobError, match="positions: expected for a slice of 4 of 8 tokens"):
         ot.source_losses(torch.ones(4), mb, ["web", "code"])
     found = ot.source_losses(torch.ones(4), mb, ["web", "code"], positions=[0, 3, 4, 7])
     assert found == {"loss/web": 1.0, "tokens/web": 2.0, "loss/code": 1.0, "tokens/code": 2.0}

@@ -109,7 +109,7 @@ def test_stages_of_a_pipeline_give_megatron_what_they_have(tmp_path: Path):
     )
     with pytest.raises(
         ov.JobError,
-        match=r"wanted labels, loss_mask in the microbatch.*each stage of a pipeline gets its "
+        match=r"expected labels, loss_mask in the microbatch.*each stage of a pipeline gets its "
         r"own keys only",
     ):
         torchtitan.flat(first_steps(placed(tmp_path, pp=3))[0][0])

@@ -498,7 +498,7 @@ def test_a_simulated_run_gives_what_a_local_one_gives() -> None:
     ("make", "error", "words"),
     [
         (lambda d: source("a"), JobError, "the name 'a' is used twice"),
-        (lambda d: "c.jsonl", JobError, "wanted a Source"),
+        (lambda d: "c.jsonl", JobError, "expected a Source"),
         (
             lambda d: ov.Source("c", str(d / "none-*.jsonl"), transforms=[ov.Tokens("tokens")]),
             SourceError,

@@ -24,7 +24,7 @@ def test_a_callable_without_a_hash_is_looked_at_as_any_other() -> None:
     assert cannot_take(Cost(), ("columns",)) == ""
     assert (
         cannot_take(Cost(), ("a", "b"))
-        == "wanted a function of (a, b), found Cost(columns: 'Any') -> 'Any'"
+        == "expected a function of (a, b), got Cost(columns: 'Any') -> 'Any'"
     )
 
 

@@ -117,8 +117,8 @@ def test_options_of_launch_may_be_named_and_change_nothing_of_the_stream(tmp_pat
     ("word", "said"),
     [
         ("prefech=2", "unknown option 'prefech'; did you mean 'prefetch'"),
-        ("prefetch=many", "prefetch: wanted a whole number of at least 1, found 'many'"),
-        ("prefetch", "--option: wanted NAME=VALUE, as in prefetch=8, found 'prefetch'"),
+        ("prefetch=many", "prefetch: expected a whole number of at least 1, got 'many'"),
+        ("prefetch", "--option: expected NAME=VALUE, as in prefetch=8, got 'prefetch'"),
         ("loaders={web: 2", "--option: loaders: '{web: 2' cannot be read as YAML"),
         ("address=head:6379", "--option: address: has an option of its own, --address"),
         ("on_stall=print", "on_stall: is a function, which cannot be named here"),
@@ -148,8 +148,8 @@ def test_an_address_that_is_none_is_told(address: str) -> None:
         result = overlord(*command, "--address", address)
         assert result.exit_code == 2, result.output
         said = (
-            f"{command[0]}: address: wanted host:port of a Ray cluster's head, as in "
-            f"'10.0.0.1:6379', found '{address}'"
+            f"{command[0]}: address: expected host:port of a Ray cluster's head, as in "
+            f"'10.0.0.1:6379', got '{address}'"
         )
         assert said in " ".join(result.stderr.split())
 

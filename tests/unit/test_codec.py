@@ -172,7 +172,7 @@ def test_a_slice_of_a_ragged_column_sends_its_rows_only():
 )
 def test_what_cannot_travel_is_refused_with_its_place(value: Any):
     found = SampleBlock.nothing(0)
-    with pytest.raises(FrameError, match=re.escape("value[1].found.meta['x']: wanted ")):
+    with pytest.raises(FrameError, match=re.escape("value[1].found.meta['x']: expected ")):
         encode(
             [
                 0,
@@ -193,7 +193,7 @@ def test_what_cannot_travel_is_refused_with_its_place(value: Any):
 
 @pytest.mark.parametrize("key", [1.5, None, True, (1,), b"x", np.int64(1)], ids=repr)
 def test_a_key_is_a_text_or_a_whole_number(key: Any):
-    with pytest.raises(FrameError, match="wanted keys that are texts or whole numbers, found"):
+    with pytest.raises(FrameError, match="expected keys that are texts or whole numbers, got"):
         encode({"a": {key: 1}})
 
 
@@ -313,29 +313,29 @@ STATE = StreamState(3, np.zeros((2, 6), np.int64), (1, 2), (True, False))
 @pytest.mark.parametrize(
     ("record", "field", "wrong", "words"),
     [
-        (Consumed(1, 2), "step", "2", "value.step: wanted int, found '2'"),
-        (Consumed(1, 2), "step", True, "value.step: wanted int, found True"),
-        (Consumed(1, 2), "rank", None, "value.rank: wanted int, found None"),
-        (Consumed(1, 2), "rank", 1.0, "wanted int, found 1.0"),
-        (STATE, "cursors", [[1]], "value.cursors: wanted ndarray, found list"),
-        (STATE, "owed", (1, "2"), "value.owed: wanted tuple[int, ...], found tuple"),
-        (STATE, "owed", [1, 2], "wanted tuple[int, ...], found list"),
-        (STATE, "owed", (1, 2.5), "wanted tuple[int, ...]"),
-        (STATE, "active", (1, 0), "wanted tuple[bool, ...]"),
-        (STATE, "events", (Consumed(1, 2),), "value.events: wanted tuple["),
-        (STATE, "counts", {"tokens": 3}, "value.counts: wanted "),
-        (STATE, "counts", {3: np.arange(3)}, "value.counts: wanted "),
-        (STATE, "ahead", (3,), "value.ahead: wanted "),
-        (STATE, "weights", ("x",), "value.weights: wanted tuple[float, ...]"),
-        (STATE, "schedule", 3, "value.schedule: wanted "),
+        (Consumed(1, 2), "step", "2", "value.step: expected int, got '2'"),
+        (Consumed(1, 2), "step", True, "value.step: expected int, got True"),
+        (Consumed(1, 2), "rank", None, "value.rank: expected int, got None"),
+        (Consumed(1, 2), "rank", 1.0, "expected int, got 1.0"),
+        (STATE, "cursors", [[1]], "value.cursors: expected ndarray, got list"),
+        (STATE, "owed", (1, "2"), "value.owed: expected tuple[int, ...], got tuple"),
+        (STATE, "owed", [1, 2], "expected tuple[int, ...], got list"),
+        (STATE, "owed", (1, 2.5), "expected tuple[int, ...]"),
+        (STATE, "active", (1, 0), "expected tuple[bool, ...]"),
+        (STATE, "events", (Consumed(1, 2),), "value.events: expected tuple["),
+        (STATE, "counts", {"tokens": 3}, "value.counts: expected "),
+        (STATE, "counts", {3: np.arange(3)}, "value.counts: expected "),
+        (STATE, "ahead", (3,), "value.ahead: expected "),
+        (STATE, "weights", ("x",), "value.weights: expected tuple[float, ...]"),
+        (STATE, "schedule", 3, "value.schedule: expected "),
         (
             BlockReady(SampleBlock.nothing(0), 1, 2),
             "seconds",
             True,
-            "value.seconds: wanted float, found True",
+            "value.seconds: expected float, got True",
         ),
-        (Announce(0, 0, 0, 0, None), "error", "no", "value.error: wanted "),
-        (Announce(0, 0, 0, 0, None), "found", Consumed(1, 2), "value.found: wanted "),
+        (Announce(0, 0, 0, 0, None), "error", "no", "value.error: expected "),
+        (Announce(0, 0, 0, 0, None), "found", Consumed(1, 2), "value.found: expected "),
     ],
 )
 def test_a_field_of_the_wrong_type_is_refused_where_it_arrives(
@@ -376,15 +376,15 @@ def test_a_record_with_other_fields_or_an_unknown_name_is_refused():
     for fields in ([layout, 1], [layout, 1, 2, 3], [layout + 1, 1, 2], [layout], [], ["x", 1, 2]):
         with pytest.raises(
             FrameError,
-            match="wanted a Consumed of rank, step, found one with other fields; both sides "
+            match="expected a Consumed of rank, step, got one with other fields; both sides "
             "must run the same version",
         ):
             decode(tree([8, "Consumed", *fields]), [])
     with pytest.raises(
-        FrameError, match="wanted a known record, found 'Consumd'; did you mean 'Consumed'"
+        FrameError, match="expected a known record, got 'Consumd'; did you mean 'Consumed'"
     ):
         decode(tree([8, "Consumd", 0]), [])
-    with pytest.raises(FrameError, match="wanted a known record, found 7"):
+    with pytest.raises(FrameError, match="expected a known record, got 7"):
         decode(tree([8, 7]), [])
 
 
@@ -392,7 +392,7 @@ def test_a_record_that_its_own_class_refuses_is_refused():
     header, columns = encode(ClientPlaceTree(dp=77))
     with pytest.raises(
         FrameError,
-        match=r"wanted a ClientPlaceTree that can be, found JobError: place.dp: wanted a whole "
+        match=r"expected a ClientPlaceTree that can be, got JobError: place.dp: expected a whole "
         r"number",
     ):
         decode(header.replace(b"\x4d", b"\x00"), columns)
@@ -448,7 +448,7 @@ def test_a_record_of_yours_travels_once_it_is_made_known():
         with pytest.raises(TypeError, match="a record Parcel is known already"):
             register(other)
         for no_record in (int, dataclass(type("Loose", (), {})), type("Plain", (), {})):
-            with pytest.raises(TypeError, match="register: wanted a frozen dataclass"):
+            with pytest.raises(TypeError, match="register: expected a frozen dataclass"):
                 register(no_record)
     finally:
         for name in ("Nothing", "Parcel", "Pair"):
@@ -544,7 +544,7 @@ def test_a_header_that_lies_is_refused(lie: Any):
 )
 def test_a_header_that_is_no_messagepack_is_refused_without_believing_its_lengths(header: bytes):
     tracemalloc.start()
-    with pytest.raises(FrameError, match="wanted a header in MessagePack"):
+    with pytest.raises(FrameError, match="expected a header in MessagePack"):
         decode(header, [])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -120,7 +120,7 @@ def test_an_error_that_cannot_be_is_refused(lie: list[Any]):
 
 def test_an_error_that_is_not_known_is_not_looked_for():
     with pytest.raises(
-        FrameError, match="wanted a known exception with its arguments and notes, found 'system'"
+        FrameError, match="expected a known exception with its arguments and notes, got 'system'"
     ):
         decode(tree([9, "system", [1, "ls"], []]), [])
 

@@ -132,7 +132,7 @@ def test_a_registered_cost_is_known_by_its_name() -> None:
     assert cost.named("test_rows")({"tokens": [5, 6]}).tolist() == [1.0, 1.0]
     with pytest.raises(PlanError, match="'llama_12b' is built in"):
         ov.register_cost("llama_12b", cost.tokens)
-    with pytest.raises(PlanError, match="wanted a name and a function"):
+    with pytest.raises(PlanError, match="expected a name and a function"):
         ov.register_cost("test_none", None)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="unknown cost 'tokenz'; did you mean 'tokens'"):
         cost.named("tokenz")
@@ -218,7 +218,7 @@ def test_a_fit_has_no_negative_coefficients() -> None:
             "cannot be told apart.*different tokens",
         ),
         (BATCHES, SECONDS[:-1], "15 microbatches and 14 times"),
-        (BATCHES, [0.0, *SECONDS[1:]], "wanted seconds above 0"),
+        (BATCHES, [0.0, *SECONDS[1:]], "expected seconds above 0"),
         ([[], *BATCHES[1:]], SECONDS, "no documents"),
     ],
 )

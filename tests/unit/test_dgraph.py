@@ -281,7 +281,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 def test_a_cost_function_is_checked() -> None:
     graph = DGraph.from_buffer(drawn(web={"tokens": [8, 4]}), TREE).mix()
-    with pytest.raises(PlanError, match="wanted 2 numbers"):
+    with pytest.raises(PlanError, match="expected 2 numbers"):
         graph.cost(lambda columns: np.ones(3))
     with pytest.raises(PlanError, match="negative, infinite"):
         graph.cost(lambda columns: -columns["tokens"])
@@ -336,7 +336,7 @@ def test_memory_is_bounded_beside_the_tokens_and_checked_by_the_plan() -> None:
         held.balance()
     with pytest.raises(PlanError, match=r"cost.memory=. was not given"):
         graph.cost(cost.tokens).balance(memory_capacity=4)
-    with pytest.raises(PlanError, match="wanted a number above 0"):
+    with pytest.raises(PlanError, match="expected a number above 0"):
         held.balance(memory_capacity=0)
     assert held.select("tokens").memory is None
 
@@ -415,5 +415,5 @@ def test_constant_schedule() -> None:
     assert schedule.by_source({"code": 1}, ["web", "code"]) == [0.0, 1.0]
     with pytest.raises(JobError, match="all weights are zero"):
         schedule.constant({"web": 0})
-    with pytest.raises(JobError, match="wanted 2 weights"):
+    with pytest.raises(JobError, match="expected 2 weights"):
         schedule.by_source([1], ["web", "code"])

@@ -36,7 +36,7 @@ def test_every_mistake_is_told_at_once():
     assert len(caught.value.problems) == 4
     assert "did you mean 'kill'" in str(caught.value)
     assert "did you mean 'loader-host'" in str(caught.value)
-    assert "wanted HOW:WHOM@STEP" in str(caught.value)
+    assert "expected HOW:WHOM@STEP" in str(caught.value)
 
 
 def test_what_a_fault_cannot_do_is_refused_and_not_left_out():
@@ -45,7 +45,7 @@ def test_what_a_fault_cannot_do_is_refused_and_not_left_out():
             "kill:planner@3%0,kill:all*2@3,kill:planner*2@1,kill:loader-host/0*3@1,stop:constructor-host*2@1%1"
         )
     assert len(caught.value.problems) == 4
-    assert "'kill:planner@3%0': wanted at least one step between two strikes, found %0" in str(
+    assert "'kill:planner@3%0': expected at least one step between two strikes, got %0" in str(
         caught.value
     )
     assert (
@@ -97,7 +97,7 @@ def test_a_part_is_mended_when_another_process_is_there_and_its_recovery_is_told
 
 
 def test_a_drill_of_nothing_is_refused():
-    with pytest.raises(JobError, match="wanted HOW:WHOM@STEP"):
+    with pytest.raises(JobError, match="expected HOW:WHOM@STEP"):
         parse_faults(" , ")
 
 

@@ -218,7 +218,7 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
             session.explain(7)
         with pytest.raises(PlanError, match="it is no step"):
             session.explain(-1)
-        with pytest.raises(PlanError, match=r"wanted a step's number or a SampleId, found 1\.5"):
+        with pytest.raises(PlanError, match=r"expected a step's number or a SampleId, got 1\.5"):
             session.explain(1.5)  # type: ignore[arg-type]
 
 
@@ -411,9 +411,9 @@ def test_a_row_that_a_filter_dropped_is_no_sample() -> None:
         ("web/e0/f7/r0", "source 'web' has files 0 to 1"),
         ("web/e3/f0/r0", "source 'web' has 1 epoch, counted from 0"),
         ("web/e0/f0/r30", "part-00000.parquet has no row 30"),
-        ("web/e0/f0", "wanted a sample id such as web/e0/f2/r17"),
-        ("web/e0/f0/r-1", "wanted a sample id such as"),
-        ("", "wanted a sample id such as"),
+        ("web/e0/f0", "expected a sample id such as web/e0/f2/r17"),
+        ("web/e0/f0/r-1", "expected a sample id such as"),
+        ("", "expected a sample id such as"),
     ],
 )
 def test_an_id_that_no_step_can_hold_is_refused(tmp_path: Path, sample: str, words: str) -> None:
@@ -512,7 +512,7 @@ def test_the_command_explains_a_step_and_a_sample(tmp_path: Path) -> None:
     [
         (("--step", "99"), 2, "the job has no such step: it ends after 10 steps"),
         (("--sample", "wb/e0/f0/r0"), 2, "did you mean 'web'"),
-        (("--sample", "web"), 2, "wanted a sample id such as"),
+        (("--sample", "web"), 2, "expected a sample id such as"),
         ((), 2, "either --step K or --sample ID"),
         (("--step", "1", "--sample", "web/e0/f0/r0"), 2, "either --step K or --sample ID"),
     ],

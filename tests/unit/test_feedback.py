@@ -339,7 +339,7 @@ def test_which_mixtures_take_feedback() -> None:
 
 
 def test_a_lag_too_short_for_the_prefetch_is_refused_where_there_is_feedback() -> None:
-    with pytest.raises(JobError, match=r"feedback_lag: wanted at least prefetch \+ 2 = 6, found 5"):
+    with pytest.raises(JobError, match=r"feedback_lag: expected at least prefetch \+ 2 = 6, got 5"):
         ov.launch(job(Listener([]), feedback_lag=5))
     for mixture in (None, {"a": 1.0}, ov.schedule.linear({"a": 1.0}, {"b": 1.0}, steps=9)):
         launch(job(mixture, feedback_lag=1), prefetch=7).close()
@@ -351,7 +351,7 @@ def test_a_lag_too_short_for_the_prefetch_is_refused_where_there_is_feedback() -
 @pytest.mark.parametrize(
     ("metrics", "problem"),
     [
-        ({"loss/a": 1e200}, "loss/a: wanted a finite number .at most 1e\\+100"),
+        ({"loss/a": 1e200}, "loss/a: expected a finite number .at most 1e\\+100"),
         ({"loss/a": 10**400}, "finite"),
         ({"loss/a": "2.3"}, "found '2.3'"),
         ({"loss/a": True}, "found True"),
@@ -363,9 +363,9 @@ def test_a_lag_too_short_for_the_prefetch_is_refused_where_there_is_feedback() -
         ({3: 1.0}, "metric name of 1 to 200 characters, found 3"),
         ({"x" * 201: 1.0}, "metric name"),
         ({f"m{k}": 1.0 for k in range(5000)}, "at most 4096 metrics, found 5000"),
-        ({"tokens/a": -1.0}, "tokens/a: wanted a number of tokens"),
-        ([("loss/a", 1.0)], "wanted a mapping of metric name to number"),
-        (2.31, "wanted a mapping"),
+        ({"tokens/a": -1.0}, "tokens/a: expected a number of tokens"),
+        ([("loss/a", 1.0)], "expected a mapping of metric name to number"),
+        (2.31, "expected a mapping"),
     ],
 )
 def test_what_is_no_report_is_told_to_the_caller_and_changes_nothing(

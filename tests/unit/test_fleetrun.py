@@ -125,7 +125,7 @@ def test_loader_hosts_are_as_many_as_reading_takes(job: ov.Job) -> None:
     )
     assert (few, fleet_of(job, asked, 64, LIKELY, True).batch) == (1, 16 * 32 // 2)
     assert many == 46  # 256 samples of a second, with 8 threads that are 0.7 busy
-    with pytest.raises(JobError, match="wanted a multiple of tp x cp x pp = 2, found 63"):
+    with pytest.raises(JobError, match="expected a multiple of tp x cp x pp = 2, got 63"):
         fleet_of(job, asked, 63, LIKELY, True)
 
 
@@ -178,7 +178,7 @@ def test_the_command_shows_and_writes_what_it_found(
     assert "fetch ms" in done.output
     wrong = CliRunner().invoke(cli, ["simulate", str(tmp_path / "job.yaml"), "--gpus", "many"])
     assert wrong.exit_code == 2
-    assert "wanted whole numbers above 0" in wrong.output
+    assert "expected whole numbers above 0" in wrong.output
 
 
 def pictured(job: ov.Job, name: str) -> ov.Job:

@@ -97,7 +97,7 @@ def test_a_frame_may_come_in_any_buffer(make: Any):
 def test_another_version_is_refused_with_both_numbers():
     frame = joined(b"", [])
     with pytest.raises(
-        FrameError, match="wanted version 1, found version 7; both sides must run the same version"
+        FrameError, match="expected version 1, got version 7; both sides must run the same version"
     ):
         unpack(with_crc(frame[:4] + b"\7\0" + frame[6:]))
 
@@ -105,7 +105,7 @@ def test_another_version_is_refused_with_both_numbers():
 @pytest.mark.parametrize(
     ("at", "bytes_", "words"),
     [
-        (0, b"HTTP", "wanted a frame that starts with b'OVFR', found b'HTTP'"),
+        (0, b"HTTP", "expected a frame that starts with b'OVFR', got b'HTTP'"),
         (6, b"\1", "reserved"),
         (24, b"\1", "reserved"),
         (8, struct.pack("<I", MAX_COLUMNS + 1), "at most 65536 columns"),
@@ -114,10 +114,10 @@ def test_another_version_is_refused_with_both_numbers():
         (
             16,
             struct.pack("<Q", 10),
-            "wanted room for 1 columns and 2 bytes of header, found 10 bytes",
+            "expected room for 1 columns and 2 bytes of header, got 10 bytes",
         ),
-        (16, struct.pack("<Q", 128), "wanted 128 bytes, as the frame says, found 136"),
-        (28, b"????", "wanted checksum 3f3f3f3f"),
+        (16, struct.pack("<Q", 128), "expected 128 bytes, as the frame says, got 136"),
+        (28, b"????", "expected checksum 3f3f3f3f"),
         (120, b"?", "checksum"),
     ],
 )
@@ -195,7 +195,7 @@ def test_what_is_no_buffer_of_bytes_is_no_frame(buffer: Any):
     ],
 )
 def test_an_array_that_no_frame_can_carry_is_refused_by_its_number(column: np.ndarray):
-    with pytest.raises(FrameError, match="column 1: wanted an array"):
+    with pytest.raises(FrameError, match="column 1: expected an array"):
         pack(b"", [np.zeros(1), column])
 
 

@@ -144,8 +144,8 @@ def test_a_bucket_that_has_no_document_in_a_step_needs_no_payload() -> None:
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        ([2], "wanted 2 documents of loader-host/3, loader-host/7, found 3"),
-        ([5], "wanted 2 tokens of web/e0/f0/r0 from loader-host/3, found 5"),
+        ([2], "expected 2 documents of loader-host/3, loader-host/7, got 3"),
+        ([5], "expected 2 tokens of web/e0/f0/r0 from loader-host/3, got 5"),
     ],
     ids=["too many", "of another length"],
 )
@@ -244,7 +244,7 @@ def test_whatever_a_peer_sends_is_taken_as_documents_or_refused(
 
 def test_what_is_no_column_of_documents_is_refused() -> None:
     for tokens in (None, 3, "x", [1], np.zeros(3), Attach(1)):
-        with pytest.raises(OverlordError, match="wanted documents of whole numbers, found"):
+        with pytest.raises(OverlordError, match="expected documents of whole numbers, got"):
             check_payload(StepPayload(0, 3, tokens), 3)  # type: ignore[arg-type]
 
 
@@ -307,11 +307,11 @@ def test_images_of_several_hosts_are_one_column() -> None:
 @pytest.mark.parametrize(
     ("images", "words"),
     [
-        ((image(), None), "wanted 2 images of loader-host/3, loader-host/7, found 1"),
+        ((image(), None), "expected 2 images of loader-host/3, loader-host/7, got 1"),
         ((None, None), "found 0"),
         ((image(), image(magic=b"JUNK")), "what came as an image is none"),
         ((image(), np.zeros(7, np.uint8)), "shorter than its prefix"),
-        ((image(), image(patch=2)), "wanted images of 3 uint8 a patch, found 12 uint8"),
+        ((image(), image(patch=2)), "expected images of 3 uint8 a patch, got 12 uint8"),
     ],
 )
 def test_images_that_were_not_planned_end_the_job_in_words(images: Any, words: str) -> None:
@@ -381,5 +381,5 @@ def test_whatever_a_peer_sends_is_taken_as_images_or_refused(
 
 def test_what_is_no_column_of_images_is_refused() -> None:
     for items in (3, "x", [1], np.zeros(3, np.uint8), Attach(1), documents(3)):
-        with pytest.raises(OverlordError, match="wanted images as bytes, found"):
+        with pytest.raises(OverlordError, match="expected images as bytes, got"):
             check_payload(StepPayload(0, 3, documents(1), items=items), 3)  # type: ignore[arg-type]

@@ -290,7 +290,7 @@ def test_a_host_that_floods_us_keeps_out_no_other() -> None:
 
 @pytest.mark.parametrize("generation", [-1, 0.5, "0", None, True])
 def test_payload_of_no_generation_is_refused(generation: Any) -> None:
-    with pytest.raises(OverlordError, match="wanted a generation"):
+    with pytest.raises(OverlordError, match="expected a generation"):
         check_payload(StepPayload(0, 3, documents(2), generation), 3)
 
 

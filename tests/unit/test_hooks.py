@@ -156,10 +156,10 @@ def test_a_raw_function_may_say_slots_and_costs() -> None:
         (lambda p: None, "returned NoneType; return a mapping with bucket and microbatch"),
         (lambda p: {"bucket": p["bucket"]}, "returned keys bucket"),
         (lambda p: p | {"rank": p["bucket"]}, "known: bucket, microbatch, slot, cost"),
-        (lambda p: p | {"bucket": p["bucket"][:3]}, "wanted 8 whole numbers for bucket"),
+        (lambda p: p | {"bucket": p["bucket"][:3]}, "expected 8 whole numbers for bucket"),
         (
             lambda p: p | {"bucket": p["bucket"] * 0.5},
-            "wanted 8 whole numbers for bucket, found float64",
+            "expected 8 whole numbers for bucket, got float64",
         ),
         (lambda p: p | {"bucket": p["bucket"] + 1}, r"bucket is outside 0\.\.1"),
         (lambda p: p | {"microbatch": p["microbatch"] - 1}, "microbatch is outside"),
@@ -378,7 +378,7 @@ def test_chance_is_spread_and_differs_by_purpose_and_sample() -> None:
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
-        (lambda s: s.tokens.values, "wanted a Ragged of token ids, found ndarray"),
+        (lambda s: s.tokens.values, "expected a Ragged of token ids, got ndarray"),
         (lambda s: ov.Ragged(s.tokens.values / 2, s.tokens.offsets), "found Ragged of float64"),
         (
             lambda s: ov.Ragged(np.stack([s.tokens.values] * 2, 1), s.tokens.offsets),
@@ -386,9 +386,9 @@ def test_chance_is_spread_and_differs_by_purpose_and_sample() -> None:
         ),
         (
             lambda s: s.tokens.slice(0, len(s) - 1),
-            "wanted 4 rows of the lengths it was given, found 3 rows",
+            "expected 4 rows of the lengths it was given, got 3 rows",
         ),
-        (lambda s: ov.Ragged(s.tokens.values, s.tokens.offsets + 1), "wanted 4 rows"),
+        (lambda s: ov.Ragged(s.tokens.values, s.tokens.offsets + 1), "expected 4 rows"),
         (lambda s: ov.Ragged(s.tokens.values.astype(int) - 2000, s.tokens.offsets), "below 0"),
         (lambda s: ov.Ragged(s.tokens.values.astype(int) + 2**31, s.tokens.offsets), "above"),
         (lambda s: s.pixels, r"loader_do_plan\(<lambda>\) raised AttributeError"),
@@ -508,10 +508,10 @@ def without(key: str) -> Callable[[ov.Assembly], Any]:
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
-        (lambda a: a.default()[:1], "wanted a list of 2 microbatches, found 1 of them"),
+        (lambda a: a.default()[:1], "expected a list of 2 microbatches, got 1 of them"),
         (lambda a: None, "found NoneType"),
-        (lambda a: [1, 2], "wanted a mapping, found int"),
-        (changed("tokens", lambda t: t.astype(np.int32)), "wanted int64 for 'tokens', found int32"),
+        (lambda a: [1, 2], "expected a mapping, got int"),
+        (changed("tokens", lambda t: t.astype(np.int32)), "expected int64 for 'tokens', got int32"),
         (changed("loss_mask", lambda t: t[:-1]), "differ in shape"),
         (changed("cu_seqlens_padded", lambda t: t[:-1]), "cu_seqlens_padded does not cut"),
         (changed("cu_seqlens_padded", lambda t: t + np.int32(1)), "cu_seqlens_padded does not cut"),
@@ -525,11 +525,11 @@ def without(key: str) -> Callable[[ov.Assembly], Any]:
         ),
         (
             changed("max_seqlen", lambda t: t[None]),
-            r"wanted one number for 'max_seqlen', found shape \(1,\)",
+            r"expected one number for 'max_seqlen', got shape \(1,\)",
         ),
         (
             changed("note", lambda t: "hello"),
-            "wanted a numpy array of numbers for 'note', found str",
+            "expected a numpy array of numbers for 'note', got str",
         ),
         (changed("note", lambda t: np.array([{}])), "found object"),
         (changed("tokens", lambda t: t.sort()), "raised ValueError: .*read-only"),
@@ -576,15 +576,15 @@ def test_a_state_remembers_the_hooks() -> None:
 def test_what_is_no_hook_is_refused() -> None:
     with pytest.raises(
         ov.JobError,
-        match=r"hooks\[0\]: wanted ov.loader_do_plan\(fn\) or ov.constructor_do_plan\(fn\), found add_one",
+        match=r"hooks\[0\]: expected ov.loader_do_plan\(fn\) or ov.constructor_do_plan\(fn\), got add_one",
     ):
         job(hooks=[add_one])
     with pytest.raises(ov.JobError, match=r"found plan_raw\(by_row\) \(it goes in as strategy=\)"):
         job(hooks=[ov.plan_raw(by_row)])
-    with pytest.raises(ov.JobError, match="hooks: wanted a list"):
+    with pytest.raises(ov.JobError, match="hooks: expected a list"):
         job(hooks="add_one")
     for make in (ov.plan_raw, ov.loader_do_plan, ov.constructor_do_plan):
-        with pytest.raises(ov.JobError, match="wanted a function, found 3"):
+        with pytest.raises(ov.JobError, match="expected a function, got 3"):
             make(3)  # type: ignore[arg-type]
 
 

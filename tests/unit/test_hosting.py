@@ -291,7 +291,7 @@ def _same(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_wrong_numbers_are_named() -> None:
-    with pytest.raises(ValueError, match="cores: wanted at least 1, found 0"):
+    with pytest.raises(ValueError, match="cores: expected at least 1, got 0"):
         plan_hosts(equal(2), cores=0)
     with pytest.raises(ValueError, match="web: share, cost"):
         load("web", float("nan"))

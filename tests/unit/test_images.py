@@ -200,7 +200,7 @@ def test_a_path_alone_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        (["a.jpg"], "column 'images' holds text, and images are wanted as bytes"),
+        (["a.jpg"], "column 'images' holds text, and images are expected as bytes"),
         ([[["x"]]], "binary, struct<bytes, path>, or lists"),
         ([1], "column 'images' has the type int64"),
         ([{"path": "x"}], "a struct of images wants a field 'bytes'"),
@@ -516,32 +516,35 @@ def test_where_pixels_are_made_is_no_part_of_the_fingerprint_and_all_else_is() -
 def test_deferring_images_says_that_the_constructor_makes_their_pixels() -> None:
     late = ov.Source("web", "x", transforms=[Tokens()], deferred=[SPEC])
     assert late == ov.Source("web", "x", transforms=[Tokens(), replace(SPEC, place="constructor")])
-    with pytest.raises(JobError, match=r"deferred\[0\]: wanted ov.Images\(...\), found Tokens"):
+    with pytest.raises(JobError, match=r"deferred\[0\]: expected ov.Images\(...\), got Tokens"):
         ov.Source("web", "x", deferred=[Tokens()])
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"placeholder": -1}, "placeholder: wanted a whole number"),
+        ({"placeholder": -1}, "placeholder: expected a whole number"),
         ({"patch": 0}, "patch: wanted"),
         ({"merge": True}, "merge: wanted"),
-        ({"column": ()}, "column: wanted a name or several"),
+        ({"column": ()}, "column: expected a name or several"),
         ({"column": ("a", "a")}, "column: wanted"),
-        ({"column": ("a", 3)}, "column[1]: wanted a name"),
-        ({"size": (28, 30)}, "size: wanted (height, width), both multiples of patch * merge = 28"),
+        ({"column": ("a", 3)}, "column[1]: expected a name"),
+        (
+            {"size": (28, 30)},
+            "size: expected (height, width), both multiples of patch * merge = 28",
+        ),
         ({"size": 28}, "size: wanted"),
         ({"size": (28 * 2**9, 28 * 2**8)}, "size: (14336, 7168) makes more than 65536 tokens"),
-        ({"max_pixels": 100}, "max_pixels: wanted at least min_pixels"),
+        ({"max_pixels": 100}, "max_pixels: expected at least min_pixels"),
         ({"max_pixels": 2**40}, "make more than 65536 tokens"),
-        ({"at": "middle"}, "at: wanted one of start, marker, end"),
+        ({"at": "middle"}, "at: expected one of start, marker, end"),
         ({"marker": 3}, 'marker: goes with at="marker" only'),
-        ({"mean": (1, 2)}, "mean: wanted three numbers"),
-        ({"std": (0, 1, 1)}, "std: wanted three numbers above 0"),
-        ({"dtype": "int8"}, "dtype: wanted one of uint8, float16, float32"),
-        ({"crop": "centre"}, "crop: wanted one of None, random"),
-        ({"flip": 1}, "flip: wanted True or False"),
-        ({"place": "here"}, "place: wanted one of auto"),
+        ({"mean": (1, 2)}, "mean: expected three numbers"),
+        ({"std": (0, 1, 1)}, "std: expected three numbers above 0"),
+        ({"dtype": "int8"}, "dtype: expected one of uint8, float16, float32"),
+        ({"crop": "centre"}, "crop: expected one of None, random"),
+        ({"flip": 1}, "flip: expected True or False"),
+        ({"place": "here"}, "place: expected one of auto"),
         ({"animated": "all"}, "animated: wanted"),
         ({"max_aspect": 0}, "max_aspect: wanted"),
         ({"max_images": 0}, "max_images: wanted"),

@@ -60,30 +60,30 @@ def test_a_source_is_the_same_however_its_paths_were_given():
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"name": ""}, "wanted a name without '/', found ''"),
-        ({"name": "a/b"}, "wanted a name without '/'"),
-        ({"name": 3}, "wanted a name without '/', found 3"),
-        ({"uri": ""}, "uri: wanted files, a dataset or a factory"),
-        ({"uri": None}, "uri: wanted files, a dataset or a factory"),
-        ({"uri": 5}, "uri: wanted files, a dataset or a factory, found 5"),
-        ({"uri": {"a": 1}}, "uri: wanted files, a dataset or a factory"),
-        ({"uri": Rows}, "uri: wanted files, a dataset or a factory"),
+        ({"name": ""}, "expected a name without '/', got ''"),
+        ({"name": "a/b"}, "expected a name without '/'"),
+        ({"name": 3}, "expected a name without '/', got 3"),
+        ({"uri": ""}, "uri: expected files, a dataset or a factory"),
+        ({"uri": None}, "uri: expected files, a dataset or a factory"),
+        ({"uri": 5}, "uri: expected files, a dataset or a factory, got 5"),
+        ({"uri": {"a": 1}}, "uri: expected files, a dataset or a factory"),
+        ({"uri": Rows}, "uri: expected files, a dataset or a factory"),
         ({"uri": []}, "the list of files is empty"),
         ({"uri": ["a", "b", "a"]}, "a is listed twice"),
         ({"uri": ["a", Path("a")]}, "a is listed twice"),
-        ({"uri": [{"text": "x"}]}, "wanted a list of paths"),
-        ({"weight": float("nan")}, "weight: wanted a finite number of at least 0, found nan"),
-        ({"weight": float("inf")}, "weight: wanted a finite number of at least 0, found inf"),
-        ({"weight": -0.5}, "weight: wanted a finite number of at least 0, found -0.5"),
-        ({"weight": "1"}, "weight: wanted a finite number of at least 0, found '1'"),
-        ({"weight": True}, "weight: wanted a finite number"),
-        ({"epochs": 0}, "epochs: wanted a whole number of at least 1, or None"),
-        ({"epochs": 1.5}, "epochs: wanted a whole number of at least 1, or None"),
-        ({"shuffle": 1}, "shuffle: wanted true or false"),
-        ({"max_bad": 0}, "max_bad: wanted a whole number of at least 1"),
-        ({"max_sample_bytes": -1}, "max_sample_bytes: wanted a whole number of at least 1"),
-        ({"format": 7}, "format: wanted the name of a format, found 7"),
-        ({"transforms": "tokens"}, "transforms: wanted a list, found str"),
+        ({"uri": [{"text": "x"}]}, "expected a list of paths"),
+        ({"weight": float("nan")}, "weight: expected a finite number of at least 0, got nan"),
+        ({"weight": float("inf")}, "weight: expected a finite number of at least 0, got inf"),
+        ({"weight": -0.5}, "weight: expected a finite number of at least 0, got -0.5"),
+        ({"weight": "1"}, "weight: expected a finite number of at least 0, got '1'"),
+        ({"weight": True}, "weight: expected a finite number"),
+        ({"epochs": 0}, "epochs: expected a whole number of at least 1, or None"),
+        ({"epochs": 1.5}, "epochs: expected a whole number of at least 1, or None"),
+        ({"shuffle": 1}, "shuffle: expected true or false"),
+        ({"max_bad": 0}, "max_bad: expected a whole number of at least 1"),
+        ({"max_sample_bytes": -1}, "max_sample_bytes: expected a whole number of at least 1"),
+        ({"format": 7}, "format: expected the name of a format, got 7"),
+        ({"transforms": "tokens"}, "transforms: expected a list, got str"),
         ({"transforms": [len]}, "transforms[0]: <built-in function len> is no transform"),
         ({"transforms": [Tokens(), Tokens]}, "transforms[1]: <class"),
     ],
@@ -108,35 +108,35 @@ def test_many_files_are_checked_in_no_time():
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({}, "wanted exactly one of samples= and tokens="),
-        ({"samples": 1, "tokens": 1}, "wanted exactly one of samples= and tokens="),
-        ({"samples": 0}, "batch.samples: wanted a whole number of at least 1, found 0"),
-        ({"tokens": 1.5}, "batch.tokens: wanted a whole number"),
-        ({"samples": 1, "context": 0}, "batch.context: wanted a whole number of at least 1"),
+        ({}, "expected exactly one of samples= and tokens="),
+        ({"samples": 1, "tokens": 1}, "expected exactly one of samples= and tokens="),
+        ({"samples": 0}, "batch.samples: expected a whole number of at least 1, got 0"),
+        ({"tokens": 1.5}, "batch.tokens: expected a whole number"),
+        ({"samples": 1, "context": 0}, "batch.context: expected a whole number of at least 1"),
         (
             {"samples": 1, "microbatches": True},
-            "batch.microbatches: wanted a whole number of at least 1, found True",
+            "batch.microbatches: expected a whole number of at least 1, got True",
         ),
-        ({"samples": 1, "pad_id": -1}, "batch.pad_id: wanted a whole number of at least 0"),
+        ({"samples": 1, "pad_id": -1}, "batch.pad_id: expected a whole number of at least 0"),
         (
             {"samples": 1, "layout": "square"},
-            "batch.layout: wanted one of packed, padded, found 'square'",
+            "batch.layout: expected one of packed, padded, got 'square'",
         ),
         (
             {"samples": 1, "cp_split": "ring"},
-            "batch.cp_split: wanted one of zigzag, zigzag_whole, contiguous, none, found 'ring'",
+            "batch.cp_split: expected one of zigzag, zigzag_whole, contiguous, none, got 'ring'",
         ),
         (
             {"samples": 1, "sequence_parallel": 2},
-            "batch.sequence_parallel: wanted true or false, found 2",
+            "batch.sequence_parallel: expected true or false, got 2",
         ),
         (
             {"samples": 1, "labels": None},
-            "batch.labels: wanted one of shifted, unshifted, found None",
+            "batch.labels: expected one of shifted, unshifted, got None",
         ),
         (
             {"samples": 1, "context": 10, "pad_multiple": 4},
-            "batch.context: wanted a multiple of pad_multiple=4, found 10",
+            "batch.context: expected a multiple of pad_multiple=4, got 10",
         ),
     ],
 )
@@ -148,9 +148,9 @@ def test_a_batch_that_cannot_be_made_is_refused(fields: dict[str, Any], problem:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"dp": 0}, "place.dp: wanted a whole number of at least 1, found 0"),
+        ({"dp": 0}, "place.dp: expected a whole number of at least 1, got 0"),
         ({"tp": 2.0}, "place.tp"),
-        ({"order": ("dp", "tp")}, "place.order: wanted each of pp, dp, cp, tp once"),
+        ({"order": ("dp", "tp")}, "place.order: expected each of pp, dp, cp, tp once"),
         ({"order": 5}, "place.order"),
         ({"order": [1, "dp", None, "tp"]}, "place.order"),
     ],
@@ -163,10 +163,10 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"name": ""}, "name: wanted a name"),
-        ({"sources": []}, "sources: wanted at least one Source"),
-        ({"sources": None}, "sources: wanted at least one Source"),
-        ({"sources": ["web"]}, "sources[0]: wanted a Source, found 'web'"),
+        ({"name": ""}, "name: expected a name"),
+        ({"sources": []}, "sources: expected at least one Source"),
+        ({"sources": None}, "sources: expected at least one Source"),
+        ({"sources": ["web"]}, "sources[0]: expected a Source, got 'web'"),
         (
             {"sources": [Source("a", "x"), Source("b", "y"), Source("a", "z")]},
             "sources: the name 'a' is used twice",
@@ -175,47 +175,47 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
             {"sources": [Source("a", "x", weight=0), Source("b", "y", weight=0.0)]},
             "sources: all weights are zero",
         ),
-        ({"batch": None}, "batch: wanted a Batch"),
-        ({"place": {"dp": 2}}, "place: wanted a ClientPlaceTree"),
+        ({"batch": None}, "batch: expected a Batch"),
+        ({"place": {"dp": 2}}, "place: expected a ClientPlaceTree"),
         ({"mixture": {"wbe": 1}}, "mixture: unknown source 'wbe'; did you mean 'web'?"),
         (
             {"mixture": {"web": float("nan")}},
             "mixture: the weight of 'web' must be a finite number",
         ),
         ({"mixture": {"web": 0}}, "mixture: all weights are zero"),
-        ({"mixture": 0.7}, "mixture: wanted a mapping of weights or a schedule"),
-        ({"strategy": 3}, "strategy: wanted a name or a function, found 3"),
+        ({"mixture": 0.7}, "mixture: expected a mapping of weights or a schedule"),
+        ({"strategy": 3}, "strategy: expected a name or a function, got 3"),
         (
             {"strategy": "llm_balanc"},
             "strategy: unknown strategy 'llm_balanc'; did you mean 'llm_balance'?",
         ),
-        ({"seed": -1}, "seed: wanted a whole number of at least 0"),
-        ({"seed": 1.0}, "seed: wanted a whole number of at least 0"),
-        ({"slice_rows": 0}, "slice_rows: wanted a whole number of at least 1"),
-        ({"chunk_bytes": "8M"}, "chunk_bytes: wanted a whole number of at least 1"),
-        ({"until": "last"}, 'until: wanted "all", "first" or a number of steps'),
+        ({"seed": -1}, "seed: expected a whole number of at least 0"),
+        ({"seed": 1.0}, "seed: expected a whole number of at least 0"),
+        ({"slice_rows": 0}, "slice_rows: expected a whole number of at least 1"),
+        ({"chunk_bytes": "8M"}, "chunk_bytes: expected a whole number of at least 1"),
+        ({"until": "last"}, 'until: expected "all", "first" or a number of steps'),
         ({"until": 0}, "until: wanted"),
         ({"until": True}, "until: wanted"),
-        ({"draw": "fair"}, "draw: wanted one of exact, random, found 'fair'"),
+        ({"draw": "fair"}, "draw: expected one of exact, random, got 'fair'"),
         ({"draw": "random", "batch": Batch(tokens=8, context=8)}, 'draw: "random" draws samples'),
-        ({"mix_every": "hour"}, "mix_every: wanted one of step, microbatch, epoch"),
-        ({"sync": "iteration"}, "sync: wanted one of microbatch, step, found 'iteration'"),
+        ({"mix_every": "hour"}, "mix_every: expected one of step, microbatch, epoch"),
+        ({"sync": "iteration"}, "sync: expected one of microbatch, step, got 'iteration'"),
         (
             {"on_long": "dropp"},
-            "on_long: wanted one of split, truncate, quarantine, drop, found 'dropp'",
+            "on_long: expected one of split, truncate, quarantine, drop, got 'dropp'",
         ),
-        ({"look_ahead": 0}, "look_ahead: wanted a whole number of at least 1"),
+        ({"look_ahead": 0}, "look_ahead: expected a whole number of at least 1"),
         (
             {"look_ahead": 2, "batch": Batch(tokens=8, context=8)},
             "look_ahead: 2 goes with a batch in samples only",
         ),
-        ({"overflow": "drop"}, "overflow: wanted one of grow, defer, found 'drop'"),
+        ({"overflow": "drop"}, "overflow: expected one of grow, defer, got 'drop'"),
         (
             {"overflow": "defer", "batch": Batch(tokens=8, context=8)},
             'overflow: "defer" goes with a batch in samples only',
         ),
         ({"overflow": "defer", "look_ahead": 2}, 'overflow: "defer" goes with look_ahead=1'),
-        ({"journal": ""}, "journal: wanted a directory or a store's URI, found ''"),
+        ({"journal": ""}, "journal: expected a directory or a store's URI, got ''"),
         ({"journal": "s3://key:secret@bucket/runs"}, "journal: s3://"),
     ],
 )
@@ -226,7 +226,7 @@ def test_a_job_that_cannot_run_is_refused(fields: dict[str, Any], problem: str):
 
 def test_the_context_is_a_multiple_of_what_context_parallelism_cuts():
     found = problems(lambda: job(place=ClientPlaceTree(cp=3), batch=Batch(samples=1, context=16)))
-    assert found == ["batch.context: wanted a multiple of 6 (pad_multiple, cp), found 16"]
+    assert found == ["batch.context: expected a multiple of 6 (pad_multiple, cp), got 16"]
     found = problems(
         lambda: job(
             place=ClientPlaceTree(cp=2, tp=3),
@@ -234,8 +234,8 @@ def test_the_context_is_a_multiple_of_what_context_parallelism_cuts():
         )
     )
     assert found == [
-        "batch.context: wanted a multiple of 12 (pad_multiple, cp, tp for "
-        "sequence_parallel), found 16"
+        "batch.context: expected a multiple of 12 (pad_multiple, cp, tp for "
+        "sequence_parallel), got 16"
     ]
 
 

@@ -157,28 +157,28 @@ seed: 1.5
     )
     assert sorted(found) == sorted(
         [
-            "name: wanted a name, found ''",
+            "name: expected a name, got ''",
             "sources[0].weigth: unknown; did you mean 'weight'?",
             "sources[0].transforms[0].tokenise: unknown; did you mean 'tokenize'?",
             "sources[0].transforms[1].tokenize.tokenizer: missing",
-            "sources[0].transforms[1].tokenize.text: wanted a name, found 5",
-            "sources[0].transforms[2].select.columns: wanted at least one",
-            "sources[1].uri: wanted a path or a list of paths, found 7",
-            "sources[1].weight: wanted a finite number of at least 0, found -1",
-            "sources[2].transforms: wanted a list, found 'tokens'",
-            "sources[2].weight: wanted a finite number of at least 0, found nan",
-            "sources[2].epochs: wanted a whole number of at least 1, or None for ever, found 0",
-            "sources[3]: wanted a mapping, found 12",
+            "sources[0].transforms[1].tokenize.text: expected a name, got 5",
+            "sources[0].transforms[2].select.columns: expected at least one",
+            "sources[1].uri: expected a path or a list of paths, got 7",
+            "sources[1].weight: expected a finite number of at least 0, got -1",
+            "sources[2].transforms: expected a list, got 'tokens'",
+            "sources[2].weight: expected a finite number of at least 0, got nan",
+            "sources[2].epochs: expected a whole number of at least 1, or None for ever, got 0",
+            "sources[3]: expected a mapping, got 12",
             "sources: the name 'b' is used twice",
             "batch.contxt: unknown; did you mean 'context'?",
-            "batch.samples: wanted a whole number of at least 1, found 0",
-            "batch.context: wanted a whole number of at least 1, found 0",
-            "place.dp: wanted a whole number of at least 1, found 0",
-            "place.order: wanted each of pp, dp, cp, tp once, found ['dp']",
+            "batch.samples: expected a whole number of at least 1, got 0",
+            "batch.context: expected a whole number of at least 1, got 0",
+            "place.dp: expected a whole number of at least 1, got 0",
+            "place.order: expected each of pp, dp, cp, tp once, got ['dp']",
             "mixture: unknown source 'q'; known: a, b, c, sources[3]",
-            "on_long: wanted one of split, truncate, quarantine, drop, found 'cut'",
+            "on_long: expected one of split, truncate, quarantine, drop, got 'cut'",
             "speed: unknown; did you mean 'seed'?",
-            "seed: wanted a whole number of at least 0, found 1.5",
+            "seed: expected a whole number of at least 0, got 1.5",
         ]
     )
 
@@ -195,7 +195,7 @@ def test_the_files_of_a_source_stand_under_uri(tmp_path: Path):
     assert problems(head % "path: /x", tmp_path) == ["sources.a.path: unknown; did you mean 'uri'?"]
     assert problems(head % "path: 7, weigth: 1", tmp_path) == [
         "sources.a.path: unknown; did you mean 'uri'?",
-        "sources.a.uri: wanted a path or a list of paths, found 7",
+        "sources.a.uri: expected a path or a list of paths, got 7",
         "sources.a.weigth: unknown; did you mean 'weight'?",
     ]
     assert problems(head % "path: /x, uri: /y", tmp_path) == [
@@ -219,25 +219,25 @@ def test_a_file_may_say_where_transforms_run_and_that_pixels_are_made_late(tmp_p
     assert read(write_job(late), tmp_path) == late
     (deferred,) = problems(head % "deferred: [tokens]", tmp_path)
     assert deferred.startswith(
-        "sources.a.deferred[0]: wanted ov.Images(...), found Tokens('tokens')"
+        "sources.a.deferred[0]: expected ov.Images(...), got Tokens('tokens')"
     )
     assert problems(head % "deferred: 3", tmp_path) == [
-        "sources.a.deferred: wanted a list, found 3"
+        "sources.a.deferred: expected a list, got 3"
     ]
     assert problems(head % "transforms: [{images: {patch: 0}}]", tmp_path) == [
         "sources.a.transforms[0].images.placeholder: missing",
-        "sources.a.transforms[0].images.patch: wanted a whole number from 1 to 512, found 0",
+        "sources.a.transforms[0].images.patch: expected a whole number from 1 to 512, got 0",
     ]
     assert problems(head % "workers: 4", tmp_path) == [
-        "sources.a.workers: wanted one of threads, processes, found 4"
+        "sources.a.workers: expected one of threads, processes, got 4"
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "wanted a mapping with name, sources and batch, found nothing"),
-        ("- 1", "wanted a mapping"),
+        ("", "expected a mapping with name, sources and batch, got nothing"),
+        ("- 1", "expected a mapping"),
         ("a: [", "is no YAML"),
         ("a: !!python/object/apply:os.getcwd []", "is no YAML: could not determine a constructor"),
         ("[" * 1500, "is no YAML"),
@@ -283,7 +283,7 @@ def test_functions_come_from_the_registry_only(tmp_path: Path):
         "module named by --import"
     ]
     assert problems(head % "{meta: {name: m, fn: clean, column: c}}", tmp_path) == [
-        "sources.a.transforms[0].meta: wanted exactly one of column and fn"
+        "sources.a.transforms[0].meta: expected exactly one of column and fn"
     ]
     assert problems(head % "{map: {fn: clean, rng: true}}", tmp_path) == [
         "sources.a.transforms[0].map.rng: a random Map works row by row; add rows=True"
@@ -297,7 +297,7 @@ def test_a_registered_name_keeps_its_function():
     assert register_function("clean", clean) is clean
     with pytest.raises(JobError, match=r"stands for .*clean already"):
         register_function("clean", random_row)
-    with pytest.raises(JobError, match="wanted a name and a function"):
+    with pytest.raises(JobError, match="expected a name and a function"):
         register_function("", clean)
 
 

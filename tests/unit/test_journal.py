@@ -115,7 +115,7 @@ def test_a_journal_of_another_job_is_refused_part_by_part(tmp_path):
     ("uri", "says"),
     [
         ("hdfs://host/x", "found hdfs://"),
-        ("ftp://x/y", "wanted a directory, or"),
+        ("ftp://x/y", "expected a directory, or"),
         ("s3://k:secretsecret@b/x", "from the environment"),
         ("s3://b/x?token=secretsecret", "from the environment"),
         ("file://otherhost/x", "a file of this machine"),
@@ -181,21 +181,21 @@ def test_a_segment_that_is_missing_renamed_or_of_another_journal_is_named(tmp_pa
     names = sorted(files)
     other = written([[plan(9, 300)] for k in range(4)], segment_bytes=300).files
     cases = {
-        r"000000000003.ovj: byte 0: wanted 000000000002.ovj before it, found no such segment": {
+        r"000000000003.ovj: byte 0: expected 000000000002.ovj before it, got no such segment": {
             n: files[n] for n in names if n != names[2]
         },
-        r"000000000001.ovj: byte 0: wanted 000000000000.ovj as the first segment": {
+        r"000000000001.ovj: byte 0: expected 000000000000.ovj as the first segment": {
             n: files[n] for n in names[1:]
         },
-        r"wanted segment 2, as its name says, found segment 1": {
+        r"expected segment 2, as its name says, got segment 1": {
             **files,
             names[2]: files[names[1]],
         },
-        r"wanted a segment of journal \w+ \(job 'demo'\), found one of": {
+        r"expected a segment of journal \w+ \(job 'demo'\), got one of": {
             **files,
             names[2]: other[names[2]],
         },
-        r"000000000001.ovj: byte \d+: wanted whole records up to byte \d+, as the next segment says": {
+        r"000000000001.ovj: byte \d+: expected whole records up to byte \d+, as the next segment says": {
             **files,
             names[1]: files[names[1]][:-1],
         },
@@ -230,7 +230,7 @@ def test_a_newer_format_is_told_from_damage():
     data[12:16] = struct.pack("<I", zlib.crc32(bytes(data[:12])))
     place.files[name] = bytes(data)
     with pytest.raises(
-        JournalError, match=r"wanted version 1, found version 9; it was written by another version"
+        JournalError, match=r"expected version 1, got version 9; it was written by another version"
     ):
         read_all(place)
 
@@ -249,7 +249,7 @@ def test_a_writer_learns_that_somebody_else_wrote_to_its_file(tmp_path):
         log.append([plan(0)])
         with (tmp_path / name_of(0)).open("ab") as file:
             file.write(b"x")
-        with pytest.raises(JournalError, match=r"wanted a file of \d+ bytes, found one of \d+"):
+        with pytest.raises(JournalError, match=r"expected a file of \d+ bytes, got one of \d+"):
             log.append([plan(1)])
         log.append([plan(1)])  # in a segment of its own, that leaves the other bytes out
     assert numbers(tmp_path) == [0, 1]
@@ -291,7 +291,7 @@ def test_a_record_from_the_same_place_of_another_journal_is_none():
         place = Memory()
         place.files = {name: data[:start] + other[start:end] + data[end:]}
         with pytest.raises(
-            JournalError, match=rf"byte {start}: wanted a record's head with checksum"
+            JournalError, match=rf"byte {start}: expected a record's head with checksum"
         ):
             read_all(place)
 

@@ -98,7 +98,7 @@ def test_a_record_that_this_version_cannot_decode_is_a_fault_of_verify(tmp_path)
 
 def test_where_there_is_no_journal_the_command_says_so(tmp_path):
     found = overlord("journal", "verify", tmp_path / "nowhere")
-    assert (found.exit_code, "wanted a journal, found no segment" in found.stderr) == (2, True)
+    assert (found.exit_code, "expected a journal, got no segment" in found.stderr) == (2, True)
 
 
 # what a job wrote
@@ -147,7 +147,7 @@ def test_verify_goes_through_the_steps_of_a_job(written):
     found = overlord("journal", "verify", written)
     assert found.exit_code == 1
     assert re.search(
-        r"wanted a plan of step 99, found what cannot be one: ValueError: wanted the plan of step \d",
+        r"expected a plan of step 99, got what cannot be one: ValueError: expected the plan of step \d",
         " ".join(found.stderr.split()),
     )
 

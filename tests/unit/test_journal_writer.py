@@ -76,7 +76,7 @@ def test_whatever_is_raised_while_it_writes_is_told_to_all_who_wait(
         assert not beside or told.once()
         monkeypatch.setattr(log, "pack", _no_memory)
         says = (
-            rf"journal {tmp_path}: wanted an append, found MemoryError: no room for 3 GiB; "
+            rf"journal {tmp_path}: expected an append, got MemoryError: no room for 3 GiB; "
             r".*acknowledged is kept: mend that, and resume"
         )
         with pytest.raises(JournalError, match=says):
@@ -155,7 +155,7 @@ def test_a_removal_that_is_refused_is_told_once_and_tried_again_and_nothing_is_l
         assert (writer.failed, segments(tmp_path)) == (None, 4)
         (warned,) = [r.getMessage() for r in caplog.records if r.name == "overlord"]
         assert warned == (
-            f"journal {tmp_path}/000000000000.ovj: 1 segments that are not wanted any "
+            f"journal {tmp_path}/000000000000.ovj: 1 segments that are not expected any "
             "more stay: could not be removed: Operation not "
             "permitted (EPERM); let the job remove them (in a store: DeleteObject). "
             "It goes on, the journal grows, and the next pruning tries again"

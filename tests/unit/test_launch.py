@@ -60,21 +60,21 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
     [
         (
             {"partition": "atuo"},
-            "partition: wanted how loaders are given to sources, found 'atuo'; did you "
+            "partition: expected how loaders are given to sources, got 'atuo'; did you "
             "mean 'auto'?",
         ),
         (
             {"partition": 3},
-            "partition: wanted how loaders are given to sources, found 3; there are auto, off",
+            "partition: expected how loaders are given to sources, got 3; there are auto, off",
         ),
-        ({"autoscale": 2}, "autoscale: wanted True, False, or limits by name, found 2"),
+        ({"autoscale": 2}, "autoscale: expected True, False, or limits by name, got 2"),
         (
             {"autoscale": {"patient": 1}},
             "autoscale: unknown limit 'patient'; did you mean 'patience'",
         ),
         (
             {"autoscale": {"low": 0.9}},
-            "autoscale: wanted 0 < low < target < high <= 1, found 0.9, 0.7, 0.85",
+            "autoscale: expected 0 < low < target < high <= 1, got 0.9, 0.7, 0.85",
         ),
         (
             {"shadows": "heavy"},
@@ -82,38 +82,38 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"shadows": "hevy"},
-            "shadows: wanted whose loaders have a stand-by, found 'hevy'; did you mean 'heavy'",
+            "shadows: expected whose loaders have a stand-by, got 'hevy'; did you mean 'heavy'",
         ),
         ({"shadows": 3}, "found 3; there are none, heavy, all"),
         (
             {"shadows": "all", "failover": False},
             "shadows: 'all' takes the place of what is lost, and without failover nothing does",
         ),
-        ({"failover": "yes"}, "failover: wanted True or False, found 'yes'"),
-        ({"lost_after_s": 0}, "lost_after_s: wanted a number of seconds above 0, found 0"),
-        ({"max_restarts": -1}, "max_restarts: wanted a whole number of at least 0, found -1"),
+        ({"failover": "yes"}, "failover: expected True or False, got 'yes'"),
+        ({"lost_after_s": 0}, "lost_after_s: expected a number of seconds above 0, got 0"),
+        ({"max_restarts": -1}, "max_restarts: expected a whole number of at least 0, got -1"),
         (
             {"constructors": False},
             "constructors: False is for runtime='process', where it is measured; in one "
             "process there is no hop to leave out: leave it",
         ),
-        ({"constructors": 1}, "constructors: wanted True or False, found 1"),
-        ({"sources_per_host": 0}, "sources_per_host: wanted a whole number of at least 1, found 0"),
-        ({"ring_bytes": 1.5}, "ring_bytes: wanted a whole number of at least 1, found 1.5"),
+        ({"constructors": 1}, "constructors: expected True or False, got 1"),
+        ({"sources_per_host": 0}, "sources_per_host: expected a whole number of at least 1, got 0"),
+        ({"ring_bytes": 1.5}, "ring_bytes: expected a whole number of at least 1, got 1.5"),
         (
             {"runtime": "cloud"},
-            "runtime: wanted 'local' (in this process) or 'process' (in processes of "
+            "runtime: expected 'local' (in this process) or 'process' (in processes of "
             "this machine) or 'ray' (on a Ray",
         ),
         ({"address": "head:6379"}, "address: 'head:6379' is for runtime='ray'; leave it out"),
         (
             {"runtime": "ray", "address": "head"},
-            "address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', "
-            "found 'head'",
+            "address: expected host:port of a Ray cluster's head, as in '10.0.0.1:6379', "
+            "got 'head'",
         ),
         (
             {"runtime": "ray", "address": "auto"},
-            "address: wanted host:port of a Ray cluster's head",
+            "address: expected host:port of a Ray cluster's head",
         ),
         (
             {"runtime": "ray", "constructors": False},
@@ -126,16 +126,16 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"runtime": "process", "ports": "7099-7000"},
-            "ports: wanted the first and the last, as in '7000-7099', found '7099-7000'",
+            "ports: expected the first and the last, as in '7000-7099', got '7099-7000'",
         ),
         (
             {"runtime": "process", "ports": 7000},
-            "ports: wanted the first and the last, as in '7000-7099', found 7000",
+            "ports: expected the first and the last, as in '7000-7099', got 7000",
         ),
         ({"reserve": True}, "reserve: True is for runtime='ray' with the address of a cluster"),
         (
             {"runtime": "ray", "rank_nodes": 5},
-            "rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], found 5",
+            "rank_nodes: expected names of nodes by rank, as in ['gpu-0', 'gpu-0', 'gpu-1'], got 5",
         ),
         (
             {"rank_nodes": ["a"]},
@@ -147,56 +147,56 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"runtime": "ray", "node_labels": {"pool": 3}},
-            "node_labels: wanted labels with their values, as in {'pool': 'cpu'}, found "
+            "node_labels: expected labels with their values, as in {'pool': 'cpu'}, got "
             "{'pool': 3}",
         ),
         (
             {"runtime": "ray", "node_resources": {"disk": -1}},
-            "node_resources: wanted amounts of the cluster's own kinds, as in {'scratch'",
+            "node_resources: expected amounts of the cluster's own kinds, as in {'scratch'",
         ),
         (
             {"runtime": "ray", "node_resources": {"CPU": 2}},
             "node_resources: 'CPU' is asked for by itself (hosts=, memory=) or not at all",
         ),
-        ({"runtime": "ray", "reserve": "all"}, "reserve: wanted True or False, found 'all'"),
+        ({"runtime": "ray", "reserve": "all"}, "reserve: expected True or False, got 'all'"),
         ({"resume": "auto"}, "resume: 'auto' goes on from the job's journal, and it has none"),
         (
             {"resume": "st.json"},
             "read the file first: resume=json.loads(Path('st.json').read_text())",
         ),
-        ({"resume": Path("st.json")}, "resume: wanted a state, found 'st.json'"),
+        ({"resume": Path("st.json")}, "resume: expected a state, got 'st.json'"),
         (
             {"resume": "Auto"},
-            "resume: wanted a state, or 'auto' (from the job's journal), found 'Auto'; "
+            "resume: expected a state, or 'auto' (from the job's journal), got 'Auto'; "
             "did you mean 'auto'?",
         ),
         (
             {"resume": "last"},
-            "resume: wanted a state, or 'auto' (from the job's journal), found 'last'; known: auto",
+            "resume: expected a state, or 'auto' (from the job's journal), got 'last'; known: auto",
         ),
-        ({"resume": [1]}, "resume: wanted a state as state_dict() gives it, found list"),
+        ({"resume": [1]}, "resume: expected a state as state_dict() gives it, got list"),
         (
             {"allow": "seed"},
-            "allow: wanted a tuple of parts of the fingerprint, as in ('seed',), found 'seed'",
+            "allow: expected a tuple of parts of the fingerprint, as in ('seed',), got 'seed'",
         ),
-        ({"allow": 3}, "allow: wanted a tuple"),
+        ({"allow": 3}, "allow: expected a tuple"),
         (
             {"loaders": 3},
-            "loaders: wanted a number for each source by name, as in {'web': 3}, found 3",
+            "loaders: expected a number for each source by name, as in {'web': 3}, got 3",
         ),
         (
             {"loaders": {"web": "3"}},
-            "loaders: wanted a whole number of at least 1 for 'web', found '3'",
+            "loaders: expected a whole number of at least 1 for 'web', got '3'",
         ),
         (
             {"loaders": {"web": True}},
-            "loaders: wanted a whole number of at least 1 for 'web', found True",
+            "loaders: expected a whole number of at least 1 for 'web', got True",
         ),
         ({"loaders": {"wep": 3}}, "loaders: unknown source 'wep'; did you mean 'web'?"),
-        ({"prefetch": True}, "prefetch: wanted a whole number of at least 1, found True"),
-        ({"workers": "2"}, "workers: wanted a whole number of at least 1, found '2'"),
-        ({"cache_dir": 5}, "cache_dir: wanted a directory, found 5"),
-        ({"progress": 5}, "progress: wanted a function"),
+        ({"prefetch": True}, "prefetch: expected a whole number of at least 1, got True"),
+        ({"workers": "2"}, "workers: expected a whole number of at least 1, got '2'"),
+        ({"cache_dir": 5}, "cache_dir: expected a directory, got 5"),
+        ({"progress": 5}, "progress: expected a function"),
         ({"prefech": 3}, "unknown option 'prefech'; did you mean 'prefetch'?"),
     ],
 )
@@ -371,15 +371,15 @@ def test_nothing_but_images_can_be_deferred(deferred: Any) -> None:
     (found,) = problems(lambda: ov.Source("web", "x", deferred=deferred))
     assert found.startswith(
         (
-            "source 'web'.deferred[0]: wanted ov.Images(...), found Tokens",
-            "source 'web'.deferred: wanted a list, found ",
+            "source 'web'.deferred[0]: expected ov.Images(...), got Tokens",
+            "source 'web'.deferred: expected a list, got ",
         )
     )
 
 
 def test_workers_are_threads_or_processes() -> None:
     assert problems(lambda: ov.Source("web", "x", workers=4)) == [
-        "source 'web'.workers: wanted one of threads, processes, found 4"
+        "source 'web'.workers: expected one of threads, processes, got 4"
     ]
 
 
@@ -398,7 +398,7 @@ def test_a_source_from_a_dataset_gives_its_rows(dataset: Any) -> None:
 @pytest.mark.parametrize("dataset", ["web/*.parquet", {"a": 1}, iter(DATA), Rows, None])
 def test_what_is_no_dataset_is_told_where_it_goes_in(dataset: Any) -> None:
     (found,) = problems(lambda: ov.Source.from_dataset("web", dataset))
-    assert "from_dataset: wanted an object with __len__ and __getitem__" in found
+    assert "from_dataset: expected an object with __len__ and __getitem__" in found
     assert "Source.from_factory" in found
 
 
@@ -427,7 +427,7 @@ def test_a_source_from_a_factory_gives_its_rows_in_every_epoch(fn: Callable[...,
 def test_a_factory_of_several_shards_needs_to_know_which() -> None:
     assert ov.Source.from_factory("web", one, shards=3).uri == ov.Factory(one, shards=3)
     (found,) = problems(lambda: ov.Source.from_factory("web", whole, shards=3))
-    assert "wanted a function of a shard's number, since there are 3 shards" in found
+    assert "expected a function of a shard's number, since there are 3 shards" in found
 
 
 def test_a_job_names_its_fields_in_the_order_of_the_interface() -> None:

@@ -58,24 +58,24 @@ def looked_ahead(prefer: Any) -> ov.DGraph:
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "tokens instead of their number": (
         lambda: buffer({"web": {"tokens": [[1, 2], [3]]}}),
-        "'tokens' of source 'web': wanted a whole number",
+        "'tokens' of source 'web': expected a whole number",
     ),
     "lengths that are no whole numbers": (
         lambda: buffer({"web": {"tokens": [1.5, 2.5]}}),
-        "wanted a whole number of at least 0",
+        "expected a whole number of at least 0",
     ),
     "negative lengths": (
         lambda: buffer({"web": {"tokens": [5, -1]}}),
-        "wanted a whole number of at least 0",
+        "expected a whole number of at least 0",
     ),
     "a source without names of columns": (
         lambda: buffer({"web": [1, 2]}),
-        "source 'web': wanted a mapping of metadata name to column",
+        "source 'web': expected a mapping of metadata name to column",
     ),
     "one number for all samples": (lambda: buffer({"web": {"tokens": 5}}), "found 5"),
     "text as metadata": (
         lambda: buffer({"web": {"tokens": [1], "kind": ["a"]}}),
-        "'kind' of source 'web': wanted a number for each sample",
+        "'kind' of source 'web': expected a number for each sample",
     ),
     "numbers and lists in one column": (
         lambda: buffer({"web": {"tokens": [1, 2], "p": [3, [4, 5]]}}),
@@ -87,15 +87,15 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no batch": (
         lambda: ov.Buffer.from_columns({"web": {"tokens": [1]}}, batch=8),
-        "wanted a Batch, found 8",
+        "expected a Batch, got 8",
     ),  # type: ignore[arg-type]
     "arguments swapped": (
         lambda: ov.DGraph.from_buffer(PLACE, buffer()),
-        "wanted a Buffer as buffer, found ClientPlaceTree",
+        "expected a Buffer as buffer, got ClientPlaceTree",
     ),  # type: ignore[arg-type]
     "a number of ranks for a place": (
         lambda: ov.DGraph.from_buffer(buffer(), 4),
-        "wanted a ClientPlaceTree as place, found int",
+        "expected a ClientPlaceTree as place, got int",
     ),  # type: ignore[arg-type]
     "a list of columns": (
         lambda: drawn().select(["tokens"]),
@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),  # type: ignore[arg-type]
     "a schedule of the step alone": (
         lambda: candidates().mix(lambda step: {"web": 1}),
-        r"wanted a function of \(step, feedback\)",
+        r"expected a function of \(step, feedback\)",
     ),  # type: ignore[arg-type, misc]
     "another draw than the job's": (
         lambda: ov.DGraph.from_buffer(drawn().buffer, PLACE).mix(draw="random"),
@@ -111,19 +111,19 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "scores instead of a function": (
         lambda: looked_ahead(np.zeros(16)),
-        "prefer: wanted a function, found ndarray",
+        "prefer: expected a function, got ndarray",
     ),
     "a preference of one argument": (
         lambda: looked_ahead(lambda rows: rows),
-        r"prefer: wanted a function of \(candidates, place\)",
+        r"prefer: expected a function of \(candidates, place\)",
     ),
     "a preference without return": (
         lambda: looked_ahead(lambda rows, place: None),
-        "prefer: wanted 16 numbers",
+        "prefer: expected 16 numbers",
     ),
     "a preference in words": (
         lambda: looked_ahead(lambda rows, place: ["low"] * 16),
-        "prefer: wanted 16 numbers",
+        "prefer: expected 16 numbers",
     ),
     "a preference by unknown metadata": (
         lambda: looked_ahead(lambda rows, place: rows.meta["easy"]),
@@ -140,27 +140,27 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a cost in words": (
         lambda: texts().cost(lambda c: ["dear"] * 8),
-        "wanted 8 numbers, found list",
+        "expected 8 numbers, got list",
     ),  # type: ignore[arg-type, return-value]
     "costs instead of a function": (lambda: texts().cost([1.0, 2.0]), r"unknown cost \[1.0, 2.0\]"),  # type: ignore[arg-type]
     "a capacity in words": (
         lambda: texts().balance(capacity="1k"),
-        "capacity: wanted a whole number of tokens",
+        "capacity: expected a whole number of tokens",
     ),  # type: ignore[arg-type]
     "a capacity below 0": (
         lambda: texts().balance(capacity=-5),
-        "capacity: wanted a whole number of tokens",
+        "capacity: expected a whole number of tokens",
     ),
     "memory in words": (
         lambda: texts().cost("tokens", memory="tokens").balance(memory_capacity="5"),
-        "wanted a number above 0",
+        "expected a number above 0",
     ),  # type: ignore[arg-type]
     "a method in a list": (lambda: texts().balance(["greedy"]), "unknown balance method"),  # type: ignore[arg-type]
     "a plan for a graph": (
         lambda: texts().balance().plan(encoder=plan()),
-        "module 'encoder': wanted a DGraph, found LoadingPlan",
+        "module 'encoder': expected a DGraph, got LoadingPlan",
     ),  # type: ignore[arg-type]
-    "following a plan": (lambda: images().follow(plan()), "wanted a DGraph, found LoadingPlan"),  # type: ignore[arg-type]
+    "following a plan": (lambda: images().follow(plan()), "expected a DGraph, got LoadingPlan"),  # type: ignore[arg-type]
     "following other samples": (
         lambda: images().follow(drawn(4).select("tokens").distribute("DP").balance()),
         "from other samples",
@@ -179,21 +179,21 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no bytes": (
         lambda: ov.LoadingPlan.from_bytes("OVPL"),
-        "wanted the bytes of a plan, found str",
+        "expected the bytes of a plan, got str",
     ),  # type: ignore[arg-type]
     "a rank from the environment": (
         lambda: PLACE.coords("1"),
-        "wanted a rank as a whole number, found '1'",
+        "expected a rank as a whole number, got '1'",
     ),  # type: ignore[arg-type]
     "a place from the environment": (lambda: PLACE.rank(dp="1"), "dp='1' is outside"),  # type: ignore[arg-type]
     "replicas in words": (
         lambda: PLACE.add_replicas("2"),
-        "wanted a whole number of at least 0, found '2'",
+        "expected a whole number of at least 0, got '2'",
     ),  # type: ignore[arg-type]
     "a broadcast by number": (lambda: PLACE.fetchers(3), "unknown broadcast axis 3"),  # type: ignore[arg-type]
     "lengths in words": (
         lambda: ov.cost.fit([["a"]] * 4, [1.0] * 4),
-        "wanted the lengths of a microbatch's documents",
+        "expected the lengths of a microbatch's documents",
     ),
     "seconds in words": (
         lambda: ov.cost.fit([[1], [2], [3], [5]], ["1 s"] * 4),
@@ -203,14 +203,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: ov.cost.fit([{"tokens": [1]}], [1.0], column="length"),
         "no column 'length'; known: tokens",
     ),
-    "no measurements": (lambda: ov.cost.fit(None, [1.0]), "wanted a list of microbatches"),  # type: ignore[arg-type]
+    "no measurements": (lambda: ov.cost.fit(None, [1.0]), "expected a list of microbatches"),  # type: ignore[arg-type]
     "a method named by number": (
         lambda: ov.register_balance(5, lambda *a: a[0]),
-        "wanted a name and a function",
+        "expected a name and a function",
     ),  # type: ignore[arg-type]
     "a cost named by number": (
         lambda: ov.register_cost(5, lambda c: c),
-        "wanted a name and a function",
+        "expected a name and a function",
     ),  # type: ignore[arg-type, return-value]
     "a method of costs alone": (
         lambda: ov.register_balance("alone", lambda costs, n: costs),
@@ -218,24 +218,24 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "lengths instead of columns": (
         lambda: ov.cost.llama_12b([1, 2]),
-        "wanted metadata columns by name, found list",
+        "expected metadata columns by name, got list",
     ),  # type: ignore[arg-type]
     "a cost of no argument": (
         lambda: texts().cost(lambda: 1.0),
-        r"cost: wanted a function of \(columns\)",
+        r"cost: expected a function of \(columns\)",
     ),  # type: ignore[arg-type, misc]
     "a name for weights": (
         lambda: candidates().mix("web"),
-        "wanted weights, by source name or one for each source, found 'web'",
+        "expected weights, by source name or one for each source, got 'web'",
     ),  # type: ignore[arg-type]
     "a fetcher outside the mesh": (lambda: plan().fetches(9), "rank 9 is outside 0..1"),
     "a raw plan of columns alone": (
         lambda: ov.plan_raw(lambda columns: columns),
-        r"wanted a function of \(columns, place, batch, step\)",
+        r"expected a function of \(columns, place, batch, step\)",
     ),  # type: ignore[arg-type, misc]
     "a hook of no argument": (
         lambda: ov.loader_do_plan(lambda: 0),
-        r"wanted a function of \(samples\)",
+        r"expected a function of \(samples\)",
     ),  # type: ignore[arg-type, misc]
     "a raw plan by unknown metadata": (
         lambda: raw(lambda columns, place, batch, step: columns["length"]),
@@ -275,15 +275,15 @@ def job(**fields: Any) -> ov.Job:
     [
         (
             {"strategy": lambda buffer: None},
-            r"strategy: wanted a function of \(buffer, place\), found <lambda>\(buffer\)",
+            r"strategy: expected a function of \(buffer, place\), got <lambda>\(buffer\)",
         ),
         (
             {"mixture": lambda step: {"web": 1}},
-            r"mixture: wanted a function of \(step, feedback\), found <lambda>\(step\)",
+            r"mixture: expected a function of \(step, feedback\), got <lambda>\(step\)",
         ),
         (
             {"mixture": ov.schedule.linear},
-            r"mixture: wanted a function of \(step, feedback\), found linear\(",
+            r"mixture: expected a function of \(step, feedback\), got linear\(",
         ),
     ],
 )
@@ -311,7 +311,7 @@ class Prefers:
 def test_a_schedule_whose_preference_is_none_is_refused(scores: Any) -> None:
     with (
         ov.launch(job(mixture=Prefers(scores), look_ahead=2)) as session,
-        pytest.raises(ov.PlanError, match="prefer: wanted 16 numbers"),
+        pytest.raises(ov.PlanError, match="prefer: expected 16 numbers"),
     ):
         next(session.client(0))
 
@@ -319,12 +319,12 @@ def test_a_schedule_whose_preference_is_none_is_refused(scores: Any) -> None:
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (lambda s: s.plan("0"), "session.plan: wanted the number of a step, found '0'"),
-        (lambda s: s.graph("0"), "session.graph: wanted the number of a step, found '0'"),
-        (lambda s: s.client("0"), "wanted a rank as a whole number, found '0'"),
+        (lambda s: s.plan("0"), "session.plan: expected the number of a step, got '0'"),
+        (lambda s: s.graph("0"), "session.graph: expected the number of a step, got '0'"),
+        (lambda s: s.client("0"), "expected a rank as a whole number, got '0'"),
         (
             lambda s: s.explain(ov.SampleId("web", "0", "0", "3")),
-            "wanted a step's number or a SampleId",
+            "expected a step's number or a SampleId",
         ),  # type: ignore[arg-type]
         (lambda s: s.explain(ov.SampleId("web", -1, 0, 3)), "epochs are counted from 0"),
         (lambda s: s.explain(ov.SampleId("web", 0, -1, 3)), "has files 0 to 0"),

@@ -55,7 +55,7 @@ def test_inspect_names_the_columns_that_lines_and_shards_have_when_the_wanted_on
     assert result.exit_code == 1
     found = "__key__, id, text" if format == "tar" else "id, text"
     assert (
-        f"no sampled row became a sample; wanted the column 'txt', found {found}" in result.stderr
+        f"no sampled row became a sample; expected the column 'txt', got {found}" in result.stderr
     )
     assert "txt is null or missing" in result.stdout
 
@@ -129,7 +129,7 @@ def test_only_a_relative_path_is_told_where_relative_paths_start(
 
 def test_a_pipe_is_not_called_missing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(SourceError, match="wanted a file or a directory, found a pipe"):
+    with pytest.raises(SourceError, match="expected a file or a directory, got a pipe"):
         Files.resolve(f"{tmp_path}/pipe.jsonl", source="web")
 
 
@@ -156,11 +156,11 @@ def test_one_problem_does_not_name_its_place_twice() -> None:
     with pytest.raises(JobError) as source:
         ov.Source("web", "x.jsonl", weight=-1)
     assert (
-        str(source.value) == "source 'web'.weight: wanted a finite number of at least 0, found -1"
+        str(source.value) == "source 'web'.weight: expected a finite number of at least 0, got -1"
     )
     with pytest.raises(JobError) as batch:
         ov.Batch(samples=1)
-    assert str(batch.value) == "batch.context: wanted a whole number of at least 1, found 0"
+    assert str(batch.value) == "batch.context: expected a whole number of at least 1, got 0"
 
 
 def test_a_broken_file_is_told_by_line_and_column(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_transform_without_the_name_of_its_field_is_shown_how_it_is_written(
     with pytest.raises(JobError) as caught:
         ov.Job.from_yaml(path)
     assert (
-        f"sources.web.transforms[0].{kind}: wanted its fields, as in {{{field}: ...}}, found 'mine'"
+        f"sources.web.transforms[0].{kind}: expected its fields, as in {{{field}: ...}}, got 'mine'"
         in caught.value.problems
     )
 

@@ -192,12 +192,12 @@ def test_a_file_is_the_same_as_long_as_size_and_time_are(tmp_path: Path) -> None
     os.utime(path, ns=(0, 1_234_567_891_234_567_892))
     with pytest.raises(
         Unreachable,
-        match=r"wanted 5 bytes of 2009-02-13 23:31:31\.234567891, found 5 bytes of 2009-02-13 23:31:31\.234567892",
+        match=r"expected 5 bytes of 2009-02-13 23:31:31\.234567891, got 5 bytes of 2009-02-13 23:31:31\.234567892",
     ):
         check_same(file)
     path.write_bytes(b"123456")
     os.utime(path, ns=(0, file.mtime_ns))
-    with pytest.raises(Unreachable, match=r"wanted 5 bytes of .*, found 6 bytes of"):
+    with pytest.raises(Unreachable, match=r"expected 5 bytes of .*, got 6 bytes of"):
         check_same(file)
     path.unlink()
     with pytest.raises(FileNotFoundError):

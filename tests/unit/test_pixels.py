@@ -252,7 +252,7 @@ def test_bytes_of_another_image_than_was_planned_are_refused() -> None:
     ("change", "reason"),
     [
         (lambda item: item[:50], "shorter than its prefix"),
-        (lambda item: b"XXXX" + item[4:], "wanted an item of version 1"),
+        (lambda item: b"XXXX" + item[4:], "expected an item of version 1"),
         (lambda item: item[:4] + b"\2" + item[5:], "of version 2"),
         (lambda item: item[:5] + b"\7" + item[6:], "unknown form"),
         (lambda item: item[:12] + b"\0" * 12 + item[24:], "impossible grid"),

@@ -188,7 +188,7 @@ def test_a_caller_says_the_world_size_that_the_environment_has_not() -> None:
         match="world_size: expected WORLD_SIZE=4 of the environment, got 8; leave world_size out",
     ):
         read({"WORLD_SIZE": "4"}, world_size=8)
-    with pytest.raises(JobError, match="wanted a whole number of at least 1, found '0'"):
+    with pytest.raises(JobError, match="expected a whole number of at least 1, got '0'"):
         read({}, world_size=0)
 
 
@@ -203,8 +203,8 @@ def test_a_caller_says_the_world_size_that_the_environment_has_not() -> None:
             {"WORLD_SIZE": "16", "OVERLORD_TP": "4", "OVERLORD_DP": "2"},
             "WORLD_SIZE=16 is not OVERLORD_DP=2 x OVERLORD_TP=4",
         ),
-        ({"WORLD_SIZE": "many"}, "WORLD_SIZE: wanted a whole number of at least 1, found 'many'"),
-        ({"OVERLORD_CP": "0"}, "OVERLORD_CP: wanted a whole number"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE: expected a whole number of at least 1, got 'many'"),
+        ({"OVERLORD_CP": "0"}, "OVERLORD_CP: expected a whole number"),
         ({"OVERLORD_CP": "-2", "OVERLORD_PP": "1.5"}, "2 problems"),
         ({"OVERLORD_ORDER": "tp-dp"}, "each of pp, dp, cp, tp once"),
     ],

@@ -58,7 +58,7 @@ def test_a_node_that_is_not_there_is_told_once_with_those_that_are() -> None:
     assert said == "rank_nodes: no node of the cluster is called 'gpu-7'; there are cpu-0"
     [said] = problems([*CPUS, *TRAINERS], BESIDE, 8)
     assert (
-        said == "rank_nodes: wanted a node for each of 8 ranks, found 4: name them by rank, from "
+        said == "rank_nodes: expected a node for each of 8 ranks, got 4: name them by rank, from "
         "rank 0 on"
     )
 

@@ -88,15 +88,15 @@ def test_what_is_no_profile_at_all_is_refused_in_words(value: Any) -> None:
     [
         (
             {"read_s": -1.0},
-            "profile of source 'web': read_s: wanted a number of at least 0, found -1.0",
+            "profile of source 'web': read_s: expected a number of at least 0, got -1.0",
         ),
-        ({"tokens": math.nan}, "tokens: wanted a number"),
-        ({"transform_s": math.inf}, "transform_s: wanted a number"),
-        ({"samples": 1.5}, "samples: wanted a whole number"),
-        ({"samples": True}, "samples: wanted a whole number"),
-        ({"file_bytes": 2**70}, "file_bytes: wanted a whole number"),
-        ({"fingerprint": None}, "fingerprint: wanted text, found None"),
-        ({"transfer_s": "1"}, "transfer_s: wanted a number of at least 0, found '1'"),
+        ({"tokens": math.nan}, "tokens: expected a number"),
+        ({"transform_s": math.inf}, "transform_s: expected a number"),
+        ({"samples": 1.5}, "samples: expected a whole number"),
+        ({"samples": True}, "samples: expected a whole number"),
+        ({"file_bytes": 2**70}, "file_bytes: expected a whole number"),
+        ({"fingerprint": None}, "fingerprint: expected text, got None"),
+        ({"transfer_s": "1"}, "transfer_s: expected a number of at least 0, got '1'"),
     ],
 )
 def test_an_impossible_profile_cannot_be_made(fields: dict[str, Any], says: str) -> None:
@@ -112,7 +112,7 @@ def test_a_file_that_lies_about_a_field_is_refused_though_its_sum_is_right() -> 
     with pytest.raises(BadProfile, match="its sum is not that"):
         JobProfile.from_plain(plain)
     plain["sum"] = _sum({k: v for k, v in plain.items() if k != "sum"})
-    with pytest.raises(BadProfile, match="samples: wanted a whole number"):
+    with pytest.raises(BadProfile, match="samples: expected a whole number"):
         JobProfile.from_plain(plain)
 
 

@@ -637,7 +637,7 @@ def test_a_size_that_is_none_is_refused(job_yaml: Path) -> None:
     result = overlord("partition", job_yaml, "--memory", "much")
     assert result.exit_code == 2
     assert (
-        "wanted bytes, as in '64GB', '512MB' or a whole number above 0, found 'much'"
+        "expected bytes, as in '64GB', '512MB' or a whole number above 0, got 'much'"
         in result.stderr
     )
 

@@ -184,7 +184,7 @@ def test_a_function_that_fails_on_a_row_loses_that_row_alone() -> None:
 
 
 def test_a_function_must_give_one_list_a_row() -> None:
-    with pytest.raises(TransformError, match="wanted 2 numbers, one a row"):
+    with pytest.raises(TransformError, match="expected 2 numbers, one a row"):
         run(Meta("p", lambda columns: [[1], [2], [3]]), tokens=[[1], [2]])
 
 

@@ -61,7 +61,7 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
             None,
             False,
             SHUT,
-            r"no token was found: wanted .* RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/\.ray/auth_token.*AUTH_MODE=disabled",
+            r"no token was found: expected .* RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/\.ray/auth_token.*AUTH_MODE=disabled",
         ),
         (
             None,
@@ -77,7 +77,7 @@ def test_who_is_on_none_of_its_nodes_is_told_to_join_at_once(tmp_path: Path) -> 
             "its token is another one than that in RAY_AUTH_TOKEN",
         ),
         ("disabled", False, SHUT, "it wants a token, but RAY_AUTH_MODE=disabled here"),
-        ("of", True, SHUT, "RAY_AUTH_MODE: wanted token or disabled, found 'of'"),
+        ("of", True, SHUT, "RAY_AUTH_MODE: expected token or disabled, got 'of'"),
     ],
 )
 def test_a_cluster_is_used_with_its_token_or_not_at_all(

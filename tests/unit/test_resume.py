@@ -88,7 +88,7 @@ def test_a_fresh_launch_on_a_journal_that_is_not_empty_is_refused_and_says_how_t
         take(session, 2)
     with pytest.raises(
         ov.JournalError,
-        match=r'wanted an empty journal, found \d+ records.*go on from it with resume="auto"',
+        match=r'expected an empty journal, got \d+ records.*go on from it with resume="auto"',
     ):
         ov.launch(job(tmp_path))
     with ov.launch(job(tmp_path), resume="auto") as session:
@@ -149,7 +149,7 @@ def test_the_journal_of_another_job_is_refused_by_the_parts_that_differ(tmp_path
 
 
 def test_what_is_wrong_with_a_journal_or_with_resume_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ov.JobError, match="journal: wanted a directory or a store's URI, found 7"):
+    with pytest.raises(ov.JobError, match="journal: expected a directory or a store's URI, got 7"):
         replace(job(None), journal=7)
     with pytest.raises(ov.JobError, match="carries a secret"):
         job("s3://bucket/j?secret_access_key=abc")

@@ -374,7 +374,7 @@ def test_a_limit_of_the_size_of_files_is_told_with_whom_it_stops_and_how_to_rais
     try:
         with pytest.raises(
             OverlordError,
-            match=r"loader-host/7: wanted 1048576 bytes of shared memory, .* is 5120 bytes: "
+            match=r"loader-host/7: expected 1048576 bytes of shared memory, .* is 5120 bytes: "
             r".*ulimit -f",
         ):
             SharedMemoryPool(name="loader-host/7")(MB)
@@ -395,7 +395,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], int], str]] = {
     "a pipe": (lambda _: os.pipe()[0], "another kind of file"),
     "shorter than said": (
         lambda _: sealed_memfd("x", MB // 2, others_write=False)[0],
-        "wanted 1048576 bytes",
+        "expected 1048576 bytes",
     ),
 }
 

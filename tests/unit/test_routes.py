@@ -184,7 +184,7 @@ def test_routes_whose_orders_were_changed_are_refused() -> None:
     for changes, said in (
         ({"sent": routes.sent[::-1].copy()}, "sent by another rank"),
         ({"received": np.array([2, 1, 0])}, "disagree about the order"),
-        ({"wanted": np.zeros(3, np.int64)}, "not every item is wanted exactly once"),
+        ({"wanted": np.zeros(3, np.int64)}, "not every item is expected exactly once"),
     ):
         with pytest.raises(PlanError, match=said):
             replace(routes, **changes).validate()
@@ -309,7 +309,7 @@ def test_select_refuses_what_is_not_there() -> None:
         ),
         (
             lambda: graph.select("image_patches", merge=0),
-            "merge wanted a whole number of at least 1, found 0",
+            "merge expected a whole number of at least 1, got 0",
         ),
     ):
         with pytest.raises(PlanError, match=said):

@@ -204,7 +204,7 @@ def test_nothing_is_decided_while_nobody_takes_a_step() -> None:
 def test_limits_that_cannot_be_are_told_together() -> None:
     with pytest.raises(
         ValueError,
-        match="cores: wanted at least 1, found 0; interval_s: wanted a number above 0, found 0",
+        match="cores: expected at least 1, got 0; interval_s: expected a number above 0, got 0",
     ):
         Limits(cores=0, interval_s=0)
 
@@ -365,7 +365,7 @@ def test_read_ahead_is_by_the_steps_that_trainers_do_take_within_a_bound_and_doe
 
 def test_thresholds_stand_in_order() -> None:
     with pytest.raises(
-        ValueError, match=r"wanted 0 < low < target < high <= 1, found 0\.8, 0\.7, 0\.85"
+        ValueError, match=r"expected 0 < low < target < high <= 1, got 0\.8, 0\.7, 0\.85"
     ):
         Limits(cores=1, low=0.8)
 

@@ -183,7 +183,7 @@ def test_a_function_may_stand_where_weights_do():
         "web": pytest.approx(1 / 6),
         "code": pytest.approx(5 / 6),
     }
-    with pytest.raises(JobError, match=r"linear\.start: wanted weights by source name at step 1"):
+    with pytest.raises(JobError, match=r"linear\.start: expected weights by source name at step 1"):
         S.linear(lambda step, feedback: [1, 2], A, 4)(1, {})
     with pytest.raises(
         JobError, match=r"linear\.end: at step 1, the weight of 'web' must be a finite number"
@@ -416,7 +416,7 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.constant({"web": -1, 3: 1, "code": math.nan}),
             [
-                "weights: wanted the name of a source, found 3",
+                "weights: expected the name of a source, got 3",
                 "weights: the weight of 'web' must be a finite number of at least 0, found -1",
                 "weights: the weight of 'code' must be a finite number of at least 0, found nan",
             ],
@@ -427,34 +427,34 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         ),
         (
             lambda: S.constant([1, 2]),
-            ["weights: wanted a mapping of source name to number, found [1, 2]"],
+            ["weights: expected a mapping of source name to number, got [1, 2]"],
         ),
-        (lambda: S.staged({}), ["stages: wanted a mapping of first step to weights, found {}"]),
+        (lambda: S.staged({}), ["stages: expected a mapping of first step to weights, got {}"]),
         (
             lambda: S.staged({5: A, 9: 1}),
             [
                 "stages: the first stage begins at step 5; say what steps before it "
                 "draw, from 0 on",
-                "stages[9]: wanted weights by source name or a schedule, found 1",
+                "stages[9]: expected weights by source name or a schedule, got 1",
             ],
         ),
         (
             lambda: S.staged({-1: A, "x": A}),
             [
-                "stages: wanted the first step of a stage, a whole number of at least 0, found -1",
-                "stages: wanted the first step of a stage, a whole number of at least 0, found 'x'",
+                "stages: expected the first step of a stage, a whole number of at least 0, got -1",
+                "stages: expected the first step of a stage, a whole number of at least 0, got 'x'",
             ],
         ),
         (
             lambda: S.linear({"web": 0}, None, 0, begin=-1),
             [
                 "start: all weights are zero, so no sample would ever be drawn",
-                "end: wanted weights by source name or a schedule, found None",
-                "steps: wanted a whole number of at least 1, found 0",
-                "begin: wanted a whole number of at least 0, found -1",
+                "end: expected weights by source name or a schedule, got None",
+                "steps: expected a whole number of at least 1, got 0",
+                "begin: expected a whole number of at least 0, got -1",
             ],
         ),
-        (lambda: S.cosine(A, B, 1.5), ["steps: wanted a whole number of at least 1, found 1.5"]),
+        (lambda: S.cosine(A, B, 1.5), ["steps: expected a whole number of at least 1, got 1.5"]),
         (
             lambda: S.cosine(A, S.length_warmup(1, 2, 3, A), 5),
             [
@@ -466,7 +466,7 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.temperature(0, {"web": -1, "code": "x"}),
             [
-                "tau: wanted a number above 0 (infinity: all sources alike), found 0",
+                "tau: expected a number above 0 (infinity: all sources alike), got 0",
                 "sizes: the size of 'web' must be a finite number of at least 0, found -1",
                 "sizes: the size of 'code' must be a finite number of at least 0, found 'x'",
             ],
@@ -481,16 +481,16 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.temperature(math.inf, end_tau=3, steps=0),
             [
-                "tau: wanted a finite number above 0, found inf",
-                "steps: wanted a whole number of at least 1, found 0",
+                "tau: expected a finite number above 0, got inf",
+                "steps: expected a whole number of at least 1, got 0",
             ],
         ),
         (
             lambda: S.curriculum("", 2, 1, 0, weights={}),
             [
-                "column: wanted a name, found ''",
+                "column: expected a name, got ''",
                 "low, high: the ramp goes up, found 2 above 1; reverse the column in ov.Meta",
-                "steps: wanted a whole number of at least 1, found 0",
+                "steps: expected a whole number of at least 1, got 0",
                 "weights: all weights are zero, so no sample would ever be drawn",
             ],
         ),
@@ -503,11 +503,11 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
                 ["a", "b", "c"], warmup=-1, floor=0.4, scale=0, decay=2, rate=-1, metric=""
             ),
             [
-                "warmup: wanted a whole number of at least 0, found -1",
-                "scale: wanted a finite number of at least 1e-6, found 0",
-                "rate: wanted a finite number above 0, found -1",
-                "decay: wanted a number above 0 and at most 1, found 2",
-                "metric: wanted a name, found ''",
+                "warmup: expected a whole number of at least 0, got -1",
+                "scale: expected a finite number of at least 1e-6, got 0",
+                "rate: expected a finite number above 0, got -1",
+                "decay: expected a number above 0 and at most 1, got 2",
+                "metric: expected a name, got ''",
                 "floor: 0.4 for each of 3 sources is more than there is",
             ],
         ),
@@ -518,7 +518,7 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.odm(S.linear(A, B, 9)),
             [
-                "weights: wanted the weights to begin with, by source name, found "
+                "weights: expected the weights to begin with, by source name, got "
                 "linear(start={'web': 1.0}, "
                 "end={'code': 3.0, 'web': 1.0}, steps=9)"
             ],
@@ -568,7 +568,7 @@ def test_looking_ahead_goes_with_samples_only():
 
 
 def test_a_class_is_no_schedule():
-    assert "wanted a mapping of weights or a schedule" in refused(lambda: job(mixture=Base))[0]
+    assert "expected a mapping of weights or a schedule" in refused(lambda: job(mixture=Base))[0]
 
 
 # identity
@@ -708,11 +708,11 @@ def test_names_are_kept(registry: None):
     register_schedule("sawtooth", sawtooth)
     assert "stands for" in refused(lambda: register_schedule("sawtooth", Sawtooth))[0]
     assert "stands for" in refused(lambda: register_schedule("linear", sawtooth))[0]
-    assert "wanted a name and a function" in refused(lambda: register_schedule("", sawtooth))[0]
+    assert "expected a name and a function" in refused(lambda: register_schedule("", sawtooth))[0]
     assert refused(lambda: make("linaer")) == ["unknown schedule 'linaer'; did you mean 'linear'?"]
     assert ov.register_schedule is register_schedule
     register_schedule("broken", lambda: 5)
-    assert "wanted a function of step and feedback" in refused(lambda: make("broken"))[0]
+    assert "expected a function of step and feedback" in refused(lambda: make("broken"))[0]
 
 
 def written_and_read(made: Job, folder: Path) -> Job:
@@ -787,7 +787,7 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
                 "mixture.end: missing",
                 "mixture.start: the weight of 'web' must be a finite number of at least "
                 "0, found -1",
-                "mixture.steps: wanted a whole number of at least 1, found 0",
+                "mixture.steps: expected a whole number of at least 1, got 0",
             ],
         ),
         (
@@ -796,11 +796,11 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
             [
                 "mixture.stages[0].start: missing",
                 "mixture.stages[0].end: missing",
-                "mixture.stages[0].steps: wanted a whole number of at least 1, found 'x'",
+                "mixture.stages[0].steps: expected a whole number of at least 1, got 'x'",
                 "mixture.stages[9].schedule: unknown; known: "
                 + ", ".join(sorted(library.BUILT_IN)),
-                "mixture.stages: wanted the first step of a stage, a whole number of at "
-                "least 0, found -1",
+                "mixture.stages: expected the first step of a stage, a whole number of at "
+                "least 0, got -1",
             ],
         ),
         (
@@ -830,8 +830,8 @@ def test_problems_of_the_schedule_come_with_those_of_the_job(tmp_path: Path):
         )
     )
     assert found == [
-        "mixture.steps: wanted a whole number of at least 1, found -1",
-        "seed: wanted a whole number of at least 0, found -1",
+        "mixture.steps: expected a whole number of at least 1, got -1",
+        "seed: expected a whole number of at least 0, got -1",
     ]
 
 

@@ -94,7 +94,7 @@ def impatient(client: ov.Client, seconds: float = 0.3) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "_limit_s", seconds)
-        for asked in ("client.connect.WHY_S", "runtime.session.WHY_S", "runtime.asked.ASK_S"):
+        for asked in ("client.connect.WHY_S", "session.session.WHY_S", "cluster.status.ASK_S"):
             patch.setattr(f"overlord.{asked}", WAIT_S)
         yield
 
@@ -757,14 +757,14 @@ SCHEDULES: dict[str, tuple[Any, str]] = {
     "nan": ({"a": float("nan")}, "finite"),
     "infinite": ({"a": float("inf")}, "finite"),
     "negative": ({"a": -1.0, "b": 2.0}, "finite number of at least 0"),
-    "too few": ([1.0], "wanted 2 weights"),
-    "too many": ([1.0, 1.0, 1.0], "wanted 2 weights"),
+    "too few": ([1.0], "expected 2 weights"),
+    "too many": ([1.0, 1.0, 1.0], "expected 2 weights"),
     "unknown": ({"a": 1.0, "c": 1.0}, "unknown source 'c'"),
     "all zero": ({"a": 0.0, "b": 0.0}, "all weights are zero"),
     "empty": ({}, "all weights are zero"),
-    "nothing": (None, "wanted weights"),
+    "nothing": (None, "expected weights"),
     "words": ({"a": "much"}, "finite number"),
-    "text": ("ab", "wanted weights"),
+    "text": ("ab", "expected weights"),
 }
 
 

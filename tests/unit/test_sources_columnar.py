@@ -35,7 +35,7 @@ def test_a_column_that_one_file_lacks_is_named_with_the_columns_it_has(tmp_path)
         write_rows(folder, format, ROWS, files=2)
         write_rows(folder / "late", format, [{"id": 1, "body": "x"}], files=1)
         with pytest.raises(
-            SourceError, match=r"wanted the column 'text', found id, body"
+            SourceError, match=r"expected the column 'text', got id, body"
         ) as caught:
             read_all(str(folder), columns=("id", "text"))
         assert "late/part-00000" in caught.value.path
@@ -47,8 +47,8 @@ def test_of_several_files_each_has_a_line_and_what_to_do_one_behind_them(tmp_pat
         read_all(str(tmp_path), columns=("body",))
     assert str(caught.value).splitlines() == [
         "source 'src': 2 of its 2 files cannot be used",
-        f"  - {tmp_path}/part-00000.parquet: wanted the column 'body', found id, text",
-        f"  - {tmp_path}/part-00001.parquet: wanted the column 'body', found id, text",
+        f"  - {tmp_path}/part-00000.parquet: expected the column 'body', got id, text",
+        f"  - {tmp_path}/part-00001.parquet: expected the column 'body', got id, text",
         "  to do: name a column that every file has, or write the file again",
     ]
 
@@ -221,7 +221,7 @@ def test_a_cut_arrow_file_keeps_its_whole_batches_and_names_the_cut(tmp_path, fo
 @pytest.mark.parametrize("data", [b"", b"PAR1 or something else", b"ARROW1\0\0", b"\xff" * 100])
 def test_what_is_no_arrow_file_is_an_error(tmp_path, data):
     (tmp_path / "a.arrow").write_bytes(data)
-    with pytest.raises(SourceError, match=r"wanted .*Arrow IPC"):
+    with pytest.raises(SourceError, match=r"expected .*Arrow IPC"):
         read_all(f"{tmp_path}/*.arrow")
 
 

@@ -30,7 +30,7 @@ def test_a_dataset_is_cut_into_chunks_of_sixteen_slices(tmp_path):
     assert [r["x"] for r in everything.rows] == [i for i in range(100) if i % 10 != 9 and i != 3]
     reasons = dict(everything.reasons)
     assert reasons[3].startswith(f"the dataset raised KeyError: 'no 3' (at {__file__}:")
-    assert reasons[9] == "wanted a dict, found list"
+    assert reasons[9] == "expected a dict, got list"
 
 
 def test_a_list_of_dicts_and_arrays_as_values_will_do():
@@ -60,8 +60,8 @@ def test_a_factory_has_a_chunk_per_shard_and_an_empty_shard_is_one_bad_row():
     assert [r["x"] for r in everything.rows] == [100, 102, 200, 202, 203, 204, 205]
     assert [reason for _, reason in everything.reasons] == [
         "the shard has no rows",
-        "wanted a dict, found str",
-        "wanted a dict, found str",
+        "expected a dict, got str",
+        "expected a dict, got str",
     ]
 
 
@@ -77,11 +77,11 @@ def test_a_factory_that_raises_is_an_error_with_its_place():
 def test_a_factory_is_checked_and_pickles():
     with pytest.raises(JobError, match="shards: wanted"):
         Factory(rows_of, shards=0)
-    with pytest.raises(JobError, match="fn: wanted a function"):
+    with pytest.raises(JobError, match="fn: expected a function"):
         Factory(3)
     assert pickle.loads(pickle.dumps(Factory(rows_of, 2, "v1"))) == Factory(rows_of, 2, "v1")
 
 
 def test_what_is_neither_files_nor_dataset_is_an_error():
-    with pytest.raises(SourceError, match="wanted files, a dataset or a factory, found int"):
+    with pytest.raises(SourceError, match="expected files, a dataset or a factory, got int"):
         build_index("d", 7)

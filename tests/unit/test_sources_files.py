@@ -102,7 +102,7 @@ def test_links_that_lead_back_are_followed_once_and_hidden_ones_not_at_all(tree)
 )
 def test_what_is_meant_to_be_data_and_cannot_be_read_is_not_passed_over(tree, what, make, found):
     make(tree / "z.jsonl")
-    with pytest.raises(SourceError, match=rf"z\.jsonl: wanted a file.*, found {found}"):
+    with pytest.raises(SourceError, match=rf"z\.jsonl: expected a file.*, got {got}"):
         names(f"{tree}{what}", tree)
 
 
@@ -146,6 +146,6 @@ def test_a_name_that_is_no_text_is_told_with_its_source(tree):
     Path(os.fsdecode(os.fsencode(tree) + b"/\xff.txt")).write_text("x")
     with pytest.raises(
         SourceError,
-        match=r"source 'web', .*: wanted names of files that are UTF-8, found .*xff\.txt.*; rename that file",
+        match=r"source 'web', .*: expected names of files that are UTF-8, got .*xff\.txt.*; rename that file",
     ):
         names(f"{tree}/*.jsonl", tree)

@@ -145,7 +145,7 @@ def test_a_file_that_changed_or_went_is_named(tmp_path, format, monkeypatch):
         out.write(b"more")
     paths[1].unlink()
     with pytest.raises(
-        StorageError, match=r"the file changed .* wanted \d+ bytes of .*, found \d+ bytes of "
+        StorageError, match=r"the file changed .* expected \d+ bytes of .*, got \d+ bytes of "
     ) as caught:
         chunks.slice(0, 0)
     assert caught.value.path == str(paths[0])

@@ -143,7 +143,7 @@ def test_problems_of_several_sources_come_in_one_error(tmp_path):
             None,
             r"not known by its name; give format=; known formats: parquet \(\.parquet",
         ),
-        (["a.parquet", "b.jsonl"], None, "wanted files of one format, found jsonl"),
+        (["a.parquet", "b.jsonl"], None, "expected files of one format, got jsonl"),
         (["a.jsonl"], "avro", "unknown format 'avro'; known formats: arrow, dataset"),
     ],
 )

@@ -143,7 +143,7 @@ def test_the_command_line_does_not_repeat_a_uri_where_it_wants_a_file(tmp_path, 
     given = [f"s3://AKIAXYZ:{SECRET}@bucket/job.yaml" if word == "URI" else word for word in words]
     said = CliRunner().invoke(cli, given)
     assert said.exit_code == 2
-    assert "wanted a file of this machine" in said.output
+    assert "expected a file of this machine" in said.output
     assert SECRET not in said.output
 
 
@@ -160,9 +160,9 @@ def test_inspect_does_not_repeat_a_uri_that_carries_a_secret():
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 def test_an_endpoint_that_is_no_address_is_told_and_not_repeated(monkeypatch, name, given):
     monkeypatch.setenv(name, given)
-    with pytest.raises(SourceError, match=f"{name}: wanted http://host:port") as caught:
+    with pytest.raises(SourceError, match=f"{name}: expected http://host:port") as caught:
         Files.resolve("s3://bucket/x.parquet", source="web")
-    with pytest.raises(JournalError, match=f"{name}: wanted http://host:port") as refused:
+    with pytest.raises(JournalError, match=f"{name}: expected http://host:port") as refused:
         place_of("s3://bucket/journal").names()
     assert TOKEN not in str(caught.value) + str(refused.value)
 
@@ -348,7 +348,9 @@ def test_a_store_that_lacks_a_setting_says_which(monkeypatch):
 def test_a_deadline_that_is_no_number_of_seconds_is_an_error(monkeypatch, given):
     pytest.importorskip("obstore")
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", given)
-    with pytest.raises(SourceError, match="OVERLORD_STORE_DEADLINE_S: wanted a number of seconds"):
+    with pytest.raises(
+        SourceError, match="OVERLORD_STORE_DEADLINE_S: expected a number of seconds"
+    ):
         Files.resolve("s3://bucket/*.parquet", source="web")
 
 

@@ -159,6 +159,6 @@ def test_for_how_long_a_job_may_begin_is_an_option(
 @pytest.mark.parametrize("start_s", [0, -1.0, float("nan"), float("inf"), "90", True])
 def test_a_time_to_begin_that_is_none_is_refused_by_name(start_s: Any) -> None:
     with pytest.raises(
-        JobError, match=r"submit: start_s: wanted a number of seconds above 0, found"
+        JobError, match=r"submit: start_s: expected a number of seconds above 0, got"
     ):
         detached_jobs.submit(None, address="here:6379", start_s=start_s)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def steps(session: ov.Session, n: int) -> list[tuple[list[ov.SampleId], str]]:
 def test_ranks_wait_at_every_microbatch_unless_the_job_says_otherwise() -> None:
     assert job().sync == "microbatch"
     assert "sync step" in repr(job(sync="step"))
-    with pytest.raises(ov.JobError, match=r"sync: wanted one of microbatch, step, found 'epoch'"):
+    with pytest.raises(ov.JobError, match=r"sync: expected one of microbatch, step, got 'epoch'"):
         job(sync="epoch")
 
 
@@ -72,7 +72,7 @@ def test_a_file_may_say_when_ranks_wait(tmp_path: Path) -> None:
     assert "sync: step" in made.to_yaml()
     assert ov.Job.from_yaml(tmp_path / "job.yaml") == made
     (tmp_path / "wrong.yaml").write_text(made.to_yaml().replace("sync: step", "sync: never"))
-    with pytest.raises(ov.JobError, match=r"sync: wanted one of microbatch, step, found 'never'"):
+    with pytest.raises(ov.JobError, match=r"sync: expected one of microbatch, step, got 'never'"):
         ov.Job.from_yaml(tmp_path / "wrong.yaml")
 
 
@@ -148,7 +148,7 @@ def test_a_journal_that_does_not_say_when_ranks_waited_goes_on_with_the_same_sam
 def test_ranks_that_join_with_another_sync_are_refused_by_name() -> None:
     refused = difference(job(sync="step"), 1, parts_of(job()))
     assert refused is not None
-    assert "sync: wanted 'microbatch', as on rank 0, found 'step' on rank 1" in str(refused)
+    assert "sync: expected 'microbatch', as on rank 0, got 'step' on rank 1" in str(refused)
 
 
 @pytest.mark.parametrize(

@@ -71,23 +71,23 @@ def run(p: Pipeline, table: pa.Table) -> Block:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: Tokenize(""), "tokenizer: wanted the path"),
-        (lambda: Tokenize("t.json", text=""), "text: wanted a name"),
-        (lambda: Tokenize("t.json", bos=-1), "bos: wanted a token or an id"),
-        (lambda: Tokenize("t.json", eos=True), "eos: wanted a token or an id"),
+        (lambda: Tokenize(""), "tokenizer: expected the path"),
+        (lambda: Tokenize("t.json", text=""), "text: expected a name"),
+        (lambda: Tokenize("t.json", bos=-1), "bos: expected a token or an id"),
+        (lambda: Tokenize("t.json", eos=True), "eos: expected a token or an id"),
         (
             lambda: Tokenize("t.json", add_special_tokens=1),
-            "add_special_tokens: wanted True or False",
+            "add_special_tokens: expected True or False",
         ),
-        (lambda: Tokens(7), "column: wanted a name"),
-        (lambda: Map("clean"), "fn: wanted a function"),
+        (lambda: Tokens(7), "column: expected a name"),
+        (lambda: Map("clean"), "fn: expected a function"),
         (lambda: Map(len, rng=True), "rng: a random Map works row by row"),
-        (lambda: Filter(None), "fn: wanted a function"),
-        (lambda: Filter(len, rows="yes"), "rows: wanted True or False"),
-        (lambda: Select(), "wanted at least one"),
+        (lambda: Filter(None), "fn: expected a function"),
+        (lambda: Filter(len, rows="yes"), "rows: expected True or False"),
+        (lambda: Select(), "expected at least one"),
         (lambda: Select("a", "a"), "a named twice"),
         (lambda: Meta("tokens", "n"), "every sample has 'tokens' already"),
-        (lambda: Meta("n", 3), "value: wanted a column's name or a function"),
+        (lambda: Meta("n", 3), "value: expected a column's name or a function"),
         (lambda: Meta("n", "m", rows=True), "only for a function"),
     ],
 )
@@ -494,7 +494,7 @@ def test_a_row_function_that_fails_or_answers_wrongly_loses_that_row_only():
     assert (staged.index.tolist(), staged.dropped) == ([0, 3], 1)
     assert [
         (i, reason.split(": ", 1)[1].partition(f" (at {__file__}:")[0]) for i, reason in staged.bad
-    ] == [(1, "TypeError: wanted True or False, found None"), (4, "KeyError: 4")]
+    ] == [(1, "TypeError: expected True or False, got None"), (4, "KeyError: 4")]
 
 
 def test_a_value_of_the_wrong_type_in_a_maps_answer_loses_that_row_only():
@@ -568,14 +568,14 @@ def test_images_of_several_shapes_in_one_column_are_read_row_by_row():
 @pytest.mark.parametrize(
     ("transform", "problem"),
     [
-        (Map(lambda columns: None), "wanted a dict of columns, found NoneType"),
+        (Map(lambda columns: None), "expected a dict of columns, got NoneType"),
         (
             Map(lambda columns: {"tokens": [[1]]}),
-            "wanted 2 rows in every column, found 'tokens': 1; drop rows with Filter",
+            "expected 2 rows in every column, got 'tokens': 1; drop rows with Filter",
         ),
-        (Filter(lambda columns: [1, 0]), "wanted 2 booleans"),
-        (Filter(lambda columns: True), "wanted 2 booleans"),
-        (Meta("m", lambda columns: ["a", "b"]), "wanted 2 numbers"),
+        (Filter(lambda columns: [1, 0]), "expected 2 booleans"),
+        (Filter(lambda columns: True), "expected 2 booleans"),
+        (Meta("m", lambda columns: ["a", "b"]), "expected 2 numbers"),
     ],
 )
 def test_a_function_that_breaks_its_contract_ends_the_job(transform: Any, problem: str):

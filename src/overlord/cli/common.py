@@ -118,7 +118,7 @@ def read_options(words: tuple[str, ...]) -> dict[str, Any]:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise JobError([f"wanted NAME=VALUE, as in prefetch=8, found {word!r}"], "--option")
+            raise JobError([f"expected NAME=VALUE, as in prefetch=8, got {word!r}"], "--option")
         if name in NOT_HERE:
             raise JobError([f"{name}: {NOT_HERE[name]}"], "--option")
         try:

@@ -216,7 +216,7 @@ def submit(
         or not 0 < start_s < math.inf
     ):
         raise JobError(
-            [f"start_s: wanted a number of seconds above 0, found {start_s!r}"], "submit"
+            [f"start_s: expected a number of seconds above 0, got {start_s!r}"], "submit"
         )
     with cluster.cluster(_wanted(address, "submit")):
         _make_way(job.name)
@@ -349,7 +349,7 @@ def _wanted(address: str | None, what: str) -> str:
     if address is None:
         said = "host:port of a Ray cluster's head (--address, or OVERLORD_CLUSTER)"
         raise JobError(
-            [f"address: wanted {said}; jobs live by themselves only on a cluster that does"], what
+            [f"address: expected {said}; jobs live by themselves only on a cluster that does"], what
         )
     if problems := address_problems(address):
         raise JobError(problems, what)

@@ -131,7 +131,7 @@ def _lacking(pipeline: Pipeline, out: SourceReport) -> str:
     if not missing or not out.schema:
         return ""
     remedy = tokenize_it(missing, out.schema)
-    return f"; wanted the column {', '.join(map(repr, missing))}, found {', '.join(out.schema)}" + (
+    return f"; expected the column {', '.join(map(repr, missing))}, got {', '.join(out.schema)}" + (
         f"; {remedy}" if remedy else ""
     )
 

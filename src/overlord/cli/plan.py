@@ -45,8 +45,8 @@ def parse_place(text: str, base: ClientPlaceTree) -> ClientPlaceTree:
         if axis not in AXES or not degree.isdigit():
             raise JobError(
                 [
-                    f"wanted axis=number with one of {', '.join(AXES)}, as in dp=64 or "
-                    f"dp=8,tp=2, found {part!r}"
+                    f"expected axis=number with one of {', '.join(AXES)}, as in dp=64 or "
+                    f"dp=8,tp=2, got {part!r}"
                 ],
                 "--place",
             )

@@ -132,7 +132,7 @@ def of_this_machine(path: Path) -> None:
     if is_uri(str(path)):  # which may hold a secret, and is not repeated
         raise JobError(
             [
-                "wanted a file of this machine, found a URI; a journal may lie in a "
+                "expected a file of this machine, got a URI; a journal may lie in a "
                 "store: Job.journal"
             ],
             "state",

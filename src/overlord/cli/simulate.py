@@ -36,8 +36,8 @@ class Sizes(click.ParamType):
             found = []
         if not found or min(found) < 1:
             self.fail(
-                "wanted whole numbers above 0 with commas between them, as in 512,4096, "
-                f"found {value!r}",
+                "expected whole numbers above 0 with commas between them, as in 512,4096, "
+                f"got {value!r}",
                 param,
                 ctx,
             )
@@ -144,7 +144,7 @@ def simulate(
     if gpus and nodes:
         raise click.UsageError("give either --gpus or --nodes")
     if not 0 < pace_s < 1e6:
-        raise click.UsageError(f"--step-seconds: wanted a number above 0, found {pace_s:g}")
+        raise click.UsageError(f"--step-seconds: expected a number above 0, got {pace_s:g}")
     sizes = [n * gpus_per_node for n in nodes] if nodes else gpus or [512 * 2**k for k in range(6)]
 
     def act() -> None:

@@ -98,18 +98,18 @@ def _given(address: Any, rank: Any, token: Any) -> tuple[str, int, str]:
     problems = []
     if not isinstance(address, str) or not address:
         problems.append(
-            "address: wanted overlord://host:port/key, as the session printed it, or "
-            f"OVERLORD_ADDRESS, found {address!r}"
+            "address: expected overlord://host:port/key, as the session printed it, or "
+            f"OVERLORD_ADDRESS, got {address!r}"
         )
     if not isinstance(token, str) or not token:
         problems.append(
-            "token: wanted what the session printed, or OVERLORD_TOKEN, found "
+            "token: expected what the session printed, or OVERLORD_TOKEN, got "
             f"{'nothing' if not token else type(token)}"
         )
     try:
         number = int(said) if isinstance(said, str) else said.__index__()
     except (TypeError, ValueError, AttributeError):
-        problems.append(f"rank: wanted a whole number, a process group, or RANK, found {said!r}")
+        problems.append(f"rank: expected a whole number, a process group, or RANK, got {said!r}")
     if problems:
         raise JobError(problems, "connect")
     # `ov.serve()` gives address and token in one value; a subclass of str must not travel.

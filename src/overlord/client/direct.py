@@ -226,7 +226,7 @@ class OwnConstructor(CommandLoop):
 
     def _opened(self, link: Connection, hello: Mapping[str, Any]) -> dict[str, Any]:
         if hello.get("role") != "loader" or type(hello.get("host")) is not int:
-            raise OverlordError(f"rank {self._rank}: wanted a loader host, found {hello!r:.100}")
+            raise OverlordError(f"rank {self._rank}: expected a loader host, got {hello!r:.100}")
         host = self._loaders[link] = hello["host"]
         self._pump.post(lambda: self._gathering.found(host))
         return {}
@@ -234,7 +234,7 @@ class OwnConstructor(CommandLoop):
     def _message(self, link: Connection, value: Any) -> None:
         if not isinstance(value, StepPayload):
             raise OverlordError(
-                f"wanted payload of loader-host/{self._loaders[link]}, found {type(value).__name__}"
+                f"expected payload of loader-host/{self._loaders[link]}, got {type(value).__name__}"
             )
         check_payload(value, self._loaders[link])
         self._pump.post(lambda: self._payload(value))

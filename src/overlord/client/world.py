@@ -56,5 +56,5 @@ def world_here(where: str) -> World | None:
 def _whole(name: str, where: str) -> int:
     said = os.environ[name]
     if not said.isdecimal():
-        raise JobError([f"{name}: wanted a whole number, found {said!r}"], where)
+        raise JobError([f"{name}: expected a whole number, got {said!r}"], where)
     return int(said)

@@ -110,11 +110,11 @@ class ConstructorWorker(Worker):
         """
         if type(host) is not int or host < 0 or type(incarnation) is not int or incarnation < 0:
             raise OverlordError(
-                f"wanted the number of a loader host, found {host!r:.60} and {incarnation!r:.60}"
+                f"expected the number of a loader host, got {host!r:.60} and {incarnation!r:.60}"
             )
         if incarnation < self._incarnations.get(host, 0):
             raise OverlordError(
-                "wanted the number of a loader host that is not linked yet, found "
+                "expected the number of a loader host that is not linked yet, got "
                 f"{host}: a later one has its place"
             )
         former = next((other for other, h in self._loaders.items() if h == host), None)
@@ -129,7 +129,7 @@ class ConstructorWorker(Worker):
         if (host := self._loaders.get(link)) is not None:
             if not isinstance(value, StepPayload):
                 raise OverlordError(
-                    f"wanted payload of loader-host/{host}, found {type(value).__name__}"
+                    f"expected payload of loader-host/{host}, got {type(value).__name__}"
                 )
             check_payload(value, host)
             self._pump.post(lambda: self.run(self._gathering.payload(value)))

@@ -80,8 +80,8 @@ class Spreading(Joining):
         if not 1 <= n <= most:
             raise JobError(
                 [
-                    f"wanted 1 to {most} hosts for {name!r}, which has {most} "
-                    f"loader{'s' * (most > 1)}, found {n}"
+                    f"expected 1 to {most} hosts for {name!r}, which has {most} "
+                    f"loader{'s' * (most > 1)}, got {n}"
                 ],
                 "scale",
             )

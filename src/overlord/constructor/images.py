@@ -174,7 +174,7 @@ def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.n
             ) from fault
         if (dim, np.dtype(dtype)) != (form.patch_dim, np.dtype(form.dtype)):
             found = (
-                f"wanted images of {form.patch_dim} {form.dtype} a patch, found {dim} "
+                f"expected images of {form.patch_dim} {form.dtype} a patch, got {dim} "
                 f"{np.dtype(dtype)}"
             )
             raise PlanError(found, step, "this is a fault of the package: report it")

@@ -255,12 +255,12 @@ def check_payload(payload: StepPayload, host: int) -> None:
         or payload.origin != host
     ):
         raise OverlordError(
-            f"wanted payload of loader-host/{host} for a step, found that of "
+            f"expected payload of loader-host/{host} for a step, got that of "
             f"{payload.origin!r:.40} for {step!r:.40}"
         )
     if type(payload.generation) is not int or payload.generation < 0:
         raise OverlordError(
-            f"payload of loader-host/{host} for step {step}: wanted a generation, found "
+            f"payload of loader-host/{host} for step {step}: expected a generation, got "
             f"{payload.generation!r:.40}"
         )
     kinds = (
@@ -275,8 +275,8 @@ def check_payload(payload: StepPayload, host: int) -> None:
         or kinds[1] != (np.dtype(np.int64), 1)
     ):
         raise OverlordError(
-            f"payload of loader-host/{host} for step {step}: wanted documents of whole "
-            f"numbers, found {kinds or type(tokens)}"
+            f"payload of loader-host/{host} for step {step}: expected documents of whole "
+            f"numbers, got {kinds or type(tokens)}"
         )
     if (items := payload.items) is None:
         return
@@ -287,8 +287,8 @@ def check_payload(payload: StepPayload, host: int) -> None:
     )
     if kinds != [(np.dtype(np.uint8), 1), (np.dtype(np.int64), 1)]:
         raise OverlordError(
-            f"payload of loader-host/{host} for step {step}: wanted images as bytes, "
-            f"found {kinds or type(items)}"
+            f"payload of loader-host/{host} for step {step}: expected images as bytes, "
+            f"got {kinds or type(items)}"
         )
 
 
@@ -302,10 +302,10 @@ def _misfit(
     here = np.flatnonzero(doc >= 0)  # for hooks the plan is whole, and the payload is not
     hosts = ", ".join(f"loader-host/{origin}" for origin in placed.origins)
     if len(tokens) != len(here):
-        return f"wanted {len(here)} documents of {hosts}, found {len(tokens)}"
+        return f"expected {len(here)} documents of {hosts}, got {len(tokens)}"
     wanted = 0 if placed.stage.encoding is None else len(placed.stage.encoding.item)
     if wanted != (0 if items is None else len(items)):
-        return f"wanted {wanted} images of {hosts}, found {0 if items is None else len(items)}"
+        return f"expected {wanted} images of {hosts}, got {0 if items is None else len(items)}"
     wrong = np.flatnonzero(tokens.lengths[doc[here]] != placed.stage.plan.tokens[here])
     if not len(wrong):
         return ""
@@ -315,6 +315,6 @@ def _misfit(
     ]
     wanted, found = int(placed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
     return (
-        f"wanted {wanted} tokens of {placed.stage.plan.sample_id(row)} from "
-        f"loader-host/{origin}, found {found}"
+        f"expected {wanted} tokens of {placed.stage.plan.sample_id(row)} from "
+        f"loader-host/{origin}, got {found}"
     )

@@ -78,7 +78,7 @@ def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray
         if key in found and found[key].shape not in (shape, (*shape[:-1], shape[-1] // view.cp))
     ]:
         raise ValueError(
-            f"wanted {wrong[0]!r} of shape {list(shape)}, found {list(found[wrong[0]].shape)}"
+            f"expected {wrong[0]!r} of shape {list(shape)}, got {list(found[wrong[0]].shape)}"
         )
     if len(shape) == 2:
         columns = _columns(shape[1], view)

@@ -198,8 +198,8 @@ def _mix_picture(f: Figures) -> Picture:
         else f" At step {f.changed_at} the running job was given another mixture."
     )
     return Picture(
-        title="Mix over steps, wanted and realised",
-        shows="Share of each source in the samples of a step: wanted dashed, realised "
+        title="Mix over steps, expected and realised",
+        shows="Share of each source in the samples of a step: expected dashed, realised "
         f"solid.{change} A step of {f.samples} samples "
         "cannot hold parts of a sample, so a step may be one sample off, and the steps "
         "after it make up for that.",

@@ -18,7 +18,7 @@ _FORM = re.compile(
     r"(?P<how>[a-z]+):(?P<whom>[a-z-]+(?:/\d+)?)(?:\*(?P<many>\d+))?@(?P<step>\d+)(?:%(?P<every>\d+))?"
 )
 WANTED = (
-    "wanted HOW:WHOM@STEP, as kill:loader-host/0@10, kill:loader-host*5@35, stop:planner@20 "
+    "expected HOW:WHOM@STEP, as kill:loader-host/0@10, kill:loader-host*5@35, stop:planner@20 "
     "or kill:planner@15%15 (every 15 steps)"
 )
 
@@ -79,7 +79,7 @@ def parse_faults(text: str) -> list[Fault]:
             problems.append(f"{word!r}: unknown part {role!r}{did_you_mean(role, ROLES)}")
         many, every = int(match["many"] or 1), int(match["every"] or 0)
         if many < 1:
-            problems.append(f"{word!r}: wanted at least one part, found {many}")
+            problems.append(f"{word!r}: expected at least one part, got {many}")
         elif match["many"] and match["whom"] not in SEVERAL:
             problems.append(
                 f"{word!r}: *{many} is for {' or '.join(SEVERAL)}; {match['whom']!r} says "
@@ -87,7 +87,7 @@ def parse_faults(text: str) -> list[Fault]:
             )
         if match["every"] and not every:
             problems.append(
-                f"{word!r}: wanted at least one step between two strikes, found %0; leave "
+                f"{word!r}: expected at least one step between two strikes, got %0; leave "
                 "it out to strike once"
             )
         found.append(Fault(match["how"], match["whom"], int(match["step"]), many, every))

@@ -359,7 +359,7 @@ def _told(session: Any) -> dict[str, Any]:
             return found
         if time.monotonic() > deadline:
             raise OverlordError(
-                "a dummy loading job: wanted what hosts hold, found no answer in "
+                "a dummy loading job: expected what hosts hold, got no answer in "
                 f"{CHILD_S:.0f} s of {', '.join(silent)}"
             )
         time.sleep(0.1)

@@ -48,8 +48,8 @@ class Constants:
                 f.name in ("bandwidth", "sample_tokens") and not value
             ):
                 raise ValueError(
-                    f"{f.name}: wanted a number of at least 0 (bandwidth and "
-                    f"sample_tokens: above 0), found {value!r}"
+                    f"{f.name}: expected a number of at least 0 (bandwidth and "
+                    f"sample_tokens: above 0), got {value!r}"
                 )
 
     @staticmethod
@@ -57,7 +57,7 @@ class Constants:
         """From plain values; ``ValueError`` where they are not all there."""
         names = [f.name for f in fields(Constants)]
         if missing := [name for name in names if name not in values]:
-            raise ValueError(f"wanted {', '.join(names)}, found no {', '.join(missing)}")
+            raise ValueError(f"expected {', '.join(names)}, got no {', '.join(missing)}")
         return Constants(**{name: float(values[name]) for name in names})
 
 
@@ -87,11 +87,11 @@ class ClusterShape:
     def __post_init__(self) -> None:
         for f in fields(self):
             if f.type in ("int", int) and getattr(self, f.name) < 1:
-                raise ValueError(f"{f.name}: wanted at least 1, found {getattr(self, f.name)}")
+                raise ValueError(f"{f.name}: expected at least 1, got {getattr(self, f.name)}")
         if self.gpus % (self.tp * self.cp * self.pp):
             raise ValueError(
-                "gpus: wanted a multiple of tp x cp x pp = "
-                f"{self.tp * self.cp * self.pp}, found {self.gpus}"
+                "gpus: expected a multiple of tp x cp x pp = "
+                f"{self.tp * self.cp * self.pp}, got {self.gpus}"
             )
 
     @property

@@ -219,12 +219,12 @@ def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
             if shown is None
             else f"Ragged of {shown.dtype}{'' if shown.ndim == 1 else f' {shown.shape}'}"
         )
-        problem = f"wanted a Ragged of token ids, found {kind}"
+        problem = f"expected a Ragged of token ids, got {kind}"
     elif not np.array_equal(said.lengths, before.lengths) or not 0 <= said.offsets[
         0
     ] <= said.offsets[-1] <= len(said.values):
         problem = (
-            f"wanted {len(before)} rows of the lengths it was given, found {len(said)} rows "
+            f"expected {len(before)} rows of the lengths it was given, got {len(said)} rows "
             f"of {int(said.lengths.sum())} tokens"
         )
     else:
@@ -265,7 +265,7 @@ def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.nd
     )
     if not isinstance(said, (list, tuple)) or len(said) != len(assembly.rows):
         found = f"{len(said)} of them" if isinstance(said, (list, tuple)) else type(said).__name__
-        problem = f"wanted a list of {len(assembly.rows)} microbatches, found {found}"
+        problem = f"expected a list of {len(assembly.rows)} microbatches, got {found}"
     else:
         problems = ((m, _problem(microbatch, wanted)) for m, microbatch in enumerate(said))
         problem = next((f"microbatch {m}: {words}" for m, words in problems if words), "")
@@ -281,7 +281,7 @@ def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.nd
 def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
     """What is wrong with one microbatch, in words; empty when nothing is."""
     if not isinstance(microbatch, Mapping):
-        return f"wanted a mapping, found {type(microbatch).__name__}"
+        return f"expected a mapping, got {type(microbatch).__name__}"
     if missing := [key for key in wanted if key not in microbatch]:
         return f"{', '.join(missing)} missing"
     for key, array in microbatch.items():
@@ -291,11 +291,11 @@ def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
             or array.dtype.kind not in "biufS"
         ):
             return (
-                f"wanted a numpy array of numbers for {key!r}, found "
+                f"expected a numpy array of numbers for {key!r}, got "
                 f"{getattr(array, 'dtype', type(array).__name__)}"
             )
         if key in wanted and array.dtype != wanted[key]:
-            return f"wanted {np.dtype(wanted[key])} for {key!r}, found {array.dtype}"
+            return f"expected {np.dtype(wanted[key])} for {key!r}, got {array.dtype}"
     shapes = {key: microbatch[key].shape for key in PER_TOKEN if key in wanted}
     if len(set(shapes.values())) > 1:
         return f"the arrays with an entry per token differ in shape: {shapes}"
@@ -326,7 +326,7 @@ def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
     return (
         ""
         if microbatch["max_seqlen"].shape == ()
-        else f"wanted one number for 'max_seqlen', found shape {microbatch['max_seqlen'].shape}"
+        else f"expected one number for 'max_seqlen', got shape {microbatch['max_seqlen'].shape}"
     )
 
 

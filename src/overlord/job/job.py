@@ -123,29 +123,29 @@ class Source:
             or "\x1f" in self.name
             or "/" in self.name
         ):
-            found.append(f"{at}: wanted a name without '/', found {self.name!r}")
+            found.append(f"{at}: expected a name without '/', got {self.name!r}")
         found += self._uri_problems(at)
         if self.format is not None and (not isinstance(self.format, str) or not self.format):
-            found.append(f"{at}.format: wanted the name of a format, found {self.format!r}")
+            found.append(f"{at}.format: expected the name of a format, got {self.format!r}")
         if not is_real(self.weight) or not math.isfinite(self.weight) or self.weight < 0:
             found.append(
-                f"{at}.weight: wanted a finite number of at least 0, found {self.weight!r}"
+                f"{at}.weight: expected a finite number of at least 0, got {self.weight!r}"
             )
         if self.epochs is not None and (not is_int(self.epochs) or self.epochs < 1):
             found.append(
-                f"{at}.epochs: wanted a whole number of at least 1, or None for ever, "
-                f"found {self.epochs!r}"
+                f"{at}.epochs: expected a whole number of at least 1, or None for ever, "
+                f"got {self.epochs!r}"
             )
         if not isinstance(self.shuffle, bool):
-            found.append(f"{at}.shuffle: wanted true or false, found {self.shuffle!r}")
+            found.append(f"{at}.shuffle: expected true or false, got {self.shuffle!r}")
         for name in ("max_bad", "max_sample_bytes"):
             if not is_int(getattr(self, name)) or getattr(self, name) < 1:
                 found.append(
-                    f"{at}.{name}: wanted a whole number of at least 1, found "
+                    f"{at}.{name}: expected a whole number of at least 1, got "
                     f"{getattr(self, name)!r}"
                 )
         if not isinstance(self.transforms, tuple):
-            found.append(f"{at}.transforms: wanted a list, found {type(self.transforms).__name__}")
+            found.append(f"{at}.transforms: expected a list, got {type(self.transforms).__name__}")
         else:
             wrong = [
                 (i, t)
@@ -162,14 +162,14 @@ class Source:
 
     def _deferred_problems(self, at: str) -> list[str]:
         if not isinstance(self.deferred, tuple):
-            return [f"{at}.deferred: wanted a list, found {type(self.deferred).__name__}"]
+            return [f"{at}.deferred: expected a list, got {type(self.deferred).__name__}"]
         wrong = [
             (i, t)
             for i, t in enumerate(self.deferred)
             if getattr(t, "kind", None) != "images" or isinstance(t, type)
         ]
         return [
-            f"{at}.deferred[{i}]: wanted ov.Images(...), found {t!r}; all else goes into transforms"
+            f"{at}.deferred[{i}]: expected ov.Images(...), got {t!r}; all else goes into transforms"
             for i, t in wrong
         ]
 
@@ -184,7 +184,7 @@ class Source:
             wrong = [p for p in self.uri if not isinstance(p, (str, PathLike)) or not str(p)]
             if wrong:
                 return [
-                    f"{at}.uri: wanted a list of paths, found {wrong[0]!r} in it; rows go "
+                    f"{at}.uri: expected a list of paths, got {wrong[0]!r} in it; rows go "
                     "in by Source.from_dataset"
                 ]
             counts = Counter(str(p) for p in self.uri)
@@ -202,7 +202,7 @@ class Source:
         return (
             []
             if files or dataset or factory
-            else [f"{at}.uri: wanted files, a dataset or a factory, found {self.uri!r}"]
+            else [f"{at}.uri: expected files, a dataset or a factory, got {self.uri!r}"]
         )
 
 
@@ -275,19 +275,19 @@ class Job:
     def problems(self) -> list[str]:
         found: list[str] = []
         if not isinstance(self.name, str) or not self.name:
-            found.append(f"name: wanted a name, found {self.name!r}")
+            found.append(f"name: expected a name, got {self.name!r}")
         found += self._source_problems()
         if not isinstance(self.batch, Batch):
-            found.append(f"batch: wanted a Batch, found {self.batch!r}")
+            found.append(f"batch: expected a Batch, got {self.batch!r}")
         if not isinstance(self.place, ClientPlaceTree):
-            found.append(f"place: wanted a ClientPlaceTree, found {self.place!r}")
+            found.append(f"place: expected a ClientPlaceTree, got {self.place!r}")
         elif isinstance(self.batch, Batch) and self.batch.context % self.document_multiple:
             what = "pad_multiple, cp" + (
                 ", tp for sequence_parallel" if self.batch.sequence_parallel else ""
             )
             found.append(
-                f"batch.context: wanted a multiple of {self.document_multiple} ({what}), "
-                f"found {self.batch.context}"
+                f"batch.context: expected a multiple of {self.document_multiple} ({what}), "
+                f"got {self.batch.context}"
             )
         for name in (
             "seed",
@@ -301,7 +301,7 @@ class Job:
             least = 0 if name == "seed" else 1
             if not is_int(getattr(self, name)) or getattr(self, name) < least:
                 found.append(
-                    f"{name}: wanted a whole number of at least {least}, found "
+                    f"{name}: expected a whole number of at least {least}, got "
                     f"{getattr(self, name)!r}"
                 )
         for name, known in (
@@ -313,7 +313,7 @@ class Job:
         ):
             found += one_of(name, getattr(self, name), known)
         if not (self.until in ("all", "first") or (is_int(self.until) and int(self.until) >= 1)):
-            found.append(f'until: wanted "all", "first" or a number of steps, found {self.until!r}')
+            found.append(f'until: expected "all", "first" or a number of steps, got {self.until!r}')
         if (
             self.draw == "random"
             and isinstance(self.batch, Batch)
@@ -321,7 +321,7 @@ class Job:
         ):
             found.append('draw: "random" draws samples; give batch.samples, or draw="exact"')
         if not callable(self.strategy) and not isinstance(self.strategy, str):
-            found.append(f"strategy: wanted a name or a function, found {self.strategy!r}")
+            found.append(f"strategy: expected a name or a function, got {self.strategy!r}")
         elif callable(self.strategy):
             found += [
                 f"strategy: {p}" for p in [cannot_take(self.strategy, ("buffer", "place"))] if p
@@ -342,21 +342,21 @@ class Job:
 
     def _hook_problems(self) -> list[str]:
         if not isinstance(self.hooks, tuple):
-            return [f"hooks: wanted a list, found {self.hooks!r}"]
+            return [f"hooks: expected a list, got {self.hooks!r}"]
         wrong = [(i, hook) for i, hook in enumerate(self.hooks) if not isinstance(hook, Hook)]
         known = "ov.loader_do_plan(fn) or ov.constructor_do_plan(fn)"
         raw = " (it goes in as strategy=)"
         return [
-            f"hooks[{i}]: wanted {known}, found "
+            f"hooks[{i}]: expected {known}, got "
             f"{_name_of(h)}{raw if getattr(h, 'kind', '') == 'strategy' else ''}"
             for i, h in wrong
         ]
 
     def _source_problems(self) -> list[str]:
         if not isinstance(self.sources, tuple) or not self.sources:
-            return [f"sources: wanted at least one Source, found {self.sources!r}"]
+            return [f"sources: expected at least one Source, got {self.sources!r}"]
         wrong = [
-            f"sources[{i}]: wanted a Source, found {s!r}"
+            f"sources[{i}]: expected a Source, got {s!r}"
             for i, s in enumerate(self.sources)
             if not isinstance(s, Source)
         ]
@@ -382,7 +382,7 @@ class Job:
             not callable(self.mixture) or isinstance(self.mixture, type)
         ):
             found.append(
-                f"mixture: wanted a mapping of weights or a schedule, found {self.mixture!r}"
+                f"mixture: expected a mapping of weights or a schedule, got {self.mixture!r}"
             )
         elif self.mixture is not None and (
             problem := cannot_take(self.mixture, ("step", "feedback"))
@@ -469,7 +469,7 @@ class Job:
 
     def _journal_problems(self) -> list[str]:
         if self.journal is not None and (not isinstance(self.journal, str) or not self.journal):
-            return [f"journal: wanted a directory or a store's URI, found {self.journal!r}"]
+            return [f"journal: expected a directory or a store's URI, got {self.journal!r}"]
         return [f"journal: {problem}" for problem in uri_problems(self.journal or "")]
 
 

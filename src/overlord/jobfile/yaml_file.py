@@ -49,7 +49,7 @@ def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not isinstance(name, str) or not name or not callable(fn):
         raise JobError(
-            [f"wanted a name and a function, found {name!r} and {fn!r}"], "register_function"
+            [f"expected a name and a function, got {name!r} and {fn!r}"], "register_function"
         )
     known = _functions.get(name)
     if known is not None and _place(known) != _place(fn):
@@ -65,7 +65,7 @@ def read_job(path: str | Path) -> Job:
     """The job of a YAML file. Relative paths in it are relative to the file."""
     where = str(path)
     if is_uri(where):
-        raise JobError(["wanted a file of this machine, found a URI; copy it here"], "job file")
+        raise JobError(["expected a file of this machine, got a URI; copy it here"], "job file")
     _refuse_data(where)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -129,7 +129,7 @@ class _Reader:
         if not isinstance(plain, dict):
             if not self.problems:
                 self.problems.append(
-                    f"wanted a mapping with name, sources and batch, found {_shown(plain)}"
+                    f"expected a mapping with name, sources and batch, got {_shown(plain)}"
                 )
             return None
         known = self._known(plain, Job, "")
@@ -202,7 +202,7 @@ class _Reader:
         read.
         """
         if not isinstance(plain, dict):
-            self.problems.append(f"{at}: wanted a mapping, found {_shown(plain)}")
+            self.problems.append(f"{at}: expected a mapping, got {_shown(plain)}")
             return None
         before = len(self.problems)
         values = self._known({**plain, **given}, cls, at)
@@ -240,7 +240,7 @@ class _Reader:
                 if isinstance(plain.get(key), list):
                     given[key] = self._transforms(plain[key], f"{at}.{key}")
                 elif key in plain:
-                    self.problems.append(f"{at}.{key}: wanted a list, found {_shown(plain[key])}")
+                    self.problems.append(f"{at}.{key}: expected a list, got {_shown(plain[key])}")
                     given[key] = ()
             if "path" in plain:  # what many call it: said, and then checked under its name
                 self.problems.append(f"{at}.path: unknown; did you mean 'uri'?")
@@ -266,7 +266,7 @@ class _Reader:
             return self._path(path)
         if isinstance(path, list) and path and all(isinstance(p, str) and p for p in path):
             return [self._path(p) for p in path]
-        self.problems.append(f"{at}.uri: wanted a path or a list of paths, found {_shown(path)}")
+        self.problems.append(f"{at}.uri: expected a path or a list of paths, got {_shown(path)}")
         return "?"
 
     def _path(self, path: str) -> str:
@@ -288,7 +288,7 @@ class _Reader:
             plain = {plain: {}}
         if not isinstance(plain, dict) or len(plain) != 1:
             self.problems.append(
-                f"{at}: wanted one of {', '.join(_TRANSFORMS)} with its fields, found "
+                f"{at}: expected one of {', '.join(_TRANSFORMS)} with its fields, got "
                 f"{_shown(plain)}"
             )
             return None
@@ -307,7 +307,7 @@ class _Reader:
                 "images": "placeholder",
             }.get(kind, "fn")
             self.problems.append(
-                f"{at}: wanted its fields, as in {{{first}: ...}}, found {_shown(body)}"
+                f"{at}: expected its fields, as in {{{first}: ...}}, got {_shown(body)}"
             )
             return None
         given: dict[str, Any] = {}
@@ -324,7 +324,7 @@ class _Reader:
 
     def _select(self, body: Any, at: str) -> Select | None:
         if not isinstance(body, list):
-            self.problems.append(f"{at}: wanted a list of columns, found {_shown(body)}")
+            self.problems.append(f"{at}: expected a list of columns, got {_shown(body)}")
             return None
         try:
             return Select(*body)
@@ -338,7 +338,7 @@ class _Reader:
         """
         rest = {key: value for key, value in body.items() if key not in ("column", "fn")}
         if ("column" in body) == ("fn" in body):
-            self.problems.append(f"{at}: wanted exactly one of column and fn")
+            self.problems.append(f"{at}: expected exactly one of column and fn")
             return {**rest, "value": "?"}
         return {
             **rest,

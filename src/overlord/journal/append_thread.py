@@ -177,7 +177,7 @@ class AppendThread:
                 else f"{type(error).__name__}: {error}"
             )
             self.unpruned = (
-                f"journal {where}: {self._log.doomed} segments that are not wanted any "
+                f"journal {where}: {self._log.doomed} segments that are not expected any "
                 f"more stay: {why}; let the job remove them (in a "
                 "store: DeleteObject). It goes on, the journal grows, and the next "
                 "pruning tries again"
@@ -189,7 +189,7 @@ class AppendThread:
     def _unforeseen(self, error: Exception) -> JournalError:
         """What no place has words for: no memory, a fault of our own."""
         log.error("journal %s: an append failed", self._log.shown, exc_info=error)
-        what = f"wanted an append, found {type(error).__name__}: {error}"
+        what = f"expected an append, got {type(error).__name__}: {error}"
         remedy = (
             "nothing is written any more, and all that was acknowledged is kept: mend that, "
             "and resume; the log has where it was raised"

@@ -194,7 +194,7 @@ def changed(before: StreamState | None, body: Body) -> StreamState:
     n = _whole(body["sources"], MOST_SOURCES)
     before = _empty(n, ()) if before is None else widened(before, n)
     if len(before.active) != n:
-        raise ValueError(f"wanted {len(before.active)} sources, found {n}")
+        raise ValueError(f"expected {len(before.active)} sources, got {n}")
     counts = (
         _counted(before, tuple(map(str, body["counts"]))) if "counts" in body else before.counts
     )
@@ -202,7 +202,7 @@ def changed(before: StreamState | None, body: Body) -> StreamState:
     rows, table = _rows(body, n), _table(before)
     delta = unpacked(body["columns"], len(rows))
     if delta.shape[1] != table.shape[1]:
-        raise ValueError(f"wanted {table.shape[1]} columns, found {delta.shape[1]}")
+        raise ValueError(f"expected {table.shape[1]} columns, got {delta.shape[1]}")
     table[rows] += delta
     reports = (
         before.reports if "reports" not in body else _reports_of(before.reports, body["reports"])
@@ -291,7 +291,7 @@ def _ages_in(saved: Sequence[Any], n: int) -> tuple[np.ndarray, ...]:
         return ()
     lengths = unpacked(saved[0], n)[:, 0]
     if (lengths < 0).any() or lengths.sum() > MOST_AGES:
-        raise ValueError(f"wanted at most {MOST_AGES} ages, found {lengths.sum()}")
+        raise ValueError(f"expected at most {MOST_AGES} ages, got {lengths.sum()}")
     values = unpacked(saved[1], int(lengths.sum()))[:, 0].astype(np.int32)
     return tuple(np.split(values, np.cumsum(lengths)[:-1]))
 
@@ -312,7 +312,7 @@ def _reports_of(before: Sequence[Report], saved: Sequence[Any]) -> tuple[Report,
 
 def _flags(data: bytes, n: int) -> np.ndarray:
     if len(data) != (n + 7) // 8:
-        raise ValueError(f"wanted a bit for each of {n} sources, found {len(data)} bytes")
+        raise ValueError(f"expected a bit for each of {n} sources, got {len(data)} bytes")
     return np.unpackbits(np.frombuffer(data, np.uint8))[:n].astype(bool)
 
 
@@ -323,5 +323,5 @@ def _rows(body: Body, n: int) -> np.ndarray:
 
 def _whole(value: Any, most: int = 2**63 - 1) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"wanted a whole number from 0 to {most}, found {value!r:.40}")
+        raise ValueError(f"expected a whole number from 0 to {most}, got {value!r:.40}")
     return value

@@ -44,12 +44,12 @@ def unpacked(saved: Sequence[Any], rows: int) -> np.ndarray:
     form, data = saved
     if unknown := set(form) - {ZERO, *FORMS}:
         raise ValueError(
-            f"wanted columns of the forms {ZERO}{''.join(FORMS)}, found {sorted(unknown)[0]!r:.10}"
+            f"expected columns of the forms {ZERO}{''.join(FORMS)}, got {sorted(unknown)[0]!r:.10}"
         )
     wanted = sum(FORMS[f].itemsize for f in form if f != ZERO) * rows
     if len(data) != wanted:
         raise ValueError(
-            f"wanted {wanted} bytes for {rows} rows of {form!r:.40}, found {len(data)}"
+            f"expected {wanted} bytes for {rows} rows of {form!r:.40}, got {len(data)}"
         )
     table, at = np.zeros((rows, len(form)), np.int64), 0
     for k, f in enumerate(form):

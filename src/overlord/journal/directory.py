@@ -99,7 +99,7 @@ class DirectoryStorage:
         if strange := [name for name in found if ordinal_of(name) < 0]:
             raise JournalError(
                 self.shown,
-                f"wanted segments like 000000000000.ovj, found {strange[0]!r}",
+                f"expected segments like 000000000000.ovj, got {strange[0]!r}",
                 "take it away",
             )
         return found
@@ -150,7 +150,7 @@ class DirectoryStorage:
 
     def append(self, name: str, data: bytes, at: int) -> None:
         assert name == self._name, (
-            f"wanted an append to {self._name or 'none'}, found one to {name}"
+            f"expected an append to {self._name or 'none'}, got one to {name}"
         )
         assert self._file >= 0
         self._unchanged(name, at)
@@ -175,7 +175,7 @@ class DirectoryStorage:
             return
         self._leave()
         what = (
-            f"wanted a file of {at} bytes, found "
+            f"expected a file of {at} bytes, got "
             f"{f'one of {found.st_size}' if found.st_nlink else 'that it was removed'}"
         )
         raise JournalError(

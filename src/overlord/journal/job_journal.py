@@ -170,7 +170,7 @@ class JobJournal(NullJournal):
             assert self._last is not None
             assert isinstance(stage.after, StreamState)
             assert stage.plan.step == self._next, (
-                f"wanted the plan of step {self._next}, found that of step {stage.plan.step}"
+                f"expected the plan of step {self._next}, got that of step {stage.plan.step}"
             )
             found.append(checkpoint.plan(stage, self._last, acked))
             self._last, self._next = stage.after, self._next + 1
@@ -368,7 +368,7 @@ def entries(records: Sequence[Record]) -> list[Entry]:
         if not isinstance(body, Mapping):
             raise JournalError(
                 record.where,
-                f"wanted the fields of a {record.kind}, found {type(body).__name__}",
+                f"expected the fields of a {record.kind}, got {type(body).__name__}",
                 "no job wrote this journal",
             )
         found.append(Entry(record.kind, record.number, dict(body), record.where))

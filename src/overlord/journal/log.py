@@ -110,7 +110,7 @@ class JournalLog:
     def _create(cls, place: JournalStorage, header: Header, segment_bytes: int) -> JournalLog:
         place.hold()
         if place.names():
-            what = f"wanted an empty journal, found {summary(_load(place))}"
+            what = f"expected an empty journal, got {summary(_load(place))}"
             raise JournalError(
                 place.shown,
                 what,
@@ -193,7 +193,7 @@ class JournalLog:
         whatever its numbers; ``sweep`` removes it.
         """
         if notes := [record.kind for record in records if record.is_note]:
-            raise ValueError(f"wanted records of the caller, found the log's own {notes[0]!r}")
+            raise ValueError(f"expected records of the caller, got the log's own {notes[0]!r}")
         self._write(records, anew)
 
     def _write(self, records: Sequence[Record], anew: bool = False) -> None:
@@ -398,7 +398,7 @@ def read(where: Where) -> Reading:
     place = _place(where)
     reading = _load(place)
     if not reading.parts:
-        raise JournalError(place.shown, "wanted a journal, found no segment", "check the name")
+        raise JournalError(place.shown, "expected a journal, got no segment", "check the name")
     return reading
 
 

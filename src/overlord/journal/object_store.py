@@ -47,7 +47,7 @@ class ObjectStoreStorage:
         if strange := [name for name in found if ordinal_of(name) < 0]:
             raise JournalError(
                 self.shown,
-                f"wanted segments like 000000000000.ovj, found {strange[0]!r}",
+                f"expected segments like 000000000000.ovj, got {strange[0]!r}",
                 "take it away",
             )
         self._files = dict(sorted(found.items()))
@@ -93,7 +93,7 @@ class ObjectStoreStorage:
         if self._put(name, data):
             raise JournalError(
                 f"{self.shown}/{name}",
-                "wanted the store to refuse a second object of that name, found it written",
+                "expected the store to refuse a second object of that name, got it written",
                 _NO_CONDITIONS,
             )
 

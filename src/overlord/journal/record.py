@@ -70,16 +70,16 @@ class Record:
     def __post_init__(self) -> None:
         if not _KIND.fullmatch(self.kind):
             raise ValueError(
-                f"wanted a kind of up to 32 of a-z, 0-9, '_' and '-', found {self.kind!r:.60}"
+                f"expected a kind of up to 32 of a-z, 0-9, '_' and '-', got {self.kind!r:.60}"
             )
         if not -(2**63) <= self.number < 2**63:
             raise ValueError(
-                f"{self.kind}: wanted a number of at most 64 bits, found {self.number}"
+                f"{self.kind}: expected a number of at most 64 bits, got {self.number}"
             )
         if len(self.data) > MAX_BODY_BYTES:
             raise ValueError(
-                f"{self.kind} {self.number}: wanted a body of at most {MAX_BODY_BYTES} "
-                f"bytes, found {len(self.data)}"
+                f"{self.kind} {self.number}: expected a body of at most {MAX_BODY_BYTES} "
+                f"bytes, got {len(self.data)}"
             )
 
     @staticmethod
@@ -206,7 +206,7 @@ def _read(data: bytes, at: int, seed: int, segment: str) -> PlacedRecord | Fault
         return Fault(
             segment,
             at,
-            f"wanted a record that starts with {MARK.hex()}, found "
+            f"expected a record that starts with {MARK.hex()}, got "
             f"{data[at : at + len(MARK)].hex()}",
         )
     head, wanted, found = (
@@ -216,11 +216,11 @@ def _read(data: bytes, at: int, seed: int, segment: str) -> PlacedRecord | Fault
     )
     if wanted != found:
         return Fault(
-            segment, at, f"wanted a record's head with checksum {wanted:08x}, found {found:08x}"
+            segment, at, f"expected a record's head with checksum {wanted:08x}, got {found:08x}"
         )
     if head.version != VERSION or head.form not in (BYTES, VALUE) or head.zero:
         what = (
-            f"wanted a record of version {VERSION}, found version {head.version}, form {head.form}"
+            f"expected a record of version {VERSION}, got version {head.version}, form {head.form}"
         )
         return Fault(segment, at, what, NEWER)
     end = at + HEAD_BYTES + head.kind_bytes + head.body_bytes
@@ -231,8 +231,8 @@ def _read(data: bytes, at: int, seed: int, segment: str) -> PlacedRecord | Fault
         return Fault(
             segment,
             at,
-            f"wanted {len(rest)} bytes with checksum {head.crc:08x} in record "
-            f"{head.number}, found {crc:08x}",
+            f"expected {len(rest)} bytes with checksum {head.crc:08x} in record "
+            f"{head.number}, got {crc:08x}",
         )
     kind = rest[: head.kind_bytes].decode("ascii", "replace")
     try:

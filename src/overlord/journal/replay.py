@@ -81,14 +81,14 @@ class Recovered:
                 OverflowError,
             ) as error:
                 what = (
-                    f"wanted a {entry.kind} of step {entry.number}, found what cannot be one: "
+                    f"expected a {entry.kind} of step {entry.number}, got what cannot be one: "
                     f"{type(error).__name__}: {error}"
                 )
                 raise JournalError(entry.where or "journal", what, NOT_A_RUN) from error
         if found.empty and (astray := found._astray) is not None:
             what = (
-                f"wanted a snapshot before the {astray.kind} of step {astray.number}, or "
-                "behind it, found none"
+                f"expected a snapshot before the {astray.kind} of step {astray.number}, or "
+                "behind it, got none"
             )
             raise JournalError(astray.where or "journal", what, NOT_A_RUN)
         return found
@@ -133,7 +133,7 @@ class Recovered:
             )
             self.planned, self._states, self._entries, self.empty = {}, {}, [], False
         elif state.step != self._planned_to + 1:
-            raise ValueError(f"wanted the state behind step {self._planned_to}")
+            raise ValueError(f"expected the state behind step {self._planned_to}")
         elif self._front is not None:
             _same(self._front, state)
         self._front = state if self.checking else None
@@ -144,7 +144,7 @@ class Recovered:
     def _add_plan(self, entry: Entry) -> None:
         step = entry.number
         if step != self._planned_to + 1 or entry.body["step"] != step + 1:
-            raise ValueError(f"wanted the plan of step {self._planned_to + 1}")
+            raise ValueError(f"expected the plan of step {self._planned_to + 1}")
         if self._front is not None:
             self._front = changed(self._front, entry.body)
         self.planned[step] = str(entry.body["digest"])

@@ -47,7 +47,7 @@ class Header:
             for text in (self.job, self.launch, *self.fingerprint, *self.fingerprint.values())
             if not _text(text)
         ]:
-            raise ValueError(f"wanted texts that can be printed, found {wrong[0]!r:.60}")
+            raise ValueError(f"expected texts that can be printed, got {wrong[0]!r:.60}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def header_bytes(header: SegmentHeader) -> bytes:
     text = json.dumps(asdict(header), ensure_ascii=True, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
-            f"wanted a header of at most {MAX_HEADER_BYTES} bytes, found {len(text)}: "
+            f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(text)}: "
             "give digests, not whole parts"
         )
     start = _START.pack(MAGIC, VERSION, 0, len(text))
@@ -126,7 +126,7 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
     start_crc, text_crc = _CRCS.unpack_from(data, _START.size)
     if zlib.crc32(data[: _START.size]) != start_crc:
         what = (
-            f"wanted a segment that starts with {MAGIC.hex()} and a good checksum, found "
+            f"expected a segment that starts with {MAGIC.hex()} and a good checksum, got "
             f"{data[:PREFIX_BYTES].hex()}"
         )
         return None if unwritten(data[:SECTOR], 0) else Fault(segment, 0, what)
@@ -134,11 +134,11 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
         return Fault(
             segment,
             0,
-            f"wanted a segment of an Overlord journal, found one that starts with {magic!r}",
+            f"expected a segment of an Overlord journal, got one that starts with {magic!r}",
             DAMAGED,
         )
     if version != VERSION:
-        return Fault(segment, 0, f"wanted version {VERSION}, found version {version}", NEWER)
+        return Fault(segment, 0, f"expected version {VERSION}, got version {version}", NEWER)
     end = PREFIX_BYTES + size
     if len(data) < end:
         return None
@@ -147,7 +147,7 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
         wrong = Fault(
             segment,
             0,
-            f"wanted a header of {size} bytes with checksum {text_crc:08x}, found {crc:08x}",
+            f"expected a header of {size} bytes with checksum {text_crc:08x}, got {crc:08x}",
         )
         return None if unwritten(data[:end], 0) else wrong
     try:
@@ -156,7 +156,7 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
         return Fault(
             segment,
             0,
-            f"wanted the fields of a header, found others: {type(error).__name__}: {error}",
+            f"expected the fields of a header, got others: {type(error).__name__}: {error}",
             NEWER,
         )
 
@@ -191,5 +191,5 @@ def _text(value: Any) -> bool:
 
 def _whole(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 2**63:
-        raise ValueError(f"wanted a whole number from {least} on, found {value!r:.40}")
+        raise ValueError(f"expected a whole number from {least} on, got {value!r:.40}")
     return value

@@ -80,7 +80,7 @@ class SegmentData:
         self.records = [p for p in self.records if p.end <= end]
         if end not in known and not self.faults:
             what = (
-                f"wanted whole records up to byte {end}, as the next segment says, found them "
+                f"expected whole records up to byte {end}, as the next segment says, got them "
                 f"up to byte {self.end}"
             )
             self.faults.append(Fault(self.name, self.end, what))
@@ -96,7 +96,7 @@ def read_part(name: str, data: bytes) -> SegmentData:
         part.records, part.end, part.torn, part.faults = scan(data, found.end, found.seed, name)
         if found.header.ordinal != part.ordinal:
             what = (
-                f"wanted segment {part.ordinal}, as its name says, found segment "
+                f"expected segment {part.ordinal}, as its name says, got segment "
                 f"{found.header.ordinal}"
             )
             part.faults.insert(0, Fault(name, 0, what, "a file was renamed: give it its name back"))
@@ -117,7 +117,7 @@ class SegmentChain:
     def feed(self, name: str, data: bytes) -> None:
         part = read_part(name, data)
         if self.parts and part.ordinal != self.parts[-1].ordinal + 1:
-            what = f"wanted {name_of(self.parts[-1].ordinal + 1)} before it, found no such segment"
+            what = f"expected {name_of(self.parts[-1].ordinal + 1)} before it, got no such segment"
             self.faults.append(Fault(name, 0, what, MISSING))
         if part.header is not None:
             self._link(part, part.header)
@@ -129,7 +129,7 @@ class SegmentChain:
             was = before.header
             if header.journal != was.journal:
                 what = (
-                    f"wanted a segment of journal {was.journal} (job {was.job!r}), found one "
+                    f"expected a segment of journal {was.journal} (job {was.job!r}), got one "
                     f"of {header.journal} (job {header.job!r})"
                 )
                 part.faults.append(
@@ -143,7 +143,7 @@ class SegmentChain:
                 )
                 return
             if header.generation < was.generation:
-                what = f"wanted generation {was.generation} or later, found {header.generation}"
+                what = f"expected generation {was.generation} or later, got {header.generation}"
                 part.faults.append(Fault(part.name, 0, what, DAMAGED))
         for other in self.parts:
             if header.after.ordinal < other.ordinal:
@@ -162,7 +162,7 @@ class SegmentChain:
         parts = [p for p in self.parts if p.ordinal >= kept]
         faults = [f for f in self.faults if ordinal_of(f.segment) > kept]
         if parts and parts[0].ordinal > kept:
-            what = f"wanted {name_of(kept)} as the first segment, found no such segment"
+            what = f"expected {name_of(kept)} as the first segment, got no such segment"
             faults.insert(0, Fault(parts[0].name, 0, what, MISSING))
         counted = [p for p in parts if not p.void]
         last = self.last
@@ -176,7 +176,7 @@ class SegmentChain:
                 and part.ordinal < last.ordinal
             ):
                 part.faults.append(
-                    Fault(part.name, 0, f"wanted a whole header, found {part.nbytes} bytes of one")
+                    Fault(part.name, 0, f"expected a whole header, got {part.nbytes} bytes of one")
                 )
         faults += [fault for p in counted for fault in p.faults]
         faults.sort(key=lambda f: (f.segment, f.offset))
@@ -214,7 +214,7 @@ def kept_from(note: Record) -> int:
     body: Any = note.body
     if not isinstance(body, dict) or type(body.get("kept")) is not int or body["kept"] < 0:
         raise JournalError(
-            note.where, "wanted the number of a segment in the note, found something else", NEWER
+            note.where, "expected the number of a segment in the note, got something else", NEWER
         )
     return int(body["kept"])
 

@@ -102,7 +102,7 @@ def place_of(uri: str | os.PathLike[str]) -> JournalStorage:
         if parts.netloc not in ("", "localhost"):
             raise JournalError(
                 text,
-                f"wanted a file of this machine, found one of {parts.netloc!r}",
+                f"expected a file of this machine, got one of {parts.netloc!r}",
                 "write file:///path",
             )
         return DirectoryStorage(unquote(parts.path))
@@ -112,7 +112,7 @@ def place_of(uri: str | os.PathLike[str]) -> JournalStorage:
         return ObjectStoreStorage(text)
     known = ", ".join(f"{name}://" for name in ("file", *OBJECT_STORES))
     raise JournalError(
-        shown_uri(text), f"wanted a directory, or a URI with one of {known}, found {scheme}://"
+        shown_uri(text), f"expected a directory, or a URI with one of {known}, got {scheme}://"
     )
 
 

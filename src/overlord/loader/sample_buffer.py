@@ -59,7 +59,7 @@ class SampleBuffer:
 
     def release(self, n: int) -> None:
         """The oldest n kept rows go."""
-        assert n <= self.kept_rows, f"wanted to release {n} rows, {self.kept_rows} are kept"
+        assert n <= self.kept_rows, f"expected to release {n} rows, {self.kept_rows} are kept"
         self.kept_rows -= n
         while n > 0:
             piece = self._kept.popleft()
@@ -69,7 +69,7 @@ class SampleBuffer:
 
     def unpop(self, n: int) -> None:
         """The front goes back over the last n rows popped."""
-        assert n <= self.kept_rows, f"wanted to go back over {n} rows, {self.kept_rows} are kept"
+        assert n <= self.kept_rows, f"expected to go back over {n} rows, {self.kept_rows} are kept"
         if n and self._taken:  # what is left of the first block becomes a block of its own
             block = self._blocks.popleft()
             self._blocks.appendleft(block.slice(self._taken, len(block)))

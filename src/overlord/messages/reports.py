@@ -36,7 +36,7 @@ def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
     try:
         number = operator.index(step)
     except TypeError:
-        raise JobError([f"wanted the number of a step, found {step!r}"], where) from None
+        raise JobError([f"expected the number of a step, got {step!r}"], where) from None
     if not 0 <= number < next_step:
         handed = (
             f"the last one handed out is {next_step - 1}"
@@ -45,9 +45,9 @@ def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
         )
         raise JobError([f"step {number} was not handed to this rank; {handed}"], where)
     if not isinstance(metrics, Mapping):
-        raise JobError([f"wanted a mapping of metric name to number, found {metrics!r}"], where)
+        raise JobError([f"expected a mapping of metric name to number, got {metrics!r}"], where)
     if len(metrics) > MAX_METRICS:
-        raise JobError([f"wanted at most {MAX_METRICS} metrics, found {len(metrics)}"], where)
+        raise JobError([f"expected at most {MAX_METRICS} metrics, got {len(metrics)}"], where)
     values = {name: _number(value) for name, value in metrics.items()}
     problems = [p for name, value in values.items() for p in _problems(name, value, metrics[name])]
     if problems:
@@ -66,11 +66,11 @@ def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
 
 def _problems(name: Any, value: float | None, given: Any) -> list[str]:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        return [f"wanted a metric name of 1 to {MAX_NAME} characters, found {name!r:.{MAX_NAME}}"]
+        return [f"expected a metric name of 1 to {MAX_NAME} characters, got {name!r:.{MAX_NAME}}"]
     if value is None or (math.isfinite(value) and abs(value) > LARGEST):
-        return [f"{name}: wanted a finite number (at most {LARGEST:g}), found {given!r:.80}"]
+        return [f"{name}: expected a finite number (at most {LARGEST:g}), got {given!r:.80}"]
     return (
-        [f"{name}: wanted a number of tokens, found {given!r:.80}"]
+        [f"{name}: expected a number of tokens, got {given!r:.80}"]
         if name.startswith("tokens/") and value < 0
         else []
     )

@@ -197,7 +197,7 @@ def explain(what: int | str | SampleId, known: Known) -> Explanation:
     try:
         numbers = [operator.index(n) for n in (what[1:] if isinstance(what, SampleId) else (what,))]
     except TypeError:
-        raise PlanError(f"explain: wanted a step's number or a SampleId, found {what!r}") from None
+        raise PlanError(f"explain: expected a step's number or a SampleId, got {what!r}") from None
     if isinstance(what, SampleId):
         return explain_sample(SampleId(what.source, *numbers), known)
     return explain_step(stage_of(numbers[0], known.stages, known.state.step), known)

@@ -60,7 +60,7 @@ def _step(e: StepExplanation) -> str:
         ]
     )
     shown = sorted(sorted(e.sources, key=lambda s: -s.samples)[:SOURCES], key=e.sources.index)
-    head = ("source", "weight", f"wanted {e.unit}", "realised", "samples", "tokens", "from")
+    head = ("source", "weight", f"expected {e.unit}", "realised", "samples", "tokens", "from")
     rows = [
         (
             s.name,

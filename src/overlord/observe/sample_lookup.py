@@ -32,8 +32,8 @@ def parse_id(text: str) -> SampleId:
     found = _ID.fullmatch(text.strip())
     if found is None:
         raise PlanError(
-            "wanted a sample id such as web/e0/f2/r17 (source, epoch, file, row) or "
-            f"web/e0/f2/r17/p1, found {text!r}"
+            "expected a sample id such as web/e0/f2/r17 (source, epoch, file, row) or "
+            f"web/e0/f2/r17/p1, got {text!r}"
         )
     numbers = {name: int(found[name] or 0) for name in ("epoch", "file", "row", "part")}
     return SampleId(found["source"], **numbers)

@@ -65,7 +65,7 @@ def write(plan: LoadingPlan) -> bytes:
 def read(data: bytes) -> LoadingPlan:
     """What ``write`` wrote, validated; whatever is wrong with the bytes is a ``PlanError``."""
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise PlanError(f"wanted the bytes of a plan, found {type(data).__name__}")
+        raise PlanError(f"expected the bytes of a plan, got {type(data).__name__}")
     if data[: len(MAGIC)] != MAGIC:
         raise PlanError(f"these {len(data)} bytes are no plan: they do not start with {MAGIC!r}")
     try:

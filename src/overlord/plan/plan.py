@@ -175,7 +175,7 @@ class LoadingPlan:
             for label, column in columns.items()
             if not _is_whole(column)
         ]:
-            raise PlanError(f"wanted whole numbers in {wrong[0]}", self.step)
+            raise PlanError(f"expected whole numbers in {wrong[0]}", self.step)
         if n and not 0 <= int(self.source.min()) <= int(self.source.max()) < len(self.names):
             raise PlanError(f"source outside 0..{len(self.names) - 1}", self.step)
         if n and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < MOST:
@@ -229,7 +229,7 @@ class LoadingPlan:
                 label not in ("cost", "memory") or column.dtype.kind != "f"
             ):
                 raise PlanError(
-                    f"module {name!r}: wanted whole numbers in {label}, found {column.dtype}",
+                    f"module {name!r}: expected whole numbers in {label}, got {column.dtype}",
                     self.step,
                 )
             top = np.inf if label in ("cost", "memory") else MOST

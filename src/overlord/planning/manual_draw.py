@@ -42,8 +42,8 @@ def draw_by_hand(
         or (look_ahead > 1 and buffer.batch.samples is None)
     ):
         raise PlanError(
-            "look_ahead: wanted a whole number of at least 1 (above 1 with a batch in "
-            f"samples), found {look_ahead!r}",
+            "look_ahead: expected a whole number of at least 1 (above 1 with a batch in "
+            f"samples), got {look_ahead!r}",
             buffer.step,
         )
     if callable(schedule) and (problem := cannot_take(schedule, ("step", "feedback"))):

@@ -103,7 +103,7 @@ class RawPlan:
             if array.shape != (len(buffer),) or (array.dtype.kind not in kinds and len(buffer)):
                 wanted = f"{len(buffer)} {'numbers' if key == 'cost' else 'whole numbers'}"
                 raise PlanError(
-                    f"{self.__name__}: wanted {wanted} for {key}, found {array.dtype} "
+                    f"{self.__name__}: expected {wanted} for {key}, got {array.dtype} "
                     f"{array.shape}",
                     buffer.step,
                 )

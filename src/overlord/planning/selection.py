@@ -45,7 +45,7 @@ def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
         found = np.zeros(0) if len(candidates) else np.zeros(1)  # of no shape that could be right
     if found.shape != candidates.source.shape or np.isnan(found).any():
         raise PlanError(
-            f"prefer: wanted {len(candidates)} numbers, one for each candidate, found "
+            f"prefer: expected {len(candidates)} numbers, one for each candidate, got "
             f"shape {found.shape}"
             + (" with some that are no number" if np.isnan(found).any() else ""),
             candidates.step,
@@ -58,7 +58,7 @@ def preferred(prefer: Any, candidates: Buffer, place: ClientPlaceTree) -> np.nda
     problem = (
         cannot_take(prefer, ("candidates", "place"))
         if callable(prefer)
-        else f"wanted a function, found {type(prefer).__name__}"
+        else f"expected a function, got {type(prefer).__name__}"
     )
     if problem:
         raise PlanError(f"prefer: {problem}", candidates.step)

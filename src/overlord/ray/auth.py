@@ -120,7 +120,7 @@ def is_refused() -> bool:
     """Whether the environment says, by name, that there is to be none."""
     mode = os.environ.get(MODE, "token")
     if mode.lower() not in ("token", "disabled"):
-        raise Unwelcome(f"{MODE}: wanted token or disabled, found {mode!r}")
+        raise Unwelcome(f"{MODE}: expected token or disabled, got {mode!r}")
     return mode.lower() == "disabled"
 
 
@@ -141,7 +141,7 @@ def check_token(has_token: Callable[[], bool], lets_in: Callable[[bool], bool]) 
         warn("the cluster", "whoever reaches its ports")
         return
     if not has_token():
-        raise Unwelcome(f"no token was found: wanted that of the cluster in {WHERE}. {REFUSE}")
+        raise Unwelcome(f"no token was found: expected that of the cluster in {WHERE}. {REFUSE}")
     if lets_in(False):  # before the token is shown: whoever is in there would have it
         raise Unwelcome(
             "it asks for no token, so whoever reaches its ports runs code there: start "

@@ -754,6 +754,6 @@ def _cannot(address: str | None, fault: Exception) -> str:
     if isinstance(fault, Unwelcome):
         return f"address: the cluster at {address!r} is not used: {words}"
     return (
-        f"address: {address!r} could not be reached as a Ray cluster; wanted host:port of its "
+        f"address: {address!r} could not be reached as a Ray cluster; expected host:port of its "
         f"head: {words}"
     )

@@ -353,7 +353,7 @@ def problems(nodes: Sequence[Node], layout: Layout, ranks: int) -> list[str]:
     ]
     if layout.rank_nodes and len(layout.rank_nodes) != ranks:
         found.append(
-            f"rank_nodes: wanted a node for each of {ranks} ranks, found "
+            f"rank_nodes: expected a node for each of {ranks} ranks, got "
             f"{len(layout.rank_nodes)}: name them by rank, from rank 0 on"
         )
     if not layout.reserve and not any(

@@ -207,7 +207,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         record = self._by_ticket.get(ticket) if type(ticket) is int else None
         if record is None or record.name != name or type(pid) is not int:
             raise OverlordError(
-                f"wanted an actor that is expected, found {name!r:.60} with ticket {ticket!r:.20}"
+                f"expected an actor that is expected, got {name!r:.60} with ticket {ticket!r:.20}"
             )
         record.came(link, pid)
         self._of_link[link] = record
@@ -220,7 +220,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
                 record.answered(number, *open_reply(record.name, header, columns))
             case _:
                 raise OverlordError(
-                    f"wanted an answer of {record.name}, found {type(value).__name__}"
+                    f"expected an answer of {record.name}, got {type(value).__name__}"
                 )
 
     def _lost_link(self, link: ServerConnection, reason: str) -> None:

@@ -67,7 +67,7 @@ def packed(number: int, header: bytes, columns: list[np.ndarray]) -> OutgoingMes
 def opened(body: bytes | np.ndarray) -> tuple[int, memoryview, list[np.ndarray]]:
     header, columns = unpack(body)
     if len(header) < _NUMBER.size:
-        raise FrameError(f"wanted the number of a call, found {len(header)} bytes")
+        raise FrameError(f"expected the number of a call, got {len(header)} bytes")
     return _NUMBER.unpack_from(header)[0], header[_NUMBER.size :], columns
 
 

@@ -116,7 +116,7 @@ class Registry:
             or not isinstance(address, str)
             or type(pid) is not int
         ):
-            raise OverlordError(f"wanted a client that builds its steps, found {hello!r:.100}")
+            raise OverlordError(f"expected a client that builds its steps, got {hello!r:.100}")
         if hello.get("generation") != self._generation:
             raise OverlordError(f"rank {rank}: {MOVED}")
         welcome = self._welcome(rank)
@@ -149,7 +149,7 @@ class Registry:
                 client.answered(number, answer)
             case _:
                 raise OverlordError(
-                    f"wanted Took, Finish or an answer from a client, found {type(value).__name__}"
+                    f"expected Took, Finish or an answer from a client, got {type(value).__name__}"
                 )
 
     def _closed(self, link: Connection, reason: str) -> None:
@@ -200,7 +200,7 @@ class DirectHost(ProcessHost):
     def _welcome(self, rank: int) -> dict[str, Any]:
         job = self.blueprint.job
         if rank not in self._bucket_of:
-            raise OverlordError(f"rank {rank}: wanted 0 to {len(self._bucket_of) - 1}")
+            raise OverlordError(f"rank {rank}: expected 0 to {len(self._bucket_of) - 1}")
         options = self.blueprint.options
         settings = {
             "batch": asdict(job.batch),

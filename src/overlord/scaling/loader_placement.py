@@ -209,7 +209,7 @@ def plan_hosts(
         ("sources", len(loads)),
     ):
         if value is not None and value < 1:
-            raise ValueError(f"{name}: wanted at least 1, found {value}")
+            raise ValueError(f"{name}: expected at least 1, got {value}")
     rules = _Rules(
         tuple(loads),
         dict(loaders or {}),

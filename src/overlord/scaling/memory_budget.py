@@ -72,7 +72,7 @@ def parse_bytes(value: int | str) -> int:
         found = int(float(number) * unit) if number.replace(".", "", 1).isdecimal() else 0
     if found < 1:
         raise ValueError(
-            f"wanted bytes, as in '64GB', '512MB' or a whole number above 0, found {value!r}"
+            f"expected bytes, as in '64GB', '512MB' or a whole number above 0, got {value!r}"
         )
     return found
 
@@ -89,7 +89,7 @@ def split(total: int, *, loaders: int, loader_hosts: int = 0, constructor_hosts:
             else ""
         )
         raise ValueError(
-            f"wanted at least {shown(processes + windows + LEAST)}, found {shown(total)}: "
+            f"expected at least {shown(processes + windows + LEAST)}, got {shown(total)}: "
             f"{hosts}{loaders} loaders with a window each "
             f"{shown(windows)}, and {shown(LEAST)} is the least to read ahead with"
         )

@@ -51,7 +51,7 @@ class Limits:
             for n in ("batch", "per_source", "per_actor", "sources_per_host", "cluster")
         }
         if wrong := [
-            f"{n}: wanted at least 1, found {v}"
+            f"{n}: expected at least 1, got {v}"
             for n, v in numbers.items()
             if v is not None and v < 1
         ]:
@@ -85,7 +85,7 @@ class Resources:
             or not 0 <= self.beside_s < math.inf
         ):
             raise ValueError(
-                f"wanted at least 1 core and 1 byte, and beside_s of at least 0, found {self}"
+                f"expected at least 1 core and 1 byte, and beside_s of at least 0, got {self}"
             )
 
     def for_loading(self, work_s: float) -> int:
@@ -187,7 +187,7 @@ def partition(
     order of their names.
     """
     if not loads:
-        raise ValueError("sources: wanted at least 1, found none")
+        raise ValueError("sources: expected at least 1, got none")
     limits = limits or Limits()
     order = sorted(range(len(loads)), key=lambda i: loads[i].name)
     named = [loads[i] for i in order]

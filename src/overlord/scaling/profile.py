@@ -50,16 +50,16 @@ class SourceProfile:
 
     def __post_init__(self) -> None:
         found = [
-            f"{n}: wanted text, found {getattr(self, n)!r:.40}"
+            f"{n}: expected text, got {getattr(self, n)!r:.40}"
             for n in ("name", "fingerprint")
             if not isinstance(getattr(self, n), str)
         ]
         for n in ("samples", "buffer_bytes", "file_bytes"):
             if not _is_int(v := getattr(self, n)) or not 0 <= v <= MOST:
-                found.append(f"{n}: wanted a whole number of at least 0, found {v!r:.40}")
+                found.append(f"{n}: expected a whole number of at least 0, got {v!r:.40}")
         for n in ("read_s", "transform_s", "tokens", "transfer_s", "core_s"):
             if not _is_number(v := getattr(self, n)) or not 0 <= v < math.inf:
-                found.append(f"{n}: wanted a number of at least 0, found {v!r:.40}")
+                found.append(f"{n}: expected a number of at least 0, got {v!r:.40}")
         if found:
             raise BadProfile(f"profile of source {self.name!r:.80}: {'; '.join(found)}")
 
@@ -167,12 +167,12 @@ class JobProfile:
     def from_plain(value: Any) -> JobProfile:
         """Raises ``BadProfile`` with what is wrong, whatever it is given."""
         if not isinstance(value, Mapping):
-            raise BadProfile(f"wanted an object, found {type(value).__name__}")
+            raise BadProfile(f"expected an object, got {type(value).__name__}")
         if value.get("version") != VERSION:
-            raise BadProfile(f"version: wanted {VERSION}, found {value.get('version')!r:.40}")
+            raise BadProfile(f"version: expected {VERSION}, got {value.get('version')!r:.40}")
         body = {k: v for k, v in value.items() if k != "sum"}
         if not isinstance(body.get("machine"), str) or not isinstance(body.get("sources"), list):
-            raise BadProfile("wanted 'machine', a text, and 'sources', a list")
+            raise BadProfile("expected 'machine', a text, and 'sources', a list")
         if value.get("sum") != _sum(body):
             raise BadProfile(
                 "its sum is not that of what it holds: it was cut short, or written by hand"
@@ -195,7 +195,7 @@ def _source_in(value: Any) -> SourceProfile:
             if isinstance(value, Mapping)
             else type(value).__name__
         )
-        raise BadProfile(f"a source: wanted {', '.join(_NAMES)}, found {found:.200}")
+        raise BadProfile(f"a source: expected {', '.join(_NAMES)}, got {found:.200}")
     return SourceProfile(**{str(k): v for k, v in value.items()})
 
 

@@ -66,7 +66,7 @@ class Limits:
             "idle_patience": self.idle_patience,
         }
         wrong = [
-            f"{name}: wanted at least 1, found {value!r}"
+            f"{name}: expected at least 1, got {value!r}"
             for name, value in whole.items()
             if not isinstance(value, int) or value < 1
         ]
@@ -77,13 +77,13 @@ class Limits:
             "lanes": self.lanes,
         }
         wrong += [
-            f"{name}: wanted a number above 0, found {value!r}"
+            f"{name}: expected a number above 0, got {value!r}"
             for name, value in times.items()
             if not 0 < value < math.inf
         ]
         if not 0 < self.low < self.target < self.high <= 1:
             wrong.append(
-                f"wanted 0 < low < target < high <= 1, found {self.low}, {self.target}, {self.high}"
+                f"expected 0 < low < target < high <= 1, got {self.low}, {self.target}, {self.high}"
             )
         if wrong:
             raise ValueError("; ".join(wrong))

@@ -22,7 +22,7 @@ def spread(
     ``where``: the host that each share has now.
     """
     if not hosts:
-        raise ValueError("wanted at least one host for the shares of a source")
+        raise ValueError("expected at least one host for the shares of a source")
     room = _allotted(Counter(h for h in where if h in set(hosts)), len(where), hosts, crowded)
     found: list[int | None] = []
     for h in where:

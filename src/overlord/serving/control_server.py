@@ -78,7 +78,7 @@ class ControlServer:
             return self._delivery.opened(link, hello)
         if role not in ("control", "served") or type(rank) is not int:
             raise OverlordError(
-                f"wanted a hello with role 'control' and a rank, found {hello!r:.100}"
+                f"expected a hello with role 'control' and a rank, got {hello!r:.100}"
             )
         if role == "served":
             self._serving.admit_served(rank)
@@ -114,7 +114,7 @@ class ControlServer:
             or type(value.get("id")) is not int
             or not isinstance(value.get("ask"), str)
         ):
-            raise OverlordError(f"wanted a request with 'ask' and 'id', found {value!r:.100}")
+            raise OverlordError(f"expected a request with 'ask' and 'id', got {value!r:.100}")
         hands = self._telling if value["ask"] == "why" else self._hands
         hands.do(lambda: self._answer(link, rank, value))
 

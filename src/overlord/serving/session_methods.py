@@ -74,7 +74,8 @@ class ServingMethods:
     def _refuse_to_serve(self: Session, host: str, token: Any) -> None:  # type: ignore[misc]
         if not isinstance(token, str) or not token:
             raise JobError(
-                ["token: wanted a text that is not empty, or None for one that is made up"], "serve"
+                ["token: expected a text that is not empty, or None for one that is made up"],
+                "serve",
             )
         if not self._options.constructors and not is_loopback(host):
             words = (

@@ -315,7 +315,7 @@ class SessionServer:
         if served:
             todo = {name: todo[name] for name in ("why", "export", "report", "refused")}
         if (act := todo.get(request["ask"])) is None:
-            raise OverlordError(f"wanted one of {', '.join(todo)}, found {request['ask']!r:.60}")
+            raise OverlordError(f"expected one of {', '.join(todo)}, got {request['ask']!r:.60}")
         if (
             served
             and request.get("generation", self._session._generation) != self._session._generation

@@ -411,7 +411,7 @@ class StepPublisher:
 
     def message(self, link: Connection, value: Any) -> None:
         if not isinstance(value, StepAck):
-            raise OverlordError(f"wanted Took from a client, found {type(value).__name__}")
+            raise OverlordError(f"expected Took from a client, got {type(value).__name__}")
         with self.lock:
             box = self._of_link.get(link)
             step = (
@@ -463,5 +463,5 @@ class StepPublisher:
 def _whole(hello: dict[str, Any], name: str) -> int:
     value = hello.get(name, 0)
     if type(value) is not int:
-        raise OverlordError(f"{name}: wanted a whole number, found {value!r:.60}")
+        raise OverlordError(f"{name}: expected a whole number, got {value!r:.60}")
     return value

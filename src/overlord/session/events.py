@@ -74,7 +74,7 @@ class Changes:
         """
         if not isinstance(weights, Mapping):
             raise PlanError(
-                f"set_mixture: wanted a mapping of source name to weight, found {weights!r}"
+                f"set_mixture: expected a mapping of source name to weight, got {weights!r}"
             )
         [step] = _steps("set_mixture", [] if at is None else [at]) or [None]
         given = {name: plain(weight) for name, weight in weights.items()}
@@ -227,7 +227,7 @@ class Changes:
             )
         if not hosts:
             raise JobError(
-                ["wanted the loader host to move to, as in session.move('web', 'loader-host/1')"],
+                ["expected the loader host to move to, as in session.move('web', 'loader-host/1')"],
                 "move",
             )
         self._pump.ask(lambda: self._host.move(self.job.names.index(source), hosts), "the planner")

@@ -214,4 +214,4 @@ def step_number(what: str, step: Any) -> int:
     try:
         return operator.index(step)
     except TypeError:
-        raise PlanError(f"session.{what}: wanted the number of a step, found {step!r}") from None
+        raise PlanError(f"session.{what}: expected the number of a step, got {step!r}") from None

@@ -52,7 +52,7 @@ def launch(
     name those that cannot keep up; 0: never).
     """
     if not isinstance(job, Job):
-        raise JobError([f"wanted a Job, found {type(job).__name__}"], "launch")
+        raise JobError([f"expected a Job, got {type(job).__name__}"], "launch")
     if problems := _launch_problems(job, runtime, resume, allow):
         raise JobError(problems, "launch")
     given = Options.of(options)
@@ -134,7 +134,7 @@ def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[st
     found = []
     if runtime not in RUNTIMES:
         known = " or ".join(f"{name!r} ({where})" for name, where in RUNTIMES.items())
-        found.append(f"runtime: wanted {known}, found {runtime!r}")
+        found.append(f"runtime: expected {known}, got {runtime!r}")
     if isinstance(resume, str) and resume == "auto":
         if job.journal is None:
             found.append(
@@ -145,11 +145,11 @@ def _launch_problems(job: Job, runtime: Any, resume: Any, allow: Any) -> list[st
         found.append(_no_state(resume))
     elif resume is not None and not isinstance(resume, Mapping):
         found.append(
-            f"resume: wanted a state as state_dict() gives it, found {type(resume).__name__}"
+            f"resume: expected a state as state_dict() gives it, got {type(resume).__name__}"
         )
     if not isinstance(allow, (tuple, list)) or not all(isinstance(part, str) for part in allow):
         found.append(
-            f"allow: wanted a tuple of parts of the fingerprint, as in ('seed',), found {allow!r}"
+            f"allow: expected a tuple of parts of the fingerprint, as in ('seed',), got {allow!r}"
         )
     return found
 
@@ -164,11 +164,11 @@ def _no_state(resume: str | PathLike[str]) -> str:
     )
     if isinstance(resume, str) and word:
         return (
-            "resume: wanted a state, or 'auto' (from the job's journal), found "
+            "resume: expected a state, or 'auto' (from the job's journal), got "
             f"{resume!r}{did_you_mean(resume.lower(), ['auto'])}"
         )
     name = str(resume)
     return (
-        f"resume: wanted a state, found {name!r}; read the file first: "
+        f"resume: expected a state, got {name!r}; read the file first: "
         f"resume=json.loads(Path({name!r}).read_text()); or say 'auto'"
     )

@@ -65,7 +65,7 @@ def join(
     ``MASTER_ADDR``, or ``OVERLORD_HOST``.
     """
     if not isinstance(job, Job):
-        raise JobError([f"wanted a Job, found {type(job).__name__}"], "join")
+        raise JobError([f"expected a Job, got {type(job).__name__}"], "join")
     here = checked_world(job)
     if here is None or here.size == 1:
         session = launch(job, **launch_options)
@@ -91,7 +91,7 @@ def checked_world(job: Job) -> World | None:
     if here is not None and here.size != place.world_size:
         raise JobError(
             [
-                f"place: wanted the {here.size} ranks of {here.named}, found "
+                f"place: expected the {here.size} ranks of {here.named}, got "
                 f"{place.world_size} in {place}; give the job that mesh, "
                 f"as ClientPlaceTree.from_env(world_size={here.size}) does. "
                 "For a job of this process alone: overlord.launch(job), then session.client(rank)"

@@ -72,7 +72,7 @@ class Resharding:
         of new ranks are opened before the next step is asked for.
         """
         if not isinstance(place, ClientPlaceTree):
-            raise JobError([f"place: wanted a ClientPlaceTree, found {place!r:.80}"], "reshard")
+            raise JobError([f"place: expected a ClientPlaceTree, got {place!r:.80}"], "reshard")
         from overlord.session.session import mark_of
 
         self._blueprint.placed(place)  # what is wrong with it is told before anyone is waited for

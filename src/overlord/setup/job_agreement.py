@@ -62,7 +62,7 @@ def difference(job: Job, rank: int, said: Mapping[str, str]) -> JobError | None:
     """What is to be said on a rank whose job is not the one of rank 0, whose parts these are."""
     mine = parts_of(job)
     problems = [
-        f"{part}: wanted {said.get(part, 'nothing')}, as on rank 0, found "
+        f"{part}: expected {said.get(part, 'nothing')}, as on rank 0, got "
         f"{mine.get(part, 'nothing')} on rank {rank}"
         for part in sorted({*said, *mine})
         if said.get(part) != mine.get(part)

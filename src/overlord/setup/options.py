@@ -137,7 +137,7 @@ class Options:
         ):
             if not _is_int(getattr(self, name)) or getattr(self, name) < least:
                 found.append(
-                    f"{name}: wanted a whole number of at least {least}, found "
+                    f"{name}: expected a whole number of at least {least}, got "
                     f"{getattr(self, name)!r}"
                 )
         for name in ("stall_warn_s", "stall_limit_s", "watch_s"):
@@ -147,7 +147,7 @@ class Options:
                 or not isinstance(value, (int, float))
                 or not 0 <= value < math.inf
             ):
-                found.append(f"{name}: wanted a number of seconds, found {value!r}")
+                found.append(f"{name}: expected a number of seconds, got {value!r}")
         for name in (
             "build_ahead",
             "read_ahead",
@@ -158,7 +158,7 @@ class Options:
             "ring_bytes",
         ):
             if (value := getattr(self, name)) is not None and (not _is_int(value) or value < 1):
-                found.append(f"{name}: wanted a whole number of at least 1, found {value!r}")
+                found.append(f"{name}: expected a whole number of at least 1, got {value!r}")
         if self.address is not None:
             found += address_problems(self.address)
         if (
@@ -166,13 +166,13 @@ class Options:
             or not isinstance(self.sidecar, (int, float))
             or not 0 <= self.sidecar <= 1
         ):
-            found.append(f"sidecar: wanted a share from 0 to 1, found {self.sidecar!r}")
+            found.append(f"sidecar: expected a share from 0 to 1, got {self.sidecar!r}")
         if (given := self.rank_nodes) is not None and not (
             _is_list(given) and all(isinstance(n, str) for n in given)
         ):
             found.append(
-                "rank_nodes: wanted names of nodes by rank, as in ['gpu-0', 'gpu-0', "
-                f"'gpu-1'], found {given!r:.200}"
+                "rank_nodes: expected names of nodes by rank, as in ['gpu-0', 'gpu-0', "
+                f"'gpu-1'], got {given!r:.200}"
             )
         found += self._node_problems()
         if self.partition is not None and self.partition not in PARTITION:
@@ -182,26 +182,26 @@ class Options:
                 else f"; there are {', '.join(PARTITION)}"
             )
             found.append(
-                "partition: wanted how loaders are given to sources, found "
+                "partition: expected how loaders are given to sources, got "
                 f"{self.partition!r}{known}"
             )
         if not isinstance(self.reserve, bool):
-            found.append(f"reserve: wanted True or False, found {self.reserve!r}")
+            found.append(f"reserve: expected True or False, got {self.reserve!r}")
         if self.ports is not None and port_range(self.ports) is None:
             found.append(
-                f"ports: wanted the first and the last, as in '7000-7099', found {self.ports!r}"
+                f"ports: expected the first and the last, as in '7000-7099', got {self.ports!r}"
             )
         found += self._constructor_problems(job) + self._failover_problems(job)
         if self.cache_dir is not None and not isinstance(self.cache_dir, (str, Path)):
-            found.append(f"cache_dir: wanted a directory, found {self.cache_dir!r}")
+            found.append(f"cache_dir: expected a directory, got {self.cache_dir!r}")
         if self.on_stall is not None and not callable(self.on_stall):
             found.append(
-                "on_stall: wanted a function of (what is waited for, seconds), found "
+                "on_stall: expected a function of (what is waited for, seconds), got "
                 f"{self.on_stall!r}"
             )
         if self.progress is not None and not callable(self.progress):
             found.append(
-                "progress: wanted a function of (sources indexed, of how many), found "
+                "progress: expected a function of (sources indexed, of how many), got "
                 f"{self.progress!r}"
             )
         found += self._loader_problems(job) + self._scaling_problems() + self._memory_problems()
@@ -221,15 +221,15 @@ class Options:
             and all(isinstance(x, str) and x for pair in labels.items() for x in pair)
         ):
             found.append(
-                f"node_labels: wanted labels with their values, as in {{'pool': 'cpu'}}, "
-                f"found {labels!r:.200}"
+                f"node_labels: expected labels with their values, as in {{'pool': 'cpu'}}, "
+                f"got {labels!r:.200}"
             )
         if resources is not None and not (
             isinstance(resources, Mapping) and all(map(_is_amount, resources, resources.values()))
         ):
             found.append(
-                "node_resources: wanted amounts of the cluster's own kinds, as in "
-                f"{{'scratch': 1}}, found {resources!r:.200}"
+                "node_resources: expected amounts of the cluster's own kinds, as in "
+                f"{{'scratch': 1}}, got {resources!r:.200}"
             )
         elif common := [
             name
@@ -247,8 +247,8 @@ class Options:
             return []
         if not isinstance(self.loaders, Mapping):
             return [
-                "loaders: wanted a number for each source by name, as in "
-                f"{{{job.names[0]!r}: 3}}, found {self.loaders!r}"
+                "loaders: expected a number for each source by name, as in "
+                f"{{{job.names[0]!r}: 3}}, got {self.loaders!r}"
             ]
         found = [
             f"loaders: unknown source {name!r}{did_you_mean(name, job.names)}"
@@ -261,7 +261,7 @@ class Options:
             if name in job.names and (not _is_int(n) or n < 1)
         }
         return found + [
-            f"loaders: wanted a whole number of at least 1 for {name!r}, found {n!r}"
+            f"loaders: expected a whole number of at least 1 for {name!r}, got {n!r}"
             for name, n in wrong.items()
         ]
 
@@ -270,7 +270,7 @@ class Options:
             return []
         known = [f.name for f in fields(Limits)]
         if not isinstance(self.autoscale, Mapping):
-            return [f"autoscale: wanted True, False, or limits by name, found {self.autoscale!r}"]
+            return [f"autoscale: expected True, False, or limits by name, got {self.autoscale!r}"]
         if unknown := [name for name in self.autoscale if name not in known]:
             return [
                 f"autoscale: unknown limit {name!r}{did_you_mean(str(name), known)}"
@@ -286,7 +286,7 @@ class Options:
         found = (
             []
             if isinstance(self.failover, bool)
-            else [f"failover: wanted True or False, found {self.failover!r}"]
+            else [f"failover: expected True or False, got {self.failover!r}"]
         )
         after = self.lost_after_s
         if (
@@ -294,10 +294,10 @@ class Options:
             or not isinstance(after, (int, float))
             or not 0 < after < math.inf
         ):
-            found.append(f"lost_after_s: wanted a number of seconds above 0, found {after!r}")
+            found.append(f"lost_after_s: expected a number of seconds above 0, got {after!r}")
         if not _is_int(self.max_restarts) or self.max_restarts < 0:
             found.append(
-                f"max_restarts: wanted a whole number of at least 0, found {self.max_restarts!r}"
+                f"max_restarts: expected a whole number of at least 0, got {self.max_restarts!r}"
             )
         if self.shadows not in SHADOWS:
             known = (
@@ -306,7 +306,7 @@ class Options:
                 else f"; there are {', '.join(SHADOWS)}"
             )
             found.append(
-                f"shadows: wanted whose loaders have a stand-by, found {self.shadows!r}{known}"
+                f"shadows: expected whose loaders have a stand-by, got {self.shadows!r}{known}"
             )
         elif self.shadows != "none" and not (self.failover and self.constructors):
             found.append(
@@ -327,7 +327,7 @@ class Options:
             if not isinstance(getattr(self, name), bool)
         ]:
             return [
-                f"{name}: wanted True or False, found {getattr(self, name)!r}" for name in wrong
+                f"{name}: expected True or False, got {getattr(self, name)!r}" for name in wrong
             ]
         if not self.constructors and PixelForm.of(job.sources) is not None:
             return [
@@ -348,7 +348,7 @@ class Options:
         if not learns(job.mixture) or job.feedback_lag >= self.prefetch + 2:
             return []
         return [
-            f"feedback_lag: wanted at least prefetch + 2 = {self.prefetch + 2}, found "
+            f"feedback_lag: expected at least prefetch + 2 = {self.prefetch + 2}, got "
             f"{job.feedback_lag}; plans are made {self.prefetch} "
             "steps ahead, and reports must have come before the plan that uses them: "
             "raise the job's feedback_lag, or lower prefetch"
@@ -362,7 +362,7 @@ def address_problems(said: object) -> list[str]:
     if isinstance(said, str) and _HOST_PORT.fullmatch(said):
         return []
     return [
-        f"address: wanted host:port of a Ray cluster's head, as in '10.0.0.1:6379', found {said!r}"
+        f"address: expected host:port of a Ray cluster's head, as in '10.0.0.1:6379', got {said!r}"
     ]
 
 

@@ -289,7 +289,7 @@ class PreparedJob:
         launch, and nothing has changed.
         """
         if not isinstance(source, Source):
-            raise JobError([f"wanted a Source, found {source!r}"], "add_source")
+            raise JobError([f"expected a Source, got {source!r}"], "add_source")
         more = copy.copy(self)
         more.given = replace(self.given, sources=(*self.given.sources, source))
         more.job = job = replace(self.job, sources=more.given.sources)

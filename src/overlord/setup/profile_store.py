@@ -69,7 +69,7 @@ def load(path: Path | str) -> JobProfile:
     try:
         text = _fetched(path) if isinstance(path, str) else _read(path)
         if len(text) > LARGEST:
-            raise BadProfile(f"wanted at most {LARGEST} bytes")
+            raise BadProfile(f"expected at most {LARGEST} bytes")
         return JobProfile.from_plain(json.loads(text))
     except FileNotFoundError:
         pass  # nothing was kept yet

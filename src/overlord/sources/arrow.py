@@ -64,7 +64,7 @@ class Arrow:
 
     def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
         if not file.size:
-            raise BadFile("wanted an Arrow IPC file, found 0 bytes", _REMEDY)
+            raise BadFile("expected an Arrow IPC file, got 0 bytes", _REMEDY)
         with ExitStack() as stack:
             return {f.name: str(f.type) for f in _open(files, file, stack).reader.schema}
 
@@ -137,7 +137,7 @@ def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
             raise
         files.check_readable(file)
         raise BadFile(
-            f"wanted Arrow IPC, found a file that begins with {head!r}: {_first_line(error)}",
+            f"expected Arrow IPC, got a file that begins with {head!r}: {_first_line(error)}",
             _REMEDY,
         ) from error
 
@@ -186,7 +186,7 @@ def _batches(
             rows, n = rows + batch.num_rows, n + 1
             yield batch
         if count is not None and n != count:
-            raise ValueError(f"wanted {count} batches, found {n}")
+            raise ValueError(f"expected {count} batches, got {n}")
     except BROKEN as error:
         if is_fault(error):
             raise

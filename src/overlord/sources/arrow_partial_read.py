@@ -57,7 +57,7 @@ class Feed:
         )  # before version 0.15 there was no mark
         end = prefix + max(0, int.from_bytes(head[prefix - 4 : prefix], "little", signed=True))
         if end > min(MAX_META, left):
-            raise ValueError(f"wanted {end} bytes of metadata at byte {start}, found {left}")
+            raise ValueError(f"expected {end} bytes of metadata at byte {start}, got {left}")
         self.meta = (
             head[:end] if end <= len(head) else head + self.take(start + len(head), end - len(head))
         )

@@ -58,7 +58,7 @@ def text_columns(schema: Mapping[str, str]) -> list[str]:
 
 def lacks_columns(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
     """Return what to raise for a file without columns that transforms name."""
-    wanted = f"wanted the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
+    wanted = f"expected the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
     remedy = (
         tokenize_it(missing, schema) or "name a column that every file has, or write the file again"
     )

@@ -76,13 +76,13 @@ def check_same(file: File) -> os.stat_result:
     if not stat.S_ISREG(found.st_mode):
         what = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
         raise Unreachable(
-            f"the file changed since the source was indexed: wanted a file, found {what}",
+            f"the file changed since the source was indexed: expected a file, got {what}",
             UNDER_RUN,
             "changed",
         )
     if found.st_size != file.size or not _same_time(file.mtime_ns, found.st_mtime_ns):
         said = (
-            f"wanted {file.size} bytes of {_moment(file.mtime_ns)}, found {found.st_size} "
+            f"expected {file.size} bytes of {_moment(file.mtime_ns)}, got {found.st_size} "
             f"bytes of {_moment(found.st_mtime_ns)}"
         )
         raise Unreachable(

@@ -64,7 +64,7 @@ class Files:
         if any(way.fs != ways[0].fs for way in ways):
             raise SourceError(
                 source,
-                "wanted all files on one filesystem, found several",
+                "expected all files on one filesystem, got several",
                 remedy="make one source for each store",
             )
         found.sort(key=lambda f: f.path)
@@ -120,8 +120,8 @@ class Files:
             )
         if info.size != file.size:
             problem = (
-                f"the file changed since the source was indexed: wanted {file.size} bytes, "
-                f"found {info.size}"
+                f"the file changed since the source was indexed: expected {file.size} bytes, "
+                f"got {info.size}"
             )
             raise Unreachable(problem, UNDER_RUN, "changed")
         return None
@@ -163,7 +163,7 @@ class Files:
         except (BadFile, Unreachable) as error:
             raise SourceError(source, error.problem, name, error.remedy) from error
         except UnicodeDecodeError as error:  # the library lists all of a directory, or nothing
-            problem = f"wanted names of files that are UTF-8, found {error.object!r}"
+            problem = f"expected names of files that are UTF-8, got {error.object!r}"
             raise SourceError(
                 source, problem, name, "rename that file, or move it elsewhere"
             ) from error
@@ -245,9 +245,9 @@ class Files:
         fs = self.fs
         info = briefly(lambda: fs.get_file_info(path))
         if info.type.name == "Unknown":
-            raise BadFile(f"wanted a file or a directory, found {ODD}")
+            raise BadFile(f"expected a file or a directory, got {ODD}")
         if info.type.name == "NotFound" and self.local and os.path.islink(path):
-            raise BadFile(f"wanted a file or a directory, found {NOWHERE}", "mend it")
+            raise BadFile(f"expected a file or a directory, got {NOWHERE}", "mend it")
         return None if info.type.name == "NotFound" else _entry(info)
 
     def _list(self, base: str, recursive: bool) -> list[Entry]:
@@ -368,7 +368,7 @@ def _refuse_odd(entries: Sequence[Entry], source: str) -> None:
         more = f"; and {len(odd) - 1} more like it" if len(odd) > 1 else ""
         raise SourceError(
             source,
-            f"wanted a file, found {odd[0][1]}{more}",
+            f"expected a file, got {odd[0][1]}{more}",
             odd[0][0],
             "mend it, or leave it out of what is listed",
         )

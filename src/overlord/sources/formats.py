@@ -55,7 +55,7 @@ def format_of(files: Sequence[File], source: str) -> Format:
         shown = ", ".join(f"{name} ({path})" for name, path in sorted(first.items()))
         raise SourceError(
             source,
-            f"wanted files of one format, found {shown}",
+            f"expected files of one format, got {shown}",
             remedy="make one source for each format",
         )
     return FORMATS[next(iter(first))]

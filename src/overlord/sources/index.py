@@ -257,7 +257,7 @@ def _start(spec: IndexSpec, cache: Path | None, at: At) -> _Work | SourceError:
             held_as = FORMATS["factory" if isinstance(spec.path, Factory) else "dataset"]
             return _Work(spec, held_as, Files(None, True, spec.path), files_of(spec.path), None)
         if not isinstance(spec.path, (str, list, tuple, os.PathLike)):
-            problem = f"wanted files, a dataset or a factory, found {type(spec.path).__name__}"
+            problem = f"expected files, a dataset or a factory, got {type(spec.path).__name__}"
             return SourceError(spec.name, problem, remedy="a dataset needs __len__ and __getitem__")
         given = format_named(spec.format, spec.name) if spec.format else None
         at(spec.name, shown(spec.path), LISTING)

@@ -173,7 +173,7 @@ def _reason(error: Exception) -> str:
         return "broken JSON: nested too deeply"
     text = str(error)
     if text.startswith("Expected `object`"):
-        return f"wanted a JSON object on the line, found {text.rpartition('got ')[2]}"
+        return f"expected a JSON object on the line, got {text.rpartition('got ')[2]}"
     return f"broken JSON: {text.removeprefix('JSON is malformed: ')}"
 
 

@@ -177,7 +177,7 @@ class RemoteStore:
             answer = client.get(key, options=options)
             found = self._file(answer.meta)
             if (found.size, _version(found)) != (file.size, _version(file)):
-                raise WrongAnswer("changed", f"wanted {_named(file)}, found {_named(found)}")
+                raise WrongAnswer("changed", f"expected {_named(file)}, got {_named(found)}")
             if tuple(answer.range) != (start, stop):
                 raise WrongAnswer(
                     "other range",
@@ -186,7 +186,7 @@ class RemoteStore:
                 )
             data = memoryview(answer.bytes())
             if len(data) != stop - start:
-                raise WrongAnswer("short body", f"wanted {stop - start} bytes, found {len(data)}")
+                raise WrongAnswer("short body", f"expected {stop - start} bytes, got {len(data)}")
             return data
 
         return self._persist(
@@ -277,7 +277,7 @@ def _check_endpoints(root: str) -> None:
             given
         ):  # it may hold a secret, and is not repeated
             problem = (
-                f"{name}: wanted http://host:port or https://host, found one without http://, "
+                f"{name}: expected http://host:port or https://host, got one without http://, "
                 "without a host, or with a space in it"
             )
             raise Unreachable(problem, "mend the environment", "setup")

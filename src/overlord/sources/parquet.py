@@ -173,7 +173,7 @@ class Parquet:
 def _next(tables: Iterator[pa.Table], want: int) -> pa.Table:
     table = next(tables, None)
     if table is None or table.num_rows != want:
-        raise ValueError(f"wanted {want} rows here, found {0 if table is None else table.num_rows}")
+        raise ValueError(f"expected {want} rows here, got {0 if table is None else table.num_rows}")
     return table
 
 
@@ -297,7 +297,7 @@ def _kept(file: File, metadata: Any, layout: Layout | None) -> _Footer:
 def _footer_bytes(files: Files, file: File) -> bytes:
     """Return the bytes of the footer, without its length and the mark at the end of the file."""
     if file.size < 12:
-        raise BadFile(f"wanted a Parquet file, found {file.size} bytes", _REMEDY)
+        raise BadFile(f"expected a Parquet file, got {file.size} bytes", _REMEDY)
     with files.open(file) as handle:
         tail = _bytes_at(handle, max(0, file.size - _TAIL), file.size)
         if (mark := tail[-4:]) == _ENCRYPTED_MARK:
@@ -306,7 +306,7 @@ def _footer_bytes(files: Files, file: File) -> bytes:
                 "write the file again without encryption",
             )
         if mark != _MARK:
-            raise BadFile(f"wanted the mark PAR1 at the end, found {mark!r}", _REMEDY)
+            raise BadFile(f"expected the mark PAR1 at the end, got {mark!r}", _REMEDY)
         size = int.from_bytes(tail[-8:-4], "little")
         if size > file.size - 8:
             raise BadFile(

@@ -44,13 +44,13 @@ class Factory:
         problems = (
             []
             if callable(self.fn)
-            else [f"fn: wanted a function of a shard's number, found {self.fn!r}"]
+            else [f"fn: expected a function of a shard's number, got {self.fn!r}"]
         )
         if not isinstance(self.shards, int) or isinstance(self.shards, bool) or self.shards < 1:
-            problems.append(f"shards: wanted a whole number of at least 1, found {self.shards!r}")
+            problems.append(f"shards: expected a whole number of at least 1, got {self.shards!r}")
         elif not problems and self.shards > 1 and not _takes_shard(self.fn):
             problems.append(
-                "fn: wanted a function of a shard's number, since there are "
+                "fn: expected a function of a shard's number, since there are "
                 f"{self.shards} shards; this one takes no argument"
             )
         if problems:
@@ -81,7 +81,7 @@ def held(name: str, dataset: Any) -> Any:
     if sized and not isinstance(dataset, (str, bytes, Mapping, type)):
         return dataset
     problem = (
-        f"from_dataset: wanted an object with __len__ and __getitem__ by number, found {dataset!r}"
+        f"from_dataset: expected an object with __len__ and __getitem__ by number, got {dataset!r}"
     )
     raise JobError(
         [f"{problem}; an iterable goes in by Source.from_factory, files by Source(name, uri)"],
@@ -180,7 +180,7 @@ def _rows(factory: Factory, shard: int) -> Iterator[Any]:
     n = 0
     try:
         for row in factory.rows(shard):
-            yield row if isinstance(row, Mapping) else f"wanted a dict, found {type(row).__name__}"
+            yield row if isinstance(row, Mapping) else f"expected a dict, got {type(row).__name__}"
             n += 1
     except Exception as error:
         problem = f"the factory raised at row {n} of shard {shard}: {told(error)}"
@@ -193,7 +193,7 @@ def _item(dataset: Any, k: int) -> Any:
         row = dataset[k]
     except Exception as error:
         return f"the dataset raised {told(error)}"
-    return row if isinstance(row, Mapping) else f"wanted a dict, found {type(row).__name__}"
+    return row if isinstance(row, Mapping) else f"expected a dict, got {type(row).__name__}"
 
 
 def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSlice:

@@ -258,7 +258,7 @@ def seconds_of(variable: str, otherwise: float) -> float:
         value = -1.0
     if not 0 < value < float("inf"):
         raise Unreachable(
-            f"{variable}: wanted a number of seconds above 0, found {given!r}",
+            f"{variable}: expected a number of seconds above 0, got {given!r}",
             "mend the environment",
             "setup",
         )

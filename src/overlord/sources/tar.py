@@ -90,7 +90,7 @@ def members(cursor: TarCursor) -> Iterator[Member]:
         if following > data and data + size > cursor.size:
             raise BrokenTar(
                 first,
-                f"the tar file ends inside a member at byte {cursor.size}, wanted "
+                f"the tar file ends inside a member at byte {cursor.size}, expected "
                 f"{data + size}: it is cut short",
             )
         if kind in (b"x", b"X", b"L", b"K", b"g"):

@@ -189,7 +189,7 @@ def _bytes(cursor: TarCursor, member: Member) -> bytes:
     data = cursor.read(member.data, member.size)
     if len(data) != member.size:
         raise OSError(
-            f"wanted {member.size} bytes of member {member.name!r}, the file gave {len(data)}"
+            f"expected {member.size} bytes of member {member.name!r}, the file gave {len(data)}"
         )
     return data
 

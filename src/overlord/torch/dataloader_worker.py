@@ -57,7 +57,7 @@ def refuse_workers(has_job: bool, ranks: int) -> None:
     if info.num_workers > 1:
         raise JobError(
             [
-                f"num_workers: wanted 0 or 1, found {info.num_workers}; each worker would "
+                f"num_workers: expected 0 or 1, got {info.num_workers}; each worker would "
                 "launch the whole job and give every step again. "
                 "Loaders and constructors of a session work in parallel: see "
                 "launch(loaders=, workers=, runtime=)"
@@ -67,7 +67,7 @@ def refuse_workers(has_job: bool, ranks: int) -> None:
     if not has_job:
         raise JobError(
             [
-                "num_workers: wanted 0 with a client, found 1; a session does not "
+                "num_workers: expected 0 with a client, got 1; a session does not "
                 "survive a fork. Give the Job, which is then launched in "
                 "the worker, or use num_workers=0: steps are prefetched either way"
             ],
@@ -76,8 +76,8 @@ def refuse_workers(has_job: bool, ranks: int) -> None:
     if (size := max(ranks, world_size())) > 1:
         raise JobError(
             [
-                f"num_workers: wanted 0 where ranks share a session (WORLD_SIZE={size}), "
-                "found 1; rank 0's worker "
+                f"num_workers: expected 0 where ranks share a session (WORLD_SIZE={size}), "
+                "got 1; rank 0's worker "
                 "would end, and the session with it, while others still take steps. "
                 "Steps are prefetched without workers too"
             ],

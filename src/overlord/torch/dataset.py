@@ -29,7 +29,7 @@ log = logging.getLogger("overlord")
 def _refuse_collating(batch: Any, **_: Any) -> Any:
     raise JobError(
         [
-            "batch_size: wanted None in the DataLoader, found a number; an item of a "
+            "batch_size: expected None in the DataLoader, got a number; an item of a "
             "Dataset is a whole step, or microbatch, which is a batch "
             "already: DataLoader(dataset, batch_size=None)"
         ],
@@ -66,7 +66,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         self.job = source if isinstance(source, Job) else None
         if self.job is None and not (hasattr(source, "__next__") and hasattr(source, "state_dict")):
             raise JobError(
-                [f"wanted a Job, or a client of one, found {type(source).__name__}"], "Dataset"
+                [f"expected a Job, or a client of one, got {type(source).__name__}"], "Dataset"
             )
         if self.job is None and (launch_options or rank is not None):
             raise JobError(
@@ -312,7 +312,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         if self._client is not None:
             raise JobError(
                 [
-                    "num_workers: wanted 0 with a client, or with a Job that is iterated "
+                    "num_workers: expected 0 with a client, or with a Job that is iterated "
                     "already; a session does not travel to another "
                     "process. Give the Job, which is then launched in the worker"
                 ],

@@ -62,7 +62,7 @@ class DevicePrefetcher:
     ):
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
             raise JobError(
-                [f"depth: wanted a whole number of at least 1, found {depth!r}"], "DevicePrefetcher"
+                [f"depth: expected a whole number of at least 1, got {depth!r}"], "DevicePrefetcher"
             )
         if not hasattr(client, "__next__"):
             words = (
@@ -71,7 +71,7 @@ class DevicePrefetcher:
                 else ""
             )
             raise JobError(
-                [f"wanted a client, found {type(client).__name__}{words}"], "DevicePrefetcher"
+                [f"expected a client, got {type(client).__name__}{words}"], "DevicePrefetcher"
             )
         self.client, self.device, self.depth = client, torch.device(device), depth
         if (

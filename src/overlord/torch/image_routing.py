@@ -91,14 +91,14 @@ def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = Non
     rows = _cut(rows, maps, lens)
     if len(rows) != sum(sends):
         raise PlanError(
-            f"route: wanted the {sum(sends)} rows that the plan sends from this rank, "
-            f"found {len(rows)}; give the encoder's "
+            f"route: expected the {sum(sends)} rows that the plan sends from this rank, "
+            f"got {len(rows)}; give the encoder's "
             "rows in the order of item_ids, and lens= where it makes more than send_lens"
         )
     world = dist.get_world_size(group)
     if world != len(sends):
         raise PlanError(
-            f"route: wanted a group of the plan's {len(sends)} ranks, found one of {world}"
+            f"route: expected a group of the plan's {len(sends)} ranks, got one of {world}"
         )
     _agree(rows, world, group)
     anchor = rows.new_zeros((), requires_grad=rows.is_floating_point() and torch.is_grad_enabled())
@@ -131,8 +131,8 @@ def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
     ]
     if len({words.partition(":")[2] for words in said}) > 1:
         raise PlanError(
-            "route: wanted rows of one dtype and width on all ranks, also where there "
-            f"are none, found {'; '.join(said)}"
+            "route: expected rows of one dtype and width on all ranks, also where there "
+            f"are none, got {'; '.join(said)}"
         )
     _agreed[key] = rows.dtype
 
@@ -144,9 +144,9 @@ def _cut(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
     made, wanted = np.asarray(lens, np.int64), _field(maps, "send_lens").astype(np.int64)
     if made.shape != wanted.shape or (made < wanted).any() or made.sum() != len(rows):
         raise PlanError(
-            f"route: wanted for each of {len(wanted)} images at least the rows that are "
+            f"route: expected for each of {len(wanted)} images at least the rows that are "
             f"sent, {int(wanted.sum())} in all, "
-            f"found lens of {len(made)} images and {len(rows)} rows"
+            f"got lens of {len(made)} images and {len(rows)} rows"
         )
     if np.array_equal(made, wanted):
         return rows
@@ -205,7 +205,7 @@ def place_rows(
         rows, at = rows.index_select(0, _index(mine, rows.device)), order[found[mine]]
     if len(at) and int(at.max()) >= len(flat):
         raise PlanError(
-            f"place_rows: wanted places in {len(flat)} tokens, found {int(at.max())}; a "
+            f"place_rows: expected places in {len(flat)} tokens, got {int(at.max())}; a "
             "CP slice needs positions="
         )
     return flat.index_copy(0, _index(at, flat.device), rows.to(flat.dtype)).reshape(
@@ -277,7 +277,7 @@ def share_rows(
     count, indexed = counts.tolist()
     if count != indexed:  # on all ranks, or the others would wait for the one that sees it
         raise PlanError(
-            f"share_rows: wanted a place for each row on rank {first}, found {count} rows "
+            f"share_rows: expected a place for each row on rank {first}, got {count} rows "
             f"and {indexed} places in index"
         )
     places = torch.empty(count, dtype=torch.int64, device=rows.device)
@@ -300,7 +300,7 @@ def _field(maps: Any, *names: str) -> np.ndarray:
             return np.asarray(getattr(maps, name))
     has = ", ".join(maps) if isinstance(maps, Mapping) else type(maps).__name__
     raise PlanError(
-        f"route: wanted {names[0]!r} in the maps, found {has}; give one of step.encoder, "
+        f"route: expected {names[0]!r} in the maps, got {has}; give one of step.encoder, "
         "or plan.routes().for_rank(rank, slot)"
     )
 

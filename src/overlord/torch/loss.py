@@ -48,8 +48,8 @@ def token_loss(
     if gradients == "mean" and (dp_size is None or dp_size < 1):
         raise JobError(
             [
-                "dp_size: wanted the number of ranks that gradients are averaged over, "
-                f"found {dp_size!r}"
+                "dp_size: expected the number of ranks that gradients are averaged over, "
+                f"got {dp_size!r}"
             ],
             "token_loss",
         )
@@ -61,7 +61,7 @@ def token_loss(
         )  # what is masked may be infinite: a model's loss of a label that is none
     elif labels is None:
         raise JobError(
-            ["labels, or loss_mask with losses of tokens: wanted one of them, found neither"],
+            ["labels, or loss_mask with losses of tokens: expected one of them, got neither"],
             "token_loss",
         )
     else:
@@ -90,11 +90,11 @@ def token_losses(
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if len(flat) != len(wanted):
         raise JobError(
-            [f"wanted as many labels as rows of logits, {len(flat)}, found {len(wanted)}"],
+            [f"expected as many labels as rows of logits, {len(flat)}, got {len(wanted)}"],
             "token_losses",
         )
     if chunk < 1:
-        raise JobError([f"chunk: wanted at least 1 token, found {chunk}"], "token_losses")
+        raise JobError([f"chunk: expected at least 1 token, got {chunk}"], "token_losses")
     again = len(flat) > chunk and torch.is_grad_enabled()
     parts = []
     for rows, targets in zip(flat.split(chunk), wanted.split(chunk), strict=True):
@@ -129,7 +129,7 @@ def source_losses(
     )
     if not len(all_losses) == len(all_mbs) == len(places):
         counts = f"{len(all_losses)} losses, {len(all_mbs)} microbatches, {len(places)} positions"
-        raise JobError([f"wanted as many of each, found {counts}"], "source_losses")
+        raise JobError([f"expected as many of each, got {counts}"], "source_losses")
     if not all_mbs:
         return {}
     totals = sum(
@@ -149,7 +149,7 @@ def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: i
     if positions is None and (whole := _tokens_of_all(mb)) > len(flat):
         raise JobError(
             [
-                f"positions: wanted for a slice of {len(flat)} of {whole} tokens, cut for "
+                f"positions: expected for a slice of {len(flat)} of {whole} tokens, cut for "
                 "context parallelism; give those of its tokens in "
                 "the whole microbatch (overlord.constructor.rank_views.slice_index)"
             ],

@@ -86,7 +86,7 @@ def make_group(
     if (world := dist.get_world_size()) != place.world_size:
         raise JobError(
             [
-                f"place: wanted the {world} ranks of the process group, found "
+                f"place: expected the {world} ranks of the process group, got "
                 f"{place.world_size} in {place}"
             ],
             "join",

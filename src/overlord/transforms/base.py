@@ -178,7 +178,7 @@ class Select:
         object.__setattr__(self, "columns", columns)
         problems = [p for i, c in enumerate(columns) for p in column_problems(f"columns[{i}]", c)]
         if not columns:
-            problems.append("columns: wanted at least one")
+            problems.append("columns: expected at least one")
         if not problems and len(set(columns)) < len(columns):
             problems.append(
                 "columns: "
@@ -218,7 +218,7 @@ class Meta:
         if self.name in RESERVED_META:
             problems.append(f"name: every sample has {self.name!r} already; choose another")
         if not callable(self.value) and column_problems("value", self.value):
-            problems.append(f"value: wanted a column's name or a function, found {self.value!r}")
+            problems.append(f"value: expected a column's name or a function, got {self.value!r}")
         if isinstance(self.value, str) and (self.rows or self.holds_lock):
             problems.append("rows, holds_lock: only for a function")
         refuse("Meta", problems)
@@ -244,16 +244,16 @@ def refuse(where: str, problems: list[str]) -> None:
 
 
 def column_problems(name: str, value: Any) -> list[str]:
-    return [] if isinstance(value, str) and value else [f"{name}: wanted a name, found {value!r}"]
+    return [] if isinstance(value, str) and value else [f"{name}: expected a name, got {value!r}"]
 
 
 def function_problems(fn: Any) -> list[str]:
-    return [] if callable(fn) else [f"fn: wanted a function, found {fn!r}"]
+    return [] if callable(fn) else [f"fn: expected a function, got {fn!r}"]
 
 
 def flag_problems(spec: Any, *names: str) -> list[str]:
     return [
-        f"{n}: wanted True or False, found {getattr(spec, n)!r}"
+        f"{n}: expected True or False, got {getattr(spec, n)!r}"
         for n in names
         if not isinstance(getattr(spec, n), bool)
     ]

@@ -459,7 +459,7 @@ def as_number(value: Any) -> Any:
         if isinstance(value, (int, np.integer)) and not -EXACT <= value <= EXACT:
             raise ValueError(f"{value} is {_TOO_LARGE}")
         return value
-    raise TypeError(f"wanted a number, found {value!r}")
+    raise TypeError(f"expected a number, got {value!r}")
 
 
 def as_meta(value: Any) -> Any:
@@ -472,10 +472,10 @@ def as_meta(value: Any) -> Any:
 def as_bool(value: Any) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    raise TypeError(f"wanted True or False, found {value!r}")
+    raise TypeError(f"expected True or False, got {value!r}")
 
 
 def as_row(value: Any) -> Mapping[str, Any]:
     if isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value):
         return value
-    raise TypeError(f"wanted a dict of values by column name, found {type(value).__name__}")
+    raise TypeError(f"expected a dict of values by column name, got {type(value).__name__}")

@@ -99,7 +99,7 @@ def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
         elif start[:6] in (b"GIF87a", b"GIF89a"):
             found = _gif(view)
         else:
-            raise BadImage(f"wanted a JPEG, PNG, WebP or GIF file, found {_what(view, start)}")
+            raise BadImage(f"expected a JPEG, PNG, WebP or GIF file, got {_what(view, start)}")
     except (struct.error, IndexError):  # read past the end
         raise BadImage("the file is cut short inside its header") from None
     _within(found, limits)

@@ -94,7 +94,7 @@ def read_prefix(item: np.ndarray) -> Prefix:
     )
     if magic != _MAGIC or version != _VERSION:
         raise BadImage(
-            f"wanted an item of version {_VERSION}, found {magic!r} of version {version}"
+            f"expected an item of version {_VERSION}, got {magic!r} of version {version}"
         )
     grid, box, mean, std, size = (
         tuple(rest[a:b]) for a, b in ((0, 3), (3, 7), (7, 10), (10, 13), (13, 15))
@@ -153,7 +153,7 @@ def fill(item: np.ndarray, out: np.ndarray) -> None:
     """
     prefix = read_prefix(item)
     assert (*out.shape, out.dtype) == (*prefix.shape, prefix.dtype), (
-        f"wanted {prefix.dtype} {prefix.shape}, found {out.dtype} {out.shape}"
+        f"expected {prefix.dtype} {prefix.shape}, got {out.dtype} {out.shape}"
     )
     if prefix.form == READY:
         if len(item) != PREFIX_BYTES + prefix.nbytes:

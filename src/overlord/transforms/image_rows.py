@@ -110,7 +110,7 @@ def check_images(table: pa.Table, name: str) -> None:
         inner = inner.field(at).type
     if pt.is_string(inner) or pt.is_large_string(inner):
         raise Unfit(
-            f"column {name!r} holds text, and images are wanted as bytes; a path or "
+            f"column {name!r} holds text, and images are expected as bytes; a path or "
             "base64 is not followed: a Map can turn it to bytes"
         )
     if not (pt.is_binary(inner) or pt.is_large_binary(inner) or pt.is_null(inner)):

@@ -87,7 +87,7 @@ class Images:
             for p in column_problems(f"column[{i}]" if len(self.columns) > 1 else "column", c)
         ]
         if not self.columns or (not found and len(set(self.columns)) < len(self.columns)):
-            found.append(f"column: wanted a name or several different ones, found {self.column!r}")
+            found.append(f"column: expected a name or several different ones, got {self.column!r}")
         for name, least, most in (
             ("patch", 1, 512),
             ("merge", 1, 64),
@@ -115,14 +115,14 @@ class Images:
         ):
             if getattr(self, name) not in known:
                 found.append(
-                    f"{name}: wanted one of {', '.join(map(str, known))}, found "
+                    f"{name}: expected one of {', '.join(map(str, known))}, got "
                     f"{getattr(self, name)!r}"
                 )
         if self.marker is not None and self.at != "marker":
             found.append('marker: goes with at="marker" only')
         found += [p for name in ("mean", "std") for p in _channels(name, getattr(self, name))]
         if not _number(self.max_aspect) or self.max_aspect < 1:
-            found.append(f"max_aspect: wanted a number of at least 1, found {self.max_aspect!r}")
+            found.append(f"max_aspect: expected a number of at least 1, got {self.max_aspect!r}")
         return (
             found
             + flag_problems(self, "flip", "scaled")
@@ -139,8 +139,8 @@ class Images:
             )
             if not whole or any(s % side for s in self.size):
                 return [
-                    "size: wanted (height, width), both multiples of patch * merge = "
-                    f"{side}, found {self.size!r}"
+                    "size: expected (height, width), both multiples of patch * merge = "
+                    f"{side}, got {self.size!r}"
                 ]
             many = math.prod(self.size) > MAX_TOKENS * side * side
             return (
@@ -148,8 +148,8 @@ class Images:
             )
         if self.max_pixels < max(side * side, self.min_pixels):
             return [
-                f"max_pixels: wanted at least min_pixels={self.min_pixels} and one token "
-                f"of {side} x {side}, found {self.max_pixels}"
+                f"max_pixels: expected at least min_pixels={self.min_pixels} and one token "
+                f"of {side} x {side}, got {self.max_pixels}"
             ]
         return (
             []
@@ -300,7 +300,7 @@ def _whole(spec: Any, name: str, least: int, most: int) -> list[str]:
     value = getattr(spec, name)
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return []
-    return [f"{name}: wanted a whole number from {least} to {most}, found {value!r}"]
+    return [f"{name}: expected a whole number from {least} to {most}, got {value!r}"]
 
 
 def _number(value: Any) -> bool:
@@ -313,9 +313,9 @@ def _channels(name: str, value: Any) -> list[str]:
         or len(value) != 3
         or not all(_number(v) and abs(v) < 1e6 for v in value)
     ):
-        return [f"{name}: wanted three numbers, for red, green and blue, found {value!r}"]
+        return [f"{name}: expected three numbers, for red, green and blue, got {value!r}"]
     return (
-        [f"std: wanted three numbers above 0, found {value!r}"]
+        [f"std: expected three numbers above 0, got {value!r}"]
         if name == "std" and min(value) < 1e-6
         else []
     )

@@ -429,11 +429,11 @@ class Pipeline:
             try:
                 found = np.asarray(result)
             except ValueError:  # lists of several lengths
-                self._refuse(t, f"wanted {rows} {wanted}, one a row, found {type(result).__name__}")
+                self._refuse(t, f"expected {rows} {wanted}, one a row, got {type(result).__name__}")
             if found.shape != (rows,) or found.dtype.kind not in kinds:
                 self._refuse(
                     t,
-                    f"wanted {rows} {wanted}, one a row, found {found.dtype} of shape "
+                    f"expected {rows} {wanted}, one a row, got {found.dtype} of shape "
                     f"{found.shape}",
                 )
             return found
@@ -466,13 +466,13 @@ class Pipeline:
             ):
                 self._refuse(
                     t,
-                    f"wanted a dict of columns, found {type(result).__name__}",
+                    f"expected a dict of columns, got {type(result).__name__}",
                     "return {name: array or list, ...}",
                 )
             if wrong := [f"{name!r}: {len(c)}" for name, c in result.items() if len(c) != rows]:
                 self._refuse(
                     t,
-                    f"wanted {rows} rows in every column, found {', '.join(wrong)}",
+                    f"expected {rows} rows in every column, got {', '.join(wrong)}",
                     "drop rows with Filter, not with Map",
                 )
             checked: Mapping[str, Any] = result

@@ -48,7 +48,7 @@ class Tokenize:
         problems = column_problems("text", self.text) + flag_problems(self, "add_special_tokens")
         if not isinstance(self.tokenizer, (str, os.PathLike)) or not os.fspath(self.tokenizer):
             problems.append(
-                "tokenizer: wanted the path of a tokenizer.json, found "
+                "tokenizer: expected the path of a tokenizer.json, got "
                 f"{type(self.tokenizer).__name__} {self.tokenizer!r:.60}"
             )
         else:
@@ -60,7 +60,7 @@ class Tokenize:
             plain = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
             if not (token is None or plain or (isinstance(token, str) and token)):
                 problems.append(
-                    f"{name}: wanted a token or an id from 0 to 2**31 - 1, found {token!r}"
+                    f"{name}: expected a token or an id from 0 to 2**31 - 1, got {token!r}"
                 )
         refuse("Tokenize", problems)
 

@@ -42,7 +42,7 @@ class Address:
 
     @staticmethod
     def parse(text: str) -> Address:
-        wrong = f"address {text!r}: wanted overlord://host:port/key, as a server prints it"
+        wrong = f"address {text!r}: expected overlord://host:port/key, as a server prints it"
         try:
             parts = urlsplit(text)
             host, port, key = parts.hostname, parts.port, parts.path[1:]
@@ -90,7 +90,7 @@ def new_key() -> str:
 def check_key(key: str) -> str:
     if not _KEY.fullmatch(key):
         raise OverlordError(
-            f"key {key!r}: wanted 1 to 80 letters, digits, dots, dashes and underscores"
+            f"key {key!r}: expected 1 to 80 letters, digits, dots, dashes and underscores"
         )
     return key
 

@@ -33,7 +33,7 @@ def dial(
     side in its errors.
     """
     if transport not in TRANSPORTS:
-        raise OverlordError(f"transport {transport!r}: wanted one of {', '.join(TRANSPORTS)}")
+        raise OverlordError(f"transport {transport!r}: expected one of {', '.join(TRANSPORTS)}")
     deadline = time.monotonic() + timeout_s
     while True:
         try:

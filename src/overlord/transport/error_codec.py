@@ -80,13 +80,13 @@ def _sendable(tree: Tree) -> Tree:
 def _open(tree: list[Any], columns: list[np.ndarray], depth: int) -> Exception:
     name, args, notes = wants(tree, str, list, list)
     if name not in KNOWN or args[:1] != [TUPLE] or any(type(note) is not str for note in notes):
-        raise Refused(f"wanted a known exception with its arguments and notes, found {name!r:.60}")
+        raise Refused(f"expected a known exception with its arguments and notes, got {name!r:.60}")
     values = open_value(args, columns, depth)
     try:
         error = KNOWN[name](*values)
         str(error)  # one whose text cannot be made would fail where it is shown
     except Exception as e:
-        raise Refused(f"wanted arguments of {name}, found others: {type(e).__name__}: {e}") from e
+        raise Refused(f"expected arguments of {name}, got others: {type(e).__name__}: {e}") from e
     for note in notes:
         error.add_note(note)
     return error

@@ -74,8 +74,8 @@ def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryvie
     """
     if len(header) > MAX_HEADER_BYTES or len(columns) > MAX_COLUMNS:
         raise FrameError(
-            f"wanted at most {MAX_HEADER_BYTES} bytes of header and {MAX_COLUMNS} "
-            f"columns, found {len(header)} and {len(columns)}",
+            f"expected at most {MAX_HEADER_BYTES} bytes of header and {MAX_COLUMNS} "
+            f"columns, got {len(header)} and {len(columns)}",
             remedy="send large data as numpy arrays, and many small arrays as one",
         )
     at = PREFIX_BYTES + _ENTRY.size * len(columns) + len(header)
@@ -102,7 +102,7 @@ def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryvie
         at = offset + nbytes
     if at > MAX_FRAME_BYTES:
         raise FrameError(
-            f"wanted at most {MAX_FRAME_BYTES} bytes, found {at}", remedy="send it in parts"
+            f"expected at most {MAX_FRAME_BYTES} bytes, got {at}", remedy="send it in parts"
         )
     start, table = (
         _START.pack(MAGIC, VERSION, 0, len(columns), len(header), at, 0),
@@ -116,11 +116,11 @@ def _unfit(column: np.ndarray) -> str:
     """Why an array cannot be a column."""
     if column.dtype not in CODES:
         return (
-            f"wanted an array of one of {', '.join(map(str, DTYPES))} in little-endian order, "
-            f"found {column.dtype!r}"
+            f"expected an array of one of {', '.join(map(str, DTYPES))} in little-endian order, "
+            f"got {column.dtype!r}"
         )
     return (
-        f"wanted an array in C order of at most {MAX_DIMS} dimensions, found shape "
+        f"expected an array in C order of at most {MAX_DIMS} dimensions, got shape "
         f"{column.shape} with strides {column.strides}"
     )
 
@@ -142,31 +142,31 @@ def frame_bytes(prefix: Any) -> int:
 def _start(view: memoryview) -> _Start:
     if len(view) < PREFIX_BYTES:
         raise FrameError(
-            f"wanted at least {PREFIX_BYTES} bytes, found {len(view)}", remedy=_DAMAGED
+            f"expected at least {PREFIX_BYTES} bytes, got {len(view)}", remedy=_DAMAGED
         )
     magic, version, reserved, columns, header_bytes, total, reserved_too = _START.unpack_from(view)
     if magic != MAGIC:
         raise FrameError(
-            f"wanted a frame that starts with {MAGIC!r}, found {magic!r}", remedy=_DAMAGED
+            f"expected a frame that starts with {MAGIC!r}, got {magic!r}", remedy=_DAMAGED
         )
     if version != VERSION:
         raise FrameError(
-            f"wanted version {VERSION}, found version {version}",
+            f"expected version {VERSION}, got version {version}",
             remedy="both sides must run the same version of Overlord",
         )
     if reserved or reserved_too:
-        raise FrameError("wanted zeros in the reserved places, found others", remedy=_DAMAGED)
+        raise FrameError("expected zeros in the reserved places, got others", remedy=_DAMAGED)
     if columns > MAX_COLUMNS or header_bytes > MAX_HEADER_BYTES or total > MAX_FRAME_BYTES:
         raise FrameError(
-            f"wanted at most {MAX_COLUMNS} columns, {MAX_HEADER_BYTES} bytes of header "
-            f"and {MAX_FRAME_BYTES} in all, found {columns}, "
+            f"expected at most {MAX_COLUMNS} columns, {MAX_HEADER_BYTES} bytes of header "
+            f"and {MAX_FRAME_BYTES} in all, got {columns}, "
             f"{header_bytes} and {total}",
             remedy=_DAMAGED,
         )
     header_at = PREFIX_BYTES + _ENTRY.size * columns
     if total < header_at + header_bytes:
         raise FrameError(
-            f"wanted room for {columns} columns and {header_bytes} bytes of header, found "
+            f"expected room for {columns} columns and {header_bytes} bytes of header, got "
             f"{total} bytes",
             remedy=_DAMAGED,
         )
@@ -181,12 +181,12 @@ def unpack(buffer: Any) -> Frame:
         view = memoryview(buffer).cast("B").toreadonly()
     except (TypeError, ValueError) as e:
         raise FrameError(
-            f"wanted a buffer of bytes in one piece, found {type(buffer).__name__}"
+            f"expected a buffer of bytes in one piece, got {type(buffer).__name__}"
         ) from e
     start = _start(view)
     if start.frame_bytes != len(view):
         raise FrameError(
-            f"wanted {start.frame_bytes} bytes, as the frame says, found {len(view)}",
+            f"expected {start.frame_bytes} bytes, as the frame says, got {len(view)}",
             remedy=_DAMAGED,
         )
     after = PREFIX_BYTES
@@ -194,7 +194,7 @@ def unpack(buffer: Any) -> Frame:
     (wanted,) = _CRC.unpack_from(view, _START.size)
     found = zlib.crc32(view[after:header_end], zlib.crc32(view[: _START.size]))
     if found != wanted:
-        raise FrameError(f"wanted checksum {wanted:08x}, found {found:08x}", remedy=_DAMAGED)
+        raise FrameError(f"expected checksum {wanted:08x}, got {found:08x}", remedy=_DAMAGED)
     return Frame(
         view[start.header_at : header_end],
         _columns(view, view[after : start.header_at], header_end),
@@ -211,7 +211,7 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
         if code >= len(DTYPES) or dims > MAX_DIMS or reserved != _RESERVED:
             raise _wrong(
                 len(columns),
-                f"wanted a known dtype and at most {MAX_DIMS} dimensions, found code "
+                f"expected a known dtype and at most {MAX_DIMS} dimensions, got code "
                 f"{code} and {dims} dimensions",
             )
         dtype = DTYPES[code]
@@ -224,7 +224,7 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
         if offset != wanted or nbytes != math.prod(shape) * dtype.itemsize or offset + nbytes > end:
             raise _wrong(
                 len(columns),
-                f"wanted {dtype}{shape} at {wanted} of {end} bytes, found {nbytes} bytes "
+                f"expected {dtype}{shape} at {wanted} of {end} bytes, got {nbytes} bytes "
                 f"at {offset}",
             )
         try:
@@ -233,11 +233,11 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
             ValueError,
             OverflowError,
         ) as e:  # an empty array whose other dimensions are larger than any memory
-            raise _wrong(len(columns), f"wanted a shape that can be, found {shape}") from e
+            raise _wrong(len(columns), f"expected a shape that can be, got {shape}") from e
         at = offset + nbytes
     if at != len(view):
         raise FrameError(
-            f"wanted columns up to the end of {len(view)} bytes, found the end of the last at {at}",
+            f"expected columns up to the end of {len(view)} bytes, got the end of the last at {at}",
             remedy=_DAMAGED,
         )
     return columns
@@ -246,7 +246,7 @@ def _columns(view: memoryview, table: memoryview, at: int) -> list[np.ndarray]:
 def _shape(column: int, dims: int, size: int, others: bytes) -> tuple[int, ...]:
     sizes = (size, *_SIZES.unpack(others))
     if any(sizes[dims:]):
-        raise _wrong(column, f"wanted {dims} dimensions, found the sizes {sizes}")
+        raise _wrong(column, f"expected {dims} dimensions, got the sizes {sizes}")
     return sizes[:dims]
 
 

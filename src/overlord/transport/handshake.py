@@ -74,7 +74,7 @@ def _read(
     magic, version, kind, size = PREFIX.unpack((yield PREFIX.size))
     if magic != MAGIC:
         raise LinkRefused(
-            peer, f"wanted Overlord's handshake, found {magic!r}: this is another kind of service"
+            peer, f"expected Overlord's handshake, got {magic!r}: this is another kind of service"
         )
     if version != VERSION:
         raise LinkRefused(
@@ -85,7 +85,7 @@ def _read(
     limit = MAX_BODY if body_bytes is None or kind in (REFUSED, LATER) else body_bytes
     if size > limit:
         raise LinkRefused(
-            peer, f"wanted a handshake message of at most {limit} bytes, found {size}"
+            peer, f"expected a handshake message of at most {limit} bytes, got {size}"
         )
     body = (yield size) if size else b""
     if kind in (REFUSED, LATER):
@@ -93,7 +93,7 @@ def _read(
             peer, body.decode(errors="replace")[:1024]
         )
     if kind != wanted or (body_bytes is not None and size != body_bytes):
-        raise LinkRefused(peer, f"wanted handshake message {wanted}, found {kind} of {size} bytes")
+        raise LinkRefused(peer, f"expected handshake message {wanted}, got {kind} of {size} bytes")
     return body
 
 
@@ -101,7 +101,7 @@ def _plain(said: bytes, peer: str) -> dict[str, Any]:
     try:
         return msgspec.msgpack.decode(said, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise LinkRefused(peer, f"wanted a map in its handshake: {e}") from e
+        raise LinkRefused(peer, f"expected a map in its handshake: {e}") from e
 
 
 def client_side(token: str, hello: dict[str, Any], peer: str) -> Steps:

@@ -209,7 +209,7 @@ class MessageDecoder:
     def _wants_files(envelope: IncomingMessage, n: int) -> None:
         if len(envelope.files) != n:
             raise FrameError(
-                f"wanted {n} open files with an envelope of kind {envelope.kind}, found "
+                f"expected {n} open files with an envelope of kind {envelope.kind}, got "
                 f"{len(envelope.files)}"
             )
 
@@ -218,12 +218,12 @@ class MessageDecoder:
         if envelope.kind == FORGET:
             self._wants_files(envelope, 0)
             if len(body) % 8:
-                raise FrameError(f"wanted numbers of slots, found {len(body)} bytes")
+                raise FrameError(f"expected numbers of slots, got {len(body)} bytes")
             self.slots.forget(np.frombuffer(body, "<i8").tolist())
         elif envelope.kind == RING:
             self._wants_files(envelope, 2)
             if len(body) != _RING_BODY.size:
-                raise FrameError(f"wanted {_RING_BODY.size} bytes of a ring, found {len(body)}")
+                raise FrameError(f"expected {_RING_BODY.size} bytes of a ring, got {len(body)}")
             self.slots.open(*envelope.files, *_RING_BODY.unpack(body))
 
     def _open_shared(self, envelope: IncomingMessage) -> Any:
@@ -261,14 +261,14 @@ class MessageDecoder:
 def _table(body: bytes | np.ndarray) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
     """Grants, references, and where the frame begins."""
     if len(body) < _COUNTS.size:
-        raise FrameError(f"wanted grants and references, found {len(body)} bytes")
+        raise FrameError(f"expected grants and references, got {len(body)} bytes")
     n_grants, n_references = _COUNTS.unpack_from(body)  # type: ignore[arg-type]
     middle = _COUNTS.size + n_grants * _GRANT.size
     end = middle + n_references * _REFERENCE.size
     at = -(-end // frame.ALIGN) * frame.ALIGN
     if at > len(body):
         raise FrameError(
-            f"wanted {n_grants} grants and {n_references} references, found {len(body)} bytes"
+            f"expected {n_grants} grants and {n_references} references, got {len(body)} bytes"
         )
     view = memoryview(body)  # type: ignore[arg-type]
     return (
@@ -286,7 +286,7 @@ def _join(
     total = len(rows) + len(inline)
     if len(places) != len(rows) or max(places, default=0) >= max(1, total):
         raise FrameError(
-            f"wanted references to distinct columns of {total}, found {sorted(places)[:20]}"
+            f"expected references to distinct columns of {total}, got {sorted(places)[:20]}"
         )
     rest = iter(inline)
     return [_view(places[i], roots) if i in places else next(rest) for i in range(total)]
@@ -297,17 +297,17 @@ def _view(row: tuple[int, ...], roots: list[np.ndarray]) -> np.ndarray:
     i, grant, offset, code, dims = row[:5]
     if grant >= len(roots) or code >= len(DTYPES) or dims > MAX_DIMS:
         raise FrameError(
-            f"wanted a known slot and dtype, found {grant}, {code}, and {dims} dimensions",
+            f"expected a known slot and dtype, got {grant}, {code}, and {dims} dimensions",
             f"column {i}",
         )
     shape, root, dtype = row[5 : 5 + dims], roots[grant], DTYPES[code]
     if offset + math.prod(shape) * dtype.itemsize > len(root):
         raise FrameError(
-            f"wanted a place within the {len(root)} bytes of its slot, found "
+            f"expected a place within the {len(root)} bytes of its slot, got "
             f"{dtype}{list(shape)} at {offset}",
             f"column {i}",
         )
     try:
         return np.ndarray(shape, dtype, root, offset)
     except (ValueError, OverflowError) as e:
-        raise FrameError(f"wanted a shape that can be, found {shape}", f"column {i}") from e
+        raise FrameError(f"expected a shape that can be, got {shape}", f"column {i}") from e

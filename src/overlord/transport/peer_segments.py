@@ -55,10 +55,10 @@ class PeerSegments:
         """The peer's ring: where to note what is free again."""
         if self._cells is not None or not 0 < n_cells <= MAX_CELLS:
             raise FrameError(
-                f"wanted one ring of at most {MAX_CELLS} cells, found another, or {n_cells} cells"
+                f"expected one ring of at most {MAX_CELLS} cells, got another, or {n_cells} cells"
             )
         if os.readlink(f"/proc/self/fd/{bell_fd}") != "anon_inode:[eventfd]":
-            raise FrameError("wanted an eventfd as the ring's bell, found another kind of file")
+            raise FrameError("expected an eventfd as the ring's bell, got another kind of file")
         self._cells = map_foreign(cells_fd, n_cells, what="cells of a ring", write=True)
         os.set_blocking(bell_fd, False)
         self._bell = RemoteNotifier(os.dup(bell_fd))
@@ -66,7 +66,7 @@ class PeerSegments:
     def add(self, slot: int, nbytes: int, fd: int) -> None:
         if slot in self._maps or len(self._maps) >= MAX_SLOTS:
             raise FrameError(
-                f"wanted a new slot, and at most {MAX_SLOTS}, found slot {slot} beside "
+                f"expected a new slot, and at most {MAX_SLOTS}, got slot {slot} beside "
                 f"{len(self._maps)}"
             )
         self._maps[slot] = map_foreign(fd, nbytes, what=f"slot {slot}")
@@ -81,11 +81,11 @@ class PeerSegments:
         memory, cells, bell = self._maps.get(slot), self._cells, self._bell
         if memory is None or cells is None or bell is None:
             raise FrameError(
-                f"wanted a slot that was passed, found slot {slot}; known are "
+                f"expected a slot that was passed, got slot {slot}; known are "
                 f"{sorted(self._maps)[:20]}"
             )
         if cell >= len(cells) or cell in self._live:
-            raise FrameError(f"wanted a cell that is free, found {cell} of {len(cells)}")
+            raise FrameError(f"expected a cell that is free, got {cell} of {len(cells)}")
         root = np.frombuffer(memory, np.uint8)
         self._live[cell] = slot
         weakref.finalize(root, _let_go, self._live, cell, cells, bell, os.getpid()).atexit = False

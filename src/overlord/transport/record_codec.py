@@ -73,15 +73,15 @@ def register(cls: T) -> T:
     if is_dataclass(cls):
         if not cls.__dataclass_params__.frozen or not all(f.init for f in fields(cls)):  # type: ignore[attr-defined]
             raise TypeError(
-                "register: wanted a frozen dataclass all of whose fields are arguments, "
-                f"found {cls.__name__}"
+                "register: expected a frozen dataclass all of whose fields are arguments, "
+                f"got {cls.__name__}"
             )
         names, by_name = tuple(f.name for f in fields(cls)), any(f.kw_only for f in fields(cls))
     elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
         names, by_name = tuple(cls._fields), False
     else:
         raise TypeError(
-            f"register: wanted a frozen dataclass or a NamedTuple, found {cls.__name__}"
+            f"register: expected a frozen dataclass or a NamedTuple, got {cls.__name__}"
         )
     hints = get_type_hints(
         cls, localns={name: kind.cls for name, kind in KINDS.items()} | {cls.__name__: cls}
@@ -152,7 +152,7 @@ def _open(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
             if value is NOT:
                 value = open_value(part, columns, depth)
                 if check is not None and not check(value):
-                    raise Refused(f"wanted {wanted}, found {shown(value)}")
+                    raise Refused(f"expected {wanted}, got {shown(value)}")
             values.append(value)
     except Refused as e:
         raise e.inside(f".{kind.names[len(values)]}") from None
@@ -164,7 +164,7 @@ def _open(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
         )
     except Exception as e:
         raise Refused(
-            f"wanted a {kind.cls.__name__} that can be, found {type(e).__name__}: {e}"
+            f"expected a {kind.cls.__name__} that can be, got {type(e).__name__}: {e}"
         ) from e
 
 
@@ -174,11 +174,11 @@ def _kind(tree: list[Any]) -> _Kind:
     if kind is None:
         near = did_you_mean(name, KINDS) if type(name) is str else ""
         raise Refused(
-            f"wanted a known record, found {shown(name)}{near}", "both sides must register it"
+            f"expected a known record, got {shown(name)}{near}", "both sides must register it"
         )
     if tree[2:3] != [kind.layout] or len(tree) != len(kind.names) + 3:
         wanted = (
-            f"wanted a {name} of {', '.join(kind.names) or 'no fields'}, found one with other "
+            f"expected a {name} of {', '.join(kind.names) or 'no fields'}, got one with other "
             "fields"
         )
         raise Refused(wanted, "both sides must run the same version of Overlord")

@@ -36,7 +36,7 @@ def sealed_memfd(name: str, nbytes: int, *, others_write: bool) -> tuple[int, mm
         return _sealed_memfd(f"overlord-{name}", nbytes, others_write=others_write)
     except OSError as e:
         raise OverlordError(
-            f"{name}: wanted {nbytes} bytes of shared memory, found: {e.strerror or e}; "
+            f"{name}: expected {nbytes} bytes of shared memory, got: {e.strerror or e}; "
             f"{_remedy(e)}"
         ) from e
 
@@ -80,20 +80,20 @@ def map_foreign(fd: int, nbytes: int, *, what: str, write: bool = False) -> mmap
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
-        raise FrameError("wanted shared memory, found another kind of file", what)
+        raise FrameError("expected shared memory, got another kind of file", what)
     try:
         seals = fcntl.fcntl(fd, _GET_SEALS)
     except OSError as e:
-        raise FrameError("wanted shared memory, found a file that cannot be sealed", what) from e
+        raise FrameError("expected shared memory, got a file that cannot be sealed", what) from e
     if not seals & SHRINK:
-        raise FrameError("wanted memory that cannot shrink, found no seal", what)
+        raise FrameError("expected memory that cannot shrink, got no seal", what)
     if nbytes <= 0 or found.st_size != nbytes:
-        raise FrameError(f"wanted {nbytes} bytes, as was said, found {found.st_size}", what)
+        raise FrameError(f"expected {nbytes} bytes, as was said, got {found.st_size}", what)
     access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     try:
         mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
     except (OSError, ValueError) as e:
-        raise FrameError(f"wanted to map {nbytes} bytes: {e}", what) from e
+        raise FrameError(f"expected to map {nbytes} bytes: {e}", what) from e
     if (
         found.st_blocks * 512 >= nbytes
     ):  # holes are left alone: to touch them would be to pay for what the peer only announced

@@ -174,7 +174,7 @@ class ReceiveBuffer:
             len(self._files) > MAX_FILES or (self._start == self._end and self._large is None)
         ):
             raise FrameError(
-                f"wanted no open files, found {len(self._files)} that nothing announced"
+                f"expected no open files, got {len(self._files)} that nothing announced"
             )
         return True
 
@@ -184,7 +184,7 @@ class ReceiveBuffer:
                 self._files += array.array("i", data[: len(data) - len(data) % _INT])
         if flags & _CTRUNC:
             raise FrameError(
-                f"wanted at most {MAX_FILES} open files at once, found more, or this "
+                f"expected at most {MAX_FILES} open files at once, got more, or this "
                 "process may open no more"
             )
 
@@ -205,15 +205,15 @@ class ReceiveBuffer:
         magic, kind, files, reserved, size = HEAD.unpack_from(self._stage, self._start)
         if magic != MAGIC or not FRAME <= kind <= BYE or reserved:
             raise FrameError(
-                "wanted an envelope, found "
+                "expected an envelope, got "
                 f"{bytes(self._view[self._start : self._start + HEAD.size])!r}"
             )
         if size > (MAX_FRAME_BYTES if kind in (FRAME, SHARED) else SMALL_BODY - HEAD.size):
-            raise FrameError(f"wanted a shorter envelope, found kind {kind} of {size} bytes")
+            raise FrameError(f"expected a shorter envelope, got kind {kind} of {size} bytes")
         if files > MAX_FILES or (files and not self._takes_files):
             raise FrameError(
-                f"wanted at most {MAX_FILES if self._takes_files else 0} open files, "
-                f"found {files} announced"
+                f"expected at most {MAX_FILES if self._takes_files else 0} open files, "
+                f"got {files} announced"
             )
         return kind, files, size
 
@@ -221,7 +221,7 @@ class ReceiveBuffer:
         try:
             self._large = self._memory(size)[:size]
         except MemoryError as e:
-            raise FrameError(f"wanted memory for a body of {size} bytes, found none") from e
+            raise FrameError(f"expected memory for a body of {size} bytes, got none") from e
         self._filled = self._end - body_at
         self._large[: self._filled] = self._view[body_at : self._end]
         self._head = (kind, files)
@@ -230,7 +230,7 @@ class ReceiveBuffer:
     def _finish(self, kind: int, n_files: int, body: bytes | np.ndarray) -> None:
         if n_files > len(self._files):
             raise FrameError(
-                f"wanted {n_files} open files with this envelope, found {len(self._files)}"
+                f"expected {n_files} open files with this envelope, got {len(self._files)}"
             )
         files, self._files = self._files[:n_files], self._files[n_files:]
         self.ready.append(IncomingMessage(kind, body, files))

@@ -19,5 +19,5 @@ def unseal(sealed: EncodedState) -> StreamState:
     frame = unpack(np.ascontiguousarray(sealed.data))
     state = decode(frame.header, frame.columns)
     if not isinstance(state, StreamState) or state.step != sealed.step:
-        raise FrameError(f"wanted the state of step {sealed.step}, found {type(state).__name__}")
+        raise FrameError(f"expected the state of step {sealed.step}, got {type(state).__name__}")
     return state

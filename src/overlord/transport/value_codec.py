@@ -78,7 +78,7 @@ def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
         raise e.as_error() from None
     except UnicodeEncodeError as e:
         raise FrameError(
-            f"wanted text, found {e.object!r:.60} with half a character in it", "value"
+            f"expected text, got {e.object!r:.60} with half a character in it", "value"
         ) from e
 
 
@@ -107,7 +107,7 @@ def _pack_other(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
     if isinstance(value, Mapping):
         return _pack_dict(value, columns, depth)
     raise Refused(
-        "wanted a value that can travel, found "
+        "expected a value that can travel, got "
         f"{type(value).__module__}.{type(value).__qualname__}",
         "send plain values, numpy arrays, or a record made known by "
         "overlord.transport.codec.register",
@@ -115,7 +115,7 @@ def _pack_other(value: Any, columns: list[np.ndarray], depth: int) -> Tree:
 
 
 def _too_deep() -> Refused:
-    return Refused(f"wanted at most {MAX_DEPTH} values inside each other, found more")
+    return Refused(f"expected at most {MAX_DEPTH} values inside each other, got more")
 
 
 def _pack_items(tag: int) -> Packer:
@@ -138,7 +138,7 @@ def _pack_dict(value: Mapping[Any, Any], columns: list[np.ndarray], depth: int) 
     if not KEYS.issuperset(set(map(type, value))):
         wrong = next(key for key in value if type(key) not in KEYS)
         raise Refused(
-            f"wanted keys that are texts or whole numbers, found {wrong!r:.60} of "
+            f"expected keys that are texts or whole numbers, got {wrong!r:.60} of "
             f"{type(wrong).__name__}"
         )
     if PLAIN.issuperset(set(map(type, value.values()))):
@@ -173,7 +173,7 @@ def _pack_scalar(value: np.generic) -> Tree:
 
 def _wrong_dtype(dtype: Any) -> Refused:
     return Refused(
-        f"wanted an array of one of {', '.join(map(str, DTYPES))}, found {dtype!r}", "convert it"
+        f"expected an array of one of {', '.join(map(str, DTYPES))}, got {dtype!r}", "convert it"
     )
 
 
@@ -185,7 +185,7 @@ def put_column(array: np.ndarray, columns: list[np.ndarray]) -> int:
             raise _wrong_dtype(array.dtype)
         array = array.astype(little)
     if array.ndim > MAX_DIMS:
-        raise Refused(f"wanted at most {MAX_DIMS} dimensions, found {array.ndim}")
+        raise Refused(f"expected at most {MAX_DIMS} dimensions, got {array.ndim}")
     columns.append(array if array.flags.c_contiguous else array.copy(order="C"))
     return len(columns) - 1
 
@@ -235,14 +235,14 @@ def _with_big_ints(tree: Tree) -> Tree:
         size = tree.bit_length() // 8 + 1
         if size > MAX_INT_BYTES:
             raise Refused(
-                f"wanted a whole number of at most {MAX_INT_BYTES} bytes, found one of {size}"
+                f"expected a whole number of at most {MAX_INT_BYTES} bytes, got one of {size}"
             )
         return [BIG_INT, tree.to_bytes(size, "little", signed=True)]
     if type(tree) is list:
         return [_with_big_ints(item) for item in tree]
     if type(tree) is dict:
         if any(type(key) is int and not -(2**63) <= key < 2**64 for key in tree):
-            raise Refused("wanted keys of at most 64 bits, found a larger one")
+            raise Refused("expected keys of at most 64 bits, got a larger one")
         return {key: _with_big_ints(item) for key, item in tree.items()}
     return tree
 
@@ -257,7 +257,7 @@ def decode(header: Any, columns: list[np.ndarray]) -> Any:
     except Refused as e:
         raise e.as_error() from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as e:
-        raise FrameError(f"wanted a header in MessagePack, found {type(e).__name__}: {e}") from e
+        raise FrameError(f"expected a header in MessagePack, got {type(e).__name__}: {e}") from e
 
 
 def open_value(tree: Tree, columns: list[np.ndarray], depth: int) -> Any:
@@ -269,11 +269,11 @@ def open_value(tree: Tree, columns: list[np.ndarray], depth: int) -> Any:
     if kind is list:
         opener = OPENERS.get(tree[0]) if tree and type(tree[0]) is int else None
         if opener is None:
-            raise Refused(f"wanted a known tag, found {shown(tree[0]) if tree else 'none'}")
+            raise Refused(f"expected a known tag, got {shown(tree[0]) if tree else 'none'}")
         return opener(tree, columns, depth + 1)
     if kind is dict:
         return _open_dict(tree, columns, depth + 1)
-    raise Refused(f"wanted a plain value, found {kind.__name__}")
+    raise Refused(f"expected a plain value, got {kind.__name__}")
 
 
 def _open_items(tree: list[Any], columns: list[np.ndarray], depth: int) -> list[Any]:
@@ -291,7 +291,7 @@ def _open_items(tree: list[Any], columns: list[np.ndarray], depth: int) -> list[
 
 def _open_dict(tree: dict[Any, Any], columns: list[np.ndarray], depth: int) -> dict[Any, Any]:
     if not KEYS.issuperset(set(map(type, tree))):
-        raise Refused("wanted keys that are texts or whole numbers, found others")
+        raise Refused("expected keys that are texts or whole numbers, got others")
     key = None
     try:
         for key, item in tree.items():
@@ -313,7 +313,7 @@ def wants(tree: list[Any], *kinds: type) -> list[Any]:
         type(found) is not kind for found, kind in zip(tree[1:], kinds, strict=True)
     ):
         raise Refused(
-            f"wanted {', '.join(k.__name__ for k in kinds)} behind tag {tree[0]}, found "
+            f"expected {', '.join(k.__name__ for k in kinds)} behind tag {tree[0]}, got "
             f"{', '.join(map(shown, tree[1:5]))}"
         )
     return tree[1:]
@@ -321,13 +321,13 @@ def wants(tree: list[Any], *kinds: type) -> list[Any]:
 
 def _column(i: Any, columns: list[np.ndarray]) -> np.ndarray:
     if type(i) is not int or not 0 <= i < len(columns):
-        raise Refused(f"wanted one of {len(columns)} columns, found {shown(i)}")
+        raise Refused(f"expected one of {len(columns)} columns, got {shown(i)}")
     return columns[i]
 
 
 def _open_array(tree: list[Any], columns: list[np.ndarray], depth: int) -> np.ndarray:
     if len(tree) != 2:
-        raise Refused(f"wanted the number of one column, found {len(tree) - 1} values")
+        raise Refused(f"expected the number of one column, got {len(tree) - 1} values")
     return _column(tree[1], columns)
 
 
@@ -335,7 +335,7 @@ def open_small(tree: list[Any]) -> np.ndarray:
     code, data = wants(tree, int, bytes)
     if not 0 <= code < len(DTYPES) or len(data) % DTYPES[code].itemsize or len(data) > SMALL_BYTES:
         raise Refused(
-            f"wanted a small array of a known dtype, found code {code} and {len(data)} bytes"
+            f"expected a small array of a known dtype, got code {code} and {len(data)} bytes"
         )
     return np.frombuffer(data, DTYPES[code])
 
@@ -350,18 +350,18 @@ def _open_ragged(tree: list[Any], columns: list[np.ndarray], depth: int) -> Ragg
 def _ragged_problem(values: np.ndarray, offsets: np.ndarray) -> str:
     if offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu" or not values.ndim:
         return (
-            f"wanted values and a column of offsets, found {values.dtype}{values.shape} and "
+            f"expected values and a column of offsets, got {values.dtype}{values.shape} and "
             f"{offsets.dtype}{offsets.shape}"
         )
     if offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
-        return f"wanted offsets that rise within 0..{len(values)}, found others"
+        return f"expected offsets that rise within 0..{len(values)}, got others"
     return ""
 
 
 def _open_scalar(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
     code, data = wants(tree, int, bytes)
     if not 0 <= code < len(DTYPES) or len(data) != DTYPES[code].itemsize:
-        raise Refused(f"wanted a number of a known dtype, found code {code} and {len(data)} bytes")
+        raise Refused(f"expected a number of a known dtype, got code {code} and {len(data)} bytes")
     return np.frombuffer(data, DTYPES[code])[0]
 
 
@@ -369,7 +369,7 @@ def _open_big_int(tree: list[Any], columns: list[np.ndarray], depth: int) -> int
     (data,) = wants(tree, bytes)
     if len(data) > MAX_INT_BYTES:
         raise Refused(
-            f"wanted a whole number of at most {MAX_INT_BYTES} bytes, found one of {len(data)}"
+            f"expected a whole number of at most {MAX_INT_BYTES} bytes, got one of {len(data)}"
         )
     return int.from_bytes(data, "little", signed=True)
 
@@ -377,7 +377,7 @@ def _open_big_int(tree: list[Any], columns: list[np.ndarray], depth: int) -> int
 def _open_long(tree: list[Any], columns: list[np.ndarray], depth: int) -> bytes:
     column = _open_array(tree, columns, depth)
     if column.dtype != np.uint8 or column.ndim != 1:
-        raise Refused(f"wanted a column of bytes, found {column.dtype}{column.shape}")
+        raise Refused(f"expected a column of bytes, got {column.dtype}{column.shape}")
     return column.tobytes()
 
 
@@ -389,7 +389,7 @@ def _open_columns(tree: list[Any], columns: list[np.ndarray], depth: int) -> Col
         for key, c in made.items()
         if type(key) is not str or type(c) not in (np.ndarray, Ragged)
     ]:
-        raise Refused("wanted a column, found something else").inside(f"[{wrong[0]!r:.60}]")
+        raise Refused("expected a column, got something else").inside(f"[{wrong[0]!r:.60}]")
     return Columns(made, step)
 
 

@@ -125,7 +125,7 @@ class Checker:
                     )
                 if e.step != wanted.get(e.rank):
                     self._say(
-                        f"step {e.step}, rank {e.rank}: step {wanted.get(e.rank)} was wanted next"
+                        f"step {e.step}, rank {e.rank}: step {wanted.get(e.rank)} was expected next"
                     )
                 if e.step <= taken.get(e.rank, -1):
                     self._say(

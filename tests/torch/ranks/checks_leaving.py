@@ -88,18 +88,18 @@ def a_rank_zero_that_never_joins_is_named_by_all_others(out: Path) -> None:
 
 
 OTHERS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"seed": 9}, "seed: wanted 5, as on rank 0, found 9 on rank 2"),
+    ({"seed": 9}, "seed: expected 5, as on rank 0, got 9 on rank 2"),
     (
         {"batch": {"cp_split": "contiguous"}},
-        "batch.cp_split: wanted 'zigzag', as on rank 0, found 'contiguous' on rank 2",
+        "batch.cp_split: expected 'zigzag', as on rank 0, got 'contiguous' on rank 2",
     ),
     (
         {"place": ov.ClientPlaceTree(dp=2, tp=2)},
-        "place.pp: wanted 2, as on rank 0, found 1 on rank 2",
+        "place.pp: expected 2, as on rank 0, got 1 on rank 2",
     ),
     (
         {"mixture": {"web": 0.5, "code": 0.5}},
-        "mixture: wanted [0.7, 0.3], as on rank 0, found [0.5, 0.5] on rank 2",
+        "mixture: expected [0.7, 0.3], as on rank 0, got [0.5, 0.5] on rank 2",
     ),
 )
 

@@ -90,7 +90,7 @@ def a_mesh_of_another_size_is_refused(out: Path) -> None:
     for place in (ClientPlaceTree(), ClientPlaceTree(dp=4)):
         for join in (ov.join, ot.join, lambda made: next(iter(ot.StatefulLoader(made)))):
             said = refusal(lambda join=join, place=place: join(job(place)))
-            assert f"wanted the 2 ranks of the process group, found {place.world_size}" in said
+            assert f"expected the 2 ranks of the process group, got {place.world_size}" in said
 
 
 def evaluation_starts_anew_on_every_rank(out: Path) -> None:
@@ -209,7 +209,7 @@ def one_rank_writes_a_state(out: Path) -> None:
 def a_worker_is_refused(out: Path) -> None:
     iterator = iter(DataLoader(ot.Dataset(job(PLACE)), batch_size=None, num_workers=1))
     said = refusal(lambda: next(iterator))
-    assert "num_workers: wanted 0 where ranks share a session (WORLD_SIZE=2), found 1" in said
+    assert "num_workers: expected 0 where ranks share a session (WORLD_SIZE=2), got 1" in said
 
 
 def accelerate_does_not_deal_out_the_items_of_one_rank(out: Path) -> None:

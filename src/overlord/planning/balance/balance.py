@@ -195,7 +195,7 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
         not isinstance(p.group_size, int) or p.group_size < 1 or p.n_buckets % p.group_size
     ):
         raise PlanError(
-            f"group_size: wanted a divisor of the {p.n_buckets} buckets, found {p.group_size!r}"
+            f"group_size: expected a divisor of the {p.n_buckets} buckets, got {p.group_size!r}"
         )
     for what, column in (("cost", p.costs), ("memory", p.memory)):
         if (

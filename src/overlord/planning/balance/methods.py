@@ -99,7 +99,7 @@ def register_balance(
     """
     if not isinstance(name, str) or not name or not callable(fn):
         raise PlanError(
-            f"register_balance: wanted a name and a function, found {name!r} and {fn!r}"
+            f"register_balance: expected a name and a function, got {name!r} and {fn!r}"
         )
     if name in BUILT_IN:
         raise PlanError(f"the balance method {name!r} is built in", remedy="choose another name")
@@ -143,12 +143,12 @@ def bins_by(
     bins = np.asarray(fn(costs, n_bins, capacity, sizes))
     if bins.shape != costs.shape or bins.dtype.kind not in "iu":
         raise PlanError(
-            f"balance method {name!r}: wanted {len(costs)} whole numbers, found shape "
+            f"balance method {name!r}: expected {len(costs)} whole numbers, got shape "
             f"{bins.shape} of {bins.dtype}"
         )
     if len(bins) and not (int(bins.min()) >= NOWHERE and int(bins.max()) < n_bins):
         raise PlanError(
-            f"balance method {name!r}: wanted bins 0..{n_bins - 1} (or -1), found "
+            f"balance method {name!r}: expected bins 0..{n_bins - 1} (or -1), got "
             f"{int(bins.min())}..{int(bins.max())}"
         )
     if not capacity and (bins == NOWHERE).any():

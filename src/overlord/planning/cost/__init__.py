@@ -83,7 +83,7 @@ _REGISTERED: dict[str, CostFn] = {}
 def register_cost(name: str, fn: CostFn) -> None:
     """Make ``fn(columns) -> one number each`` known as ``name``, for ``.cost(name)``."""
     if not isinstance(name, str) or not name or not callable(fn):
-        raise PlanError(f"register_cost: wanted a name and a function, found {name!r} and {fn!r}")
+        raise PlanError(f"register_cost: expected a name and a function, got {name!r} and {fn!r}")
     if name in _BUILT_IN:
         raise PlanError(f"the cost {name!r} is built in", remedy="choose another name")
     _REGISTERED[name] = fn
@@ -113,10 +113,10 @@ def asked(
         numbers = np.asarray(said, np.float64)
     except (TypeError, ValueError):
         raise PlanError(
-            f"{what} function {name}: wanted {n} numbers, found {type(said).__name__} {said!r:.80}"
+            f"{what} function {name}: expected {n} numbers, got {type(said).__name__} {said!r:.80}"
         ) from None
     if numbers.shape != (n,):
-        raise PlanError(f"{what} function {name}: wanted {n} numbers, found shape {numbers.shape}")
+        raise PlanError(f"{what} function {name}: expected {n} numbers, got shape {numbers.shape}")
     if n and not (np.isfinite(numbers).all() and numbers.min() >= 0):
         raise PlanError(
             f"{what} function {name} gave a number that is negative, infinite or none at all"

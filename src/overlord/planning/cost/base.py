@@ -139,7 +139,7 @@ def over_lengths(
     """
     if not isinstance(columns, Mapping):
         raise PlanError(
-            f"a cost: wanted metadata columns by name, found {type(columns).__name__}",
+            f"a cost: expected metadata columns by name, got {type(columns).__name__}",
             remedy=f"as in {{{name!r}: lengths}}",
         )
     if name not in columns:

@@ -70,21 +70,21 @@ def fit(
     """
     if not all(hasattr(given, "__len__") for given in (samples, seconds)):
         raise PlanError(
-            "cost.fit: wanted a list of microbatches and a list of seconds, found "
+            "cost.fit: expected a list of microbatches and a list of seconds, got "
             f"{samples!r:.40} and {seconds!r:.40}"
         )
     rows = [_terms(_lengths(sample, column)) for sample in samples]
     try:
         times = [float(t) for t in seconds]
     except (TypeError, ValueError) as e:
-        raise PlanError(f"cost.fit: a time is no number: {e}; wanted seconds above 0") from None
+        raise PlanError(f"cost.fit: a time is no number: {e}; expected seconds above 0") from None
     if len(rows) != len(times):
         raise PlanError(f"cost.fit: {len(rows)} microbatches and {len(times)} times")
     if bad := [t for t in times if not 0 < t < math.inf]:
-        raise PlanError(f"cost.fit: a time is {bad[0]!r}; wanted seconds above 0")
+        raise PlanError(f"cost.fit: a time is {bad[0]!r}; expected seconds above 0")
     if len(set(rows)) < LEAST:
         raise PlanError(
-            f"cost.fit: wanted at least {LEAST} different microbatches, found {len(set(rows))}",
+            f"cost.fit: expected at least {LEAST} different microbatches, got {len(set(rows))}",
             remedy="measure more of them",
         )
     weighed = [
@@ -132,7 +132,7 @@ def _terms(lengths: Any) -> tuple[float, float, float]:
         length = np.asarray(lengths, np.float64).reshape(-1)
     except (TypeError, ValueError):
         raise PlanError(
-            f"cost.fit: wanted the lengths of a microbatch's documents, found {lengths!r:.80}"
+            f"cost.fit: expected the lengths of a microbatch's documents, got {lengths!r:.80}"
         ) from None
     if not len(length) or not (np.isfinite(length).all() and length.min() >= 0):
         raise PlanError("cost.fit: a microbatch has no documents, or one whose length is no length")

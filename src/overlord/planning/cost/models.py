@@ -116,7 +116,7 @@ def transformer(
     )
     if heads % kv_heads:
         raise PlanError(
-            f"cost.transformer: wanted kv_heads that divide the {heads} heads, found {kv_heads}"
+            f"cost.transformer: expected kv_heads that divide the {heads} heads, got {kv_heads}"
         )
     if head_dim is None and hidden % heads:
         raise PlanError(
@@ -193,8 +193,8 @@ def _check(where: str, positive: Mapping[str, object], others: Mapping[str, obje
     ]
     if wrong:
         raise PlanError(
-            f"cost.{where}: wanted whole numbers of at least 1 (0 where something may be "
-            f"absent), found {', '.join(wrong)}"
+            f"cost.{where}: expected whole numbers of at least 1 (0 where something may be "
+            f"absent), got {', '.join(wrong)}"
         )
 
 

@@ -91,7 +91,7 @@ class DGraph:
         for what, value, kind in (("buffer", buffer, Buffer), ("place", place, ClientPlaceTree)):
             if not isinstance(value, kind):
                 raise PlanError(
-                    f"DGraph.from_buffer: wanted a {kind.__name__} as {what}, found "
+                    f"DGraph.from_buffer: expected a {kind.__name__} as {what}, got "
                     f"{type(value).__name__}"
                 )
         names = (meta,) if isinstance(meta, str) else tuple(meta or ())
@@ -112,7 +112,7 @@ class DGraph:
         self._before("select", "balance", self.placement)
         if not isinstance(merge, int) or merge < 1:
             raise PlanError(
-                f"select: merge wanted a whole number of at least 1, found {merge!r}",
+                f"select: merge expected a whole number of at least 1, got {merge!r}",
                 self.buffer.step,
             )
         buffer, names, sources = (
@@ -293,7 +293,7 @@ class DGraph:
             capacity = 0 if self.items else batch.context
         if not isinstance(capacity, (int, np.integer)) or capacity < 0:
             raise PlanError(
-                f"capacity: wanted a whole number of tokens (0: none), found {capacity!r}",
+                f"capacity: expected a whole number of tokens (0: none), got {capacity!r}",
                 self.buffer.step,
             )
         self.check_sizes(capacity)
@@ -339,7 +339,7 @@ class DGraph:
             not isinstance(capacity, (int, float, np.integer)) or not 0 < capacity < float("inf")
         ):
             raise PlanError(
-                f"memory_capacity: wanted a number above 0, found {capacity!r}", self.buffer.step
+                f"memory_capacity: expected a number above 0, got {capacity!r}", self.buffer.step
             )
         if (self.memory is None) != (capacity is None):
             lacks = (
@@ -491,7 +491,7 @@ class DGraph:
         """Another graph of the same samples; or why it cannot stand beside this one."""
         if not isinstance(graph, DGraph):
             raise PlanError(
-                f"{what}: wanted a DGraph, found {type(graph).__name__}",
+                f"{what}: expected a DGraph, got {type(graph).__name__}",
                 self.buffer.step,
                 "give the graph, not its plan",
             )

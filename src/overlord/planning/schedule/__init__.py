@@ -147,7 +147,7 @@ def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., R
     """
     if not isinstance(name, str) or not name or not callable(factory):
         raise JobError(
-            [f"wanted a name and a function, found {name!r} and {factory!r}"], "register_schedule"
+            [f"expected a name and a function, got {name!r} and {factory!r}"], "register_schedule"
         )
     known = BUILT_IN.get(name) or _registered.get(name)
     if known is not None and _place(known) != _place(factory):
@@ -174,7 +174,7 @@ def make(name: str, /, **arguments: Any) -> Any:
     made = _registered[name](**arguments)
     if not callable(made):
         raise JobError(
-            [f"the factory of {name!r} made {made!r}, wanted a function of step and feedback"],
+            [f"the factory of {name!r} made {made!r}, expected a function of step and feedback"],
             "schedule",
         )
     return Registered(name, arguments, made)
@@ -191,13 +191,13 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
     given = weights.tolist() if hasattr(weights, "tolist") else weights
     if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
         raise JobError(
-            [f"mixture: wanted weights, by source name or one for each source, found {weights!r}"],
+            [f"mixture: expected weights, by source name or one for each source, got {weights!r}"],
             "mixture",
         )
     if not isinstance(given, Mapping):
         if len(given) != len(names):
             raise JobError(
-                [f"mixture: wanted {len(names)} weights, one for each source, found {len(given)}"],
+                [f"mixture: expected {len(names)} weights, one for each source, got {len(given)}"],
                 "mixture",
             )
         given = dict(zip(names, given, strict=True))

@@ -157,7 +157,7 @@ class Check:
             value = getattr(self.schedule, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 self.found.append(
-                    f"{name}: wanted a whole number of at least {least}, found {value!r}"
+                    f"{name}: expected a whole number of at least {least}, got {value!r}"
                 )
 
     def real(self, wanted: str, fits: Callable[[float], bool], *names: str) -> bool:
@@ -165,7 +165,7 @@ class Check:
         for name in names:
             value = getattr(self.schedule, name)
             if not is_real(value) or not fits(value):
-                self.found.append(f"{name}: wanted {wanted}, found {value!r}")
+                self.found.append(f"{name}: expected {wanted}, got {value!r}")
             else:
                 self.set(name, float(value))
         return len(self.found) == before
@@ -173,7 +173,7 @@ class Check:
     def text(self, *names: str) -> None:
         for name in names:
             if not isinstance(value := getattr(self.schedule, name), str) or not value:
-                self.found.append(f"{name}: wanted a name, found {value!r}")
+                self.found.append(f"{name}: expected a name, got {value!r}")
 
     def mapping(self, name: str, value: Any) -> bool:
         # A made Constant is copied with pairs in place of the mapping.
@@ -181,7 +181,7 @@ class Check:
             isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value)
         ):
             return True
-        self.found.append(f"{name}: wanted a mapping of source name to number, found {value!r}")
+        self.found.append(f"{name}: expected a mapping of source name to number, got {value!r}")
         return False
 
     def part(self, name: str, value: Any) -> Any:
@@ -193,7 +193,7 @@ class Check:
                 self.found += [name + problem.removeprefix("weights") for problem in fault.problems]
         elif not callable(value) or isinstance(value, type):
             self.found.append(
-                f"{name}: wanted weights by source name or a schedule, found {value!r}"
+                f"{name}: expected weights by source name or a schedule, got {value!r}"
             )
         elif hasattr(value, "prefer"):
             self.found.append(
@@ -242,7 +242,7 @@ def follows_from_step(part: Any) -> bool:
 def weight_problems(weights: Any) -> list[str]:
     given = dict(weights)
     wrong = [
-        f"mixture: wanted the name of a source, found {name!r}"
+        f"mixture: expected the name of a source, got {name!r}"
         for name in given
         if not isinstance(name, str) or not name
     ]
@@ -265,7 +265,7 @@ def named(said: Weights, step: int, where: str) -> Mapping[str, float]:
     """
     if not isinstance(said, Mapping):
         raise JobError(
-            [f"{where}: wanted weights by source name at step {step}, found {said!r}"], "schedule"
+            [f"{where}: expected weights by source name at step {step}, got {said!r}"], "schedule"
         )
     right = all(type(w) is float and 0 <= w < math.inf for w in said.values()) and any(
         said.values()

@@ -70,7 +70,7 @@ class Odm(Base):
     def _take_weights(self, check: Check) -> None:
         if callable(self.weights) and not isinstance(self.weights, Constant):
             check.found.append(
-                f"weights: wanted the weights to begin with, by source name, found {self.weights!r}"
+                f"weights: expected the weights to begin with, by source name, got {self.weights!r}"
             )
             return
         names = (

@@ -44,7 +44,7 @@ class Staged(Base):
         given = dict(self.stages) if isinstance(self.stages, (Mapping, tuple)) else {}
         if not given:
             check.found.append(
-                f"stages: wanted a mapping of first step to weights, found {self.stages!r}"
+                f"stages: expected a mapping of first step to weights, got {self.stages!r}"
             )
         wrong = [
             first
@@ -52,8 +52,8 @@ class Staged(Base):
             if not isinstance(first, int) or isinstance(first, bool) or first < 0
         ]
         check.found += [
-            "stages: wanted the first step of a stage, a whole number of at least 0, "
-            f"found {first!r}"
+            "stages: expected the first step of a stage, a whole number of at least 0, "
+            f"got {first!r}"
             for first in wrong
         ]
         if given and not wrong and 0 not in given:
@@ -237,7 +237,7 @@ class Temperature(Base):
 
 def _size_problems(sizes: Mapping[Any, Any]) -> list[str]:
     found = [
-        f"sizes: wanted the name of a source, found {name!r}"
+        f"sizes: expected the name of a source, got {name!r}"
         for name in sizes
         if not isinstance(name, str) or not name
     ]

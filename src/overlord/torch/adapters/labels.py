@@ -76,7 +76,7 @@ def has_keys(mb: Mapping[str, Any], keys: tuple[str, ...], adapter: str) -> None
             else "each stage of a pipeline gets its own keys only"
         )
         found = f"found {', '.join(mb)}; {why}"
-        raise JobError([f"wanted {', '.join(missing)} in the microbatch, {found}"], adapter)
+        raise JobError([f"expected {', '.join(missing)} in the microbatch, {found}"], adapter)
 
 
 def need(
@@ -91,11 +91,11 @@ def need(
     has_keys(mb, keys, adapter)
     facts = MicrobatchInfo.of(mb)
     if facts.padded and not padded:
-        raise JobError(["wanted the packed layout, found rows of Batch(layout='padded')"], adapter)
+        raise JobError(["expected the packed layout, got rows of Batch(layout='padded')"], adapter)
     if whole and facts.sliced:
         raise JobError(
             [
-                f"wanted whole microbatches, found a slice of {facts.here} of "
+                f"expected whole microbatches, got a slice of {facts.here} of "
                 f"{facts.tokens} tokens, cut for context parallelism; "
                 "say Batch(cp_split='none'), and let the framework cut"
             ],

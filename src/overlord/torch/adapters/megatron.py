@@ -146,7 +146,7 @@ def _checked(cp: tuple[int, int], split: str, facts: MicrobatchInfo) -> tuple[in
     ranks, rank = cp
     if not 0 <= rank < ranks:
         raise JobError(
-            [f"cp: wanted (how many ranks, which of them), found {cp!r}"], "megatron.padding_mask"
+            [f"cp: expected (how many ranks, which of them), got {cp!r}"], "megatron.padding_mask"
         )
     if split not in SPLITS:
         raise JobError(
@@ -187,7 +187,7 @@ def get_batch(
     if iterator is None:
         raise JobError(
             [
-                "wanted an iterator of microbatches on every rank, found None; "
+                "expected an iterator of microbatches on every rank, got None; "
                 "client.microbatches() is one"
             ],
             "megatron.get_batch",

@@ -41,7 +41,7 @@ def flat(
         if more < 0:
             raise JobError(
                 [
-                    f"tokens: wanted at least the {len(ids)} of the microbatch, found "
+                    f"tokens: expected at least the {len(ids)} of the microbatch, got "
                     f"{tokens}; give Batch.context"
                 ],
                 "torchtitan.flat",
