@@ -243,3 +243,6 @@ NO_FUNCTION = (
     "strategies, schedules and transforms must be functions of what they are given: no "
     "clock, no chance of their own, no memory"
 )
+
+
+SAID = "what it said last"  # a runtime whose parts say it elsewhere says where, in the reason

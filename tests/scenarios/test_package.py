@@ -122,7 +122,7 @@ def test_the_wheel_holds_the_package_its_types_and_its_licence(built: Path) -> N
         names = set(wheel.namelist())
     assert {
         "overlord/py.typed",
-        "overlord/observe/assets/graph.html",
+        "overlord/planning/graph/assets/graph.html",
         f"{NAME}.dist-info/licenses/LICENSE",
     } <= names
     assert {name.split("/")[0] for name in names} == {"overlord", f"{NAME}.dist-info"}

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlord.errors import ActorLost
-from overlord.rpc.actors import SAID
+from overlord.errors import SAID, ActorLost
 
 KINDS = (
     "planner",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from overlord.rpc.actors import SAID
+from overlord.errors import SAID
 
 LINES, BYTES = 20, 4096  # of each file, at most
 MARKS = (

@@ -402,4 +402,3 @@ def _name_argument(actor: str, method: str, args: tuple[Any, ...]) -> None:
             raise FrameError(e.problem, where, e.remedy) from None
 
 
-SAID = "what it said last"  # a runtime whose parts say it elsewhere says where, in the reason

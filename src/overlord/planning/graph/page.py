@@ -56,7 +56,7 @@ def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> Step:
 
 def page(step: Step) -> str:
     """The page as text."""
-    assets = files("overlord.observe") / "assets"
+    assets = files("overlord.planning.graph") / "assets"
     text = (assets / "graph.html").read_text(encoding="utf-8")
     scripts = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
     parts = {
