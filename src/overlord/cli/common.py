@@ -87,6 +87,8 @@ debug = click.option("--debug", is_flag=True, help="Show the traceback of an err
 def read_job(path: Path, modules: tuple[str, ...]) -> Job:
     from importlib import import_module
 
+    from overlord.jobfile.yaml_file import read_job as read_file  # it imports PyYAML
+
     if modules and (here := os.getcwd()) not in sys.path:
         sys.path.append(
             here
