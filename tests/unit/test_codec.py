@@ -420,7 +420,7 @@ def test_a_record_of_yours_travels_once_it_is_made_known():
     try:
         with pytest.raises(
             FrameError,
-            match=r"found .*Nothing; send plain values, numpy arrays, or a record made known by",
+            match=r"got .*Nothing; send plain values, numpy arrays, or a record made known by",
         ):
             encode(Nothing())
         register(Nothing)

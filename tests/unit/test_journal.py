@@ -105,7 +105,7 @@ def test_a_journal_of_another_job_is_refused_part_by_part(tmp_path):
     }
     log, _ = JournalLog.open(tmp_path, other, allow=["draw", "web", "code"])
     log.close()
-    with pytest.raises(StateMismatch, match="job: saved demo, found other"):
+    with pytest.raises(StateMismatch, match="job: saved demo, got other"):
         JournalLog.open(tmp_path, Header(job="other", fingerprint=other.fingerprint))
     JournalLog.open(tmp_path, other)[0].close()  # refusing has left no lock
 
@@ -113,7 +113,7 @@ def test_a_journal_of_another_job_is_refused_part_by_part(tmp_path):
 @pytest.mark.parametrize(
     ("uri", "says"),
     [
-        ("hdfs://host/x", "found hdfs://"),
+        ("hdfs://host/x", "got hdfs://"),
         ("ftp://x/y", "expected a directory, or"),
         ("s3://k:secretsecret@b/x", "from the environment"),
         ("s3://b/x?token=secretsecret", "from the environment"),
@@ -238,7 +238,7 @@ def test_a_writer_learns_that_its_files_were_taken_away(tmp_path):
     with JournalLog.create(tmp_path, JOB) as log:
         (tmp_path / name_of(0)).unlink()
         with pytest.raises(
-            JournalError, match=r"found that it was removed; somebody else changes the journal"
+            JournalError, match=r"got that it was removed; somebody else changes the journal"
         ):
             log.append([plan(0)])
 
@@ -270,7 +270,7 @@ def test_what_decides_touches_no_file_and_no_clock():
         "typing",
         "zlib",
     )
-    for module in ("journal.record", "journal.segment", "journal.chain"):
+    for module in ("journal.record", "journal.segment", "journal.segments"):
         assert [name for name in imports_of(module) if not name.startswith(allowed)] == []
         assert "overlord.journal.storage" not in " ".join(imports_of(module))
 

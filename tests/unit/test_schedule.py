@@ -417,8 +417,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
             lambda: S.constant({"web": -1, 3: 1, "code": math.nan}),
             [
                 "weights: expected the name of a source, got 3",
-                "weights: the weight of 'web' must be a finite number of at least 0, found -1",
-                "weights: the weight of 'code' must be a finite number of at least 0, found nan",
+                "weights: the weight of 'web' must be a finite number of at least 0, got -1",
+                "weights: the weight of 'code' must be a finite number of at least 0, got nan",
             ],
         ),
         (
@@ -467,7 +467,7 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
             lambda: S.temperature(0, {"web": -1, "code": "x"}),
             [
                 "tau: expected a number above 0 (infinity: all sources alike), got 0",
-                "sizes: the size of 'web' must be a finite number of at least 0, found -1",
+                "sizes: the size of 'web' must be a finite number of at least 0, got -1",
                 "sizes: the size of 'code' must be a finite number of at least 0, got 'x'",
             ],
         ),
@@ -782,8 +782,7 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
             [
                 "mixture.ends: unknown; did you mean 'end'?",
                 "mixture.end: missing",
-                "mixture.start: the weight of 'web' must be a finite number of at least "
-                "0, found -1",
+                "mixture.start: the weight of 'web' must be a finite number of at least 0, got -1",
                 "mixture.steps: expected a whole number of at least 1, got 0",
             ],
         ),
