@@ -229,7 +229,7 @@ def test_a_newer_format_is_told_from_damage():
     data[12:16] = struct.pack("<I", zlib.crc32(bytes(data[:12])))
     place.files[name] = bytes(data)
     with pytest.raises(
-        JournalError, match=r"expected version 1, got version 9; it was written by another version"
+        JournalError, match=r"expected version 2, got version 9; it was written by another version"
     ):
         read_all(place)
 

@@ -19,7 +19,7 @@ from typing import Any
 from overlord.journal.record import DAMAGED, NEWER, SECTOR, Fault, unwritten
 
 MAGIC = b"OVJL"
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 2**20
 _START = struct.Struct("<4sHHI")  # magic, version, 0, bytes of the text
 _CRCS = struct.Struct(
