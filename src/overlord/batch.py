@@ -17,10 +17,8 @@ LABELS = ("shifted", "unshifted")
 CP_SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
 
 
-NOT_THE_STREAM = (
-    "cp_split",
-    "sequence_parallel",
-)  # of a Batch: how a step is cut for the mesh, not which samples form it
+# of a Batch: how a step is cut for the mesh, not which samples form it
+NOT_THE_STREAM = ("cp_split", "sequence_parallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +35,10 @@ class Batch:
     pad_multiple: int = 1  # every document is padded to a multiple of this
     pad_id: int = 0
     labels: str = "shifted"
-    cp_split: str = (
-        "zigzag"  # how context-parallel ranks share a microbatch; "none": each gets all of it
-    )
-    sequence_parallel: bool = (
-        False  # tensor-parallel ranks share the sequence too: documents are padded for that
-    )
+    # how context-parallel ranks share a microbatch; "none": each gets all of it
+    cp_split: str = "zigzag"
+    # tensor-parallel ranks share the sequence too: documents are padded for that
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if problems := self.problems():

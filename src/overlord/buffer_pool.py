@@ -55,9 +55,8 @@ class BufferPool:
                     nbytes <= self._slabs[i].nbytes <= nbytes + nbytes // 4 + 4096
                     and _references(self._slabs, i) <= UNUSED
                 ):
-                    return self._slabs[i][
-                        :
-                    ]  # a view: while it or a view of it lives, the slab counts as used
+                    # a view: while it or a view of it lives, the slab counts as used
+                    return self._slabs[i][:]
             slab = np.empty(nbytes + nbytes // 8, np.uint8)
             self._slabs.append(slab)
             self._trim()

@@ -24,9 +24,8 @@ class JobError(OverlordError):
     """
 
     def __init__(self, problems: Sequence[str], where: str = "job"):
-        listed = (
-            [problems] if isinstance(problems, str) else list(problems)
-        )  # torch makes errors of workers anew, from one text
+        # torch makes errors of workers anew, from one text
+        listed = [problems] if isinstance(problems, str) else list(problems)
         super().__init__(listed, where)
         self.problems, self.where = listed, where
 
@@ -48,9 +47,8 @@ class SourceError(OverlordError):
 
     def __str__(self) -> str:
         where = f"source {self.source!r}" + (f", {self.path}" if self.path else "")
-        between = (
-            "\n  to do: " if "\n" in self.problem else "; "
-        )  # behind a list of files the remedy has a line of its own
+        # behind a list of files the remedy has a line of its own
+        between = "\n  to do: " if "\n" in self.problem else "; "
         return f"{where}: {self.problem}" + (f"{between}{self.remedy}" if self.remedy else "")
 
 
@@ -116,9 +114,8 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
         if name not in missing and name not in new
     ]
     if missing or new:
-        rest = {
-            part: values for part, values in rest.items() if part != "sources"
-        }  # the digest of their names
+        # the digest of their names
+        rest = {part: values for part, values in rest.items() if part != "sources"}
     told = {
         "sources of the state that the job lacks": missing,
         "sources of the job that the state lacks": new,

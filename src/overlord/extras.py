@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-DISTRIBUTION = (
-    "overlord-data"  # the import name is `overlord`; that name on PyPI belongs to another project
-)
+# the import name is `overlord`; that name on PyPI belongs to another project
+DISTRIBUTION = "overlord-data"
 
 
 def pip_install(*extras: str) -> str:

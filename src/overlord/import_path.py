@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 
 SAVED = "OVERLORD_SAVED_SETTINGS"  # what the settings below were, for the process that they are for
 SETTINGS = ("PYTHONPATH", "PYTHONSAFEPATH")
-WITH_VALUE = (
-    "cmWX"  # options of the interpreter that a value follows, in the same word or as the next one
-)
+# options of the interpreter that a value follows, in the same word or as the next one
+WITH_VALUE = "cmWX"
 LONG_WITH_VALUE = ("--check-hash-based-pycs",)  # the value is the next word
 
 
@@ -43,13 +42,11 @@ def _leave_working_directory() -> None:
     The package itself may come from there: then the directory stays, last, for the processes that
     import it.
     """
-    if (
-        getattr(sys, "argv", [])[:1] != ["-m"] or sys.flags.safe_path
-    ):  # so while Python imports the package of the module it starts
+    # so while Python imports the package of the module it starts
+    if getattr(sys, "argv", [])[:1] != ["-m"] or sys.flags.safe_path:
         return
-    if (
-        module_started(getattr(sys, "orig_argv", [])).partition(".")[0] != __package__
-    ):  # a user's package imports this one
+    # a user's package imports this one
+    if module_started(getattr(sys, "orig_argv", [])).partition(".")[0] != __package__:
         return
     first = sys.path.pop(0)
     if os.path.realpath(first) == os.path.dirname(os.path.dirname(os.path.realpath(__file__))):

@@ -21,12 +21,8 @@ from overlord.errors import JobError
 
 AXES = ("pp", "dp", "cp", "tp")
 BUCKET_AXES = {"DP": ("dp",), "CP": ("dp", "cp"), "WORLD": AXES, "PP": ("pp",), "TP": ("tp",)}
-BROADCASTS = (
-    "TP",
-    "CP",
-    "PP",
-    "DP",
-)  # what a trainer can broadcast along, as `broadcast_at` names it
+# what a trainer can broadcast along, as `broadcast_at` names it
+BROADCASTS = ("TP", "CP", "PP", "DP")
 MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(
     ("dp_replicate", "dp_shard", "ddp", "fsdp", "batch"), "dp"
 )

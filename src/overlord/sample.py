@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from overlord.batch import Batch
 
 
-OBJECTIVES = {
-    "microbatch": "microbatch",
-    "step": "iteration",
-}  # Job.sync, and what balancing aims at under it
+# Job.sync, and what balancing aims at under it
+OBJECTIVES = {"microbatch": "microbatch", "step": "iteration"}
 # mean length of rows from which copying them one by one is cheaper than gathering by index
 SLICE_FROM = 1024
 
@@ -66,9 +64,8 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        return (
-            self.offsets.item(-1) - self.offsets.item(0)
-        ) * self.values.itemsize  # item: whole numbers at once, in a third of the time
+        # item: whole numbers at once, in a third of the time
+        return (self.offsets.item(-1) - self.offsets.item(0)) * self.values.itemsize
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Rows start to stop, as views: nothing is copied."""
@@ -85,9 +82,8 @@ class Ragged:
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         starts = self.offsets[:-1][rows]
-        if offsets[-1] > SLICE_FROM * len(
-            rows
-        ):  # files, say: an index would be eight times their bytes
+        # files, say: an index would be eight times their bytes
+        if offsets[-1] > SLICE_FROM * len(rows):
             values = np.empty(int(offsets[-1]), self.values.dtype)
             for a, b, at in zip(
                 offsets.tolist(), offsets[1:].tolist(), starts.tolist(), strict=False
@@ -119,9 +115,8 @@ class Ragged:
     def from_rows(rows: Sequence[Any], dtype: Any = None) -> Ragged:
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
-        arrays = [
-            np.asarray(row, dtype) for row in rows if len(row)
-        ]  # an empty list would make whole numbers floats
+        # an empty list would make whole numbers floats
+        arrays = [np.asarray(row, dtype) for row in rows if len(row)]
         return Ragged(np.concatenate(arrays) if arrays else np.zeros(0, dtype or np.int64), offsets)
 
 
@@ -368,9 +363,8 @@ class Buffer:
     drawn: bool = False
     substep: np.ndarray | None = None  # int32: sub-draw of each row under mix_every="microbatch"
     weights: Mapping[str, float] = field(default_factory=dict)  # what the draw wanted
-    absent: tuple[
-        str, ...
-    ] = ()  # metadata that sources of the job have, but none of this step's samples
+    # metadata that sources of the job have, but none of this step's samples
+    absent: tuple[str, ...] = ()
     wanted: tuple[
         tuple[int, ...], ...
         # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by
@@ -380,9 +374,8 @@ class Buffer:
     max_age: int = 8  # one passed over so often comes first
     scores: np.ndarray | None = None  # what the job's schedule prefers: the lowest first
     overflow: str = "grow"  # "defer": what does not fit is left for a later step
-    sync: str = (
-        "microbatch"  # when ranks wait for each other: after every "microbatch", or once a "step"
-    )
+    # when ranks wait for each other: after every "microbatch", or once a "step"
+    sync: str = "microbatch"
 
     def __len__(self) -> int:
         return len(self.source)

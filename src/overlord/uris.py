@@ -66,9 +66,8 @@ def is_uri(text: str) -> bool:
 
 def uri_problems(uri: str) -> list[str]:
     """Why a URI cannot be used, without repeating a secret; a plain path has no problems here."""
-    if _NEARLY.match(
-        uri
-    ):  # taken for a path it would be a folder of that name, and stand in every error
+    # taken for a path it would be a folder of that name, and stand in every error
+    if _NEARLY.match(uri):
         return [
             "expected a path, or a URI as in s3://bucket/name, got one that lacks its "
             f"'//' or begins with a space; {ENVIRONMENT}"

@@ -84,9 +84,8 @@ def name_of(fn: Any) -> str:
 
 
 def as_exception(error: BaseException, source: str = "") -> Exception:
-    if isinstance(error, Exception) and not isinstance(
-        error, StopIteration
-    ):  # which would look like the end of the data
+    # which would look like the end of the data
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     what = told(error)
     return (

@@ -29,6 +29,7 @@ OVERFLOWS = ("grow", "defer")
 SYNCS = ("microbatch", "step")
 WORKERS = ("threads", "processes")
 ON_LOST = ("fail", "leave")
+# the names of ``planning.strategies``, which lies above this package; a test compares both
 STRATEGIES = (
     "vanilla",
     "packed",
@@ -37,7 +38,7 @@ STRATEGIES = (
     "encoder_balance",
     "vlm_hybrid",
     "look_ahead_balance",
-)  # the names of ``planning.strategies``, which lies above this package; a test compares both
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +54,26 @@ class Source:
     uri: Any
     format: str | None = field(default=None, kw_only=True)
     transforms: Sequence[Any] = field(default=(), kw_only=True)
-    deferred: Sequence[Any] = field(
-        default=(), kw_only=True
-    )  # ov.Images(...): pixels made by the constructor, after planning
+    # ov.Images(...): pixels made by the constructor, after planning
+    deferred: Sequence[Any] = field(default=(), kw_only=True)
     weight: float = field(default=1.0, kw_only=True)
     shuffle: bool = field(default=True, kw_only=True)
     epochs: int | None = field(default=None, kw_only=True)  # None: repeat for ever
-    max_bad: int = field(
-        default=100, kw_only=True
-    )  # failures in a row, in stream order, that stop the job
-    workers: str = field(
-        default="threads", kw_only=True
-    )  # where transforms run; no part of the fingerprint
-    max_sample_bytes: int = field(
-        default=2**26, kw_only=True
-    )  # a larger row is quarantined, not read into memory
-    on_lost: str = field(
-        default="fail", kw_only=True
-    )  # when its storage is given up: the job ends there, or the source leaves the mixture
+    # failures in a row, in stream order, that stop the job
+    max_bad: int = field(default=100, kw_only=True)
+    # where transforms run; no part of the fingerprint
+    workers: str = field(default="threads", kw_only=True)
+    # a larger row is quarantined, not read into memory
+    max_sample_bytes: int = field(default=2**26, kw_only=True)
+    # when its storage is given up: the job ends there, or the source leaves the mixture
+    on_lost: str = field(default="fail", kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("transforms", "deferred"):
             if isinstance(given := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(given))
-        if (
-            self.deferred and isinstance(self.transforms, tuple) and not self._deferred_problems("")
-        ):  # said otherwise, and equal to it
+        # said otherwise, and equal to it
+        if self.deferred and isinstance(self.transforms, tuple) and not self._deferred_problems(""):
             late = tuple(replace(t, place="constructor") for t in self.deferred)
             object.__setattr__(self, "transforms", (*self.transforms, *late))
             object.__setattr__(self, "deferred", ())
@@ -221,9 +216,8 @@ class Job:
     # when ranks wait for each other: what strategies balance for, unless they are told
     sync: str = "microbatch"
     seed: int = 0
-    journal: str | None = (
-        None  # a directory or a store's URI; None: nothing outlives the process but state_dict()
-    )
+    # a directory or a store's URI; None: nothing outlives the process but state_dict()
+    journal: str | None = None
     until: str | int = "all"
     draw: str = "exact"
     mix_every: str = "step"
@@ -235,9 +229,8 @@ class Job:
     chunk_bytes: int = 2**23
     feedback_lag: int = 8
     on_long: str = "split"  # of a document longer than the context
-    hooks: Sequence[
-        Hook
-    ] = ()  # ov.loader_do_plan(fn), ov.constructor_do_plan(fn), carried out in this order
+    # ov.loader_do_plan(fn), ov.constructor_do_plan(fn), carried out in this order
+    hooks: Sequence[Hook] = ()
 
     # ``overlord/__init__.py`` binds both to ``jobfile``, which lies above this package.
     from_yaml: ClassVar[Callable[[str | PathLike[str]], Job]]

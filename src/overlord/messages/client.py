@@ -49,9 +49,8 @@ class StepInfo:
     after: StreamState | EncodedState
     broadcast: tuple[str, ...] = ()  # axes of more than one rank along which the trainer broadcasts
     axis: str = "DP"  # whose buckets the plan has
-    place: ClientPlaceTree | None = (
-        None  # None: every rank of a data-parallel group gets all that the group has
-    )
+    # None: every rank of a data-parallel group gets all that the group has
+    place: ClientPlaceTree | None = None
 
     @staticmethod
     def of(stage: PlannedStep, after: StreamState | EncodedState | None = None) -> StepInfo:
@@ -119,9 +118,8 @@ class StepMessage:
     wide: Mapping[str, np.ndarray]
     rows: np.ndarray  # int64 [keys, microbatches]
     microbatches: tuple[Mapping[str, np.ndarray], ...] = ()
-    encoder: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # the rank's images and routes, exchange by exchange
+    # the rank's images and routes, exchange by exchange
+    encoder: Mapping[str, np.ndarray] = field(default_factory=dict)
     encoder_rows: np.ndarray | None = None  # int64 [keys, exchanges]
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
     form: CompactLayout | None = None  # of ``wide``, where it is compact

@@ -197,9 +197,8 @@ class Rollback:
 
     generation: int
     step: int
-    openings: tuple[
-        LoaderStart, ...
-    ] = ()  # for loader hosts: where each of the host's loaders stands behind that step
+    # for loader hosts: where each of the host's loaders stands behind that step
+    openings: tuple[LoaderStart, ...] = ()
     afresh: bool = False  # loaders read again, though they may hold what is wanted
 
 
@@ -237,9 +236,8 @@ class EncoderPlan:
     recv_perm: np.ndarray  # int64
     out_lens: np.ndarray  # int32
     microbatch: np.ndarray  # int32: of the backbone
-    position: (
-        np.ndarray
-    )  # int64: first placeholder in the un-sliced microbatch, rows laid end to end
+    # int64: first placeholder in the un-sliced microbatch, rows laid end to end
+    position: np.ndarray
     recv_bounds: np.ndarray  # int64 [groups + 1]
 
 
@@ -261,13 +259,11 @@ class PlannedStep:
         # ever held
         None
     )
-    loader: np.ndarray | None = (
-        None  # int32: who read each sample of the plan; for people, never for a strategy
-    )
+    # int32: who read each sample of the plan; for people, never for a strategy
+    loader: np.ndarray | None = None
     valid_tokens: int = 0  # with a loss, over all ranks: a plan cut for some buckets does not know
-    encoding: EncoderPlan | None = (
-        None  # where steps are built, for their ranks; None: the job has no images
-    )
+    # where steps are built, for their ranks; None: the job has no images
+    encoding: EncoderPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,12 +293,10 @@ class LoaderPlan:
     to: tuple[int, ...]
     take: tuple[np.ndarray, ...] = ()
     kept: np.ndarray | None = None  # the documents that stay held; None: nothing is ever held
-    items: tuple[
-        np.ndarray, ...
-    ] = ()  # int64 [2, n]: document and number inside it; empty: no images in this step
-    plan: LoadingPlan | None = (
-        None  # for loader hooks: the samples of this host; then ``take`` has rows of it
-    )
+    # int64 [2, n]: document and number inside it; empty: no images in this step
+    items: tuple[np.ndarray, ...] = ()
+    # for loader hooks: the samples of this host; then ``take`` has rows of it
+    plan: LoadingPlan | None = None
     doc: np.ndarray | None = None  # and the document of each
     generation: int = 0  # under which it was planned
     acked: int = -1  # every rank took the steps up to here: what is kept of them may go
@@ -340,12 +334,10 @@ class StreamState:
     events: tuple[SetMixture | Skip | AddSource | SourceLost, ...] = ()
     mix_step: int = 0  # the step whose weights are in force (mix_every="epoch" keeps them)
     mix_epoch: int = 0
-    ahead: tuple[
-        np.ndarray, ...
-    ] = ()  # look-ahead: per source the ages of samples behind the cursor; -1: drawn already
-    counts: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # per source: see ``planner.spec.COUNTS``
+    # look-ahead: per source the ages of samples behind the cursor; -1: drawn already
+    ahead: tuple[np.ndarray, ...] = ()
+    # per source: see ``planner.spec.COUNTS``
+    counts: Mapping[str, np.ndarray] = field(default_factory=dict)
     weights: tuple[float, ...] = ()  # in force, where they outlive their step (mix_every="epoch")
     schedule: Mapping[str, Any] | None = None  # what a stateful schedule has learned, plain JSON
     reports: tuple[Report, ...] = ()  # of steps whose using plan is still to come, by step and rank
@@ -366,6 +358,5 @@ class EncodedState:
 GROUPS_AHEAD = 8
 
 
-STRIDE = (
-    2**20
-)  # generations between two recoveries: between them a source may be opened again so often
+# generations between two recoveries: between them a source may be opened again so often
+STRIDE = 2**20

@@ -139,9 +139,8 @@ class StepPayload:
     origin: int
     tokens: Ragged
     generation: int = 0
-    items: Ragged | None = (
-        None  # uint8: images to be encoded there, in the order in which they are planned
-    )
+    # uint8: images to be encoded there, in the order in which they are planned
+    items: Ragged | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,10 +119,11 @@ def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Ass
     if any(columns[n] is None for n in ITEM_COLUMNS):
         raise ValueError(f"module {name!r} lacks a column")
     counts: dict[str, Any] = {n: operator.index(head[n]) for n in NUMBERS}
+    # before any is allocated
     if (
         counts["n_buckets"] < 1
         or not 0 < counts["n_buckets"] * counts["n_microbatches"] <= MAX_BINS
-    ):  # before any is allocated
+    ):
         raise ValueError(
             f"{counts['n_buckets']} buckets of {counts['n_microbatches']} microbatches"
         )

@@ -63,10 +63,10 @@ def _loads(main: Assignment, batch: Batch, place: ClientPlaceTree) -> tuple[np.n
 
 
 def _nbytes(view: View, tokens: int, documents: int, microbatches: int, batch: Batch) -> int:
+    # attention_mask: one byte
     per_token = sum(n for key, n in TOKEN_BYTES.items() if view.has(key)) + (
         batch.layout == "padded"
-    )  # attention_mask: one byte
+    )
     per_document = sum(n for key, n in DOCUMENT_BYTES.items() if view.has(key))
-    return (
-        tokens // view.cp * per_token + documents * per_document + microbatches * (2 * 4 + 4)
-    )  # one more sum each, and max_seqlen
+    # one more sum each, and max_seqlen
+    return tokens // view.cp * per_token + documents * per_document + microbatches * (2 * 4 + 4)

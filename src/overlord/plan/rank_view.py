@@ -17,11 +17,8 @@ SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
 FIRST = ("tokens", "position_ids")  # keys of the first pipeline stage
 
 
-LAST = (
-    "labels",
-    "loss_mask",
-    "source_ids",
-)  # keys of the last one; all other keys go to every stage
+# keys of the last one; all other keys go to every stage
+LAST = ("labels", "loss_mask", "source_ids")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from overlord.planning.spec import PlannerSpec
 from overlord.planning.stream import Piece, step_meta
 from overlord.sample import Buffer, Ragged, take_rows
 
-Pieces = Sequence[
-    tuple[int, Piece]
-]  # (source, run of its samples), source by source, in stream order
+# (source, run of its samples), source by source, in stream order
+Pieces = Sequence[tuple[int, Piece]]
 
 
 class Joined:
@@ -30,9 +29,8 @@ class Joined:
         self.parts = [p for _, p in pieces]
         self.where = np.array([i for i, _ in pieces], np.int64)  # source of each piece
         self.sizes = np.array([p.stop - p.start for p in self.parts], np.int64)
-        self.at = np.array([p.at[:3] for p in self.parts], np.int64).reshape(
-            -1, 3
-        )  # epoch, group, window of each piece
+        # epoch, group, window of each piece
+        self.at = np.array([p.at[:3] for p in self.parts], np.int64).reshape(-1, 3)
         ids = np.concatenate(
             [p.ids[p.start : p.stop] for p in self.parts] or [np.zeros((0, 3), np.int64)]
         )
@@ -115,9 +113,8 @@ def check_plan(plan: Any, buffer: Buffer, place: ClientPlaceTree) -> None:
                 buffer.step,
                 'call .distribute("DP")',
             )
-        if plan.main.n_buckets != (
-            wanted := place.n_buckets(axis)
-        ):  # more would never be delivered
+        # more would never be delivered
+        if plan.main.n_buckets != (wanted := place.n_buckets(axis)):
             problem = (
                 f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted} along {axis}"
             )

@@ -63,9 +63,8 @@ class Feedback:
     def add(self, report: Report, planned: int) -> None:
         self._counts["received"] += 1
         if self.in_time(report, planned):
-            self._steps.setdefault(report.step, {})[report.rank] = (
-                report  # the last word of a rank counts
-            )
+            # the last word of a rank counts
+            self._steps.setdefault(report.step, {})[report.rank] = report
         elif self.takes:
             self._counts["late"] += 1
 

@@ -26,9 +26,8 @@ class _Record:
 
     pieces: list[Piece] = field(default_factory=list)
     age: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    number: np.ndarray = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # of the payload's row, as the last stage left it
+    # of the payload's row, as the last stage left it
+    number: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     loader: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def open(self) -> int:
@@ -74,9 +73,8 @@ class LookAheadPool:
         record = self._records[i]
         held = record.number[(record.age != TAKEN) & (record.number != PENDING)]
         for other in self._records if len(held) else ():
-            other.number[other.number > held[-1]] -= len(
-                held
-            )  # a source's held rows are numbered through
+            # a source's held rows are numbered through
+            other.number[other.number > held[-1]] -= len(held)
         self.held -= len(held)
         self._records[i], self._open[i] = _Record(), 0
         return record.age, len(held)

@@ -64,9 +64,8 @@ class Leaving(Answers):
             self.refuse_planned(event.at)
         if self.ended is not None:
             return
-        if (
-            here and self._begun == event.at
-        ):  # the step begins without it, as it will when it is planned again
+        # the step begins without it, as it will when it is planned again
+        if here and self._begun == event.at:
             assert self._unbegun is not None
             self._state, self._begun = self._unbegun, -1
         self._state = replace(self._state, events=in_order((*self._state.events, event)))

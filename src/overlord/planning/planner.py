@@ -78,9 +78,8 @@ class Planner(Leaving):
             for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)
         ]
         self._demand = Demand([s.loaders for s in spec.sources], spec.read_ahead, spec.ahead_of)
-        self._generations = [generation] * len(
-            spec.sources
-        )  # of each source's loaders: one more whenever it is opened again
+        # of each source's loaders: one more whenever it is opened again
+        self._generations = [generation] * len(spec.sources)
         draws = spec.batch.microbatches if spec.mix_every == "microbatch" else 1
         self._drawer = Drawer(
             samples=spec.batch.samples,
@@ -91,23 +90,20 @@ class Planner(Leaving):
             fill=spec.until != "first",
         )
         self._consumed = RankProgress()  # rank -> last step it was handed
-        self._outstanding: list[
-            int
-        ] = []  # planned steps to be delivered that some rank has not taken
+        # planned steps to be delivered that some rank has not taken
+        self._outstanding: list[int] = []
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
         self._reserve = (
             LookAheadPool(len(spec.sources))
             if spec.leaves_holes or any(map(len, state.ahead))
             else None
         )
-        self._replay = {
-            i: ages for i, ages in enumerate(state.ahead) if len(ages)
-        }  # pulled before the state was saved
+        # pulled before the state was saved
+        self._replay = {i: ages for i, ages in enumerate(state.ahead) if len(ages)}
         self._finished: EndOfJob | None = None
         self._stop: EndOfJob | None = None  # of one who cannot go on behind it
-        self._ended: EndOfJob | None = (
-            None  # found by the planner before this one, which nothing that is said since may move
-        )
+        # found by the planner before this one, which nothing that is said since may move
+        self._ended: EndOfJob | None = None
         self._unbegun = None
         # a step whose weights were charged to the accounts already: a draw gave nothing, the next
         # one waits
@@ -165,9 +161,8 @@ class Planner(Leaving):
                 self._consumed.setdefault(rank, self._state.step - 1)
             case Detach(rank=rank):
                 self._consumed.pop(rank, None)
-            case EndOfJob(
-                step=step
-            ):  # a constructor cannot build this step: no later one is planned
+            # a constructor cannot build this step: no later one is planned
+            case EndOfJob(step=step):
                 if self._finished is not None and self._finished.step <= step:
                     return []
                 return self._end_here(event)
@@ -350,9 +345,8 @@ class Planner(Leaving):
         }:
             return need
         for i, ages in self._replay.items():
-            pieces, _ = self._streams[i].take(
-                min(len(ages), self._streams[i].ready)
-            )  # the failures on the way are listed already
+            # the failures on the way are listed already
+            pieces, _ = self._streams[i].take(min(len(ages), self._streams[i].ready))
             self._reserve.pull(
                 i, pieces, Joined([(i, p) for p in pieces]).holders(self._demand.first), ages
             )

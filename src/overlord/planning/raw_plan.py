@@ -60,9 +60,8 @@ class RawPlan:
 
     def __call__(self, buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
         graph = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute(self.axis)
-        buffer = (
-            graph.buffer
-        )  # look-ahead has chosen from candidates, overflow="defer" has left out what does not fit
+        # look-ahead has chosen from candidates, overflow="defer" has left out what does not fit
+        buffer = graph.buffer
         columns: dict[str, Any] = Columns(
             {n: getattr(buffer, n) for n in IDS} | dict(buffer.meta), buffer.step
         )

@@ -86,9 +86,8 @@ def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
         )
     if scores is None:
         scores = np.zeros(len(candidates))
-    best = np.lexsort(
-        (scores, ~overdue(candidates), candidates.source)
-    )  # stable: ties stay in stream order
+    # stable: ties stay in stream order
+    best = np.lexsort((scores, ~overdue(candidates), candidates.source))
     rank = np.arange(len(best)) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.sort(best[rank < np.repeat(wanted, counts)])
 

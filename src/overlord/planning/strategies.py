@@ -26,9 +26,8 @@ from overlord.planning.selection import hold_long
 from overlord.sample import Buffer, Ragged
 
 Strategy = Callable[[Buffer, ClientPlaceTree], LoadingPlan]
-DENSE_12B = transformer(
-    hidden=4608, layers=45, heads=36
-)  # the backbone of the Overlord paper (arXiv 2504.09844); only ratios matter
+# the backbone of the Overlord paper (arXiv 2504.09844); only ratios matter
+DENSE_12B = transformer(hidden=4608, layers=45, heads=36)
 VIT_1B = vit_1b  # its encoder
 IMAGES = "image_patches"  # the metadata that says how many patches each image of a sample has
 
@@ -128,9 +127,8 @@ def vlm(
         texts = drawn.select("tokens").distribute("DP").cost(backbone)
         weighed = _weighed_with(texts, items) if together else texts
         samples = weighed.balance(method, objective=objective).broadcast_at("TP")
-        samples = replace(
-            samples, costs=texts.costs
-        )  # what is told of the backbone is its own cost
+        # what is told of the backbone is its own cost
+        samples = replace(samples, costs=texts.costs)
         everywhere = per == "iteration" and not together
         return samples.plan(
             encoder=items.balance(method)

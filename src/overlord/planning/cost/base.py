@@ -105,10 +105,8 @@ class Scaled(Cost):
         return unit_of(self.of)
 
     def __repr__(self) -> str:
-        inner, factor = (
-            fingerprint_of(self.of),
-            repr(self.factor).removesuffix(".0"),
-        )  # every digit: plans follow it
+        # every digit: plans follow it
+        inner, factor = (fingerprint_of(self.of), repr(self.factor).removesuffix(".0"))
         return f"{factor} * ({inner})" if isinstance(self.of, Sum) else f"{factor} * {inner}"
 
 

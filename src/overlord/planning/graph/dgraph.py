@@ -300,9 +300,8 @@ class DGraph:
         self._check_memory(memory_capacity)
         assert graph.costs is not None
         substep = self.buffer.substep if keep_order else None
-        if (
-            objective is None
-        ):  # what is placed once for the whole step has no microbatches to wait at
+        # what is placed once for the whole step has no microbatches to wait at
+        if objective is None:
             objective = "iteration" if level in ONCE or not capacity else self.buffer.objective
         problem = PackingProblem(
             costs=graph.costs,
@@ -462,9 +461,8 @@ class DGraph:
             name: graph.unit for name, graph in {"backbone": self, **modules}.items() if graph.unit
         }
         ends = {name: graph.placeholders() for name, graph in modules.items()}
-        cut = {
-            name: e.cut for name, e in ends.items() if e is not None and e.cut
-        }  # items that are not sent whole
+        # items that are not sent whole
+        cut = {name: e.cut for name, e in ends.items() if e is not None and e.cut}
         return LoadingPlan(
             step=b.step,
             names=b.names,

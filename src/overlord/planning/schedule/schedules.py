@@ -155,15 +155,13 @@ def cosine(start: Part, end: Part, steps: int, begin: int = 0) -> Cosine:
 class Temperature(Base):
     kind: ClassVar[str] = "temperature"
     tau: float = 1.0
-    sizes: Any = (
-        None  # pairs (name, size), sorted; None: rows of the sources, when the job is launched
-    )
+    # pairs (name, size), sorted; None: rows of the sources, when the job is launched
+    sizes: Any = None
     end_tau: float | None = None
     steps: int | None = None
     begin: int = 0
-    logs: Any = field(
-        default=(), init=False, compare=False
-    )  # logarithm of each size over the largest; None where the size is 0
+    # logarithm of each size over the largest; None where the size is 0
+    logs: Any = field(default=(), init=False, compare=False)
 
     def __post_init__(self) -> None:
         check = Check(self)
