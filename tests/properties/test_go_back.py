@@ -42,6 +42,7 @@ from overlord.planning.events import said_of_all
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.strategies import resolve
+from overlord.session.local_runtime import local_runtime
 from overlord.setup.prepared_job import Options, PreparedJob, schedule_of
 from tests.laws import examples
 from tests.properties.test_combined import LAG, Scene, plain, scenes
@@ -61,7 +62,7 @@ class Drive:
         )
         self.planner = self.blueprint.planner()
         self.past = PlanHistory(self.planner.state(), job.feedback_lag)
-        host = self.blueprint.host(Nowhere(), None)
+        host = local_runtime(self.blueprint, Nowhere(), None)
         self.loaders, self.readers = (
             host.loaders,
             [hosted.reader for hosted in host.loading.hosted.values()],
@@ -309,9 +310,7 @@ def test_and_to_reports() -> None:
     assert planner.feedback["late"] == planner.feedback["pending"] == 1
 
 
-def test_after_the_end_was_found_no_source_joins_and_no_mixture_moves_it_though_it_is_to_be_found_again() -> (
-    None
-):
+def test_after_the_end_was_found_no_source_joins_and_no_mixture_moves_the_end() -> None:
     old = Planner(spec(until=0))
     assert isinstance(old.handle(Attach(0))[0], EndOfJob)
     new = Planner(spec(until=0), generation=STRIDE)

@@ -1,11 +1,11 @@
-"""From pieces of the streams to what a strategy sees, and from its plan back: is it a plan of these
-samples, for this job?
+"""Conversion of stream pieces into the buffer that a strategy receives, and checks of the plan that
+it returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ Pieces = Sequence[tuple[int, Piece]]
 
 
 class Joined:
-    """Pieces as columns, one row a sample: joined once for all that asks."""
+    """Pieces as columns, one row per sample."""
 
     def __init__(self, pieces: Pieces):
         self.parts = [p for _, p in pieces]
@@ -36,8 +36,8 @@ class Joined:
         )
         self.file, self.row, self.part = np.ascontiguousarray(ids.T)
 
-    def cursors_behind(self, cursors: np.ndarray) -> np.ndarray:
-        """The cursors when all samples are drawn: a source's last piece ends at its cursor."""
+    def cursors_after(self, cursors: np.ndarray) -> np.ndarray:
+        """Return the cursors after all samples: a source's last piece ends at its cursor."""
         last, end = np.append(self.where[1:] != self.where[:-1], True), np.cumsum(self.sizes) - 1
         source, end, moved = self.where[last], end[last], cursors.copy()
         moved[source, :3] = self.at[last]
@@ -45,7 +45,7 @@ class Joined:
         return moved
 
     def holders(self, first_loader: np.ndarray) -> np.ndarray:
-        """Loader of every sample; source i's loaders are numbered from ``first_loader[i]`` on."""
+        """Return the loader of every sample; those of source i start at ``first_loader[i]``."""
         first = np.repeat(first_loader[self.where], self.sizes)
         if len(first_loader) == int(first_loader[-1]) + 1 or not self.parts:  # one loader each
             return first
@@ -58,18 +58,21 @@ class Joined:
         )
 
 
+class StepContext(NamedTuple):
+    """The job, the state before a step, and the weights of the step."""
+
+    spec: PlannerSpec
+    state: StreamState
+    weights: Sequence[float]
+
+
 def gather(
-    pieces: Joined,
-    order: np.ndarray,
-    substep: np.ndarray | None,
-    *,
-    spec: PlannerSpec,
-    state: StreamState,
-    weights: Sequence[float],
+    pieces: Joined, order: np.ndarray, substep: np.ndarray | None, context: StepContext
 ) -> Buffer:
-    """The samples of the pieces in the given order. Read-only: the plan is compared with these very
-    arrays.
+    """Return the samples of the pieces in the given order. The arrays are read-only: the plan is
+    compared with them.
     """
+    spec, state, weights = context
     names = present(spec.names, state.events, state.step)
     meta = {name: take_rows(values, order) for name, values in step_meta(pieces.parts).items()}
     own = dict.fromkeys(name for s in spec.sources[: len(names)] for name in s.meta)

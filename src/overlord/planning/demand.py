@@ -56,7 +56,7 @@ class Demand:
             np.concatenate([self._held, more]),
         )
 
-    def reopened(self, i: int) -> list[Refill]:
+    def restarted(self, i: int) -> list[Refill]:
         """The loaders of a source begin again: they hold nothing, and have heard nothing."""
         self._held[self.of(i)] = self._must[self.of(i)] = 0
         self._horizon[i] = -1
@@ -109,7 +109,7 @@ class Demand:
         """From the next step on; a level that is less is told when it is much less."""
         self._of_source[i] = steps
 
-    def told(self, loader: int) -> Refill:
+    def last_refill(self, loader: int) -> Refill:
         """What a loader was told, for one that is to follow it."""
         source = self.source_of[loader]
         return Refill(loader, 0, self._share(source), self._horizon[source])

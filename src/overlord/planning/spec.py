@@ -135,7 +135,7 @@ class Ledger:
         self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
         # with the step; heard of late, so in no count of a state
         self.spoiled: dict[tuple[int, Quarantined], None] = {}
-        self._listed = int(self.quarantined.sum())  # rows up to the last one listed, in all
+        self.listed = int(self.quarantined.sum())  # rows up to the last one listed, in all
         # what streams count starts at 0
         self._before = np.stack([self.dropped, self.long, self.lost_tokens], axis=1)
 
@@ -161,10 +161,10 @@ class Ledger:
         """Rows that failed, in the order of planning: where steps are planned again, the same come
         again.
         """
-        known = max(0, self._listed - int(self.quarantined.sum()))
+        known = max(0, self.listed - int(self.quarantined.sum()))
         self.quarantine += [Quarantined(i, *row) for row in rows[known:]]
         self.quarantined[i] += len(rows)
-        self._listed = max(self._listed, int(self.quarantined.sum()))
+        self.listed = max(self.listed, int(self.quarantined.sum()))
 
     def spoil(self, event: DecodeFailures) -> None:
         """Samples that were delivered with an image missing. They count for the record only, never
@@ -180,7 +180,7 @@ class Ledger:
 
     def adopt(self, before: Ledger) -> None:
         """Go on behind a ledger that was further: what it lists is not listed again."""
-        self.quarantine, self._listed = before.quarantine, before._listed
+        self.quarantine, self.listed = before.quarantine, before.listed
         self.mixed, self.spoiled = before.mixed, before.spoiled
 
     def bad_rows(self) -> list[Quarantined]:
