@@ -579,7 +579,7 @@ def test_what_is_no_hook_is_refused() -> None:
         match=r"hooks\[0\]: expected ov.loader_do_plan\(fn\) or ov.constructor_do_plan\(fn\), got add_one",
     ):
         job(hooks=[add_one])
-    with pytest.raises(ov.JobError, match=r"found plan_raw\(by_row\) \(it goes in as strategy=\)"):
+    with pytest.raises(ov.JobError, match=r"got plan_raw\(by_row\) \(it goes in as strategy=\)"):
         job(hooks=[ov.plan_raw(by_row)])
     with pytest.raises(ov.JobError, match="hooks: expected a list"):
         job(hooks="add_one")

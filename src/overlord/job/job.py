@@ -442,8 +442,8 @@ class Job:
                     f"{value!r} in {source!r}" for value, source in reversed(said.items())
                 )
                 found.append(
-                    "sources: images of all sources go to one encoder and need one "
-                    f"{name}, found {words}"
+                    f"sources: expected the same {name} for the images of all sources, since "
+                    f"they go to one encoder, got {words}"
                 )
         sliced = (
             isinstance(self.place, ClientPlaceTree)
@@ -474,8 +474,8 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
             found.append(f"mixture: unknown source {name!r}{did_you_mean(name, known)}")
         elif not is_real(weight) or not math.isfinite(weight) or weight < 0:
             found.append(
-                f"mixture: the weight of {name!r} must be a finite number of at least 0, "
-                f"found {weight!r}"
+                f"mixture: the weight of {name!r}: expected a finite number of at least 0, "
+                f"got {weight!r}"
             )
     if not found and not any(weights.values()):
         found.append("mixture: all weights are zero, so no sample would ever be drawn")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from overlord.errors import StorageError
 from overlord.messages.control import SourceLost, StreamState
-from overlord.planning.events import in_order, lost
+from overlord.planning.events import in_order, lost, widened
 from overlord.planning.spec import SourceSpec
 
 
@@ -76,7 +76,9 @@ class LostSources:
         """
         if self.has_begun(state.step) and event.at == state.step:
             assert self._before is not None
-            state, self._before = self._before, None
+            # events that came since the step began stay in the log, and so do sources they added
+            before = replace(self._before, events=state.events)
+            state, self._before = widened(before, len(state.active)), None
         return replace(state, events=in_order((*state.events, event)))
 
 

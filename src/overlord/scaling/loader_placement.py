@@ -51,8 +51,8 @@ class SourceLoad:
             and self.free_s >= 0
         ):
             raise ValueError(
-                f"{self.name}: share, cost and memory are at least 0 and finite, "
-                f"max_loaders at least 1; found {self}"
+                f"{self.name}: expected share, cost and memory finite and at least 0, "
+                f"max_loaders at least 1, got {self}"
             )
 
     @property
