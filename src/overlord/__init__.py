@@ -32,6 +32,7 @@ _HOME = {
     "Job": "overlord.job.job",
     "Source": "overlord.job.job",
     "Batch": "overlord.batch",
+    "Mesh": "overlord.mesh",
     "ClientPlaceTree": "overlord.mesh",
     "SampleId": "overlord.sample",
     "Buffer": "overlord.sample",
@@ -145,6 +146,7 @@ if TYPE_CHECKING:
     from overlord.job.job import Source as Source
     from overlord.jobfile.yaml_file import register_function as register_function
     from overlord.mesh import ClientPlaceTree as ClientPlaceTree
+    from overlord.mesh import Mesh as Mesh
     from overlord.observe.explain import Explanation as Explanation
     from overlord.plan.plan import LoadingPlan as LoadingPlan
     from overlord.plan.routes import Route as Route

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from overlord.checks import is_int, one_of
 from overlord.errors import JobError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 
 LAYOUTS = ("packed", "padded")
 
@@ -44,7 +44,7 @@ class Batch:
         if problems := self.problems():
             raise JobError(problems, "batch")
 
-    def document_multiple(self, place: ClientPlaceTree) -> int:
+    def document_multiple(self, place: Mesh) -> int:
         """Every document is padded to a multiple of this: what the batch, context parallelism and
         sequence parallelism ask for.
         """

@@ -1,4 +1,4 @@
-"""ClientPlaceTree: the trainer's mesh as the loader sees it.
+"""Mesh: the ranks of the trainer, arranged by kind of parallelism.
 
 Ranks are numbered with the outermost axis slowest; ``order`` names the axes from outermost to
 innermost, as a torch DeviceMesh does. The default is Megatron's: tp runs fastest, then cp, dp and
@@ -31,10 +31,17 @@ MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(
 SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientPlaceTree:
-    """Degrees of pipeline, data, context and tensor parallelism, and how ranks are laid out over
-    them.
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Mesh:
+    """Degrees of pipeline, data, context and tensor parallelism, and the order of ranks.
+
+    Arguments
+    ---------
+    pp, dp, cp, tp: number of pipeline stages, data-parallel replicas, context-parallel ranks and
+        tensor-parallel ranks. Default: 1 each.
+    order: the axes from outermost to innermost. Default: ("pp", "dp", "cp", "tp"), as in Megatron.
+
+    ``ov.ClientPlaceTree``, the name of the paper, is the same class.
     """
 
     pp: int = 1
@@ -62,7 +69,7 @@ class ClientPlaceTree:
         object.__setattr__(self, "order", tuple(self.order))
 
     @staticmethod
-    def from_device_mesh(mesh: Any) -> ClientPlaceTree:
+    def from_device_mesh(mesh: Any) -> Mesh:
         """The tree of a torch ``DeviceMesh`` whose dimensions are named pp, dp, cp, tp; torch is
         not imported.
 
@@ -81,7 +88,7 @@ class ClientPlaceTree:
             [i for a in AXES for i, axis in enumerate(axes) if axis == a]
         ).reshape([degrees[a] for a in AXES])
         for order in permutations(AXES):  # the default first: a mesh of one axis fits any
-            tree = ClientPlaceTree(**degrees, order=order)
+            tree = Mesh(**degrees, order=order)
             if np.array_equal(by_axis, tree._grid()):
                 return tree
         raise JobError(
@@ -94,9 +101,7 @@ class ClientPlaceTree:
         )
 
     @staticmethod
-    def from_env(
-        env: Mapping[str, str] | None = None, *, world_size: int | None = None
-    ) -> ClientPlaceTree:
+    def from_env(env: Mapping[str, str] | None = None, *, world_size: int | None = None) -> Mesh:
         """The tree of a job started by torchrun: ``WORLD_SIZE``, and ``OVERLORD_PP``,
         ``OVERLORD_CP``, ``OVERLORD_TP`` (1 where unset).
 
@@ -130,11 +135,11 @@ class ClientPlaceTree:
         if world is not None:
             degrees.setdefault("dp", world // left)
         order = env.get("OVERLORD_ORDER", "").strip()
-        return ClientPlaceTree(**degrees, order=tuple(order.split("-")) if order else AXES)
+        return Mesh(**degrees, order=tuple(order.split("-")) if order else AXES)
 
     # edits: a tree is a value, so each gives a new one
 
-    def replace(self, **degrees: Any) -> ClientPlaceTree:
+    def replace(self, **degrees: Any) -> Mesh:
         """The tree with other degrees, or another ``order``."""
         unknown = [name for name in degrees if name not in (*AXES, "order")]
         if unknown:
@@ -143,15 +148,15 @@ class ClientPlaceTree:
             )
         return replace(self, **degrees)
 
-    def add_replicas(self, n: int = 1) -> ClientPlaceTree:
+    def add_replicas(self, n: int = 1) -> Mesh:
         """More data-parallel replicas. Ranks are numbered anew."""
         return self._with_replicas(n, 1, "add_replicas")
 
-    def remove_replicas(self, n: int = 1) -> ClientPlaceTree:
+    def remove_replicas(self, n: int = 1) -> Mesh:
         """Fewer data-parallel replicas; one is left at least."""
         return self._with_replicas(n, -1, "remove_replicas")
 
-    def _with_replicas(self, n: int, sign: int, what: str) -> ClientPlaceTree:
+    def _with_replicas(self, n: int, sign: int, what: str) -> Mesh:
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise JobError([f"expected a whole number of at least 0, got {n!r}"], what)
         if (dp := self.dp + sign * n) < 1:
@@ -267,7 +272,12 @@ class ClientPlaceTree:
         _, lowest, number = np.unique(group, return_index=True, return_inverse=True)
         return lowest[number].astype(np.int64, copy=False)
 
-    # for people
+    # text
+
+    def __repr__(self) -> str:
+        """Return the arguments under the name of the paper: journals compare this text."""
+        given = ", ".join(f"{name}={getattr(self, name)!r}" for name in (*AXES, "order"))
+        return f"ClientPlaceTree({given})"
 
     def __format__(self, spec: str) -> str:
         """One line, for messages: ``f"{tree}"``. ``print(tree)`` draws it."""
@@ -282,6 +292,9 @@ class ClientPlaceTree:
         grid = np.arange(self.world_size).reshape([getattr(self, axis) for axis in axes])
         count = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return "\n".join([f"{self}: {count}", *_branches(axes, grid)])
+
+
+ClientPlaceTree = Mesh  # the name of the paper
 
 
 def _inside(i: Any, n: int) -> bool:

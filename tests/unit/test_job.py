@@ -176,7 +176,7 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
             "sources: all weights are zero",
         ),
         ({"batch": None}, "batch: expected a Batch"),
-        ({"place": {"dp": 2}}, "place: expected a ClientPlaceTree"),
+        ({"place": {"dp": 2}}, "place: expected an ov.Mesh"),
         ({"mixture": {"wbe": 1}}, "mixture: unknown source 'wbe'; did you mean 'web'?"),
         (
             {"mixture": {"web": float("nan")}},

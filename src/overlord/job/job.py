@@ -17,7 +17,7 @@ from overlord.batch import Batch
 from overlord.checks import did_you_mean, is_int, is_real, one_of
 from overlord.errors import JobError
 from overlord.job.hooks import Hook
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.uris import uri_problems
 from overlord.user_code import cannot_take
 
@@ -209,7 +209,7 @@ class Job:
 
     name: str
     sources: Sequence[Source]
-    place: ClientPlaceTree = field(default_factory=ClientPlaceTree)
+    place: Mesh = field(default_factory=Mesh)
     batch: Batch
     mixture: Any = None  # None: the sources' weights; or a mapping name -> weight; or a schedule
     strategy: str | Callable[..., Any] = "llm_balance"
@@ -272,8 +272,8 @@ class Job:
         found += self._source_problems()
         if not isinstance(self.batch, Batch):
             found.append(f"batch: expected a Batch, got {self.batch!r}")
-        if not isinstance(self.place, ClientPlaceTree):
-            found.append(f"place: expected a ClientPlaceTree, got {self.place!r}")
+        if not isinstance(self.place, Mesh):
+            found.append(f"place: expected an ov.Mesh, got {self.place!r}")
         elif isinstance(self.batch, Batch) and self.batch.context % self.document_multiple:
             what = "pad_multiple, cp" + (
                 ", tp for sequence_parallel" if self.batch.sequence_parallel else ""
@@ -446,7 +446,7 @@ class Job:
                     f"they go to one encoder, got {words}"
                 )
         sliced = (
-            isinstance(self.place, ClientPlaceTree)
+            isinstance(self.place, Mesh)
             and self.place.cp > 1
             and getattr(self.batch, "cp_split", "none") != "none"
         )

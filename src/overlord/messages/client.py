@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.messages.control import EncodedState, PlannedStep, StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import SampleId
 
 
-def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, ClientPlaceTree | None]:
+def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, Mesh | None]:
     """What says who gets what of a plan: broadcasts that serve anyone, the axis of its buckets, and
     the mesh where it matters.
     """
@@ -27,9 +27,7 @@ def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, ClientPlaceTree | 
     return broadcast, main.axis, _needed(main.axis, broadcast, place)
 
 
-def _needed(
-    axis: str, broadcast: tuple[str, ...], place: ClientPlaceTree
-) -> ClientPlaceTree | None:
+def _needed(axis: str, broadcast: tuple[str, ...], place: Mesh) -> Mesh | None:
     return None if axis == "DP" and not broadcast and place.cp == place.pp == 1 else place
 
 
@@ -50,7 +48,7 @@ class StepInfo:
     broadcast: tuple[str, ...] = ()  # axes of more than one rank along which the trainer broadcasts
     axis: str = "DP"  # whose buckets the plan has
     # None: every rank of a data-parallel group gets all that the group has
-    place: ClientPlaceTree | None = None
+    place: Mesh | None = None
 
     @staticmethod
     def of(stage: PlannedStep, after: StreamState | EncodedState | None = None) -> StepInfo:

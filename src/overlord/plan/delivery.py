@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from overlord.batch import Batch
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.rank_view import View, views_of
 
@@ -49,7 +49,7 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
     }
 
 
-def _loads(main: Assignment, batch: Batch, place: ClientPlaceTree) -> tuple[np.ndarray, np.ndarray]:
+def _loads(main: Assignment, batch: Batch, place: Mesh) -> tuple[np.ndarray, np.ndarray]:
     """Places for tokens and documents of every bucket, all its microbatches together. An empty one
     is a document of padding.
     """

@@ -14,7 +14,7 @@ import numpy as np
 
 from overlord.errors import JobError, PlanError
 from overlord.hashing import digest
-from overlord.mesh import ClientPlaceTree, broadcast_dims
+from overlord.mesh import Mesh, broadcast_dims
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class LoadingPlan:
     tokens: np.ndarray  # int64
     modules: Mapping[str, Assignment]
     substep: np.ndarray | None = None
-    place: ClientPlaceTree | None = None  # the mesh it was placed on; None: a plan made by hand
+    place: Mesh | None = None  # the mesh it was placed on; None: a plan made by hand
     # JSON values for people (strategy name, wanted weights)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -399,7 +399,7 @@ class LoadingPlan:
         return delivery(self, batch, broadcast)
 
     @property
-    def tree(self) -> ClientPlaceTree:
+    def tree(self) -> Mesh:
         if self.place is None:
             raise PlanError(
                 "the plan was made by hand and knows no place",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from overlord.errors import PlanError
-from overlord.mesh import BUCKET_AXES, ClientPlaceTree
+from overlord.mesh import BUCKET_AXES, Mesh
 from overlord.messages.control import StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.events import present
@@ -103,7 +103,7 @@ def gather(
     return buffer
 
 
-def check_plan(plan: Any, buffer: Buffer, place: ClientPlaceTree) -> None:
+def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
     if not isinstance(plan, LoadingPlan):
         raise PlanError(
             f"the strategy returned {type(plan).__name__}", buffer.step, "end it with .plan()"

@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 
 from overlord.batch import Batch
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import AddSource, Cursor, StreamState
 from overlord.plan.plan import LoadingPlan
@@ -46,8 +46,8 @@ class PlannerSpec:
 
     sources: tuple[SourceSpec, ...]
     batch: Batch
-    place: ClientPlaceTree
-    strategy: Callable[[Buffer, ClientPlaceTree], LoadingPlan]
+    place: Mesh
+    strategy: Callable[[Buffer, Mesh], LoadingPlan]
     schedule: Schedule | Mapping[str, float]  # the planner's own: it may learn
     seed: int = 0
     until: str | int = "all"

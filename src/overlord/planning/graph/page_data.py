@@ -19,7 +19,7 @@ import numpy as np
 from overlord.planning.graph.lineage import constructors_of
 
 if TYPE_CHECKING:
-    from overlord.mesh import ClientPlaceTree
+    from overlord.mesh import Mesh
     from overlord.plan.plan import Assignment, LoadingPlan
     from overlord.planning.graph.lineage import Binding, Edge
 
@@ -41,7 +41,7 @@ class Step:
     """
 
     plan: LoadingPlan
-    place: ClientPlaceTree
+    place: Mesh
     edges: Sequence[Edge]
     loader: Binding | None = None
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.errors import PlanError
-from overlord.mesh import BUCKET_AXES, ClientPlaceTree
+from overlord.mesh import BUCKET_AXES, Mesh
 from overlord.messages.control import EncoderPlan
 from overlord.plan.plan import LoadingPlan
 from overlord.plan.routes import Routes, ranges, starts
@@ -162,6 +162,6 @@ def valid_tokens(plan: LoadingPlan, images: bool) -> int:
     return found - int(a.out.sum()) + int(first.sum())
 
 
-def sliced(place: ClientPlaceTree, batch: Batch) -> bool:
+def sliced(place: Mesh, batch: Batch) -> bool:
     """Whether context-parallel ranks get slices of a microbatch, unless the plan says otherwise."""
     return place.cp > 1 and batch.cp_split != "none"
