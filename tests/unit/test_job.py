@@ -84,8 +84,8 @@ def test_a_source_is_the_same_however_its_paths_were_given():
         ({"max_sample_bytes": -1}, "max_sample_bytes: expected a whole number of at least 1"),
         ({"format": 7}, "format: expected the name of a format, got 7"),
         ({"transforms": "tokens"}, "transforms: expected a list, got str"),
-        ({"transforms": [len]}, "transforms[0]: <built-in function len> is no transform"),
-        ({"transforms": [Tokens(), Tokens]}, "transforms[1]: <class"),
+        ({"transforms": [len]}, "transforms[0]: expected a transform, got <built-in function len>"),
+        ({"transforms": [Tokens(), Tokens]}, "transforms[1]: expected a transform, got <class"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused(fields: dict[str, Any], problem: str):
