@@ -1,7 +1,6 @@
-"""Overlord: one plan, one stream, every rank. The public names, and nothing heavy at import.
+"""Overlord: one plan, one stream, every rank. The public names.
 
-Names are loaded when first used, so that ``import overlord`` costs a trainer nothing it does not
-use.
+Names are loaded at first use, so that ``import overlord`` costs a trainer nothing it does not use.
 """
 
 from __future__ import annotations
@@ -93,12 +92,12 @@ def __getattr__(name: str) -> Any:
 
 
 def _bind_files(job: Any) -> None:
-    """Bind ``Job.from_yaml`` and ``Job.to_yaml``, whose package lies above ``job``. PyYAML is
-    imported at the first call.
+    """Bind ``Job.from_yaml`` and ``Job.to_yaml`` to a package above ``job``. PyYAML is imported at
+    the first call.
     """
 
     def from_yaml(path: Any) -> Any:
-        """Read a job from one YAML file with the same names; relative paths are relative to the
+        """Read a job from one YAML file with the same names. Relative paths are relative to the
         file.
         """
         from overlord.jobfile.yaml_file import read_job

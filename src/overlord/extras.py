@@ -1,4 +1,4 @@
-"""The distribution's name and its extras, for every error that suggests an installation."""
+"""The name of the distribution and its extras, for errors that suggest an installation."""
 
 from __future__ import annotations
 
