@@ -1,7 +1,6 @@
-"""Overlord: one plan, one stream, every rank. The public names, and nothing heavy at import.
+"""Overlord: one plan, one stream, every rank. The public names.
 
-Names are loaded when first used, so that ``import overlord`` costs a trainer nothing it does not
-use.
+Names are loaded at first use, so that ``import overlord`` costs a trainer nothing it does not use.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ _HOME = {
     "Job": "overlord.job.job",
     "Source": "overlord.job.job",
     "Batch": "overlord.batch",
+    "Mesh": "overlord.mesh",
     "ClientPlaceTree": "overlord.mesh",
     "SampleId": "overlord.sample",
     "Buffer": "overlord.sample",
@@ -92,12 +92,12 @@ def __getattr__(name: str) -> Any:
 
 
 def _bind_files(job: Any) -> None:
-    """Bind ``Job.from_yaml`` and ``Job.to_yaml``, whose package lies above ``job``. PyYAML is
-    imported at the first call.
+    """Bind ``Job.from_yaml`` and ``Job.to_yaml`` to a package above ``job``. PyYAML is imported at
+    the first call.
     """
 
     def from_yaml(path: Any) -> Any:
-        """Read a job from one YAML file with the same names; relative paths are relative to the
+        """Read a job from one YAML file with the same names. Relative paths are relative to the
         file.
         """
         from overlord.jobfile.yaml_file import read_job
@@ -145,6 +145,7 @@ if TYPE_CHECKING:
     from overlord.job.job import Source as Source
     from overlord.jobfile.yaml_file import register_function as register_function
     from overlord.mesh import ClientPlaceTree as ClientPlaceTree
+    from overlord.mesh import Mesh as Mesh
     from overlord.observe.explain import Explanation as Explanation
     from overlord.plan.plan import LoadingPlan as LoadingPlan
     from overlord.plan.routes import Route as Route

@@ -1,4 +1,4 @@
-"""``python -m overlord``: the command line, where a script folder is not on the path."""
+"""``python -m overlord``: the command line without an installed script."""
 
 from overlord.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Checks that validators of jobs, batches and sources share."""
+"""Checks that the validators of jobs, batches and sources share."""
 
 from __future__ import annotations
 

@@ -1,32 +1,27 @@
 """The named exceptions.
 
 Each carries its facts as fields and survives pickling: ``args`` equals the constructor's signature,
-so the default ``__reduce__`` rebuilds it in another process. Each text says where, what was wanted,
-what was found and what to do.
+so the default ``__reduce__`` rebuilds it in another process. Each text names the place, what was
+expected, what was given and a remedy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 class OverlordError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
 
 class JobError(OverlordError):
-    """A job that cannot run. Lists every problem at once, so that a job file is mended in one
-    go.
+    """A job that cannot run. It lists every problem at once, so that a job file can be corrected in
+    one pass.
     """
 
     def __init__(self, problems: Sequence[str], where: str = "job"):
-        listed = (
-            [problems] if isinstance(problems, str) else list(problems)
-        )  # torch makes errors of workers anew, from one text
+        # torch rebuilds errors of workers from one text
+        listed = [problems] if isinstance(problems, str) else list(problems)
         super().__init__(listed, where)
         self.problems, self.where = listed, where
 
@@ -48,20 +43,19 @@ class SourceError(OverlordError):
 
     def __str__(self) -> str:
         where = f"source {self.source!r}" + (f", {self.path}" if self.path else "")
-        between = (
-            "\n  to do: " if "\n" in self.problem else "; "
-        )  # behind a list of files the remedy has a line of its own
+        # after a list of files the remedy has its own line
+        between = "\n  to do: " if "\n" in self.problem else "; "
         return f"{where}: {self.problem}" + (f"{between}{self.remedy}" if self.remedy else "")
 
 
 class StorageError(SourceError):
-    """Bytes of a source that storage did not give in time, or not as they were indexed. It says
-    nothing about the data.
+    """Bytes of a source that storage did not deliver in time, or that differ from the index. The
+    data may still be correct.
     """
 
 
 class TransformError(OverlordError):
-    """A transform that cannot work on this source at all (one bad row is quarantined instead)."""
+    """A transform that fails for a source as a whole. A single bad row is quarantined instead."""
 
     def __init__(self, source: str, transform: str, problem: str, remedy: str = ""):
         super().__init__(source, transform, problem, remedy)
@@ -84,12 +78,12 @@ class PlanError(OverlordError):
         return where + self.problem + (f"; {self.remedy}" if self.remedy else "")
 
 
-MOST = 8  # differences that are listed one by one
-NAMED = 5  # of sources and of parts, where there are more
+MOST = 8  # differences that are listed individually
+NAMED = 5  # sources and differences that are named if there are more
 
 
 def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return human-readable rows. Many differences are summed up by source: missing, new or
+    """Return human-readable rows. Many differences are summarized by source: missing, new or
     changed.
     """
     if len(differences) <= MOST:
@@ -116,9 +110,8 @@ def _rows(differences: Mapping[str, tuple[str, str]]) -> list[str]:
         if name not in missing and name not in new
     ]
     if missing or new:
-        rest = {
-            part: values for part, values in rest.items() if part != "sources"
-        }  # the digest of their names
+        # a digest of the names of the sources
+        rest = {part: values for part, values in rest.items() if part != "sources"}
     told = {
         "sources of the state that the job lacks": missing,
         "sources of the job that the state lacks": new,
@@ -140,8 +133,8 @@ def _few(names: Sequence[str]) -> str:
 
 
 class StateMismatch(OverlordError):
-    """A saved state that does not fit. ``differences`` maps each part to (saved, found),
-    ``problem`` says what is wrong with it.
+    """A saved state that does not fit the job. ``differences`` maps each component to (saved,
+    found), ``problem`` describes the mismatch.
     """
 
     def __init__(
@@ -163,7 +156,7 @@ class StateMismatch(OverlordError):
 
 
 class DataStall(OverlordError):
-    """A wait that passed its deadline. Names what was waited for."""
+    """A wait that exceeded its deadline. It names the missing event."""
 
     def __init__(self, waiting_for: str, seconds: float, step: int = -1, rank: int = -1):
         super().__init__(waiting_for, seconds, step, rank)
@@ -176,7 +169,7 @@ class DataStall(OverlordError):
 
 
 class ActorLost(OverlordError):
-    """A part of the system that died and could not be replaced."""
+    """A worker process that died and could not be replaced."""
 
     def __init__(self, name: str, reason: str):
         super().__init__(name, reason)
@@ -184,7 +177,7 @@ class ActorLost(OverlordError):
 
     def __str__(self) -> str:
         who = (
-            " (by someone, or by the kernel for want of memory: its log tells)"
+            " (by a user, or by the kernel because memory ran out; see its log)"
             if self.reason == "killed by signal 9"
             else ""
         )
@@ -192,9 +185,7 @@ class ActorLost(OverlordError):
 
 
 class LinkRefused(OverlordError):
-    """A peer that would not talk to us, or with whom we would not talk: wrong token, other version,
-    not ours.
-    """
+    """A connection that one side refused: wrong token, other version, or not a process of ours."""
 
     def __init__(self, peer: str, reason: str):
         super().__init__(peer, reason)
@@ -205,7 +196,7 @@ class LinkRefused(OverlordError):
 
 
 class JournalError(OverlordError):
-    """A journal that cannot be written, or that cannot be trusted."""
+    """A journal that cannot be written, or whose content is not valid."""
 
     def __init__(self, path: str, problem: str, remedy: str = ""):
         super().__init__(path, problem, remedy)
@@ -216,13 +207,13 @@ class JournalError(OverlordError):
 
 
 class JournalTaken(JournalError):
-    """A journal that another writer has gone on with: nothing that this one does counts any more,
-    however often it is tried.
+    """A journal that another writer has continued. Records of this writer no longer count, so
+    retries are useless.
     """
 
 
 class FrameError(OverlordError):
-    """Bytes of the channel that cannot be trusted, or a value that cannot travel in them."""
+    """Bytes of a connection that are not valid, or a value that cannot be sent."""
 
     def __init__(self, problem: str, where: str = "", remedy: str = ""):
         super().__init__(problem, where, remedy)
@@ -234,15 +225,14 @@ class FrameError(OverlordError):
 
 
 class WouldBlock(Exception):
-    """Instead of a wait, where the thread must not: what was asked for is to be asked for again by
-    another.
+    """Raised instead of blocking in a thread that must not block. Another thread has to repeat the
+    call.
     """
 
 
+# remedy for code that returns another result for the same input
 NO_FUNCTION = (
-    "strategies, schedules and transforms must be functions of what they are given: no "
-    "clock, no chance of their own, no memory"
+    "strategies, schedules and transforms must be functions of their arguments: no clock, no "
+    "random numbers of their own, no memory"
 )
-
-
-SAID = "what it said last"  # a runtime whose parts say it elsewhere says where, in the reason
+SAID = "its last output"  # a runtime whose workers log elsewhere names the file in the reason

@@ -1,10 +1,9 @@
-"""The distribution's name and its extras, for every error that suggests an installation."""
+"""The name of the distribution and its extras, for errors that suggest an installation."""
 
 from __future__ import annotations
 
-DISTRIBUTION = (
-    "overlord-data"  # the import name is `overlord`; that name on PyPI belongs to another project
-)
+# the import name is `overlord`; that name on PyPI belongs to another project
+DISTRIBUTION = "overlord-data"
 
 
 def pip_install(*extras: str) -> str:

@@ -1,7 +1,7 @@
-"""Keyed hashes: the only source of order and chance in the stream.
+"""Keyed hashes: the only source of order and randomness in the stream.
 
-Everything that looks random (chunk order, row order, random draws) is a pure function of a key
-derived from (purpose, seed, names, epoch), so that any machine can compute any part of the stream
+Everything that looks random (chunk order, row order, random draws) is a pure function of a key. The
+key is derived from (purpose, seed, names, epoch), so any machine can compute any part of the stream
 without the parts before it. The functions are fixed for good: changing one changes every user's
 data order.
 """
@@ -18,7 +18,7 @@ _GOLDEN, _M1, _M2 = U64(0x9E3779B97F4A7C15), U64(0xBF58476D1CE4E5B9), U64(0x94D0
 
 
 def key64(*parts: str | int) -> int:
-    """A 64-bit key from a purpose and its names: BLAKE2b over the parts joined by U+001F,
+    """Return a 64-bit key of a purpose and its names: BLAKE2b over the parts joined by U+001F,
     little-endian.
     """
     text = "\x1f".join(str(part) for part in parts)
@@ -26,7 +26,7 @@ def key64(*parts: str | int) -> int:
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """splitmix64's step and finaliser, over uint64 arrays (wrapping arithmetic)."""
+    """Apply the step and the finaliser of splitmix64 to uint64 arrays (wrapping arithmetic)."""
     x = x + _GOLDEN
     x = (x ^ (x >> U64(30))) * _M1
     x = (x ^ (x >> U64(27))) * _M2
@@ -34,7 +34,7 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 
 def keyed_hash(key: int, *columns: Any) -> np.ndarray:
-    """One uint64 per row: ``h = key``, then ``h = mix64(h ^ column)`` for each column in turn."""
+    """Return one uint64 per row: ``h = key``, then ``h = mix64(h ^ column)`` for each column."""
     h = np.full(
         np.broadcast(*columns).shape if len(columns) > 1 else np.shape(columns[0]), key, dtype=U64
     )
@@ -44,8 +44,8 @@ def keyed_hash(key: int, *columns: Any) -> np.ndarray:
 
 
 def digest(*parts: str | bytes | np.ndarray) -> str:
-    """A short hex fingerprint of ordered parts; lengths are hashed too, so that parts cannot run
-    into each other.
+    """Return a short hex fingerprint of ordered parts. Lengths are hashed, too, so that parts
+    cannot run into each other.
     """
     h = blake2b(digest_size=16)
     for part in parts:

@@ -1,7 +1,7 @@
-"""Where modules are looked for, here and in processes that Overlord starts. The working directory
-is not such a place unless asked for.
+"""The module search path of this process and of processes that Overlord starts. The working
+directory is not in it unless requested.
 
-This module is the first that the package imports, and needs only modules that Python has loaded by
+This is the first module that the package imports. It needs only modules that Python has loaded by
 then.
 """
 
@@ -9,47 +9,44 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-SAVED = "OVERLORD_SAVED_SETTINGS"  # what the settings below were, for the process that they are for
+SAVED = "OVERLORD_SAVED_SETTINGS"  # original values of the settings below, for the started process
 SETTINGS = ("PYTHONPATH", "PYTHONSAFEPATH")
-WITH_VALUE = (
-    "cmWX"  # options of the interpreter that a value follows, in the same word or as the next one
-)
+# interpreter options with a value, in the same word or in the next one
+WITH_VALUE = "cmWX"
 LONG_WITH_VALUE = ("--check-hash-based-pycs",)  # the value is the next word
 
 
 def module_started(given: Sequence[str]) -> str:
-    """Return the module behind ``-m`` of a command line as the interpreter reads it
-    (``sys.orig_argv``); empty where there is none.
+    """Return the module after ``-m`` of a command line as the interpreter reads it
+    (``sys.orig_argv``); "" if there is none.
     """
     words = iter(given[1:])
     for word in words:
         if word in LONG_WITH_VALUE:
             next(words, "")
         elif not word.startswith("-") or word in ("-", "--"):
-            return ""  # a script, or what is read from standard input
+            return ""  # a script, or standard input
         elif not word.startswith("--") and (
             at := next((k for k, flag in enumerate(word) if flag in WITH_VALUE), 0)
         ):
             value = word[at + 1 :] or next(words, "")
-            if word[at] in "cm":  # all that follows is the program's
+            if word[at] in "cm":  # the rest belongs to the program
                 return value if word[at] == "m" else ""
     return ""
 
 
 def _leave_working_directory() -> None:
-    """Under ``python -m overlord``, take the working directory off the front of the path, where
+    """Under ``python -m overlord``, remove the working directory from the front of the path, where
     Python has put it.
 
-    The package itself may come from there: then the directory stays, last, for the processes that
-    import it.
+    The package itself may come from there. Then the directory moves to the end, for the processes
+    that import it.
     """
-    if (
-        getattr(sys, "argv", [])[:1] != ["-m"] or sys.flags.safe_path
-    ):  # so while Python imports the package of the module it starts
+    # argv is ["-m"] while Python imports the package of the module it starts
+    if getattr(sys, "argv", [])[:1] != ["-m"] or sys.flags.safe_path:
         return
-    if (
-        module_started(getattr(sys, "orig_argv", [])).partition(".")[0] != __package__
-    ):  # a user's package imports this one
+    # a user's package imports this one
+    if module_started(getattr(sys, "orig_argv", [])).partition(".")[0] != __package__:
         return
     first = sys.path.pop(0)
     if os.path.realpath(first) == os.path.dirname(os.path.dirname(os.path.realpath(__file__))):
@@ -57,19 +54,19 @@ def _leave_working_directory() -> None:
 
 
 def entries() -> list[str]:
-    """The path of this process. An empty entry stands for the working directory, as in an
+    """Return the path of this process. An empty entry is the working directory, as in an
     interactive Python.
     """
     return [path or os.getcwd() for path in sys.path]
 
 
 def as_setting() -> str:
-    """The path of this process as PYTHONPATH, for a process that is started with ``-P``."""
+    """Return the path of this process as PYTHONPATH, for a process that is started with ``-P``."""
     return os.pathsep.join(path for path in entries() if os.pathsep not in path)
 
 
 def settings() -> dict[str, str]:
-    """The environment of an interpreter that is started with ``-c`` and must not look in its
+    """Return the environment of an interpreter that is started with ``-c`` and must not search its
     working directory first.
     """
     before = "\n".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ)
@@ -77,8 +74,8 @@ def settings() -> dict[str, str]:
 
 
 def restore_settings() -> None:
-    """In the process that was started with ``settings()``: give its children the environment that
-    the program had.
+    """Restore the environment of the program for children of a process that was started with
+    ``settings()``.
     """
     saved = os.environ.pop(SAVED, None)
     if saved is None:
@@ -91,10 +88,10 @@ def restore_settings() -> None:
 
 
 class FirstHere(list[str]):
-    """A search path for workers that takes only the directory that is first in this process.
+    """A search path for workers that accepts only the directory that is first in this process.
 
-    Ray puts what it is given first in its workers, and gives them the working directory. All other
-    entries of this process come last there, with the actor.
+    Ray puts this path first in its workers, and adds the working directory. All other entries of
+    this process come last there, with the actor.
     """
 
     def extend(self, paths: Iterable[str]) -> None:

@@ -1,8 +1,8 @@
-"""ClientPlaceTree: the trainer's mesh as the loader sees it.
+"""Mesh: the ranks of the trainer, arranged by kind of parallelism.
 
-Ranks are numbered with the outermost axis slowest; ``order`` names the axes from outermost to
+Ranks are numbered with the outermost axis slowest. ``order`` names the axes from outermost to
 innermost, as a torch DeviceMesh does. The default is Megatron's: tp runs fastest, then cp, dp and
-pp. A *bucket* is a group of ranks that consumes the same microbatches; a *fetcher* is a rank that
+pp. A *bucket* is a group of ranks that consumes the same microbatches. A *fetcher* is a rank that
 takes them from the loader, for itself and for the ranks to which the trainer broadcasts.
 """
 
@@ -21,24 +21,26 @@ from overlord.errors import JobError
 
 AXES = ("pp", "dp", "cp", "tp")
 BUCKET_AXES = {"DP": ("dp",), "CP": ("dp", "cp"), "WORLD": AXES, "PP": ("pp",), "TP": ("tp",)}
-BROADCASTS = (
-    "TP",
-    "CP",
-    "PP",
-    "DP",
-)  # what a trainer can broadcast along, as `broadcast_at` names it
+# axes of a broadcast, as `broadcast_at` names them
+BROADCASTS = ("TP", "CP", "PP", "DP")
 MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(
     ("dp_replicate", "dp_shard", "ddp", "fsdp", "batch"), "dp"
 )
-# branches of a printed tree, and ranks that do not follow each other, before it says how many more
-# there are
+# branches of a printed tree, or ranks of a list with gaps, before the rest is only counted
 SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientPlaceTree:
-    """Degrees of pipeline, data, context and tensor parallelism, and how ranks are laid out over
-    them.
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Mesh:
+    """Degrees of pipeline, data, context and tensor parallelism, and the order of ranks.
+
+    Arguments
+    ---------
+    pp, dp, cp, tp: number of pipeline stages, data-parallel replicas, context-parallel ranks and
+        tensor-parallel ranks. Default: 1 each.
+    order: the axes from outermost to innermost. Default: ("pp", "dp", "cp", "tp"), as in Megatron.
+
+    ``ov.ClientPlaceTree``, the name of the paper, is the same class.
     """
 
     pp: int = 1
@@ -66,14 +68,14 @@ class ClientPlaceTree:
         object.__setattr__(self, "order", tuple(self.order))
 
     @staticmethod
-    def from_device_mesh(mesh: Any) -> ClientPlaceTree:
-        """The tree of a torch ``DeviceMesh`` whose dimensions are named pp, dp, cp, tp; torch is
-        not imported.
+    def from_device_mesh(mesh: Any) -> Mesh:
+        """Return the mesh of a torch ``DeviceMesh`` whose dimensions are named pp, dp, cp, tp;
+        torch is not imported.
 
         ``dp_replicate``, ``dp_shard``, ``ddp``, ``fsdp`` and ``batch`` are folded into dp, the
-        outer one slowest. An ``fsdp`` that shards over context parallelism too (torchtitan's) hides
-        it: give a mesh with a dimension for cp. The order of ranks is taken from ``mesh.mesh``
-        where there is one, else from the order of the dimensions.
+        outer one slowest. An ``fsdp`` that also shards over context parallelism (torchtitan's)
+        hides it: give a mesh with a dimension for cp. The order of ranks comes from ``mesh.mesh``
+        if it exists, else from the order of the dimensions.
         """
         names, ranks = _mesh_of(mesh)
         axes = [MESH_DIMS[name] for name in names]
@@ -84,30 +86,28 @@ class ClientPlaceTree:
         by_axis = ranks.transpose(
             [i for a in AXES for i, axis in enumerate(axes) if axis == a]
         ).reshape([degrees[a] for a in AXES])
-        for order in permutations(AXES):  # the default first: a mesh of one axis fits any
-            tree = ClientPlaceTree(**degrees, order=order)
+        for order in permutations(AXES):  # the default first: a mesh of one axis fits any order
+            tree = Mesh(**degrees, order=order)
             if np.array_equal(by_axis, tree._grid()):
                 return tree
         raise JobError(
             [
                 f"the ranks of {dict(zip(names, ranks.shape, strict=True))} are 0 to "
                 f"{ranks.size - 1}, but in no order of pp, dp, cp, tp; "
-                "give the mesh's ranks in row-major order, with the dp dimensions beside each other"
+                "give the mesh's ranks in row-major order, with adjacent dp dimensions"
             ],
             "from_device_mesh",
         )
 
     @staticmethod
-    def from_env(
-        env: Mapping[str, str] | None = None, *, world_size: int | None = None
-    ) -> ClientPlaceTree:
-        """The tree of a job started by torchrun: ``WORLD_SIZE``, and ``OVERLORD_PP``,
-        ``OVERLORD_CP``, ``OVERLORD_TP`` (1 where unset).
+    def from_env(env: Mapping[str, str] | None = None, *, world_size: int | None = None) -> Mesh:
+        """Return the mesh of a job started by torchrun: ``WORLD_SIZE``, and ``OVERLORD_PP``,
+        ``OVERLORD_CP``, ``OVERLORD_TP`` (default 1).
 
-        dp is what is left of the world; ``OVERLORD_DP`` says it too, and must then fit.
+        dp is the rest of the world size; ``OVERLORD_DP`` may also give it, and must then fit.
         ``OVERLORD_ORDER`` names the axes from outermost to innermost, as in ``pp-dp-cp-tp``.
-        Without ``WORLD_SIZE`` the world is what the degrees make. Process groups are not asked:
-        where the launcher sets no ``WORLD_SIZE`` (``mp.spawn``, Lightning) give ``world_size``.
+        Without ``WORLD_SIZE`` the world size is the product of the degrees. Process groups are not
+        read. If the launcher sets no ``WORLD_SIZE`` (``mp.spawn``, Lightning), give ``world_size``.
         """
         env = environ if env is None else env
         if world_size is not None:
@@ -134,12 +134,12 @@ class ClientPlaceTree:
         if world is not None:
             degrees.setdefault("dp", world // left)
         order = env.get("OVERLORD_ORDER", "").strip()
-        return ClientPlaceTree(**degrees, order=tuple(order.split("-")) if order else AXES)
+        return Mesh(**degrees, order=tuple(order.split("-")) if order else AXES)
 
-    # edits: a tree is a value, so each gives a new one
+    # changes: a mesh is a value, so each returns a new one
 
-    def replace(self, **degrees: Any) -> ClientPlaceTree:
-        """The tree with other degrees, or another ``order``."""
+    def replace(self, **degrees: Any) -> Mesh:
+        """Return the mesh with other degrees, or another ``order``."""
         unknown = [name for name in degrees if name not in (*AXES, "order")]
         if unknown:
             raise JobError(
@@ -147,15 +147,15 @@ class ClientPlaceTree:
             )
         return replace(self, **degrees)
 
-    def add_replicas(self, n: int = 1) -> ClientPlaceTree:
-        """More data-parallel replicas. Ranks are numbered anew."""
+    def add_replicas(self, n: int = 1) -> Mesh:
+        """Return the mesh with n more data-parallel replicas. Ranks are numbered again."""
         return self._with_replicas(n, 1, "add_replicas")
 
-    def remove_replicas(self, n: int = 1) -> ClientPlaceTree:
-        """Fewer data-parallel replicas; one is left at least."""
+    def remove_replicas(self, n: int = 1) -> Mesh:
+        """Return the mesh with n fewer data-parallel replicas; at least one stays."""
         return self._with_replicas(n, -1, "remove_replicas")
 
-    def _with_replicas(self, n: int, sign: int, what: str) -> ClientPlaceTree:
+    def _with_replicas(self, n: int, sign: int, what: str) -> Mesh:
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise JobError([f"expected a whole number of at least 0, got {n!r}"], what)
         if (dp := self.dp + sign * n) < 1:
@@ -164,7 +164,7 @@ class ClientPlaceTree:
             )
         return replace(self, dp=dp)
 
-    # ranks and places
+    # ranks and coordinates
 
     @property
     def world_size(self) -> int:
@@ -175,7 +175,7 @@ class ClientPlaceTree:
         return tuple(getattr(self, axis) for axis in self.order)
 
     def _grid(self) -> np.ndarray:
-        """Ranks by [pp, dp, cp, tp]."""
+        """Return ranks by [pp, dp, cp, tp]."""
         return (
             np.arange(self.world_size)
             .reshape(self._shape)
@@ -183,19 +183,19 @@ class ClientPlaceTree:
         )
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis."""
+        """Return the coordinate of a rank on every axis."""
         if problem := self.rank_problem(rank):
             raise JobError([problem], "place")
         at = np.unravel_index(rank, self._shape)
         return {axis: int(i) for axis, i in zip(self.order, at, strict=True)}
 
     def along(self, axis: str) -> np.ndarray:
-        """Where every rank stands on one axis: int64 [world_size]."""
+        """Return the coordinate of every rank on one axis: int64 [world_size]."""
         return np.unravel_index(np.arange(self.world_size), self._shape)[self.order.index(axis)]
 
     def rank_problem(self, rank: Any) -> str:
-        """What is wrong with a rank's number, often read from the environment; empty when nothing
-        is.
+        """Return the problem of a rank number, which often comes from the environment; "" if it is
+        valid.
         """
         if not isinstance(rank, (int, np.integer)):
             return f"expected a rank as a whole number, got {rank!r}"
@@ -206,7 +206,7 @@ class ClientPlaceTree:
         )
 
     def rank(self, **at: int) -> int:
-        """The rank at a place; axes left out stand at 0. The inverse of ``coords``."""
+        """Return the rank at these coordinates; axes left out are 0. The inverse of ``coords``."""
         wrong = [
             f"{axis}={i!r} is outside {self}"
             for axis, i in at.items()
@@ -216,11 +216,12 @@ class ClientPlaceTree:
             raise JobError(wrong, "place")
         return int(np.ravel_multi_index([at.get(axis, 0) for axis in self.order], self._shape))
 
-    # who consumes what
+    # buckets
 
     def buckets(self, axis: str = "DP") -> list[list[int]]:
-        """Ranks by bucket. ``DP``: one bucket per replica; ``CP``: every (dp, cp) pair; ``WORLD``:
-        every rank, in rank order; ``PP`` and ``TP``: every stage, every tensor-parallel position.
+        """Return ranks by bucket. ``DP``: one bucket per replica. ``CP``: every (dp, cp) pair.
+        ``WORLD``: every rank, in rank order. ``PP`` and ``TP``: every stage, every tensor-parallel
+        coordinate.
         """
         n = self.n_buckets(axis)
         if axis == "WORLD":
@@ -230,22 +231,23 @@ class ClientPlaceTree:
         return moved.reshape(n, -1).tolist()
 
     def n_buckets(self, axis: str = "DP") -> int:
-        """How many buckets the axis has, without listing ranks."""
+        """Return the number of buckets along an axis, without listing ranks."""
         if not isinstance(axis, str) or axis not in BUCKET_AXES:
             raise JobError([f"unknown axis {axis!r}; known: {', '.join(BUCKET_AXES)}"], "place")
         return math.prod(getattr(self, a) for a in BUCKET_AXES[axis])
 
     def bucket_of(self, axis: str = "DP") -> np.ndarray:
-        """Bucket of every rank: int64 [world_size]."""
+        """Return the bucket of every rank: int64 [world_size]."""
         buckets = np.array(self.buckets(axis))
         found = np.empty(self.world_size, np.int64)
         found[buckets] = np.arange(len(buckets))[:, None]
         return found
 
-    # who fetches
+    # fetchers
 
     def served_by(self, broadcast: str | Sequence[str] = ()) -> np.ndarray:
-        """For every rank the one that fetches for it, itself where it fetches: int64 [world_size].
+        """Return for every rank the rank that fetches for it, which may be itself: int64
+        [world_size].
 
         The trainer broadcasts along these axes (``TP``, ``CP``, ``PP``, ``DP``; nested, in any
         order), from coordinate 0.
@@ -258,34 +260,45 @@ class ClientPlaceTree:
         return served
 
     def fetchers(self, broadcast: str | Sequence[str] = ()) -> list[int]:
-        """The ranks that fetch when the trainer broadcasts along these axes: one of each group."""
+        """Return the ranks that fetch when the trainer broadcasts along these axes: one of each
+        group.
+        """
         served = self.served_by(broadcast)
         return np.flatnonzero(served == np.arange(len(served))).tolist()
 
     def seats(self, axis: str = "DP", broadcast: str | Sequence[str] = ()) -> np.ndarray:
-        """For every rank whose mailbox holds its microbatches: the lowest rank of its bucket that
-        has the same fetcher; int64 [world_size]. The fetcher's own, but where the trainer
-        broadcasts across buckets: then it opens a client at each seat.
+        """Return for every rank the rank whose step queue holds its microbatches: int64
+        [world_size]. It is the lowest rank of its bucket that has the same fetcher. That is the
+        fetcher itself, unless the trainer broadcasts across buckets: then the fetcher opens a
+        client for each.
         """
         group = self.bucket_of(axis) * self.world_size + self.served_by(broadcast)
         _, lowest, number = np.unique(group, return_index=True, return_inverse=True)
         return lowest[number].astype(np.int64, copy=False)
 
-    # for people
+    # text
+
+    def __repr__(self) -> str:
+        """Return the arguments under the name of the paper: journals compare this text."""
+        given = ", ".join(f"{name}={getattr(self, name)!r}" for name in (*AXES, "order"))
+        return f"ClientPlaceTree({given})"
 
     def __format__(self, spec: str) -> str:
-        """One line, for messages: ``f"{tree}"``. ``print(tree)`` draws it."""
+        """Return one line, for messages: ``f"{mesh}"``. ``print(mesh)`` draws it."""
         return format("x".join(f"{axis}{getattr(self, axis)}" for axis in self.order), spec)
 
     def __str__(self) -> str:
         return self.to_text()
 
     def to_text(self) -> str:
-        """A drawing with the ranks of every branch, cut short where there are many."""
+        """Return a drawing with the ranks of every branch, shortened if there are many."""
         axes = [axis for axis in self.order if getattr(self, axis) > 1] or [self.order[-1]]
         grid = np.arange(self.world_size).reshape([getattr(self, axis) for axis in axes])
         count = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return "\n".join([f"{self}: {count}", *_branches(axes, grid)])
+
+
+ClientPlaceTree = Mesh  # the name of the paper
 
 
 def _inside(i: Any, n: int) -> bool:
@@ -293,7 +306,7 @@ def _inside(i: Any, n: int) -> bool:
 
 
 def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
-    """The axes of a broadcast, each once, innermost first whatever order they were named in."""
+    """Return the axes of a broadcast, each once, innermost first whatever the given order."""
     dims = (
         tuple(broadcast)
         if isinstance(broadcast, Iterable) and not isinstance(broadcast, str)
@@ -308,7 +321,7 @@ def broadcast_dims(broadcast: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
-    """The environment with a world size that the caller knows; one that says another is refused."""
+    """Return the environment with the caller's world size, or raise if it contains another one."""
     said = str(env.get("WORLD_SIZE", "")).strip()
     if said not in ("", str(world_size)):
         raise JobError(
@@ -322,7 +335,7 @@ def _of_world(env: Mapping[str, str], world_size: int) -> Mapping[str, str]:
 
 
 def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
-    """Names of a device mesh's dimensions and its ranks, or what is wrong with them."""
+    """Return the names of a device mesh's dimensions and its ranks, or raise with the problem."""
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:
         raise JobError(
@@ -364,7 +377,9 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
 
 
 def _branches(axes: Sequence[str], grid: np.ndarray, indent: str = "") -> list[str]:
-    """Lines of a tree: a branch per position on the first axis; the last two axes share a line."""
+    """Return the lines of a tree: a branch per coordinate of the first axis; the last two axes
+    share a line.
+    """
     axis, n = axes[0], len(grid)
     if len(axes) == 1:
         return [f"{indent}└─ {_leaf(axis, grid)}"]
@@ -394,7 +409,7 @@ def _leaf(axis: str, ranks: np.ndarray) -> str:
 
 
 def _ranks(ranks: np.ndarray) -> str:
-    """0-7 where they follow each other, else the first ones and the last."""
+    """Return "0-7" for consecutive ranks, else the first ones and the last."""
     found = [int(r) for r in ranks]
     if len(found) > 1 and found == list(range(found[0], found[-1] + 1)):
         return f"{found[0]}-{found[-1]}"

@@ -1,7 +1,6 @@
-"""Samples as arrays: names for life, ragged columns, and the buffer a strategy sees.
+"""Samples as arrays: permanent ids, ragged columns, and the buffer that a strategy gets.
 
-No object per sample exists anywhere on a hot path. A step of 262,144 samples is seven numpy
-columns.
+No object per sample exists on a hot path. A step of 262,144 samples is seven numpy columns.
 """
 
 from __future__ import annotations
@@ -18,26 +17,21 @@ from overlord.errors import PlanError
 if TYPE_CHECKING:
     from overlord.batch import Batch
 
-if TYPE_CHECKING:
-    from overlord.batch import Batch
 
-
-OBJECTIVES = {
-    "microbatch": "microbatch",
-    "step": "iteration",
-}  # Job.sync, and what balancing aims at under it
-# mean length of rows from which copying them one by one is cheaper than gathering by index
+# Job.sync -> objective of balancing
+OBJECTIVES = {"microbatch": "microbatch", "step": "iteration"}
+# mean row length from which copying rows one by one is cheaper than gathering by index
 SLICE_FROM = 1024
 
 
 class SampleId(NamedTuple):
-    """Names a sample for life, on every machine and in every run of the job."""
+    """The permanent id of a sample: the same on every machine and in every run of the job."""
 
     source: str
     epoch: int
     file: int  # ordinal in the sorted listing
     row: int  # row number; byte offset for lines and tar members
-    part: int = 0  # which piece, when on_long="split" cut the sample
+    part: int = 0  # number of the piece, if on_long="split" split the sample
 
     def __str__(self) -> str:
         return f"{self.source}/e{self.epoch}/f{self.file}/r{self.row}" + (
@@ -47,7 +41,7 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """A column of variable-length rows: row i is ``values[offsets[i]:offsets[i+1]]``. This *is*
+    """A column of variable-length rows: row i is ``values[offsets[i]:offsets[i+1]]``, as in
     ``cu_seqlens``.
     """
 
@@ -66,28 +60,26 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        return (
-            self.offsets.item(-1) - self.offsets.item(0)
-        ) * self.values.itemsize  # item: whole numbers at once, in a third of the time
+        # item() returns Python ints in a third of the time
+        return (self.offsets.item(-1) - self.offsets.item(0)) * self.values.itemsize
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Rows start to stop, as views: nothing is copied."""
+        """Return rows start to stop as views, without a copy."""
         return Ragged(self.values, self.offsets[start : stop + 1])
 
     def compact(self) -> Ragged:
-        """The same rows in memory of their own, so that the memory they were cut from can go."""
+        """Return a copy of the rows, so that the memory they are views of can be freed."""
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         return Ragged(self.values[first:last].copy(), self.offsets - first)
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """Chosen rows in the given order, copied."""
+        """Return a copy of the chosen rows, in the given order."""
         lengths = self.lengths[rows]
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         starts = self.offsets[:-1][rows]
-        if offsets[-1] > SLICE_FROM * len(
-            rows
-        ):  # files, say: an index would be eight times their bytes
+        # long rows, such as files: an index would be eight times their bytes
+        if offsets[-1] > SLICE_FROM * len(rows):
             values = np.empty(int(offsets[-1]), self.values.dtype)
             for a, b, at in zip(
                 offsets.tolist(), offsets[1:].tolist(), starts.tolist(), strict=False
@@ -119,14 +111,13 @@ class Ragged:
     def from_rows(rows: Sequence[Any], dtype: Any = None) -> Ragged:
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
-        arrays = [
-            np.asarray(row, dtype) for row in rows if len(row)
-        ]  # an empty list would make whole numbers floats
+        # an empty list would turn integers into floats
+        arrays = [np.asarray(row, dtype) for row in rows if len(row)]
         return Ragged(np.concatenate(arrays) if arrays else np.zeros(0, dtype or np.int64), offsets)
 
 
 class Items(NamedTuple):
-    """What documents carry beside their tokens, images say: bytes of their own each, document after
+    """Items of documents in addition to tokens, such as images: bytes for each item, document by
     document.
     """
 
@@ -135,19 +126,21 @@ class Items(NamedTuple):
 
     @property
     def first(self) -> np.ndarray:
-        """The first item of each document, and their number: int64, one more than documents."""
+        """Number of the first item of each document, then the total: int64, one more than
+        documents.
+        """
         first = np.zeros(len(self.counts) + 1, np.int64)
         np.cumsum(self.counts, out=first[1:])
         return first
 
     def slice(self, start: int, stop: int) -> Items:
-        """Items of documents start to stop, as views."""
+        """Return the items of documents start to stop, as views."""
         counts = self.counts[start:stop]
         before = int(self.counts[:start].sum())
         return Items(self.bytes.slice(before, before + int(counts.sum())), counts)
 
     def take(self, documents: np.ndarray) -> Items:
-        """Items of chosen documents in the given order, copied."""
+        """Return a copy of the items of the chosen documents, in the given order."""
         return Scattered([self.bytes], self.counts).take(documents)
 
     @staticmethod
@@ -166,8 +159,8 @@ class Items(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """The payload of documents on their way from loader to constructor. Sources without images have
-    ``items=None`` and pay nothing.
+    """The payload that a loader sends to a constructor. Sources without images have ``items=None``
+    at no cost.
     """
 
     tokens: Ragged
@@ -181,16 +174,14 @@ class Content:
         return self.tokens.nbytes + (0 if self.items is None else self.items.bytes.nbytes)
 
     def slice(self, start: int, stop: int) -> Content:
-        """Documents start to stop, as views: nothing is copied."""
+        """Return documents start to stop as views, without a copy."""
         return Content(
             self.tokens.slice(start, stop),
             None if self.items is None else self.items.slice(start, stop),
         )
 
     def compact(self) -> Content:
-        """The same documents in memory of their own, so that the memory they were cut from can
-        go.
-        """
+        """Return a copy of the documents, so that the memory they are views of can be freed."""
         items = (
             None
             if self.items is None
@@ -199,19 +190,21 @@ class Content:
         return Content(self.tokens.compact(), items)
 
     def take(self, documents: np.ndarray) -> Content:
-        """Chosen documents in the given order, copied."""
+        """Return a copy of the chosen documents, in the given order."""
         return Content(
             self.tokens.take(documents), None if self.items is None else self.items.take(documents)
         )
 
     def take_items(self, rows: np.ndarray) -> Ragged:
-        """Chosen items in the given order, copied; they are numbered through the documents."""
+        """Return a copy of the chosen items, in the given order. Items are numbered over all
+        documents.
+        """
         return (self.items or Items.none(len(self))).bytes.take(rows)
 
     @staticmethod
     def pick(parts: Sequence[Content], documents: np.ndarray) -> Content:
-        """Chosen documents of several parts, numbered through them; items are copied once, however
-        many parts there are.
+        """Return the chosen documents of several contents, numbered over all of them. Items are
+        copied once, whatever the number of contents.
         """
         tokens = Ragged.concat([p.tokens for p in parts]).take(documents)
         if (scattered := Scattered.of(parts)) is None:
@@ -220,8 +213,8 @@ class Content:
 
     @staticmethod
     def concat(parts: Sequence[Content]) -> Content:
-        """Documents one part after another. Beside parts with items, documents of the others have
-        none.
+        """Return the documents of all contents, in order. If some contents have items, documents of
+        the others have none.
         """
         if len(parts) == 1:
             return parts[0]
@@ -235,7 +228,7 @@ class Content:
 
 
 class Scattered:
-    """The items of several parts, read as one column where they lie."""
+    """The items of several contents, read as one column without a copy."""
 
     def __init__(self, parts: Sequence[Ragged], counts: np.ndarray):
         self.parts, self.counts = parts, counts  # items of each document
@@ -243,7 +236,7 @@ class Scattered:
 
     @staticmethod
     def of(parts: Sequence[Content]) -> Scattered | None:
-        """None: not one of them has items."""
+        """Return the items of several contents; None if no content has any."""
         if all(p.items is None for p in parts):
             return None
         counts = [np.zeros(len(p), np.int64) if p.items is None else p.items.counts for p in parts]
@@ -265,11 +258,11 @@ class Scattered:
 
     @property
     def first(self) -> np.ndarray:
-        """The first item of each document, and their number."""
+        """Number of the first item of each document, then the total."""
         return np.concatenate([[0], np.cumsum(self.counts)])
 
     def rows(self, documents: np.ndarray) -> np.ndarray:
-        """All items of these documents, document by document."""
+        """Return the numbers of all items of these documents, document by document."""
         counts = self.counts[documents]
         ends = np.cumsum(counts)
         return np.repeat(self.first[documents] - ends + counts, counts) + np.arange(
@@ -283,7 +276,7 @@ class Scattered:
         )
 
 
-Column = np.ndarray | Ragged  # one value a sample, or several: images, say
+Column = np.ndarray | Ragged  # one value per sample, or several, such as image sizes
 
 
 def take_rows(column: Column, rows: np.ndarray) -> Column:
@@ -291,13 +284,13 @@ def take_rows(column: Column, rows: np.ndarray) -> Column:
 
 
 def cut_rows(column: Column, start: int, stop: int) -> Column:
-    """Rows start to stop, as views."""
+    """Return rows start to stop, as views."""
     return column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop]
 
 
 def join_rows(parts: Sequence[Column]) -> Column:
-    """Columns one after another. Where some hold lists and others numbers, a number counts as a
-    list of one.
+    """Return the concatenation of columns. If some hold lists and others numbers, a number counts
+    as a list of one.
     """
     if Ragged not in set(map(type, parts)):
         return np.concatenate(parts)  # type: ignore[arg-type]
@@ -307,7 +300,7 @@ def join_rows(parts: Sequence[Column]) -> Column:
 
 
 def no_items(rows: int, dtype: Any = np.int64) -> Ragged:
-    """A column in which no row has an item."""
+    """Return a column in which no row has an item."""
     return Ragged(np.zeros(0, dtype), np.zeros(rows + 1, np.int64))
 
 
@@ -320,8 +313,8 @@ def _read_only(column: Column) -> Column:
 
 
 class Columns(dict[str, Column]):
-    """Metadata by name, as functions of the user get it: one that is not there is said with those
-    that are.
+    """Metadata by name, as user functions get it. The error for a missing name lists the known
+    ones.
     """
 
     def __init__(self, columns: Mapping[str, Column], step: int = -1):
@@ -337,7 +330,7 @@ class Columns(dict[str, Column]):
 
 
 def loader_is_hidden(what: str, step: int) -> PlanError:
-    """Why a strategy is not told which loader holds a sample."""
+    """Return the error for a strategy that reads which loader holds a sample."""
     return PlanError(
         f"a strategy read {what}; which loader holds a sample must not shape a plan, or "
         "the stream would change with the number of loaders",
@@ -348,11 +341,11 @@ def loader_is_hidden(what: str, step: int) -> PlanError:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Buffer:
-    """What a strategy sees: identity and metadata of samples, one row each, in stream order; never
+    """The input of a strategy: ids and metadata of samples, one row each, in stream order; never
     payload.
 
-    In a running job the planner has drawn already: the rows are the step's samples in the order of
-    the draw. A buffer made by hand (``from_columns``) holds candidates, and
+    In a running job the planner has drawn already: the rows are the samples of the step, in the
+    order of the draw. A buffer made by hand (``from_columns``) holds candidates, and
     ``DGraph.mix(schedule)`` draws from them.
     """
 
@@ -367,22 +360,17 @@ class Buffer:
     step: int = 0
     drawn: bool = False
     substep: np.ndarray | None = None  # int32: sub-draw of each row under mix_every="microbatch"
-    weights: Mapping[str, float] = field(default_factory=dict)  # what the draw wanted
-    absent: tuple[
-        str, ...
-    ] = ()  # metadata that sources of the job have, but none of this step's samples
-    wanted: tuple[
-        tuple[int, ...], ...
-        # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by
-        # source
-    ] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)  # target weights of the draw
+    # metadata that sources of the job have, but no sample of this step
+    absent: tuple[str, ...] = ()
+    # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by source
+    wanted: tuple[tuple[int, ...], ...] = ()
     age: np.ndarray | None = None  # int32: steps each candidate was passed over
-    max_age: int = 8  # one passed over so often comes first
-    scores: np.ndarray | None = None  # what the job's schedule prefers: the lowest first
-    overflow: str = "grow"  # "defer": what does not fit is left for a later step
-    sync: str = (
-        "microbatch"  # when ranks wait for each other: after every "microbatch", or once a "step"
-    )
+    max_age: int = 8  # a candidate of this age comes first
+    scores: np.ndarray | None = None  # from the job's schedule: the lowest are taken first
+    overflow: str = "grow"  # "defer": samples that do not fit are left for a later step
+    # when ranks wait for each other: after every "microbatch", or once a "step"
+    sync: str = "microbatch"
 
     def __len__(self) -> int:
         return len(self.source)
@@ -400,7 +388,7 @@ class Buffer:
 
     @property
     def loader(self) -> Any:
-        """Never told: see the error."""
+        """Always raise: a strategy must not depend on loaders."""
         raise loader_is_hidden("buffer.loader", self.step)
 
     def __repr__(self) -> str:
@@ -427,8 +415,8 @@ class Buffer:
         )
 
     def column(self, name: str) -> Column:
-        """One metadata column. Where the samples of this step all lack it (a step of text in a job
-        with images), no items.
+        """Return one metadata column. If all samples of this step lack it (a step of text in a job
+        with images), return a column without items.
         """
         if name in self.absent:
             return no_items(len(self))
@@ -442,7 +430,7 @@ class Buffer:
         return self.meta[name]
 
     def take(self, rows: np.ndarray) -> Buffer:
-        """Chosen rows in the given order."""
+        """Return a buffer of the chosen rows, in the given order."""
         picked = {n: getattr(self, n)[rows] for n in ("source", "epoch", "file", "row", "part")}
         meta = Columns({n: take_rows(c, rows) for n, c in self.meta.items()}, self.step)
         beside: dict[str, Any] = {
@@ -458,11 +446,11 @@ class Buffer:
         step: int = 0,
         sync: str = "microbatch",
     ) -> Buffer:
-        """A buffer by hand: ``{"web": {"tokens": [5, 9]}, ...}``; a list of lists becomes a ragged
-        column.
+        """Return a buffer made by hand: ``{"web": {"tokens": [5, 9]}, ...}``. A list of lists
+        becomes a ragged column.
 
-        Every source must have the same columns, but for ragged ones: the samples of a source
-        without it have no items. ``sync``: as in ``Job``.
+        Every source must have the same columns, except ragged ones: samples of a source without
+        such a column have no items. ``sync``: as in ``Job``.
         """
         if not hasattr(batch, "context"):
             raise PlanError(
@@ -508,7 +496,7 @@ class Buffer:
 
 
 def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
-    """The columns of one source, checked: they are written by hand."""
+    """Return the columns of one source, or raise if a column is not valid."""
     if not isinstance(columns, Mapping):
         found = (
             f"source {source!r}: expected a mapping of metadata name to column, got "
@@ -533,7 +521,7 @@ def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
 
 
 def _column(value: Any) -> Column | None:
-    """One number a sample, or a list of them; None: it is neither."""
+    """Return a column of one number or a list of numbers per sample; None if it is neither."""
     if isinstance(value, Ragged):
         return value
     try:
@@ -547,7 +535,7 @@ def _column(value: Any) -> Column | None:
                 column if column.values.ndim == 1 and column.values.dtype.kind in "biuf" else None
             )
         found = np.asarray(value) if len(value) else np.zeros(0, np.int64)
-    except (TypeError, ValueError):  # no sequence at all, or numbers and lists in one
+    except (TypeError, ValueError):  # not a sequence, or numbers and lists mixed
         return None
     return found if found.ndim == 1 and found.dtype.kind in "biuf" else None
 

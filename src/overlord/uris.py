@@ -1,7 +1,7 @@
-"""Names of files in stores: what a URI may hold, and how secrets are kept out of texts.
+"""URIs of files in object stores: valid forms, and removal of secrets from texts.
 
 Secrets come from the environment alone. A URI goes into job files, index caches, quarantine lists
-and errors, so one that carries a secret is refused before anything is made of it.
+and errors. So a URI that carries a secret is refused before it is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BUCKETS = ("s3", "s3a", "gs", "az")
 OBJECT_STORES = (*_BUCKETS, "abfs", "abfss")
 KNOWN = ("file", *OBJECT_STORES, "hdfs")
 OPTIONS = ("region", "anonymous")
-_WITH_USER = ("abfs", "abfss", "hdfs")  # there it is a container, or a name without a password
+_WITH_USER = ("abfs", "abfss", "hdfs")  # a container, or a user name without a password
 _NEARLY = re.compile(
     rf"\s*({'|'.join((*KNOWN, 'https?', 'hf', 'ftp'))}):(?!//)|\s+[A-Za-z][A-Za-z0-9+.-]*://",
     re.IGNORECASE,
@@ -58,17 +58,16 @@ _PATTERNS = (
 
 
 def is_uri(text: str) -> bool:
-    """Whether this is a URI, or was meant as one: ``Path`` makes ``s3:/bucket`` of
-    ``s3://bucket``.
+    """Return whether this is a URI, or was meant as one: ``Path`` turns ``s3://bucket`` into
+    ``s3:/bucket``.
     """
     return bool(SCHEME.match(text) or _NEARLY.match(text))
 
 
 def uri_problems(uri: str) -> list[str]:
-    """Why a URI cannot be used, without repeating a secret; a plain path has no problems here."""
-    if _NEARLY.match(
-        uri
-    ):  # taken for a path it would be a folder of that name, and stand in every error
+    """Return the problems of a URI, without repeating a secret. A plain path has none here."""
+    # as a path it would name a folder, and appear in every error
+    if _NEARLY.match(uri):
         return [
             "expected a path, or a URI as in s3://bucket/name, got one that lacks its "
             f"'//' or begins with a space; {ENVIRONMENT}"
@@ -81,8 +80,8 @@ def uri_problems(uri: str) -> list[str]:
     user, at, host = body.partition("/")[0].rpartition("@")
     port = host.partition(":")[2]
     shown = shown_uri(uri)
-    # A secret may hold '/', so that what looks like a host is the user and half of a password: no
-    # port, and no bucket, looks so.
+    # A secret may contain '/'. Then the text before it looks like a host, but is the user and half
+    # of a password. No port and no bucket looks like that.
     if (
         (at and ":" in user)
         or (port and not port.isdigit())
@@ -110,8 +109,8 @@ def uri_problems(uri: str) -> list[str]:
 
 
 def shown_uri(uri: str) -> str:
-    """A URI for people. Of one that may be refused nobody knows where its secrets stand: no user,
-    and no value of an option, is shown.
+    """Return a URI for texts. Secrets may be anywhere in a URI that is refused, so users and values
+    of options are hidden.
     """
     head, mark, query = uri.partition("?")
     head = (
@@ -127,7 +126,7 @@ def shown_uri(uri: str) -> str:
 
 
 def options_of(query: str) -> tuple[str, bool]:
-    """Region ("" if not given) and whether requests go out unsigned."""
+    """Return the region ("" if not given) and whether requests are sent unsigned."""
     given = dict(parse_qsl(query, keep_blank_values=True))
     return given.get("region", ""), given.get("anonymous", "false").lower() in (
         "",
@@ -138,7 +137,7 @@ def options_of(query: str) -> tuple[str, bool]:
 
 
 def scrub(text: str) -> str:
-    """The text without passwords, signatures, tokens and whatever the environment keeps secret."""
+    """Return the text without passwords, signatures, tokens and secrets of the environment."""
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET_VARIABLE.search(name) and not _NO_SECRETS.search(name):
             text = text.replace(value, HIDDEN)

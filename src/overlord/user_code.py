@@ -1,18 +1,13 @@
-"""Functions of the user: whether they can be called as they will be, and where in them an error was
-raised.
-"""
+"""User functions: checks of their signatures, and the location of errors raised in them."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from overlord.errors import JobError, OverlordError, SourceError
-
-if TYPE_CHECKING:
-    pass
 
 _PACKAGE = __file__.rpartition("/")[0] + "/"
 _LIBRARY = str(inspect.__file__).rpartition("/")[0] + "/"  # Python's own
@@ -20,19 +15,21 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def cannot_take(fn: Callable[..., Any], arguments: Sequence[str]) -> str:
-    """Why a function cannot be called with these; empty where it can, or where it does not tell."""
+    """Return why a function cannot be called with these arguments; "" if it can, or has no
+    signature.
+    """
     try:
         return _cannot_take(fn, tuple(arguments))
-    except TypeError:  # it has no hash
+    except TypeError:  # not hashable
         return _cannot_take.__wrapped__(fn, tuple(arguments))
 
 
 @lru_cache(maxsize=64)
 def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
-    """Costs and the like are asked for every step, and are the same ones."""
+    """Cached, since costs and similar functions are checked at every step."""
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # written in C, most of them
+    except (TypeError, ValueError):  # functions written in C, mostly
         return ""
     try:
         signature.bind(*arguments)
@@ -43,12 +40,12 @@ def _cannot_take(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
 
 
 def where_raised(error: BaseException) -> str:
-    """Return `` (at FILE:LINE, in FUNCTION)`` of the user's code that raised an error; empty where
-    none did.
+    """Return `` (at FILE:LINE, in FUNCTION)`` of the user code that raised an error; "" if none
+    did.
 
-    The innermost frame outside of this package, of Python's library and of installed ones counts;
-    else the first outside of this package. Tracebacks do not reach the quarantine or other
-    processes; texts do.
+    The innermost frame outside of this package, of Python's library and of installed packages
+    counts; else the first one outside of this package. Tracebacks do not reach the quarantine or
+    other processes; texts do.
     """
     outside, trace = list[str](), error.__traceback__
     own = ""
@@ -65,11 +62,12 @@ def where_raised(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """The type and text of an error, with where the user's code raised it."""
+    """Return the type and text of an error, with the location in user code that raised it."""
     return f"{type(error).__name__}{f': {error}' if str(error) else ''}{where_raised(error)}"
 
 
 def checked_function(fn: Any, where: str, arguments: Sequence[str]) -> Any:
+    """Return ``fn`` if it can be called with these arguments; else raise a JobError."""
     if (
         problem := cannot_take(fn, arguments)
         if callable(fn)
@@ -84,9 +82,9 @@ def name_of(fn: Any) -> str:
 
 
 def as_exception(error: BaseException, source: str = "") -> Exception:
-    if isinstance(error, Exception) and not isinstance(
-        error, StopIteration
-    ):  # which would look like the end of the data
+    """Return the error itself, or an Exception in place of one that would end a program or loop."""
+    # StopIteration would look like the end of the data
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     what = told(error)
     return (

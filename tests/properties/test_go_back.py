@@ -310,9 +310,7 @@ def test_and_to_reports() -> None:
     assert planner.feedback["late"] == planner.feedback["pending"] == 1
 
 
-def test_after_the_end_was_found_no_source_joins_and_no_mixture_moves_it_though_it_is_to_be_found_again() -> (
-    None
-):
+def test_after_the_end_was_found_no_source_joins_and_no_mixture_moves_the_end() -> None:
     old = Planner(spec(until=0))
     assert isinstance(old.handle(Attach(0))[0], EndOfJob)
     new = Planner(spec(until=0), generation=STRIDE)

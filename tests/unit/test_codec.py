@@ -17,7 +17,7 @@ import pytest
 
 from overlord.batch import Batch
 from overlord.errors import FrameError, OverlordError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.messages import client, constructor, control, loader
 from overlord.messages.control import Consumed, Cursor, SetMixture, Skip, StreamState
 from overlord.messages.loader import Announce, BlockReady, SampleBlock
@@ -286,7 +286,7 @@ def test_a_plan_comes_back_valid_and_with_the_same_digest():
         part=zero,
         tokens=rows + 1,
         modules={"backbone": main},
-        place=ClientPlaceTree(dp=2, tp=2),
+        place=Mesh(dp=2, tp=2),
         extra={"weights": {"web": 0.5}, "list": [1, "a"]},
     )
     found = sent(plan)
@@ -302,7 +302,7 @@ def test_all_messages_and_what_they_hold_are_known_from_the_start():
         for c in vars(m).values()
         if isinstance(c, type) and c.__module__ == m.__name__
     }
-    assert wanted | {"LoadingPlan", "Assignment", "ClientPlaceTree", "Buffer"} <= set(
+    assert wanted | {"LoadingPlan", "Assignment", "Mesh", "Buffer"} <= set(
         record_codec.KINDS
     )
 
@@ -389,13 +389,13 @@ def test_a_record_with_other_fields_or_an_unknown_name_is_refused():
 
 
 def test_a_record_that_its_own_class_refuses_is_refused():
-    header, columns = encode(ClientPlaceTree(dp=77))
+    header, columns = encode(Mesh(dp=66))
     with pytest.raises(
         FrameError,
-        match=r"expected a ClientPlaceTree that can be, got JobError: place.dp: expected a whole "
+        match=r"expected a Mesh that can be, got JobError: place.dp: expected a whole "
         r"number",
     ):
-        decode(header.replace(b"\x4d", b"\x00"), columns)
+        decode(header.replace(b"\x42", b"\x00"), columns)
 
 
 def test_a_record_of_yours_travels_once_it_is_made_known():

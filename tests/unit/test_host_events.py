@@ -41,5 +41,5 @@ def test_the_horizon_is_told_in_strides_and_a_loader_always_has_groups_to_open()
             told, words = refill.horizon, words + 1
         assert group + 8 <= told <= group + 8 + STRIDE
     assert words <= 2 * (1 + 40 // STRIDE)
-    demand.reopened(0)
+    demand.restarted(0)
     assert len(demand.move_horizon(0, 39)) == 2

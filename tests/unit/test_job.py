@@ -84,8 +84,8 @@ def test_a_source_is_the_same_however_its_paths_were_given():
         ({"max_sample_bytes": -1}, "max_sample_bytes: expected a whole number of at least 1"),
         ({"format": 7}, "format: expected the name of a format, got 7"),
         ({"transforms": "tokens"}, "transforms: expected a list, got str"),
-        ({"transforms": [len]}, "transforms[0]: <built-in function len> is no transform"),
-        ({"transforms": [Tokens(), Tokens]}, "transforms[1]: <class"),
+        ({"transforms": [len]}, "transforms[0]: expected a transform, got <built-in function len>"),
+        ({"transforms": [Tokens(), Tokens]}, "transforms[1]: expected a transform, got <class"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused(fields: dict[str, Any], problem: str):
@@ -176,11 +176,11 @@ def test_a_mesh_that_cannot_be_is_refused(fields: dict[str, Any], problem: str):
             "sources: all weights are zero",
         ),
         ({"batch": None}, "batch: expected a Batch"),
-        ({"place": {"dp": 2}}, "place: expected a ClientPlaceTree"),
+        ({"place": {"dp": 2}}, "place: expected an ov.Mesh"),
         ({"mixture": {"wbe": 1}}, "mixture: unknown source 'wbe'; did you mean 'web'?"),
         (
             {"mixture": {"web": float("nan")}},
-            "mixture: the weight of 'web' must be a finite number",
+            "mixture: the weight of 'web': expected a finite number",
         ),
         ({"mixture": {"web": 0}}, "mixture: all weights are zero"),
         ({"mixture": 0.7}, "mixture: expected a mapping of weights or a schedule"),

@@ -91,11 +91,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),  # type: ignore[arg-type]
     "arguments swapped": (
         lambda: ov.DGraph.from_buffer(PLACE, buffer()),
-        "expected a Buffer as buffer, got ClientPlaceTree",
+        "expected a Buffer as buffer, got Mesh",
     ),  # type: ignore[arg-type]
     "a number of ranks for a place": (
         lambda: ov.DGraph.from_buffer(buffer(), 4),
-        "expected a ClientPlaceTree as place, got int",
+        "expected a Mesh as place, got int",
     ),  # type: ignore[arg-type]
     "a list of columns": (
         lambda: drawn().select(["tokens"]),

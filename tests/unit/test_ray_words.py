@@ -20,7 +20,7 @@ def test_the_last_lines_are_those_of_this_actor_without_what_ray_writes_for_itse
     err.write_text("of an actor before\n:actor_name:Hosted\nTraceback\n\nsegmentation fault")
     out.write_text("and this\n")
     assert words.last() == ["Traceback", "segmentation fault", "and this"]
-    assert words.where == f"what it said last is in {err} and {out} on node 10.0.0.7"
+    assert words.where == f"its last output is in {err} and {out} on node 10.0.0.7"
 
 
 def test_they_are_few_however_much_was_said_and_none_where_the_file_is_gone(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_of_one_who_does_not_say_where_its_output_is_nothing_is_known() -> None:
 
 def test_a_part_that_is_given_up_names_one_place_for_what_it_said() -> None:
     here = str(worn_out(ActorLost("loader-host/0", "exit code 9"), 3))
-    assert "; what it said last is in the output of the job: mend what ends it" in here
+    assert "; its last output is in the output of the job: mend what ends it" in here
     there = str(
         worn_out(
             ActorLost(
@@ -51,8 +51,8 @@ def test_a_part_that_is_given_up_names_one_place_for_what_it_said() -> None:
             3,
         )
     )
-    assert there.count("what it said last is in") == 1
+    assert there.count("its last output is in") == 1
     assert (
-        "what it said last is in /logs/worker.err on node n; it was started again 3 times" in there
+        "its last output is in /logs/worker.err on node n; it was started again 3 times" in there
     )
     assert there.endswith("; mend what ends it; or raise max_restarts, if that passes by itself")

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import overlord as ov
+from overlord import Job, Source
 from overlord.batch import Batch
 from overlord.errors import JobError, PlanError
-from overlord.job.job import Job, Source
 from overlord.planning import schedule as library
 from overlord.planning.schedule import Base, bind, by_source, factories, make, register_schedule
 
@@ -186,7 +186,7 @@ def test_a_function_may_stand_where_weights_do():
     with pytest.raises(JobError, match=r"linear\.start: expected weights by source name at step 1"):
         S.linear(lambda step, feedback: [1, 2], A, 4)(1, {})
     with pytest.raises(
-        JobError, match=r"linear\.end: at step 1, the weight of 'web' must be a finite number"
+        JobError, match=r"linear\.end: at step 1, the weight of 'web': expected a finite number"
     ):
         S.linear(A, lambda step, feedback: {"web": -1}, 4)(1, {})
 
@@ -417,8 +417,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
             lambda: S.constant({"web": -1, 3: 1, "code": math.nan}),
             [
                 "weights: expected the name of a source, got 3",
-                "weights: the weight of 'web' must be a finite number of at least 0, got -1",
-                "weights: the weight of 'code' must be a finite number of at least 0, got nan",
+                "weights: the weight of 'web': expected a finite number of at least 0, got -1",
+                "weights: the weight of 'code': expected a finite number of at least 0, got nan",
             ],
         ),
         (
@@ -467,8 +467,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
             lambda: S.temperature(0, {"web": -1, "code": "x"}),
             [
                 "tau: expected a number above 0 (infinity: all sources alike), got 0",
-                "sizes: the size of 'web' must be a finite number of at least 0, got -1",
-                "sizes: the size of 'code' must be a finite number of at least 0, got 'x'",
+                "sizes: the size of 'web': expected a finite number of at least 0, got -1",
+                "sizes: the size of 'code': expected a finite number of at least 0, got 'x'",
             ],
         ),
         (
@@ -489,12 +489,15 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
             lambda: S.curriculum("", 2, 1, 0, weights={}),
             [
                 "column: expected a name, got ''",
-                "low, high: the ramp goes up, got 2 above 1; reverse the column in ov.Meta",
+                "low, high: expected low at most high, got 2 above 1; reverse the column in ov.Meta",
                 "steps: expected a whole number of at least 1, got 0",
                 "weights: all weights are zero, so no sample would ever be drawn",
             ],
         ),
-        (lambda: S.length_warmup(9, 3, 1), ["start, end: lengths go up from start, got 9 above 3"]),
+        (
+            lambda: S.length_warmup(9, 3, 1),
+            ["start, end: expected start at most end, got 9 above 3"],
+        ),
         (
             lambda: S.odm(
                 ["a", "b", "c"], warmup=-1, floor=0.4, scale=0, decay=2, rate=-1, metric=""
@@ -782,7 +785,8 @@ def test_a_source_may_be_called_schedule(tmp_path: Path):
             [
                 "mixture.ends: unknown; did you mean 'end'?",
                 "mixture.end: missing",
-                "mixture.start: the weight of 'web' must be a finite number of at least 0, got -1",
+                "mixture.start: the weight of 'web': expected a finite number of at least "
+                "0, got -1",
                 "mixture.steps: expected a whole number of at least 1, got 0",
             ],
         ),

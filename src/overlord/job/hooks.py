@@ -1,15 +1,15 @@
-"""The low level: places where a function of yours stands in for a part of the package (the Overlord
-paper, section 4.2).
+"""Hooks: user functions that replace a step of the planner, the loaders or the constructors (the
+Overlord paper, section 4.2).
 
-    Job(strategy=ov.plan_raw(fn))                    the planner: where every sample goes, from raw arrays
-    session.summary_buffer()                         what the planner sees, to try things on
-    Job(hooks=[ov.loader_do_plan(fn)])               the loaders: the tokens of what a step takes from one source
-    Job(hooks=[ov.constructor_do_plan(fn)])          the constructors: the microbatches of one bucket
+    Job(strategy=ov.plan_raw(fn))             planner: assigns samples, from raw arrays
+    session.summary_buffer()                  planner: the samples it has, for experiments
+    Job(hooks=[ov.loader_do_plan(fn)])        loaders: tokens of one source in a step
+    Job(hooks=[ov.constructor_do_plan(fn)])   constructors: microbatches of one bucket
 
-All three shape what ranks receive, so they belong to the job and its fingerprint, by the text of
-the function. What they return is checked; an error in one ends the job at its step and names the
-function. They must be pure: equal input, equal output, whatever the thread, the machine and the
-step that ran before.
+All three determine the arrays of every rank. So they belong to the job and its fingerprint, by the
+text of the function. Their results are checked. An error in one ends the job at its step and names
+the function. They must be pure: equal input gives equal output, whatever the thread, the machine
+and the steps before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from overlord.batch import Batch
 
 LOADER, CONSTRUCTOR = "loader_do_plan", "constructor_do_plan"
-CONTRACT = {  # what every microbatch holds, of which type
+CONTRACT = {  # keys of every microbatch, with their types
     "tokens": np.int64,
     "position_ids": np.int64,
     "labels": np.int64,
@@ -43,15 +43,9 @@ CONTRACT = {  # what every microbatch holds, of which type
 PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")
 
 
-# the planner
-
-
-# loaders and constructors
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """What ``loader_do_plan`` and ``constructor_do_plan`` give: an entry of ``Job(hooks=...)``."""
+    """An entry of ``Job(hooks=...)``, made by ``loader_do_plan`` or ``constructor_do_plan``."""
 
     kind: str
     fn: Callable[[Any], Any]
@@ -65,22 +59,19 @@ class Hook:
             return self.fn(given)
         except PlanError:
             raise
-        except (
-            Exception,
-            SystemExit,
-            GeneratorExit,
-        ) as e:  # the user's code: whatever it raises ends the job at this step, by name
-            raise PlanError(f"{self.__name__} raised {told(e)}", step, "mend the hook") from e
+        # user code: every error ends the job at this step and names the hook
+        except (Exception, SystemExit, GeneratorExit) as e:
+            raise PlanError(f"{self.__name__} raised {told(e)}", step, "correct the hook") from e
 
 
 def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
-    """Replaces the tokens that loaders hand over: ``fn(samples: Popped) -> Ragged`` of the same row
+    """Replace the tokens that loaders send: ``fn(samples: Popped) -> Ragged`` of the same row
     lengths.
 
-    It is called once per step and source with all the source's samples of the step, in the plan's
-    order, whichever loaders held them: so the number of loaders still does not show in the stream.
-    Lengths are planned already and cannot change. Hooks run in the order of ``Job.hooks``, before
-    any constructor's, in a worker thread.
+    The function is called once per step and source. It gets all samples of the source in the step,
+    in the plan's order, whichever loaders read them. So the stream does not depend on the number of
+    loaders. Lengths are planned already and cannot change. Hooks run in the order of ``Job.hooks``,
+    before all constructor hooks, in a worker thread.
 
         def hide_digits(samples):
             if samples.source != "web":
@@ -92,19 +83,22 @@ def loader_do_plan(fn: Callable[[Popped], Ragged]) -> Hook:
 
 
 def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -> Hook:
-    """Builds the microbatches of one bucket: ``fn(assembly: Assembly) -> list of dicts``, one per
+    """Build the microbatches of one bucket: ``fn(assembly: Assembly) -> list of dicts``, one per
     planned microbatch.
 
-    It is called once per step and bucket (with buckets along PP or TP, once for each data-parallel
-    group). What it returns is cut for ranks as the package's own is: keys of yours go to every
-    pipeline stage, those with an entry for every token are sliced along cp. Every dict must have
-    the keys of the batch contract, of their types, with ``cu_seqlens`` and ``cu_seqlens_padded``
-    that cut its tokens into a document for each of ``source_ids``; more keys of any name may stand
-    beside them, as numpy arrays, and arrive in the trainer's ``Microbatch``. ``assembly.default()``
-    gives what the package would build (read-only arrays: copy what you change), or what the hook
-    before this one gave. A microbatch may be empty: it has no documents, and one document of
-    padding in the default. ``Step.global_valid_tokens`` and ``Microbatch.samples`` keep telling of
-    the plan: who strikes out more loss counts it itself.
+    The function is called once per step and bucket (with buckets along PP or TP, once for each
+    data-parallel group). Its result is sliced for ranks as the package's own arrays are. Additional
+    keys go to every pipeline stage; those with an entry for every token are sliced along cp.
+
+    Every dict must have the keys of the batch contract, with their types. ``cu_seqlens`` and
+    ``cu_seqlens_padded`` must divide its tokens into one document for each of ``source_ids``.
+    Additional keys hold numpy arrays and arrive in the trainer's ``Microbatch``.
+    ``assembly.default()`` returns what the package would build (read-only arrays: copy before you
+    change them), or the result of the hook before this one.
+
+    A microbatch may be empty: it has no documents, and one document of padding in the default.
+    ``Step.global_valid_tokens`` and ``Microbatch.samples`` follow the plan. A hook that masks more
+    of the loss must count it itself.
 
         def with_lengths(assembly):
             return [mb | {"lengths": np.diff(mb["cu_seqlens"])} for mb in assembly.default()]
@@ -114,8 +108,8 @@ def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Popped:
-    """What one source gives to one step: ids and tokens of its samples, row by row, in the plan's
-    order (that of the stream, but where look-ahead chooses).
+    """The samples of one source in one step: ids and tokens, row by row, in the plan's order. That
+    is the order of the stream, unless look-ahead chooses samples.
     """
 
     step: int
@@ -136,9 +130,9 @@ class Popped:
         )
 
     def chance(self, purpose: str = "") -> np.ndarray:
-        """A number from 0 to below 1 for every token of ``tokens.values``: by the job's seed, the
-        sample's id and the token's place in it, so the same in every run. Other purposes, other
-        numbers.
+        """Return a number from 0 to below 1 for every token of ``tokens.values``. It depends on the
+        job's seed, the sample's id and the token's position, so it is the same in every run. Each
+        purpose has its own numbers.
         """
         lengths = self.tokens.lengths
         each = keyed_hash(
@@ -155,7 +149,7 @@ class Popped:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assembly:
-    """One bucket's part of a step, as its constructor sees it."""
+    """One bucket of a step, as its constructor builds it."""
 
     step: int
     bucket: int
@@ -174,11 +168,13 @@ class Assembly:
         return [self.plan.sample_id(i) for i in self.rows[microbatch].tolist()]
 
     def default(self) -> list[dict[str, np.ndarray]]:
-        """What the package would build, one dict per microbatch; its arrays are read-only."""
+        """Return the microbatches that the package would build, one dict each; the arrays are
+        read-only.
+        """
         return [dict(microbatch) for microbatch in self.build()]
 
 
-# how they are carried out
+# execution
 
 
 def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
@@ -188,7 +184,7 @@ def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
 def popped_by(
     hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int
 ) -> tuple[np.ndarray, Ragged]:
-    """The step's payload after the loader hooks: number of each sample's document, and the
+    """Return the step's payload after the loader hooks: the document number of each sample, and the
     documents.
     """
     order = np.argsort(plan.source, kind="stable")
@@ -208,7 +204,7 @@ def popped_by(
 
 
 def _same_lengths(hook: Hook, said: Any, before: Ragged, step: int) -> Ragged:
-    """What a loader hook returned, as rows of its own; or why it cannot be used."""
+    """Return the result of a loader hook as rows of its own, or raise if it cannot be used."""
     problem = ""
     if not isinstance(said, Ragged) or not all(
         _is_flat_and_whole(array) for array in (said.values, said.offsets)
@@ -245,7 +241,7 @@ def _is_flat_and_whole(array: Any) -> bool:
 
 
 def assembled_by(hooks: Sequence[Hook], assembly: Assembly) -> list[dict[str, np.ndarray]]:
-    """The microbatches of a bucket, each hook over what those before it gave."""
+    """Return the microbatches of a bucket. Each hook gets the result of the hooks before it."""
     build = assembly.build
     for hook in hooks:
         build = _over(hook, replace(assembly, build=build))
@@ -257,8 +253,8 @@ def _over(hook: Hook, assembly: Assembly) -> Callable[[], list[dict[str, np.ndar
 
 
 def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.ndarray]]:
-    """What a constructor hook returned, read-only; or which rule of the batch contract it
-    breaks.
+    """Return the result of a constructor hook, read-only, or raise with the rule of the batch
+    contract that it breaks.
     """
     wanted: dict[str, Any] = CONTRACT | (
         {"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {}
@@ -279,7 +275,7 @@ def _contract(hook: Hook, said: Any, assembly: Assembly) -> list[dict[str, np.nd
 
 
 def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
-    """What is wrong with one microbatch, in words; empty when nothing is."""
+    """Return the first problem of one microbatch, as text; "" if it has none."""
     if not isinstance(microbatch, Mapping):
         return f"expected a mapping, got {type(microbatch).__name__}"
     if missing := [key for key in wanted if key not in microbatch]:
@@ -303,7 +299,9 @@ def _problem(microbatch: Any, wanted: Mapping[str, Any]) -> str:
 
 
 def _problem_of_documents(microbatch: Mapping[str, Any]) -> str:
-    """Kernels and slices read memory by these: wherever a document ends, its tokens must be."""
+    """Return the first problem of the document bounds. Kernels and slices read memory by them, so
+    every document must end within the tokens.
+    """
     tokens, n = microbatch["tokens"].size, microbatch["source_ids"].size
     for key in ("cu_seqlens", "cu_seqlens_padded"):
         ends = microbatch[key]

@@ -1,7 +1,7 @@
-"""Job, Source, Batch: everything that shapes the stream, frozen and validated.
+"""Job and Source: everything that determines the stream, frozen and validated.
 
-One validator serves Python and YAML (``docs/decisions/0008``): each class lists all of its
-problems, a job lists its own and those of its parts, and ``JobError`` shows them together.
+One validator serves Python and YAML (``docs/decisions/0008``). Each class lists all of its
+problems. A job lists its own and those of its fields. ``JobError`` shows them together.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from overlord.batch import Batch
 from overlord.checks import did_you_mean, is_int, is_real, one_of
 from overlord.errors import JobError
 from overlord.job.hooks import Hook
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.uris import uri_problems
 from overlord.user_code import cannot_take
 
-UNIT = 2**40  # weights are whole numbers that sum to this, so that mixing is exact on every machine
+UNIT = 2**40  # sum of all weights as whole numbers, so that mixing is exact on every machine
 ON_LONG = ("split", "truncate", "quarantine", "drop")
 DRAWS = ("exact", "random")
 MIX_EVERY = ("step", "microbatch", "epoch")
@@ -29,6 +29,7 @@ OVERFLOWS = ("grow", "defer")
 SYNCS = ("microbatch", "step")
 WORKERS = ("threads", "processes")
 ON_LOST = ("fail", "leave")
+# the names of ``planning.strategies``, a package above this one; a test compares both
 STRATEGIES = (
     "vanilla",
     "packed",
@@ -37,52 +38,61 @@ STRATEGIES = (
     "encoder_balance",
     "vlm_hybrid",
     "look_ahead_balance",
-)  # the names of ``planning.strategies``, which lies above this package; a test compares both
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One source: files, a map-style dataset or a replayable factory, and what is done to its rows.
+    """One source of samples, and the transforms of its rows.
 
-    ``uri`` is a glob, a directory, a file, a list of these, a store's URI, an object with
-    ``__len__`` and ``__getitem__``, or an ``ov.Factory``. ``format`` is told from the file name
-    when it is not given.
+    Arguments
+    ---------
+    name: name without "/"; it is in the id of every sample and determines the order of rows.
+        Required.
+    uri: a glob, a directory, a file, a list of these, a store's URI, a map-style dataset (an object
+        with ``__len__`` and ``__getitem__``), or an ``ov.Factory``. Required.
+    format: name of the file format. Default None: the file names determine it.
+    transforms: transforms of rows, in order; the last one must leave a column ``tokens``. Default
+        (): the rows have that column.
+    deferred: ``[ov.Images(...)]``, decoded by constructors after planning; the same as in
+        ``transforms`` with ``place="constructor"``. Default (): nothing is deferred.
+    weight: share in the mixture, at least 0; weights need not sum to 1. Default 1.0.
+    shuffle: whether chunks and rows are shuffled; False keeps files in listing order and rows in
+        file order. Default True.
+    epochs: passes over the source. Default None: no limit, so the job needs ``until``, or a trainer
+        that stops by itself.
+    max_bad: number of consecutive failed rows, in stream order, that ends the job. Default 100.
+    workers: "threads", or "processes": a process for each loader runs the transforms. Not in the
+        fingerprint. Default "threads".
+    max_sample_bytes: size in bytes above which a row is quarantined instead of read. Default
+        67108864.
+    on_lost: reaction to storage that fails for good: "fail" ends the job where the draw reaches the
+        source, "leave" removes the source from the mixture. Default "fail".
     """
 
     name: str
     uri: Any
     format: str | None = field(default=None, kw_only=True)
     transforms: Sequence[Any] = field(default=(), kw_only=True)
-    deferred: Sequence[Any] = field(
-        default=(), kw_only=True
-    )  # ov.Images(...): pixels made by the constructor, after planning
+    deferred: Sequence[Any] = field(default=(), kw_only=True)
     weight: float = field(default=1.0, kw_only=True)
     shuffle: bool = field(default=True, kw_only=True)
-    epochs: int | None = field(default=None, kw_only=True)  # None: repeat for ever
-    max_bad: int = field(
-        default=100, kw_only=True
-    )  # failures in a row, in stream order, that stop the job
-    workers: str = field(
-        default="threads", kw_only=True
-    )  # where transforms run; no part of the fingerprint
-    max_sample_bytes: int = field(
-        default=2**26, kw_only=True
-    )  # a larger row is quarantined, not read into memory
-    on_lost: str = field(
-        default="fail", kw_only=True
-    )  # when its storage is given up: the job ends there, or the source leaves the mixture
+    epochs: int | None = field(default=None, kw_only=True)
+    max_bad: int = field(default=100, kw_only=True)
+    workers: str = field(default="threads", kw_only=True)
+    max_sample_bytes: int = field(default=2**26, kw_only=True)
+    on_lost: str = field(default="fail", kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("transforms", "deferred"):
             if isinstance(given := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(given))
-        if (
-            self.deferred and isinstance(self.transforms, tuple) and not self._deferred_problems("")
-        ):  # said otherwise, and equal to it
+        # a deferred transform equals one with place="constructor"
+        if self.deferred and isinstance(self.transforms, tuple) and not self._deferred_problems(""):
             late = tuple(replace(t, place="constructor") for t in self.deferred)
             object.__setattr__(self, "transforms", (*self.transforms, *late))
             object.__setattr__(self, "deferred", ())
-        if isinstance(self.uri, (list, tuple)):  # equal however the paths were given
+        if isinstance(self.uri, (list, tuple)):  # equal for str and Path
             object.__setattr__(
                 self, "uri", tuple(str(p) if isinstance(p, PathLike) else p for p in self.uri)
             )
@@ -93,7 +103,7 @@ class Source:
 
     @classmethod
     def from_dataset(cls, name: str, dataset: Any, **fields: Any) -> Source:
-        """A source of any map-style sequence of dicts, a plain list included."""
+        """Return a source of a map-style sequence of dicts, such as a list."""
         from overlord.sources.python_objects import held  # imports Arrow
 
         return cls(name, held(name, dataset), **fields)
@@ -108,14 +118,15 @@ class Source:
         fingerprint: str | None = None,
         **fields: Any,
     ) -> Source:
-        """A source of a function that returns a fresh iterator of the same rows every time:
-        ``fn(shard)``, or ``fn()`` with one shard.
+        """Return a source of a function that returns a fresh iterator over the same rows at every
+        call: ``fn(shard)``, or ``fn()`` with one shard.
         """
         from overlord.sources.python_objects import Factory  # imports Arrow
 
         return cls(name, Factory(fn, shards, fingerprint), **fields)
 
     def problems(self) -> list[str]:
+        """Return every problem of the fields, as text."""
         at, found = f"source {self.name!r}", []
         if (
             not isinstance(self.name, str)
@@ -152,7 +163,7 @@ class Source:
                 for i, t in enumerate(self.transforms)
                 if not hasattr(t, "fingerprint") or isinstance(t, type)
             ]
-            found += [f"{at}.transforms[{i}]: {t!r} is no transform" for i, t in wrong]
+            found += [f"{at}.transforms[{i}]: expected a transform, got {t!r}" for i, t in wrong]
         found += self._deferred_problems(at)
         return (
             found
@@ -208,22 +219,57 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that shapes the stream (fingerprinted), and ``place``, ``sync`` and ``journal``
-    (not fingerprinted).
+    """Everything that determines the stream of steps. States are compared by a fingerprint of it;
+    ``name``, ``place``, ``sync`` and ``journal`` are not in the fingerprint.
+
+    Arguments
+    ---------
+    name: name for people, without effect on the stream. Required.
+    sources: list of ``ov.Source``; their order breaks ties in the draw. Required.
+    place: mesh of the trainer's ranks, an ``ov.Mesh``. Default: one rank.
+    batch: size and form of one global step, an ``ov.Batch``. Required.
+    mixture: a mapping of source name to weight (a source that is not named weighs 0), or a schedule
+        ``fn(step, feedback) -> weights``. Default None: the weights of the sources.
+    strategy: a name of ``ov.strategy``, or a function ``(buffer, place) -> LoadingPlan``. Default
+        "llm_balance".
+    sync: when ranks wait for each other: after every "microbatch" or once a "step"; strategies
+        balance for it. Default "microbatch".
+    seed: seed of every order and every random choice in the job. Default 0.
+    journal: a directory or a store's URI; every plan and event is written there before it takes
+        effect. Default None: only the states that you save outlive the process.
+    until: the end of the job: "all" (no source has samples left), "first" (one source has none
+        left), or a number of steps counted from step 0. Default "all".
+    draw: "exact" (each source within one sample of its share at every step) or "random" (seeded
+        multinomial draws). Default "exact".
+    mix_every: "step"; "microbatch": a step is ``microbatches`` draws, each with the full mixture;
+        "epoch": weights change only between epochs. Default "step".
+    look_ahead: a step may choose each source's n samples among its first ``look_ahead * n``.
+        Default 1: no choice.
+    max_age: number of steps a sample may be passed over before it comes first. Default 8.
+    overflow: treatment of samples that do not fit a step: "grow" adds microbatches, "defer" leaves
+        them for a later step. Default "grow".
+    shuffle_chunks: number of chunks of a source that are open and shuffled together; more chunks
+        shuffle better and need more memory. Default 8.
+    slice_rows: number of rows read from a chunk at a time; user code gets one slice at a time.
+        Default 256.
+    chunk_bytes: size in bytes of the chunks of a plain JSONL file. Default 8388608.
+    feedback_lag: plan t uses the reports of step ``t - feedback_lag``; at least ``prefetch + 2``
+        if the mixture learns. Default 8.
+    on_long: treatment of a document longer than the context: "split", "truncate", "drop" or
+        "quarantine". Default "split".
+    hooks: ``ov.loader_do_plan(fn)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
+        Default (): none.
     """
 
     name: str
     sources: Sequence[Source]
-    place: ClientPlaceTree = field(default_factory=ClientPlaceTree)
+    place: Mesh = field(default_factory=Mesh)
     batch: Batch
-    mixture: Any = None  # None: the sources' weights; or a mapping name -> weight; or a schedule
+    mixture: Any = None
     strategy: str | Callable[..., Any] = "llm_balance"
-    # when ranks wait for each other: what strategies balance for, unless they are told
     sync: str = "microbatch"
     seed: int = 0
-    journal: str | None = (
-        None  # a directory or a store's URI; None: nothing outlives the process but state_dict()
-    )
+    journal: str | None = None
     until: str | int = "all"
     draw: str = "exact"
     mix_every: str = "step"
@@ -234,12 +280,10 @@ class Job:
     slice_rows: int = 256
     chunk_bytes: int = 2**23
     feedback_lag: int = 8
-    on_long: str = "split"  # of a document longer than the context
-    hooks: Sequence[
-        Hook
-    ] = ()  # ov.loader_do_plan(fn), ov.constructor_do_plan(fn), carried out in this order
+    on_long: str = "split"
+    hooks: Sequence[Hook] = ()
 
-    # ``overlord/__init__.py`` binds both to ``jobfile``, which lies above this package.
+    # ``overlord/__init__.py`` binds both to ``jobfile``, a package above this one.
     if TYPE_CHECKING:
 
         @staticmethod
@@ -272,18 +316,19 @@ class Job:
 
     @property
     def document_multiple(self) -> int:
-        """Every document is padded to a multiple of this."""
+        """Number of tokens to a multiple of which every document is padded."""
         return self.batch.document_multiple(self.place)
 
     def problems(self) -> list[str]:
+        """Return every problem of the fields and of their combinations, as text."""
         found: list[str] = []
         if not isinstance(self.name, str) or not self.name:
             found.append(f"name: expected a name, got {self.name!r}")
         found += self._source_problems()
         if not isinstance(self.batch, Batch):
             found.append(f"batch: expected a Batch, got {self.batch!r}")
-        if not isinstance(self.place, ClientPlaceTree):
-            found.append(f"place: expected a ClientPlaceTree, got {self.place!r}")
+        if not isinstance(self.place, Mesh):
+            found.append(f"place: expected an ov.Mesh, got {self.place!r}")
         elif isinstance(self.batch, Batch) and self.batch.context % self.document_multiple:
             what = "pad_multiple, cp" + (
                 ", tp for sequence_parallel" if self.batch.sequence_parallel else ""
@@ -329,12 +374,11 @@ class Job:
             found += [
                 f"strategy: {p}" for p in [cannot_take(self.strategy, ("buffer", "place"))] if p
             ]
-        elif isinstance(self.strategy, str):
-            if self.strategy not in STRATEGIES:
-                found.append(
-                    "strategy: unknown strategy "
-                    f"{self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}"
-                )
+        elif self.strategy not in STRATEGIES:
+            found.append(
+                "strategy: unknown strategy "
+                f"{self.strategy!r}{did_you_mean(self.strategy, STRATEGIES)}"
+            )
         return (
             found
             + self._hook_problems()
@@ -396,8 +440,8 @@ class Job:
         return found
 
     def _look_ahead_problems(self) -> list[str]:
-        """A schedule that chooses samples needs several to choose from; choosing goes by count, so
-        not with tokens.
+        """Check that a schedule which chooses samples has several to choose from. The choice is by
+        count, so it excludes batches in tokens.
         """
         found = []
         if (
@@ -433,8 +477,8 @@ class Job:
         return found
 
     def _image_problems(self) -> list[str]:
-        """One encoder sees the images of all sources, so they must be of one form; and some rank
-        must have whole microbatches.
+        """Check that the images of all sources have one form, since one encoder gets them, and that
+        some rank has whole microbatches.
         """
         sources = (
             [s for s in self.sources if isinstance(s, Source)]
@@ -452,11 +496,11 @@ class Job:
                     f"{value!r} in {source!r}" for value, source in reversed(said.items())
                 )
                 found.append(
-                    "sources: images of all sources go to one encoder and need one "
-                    f"{name}, got {words}"
+                    f"sources: expected the same {name} for the images of all sources, since "
+                    f"they go to one encoder, got {words}"
                 )
         sliced = (
-            isinstance(self.place, ClientPlaceTree)
+            isinstance(self.place, Mesh)
             and self.place.cp > 1
             and getattr(self.batch, "cp_split", "none") != "none"
         )
@@ -477,14 +521,14 @@ class Job:
 
 
 def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list[str]:
-    """What is wrong with a mapping of source name to weight."""
+    """Return every problem of a mapping of source name to weight, as text."""
     known, found = tuple(names), []
     for name, weight in weights.items():
         if name not in known:
             found.append(f"mixture: unknown source {name!r}{did_you_mean(name, known)}")
         elif not is_real(weight) or not math.isfinite(weight) or weight < 0:
             found.append(
-                f"mixture: the weight of {name!r} must be a finite number of at least 0, "
+                f"mixture: the weight of {name!r}: expected a finite number of at least 0, "
                 f"got {weight!r}"
             )
     if not found and not any(weights.values()):
@@ -493,8 +537,8 @@ def mixture_problems(weights: Mapping[str, float], names: Iterable[str]) -> list
 
 
 def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
-    """Names in a schedule that are no sources. One that does not say whom it weighs is checked when
-    it speaks.
+    """Return the names in a schedule that are not sources, as problems. A schedule that does not
+    list its sources is checked when it returns weights.
     """
     said, known = getattr(mixture, "sources", ()), tuple(names)
     listed = said if isinstance(said, (tuple, list)) else ()
@@ -506,7 +550,7 @@ def schedule_problems(mixture: Any, names: Iterable[str]) -> list[str]:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Field defaults of one of the classes above, for writing YAML that says only what differs."""
+    """Return the field defaults of a class above; YAML contains only fields that differ."""
     return {f.name: f.default if f.default is not MISSING else MISSING for f in fields(cls)}
 
 

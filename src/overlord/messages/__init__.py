@@ -1,3 +1,3 @@
-"""Messages between the parts of a job, one module per sender. Frozen values: ids and metadata,
-payload only where stated.
+"""Messages between the components of a job, one module per sender. All are frozen values. They
+carry ids and metadata, and payload only where stated.
 """

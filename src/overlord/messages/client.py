@@ -1,5 +1,11 @@
-"""Messages between a constructor and the client of a rank: steps with their arrays, the end,
-acknowledgements.
+"""Messages between a constructor and the client of a rank.
+
+    StepMessage   constructor -> client   one step of a rank: its arrays and a StepInfo
+    StepInfo      constructor -> client   ids of the samples, digest, state after the step
+    EndOfStream   constructor -> client   no later step follows, with an error or without
+    StepAck       client -> constructor   a step was given to the trainer
+
+``CompactLayout`` describes arrays that a StepMessage carries in compact form.
 """
 
 from __future__ import annotations
@@ -10,15 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.messages.control import EncodedState, PlannedStep, StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import SampleId
 
 
-def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, ClientPlaceTree | None]:
-    """What says who gets what of a plan: broadcasts that serve anyone, the axis of its buckets, and
-    the mesh where it matters.
+def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, Mesh | None]:
+    """Return the fields of StepInfo that map samples to ranks: broadcast axes with more than one
+    rank, the axis of the buckets, and the mesh where it matters.
     """
     main, place = plan.main, plan.place
     if place is None:
@@ -27,35 +33,31 @@ def _shares(plan: LoadingPlan) -> tuple[tuple[str, ...], str, ClientPlaceTree | 
     return broadcast, main.axis, _needed(main.axis, broadcast, place)
 
 
-def _needed(
-    axis: str, broadcast: tuple[str, ...], place: ClientPlaceTree
-) -> ClientPlaceTree | None:
+def _needed(axis: str, broadcast: tuple[str, ...], place: Mesh) -> Mesh | None:
     return None if axis == "DP" and not broadcast and place.cp == place.pp == 1 else place
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInfo:
-    """What a client is told of a step beside its arrays: the samples, a row each, and the state
-    behind the step.
-    """
+    """Everything of a step but its arrays: one row per sample, and the state after the step."""
 
     step: int
     digest: str
     valid_tokens: int
     names: tuple[str, ...]
-    # int64 [samples, 6]: source, epoch, file, row, part, tokens; one array, since each costs on its
-    # way
+    # int64 [samples, 6]: source, epoch, file, row, part, tokens; one array, since each array costs
+    # time on the wire
     table: np.ndarray
     after: StreamState | EncodedState
-    broadcast: tuple[str, ...] = ()  # axes of more than one rank along which the trainer broadcasts
-    axis: str = "DP"  # whose buckets the plan has
-    place: ClientPlaceTree | None = (
-        None  # None: every rank of a data-parallel group gets all that the group has
-    )
+    # axes along which the trainer broadcasts, with more than one rank
+    broadcast: tuple[str, ...] = ()
+    axis: str = "DP"  # of the plan's buckets
+    # None: every rank of a data-parallel group gets all samples of the group
+    place: Mesh | None = None
 
     @staticmethod
     def of(stage: PlannedStep, after: StreamState | EncodedState | None = None) -> StepInfo:
-        """The whole plan's samples, as they are."""
+        """Return the StepInfo of all samples of a plan."""
         p = stage.plan
         return StepInfo(
             p.step,
@@ -68,7 +70,7 @@ class StepInfo:
         )
 
     def without_broadcast(self) -> StepInfo:
-        """Every rank fetches for itself."""
+        """Return it without broadcasts: every rank fetches its own arrays."""
         return replace(
             self,
             broadcast=(),
@@ -76,7 +78,7 @@ class StepInfo:
         )
 
     def of_rows(self, rows: np.ndarray) -> StepInfo:
-        """These samples only, in a table of their own: what one bucket's clients need to know."""
+        """Return it with these samples only, as the clients of one bucket need it."""
         return replace(self, table=self.table[rows])
 
     def __len__(self) -> int:
@@ -100,18 +102,18 @@ class StepInfo:
 
 
 class CompactLayout(NamedTuple):
-    """How compact microbatches are widened (``constructor/compact.py``)."""
+    """Description of compact microbatches, for expansion (``constructor/compact.py``)."""
 
-    keys: tuple[str, ...]  # to be made, an entry for every token each
+    keys: tuple[str, ...]  # arrays to compute, each with an entry for every token
     labels: str  # as in Batch
     context: int  # of the padded layout; 0: packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMessage:
-    """A step on its way to the client of one rank: its microbatches side by side
-    (``constructor/batch_arrays.py``), or one by one where they do not go together; rows
-    ``bounds[m]`` to ``bounds[m + 1]`` of the told samples are in microbatch m.
+    """A step for the client of one rank. Its microbatches are concatenated
+    (``constructor/batch_arrays.py``), or separate if their arrays do not fit together. Rows
+    ``bounds[m]`` to ``bounds[m + 1]`` of the samples in ``told`` belong to microbatch m.
     """
 
     told: StepInfo
@@ -119,9 +121,8 @@ class StepMessage:
     wide: Mapping[str, np.ndarray]
     rows: np.ndarray  # int64 [keys, microbatches]
     microbatches: tuple[Mapping[str, np.ndarray], ...] = ()
-    encoder: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # the rank's images and routes, exchange by exchange
+    # images and routes of the rank, exchange by exchange
+    encoder: Mapping[str, np.ndarray] = field(default_factory=dict)
     encoder_rows: np.ndarray | None = None  # int64 [keys, exchanges]
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
     form: CompactLayout | None = None  # of ``wide``, where it is compact
@@ -129,15 +130,15 @@ class StepMessage:
 
 @dataclass(frozen=True, slots=True)
 class EndOfStream:
-    """No step comes after those already sent."""
+    """No step follows those already sent."""
 
     error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepAck:
-    """A client handed this step to the trainer, and with it all before it."""
+    """The client has given this step, and all before it, to the trainer."""
 
     step: int
-    waited_s: float = 0.0  # that its trainer has waited for steps, in all
-    generation: int | None = None  # of the session, where steps of several come by one link
+    waited_s: float = 0.0  # total seconds that the trainer has waited for steps
+    generation: int | None = None  # of the session, if one connection carries steps of several

@@ -1,4 +1,14 @@
-"""Messages of a constructor: work it requests, and steps it delivers to ranks."""
+"""Messages of a constructor core.
+
+PayloadReady    service -> core            the payload of a step is complete
+Build           core -> service            build the arrays of a step
+Built           service -> core            the arrays are built
+Deliver         core -> service            send a step to the client of a rank
+Release         core -> service            free the memory of a step
+EndRank         core -> service            send the end of the stream to a rank
+Unfinish        core -> service            withdraw an end that was sent
+DecodeFailures  constructor -> planner     images that could not be decoded
+"""
 
 from __future__ import annotations
 
@@ -9,8 +19,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeFailures:
-    """Images that could not be decoded where they were wanted: their pixels are zero. For the
-    record; it changes no stream.
+    """Images that could not be decoded; their pixels are zero. The planner only records them: they
+    do not change the stream.
     """
 
     step: int
@@ -20,29 +30,37 @@ class DecodeFailures:
 
 @dataclass(frozen=True, slots=True)
 class PayloadReady:
+    """The payload of a step is complete."""
+
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
+    """Build the arrays of a step for a bucket."""
+
     step: int
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
+    """The arrays of a step are built."""
+
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
+    """Send a step to the client of a rank."""
+
     step: int
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Everything held for this step may go: all who wanted it have it."""
+    """Free the memory of a step: every rank has received it."""
 
     step: int
     bucket: int
@@ -50,7 +68,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class EndRank:
-    """A rank has been sent all its steps: it ends, with an error or without."""
+    """End the stream of a rank that has been sent all its steps, with an error or without."""
 
     rank: int
     error: Exception | None = None
@@ -58,6 +76,6 @@ class EndRank:
 
 @dataclass(frozen=True, slots=True)
 class Unfinish:
-    """What a rank was told of the end holds no longer: the fault behind it is mended."""
+    """Withdraw the end of the stream that was sent to a rank: its cause has been repaired."""
 
     rank: int

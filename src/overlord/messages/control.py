@@ -1,23 +1,25 @@
-"""Every message of the workflow, in the order of the paper's Figure 7. Frozen; ids and metadata
-only, never payload.
+"""Messages of clients and of the planner, in the order of the paper's Figure 7.
 
-Consumed   client      -> planner, constructors      a step was handed to the trainer: the window moves on
-Report     client      -> planner                    what a trainer measured in a step, for the mixture of a later one
-Refill     planner     -> loader                     how many samples to hold ready
-Read, Evaluate, then WindowRead, Evaluated           the loader asks its host for work, and gets the outcome
-Announce   loader      -> planner                    metadata of new samples, in stream order
-Reopen     whoever     -> planner                    a source is to be read again from where the draw stands: a loader moved
-Hold       whoever     -> planner                    how far ahead a source is read, from here on
-Forget, Open   planner -> loaders                    what leads to that
-Stage      planner     -> loaders, constructors      the plan of a step; between processes its cuts, Part and Placed
-Staged     loader host -> constructors               payload of a step has come; between processes as Payload
-Build, then Built                                    the constructor asks its host for work
-Spoiled    constructor -> planner                    images that could not be decoded, for the record
-Deliver    constructor -> client                     a step for a rank (what travels with its arrays is Told)
-Finish     planner     -> constructors               no step from here on; with an error, or without
-End        constructor -> client                     all steps before that are sent
-Back       planner     -> loaders, constructors      some part was lost: all behind a step is planned again
-Resume     constructor -> client                     the end that was told is none
+    Attach, Detach      client -> planner                 a rank takes part, or no longer
+    Consumed            client -> planner, constructors   a step was given to the trainer
+    Report              client -> planner                 metrics of a step, for the mixture
+    SetMixture, Skip    session -> planner                events of the user
+    AddSource           session -> planner                event: a source joins
+    SourceLost          planner -> session -> planner     event: a source leaves
+    Refill              planner -> loader                 number of samples to hold ready
+    SetReadAhead        coordinator -> planner            how far ahead a source is read
+    RestartSource       coordinator -> planner            read a source again from the draw's cursor
+    RestartLoader       planner -> loader                 start again at a cursor
+    DropHeldSamples     planner -> loaders                free payload held for later steps
+    PlannedStep         planner -> loaders, constructors  the plan of a step, in one process
+    LoaderPlan          coordinator -> loader worker      its routed share of a PlannedStep
+    ConstructorPlan     coordinator -> constructor worker its routed share of a PlannedStep
+    EndOfJob            planner -> constructors           no step from here on
+    Rollback            coordinator -> workers            plan again everything after a step
+
+Values inside messages: ``Cursor``, ``LoaderStart``, ``EncoderPlan``, ``StreamState`` and
+``EncodedState``. Messages of a loader are in ``loader``, those of a constructor in ``constructor``,
+those between constructors and clients in ``client``.
 """
 
 from __future__ import annotations
@@ -34,27 +36,29 @@ from overlord.plan.plan import LoadingPlan
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """A client of this rank exists: its steps must be built and its pace counts."""
+    """A client of this rank exists: its steps are built, and planning waits for it."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """A client went away: nobody waits for this rank any more."""
+    """The client of this rank is closed: planning no longer waits for it."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
+    """A rank gave a step, and all before it, to its trainer: the prefetch window moves on."""
+
     rank: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class SetMixture:
-    """New weights from step ``at`` on. An event of the log: it shapes the stream."""
+    """New weights from step ``at`` on. An event of the log: it changes the stream."""
 
     at: int
     weights: Mapping[str, float]
@@ -62,8 +66,8 @@ class SetMixture:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """These steps are drawn, listed and not delivered. They may be very many, and every plan asks:
-    rising, each once.
+    """These steps are drawn and listed, but not delivered. They are sorted and unique, since every
+    plan searches them and there may be very many.
     """
 
     steps: tuple[int, ...]
@@ -72,7 +76,7 @@ class Skip:
         object.__setattr__(self, "steps", tuple(sorted(set(self.steps))))
 
     def between(self, first: int, stop: int) -> bool:
-        """Whether one of steps first to stop - 1 is skipped."""
+        """Return whether one of steps first to stop - 1 is skipped."""
         k = bisect_left(self.steps, first)
         return k < len(self.steps) and self.steps[k] < stop
 
@@ -83,8 +87,8 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class AddSource:
-    """A source that joins at step ``at``. Its name and fingerprint only: code never stands in a
-    state (it is in the job).
+    """A source that joins at step ``at``. It has a name and a fingerprint only: code is in the job,
+    never in a state.
     """
 
     at: int
@@ -94,9 +98,9 @@ class AddSource:
 
 @dataclass(frozen=True, slots=True)
 class SourceLost:
-    """The storage of a source was given up: from step ``at`` on nothing of it is drawn. An event of
-    the log, so that a run that is resumed or replayed leaves it at the same step, whether its
-    storage answers then or not. The planner asks for it, and is told it.
+    """The storage of a source failed for good: from step ``at`` on no sample of it is drawn. It is
+    an event of the log. So a run that is resumed or replayed drops the source at the same step,
+    whether its storage works then or not. The planner requests the event and receives it.
     """
 
     at: int
@@ -106,8 +110,8 @@ class SourceLost:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank measured in a step. An event of the log: plan ``step + feedback_lag`` may
-    depend on it.
+    """Metrics that one rank measured in a step. An event of the log: plan ``step + feedback_lag``
+    may depend on it.
     """
 
     step: int
@@ -117,11 +121,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """Hold at least ``must`` samples ready whatever the budget says (the draw waits for them), and
-    ``level`` if it allows.
+    """Hold at least ``must`` samples ready whatever the budget is, since the draw waits for them,
+    and ``level`` samples if the budget allows.
 
-    ``horizon`` is the last group (counted over epochs) to be opened: without it, a loader whose
-    chunks give no samples would run ahead for ever.
+    ``horizon`` is the last group (counted over epochs) that the loader may open. Without it, a
+    loader whose chunks give no samples would read ahead without end.
     """
 
     loader: int
@@ -131,8 +135,8 @@ class Refill:
 
 
 class Cursor(NamedTuple):
-    """A place in a source's stream: just behind sample (file, row, part) of a window; file -1: at
-    the window's start.
+    """A position in a source's stream: just after sample (file, row, part) of a window. File -1: at
+    the start of the window.
     """
 
     epoch: int = 0
@@ -145,8 +149,8 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoaderStart:
-    """A logical loader as it begins: share number ``share`` of ``shares`` of a source's chunks,
-    from a place of its stream on.
+    """The start of a logical loader: shard ``share`` of ``shares`` of a source's chunks, from a
+    cursor on.
     """
 
     loader: int
@@ -160,8 +164,8 @@ class LoaderStart:
 
 @dataclass(frozen=True, slots=True)
 class RestartSource:
-    """Read a source again from where the draw stands, as after a restart: what its loaders hold is
-    gone, or is to be elsewhere.
+    """Read a source again from the cursor of the draw, as after a restart. The samples of its
+    loaders are lost, or another worker is to hold them.
     """
 
     source: int
@@ -169,8 +173,8 @@ class RestartSource:
 
 @dataclass(frozen=True, slots=True)
 class SetReadAhead:
-    """Hold so many steps' worth of a source's samples ready beyond the draw: its reads may be slow
-    now and then. It changes no stream.
+    """Hold samples of a source for ``steps`` steps beyond the draw, because its reads are slow now
+    and then. The stream does not change.
     """
 
     source: int
@@ -179,34 +183,33 @@ class SetReadAhead:
 
 @dataclass(frozen=True, slots=True)
 class RestartLoader:
-    """A loader begins again at a cursor, with nothing held; what it said before belongs to a
-    generation that is over.
+    """Start a loader again at a cursor, with no samples. Its earlier announcements belong to an
+    older generation and are ignored.
     """
 
     loader: int
     cursor: Cursor
     generation: int
-    step: int = -1  # the last that was planned before
+    step: int = -1  # the last one planned before
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """All behind ``step``, the last that stays, is planned again under a new generation: some part
-    was lost. What is complete of it stays complete; what comes of an older generation is not heard.
+    """Plan all steps after ``step`` again under a new generation: a worker was lost. Steps that are
+    complete stay complete. Messages of older generations are ignored.
     """
 
     generation: int
     step: int
-    openings: tuple[
-        LoaderStart, ...
-    ] = ()  # for loader hosts: where each of the host's loaders stands behind that step
-    afresh: bool = False  # loaders read again, though they may hold what is wanted
+    # for loader workers: the start of each of the worker's loaders after that step
+    openings: tuple[LoaderStart, ...] = ()
+    afresh: bool = False  # loaders read again even if they hold the samples
 
 
 @dataclass(frozen=True, slots=True)
 class DropHeldSamples:
-    """Payload held over from these loaders goes; the other held rows close ranks, and are numbered
-    so from now on.
+    """Free the payload that is held over from these loaders. The other held rows keep their order
+    and are numbered consecutively again.
     """
 
     loaders: tuple[int, ...]
@@ -214,21 +217,21 @@ class DropHeldSamples:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderPlan:
-    """What some ranks encode in a step and how outputs come to the backbone, as columns: rank by
-    rank, in each exchange by exchange.
+    """The images that some ranks encode in a step, and the routes of outputs to the backbone.
+    Columns, rank by rank, and exchange by exchange for each rank.
 
-    Group ``g = i * n_slots + s`` is exchange s of ``ranks[i]``; its items are rows ``bounds[g]`` to
-    ``bounds[g + 1]`` of the first columns, what it receives rows ``recv_bounds[g]`` to
-    ``recv_bounds[g + 1]`` of the last ones (``plan/routes.py``).
+    Group ``g = i * n_slots + s`` is exchange s of ``ranks[i]``. Its items are rows ``bounds[g]`` to
+    ``bounds[g + 1]`` of the first columns. It receives rows ``recv_bounds[g]`` to ``recv_bounds[g +
+    1]`` of the last ones (``plan/routes.py``).
     """
 
     ranks: np.ndarray  # int64
     n_slots: int  # exchanges in a step
     per: str  # "microbatch": exchange m belongs to microbatch m; else "iteration"
-    item: np.ndarray  # int64: number in the plan's module, in the order in which outputs are sent
-    at: np.ndarray  # int64: row of its bytes among the staged items
+    item: np.ndarray  # int64: number in the plan's module, in sending order of outputs
+    at: np.ndarray  # int64: row of its bytes among the payload's items
     ids: np.ndarray  # int64 [n, 5]: source, epoch, file, row, part of its sample
-    number: np.ndarray  # int32: which item of its sample it is
+    number: np.ndarray  # int32: number of the item in its sample
     home: np.ndarray  # int64 [n, 3]: bucket, microbatch, slot of its sample in the backbone
     send_lens: np.ndarray  # int32
     bounds: np.ndarray  # int64 [groups + 1]
@@ -237,17 +240,16 @@ class EncoderPlan:
     recv_perm: np.ndarray  # int64
     out_lens: np.ndarray  # int32
     microbatch: np.ndarray  # int32: of the backbone
-    position: (
-        np.ndarray
-    )  # int64: first placeholder in the un-sliced microbatch, rows laid end to end
+    # int64: first placeholder in the un-sliced microbatch, rows laid end to end
+    position: np.ndarray
     recv_bounds: np.ndarray  # int64 [groups + 1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedStep:
-    """The plan of a step. ``pops[l]`` samples leave the front of loader l; ``doc[i]`` is sample i's
-    number among all popped ones, counted loader by loader behind those that were held over from
-    steps before.
+    """The plan of a step. ``pops[l]`` samples leave the front of loader l. ``doc[i]`` is sample i's
+    number among all payload rows: first those held over from earlier steps, then the popped ones,
+    loader by loader.
     """
 
     plan: LoadingPlan
@@ -256,72 +258,69 @@ class PlannedStep:
     digest: str
     after: StreamState | EncodedState
     skipped: bool = False
-    kept: np.ndarray | None = (
-        # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is
-        # ever held
-        None
-    )
-    loader: np.ndarray | None = (
-        None  # int32: who read each sample of the plan; for people, never for a strategy
-    )
-    valid_tokens: int = 0  # with a loss, over all ranks: a plan cut for some buckets does not know
-    encoding: EncoderPlan | None = (
-        None  # where steps are built, for their ranks; None: the job has no images
-    )
+    # look-ahead: the rows of held and popped payload that stay held, in order; None: nothing is
+    # ever held
+    kept: np.ndarray | None = None
+    # int32: loader of each sample; for status and explanations, never for a strategy
+    loader: np.ndarray | None = None
+    # tokens with a loss, over all ranks; a plan routed to some buckets cannot count them
+    valid_tokens: int = 0
+    # for the ranks of a constructor; None: the job has no images
+    encoding: EncoderPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoaderPlan:
-    """A loader host's share of a Stage: what leaves its loaders, and which of it goes to which
-    constructor host.
+    """A loader worker's share of a PlannedStep: the samples that leave its loaders, and the
+    constructor worker that gets each.
 
-    The host's documents are numbered: those held over from steps before, then the popped ones,
-    loader by loader. ``take[j]`` are those for constructor host ``to[j]``, rising; without ``take``
-    all go to each of ``to``. ``items[j]`` are the images
-    for constructor host ``to[j]``, which need not be of its documents; without ``take`` all go.
+    The worker's documents are numbered: first those held over from earlier steps, then the popped
+    ones, loader by loader. ``take[j]`` are those for constructor worker ``to[j]``, rising. Without
+    ``take``, all go to each of ``to``. ``items[j]`` are the
+    images for constructor worker ``to[j]``, which may belong to documents of others; without
+    ``take`` all go.
 
-    Shadows. ``("follow", Opening)`` makes a loader host the shadow of a loader that is read on
-    another: it reads the same, is told the same Refills, and is popped by the same Parts, where its
-    loaders stand among the others, or in a Part of their own without ``to``. What is popped of a
-    shadow goes nowhere and has no number; one that is behind owes it, and reads it at once. Nobody
-    hears its announcements. It keeps what was popped until ``acked``, as its primary does, so that
-    a Back with its Opening makes it the primary, from memory. Behind a Back the shadows that stay
-    shadows are told ``("follow", Opening)`` again, with their place and generation there: until
-    then they are not popped. So are they when their source is opened again. ``("drop", loader)``
-    ends one.
+    Standbys. ``("follow", LoaderStart)`` makes a worker the standby of a loader on another worker.
+    It reads the same samples, gets the same Refills, and the same LoaderPlans pop it. Its loaders
+    are listed among the others, or in a LoaderPlan of their own without ``to``. Popped samples of a
+    standby are not sent and have no number. A standby that is late reads the samples it owes at
+    once. Its announcements are ignored.
+
+    A standby keeps popped samples until ``acked``, as its primary does. So a Rollback with its
+    LoaderStart makes it the primary, from memory. After a Rollback, standbys that stay standbys get
+    ``("follow", LoaderStart)`` again, with their cursor and generation. Until then they are not
+    popped. The same holds when their source is restarted. ``("drop", loader)`` ends a standby.
     """
 
     step: int
-    loaders: np.ndarray  # int64, rising: who is popped
-    pops: np.ndarray  # int64: how many of each
+    loaders: np.ndarray  # int64, rising: the loaders that are popped
+    pops: np.ndarray  # int64: number of samples of each
     to: tuple[int, ...]
     take: tuple[np.ndarray, ...] = ()
     kept: np.ndarray | None = None  # the documents that stay held; None: nothing is ever held
-    items: tuple[
-        np.ndarray, ...
-    ] = ()  # int64 [2, n]: document and number inside it; empty: no images in this step
-    plan: LoadingPlan | None = (
-        None  # for loader hooks: the samples of this host; then ``take`` has rows of it
-    )
-    doc: np.ndarray | None = None  # and the document of each
-    generation: int = 0  # under which it was planned
-    acked: int = -1  # every rank took the steps up to here: what is kept of them may go
+    # int64 [2, n]: document and number inside it; empty: no images in this step
+    items: tuple[np.ndarray, ...] = ()
+    # for loader hooks: the samples of this worker; ``take`` then has rows of this plan
+    plan: LoadingPlan | None = None
+    doc: np.ndarray | None = None  # document of each sample of ``plan``
+    generation: int = 0  # of the plan
+    acked: int = -1  # every rank took the steps up to this one: their samples need not be kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConstructorPlan:
-    """A constructor host's share of a Stage: the samples of its buckets. ``doc`` counts over the
-    payloads of ``origins``, in order.
+    """A constructor worker's share of a PlannedStep: the samples of its buckets. ``doc`` counts
+    over the payloads of ``origins``, in order.
     """
 
     stage: PlannedStep
-    origins: tuple[int, ...]  # loader hosts that send payload
-    generation: int = 0  # under which it was planned
+    origins: tuple[int, ...]  # loader workers that send payload
+    generation: int = 0  # of the plan
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfJob:
-    """There is no step ``step``, nor any after it."""
+    """The job ends before step ``step``."""
 
     step: int
     error: Exception | None = None
@@ -329,8 +328,8 @@ class EndOfJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamState:
-    """The planner's state between two steps: small, global, the same on every rank. What a
-    checkpoint holds.
+    """The planner's state between two steps: small, global, the same on every rank. A checkpoint
+    holds it.
     """
 
     step: int  # the next step to draw
@@ -340,32 +339,28 @@ class StreamState:
     events: tuple[SetMixture | Skip | AddSource | SourceLost, ...] = ()
     mix_step: int = 0  # the step whose weights are in force (mix_every="epoch" keeps them)
     mix_epoch: int = 0
-    ahead: tuple[
-        np.ndarray, ...
-    ] = ()  # look-ahead: per source the ages of samples behind the cursor; -1: drawn already
-    counts: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # per source: see ``planner.spec.COUNTS``
+    # look-ahead: per source the ages of samples after the cursor; -1: drawn already
+    ahead: tuple[np.ndarray, ...] = ()
+    # per source: see ``planning.spec.COUNTS``
+    counts: Mapping[str, np.ndarray] = field(default_factory=dict)
     weights: tuple[float, ...] = ()  # in force, where they outlive their step (mix_every="epoch")
-    schedule: Mapping[str, Any] | None = None  # what a stateful schedule has learned, plain JSON
-    reports: tuple[Report, ...] = ()  # of steps whose using plan is still to come, by step and rank
+    schedule: Mapping[str, Any] | None = None  # state of a schedule that learns, plain JSON
+    reports: tuple[Report, ...] = ()  # that later plans will use, by step and rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedState:
-    """A StreamState as bytes: whoever carries it to a client need not look inside, and a client
-    looks only when it saves.
+    """A StreamState as bytes. Messages carry it undecoded; a client decodes it only when it saves a
+    state.
     """
 
     step: int  # the next step to draw, as in the state
     data: np.ndarray  # uint8
 
 
-# groups a loader may open beyond the one the planner draws from; windows in memory are bounded by
-# the level
+# groups a loader may open beyond the one of the planner's draw; the level bounds windows in memory
 GROUPS_AHEAD = 8
 
 
-STRIDE = (
-    2**20
-)  # generations between two recoveries: between them a source may be opened again so often
+# generations between two recoveries: as often may sources be restarted in between
+STRIDE = 2**20

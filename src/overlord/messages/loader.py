@@ -1,5 +1,13 @@
-"""Messages of a loader: work it requests, results of that work, samples it announces, payload it
-sends.
+"""Messages of a loader.
+
+Read            core -> service                read one window of a group
+WindowReady     service -> core                the window is in memory
+Evaluate        core -> service                turn the next rows into samples
+BlockReady      service -> core                samples of these rows, as a SampleBlock
+ReadFailed      service -> core                the loader cannot continue
+Announce        loader -> planner              metadata of new samples, in stream order
+Pop             service -> core                remove the samples of a planned step
+StepPayload     loader worker -> constructor   tokens and images of a planned step
 """
 
 from __future__ import annotations
@@ -15,8 +23,8 @@ from overlord.sample import Column, Ragged
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read one window of a group: slice ``window`` of each of these chunks; rows up to ``after``
-    are already drawn.
+    """Read one window of a group: slice ``window`` of each of these chunks. Rows up to ``after``
+    are drawn already.
     """
 
     loader: int
@@ -31,14 +39,14 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class WindowReady:
-    """A window is in memory: ``rows`` raw rows wait to be evaluated; ``over`` lists chunks that
-    ended with it.
+    """A window is in memory: ``rows`` raw rows can be evaluated; ``over`` lists chunks that end
+    with it.
     """
 
     rows: int
     over: tuple[int, ...]
     nbytes: int = 0
-    dropped: int = 0  # by filters, where no row is left to tell of it
+    dropped: int = 0  # by filters, if no row is left to carry the count
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +61,8 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LongDocuments:
-    """Documents that lost tokens to ``Job.on_long``, in stream order: cut ("truncate"), or no
-    sample at all ("drop").
+    """Documents that lost tokens to ``Job.on_long``, in stream order: truncated ("truncate"), or
+    without a sample ("drop").
     """
 
     key: np.ndarray  # uint64: the order in the window
@@ -76,7 +84,9 @@ class LongDocuments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleBlock:
-    """Samples in stream order, as columns, and what became of the other rows."""
+    """Samples in stream order, as columns, and the rows without a sample: quarantined, dropped,
+    long.
+    """
 
     key: np.ndarray  # uint64: the order in the window
     file: np.ndarray
@@ -95,7 +105,7 @@ class SampleBlock:
 
     @staticmethod
     def nothing(dropped: int) -> SampleBlock:
-        """A window all of whose rows a filter dropped."""
+        """Return the block of a window all of whose rows a filter dropped."""
         none = np.zeros(0, np.int64)
         keys, meta = none.astype(np.uint64), {"tokens": none, "bytes": none}
         return SampleBlock(
@@ -105,21 +115,25 @@ class SampleBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockReady:
+    """Rows of the open window are evaluated."""
+
     found: SampleBlock
     rows: int  # raw rows this took from the window
     nbytes: int
-    seconds: float = 0.0  # what it cost: blocks are sized by it
+    seconds: float = 0.0  # duration; it determines the size of later blocks
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """The loader cannot go on; the stream ends here with this error, when the draw comes to it."""
+    """The loader cannot continue. The stream ends with this error when the draw reaches it."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Announce:
+    """Metadata of new samples of a loader, in stream order, or the error that ends its stream."""
+
     loader: int
     epoch: int
     group: int
@@ -128,25 +142,24 @@ class Announce:
     closes: bool = False  # this loader has no more rows of the window
     last: bool = False  # and none of the group
     error: Exception | None = None
-    generation: int = 0  # of the loader: what one of before says is not heard
+    generation: int = 0  # of the loader; announcements of older generations are ignored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPayload:
-    """What a loader host has for a constructor host in a step."""
+    """Payload of a planned step from one loader worker to one constructor worker."""
 
     step: int
     origin: int
     tokens: Ragged
     generation: int = 0
-    items: Ragged | None = (
-        None  # uint8: images to be encoded there, in the order in which they are planned
-    )
+    # uint8: images to be encoded by its ranks, in the order of the plan
+    items: Ragged | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Pop:
-    """Loader's share of a Stage."""
+    """Remove the first ``samples`` samples of a loader: a PlannedStep takes them."""
 
     step: int
     samples: int

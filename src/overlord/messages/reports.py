@@ -14,23 +14,18 @@ import numpy as np
 from overlord.errors import JobError
 from overlord.messages.control import Report
 
-MAX_METRICS = 4096  # of one report: loss and tokens of two thousand sources
-
-
-MAX_NAME = 200
-
-
-LARGEST = 1e100  # of a value: a product of two and a sum over all ranks stay finite
-
-
+MAX_METRICS = 4096  # of one report: losses and tokens of two thousand sources
+MAX_NAME = 200  # characters
+LARGEST = 1e100  # of a value: a product of two values and a sum over all ranks stay finite
 SHOWN = 5  # problems that one error lists
 
 
 def checked(rank: int, step: Any, metrics: Any, next_step: int) -> Report:
-    """A report, or every problem with it. ``next_step``: the first that the rank was not handed.
+    """Return a valid report, or raise with every problem. ``next_step``: the first step that the
+    rank has not taken.
 
-    A value that is infinite or no number is left out: a run that diverges must not end because it
-    said so.
+    A value that is infinite or NaN is left out: a run that diverges must not end because of its
+    report.
     """
     where = f"report of rank {rank}"
     try:
@@ -77,7 +72,7 @@ def _problems(name: Any, value: float | None, given: Any) -> list[str]:
 
 
 def _number(value: Any) -> float | None:
-    """A number, or a scalar of whatever array library, as a float."""
+    """Return a number or a scalar of any array library as a float; None if it is neither."""
     try:
         value = value.item() if hasattr(value, "item") else value
         return (
@@ -85,10 +80,6 @@ def _number(value: Any) -> float | None:
             if isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
             else None
         )
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OverflowError,
-    ):  # an array of several values; a whole number beyond all floats
+    # an array of several values, or a whole number too large for a float
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return None

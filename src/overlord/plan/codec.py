@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from overlord.errors import JobError, PlanError
-from overlord.mesh import AXES, ClientPlaceTree
+from overlord.mesh import AXES, Mesh
 from overlord.plan.plan import (
     ITEM_COLUMNS,
     MAX_BINS,
@@ -102,7 +102,7 @@ def _read(data: bytes) -> LoadingPlan:
         raise ValueError(f"{len(data)} bytes where the header tells of {at}")
     if any(columns[n] is None for n in SAMPLE_COLUMNS if n != "substep"):
         raise ValueError("a sample column is missing")
-    place = ClientPlaceTree(**head["place"]) if "place" in head else None
+    place = Mesh(**head["place"]) if "place" in head else None
     if place is not None and place.world_size > MAX_BINS:
         raise ValueError(f"a place of {place.world_size} ranks")
     return LoadingPlan(
@@ -119,10 +119,11 @@ def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Ass
     if any(columns[n] is None for n in ITEM_COLUMNS):
         raise ValueError(f"module {name!r} lacks a column")
     counts: dict[str, Any] = {n: operator.index(head[n]) for n in NUMBERS}
+    # before any is allocated
     if (
         counts["n_buckets"] < 1
         or not 0 < counts["n_buckets"] * counts["n_microbatches"] <= MAX_BINS
-    ):  # before any is allocated
+    ):
         raise ValueError(
             f"{counts['n_buckets']} buckets of {counts['n_microbatches']} microbatches"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from overlord.batch import Batch
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.rank_view import View, views_of
 
@@ -49,7 +49,7 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
     }
 
 
-def _loads(main: Assignment, batch: Batch, place: ClientPlaceTree) -> tuple[np.ndarray, np.ndarray]:
+def _loads(main: Assignment, batch: Batch, place: Mesh) -> tuple[np.ndarray, np.ndarray]:
     """Places for tokens and documents of every bucket, all its microbatches together. An empty one
     is a document of padding.
     """
@@ -63,10 +63,10 @@ def _loads(main: Assignment, batch: Batch, place: ClientPlaceTree) -> tuple[np.n
 
 
 def _nbytes(view: View, tokens: int, documents: int, microbatches: int, batch: Batch) -> int:
+    # attention_mask: one byte
     per_token = sum(n for key, n in TOKEN_BYTES.items() if view.has(key)) + (
         batch.layout == "padded"
-    )  # attention_mask: one byte
+    )
     per_document = sum(n for key, n in DOCUMENT_BYTES.items() if view.has(key))
-    return (
-        tokens // view.cp * per_token + documents * per_document + microbatches * (2 * 4 + 4)
-    )  # one more sum each, and max_seqlen
+    # one more sum each, and max_seqlen
+    return tokens // view.cp * per_token + documents * per_document + microbatches * (2 * 4 + 4)

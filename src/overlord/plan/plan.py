@@ -14,7 +14,7 @@ import numpy as np
 
 from overlord.errors import JobError, PlanError
 from overlord.hashing import digest
-from overlord.mesh import ClientPlaceTree, broadcast_dims
+from overlord.mesh import Mesh, broadcast_dims
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
@@ -25,12 +25,10 @@ MODULES = ("backbone", "encoder")  # what constructors deliver
 SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
 ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
 OPTIONAL_COLUMNS = ("memory", "out", "offset")  # of items; None where absent
-MAX_BINS = (
-    2**26
-)  # microbatches over all buckets: far above any mesh, far below what would exhaust memory
-ROUNDING = (
-    1 + 1e-9
-)  # over a capacity of memory: sums of real numbers differ by the order of addition
+# microbatches over all buckets: far above any mesh, far below what would exhaust memory
+MAX_BINS = 2**26
+# over a capacity of memory: sums of real numbers differ by the order of addition
+ROUNDING = 1 + 1e-9
 MOST = 2**53  # of a size: sums of whole numbers must neither wrap round nor be rounded
 
 
@@ -60,16 +58,13 @@ class Assignment:
     size: np.ndarray  # int64: tokens that count against the capacity, document padding included
     cost: np.ndarray  # float64
     capacity: int = 0  # tokens of one microbatch; 0: none
-    broadcast: tuple[
-        str, ...
-    ] = ()  # axes along which the trainer broadcasts: one rank of each group fetches
-    memory: np.ndarray | None = (
-        None  # float64: what an item takes of memory_capacity; None: only tokens count
-    )
+    # axes along which the trainer broadcasts: one rank of each group fetches
+    broadcast: tuple[str, ...] = ()
+    # float64: what an item takes of memory_capacity; None: only tokens count
+    memory: np.ndarray | None = None
     memory_capacity: float = 0.0  # of one microbatch, in the unit of ``memory``; 0: none
-    out: np.ndarray | None = (
-        None  # int64: tokens of the backbone that an item of an encoder becomes
-    )
+    # int64: tokens of the backbone that an item of an encoder becomes
+    out: np.ndarray | None = None
     offset: np.ndarray | None = None  # int64: where in its sample's tokens those begin
 
     def order(self) -> np.ndarray:
@@ -108,10 +103,9 @@ class LoadingPlan:
     tokens: np.ndarray  # int64
     modules: Mapping[str, Assignment]
     substep: np.ndarray | None = None
-    place: ClientPlaceTree | None = None  # the mesh it was placed on; None: a plan made by hand
-    extra: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # JSON values for people (strategy name, wanted weights)
+    place: Mesh | None = None  # the mesh it was placed on; None: a plan made by hand
+    # JSON values for people (strategy name, wanted weights)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -405,7 +399,7 @@ class LoadingPlan:
         return delivery(self, batch, broadcast)
 
     @property
-    def tree(self) -> ClientPlaceTree:
+    def tree(self) -> Mesh:
         if self.place is None:
             raise PlanError(
                 "the plan was made by hand and knows no place",

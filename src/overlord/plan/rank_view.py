@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from overlord.mesh import BUCKET_AXES, ClientPlaceTree
+from overlord.mesh import BUCKET_AXES, Mesh
 
 SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
 
@@ -17,11 +17,8 @@ SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
 FIRST = ("tokens", "position_ids")  # keys of the first pipeline stage
 
 
-LAST = (
-    "labels",
-    "loss_mask",
-    "source_ids",
-)  # keys of the last one; all other keys go to every stage
+# keys of the last one; all other keys go to every stage
+LAST = ("labels", "loss_mask", "source_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +50,7 @@ ALL = View()
 NOTHING = View(first=False, last=False, nothing=True)
 
 
-def view_of(
-    place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], rank: int, split: str
-) -> View:
+def view_of(place: Mesh, axis: str, broadcast: tuple[str, ...], rank: int, split: str) -> View:
     """What the rank is handed. Along cp slices are cut, and stages get their own keys only, where
     cp and pp are no axes of buckets.
 
@@ -66,9 +61,7 @@ def view_of(
 
 
 @lru_cache(maxsize=64)
-def views_of(
-    place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...], split: str
-) -> tuple[View, ...]:
+def views_of(place: Mesh, axis: str, broadcast: tuple[str, ...], split: str) -> tuple[View, ...]:
     """The same of every rank; equal views are one object."""
     seats = place.seats(axis, broadcast)
     stage, slice_ = place.along("pp"), place.along("cp")
@@ -98,7 +91,7 @@ def views_of(
 
 
 @lru_cache(maxsize=32)
-def served_ranks(place: ClientPlaceTree, axis: str, broadcast: tuple[str, ...]) -> frozenset[int]:
+def served_ranks(place: Mesh, axis: str, broadcast: tuple[str, ...]) -> frozenset[int]:
     """Ranks that are handed nothing: another one fetches for them."""
     return frozenset(
         np.flatnonzero(place.seats(axis, broadcast) != np.arange(place.world_size)).tolist()

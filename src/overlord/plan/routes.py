@@ -37,20 +37,17 @@ class Route:
     # int64 [n]: items of the module that this rank encodes, in the order in which their rows are
     # sent
     items: np.ndarray
-    send_lens: (
-        np.ndarray
-    )  # int32 [n]: rows sent of each, the first ones; fewer than it has where its document was cut
+    # int32 [n]: rows sent of each, the first ones; fewer than it has where its document was cut
+    send_lens: np.ndarray
     send_splits: np.ndarray  # int32 [world]: rows to every rank
     recv_splits: np.ndarray  # int32 [world]: rows from every rank
     recv_items: np.ndarray  # int64 [k]: items whose rows come, in the order of their placeholders
-    recv_perm: (
-        np.ndarray
-    )  # int64 [k]: of each, its number in the order of arrival (by sender, then placeholders)
+    # int64 [k]: of each, its number in the order of arrival (by sender, then placeholders)
+    recv_perm: np.ndarray
     out_lens: np.ndarray  # int32 [k]: rows of each
     recv_rows: np.ndarray  # int64 [rows]: received[recv_rows] is in the order of the placeholders
-    image_token_index: (
-        np.ndarray
-    )  # int64 [rows]: where each goes in the un-sliced packed microbatch
+    # int64 [rows]: where each goes in the un-sliced packed microbatch
+    image_token_index: np.ndarray
     microbatches: np.ndarray  # int32 [k]: the backbone's microbatch of each item
     docs: np.ndarray  # int32 [k]: its document in the microbatch, for the padded layout
     offsets: np.ndarray  # int64 [k]: its first placeholder in the document
@@ -83,9 +80,8 @@ class Routes:
     sent: np.ndarray  # items by slot, encoder, owner, placeholder
     received: np.ndarray  # items by slot, owner, encoder, placeholder
     wanted: np.ndarray  # items by slot, owner, placeholder
-    sent_bounds: (
-        np.ndarray
-    )  # int64 [slots * world + 1]: where each encoder's part of ``sent`` begins
+    # int64 [slots * world + 1]: where each encoder's part of ``sent`` begins
+    sent_bounds: np.ndarray
     owned_bounds: np.ndarray  # the same of each owner, in ``received`` and ``wanted``
 
     def __len__(self) -> int:

@@ -1,16 +1,16 @@
-"""From pieces of the streams to what a strategy sees, and from its plan back: is it a plan of these
-samples, for this job?
+"""Conversion of stream pieces into the buffer that a strategy receives, and checks of the plan that
+it returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from overlord.errors import PlanError
-from overlord.mesh import BUCKET_AXES, ClientPlaceTree
+from overlord.mesh import BUCKET_AXES, Mesh
 from overlord.messages.control import StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.events import present
@@ -18,28 +18,26 @@ from overlord.planning.spec import PlannerSpec
 from overlord.planning.stream import Piece, step_meta
 from overlord.sample import Buffer, Ragged, take_rows
 
-Pieces = Sequence[
-    tuple[int, Piece]
-]  # (source, run of its samples), source by source, in stream order
+# (source, run of its samples), source by source, in stream order
+Pieces = Sequence[tuple[int, Piece]]
 
 
 class Joined:
-    """Pieces as columns, one row a sample: joined once for all that asks."""
+    """Pieces as columns, one row per sample."""
 
     def __init__(self, pieces: Pieces):
         self.parts = [p for _, p in pieces]
         self.where = np.array([i for i, _ in pieces], np.int64)  # source of each piece
         self.sizes = np.array([p.stop - p.start for p in self.parts], np.int64)
-        self.at = np.array([p.at[:3] for p in self.parts], np.int64).reshape(
-            -1, 3
-        )  # epoch, group, window of each piece
+        # epoch, group, window of each piece
+        self.at = np.array([p.at[:3] for p in self.parts], np.int64).reshape(-1, 3)
         ids = np.concatenate(
             [p.ids[p.start : p.stop] for p in self.parts] or [np.zeros((0, 3), np.int64)]
         )
         self.file, self.row, self.part = np.ascontiguousarray(ids.T)
 
-    def cursors_behind(self, cursors: np.ndarray) -> np.ndarray:
-        """The cursors when all samples are drawn: a source's last piece ends at its cursor."""
+    def cursors_after(self, cursors: np.ndarray) -> np.ndarray:
+        """Return the cursors after all samples: a source's last piece ends at its cursor."""
         last, end = np.append(self.where[1:] != self.where[:-1], True), np.cumsum(self.sizes) - 1
         source, end, moved = self.where[last], end[last], cursors.copy()
         moved[source, :3] = self.at[last]
@@ -47,7 +45,7 @@ class Joined:
         return moved
 
     def holders(self, first_loader: np.ndarray) -> np.ndarray:
-        """Loader of every sample; source i's loaders are numbered from ``first_loader[i]`` on."""
+        """Return the loader of every sample; those of source i start at ``first_loader[i]``."""
         first = np.repeat(first_loader[self.where], self.sizes)
         if len(first_loader) == int(first_loader[-1]) + 1 or not self.parts:  # one loader each
             return first
@@ -60,18 +58,21 @@ class Joined:
         )
 
 
+class StepContext(NamedTuple):
+    """The job, the state before a step, and the weights of the step."""
+
+    spec: PlannerSpec
+    state: StreamState
+    weights: Sequence[float]
+
+
 def gather(
-    pieces: Joined,
-    order: np.ndarray,
-    substep: np.ndarray | None,
-    *,
-    spec: PlannerSpec,
-    state: StreamState,
-    weights: Sequence[float],
+    pieces: Joined, order: np.ndarray, substep: np.ndarray | None, context: StepContext
 ) -> Buffer:
-    """The samples of the pieces in the given order. Read-only: the plan is compared with these very
-    arrays.
+    """Return the samples of the pieces in the given order. The arrays are read-only: the plan is
+    compared with them.
     """
+    spec, state, weights = context
     names = present(spec.names, state.events, state.step)
     meta = {name: take_rows(values, order) for name, values in step_meta(pieces.parts).items()}
     own = dict.fromkeys(name for s in spec.sources[: len(names)] for name in s.meta)
@@ -102,7 +103,7 @@ def gather(
     return buffer
 
 
-def check_plan(plan: Any, buffer: Buffer, place: ClientPlaceTree) -> None:
+def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
     if not isinstance(plan, LoadingPlan):
         raise PlanError(
             f"the strategy returned {type(plan).__name__}", buffer.step, "end it with .plan()"
@@ -115,9 +116,8 @@ def check_plan(plan: Any, buffer: Buffer, place: ClientPlaceTree) -> None:
                 buffer.step,
                 'call .distribute("DP")',
             )
-        if plan.main.n_buckets != (
-            wanted := place.n_buckets(axis)
-        ):  # more would never be delivered
+        # more would never be delivered
+        if plan.main.n_buckets != (wanted := place.n_buckets(axis)):
             problem = (
                 f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted} along {axis}"
             )

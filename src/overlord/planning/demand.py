@@ -29,9 +29,8 @@ class Demand:
             read_ahead,
             dict(of_source or {}),
         )
-        self._level = [0] * len(
-            self._loaders
-        )  # samples each source's loaders were last asked to hold
+        # samples each source's loaders were last asked to hold
+        self._level = [0] * len(self._loaders)
         self._horizon = [-1] * len(self._loaders)  # the last group that they were told to open
         self._number()
         self._must = np.zeros(self.n_loaders, np.int64)  # what each loader was last told to reach
@@ -57,7 +56,7 @@ class Demand:
             np.concatenate([self._held, more]),
         )
 
-    def reopened(self, i: int) -> list[Refill]:
+    def restarted(self, i: int) -> list[Refill]:
         """The loaders of a source begin again: they hold nothing, and have heard nothing."""
         self._held[self.of(i)] = self._must[self.of(i)] = 0
         self._horizon[i] = -1
@@ -77,10 +76,8 @@ class Demand:
         """Ask the loaders that hold the source up, if they have done what they were asked
         before.
         """
-        commands, lacking = (
-            [],
-            -(-lacking // self._loaders[i]),
-        )  # they share it about equally; who still holds the source up is asked again
+        # they share it about equally; who still holds the source up is asked again
+        commands, lacking = ([], -(-lacking // self._loaders[i]))
         for loader in (int(self.first[i]) + k for k in behind):
             if self._held[loader] >= self._must[loader]:
                 self._must[loader] = self._held[loader] + lacking
@@ -112,7 +109,7 @@ class Demand:
         """From the next step on; a level that is less is told when it is much less."""
         self._of_source[i] = steps
 
-    def told(self, loader: int) -> Refill:
+    def last_refill(self, loader: int) -> Refill:
         """What a loader was told, for one that is to follow it."""
         source = self.source_of[loader]
         return Refill(loader, 0, self._share(source), self._horizon[source])

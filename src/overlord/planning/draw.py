@@ -72,7 +72,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     return floors
 
 
-def owed_behind(
+def owed_after(
     owed: Sequence[int], left: Sequence[int], weights: Sequence[float], active: Sequence[bool]
 ) -> tuple[int, ...]:
     """The accounts when some drawn samples were left for later: the step was so much smaller, and

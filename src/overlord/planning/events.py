@@ -167,9 +167,8 @@ class EventLog:
 
     def heard(self, report: Report) -> None:
         """The planner knows of it, and has said what becomes of it."""
-        if (
-            self._unheard.get((report.step, report.rank)) is report
-        ):  # else the rank has said something else since
+        # else the rank has said something else since
+        if self._unheard.get((report.step, report.rank)) is report:
             del self._unheard[report.step, report.rank]
 
     def completed(
@@ -180,16 +179,14 @@ class EventLog:
         and say nothing twice.
         """
         late, held = list[Event](), list(state.events)
-        for e in (
-            self._events
-        ):  # what was said twice is there twice; a state that came from another process has copies
+        # what was said twice is there twice; a state that came from another process has copies
+        for e in self._events:
             if e in held:
                 held.remove(e)
             elif last_step(e) >= state.step:
                 late.append(e)
-        unheard = dict(
-            self._unheard
-        )  # before those that were heard: what is in neither place now was nowhere
+        # before those that were heard: what is in neither place now was nowhere
+        unheard = dict(self._unheard)
         every = {**self._reports, **unheard}
         since = {
             key: r

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 
 from overlord.messages.control import Report
 
+COUNTS = ("received", "used", "late")
+
 
 def promised(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
     """Whether no plan that uses it can have been made when a rank says it that was not handed
@@ -63,9 +65,8 @@ class Feedback:
     def add(self, report: Report, planned: int) -> None:
         self._counts["received"] += 1
         if self.in_time(report, planned):
-            self._steps.setdefault(report.step, {})[report.rank] = (
-                report  # the last word of a rank counts
-            )
+            # the last word of a rank counts
+            self._steps.setdefault(report.step, {})[report.rank] = report
         elif self.takes:
             self._counts["late"] += 1
 
@@ -83,8 +84,8 @@ class Feedback:
         return reduced(reports[rank] for rank in sorted(reports))
 
     def adopt(self, before: Feedback) -> None:
-        """Count on where another left off."""
-        self._counts = Counter(before._counts)
+        """Continue the counts of the planner before."""
+        self._counts = Counter({name: n for name, n in before.counts().items() if name in COUNTS})
 
     def pending(self) -> tuple[Report, ...]:
         return tuple(
@@ -95,6 +96,6 @@ class Feedback:
 
     def counts(self) -> dict[str, int]:
         return {
-            **{name: self._counts[name] for name in ("received", "used", "late")},
+            **{name: self._counts[name] for name in COUNTS},
             "pending": sum(map(len, self._steps.values())),
         }

@@ -80,9 +80,8 @@ def power_below_one(log_ratio: int, exponent: float) -> float:
 def half_cosine(k: int, n: int) -> float:
     """``(1 - cos(pi k/n)) / 2`` for 0 <= k <= n: the smooth way from 0 to 1."""
     assert 0 <= k <= n
-    if (
-        2 * k > n
-    ):  # the curve is its own mirror image, and its lower half is where the sine's series is short
+    # the curve is its own mirror image, and its lower half is where the sine's series is short
+    if 2 * k > n:
         return 1.0 - half_cosine(n - k, n)
     x = PI * k // (2 * n)
     square, term, sine, j = x * x >> BITS, x, 0, 1

@@ -1,23 +1,26 @@
-"""Samples the planner has pulled from the streams beyond those it drew: passed over by look-ahead,
-or left for a later step.
+"""Samples that the planner has pulled from the streams and not drawn: passed over by look-ahead, or
+left for a later step.
 
-Streams are read front to back whatever a strategy chooses, so loaders and merging know nothing of
-this: a step *pulls* prefixes, *takes* some of the samples, and the rest stays here with an age. A
-state keeps the cursor in front of the first sample left, and behind it one age per sample up to the
-last one pulled; -1 says that it was taken. Restoring pulls them again.
+Streams are read front to back whatever a strategy chooses, so loaders and merging do not depend on
+this module. A step *pulls* prefixes of the streams and *takes* some of the samples. The rest stays
+here with an age. A state keeps the cursor before the first sample left. It also keeps one age for
+every sample after the cursor up to the last one pulled; -1 marks a sample that was taken. Restoring
+the state pulls these samples again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from overlord.planning.buffer import Joined
+from overlord.planning.spec import Ledger
 from overlord.planning.stream import Piece, SourceStream
 
 TAKEN = -1
-PENDING = -1  # the payload of a row that no stage has popped yet has no number
+PENDING = -1  # number of a payload row that no step has popped yet
 
 
 @dataclass(slots=True, eq=False)
@@ -26,9 +29,8 @@ class _Record:
 
     pieces: list[Piece] = field(default_factory=list)
     age: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    number: np.ndarray = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # of the payload's row, as the last stage left it
+    # of the payload's row, as the last planned step left it
+    number: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     loader: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def open(self) -> int:
@@ -36,28 +38,74 @@ class _Record:
 
 
 class LookAheadPool:
-    """All sources' records, and the numbering of the payload that is held for them."""
+    """The records of all sources, and the numbers of the payload rows that are held for them."""
 
-    def __init__(self, n_sources: int):
+    def __init__(self, n_sources: int, ages: Sequence[np.ndarray] = ()):
+        """Start empty. ``ages``: of samples that a saved state had pulled; ``restore`` pulls
+        them again.
+        """
         self._records = [_Record() for _ in range(n_sources)]
         self._open = [0] * n_sources
-        self.held = 0  # rows of payload held since the last stage
+        self._replay = {i: a for i, a in enumerate(ages) if len(a)}
+        self.held = 0  # payload rows held since the last planned step
 
     def grow(self) -> None:
-        """One more source."""
+        """Make room for one more source."""
         self._records.append(_Record())
         self._open.append(0)
 
     def open(self, i: int) -> int:
-        """Samples of the source that are here to be drawn."""
+        """Return how many samples of the source can be drawn from the pool."""
         return self._open[i]
 
-    def pull(
-        self, i: int, pieces: Sequence[Piece], loader: np.ndarray, age: np.ndarray | None = None
-    ) -> None:
-        """Samples from the front of a stream; with ``age`` they are those of a restored state, some
-        of them taken.
+    def fronts(self, streams: Sequence[SourceStream]) -> list[ExtendedFront]:
+        """Return the fronts of the streams with the samples of the pool before them."""
+        return [ExtendedFront(s, self._open[i]) for i, s in enumerate(streams)]
+
+    def restore(
+        self, streams: Sequence[SourceStream], first_loader: np.ndarray, ledger: Ledger
+    ) -> dict[int, int]:
+        """Pull the samples again that a saved state or a restarted source had pulled. Return
+        source -> samples its stream must have first; empty: done.
         """
+        if need := _short(streams, {i: len(ages) for i, ages in self._replay.items()}):
+            return need
+        for i, ages in self._replay.items():
+            # the failures among these samples are listed already
+            pieces, _ = streams[i].take(min(len(ages), streams[i].ready))
+            self._pull(i, pieces, first_loader, ages)
+            ledger.counted_before(i, streams[i].passed)
+        self._replay = {}
+        return {}
+
+    def pull(
+        self,
+        counts: Sequence[int],
+        streams: Sequence[SourceStream],
+        first_loader: np.ndarray,
+        ledger: Ledger,
+    ) -> dict[int, int]:
+        """Hold ``counts[i]`` samples of each source, pulled from the streams. Return source ->
+        samples its stream must have first; empty: done.
+        """
+        more = {i: n - self._open[i] for i, n in enumerate(counts) if n > self._open[i]}
+        if need := _short(streams, more):
+            return need
+        for i, n in more.items():
+            pieces, bad = streams[i].take(min(n, streams[i].ready))
+            ledger.list_bad(i, bad)
+            self._pull(i, pieces, first_loader)
+        return {}
+
+    def _pull(
+        self,
+        i: int,
+        pieces: Sequence[Piece],
+        first_loader: np.ndarray,
+        age: np.ndarray | None = None,
+    ) -> None:
+        """Append samples from the front of a stream; with ``age`` some of them were taken."""
+        loader = Joined([(i, p) for p in pieces]).holders(first_loader)
         record, n = self._records[i], len(loader)
         record.pieces += pieces
         record.age = np.concatenate(
@@ -67,23 +115,34 @@ class LookAheadPool:
         record.loader = np.concatenate([record.loader, loader])
         self._open[i] = record.open()
 
-    def give_back(self, i: int) -> tuple[np.ndarray, int]:
-        """A source is read again: ages of its samples, to be pulled again, and how many rows of
-        payload are held no more.
+    def restart(self, i: int) -> bool:
+        """Release the samples of a source that is read again; ``restore`` pulls them again. Return
+        whether loaders held payload of them.
         """
+        ages, held = self._release(i)
+        if len(ages):
+            self._replay[i] = ages
+        return held > 0
+
+    def drop(self, i: int) -> bool:
+        """Release the samples of a source for good. Return whether loaders held payload of them."""
+        self._replay.pop(i, None)
+        return self._release(i)[1] > 0
+
+    def _release(self, i: int) -> tuple[np.ndarray, int]:
+        """Return the ages of the source's samples, and how many of its payload rows were held."""
         record = self._records[i]
         held = record.number[(record.age != TAKEN) & (record.number != PENDING)]
         for other in self._records if len(held) else ():
-            other.number[other.number > held[-1]] -= len(
-                held
-            )  # a source's held rows are numbered through
+            # the held rows of a source have consecutive numbers
+            other.number[other.number > held[-1]] -= len(held)
         self.held -= len(held)
         self._records[i], self._open[i] = _Record(), 0
         return record.age, len(held)
 
     def number(self, n_loaders: int) -> np.ndarray:
-        """Give the rows pulled since the last stage their numbers: behind the held ones, loader by
-        loader. Returns pops by loader.
+        """Number the rows pulled since the last planned step: after the held ones, loader by
+        loader. Return pops by loader.
         """
         pending = [(r, np.flatnonzero(r.number == PENDING)) for r in self._records]
         loader = (
@@ -102,7 +161,7 @@ class LookAheadPool:
         return np.bincount(loader, minlength=n_loaders)
 
     def candidates(self, counts: Sequence[int]) -> Candidates:
-        """The first ``counts[i]`` samples that each source has here."""
+        """Return the first ``counts[i]`` samples that each source has in the pool."""
         sources = [i for i, n in enumerate(counts) if n]
         records = [self._records[i] for i in sources]
         age = np.concatenate([r.age for r in records])
@@ -123,8 +182,9 @@ class LookAheadPool:
     def settle(
         self, candidates: Candidates, taken: np.ndarray, cursors: np.ndarray, *, left: bool = False
     ) -> np.ndarray:
-        """``taken[j]``: candidate j was drawn; those passed over for it are a step older, or all
-        others when they were ``left``. Moves cursors; returns the payload rows that stay, in order.
+        """Close a step: ``taken[j]`` says whether candidate j was drawn. Candidates before the last
+        drawn one become a step older; with ``left`` all others do. Move the cursors, and return the
+        payload rows that stay held, in order.
         """
         for k, i in enumerate(candidates.sources):
             record = self._records[i]
@@ -132,7 +192,7 @@ class LookAheadPool:
                 candidates.rows < candidates.first[k + 1]
             )
             rows = candidates.rows[mine] - candidates.first[k]
-            last = np.flatnonzero(taken[mine])[-1:]  # those behind it just wait for their turn
+            last = np.flatnonzero(taken[mine])[-1:]  # later ones only wait
             record.age[rows if left else rows[: int(last[0]) if len(last) else 0]] += 1
             record.age[rows[taken[mine]]] = TAKEN
             self._trim(i, cursors)
@@ -147,7 +207,7 @@ class LookAheadPool:
         return kept
 
     def _trim(self, i: int, cursors: np.ndarray) -> None:
-        """Forget the samples in front of the first one left; the cursor moves behind them."""
+        """Remove the samples before the first one left, and move the cursor past them."""
         record = self._records[i]
         left = np.flatnonzero(record.age != TAKEN)
         gone = n = int(left[0]) if len(left) else len(record.age)
@@ -175,15 +235,13 @@ class LookAheadPool:
         )
 
     def ages(self) -> tuple[np.ndarray, ...]:
-        """What a state holds: for each source one age per sample behind its cursor, as far as it
-        was pulled.
-        """
+        """Return what a state keeps: for each source one age per pulled sample after its cursor."""
         return tuple(r.age.copy() for r in self._records)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """What a step may take: rows of the pieces joined, source by source, in stream order."""
+    """Samples that a step may take: rows of the joined pieces, by source, in stream order."""
 
     sources: tuple[int, ...]
     pieces: tuple[tuple[int, Piece], ...]  # (source, piece)
@@ -194,7 +252,7 @@ class Candidates:
 
 
 class ExtendedFront:
-    """The front of a stream with what is in the reserve before it: what the draw sees."""
+    """The front of a stream with the samples of the pool before it, as the draw sees it."""
 
     def __init__(self, stream: SourceStream, more: int):
         self._stream, self._more = stream, more
@@ -209,3 +267,8 @@ class ExtendedFront:
 
     def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
         raise AssertionError("look-ahead and deferring go with batches in samples")
+
+
+def _short(streams: Sequence[SourceStream], wanted: Mapping[int, int]) -> dict[int, int]:
+    """Return the entries of ``wanted`` (source -> samples) that its stream cannot give yet."""
+    return {i: n for i, n in wanted.items() if streams[i].ready < n and not streams[i].ended}

@@ -43,14 +43,11 @@ class Mixture:
         if self._stateful and state.schedule is not None:
             schedule.load_state_dict(state.schedule)  # type: ignore[union-attr]
         self._lag = lag if takes_feedback else 0
-        self._asked, self._floor = (
-            state.step - 1,
-            floor,
-        )  # the last step the schedule was asked for; the first it never was
+        # the last step the schedule was asked for; the first it never was
+        self._asked, self._floor = (state.step - 1, floor)
         self._said: Weights = ()
-        self._known: tuple[Any, tuple[str, ...], list[float]] | None = (
-            None  # weights that fixed numbers gave, kept: they seldom change
-        )
+        # weights that fixed numbers gave, kept: they seldom change
+        self._known: tuple[Any, tuple[str, ...], list[float]] | None = None
         self.feedback = Feedback(lag, takes_feedback, state.reports, floor)
         self.weights: list[float] = list(state.weights)
 
@@ -75,9 +72,8 @@ class Mixture:
             return replace(state, mix_step=state.step)
         joins = any(e.at == state.step for e in joined(state.events))
         epoch = self._lowest_epoch(state)
-        again = (
-            state.mix_step == state.step
-        )  # a blocked draw is tried again: its epoch was looked at
+        # a blocked draw is tried again: its epoch was looked at
+        again = state.mix_step == state.step
         if self.weights and not again and not joins and epoch <= state.mix_epoch:
             return state
         self.weights = self._weigh(state, own)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from overlord.checks import did_you_mean
 from overlord.errors import OverlordError, PlanError
 from overlord.job.job import mixture_problems
 from overlord.messages.constructor import DecodeFailures
@@ -37,25 +38,38 @@ from overlord.messages.control import (
     StreamState,
 )
 from overlord.messages.loader import Announce
-from overlord.plan.plan import LoadingPlan
-from overlord.planning.buffer import Joined, check_plan, check_samples
+from overlord.planning.buffer import StepContext
 from overlord.planning.demand import Demand
-from overlord.planning.draw import Drawer, Drawn, Short, owed_behind, step_positions
-from overlord.planning.events import joined, said_of_all, skipped, still_in_force, widened
-from overlord.planning.images.encoding import check_images, valid_tokens
+from overlord.planning.draw import Drawer, Short
+from overlord.planning.events import joined, lost, said_of_all, skipped, still_in_force, widened
+from overlord.planning.feedback import Feedback
+from overlord.planning.images.encoding import valid_tokens
 from overlord.planning.look_ahead import LookAheadPool
-from overlord.planning.lost_sources import Leaving
+from overlord.planning.lost_sources import LostSources, all_lost, without_lost
 from overlord.planning.mixture import Mixture, nothing_to_draw
+from overlord.planning.placed_step import PlacedStep, place_chosen, place_drawn
 from overlord.planning.rank_progress import RankProgress
-from overlord.planning.selection import check_choice, checked_scores, counts_of, rows_of
+from overlord.planning.selection import counts_of
 from overlord.planning.spec import Ledger, NewSource, PlannerSpec, SourceSpec, initial_state
-from overlord.planning.stream import Piece, SourceStream
+from overlord.planning.status import PlannerStatus, check_accounts, lacking, ready_buffer
+from overlord.planning.stream import SourceStream
+from overlord.sample import Buffer
 from overlord.user_code import told, where_raised
 
 Command = Refill | PlannedStep | EndOfJob | DropHeldSamples | RestartLoader | SourceLost
 
 
-class Planner(Leaving):
+class Handover(NamedTuple):
+    """What a planner takes over from the one it replaces."""
+
+    stop: EndOfJob | None
+    ended: EndOfJob | None
+    ledger: Ledger
+    feedback: Feedback
+    taken: dict[int, int]  # rank -> last step it took
+
+
+class Planner:
     """``handle(event) -> commands``. One per job."""
 
     def __init__(
@@ -66,9 +80,9 @@ class Planner(Leaving):
         generation: int = 0,
         floor: int = 0,
     ):
-        """``generation``: of all loaders at first. ``floor``: the first step that was never
-        planned; those before it are planned again, and closed to all that is said now, or they
-        would not come out the same.
+        """Start from ``state``. ``generation``: the first one of all loaders. ``floor``: the first
+        step that was never planned. Steps before it are planned again; new events cannot change
+        them, so they come out identical.
         """
         self.spec, self.generation, self.floor = spec, generation, floor
         state = state or initial_state(spec)
@@ -78,40 +92,29 @@ class Planner(Leaving):
             for s, c in zip(spec.sources, state.cursors.tolist(), strict=True)
         ]
         self._demand = Demand([s.loaders for s in spec.sources], spec.read_ahead, spec.ahead_of)
-        self._generations = [generation] * len(
-            spec.sources
-        )  # of each source's loaders: one more whenever it is opened again
-        draws = spec.batch.microbatches if spec.mix_every == "microbatch" else 1
+        # of each source's loaders; restarting a source adds one
+        self._generations = [generation] * len(spec.sources)
         self._drawer = Drawer(
             samples=spec.batch.samples,
             tokens=spec.batch.tokens,
-            draws=draws,
+            draws=spec.batch.microbatches if spec.mix_every == "microbatch" else 1,
             random=spec.draw == "random",
             seed=spec.seed,
             fill=spec.until != "first",
         )
-        self._consumed = RankProgress()  # rank -> last step it was handed
-        self._outstanding: list[
-            int
-        ] = []  # planned steps to be delivered that some rank has not taken
+        self._consumed = RankProgress()  # rank -> last step it took
+        self._outstanding: list[int] = []  # planned steps that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
-        self._reserve = (
-            LookAheadPool(len(spec.sources))
+        self._pool = (
+            LookAheadPool(len(spec.sources), state.ahead)
             if spec.leaves_holes or any(map(len, state.ahead))
             else None
         )
-        self._replay = {
-            i: ages for i, ages in enumerate(state.ahead) if len(ages)
-        }  # pulled before the state was saved
+        self._lost = LostSources(floor)
         self._finished: EndOfJob | None = None
-        self._stop: EndOfJob | None = None  # of one who cannot go on behind it
-        self._ended: EndOfJob | None = (
-            None  # found by the planner before this one, which nothing that is said since may move
-        )
-        self._unbegun = None
-        # a step whose weights were charged to the accounts already: a draw gave nothing, the next
-        # one waits
-        self._begun = -1
+        self._stop: EndOfJob | None = None  # given by a constructor that cannot build its step
+        # found by the planner before this one; later events cannot move it
+        self._ended: EndOfJob | None = None
         self._mixture = Mixture(
             spec.schedule,
             every=spec.mix_every,
@@ -124,21 +127,145 @@ class Planner(Leaving):
         self.ledger = Ledger(state, len(spec.sources))
 
     def adopt(self, before: Planner) -> list[Command]:
-        """Take the place of a planner that was further on, from a state it passed: who takes part
-        and how far they are, what is listed and counted, and where it ended. ``handle`` then gives
-        what it gave, step by step; what it listed since is listed again.
+        """Replace a planner that was further on, from a state it passed. Take over its ranks and
+        their progress, its lists and counts, and the end it found. Plans and later lists then come
+        out as they did there.
         """
-        self._stop, self._ended = before._stop, before._finished or before._ended
-        self.ledger.adopt(before.ledger)
-        self._mixture.feedback.adopt(before._mixture.feedback)
+        other = before.handover()
+        self._stop, self._ended = other.stop, other.ended
+        self.ledger.adopt(other.ledger)
+        self._mixture.feedback.adopt(other.feedback)
         self._consumed = RankProgress(
-            (rank, max(step, self._state.step - 1)) for rank, step in before._consumed.items()
+            (rank, max(step, self._state.step - 1)) for rank, step in other.taken.items()
         )
         return self._plan_ahead()
+
+    def handover(self) -> Handover:
+        """Return what a planner that replaces this one takes over."""
+        return Handover(
+            self._stop, self.ended, self.ledger, self._mixture.feedback, dict(self._consumed)
+        )
+
+    # queries: they change nothing
+
+    def state(self) -> StreamState:
+        """Return the state after the last planned step."""
+        return self._state
+
+    @property
+    def next_step(self) -> int:
+        """The next step to plan."""
+        return self._state.step
+
+    @property
+    def open_step(self) -> int:
+        """The first step that an event can still change."""
+        return max(self._state.step + self._lost.has_begun(self._state.step), self.floor)
+
+    @property
+    def finished(self) -> EndOfJob | None:
+        """The end of the job, once it is planned."""
+        return self._finished
+
+    @property
+    def ended(self) -> EndOfJob | None:
+        """The end of the job, also while steps before it are planned again."""
+        return self._finished or self._ended
+
+    @property
+    def holds_over(self) -> bool:
+        """Whether loaders may hold payload from one step to the next."""
+        return self._pool is not None
+
+    @property
+    def taken(self) -> int | None:
+        """The last step that every rank has taken; None if no rank is attached."""
+        return self._consumed.slowest if self._consumed else None
+
+    @property
+    def weights(self) -> list[float]:
+        """The weights of the step planned last, in source order."""
+        return list(self._weights)
+
+    @property
+    def feedback(self) -> dict[str, int]:
+        """Counts of received, used, late and pending reports (``Feedback.counts``)."""
+        return self._mixture.feedback.counts()
+
+    @property
+    def totals(self) -> Ledger:
+        """The ledger, with the rows that the streams have passed since the last step."""
+        self.ledger.see_passed([s.passed for s in self._streams])
+        return self.ledger
+
+    def opening(self, loader: int) -> tuple[Cursor, int, Refill]:
+        """Return what a standby of a loader needs: the cursor of the plans in its source, its
+        generation, and the last Refill.
+        """
+        source = self._demand.source_of[loader]
+        cursor = Cursor(*self._state.cursors[source].tolist())
+        return cursor, self._generations[source], self._demand.last_refill(loader)
+
+    def took(self, rank: int) -> int:
+        """Return the last step that a rank has taken; -1 if none."""
+        return self._consumed.get(rank, -1)
+
+    def in_time(self, report: Report) -> bool:
+        """Return whether a plan will use a report. Late reports are dropped."""
+        return self._mixture.in_time(report)
+
+    def refuse_planned(self, step: int) -> None:
+        """Raise unless an event can still change ``step``."""
+        if step < self.open_step:
+            raise PlanError(
+                f"step {step} is planned already",
+                remedy=f"the first step that can still change is {self.open_step}",
+            )
+
+    def shares(self, step: int | None = None) -> np.ndarray:
+        """Return the share of every active source in the step planned last. With ``step``, return
+        the share in that later step as far as it is known.
+        """
+        own = {s.name: s.weight for s in self.spec.sources}
+        later = None if step is None else self._mixture.foreseen(self._state, step, own)
+        weights = later or self._weights or [0.0] * len(own)
+        wanted = np.where(self._state.active, weights, 0.0)
+        return wanted / (wanted.sum() or 1.0)
+
+    def summary_buffer(self) -> Buffer:
+        """Return all samples that are ready and not drawn (``status.ready_buffer``)."""
+        return ready_buffer(self._streams, self._pool, self._context())
+
+    def waits_for(self) -> list[str]:
+        """Return the sources that the next step is waiting for."""
+        return list(lacking(self._streams, self._waiting))
+
+    def waiting_for(self) -> str:
+        """Return what blocks the next plan, as text."""
+        return self.status().waiting_for()
+
+    def status(self) -> PlannerStatus:
+        """Return what blocks the next plan."""
+        full = len(self._outstanding) >= self.spec.prefetch
+        slow = min(self._consumed.items(), key=lambda r: r[1]) if self._consumed else None
+        return PlannerStatus(
+            step=self._state.step,
+            finished=self._finished,
+            lacking=lacking(self._streams, self._waiting),
+            slowest=slow if full else None,
+            prefetch=self.spec.prefetch,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants, for tests."""
+        for stream in self._streams:
+            stream.check()
+        check_accounts(self.spec, self._state)
 
     # events
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
+        """Apply an event and return the commands that follow from it, in order."""
         match event:
             case Announce():
                 source = self._demand.source_of[event.loader]
@@ -165,9 +292,7 @@ class Planner(Leaving):
                 self._consumed.setdefault(rank, self._state.step - 1)
             case Detach(rank=rank):
                 self._consumed.pop(rank, None)
-            case EndOfJob(
-                step=step
-            ):  # a constructor cannot build this step: no later one is planned
+            case EndOfJob(step=step):  # a constructor cannot build this step
                 if self._finished is not None and self._finished.step <= step:
                     return []
                 return self._end_here(event)
@@ -178,7 +303,7 @@ class Planner(Leaving):
             case SourceLost():
                 self._lose(event)
             case RestartSource(source=source):
-                return self._reopen(source)
+                return self._restart(source)
             case SetReadAhead(source=source, steps=steps):
                 self.spec = replace(self.spec, ahead_of={**self.spec.ahead_of, source: steps})
                 self._demand.hold(source, steps)
@@ -194,6 +319,7 @@ class Planner(Leaving):
         return self._plan_ahead()
 
     def _add_event(self, event: SetMixture | Skip) -> None:
+        """Add a user's event to the log."""
         self.refuse_planned(
             event.at if isinstance(event, SetMixture) else min(event.steps, default=self.open_step)
         )
@@ -211,9 +337,7 @@ class Planner(Leaving):
             self._state = replace(self._state, events=(*self._state.events, event))
 
     def _add_source(self, new: NewSource) -> None:
-        """One more source, behind all others: their numbers, cursors and accounts stay as they
-        are.
-        """
+        """Add a source after all others: their numbers, cursors and accounts stay as they are."""
         at, state = new.event.at, self._state
         if ended := self.ended:
             raise PlanError(
@@ -229,55 +353,62 @@ class Planner(Leaving):
         self._state = widened(replace(state, events=(*joined(state.events), new.event, *others)), n)
         self._streams.append(_stream(new.source, Cursor()))
         self._demand.grow(new.source.loaders)
-        self._generations.append(0)  # its loaders were opened before anyone knew when it joins
-        if self._reserve is not None:
-            self._reserve.grow()
+        self._generations.append(0)  # its loaders started before the step of the event was known
+        if self._pool is not None:
+            self._pool.grow()
         self._mixture.widen(n)
         self._weights = self._mixture.weights
         self.ledger.widen()
 
-    def _reopen(self, i: int) -> list[Command]:
-        """A source as a restart would find it: a fresh stream at the cursor, and what was pulled
-        beyond is pulled again. Nothing is drawn, listed or counted by that, so it does not show in
-        the stream.
+    def _lose(self, event: SourceLost) -> None:
+        """Apply an event of the log. This planner requested it, or one that it replaces did."""
+        if event.name not in self.spec.names:
+            raise PlanError(
+                f"unknown source {event.name!r}{did_you_mean(event.name, self.spec.names)}"
+            )
+        if any(e.name == event.name for e in lost(self._state.events)):
+            return  # requested twice: other events came in between
+        if event.at != self._state.step or event.at < self.floor:
+            self.refuse_planned(event.at)
+        if self.ended is None:
+            self._state = self._lost.apply(event, self._state)
+            self._waiting = {}
+
+    def _restart(self, i: int) -> list[Command]:
+        """Restart a source with a fresh stream at its cursor, and pull again what was pulled beyond
+        it. Nothing is drawn, listed or counted, so the stream of steps does not change.
         """
         if self._finished:
-            return []  # nothing is read any more
+            return []  # loaders read nothing any more
         cursor, commands = Cursor(*self._state.cursors[i].tolist()), list[Command]()
         self.ledger.counted_before(i, self._streams[i].passed, -1)
         self._streams[i] = _stream(self.spec.sources[i], cursor)
         self._generations[i] += 1
-        if self._reserve is not None:
-            ages, held = self._reserve.give_back(i)
-            if len(ages):
-                self._replay[i] = ages
-            if held:
-                commands.append(DropHeldSamples(tuple(self._demand.of(i))))
+        if self._pool is not None and self._pool.restart(i):
+            commands.append(DropHeldSamples(tuple(self._demand.of(i))))
         commands += [
             RestartLoader(loader, cursor, self._generations[i], self._state.step - 1)
             for loader in self._demand.of(i)
         ]
-        ahead = self._demand.reopened(i)
-        self._waiting = {}  # a draw that waits asks anew
+        ahead = self._demand.restarted(i)
+        self._waiting = {}  # the next draw asks again
         return [*commands, *(ahead if self._state.active[i] else ()), *self._plan_ahead()]
 
     # planning
 
     def _plan_ahead(self) -> list[Command]:
+        """Plan steps until the prefetch window is full, a draw blocks or the job ends."""
         commands: list[Command] = []
         while self._window_is_open():
             try:
                 planned = self._plan_step()
-            except (
-                StopIteration,
-                SystemExit,
-                GeneratorExit,
-            ) as error:  # in a trainer's loop they would look like the end of the data
+            # a trainer's loop would take these for the end of the data
+            except (StopIteration, SystemExit, GeneratorExit) as error:
                 what = f"the strategy or the schedule raised {told(error)}"
                 planned = self._finish(
                     PlanError(what, self._state.step, "it must end neither the program nor a loop")
                 )
-            # a strategy is the user's code: whatever it raises ends the job at this step, as it is
+            # user code: any error ends the job at this step, unchanged
             except Exception as error:
                 if (where := where_raised(error)) or not isinstance(error, OverlordError):
                     error.add_note(
@@ -296,152 +427,86 @@ class Planner(Leaving):
         self._outstanding = [s for s in self._outstanding if s > self._consumed.slowest]
         return len(self._outstanding) < self.spec.prefetch
 
+    def _satisfied(self) -> bool:
+        """Return whether no stream can give more of what the blocked draw waits for."""
+        return all(
+            self._streams[i].ready >= n or self._streams[i].ended or self._streams[i].error
+            for i, n in self._waiting.items()
+        )
+
     def _plan_step(self) -> list[Command]:
-        if forget := self._leave_lost():
-            return [*forget]
+        if dropped := self._remove_lost():
+            return dropped
         state, spec = self._state, self.spec
         if self._stop is not None and state.step >= self._stop.step:
             return self._end_here(self._stop)
         if spec.ends_at(state.step) or (spec.until == "first" and not all(state.active)):
             return self._finish(None)
-        if self._replay and (need := self._pull_again()):
+        first = self._demand.first
+        if self._pool and (need := self._pool.restore(self._streams, first, self.ledger)):
             return self._wait(need)
         self._mix()
         state = self._state
         while True:
-            drawn = self._drawer.draw(
-                state.step, self._weights, state.owed, state.active, self._fronts()
-            )
+            fronts = self._pool.fronts(self._streams) if self._pool else self._streams
+            drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, fronts)
             if isinstance(drawn, Short):
-                return self._wait({i: n - self._open(i) for i, n in drawn.need.items()})
+                pulled = self._pool.open if self._pool else lambda i: 0
+                return self._wait({i: n - pulled(i) for i, n in drawn.need.items()})
             if any(map(sum, drawn.counts)):
                 break
-            # Nothing drawn: the end, or a step of few tokens while long samples taken before are
-            # still being paid for.
-            self._see_off(drawn.active)
-            self._unbegun = state if self._begun != state.step else self._unbegun
+            # Nothing drawn: the end, or a step of few tokens whose accounts still pay for long
+            # samples of steps before.
+            self._list_last_failures(drawn.active)
+            self._lost.begin(state)
             self._state = state = replace(self._state, owed=drawn.owed, active=drawn.active)
-            self._begun = state.step
             if (spec.until == "first" and not all(drawn.active)) or not any(
                 w for w, a in zip(self._weights, drawn.active, strict=True) if a
             ):
-                return self._finish(self._nothing_left())
-        if self._reserve is not None and (need := self._pull(self._reserve, drawn)):
-            return self._wait(need)
+                return self._finish(all_lost(state, self._weights, spec.sources))
+        if self._pool:
+            counts = counts_of(drawn.counts, spec.look_ahead)
+            if need := self._pool.pull(counts, self._streams, first, self.ledger):
+                return self._wait(need)
         self._waiting = {}
-        stage = (
-            self._stage(drawn)
-            if self._reserve is None
-            else self._stage_chosen(self._reserve, drawn)
+        planned = self._close_step(
+            place_chosen(self._context(), drawn, self._pool, self._demand)
+            if self._pool
+            else place_drawn(self._context(), drawn, self._streams, self._demand, self.ledger)
         )
-        if not stage.skipped:
-            self._outstanding.append(stage.plan.step)
-        return [stage, *self._demand.keep_ahead(np.sum(drawn.counts, axis=0))]
+        if not planned.skipped:
+            self._outstanding.append(planned.plan.step)
+        return [planned, *self._demand.keep_ahead(np.sum(drawn.counts, axis=0))]
 
-    # look-ahead: samples pulled from the streams and not drawn yet
-
-    def _pull_again(self) -> dict[int, int]:
-        """After a restart: bring back what had been pulled; or say what is missing for it."""
-        assert self._reserve is not None
-        if need := {
-            i: len(a)
-            for i, a in self._replay.items()
-            if self._streams[i].ready < len(a) and not self._streams[i].ended
-        }:
-            return need
-        for i, ages in self._replay.items():
-            pieces, _ = self._streams[i].take(
-                min(len(ages), self._streams[i].ready)
-            )  # the failures on the way are listed already
-            self._reserve.pull(
-                i, pieces, Joined([(i, p) for p in pieces]).holders(self._demand.first), ages
-            )
-            self.ledger.counted_before(i, self._streams[i].passed)
-        self._replay = {}
-        return {}
-
-    def _pull(self, reserve: LookAheadPool, drawn: Drawn) -> dict[int, int]:
-        """Bring the candidates of a draw into the reserve; or say what is missing for it."""
-        wanted = {
-            i: n - reserve.open(i)
-            for i, n in enumerate(counts_of(drawn.counts, self.spec.look_ahead))
-            if n > reserve.open(i)
-        }
-        if need := {
-            i: n
-            for i, n in wanted.items()
-            if self._streams[i].ready < n and not self._streams[i].ended
-        }:
-            return need
-        for i, n in wanted.items():
-            pieces, bad = self._streams[i].take(min(n, self._streams[i].ready))
-            self.ledger.list_bad(i, bad)
-            reserve.pull(i, pieces, Joined([(i, p) for p in pieces]).holders(self._demand.first))
-        return {}
-
-    def _stage_chosen(self, reserve: LookAheadPool, drawn: Drawn) -> PlannedStep:
-        """A step whose strategy chooses among candidates, or leaves what does not fit."""
-        state, spec = self._state, self.spec
-        pops = reserve.number(self._demand.n_loaders)
-        candidates = reserve.candidates(counts_of(drawn.counts, spec.look_ahead))
-        order, substep = step_positions(drawn.counts)
-        shown = np.arange(len(candidates.rows)) if spec.look_ahead > 1 else order
-        pieces = Joined(candidates.pieces)
-        buffer = self._gather(
-            pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None
-        )
-        loader = pieces.holders(self._demand.first)[candidates.rows[shown]]
-        buffer = replace(
-            buffer, age=candidates.age[shown], max_age=spec.max_age, overflow=spec.overflow
-        )
-        if spec.look_ahead > 1:
-            buffer = replace(buffer, drawn=False, wanted=drawn.counts)
-            if spec.prefer is not None:
-                buffer = replace(
-                    buffer, scores=checked_scores(spec.prefer(state.step, buffer), buffer)
-                )
-        plan = spec.strategy(buffer, spec.place)
-        check_plan(plan, buffer, spec.place)
-        rows = rows_of(plan, buffer)
-        check_choice(rows, buffer, left_allowed=spec.overflow == "defer")
-        if spec.images:
-            check_images(plan, buffer.take(rows))
-        plan.validate()
-        taken = np.zeros(len(candidates.rows), bool)
-        taken[shown[rows]] = True
-        doc, cursors = candidates.number[shown[rows]], state.cursors.copy()
-        kept = reserve.settle(candidates, taken, cursors, left=spec.look_ahead == 1)
-        left = (
-            np.sum(drawn.counts, axis=0) - np.bincount(plan.source, minlength=len(spec.sources))
-        ).tolist()
-        active = tuple(a or n > 0 for a, n in zip(drawn.active, left, strict=True))
-        owed = owed_behind(drawn.owed, left, self._weights, active) if any(left) else drawn.owed
-        return self._staged(
-            plan, pops, doc, loader[rows], cursors, replace(drawn, owed=owed, active=active), kept
-        )
+    def _remove_lost(self) -> list[Command]:
+        """Stop drawing from sources that are lost by the next step."""
+        self._state, leaving = without_lost(self._state, self.spec.sources)
+        held = [i for i in leaving if self._pool is not None and self._pool.drop(i)]
+        return [DropHeldSamples(tuple(self._demand.of(i))) for i in held]
 
     def _wait(self, need: dict[int, int]) -> list[Command]:
-        """Ask for what the draw lacks. A stream that broke before it is where the job ends; of
-        several that did, the first source's is named, so the others are waited for: who was read
-        first must not be seen.
+        """Request the samples that the draw lacks. The job ends at a stream that broke before them.
+
+        Of several broken streams the first source's error counts. So all are waited for: the result
+        must not depend on the order in which loaders read.
         """
         self._waiting = need
         if self._satisfied():
-            if leave := self._asks_to_leave(need):
-                return [*leave]
-            return self._finish(
-                next(error for i in sorted(need) if (error := self._streams[i].error) is not None)
-            )
+            errors = ((i, self._streams[i].error) for i in sorted(need))
+            broken = {i: error for i, error in errors if error is not None}
+            sources = self.spec.sources
+            if requests := self._lost.requests(self._state, broken, self._weights, sources):
+                return [*requests]
+            return self._finish(next(iter(broken.values())))
         return [command for i in sorted(need) for command in self._nudge(i)]
 
     def _nudge(self, i: int) -> list[Command]:
+        """Request samples from the loaders of a source that the blocked draw waits for."""
         stream = self._streams[i]
-        lacking = self._waiting[i] - stream.ready
-        return (
-            []
-            if lacking <= 0 or stream.ended or stream.error
-            else [*self._demand.nudge(i, lacking, stream.behind())]
-        )
+        missing = self._waiting[i] - stream.ready
+        if missing <= 0 or stream.ended or stream.error:
+            return []
+        return [*self._demand.nudge(i, missing, stream.behind())]
 
     def _end_here(self, finish: EndOfJob) -> list[Command]:
         self._finished = self._stop = finish
@@ -456,84 +521,53 @@ class Planner(Leaving):
                 self.ledger.list_bad(i, stream.rest())
         return [self._finished]
 
-    def _see_off(self, active: Sequence[bool]) -> None:
-        """Sources that leave: the failures behind their last samples are listed now, since nothing
-        of them is read again, here or after a restart.
+    def _list_last_failures(self, active: Sequence[bool]) -> None:
+        """List the failures after the last samples of sources that leave: nothing of these sources
+        is read again, neither now nor after a restart.
         """
         for i, (was, stays) in enumerate(zip(self._state.active, active, strict=True)):
             if was and not stays:
                 self.ledger.list_bad(i, self._streams[i].rest())
 
     def _mix(self) -> None:
-        """Bring the weights in force up to date."""
+        """Update the weights in force."""
         self._state = self._mixture.at(self._state, {s.name: s.weight for s in self.spec.sources})
         self._weights = self._mixture.weights
 
-    def _stage(self, drawn: Drawn) -> PlannedStep:
-        spec = self.spec
-        pieces: list[tuple[int, Piece]] = []
-        for i, n in enumerate(np.sum(drawn.counts, axis=0).tolist()):
-            if n:
-                taken, bad = self._streams[i].take(n)
-                pieces += [(i, piece) for piece in taken]
-                if bad:
-                    self.ledger.list_bad(i, bad)
-        order, substep = step_positions(drawn.counts)
-        joint = Joined(pieces)
-        buffer, loader = (
-            self._gather(joint, order, substep),
-            joint.holders(self._demand.first)[order],
-        )
-        plan = spec.strategy(buffer, spec.place)
-        check_plan(plan, buffer, spec.place)
-        check_samples(plan, buffer)
-        if spec.images:
-            check_images(plan, buffer)
-        plan.validate()
-        # A loader's samples leave it in its own order: within a loader, that is their order in the
-        # source's stream.
-        pops = np.bincount(loader, minlength=self._demand.n_loaders)
-        by_stream = np.lexsort((order, loader))
-        doc = np.empty(len(loader), np.int64)
-        doc[by_stream] = np.arange(len(loader))
-        return self._staged(
-            plan, pops, doc, loader, joint.cursors_behind(self._state.cursors), drawn
-        )
+    def _context(self) -> StepContext:
+        return StepContext(self.spec, self._state, self._weights)
 
-    def _staged(
-        self,
-        plan: LoadingPlan,
-        pops: np.ndarray,
-        doc: np.ndarray,
-        loader: np.ndarray,
-        cursors: np.ndarray,
-        drawn: Drawn,
-        kept: np.ndarray | None = None,
-    ) -> PlannedStep:
-        """Close the step: accounts, counts and the state behind it."""
-        state = self._state
-        self._demand.popped(pops)
+    def _close_step(self, step: PlacedStep) -> PlannedStep:
+        """Close the step: update accounts, counts and the state after it."""
+        state, plan = self._state, step.plan
+        self._demand.popped(step.pops)
         self.ledger.count(plan, self._weights, state.active)
-        self._see_off(drawn.active)
+        self._list_last_failures(step.active)
         self.ledger.see_passed([s.passed for s in self._streams])
         self._state = replace(
             state,
             step=state.step + 1,
-            cursors=cursors,
-            owed=drawn.owed,
-            active=drawn.active,
+            cursors=step.cursors,
+            owed=step.owed,
+            active=step.active,
             counts=self.ledger.counts(),
             events=still_in_force(state.events, state.step, state.mix_step, self._mixture.lag),
-            ahead=() if self._reserve is None else self._reserve.ages(),
+            ahead=() if self._pool is None else self._pool.ages(),
             **self._mixture.saved(),
         )
-        unseen = skipped(state.events, state.step, state.step + 1)
-        valid = valid_tokens(plan, self.spec.images)
         digest = plan.digest()
-        if plan.place is None:  # made by hand: who gets what of it is still told by the mesh
+        if plan.place is None:  # made by hand: the mesh decides which rank gets which samples
             plan = replace(plan, place=self.spec.place)
         return PlannedStep(
-            plan, pops, doc, digest, self._state, unseen, kept, loader.astype(np.int32), valid
+            plan,
+            step.pops,
+            step.doc,
+            digest,
+            self._state,
+            skipped(state.events, state.step, state.step + 1),
+            step.kept,
+            step.loader.astype(np.int32),
+            valid_tokens(step.plan, self.spec.images),
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.errors import PlanError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance.balance import Placement
 from overlord.planning.graph.dgraph import DGraph
@@ -58,11 +58,10 @@ class RawPlan:
     def __name__(self) -> str:
         return f"plan_raw({name_of(self.fn)})"
 
-    def __call__(self, buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+    def __call__(self, buffer: Buffer, place: Mesh) -> LoadingPlan:
         graph = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute(self.axis)
-        buffer = (
-            graph.buffer
-        )  # look-ahead has chosen from candidates, overflow="defer" has left out what does not fit
+        # look-ahead has chosen from candidates, overflow="defer" has left out what does not fit
+        buffer = graph.buffer
         columns: dict[str, Any] = Columns(
             {n: getattr(buffer, n) for n in IDS} | dict(buffer.meta), buffer.step
         )
@@ -116,4 +115,4 @@ class RawPlan:
         }
 
 
-RawFn = Callable[[dict[str, Any], ClientPlaceTree, "Batch", int], Mapping[str, Any]]
+RawFn = Callable[[dict[str, Any], Mesh, "Batch", int], Mapping[str, Any]]

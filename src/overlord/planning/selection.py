@@ -17,7 +17,7 @@ import numpy as np
 
 from overlord.errors import PlanError
 from overlord.hashing import key64, keyed_hash
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
 from overlord.planning.cost import CostFn, asked
@@ -25,7 +25,7 @@ from overlord.planning.draw import step_positions
 from overlord.sample import Buffer
 from overlord.user_code import cannot_take
 
-Prefer = Callable[[Buffer, ClientPlaceTree], np.ndarray]
+Prefer = Callable[[Buffer, Mesh], np.ndarray]
 IDENTITY = ("source", "epoch", "file", "row", "part")
 
 
@@ -53,7 +53,7 @@ def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
     return found
 
 
-def preferred(prefer: Any, candidates: Buffer, place: ClientPlaceTree) -> np.ndarray:
+def preferred(prefer: Any, candidates: Buffer, place: Mesh) -> np.ndarray:
     """What the strategy's own function says of the candidates, checked."""
     problem = (
         cannot_take(prefer, ("candidates", "place"))
@@ -86,9 +86,8 @@ def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
         )
     if scores is None:
         scores = np.zeros(len(candidates))
-    best = np.lexsort(
-        (scores, ~overdue(candidates), candidates.source)
-    )  # stable: ties stay in stream order
+    # stable: ties stay in stream order
+    best = np.lexsort((scores, ~overdue(candidates), candidates.source))
     rank = np.arange(len(best)) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.sort(best[rank < np.repeat(wanted, counts)])
 
@@ -198,7 +197,7 @@ class HoldLong:
 
     cost: CostFn | str
 
-    def __call__(self, candidates: Buffer, place: ClientPlaceTree) -> np.ndarray:
+    def __call__(self, candidates: Buffer, place: Mesh) -> np.ndarray:
         cost = asked(self.cost, candidates.meta, len(candidates))
         n, ranks = int(np.sum(candidates.wanted)), place.n_buckets("DP")
         share = binpack.total(cost) / len(cost) * n / ranks if len(cost) else 0.0

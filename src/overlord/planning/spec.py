@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 
 from overlord.batch import Batch
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.messages.constructor import DecodeFailures
 from overlord.messages.control import AddSource, Cursor, StreamState
 from overlord.plan.plan import LoadingPlan
@@ -36,9 +36,8 @@ class SourceSpec:
     files: tuple[str, ...] = ()  # paths, for errors
     meta: tuple[str, ...] = ()  # names of its own metadata
     leaves: bool = False  # when its storage is given up, it leaves and the job goes on
-    weight: float = (
-        0.0  # its own: what counts where it was added in mid-run and the mixture does not name it
-    )
+    # its own: what counts where it was added in mid-run and the mixture does not name it
+    weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +46,8 @@ class PlannerSpec:
 
     sources: tuple[SourceSpec, ...]
     batch: Batch
-    place: ClientPlaceTree
-    strategy: Callable[[Buffer, ClientPlaceTree], LoadingPlan]
+    place: Mesh
+    strategy: Callable[[Buffer, Mesh], LoadingPlan]
     schedule: Schedule | Mapping[str, float]  # the planner's own: it may learn
     seed: int = 0
     until: str | int = "all"
@@ -57,20 +56,16 @@ class PlannerSpec:
     feedback_lag: int = 8
     takes_feedback: bool = False
     prefetch: int = 4
-    read_ahead: int = (
-        2  # steps' worth of samples that loaders hold ready beyond the step being drawn
-    )
-    ahead_of: Mapping[int, int] = field(
-        default_factory=dict
-    )  # the same for sources whose reads are slow now and then
+    # steps' worth of samples that loaders hold ready beyond the step being drawn
+    read_ahead: int = 2
+    # the same for sources whose reads are slow now and then
+    ahead_of: Mapping[int, int] = field(default_factory=dict)
     look_ahead: int = 1  # a step chooses each source's n samples among its first look_ahead * n
     max_age: int = 8  # steps a sample may be passed over
-    prefer: Callable[[int, Buffer], np.ndarray] | None = (
-        None  # the schedule's choice among candidates
-    )
-    overflow: str = (
-        "grow"  # "defer": what does not fit a step's microbatches is left for a later one
-    )
+    # the schedule's choice among candidates
+    prefer: Callable[[int, Buffer], np.ndarray] | None = None
+    # "defer": what does not fit a step's microbatches is left for a later one
+    overflow: str = "grow"
     sync: str = "microbatch"  # when ranks wait for each other
     images: bool = False  # some source has images: every plan must say who encodes them
 
@@ -123,11 +118,8 @@ class Mixed:
 
 
 COUNTS = ("samples", "tokens", "quarantined", "dropped", "long", "lost_tokens")
-PASSED = (
-    "dropped",
-    "long",
-    "lost_tokens",
-)  # counted by streams as they are passed: rows, documents, tokens
+# counted by streams as they are passed: rows, documents, tokens
+PASSED = ("dropped", "long", "lost_tokens")
 
 
 class Ledger:
@@ -141,13 +133,11 @@ class Ledger:
         )
         self.mixed: deque[Mixed] = deque(maxlen=KEPT_MIX)
         self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
-        self.spoiled: dict[
-            tuple[int, Quarantined], None
-        ] = {}  # with the step; heard of late, so in no count of a state
-        self._listed = int(self.quarantined.sum())  # rows up to the last one listed, in all
-        self._before = np.stack(
-            [self.dropped, self.long, self.lost_tokens], axis=1
-        )  # what streams count starts at 0
+        # with the step; heard of late, so in no count of a state
+        self.spoiled: dict[tuple[int, Quarantined], None] = {}
+        self.listed = int(self.quarantined.sum())  # rows up to the last one listed, in all
+        # what streams count starts at 0
+        self._before = np.stack([self.dropped, self.long, self.lost_tokens], axis=1)
 
     def widen(self) -> None:
         """One more source."""
@@ -171,10 +161,10 @@ class Ledger:
         """Rows that failed, in the order of planning: where steps are planned again, the same come
         again.
         """
-        known = max(0, self._listed - int(self.quarantined.sum()))
+        known = max(0, self.listed - int(self.quarantined.sum()))
         self.quarantine += [Quarantined(i, *row) for row in rows[known:]]
         self.quarantined[i] += len(rows)
-        self._listed = max(self._listed, int(self.quarantined.sum()))
+        self.listed = max(self.listed, int(self.quarantined.sum()))
 
     def spoil(self, event: DecodeFailures) -> None:
         """Samples that were delivered with an image missing. They count for the record only, never
@@ -183,15 +173,14 @@ class Ledger:
         for (source, epoch, file, row, part), reason in zip(
             event.ids.tolist(), event.reasons, strict=True
         ):
-            self.spoiled[event.step, Quarantined(source, epoch, file, row, reason, part)] = (
-                None  # a step may be built twice
-            )
+            # a step may be built twice
+            self.spoiled[event.step, Quarantined(source, epoch, file, row, reason, part)] = None
         while len(self.spoiled) > KEPT_BAD:
             del self.spoiled[next(iter(self.spoiled))]
 
     def adopt(self, before: Ledger) -> None:
         """Go on behind a ledger that was further: what it lists is not listed again."""
-        self.quarantine, self._listed = before.quarantine, before._listed
+        self.quarantine, self.listed = before.quarantine, before.listed
         self.mixed, self.spoiled = before.mixed, before.spoiled
 
     def bad_rows(self) -> list[Quarantined]:

@@ -11,13 +11,8 @@ from typing import Any
 from overlord.messages.control import AddSource, Report, SetMixture, Skip, SourceLost
 from overlord.planning.events import Event
 
-KEYS = (
-    "version",
-    "job",
-    "fingerprint",
-    "step",
-    "cursors",
-)  # of the keys of a state, those by which it is known for one
+# of the keys of a state, those by which it is known for one
+KEYS = ("version", "job", "fingerprint", "step", "cursors")
 EACH = ("files", "transforms", "reading")  # parts of a fingerprint that every source has
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
 from overlord.planning.balance.balance import Placement
@@ -25,22 +25,21 @@ from overlord.planning.images.items import PER
 from overlord.planning.selection import hold_long
 from overlord.sample import Buffer, Ragged
 
-Strategy = Callable[[Buffer, ClientPlaceTree], LoadingPlan]
-DENSE_12B = transformer(
-    hidden=4608, layers=45, heads=36
-)  # the backbone of the Overlord paper (arXiv 2504.09844); only ratios matter
+Strategy = Callable[[Buffer, Mesh], LoadingPlan]
+# the backbone of the Overlord paper (arXiv 2504.09844); only ratios matter
+DENSE_12B = transformer(hidden=4608, layers=45, heads=36)
 VIT_1B = vit_1b  # its encoder
 IMAGES = "image_patches"  # the metadata that says how many patches each image of a sample has
 
 
-def vanilla(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+def vanilla(buffer: Buffer, place: Mesh) -> LoadingPlan:
     """No planning: sample i goes to rank i mod D, and each rank's samples in stream order into
     microbatches of equal counts.
     """
     return _plan(_samples(buffer, place).balance("none"))
 
 
-def packed(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
     """Token packing: one global stream cut into microbatches of about equal tokens, dealt out to
     ranks in turn.
     """
@@ -64,12 +63,12 @@ def packed(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
     return _plan(graph.placed(found, "pack", context))
 
 
-def llm_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+def llm_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
     """Equal cost over ranks, at every microbatch or over the step, as ``Job.sync`` says."""
     return _plan(_samples(buffer, place).balance("greedy"))
 
 
-def look_ahead_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+def look_ahead_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
     """``llm_balance`` that lets samples dearer than a rank's share wait for each other; needs
     ``Job(look_ahead=...)`` above 1 to choose.
     """
@@ -77,12 +76,12 @@ def look_ahead_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
     return _plan(graph.distribute("DP").cost(DENSE_12B).balance("greedy"))
 
 
-def backbone_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+def backbone_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
     """Equal cost over ranks, as ``Job.sync`` says; inside a rank samples stay in stream order."""
     return _plan(_samples(buffer, place).balance("greedy", level="inter"))
 
 
-def encoder_balance(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+def encoder_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
     """Equal encoder cost over all ranks, once per step; the samples themselves are dealt out as
     they come.
     """
@@ -121,16 +120,15 @@ def vlm(
     if per not in PER:
         raise JobError([f"strategy.vlm: unknown per={per!r}; known: {', '.join(PER)}"])
 
-    def vlm_hybrid(buffer: Buffer, place: ClientPlaceTree) -> LoadingPlan:
+    def vlm_hybrid(buffer: Buffer, place: Mesh) -> LoadingPlan:
         drawn = DGraph.from_buffer(buffer, place).mix()
         items = drawn.select(images, merge=merge).distribute("WORLD").cost(encoder)
         together = place.tp * place.pp == 1 if joint is None else joint
         texts = drawn.select("tokens").distribute("DP").cost(backbone)
         weighed = _weighed_with(texts, items) if together else texts
         samples = weighed.balance(method, objective=objective).broadcast_at("TP")
-        samples = replace(
-            samples, costs=texts.costs
-        )  # what is told of the backbone is its own cost
+        # what is told of the backbone is its own cost
+        samples = replace(samples, costs=texts.costs)
         everywhere = per == "iteration" and not together
         return samples.plan(
             encoder=items.balance(method)
@@ -159,7 +157,7 @@ def _weighed_with(samples: DGraph, items: DGraph) -> DGraph:
 vlm_hybrid = vlm()
 
 
-def _samples(buffer: Buffer, place: ClientPlaceTree) -> DGraph:
+def _samples(buffer: Buffer, place: Mesh) -> DGraph:
     return DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("DP").cost(DENSE_12B)
 
 

@@ -103,26 +103,22 @@ class SourceStream:
         )
         self._at = Cursor(cursor.epoch, cursor.group, cursor.window)  # the window being merged
         self._shares: dict[tuple[int, int, int], list[_Share]] = {}
-        self._lasts: dict[
-            tuple[int, int], list[int | None]
-        ] = {}  # (epoch, group) -> the last window of each loader, once known
+        # (epoch, group) -> the last window of each loader, once known
+        self._lasts: dict[tuple[int, int], list[int | None]] = {}
         self._segments: deque[_Segment] = deque()
         self._ready = 0
         self._epoch_has_sample = cursor.file >= 0
         self._epoch_long = 0  # documents of the epoch being merged that lost tokens
         self._bad_run, self._bad_said = 0, ""  # failures in a row; what was wrong with the last
         self._exhausted = epochs is not None and cursor.epoch >= epochs
-        self._failed: dict[
-            int, tuple[tuple[int, int, int], Exception]
-        ] = {}  # loader -> the window it cannot go on from, and why
-        self._drops: deque[tuple[Cursor, int]] = (
-            deque()
-        )  # rows that filters dropped in windows not yet behind the samples taken
+        # loader -> the window it cannot go on from, and why
+        self._failed: dict[int, tuple[tuple[int, int, int], Exception]] = {}
+        # rows that filters dropped in windows not yet behind the samples taken
+        self._drops: deque[tuple[Cursor, int]] = deque()
         self.error: Exception | None = None  # the stream breaks behind the ready samples
         self.dropped = 0  # in windows behind the samples taken
-        self.long = self.lost = (
-            0  # documents that lost tokens up to the last sample taken, and how many tokens
-        )
+        # documents that lost tokens up to the last sample taken, and how many tokens
+        self.long = self.lost = 0
 
     @property
     def ready(self) -> int:
@@ -199,9 +195,8 @@ class SourceStream:
                     if not over and self._fails_at(k, at)
                 ]
                 if len(broken) == closed.count(False) and self.error is None:
-                    self.error = broken[
-                        0
-                    ]  # nobody is left to wait for: samples behind these can never be ordered
+                    # nobody is left to wait for: samples behind these can never be ordered
+                    self.error = broken[0]
                 return
             del self._shares[at]
             self._next_window(lasts)

@@ -51,8 +51,8 @@ class SourceLoad:
             and self.free_s >= 0
         ):
             raise ValueError(
-                f"{self.name}: share, cost and memory are at least 0 and finite, "
-                f"max_loaders at least 1; got {self}"
+                f"{self.name}: expected share, cost and memory finite and at least 0, "
+                f"max_loaders at least 1, got {self}"
             )
 
     @property
@@ -165,9 +165,10 @@ class _Rules:
             for p in parts
             if not p.split and self.fair(self.loads[p.source], cores) <= 1
         ]
+        # locks that are busy all the time
         held = math.ceil(
             math.fsum(load.locked * max(0.0, self.fair(load, cores)) for load in light)
-        )  # locks that are busy all the time
+        )
         n = max(1, min(cores, len(parts) - len(light) + max(held, -(-len(light) // self.per_host))))
         if self.strict:
             n = max(n, -(-len(parts) // self.per_host))

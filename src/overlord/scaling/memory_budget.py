@@ -12,18 +12,13 @@ from dataclasses import dataclass
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-HOST_BYTES = (
-    110 * 2**20
-)  # a loader host with its libraries, nothing opened: 86 to 130 MB where it was measured
+# a loader host with its libraries, nothing opened: 86 to 130 MB where it was measured
+HOST_BYTES = 110 * 2**20
 BUILDER_BYTES = 60 * 2**20  # a constructor host
-WINDOW_BYTES = (
-    8 * 2**20
-)  # of a loader: files and the open window. 3 to 5 MB where rows are text; images hold more
-READY, OPEN, BUILT = (
-    0.4,
-    0.2,
-    0.4,
-)  # of the rest: samples held ready, files in the middle of a read, payload and assembled steps
+# of a loader: files and the open window. 3 to 5 MB where rows are text; images hold more
+WINDOW_BYTES = 8 * 2**20
+# of the rest: samples held ready, files in the middle of a read, payload and assembled steps
+READY, OPEN, BUILT = (0.4, 0.2, 0.4)
 LEAST = 16 * 2**20  # of the rest: less would have loaders wait for each other at every step
 
 

@@ -48,9 +48,8 @@ class Need:
     later: float
     rooms: tuple[float, ...]  # that each of its hosts has for it, the least first
     per_host: float
-    beside: tuple[
-        tuple[float, int], ...
-    ] = ()  # room on other hosts that could read it, the most first, and which
+    # room on other hosts that could read it, the most first, and which
+    beside: tuple[tuple[float, int], ...] = ()
 
     @property
     def most(self) -> float:
@@ -115,9 +114,8 @@ def _need(d: Demand, lanes: float, threads: Mapping[int, float], lock: Mapping[i
         ),
         reverse=True,
     )
-    apart = (
-        min(1.0, d.processes / (d.locked * len(d.hosts))) if d.locked and d.hosts else 1.0
-    )  # several places share a lock
+    # several places share a lock
+    apart = min(1.0, d.processes / (d.locked * len(d.hosts))) if d.locked and d.hosts else 1.0
 
     def room(h: int) -> float:
         free = lanes - (threads[h] - min(d.each, alone))

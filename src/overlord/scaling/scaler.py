@@ -32,23 +32,18 @@ class Limits:
     """What scaling may use, and how patient it is."""
 
     cores: int  # that loader hosts may use; never more hosts than that
-    lanes: float = (
-        1.0  # cores that a host's threads can use, where their code releases the interpreter lock
-    )
-    memory_bytes: int | None = (
-        None  # of all loader hosts; one more is taken to hold what one holds now
-    )
+    # cores that a host's threads can use, where their code releases the interpreter lock
+    lanes: float = 1.0
+    # of all loader hosts; one more is taken to hold what one holds now
+    memory_bytes: int | None = None
     interval_s: float = 1.0  # between two looks
     window: int = 4  # looks that are averaged
-    patience: int = (
-        2  # looks in a row that must agree before a source gets more; 1 would follow every hiccup
-    )
-    idle_patience: int = (
-        6  # and before it gets less: a host that is missed costs more than one that idles
-    )
-    cool_down_s: float = (
-        5.0  # after a change before the same source is looked at again: its figures are of before
-    )
+    # looks in a row that must agree before a source gets more; 1 would follow every hiccup
+    patience: int = 2
+    # and before it gets less: a host that is missed costs more than one that idles
+    idle_patience: int = 6
+    # after a change before the same source is looked at again: its figures are of before
+    cool_down_s: float = 5.0
     # how far into a schedule's future is looked: about what it takes until a new host has taken
     # over
     foresight_s: float = 10.0
@@ -134,9 +129,8 @@ class Scale:
     hosts: int  # from here on
     had: int
     reason: str
-    on: tuple[
-        int, ...
-    ] = ()  # of these, hosts that read other sources already; those that are missing are started
+    # of these, hosts that read other sources already; those that are missing are started
+    on: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.source}: {self.had} -> {self.hosts} loader hosts: {self.reason}"
@@ -203,16 +197,13 @@ class Scaler:
 
     def __init__(self, limits: Limits, read_ahead: int = 2, *, fixed: bool = False):
         self.limits, self._read_ahead, self.fixed = limits, read_ahead, fixed
-        self._all = self._used = (
-            0.0  # cores that all sources together take, and that their hosts can use
-        )
+        # cores that all sources together take, and that their hosts can use
+        self._all = self._used = 0.0
         self._known: dict[str, _SourceEstimate] = {}
-        self._paces: deque[Observation] = deque(
-            maxlen=4 * limits.window
-        )  # waits are told when they are over, and may be long
-        self.pace = (
-            0.0  # steps a second that trainers would take if they never waited; 0: not known yet
-        )
+        # waits are told when they are over, and may be long
+        self._paces: deque[Observation] = deque(maxlen=4 * limits.window)
+        # steps a second that trainers would take if they never waited; 0: not known yet
+        self.pace = 0.0
         self.waited = 0.0  # share of their time that they do
         self.rate = 0.0  # steps a second that they do take
 
@@ -469,9 +460,8 @@ class Scaler:
         free = min(
             self.limits.cores - observed.hosts, math.floor(self.limits.cores - self._used + SPARE)
         )
-        if (
-            self.limits.memory_bytes is not None
-        ):  # before anybody has looked how much a host holds, there is no room for one
+        # before anybody has looked how much a host holds, there is no room for one
+        if self.limits.memory_bytes is not None:
             free = min(
                 free,
                 self.limits.memory_bytes // observed.host_bytes - observed.hosts

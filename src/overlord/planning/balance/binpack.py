@@ -21,10 +21,8 @@ from overlord.array_order import RADIX_FROM, _radix, by_key
 # below this a heap step per item is cheaper than numpy rounds (measured with 16 and 64 items a bin)
 FEW_BINS = 24
 MANY_BINS = 12  # from here on one pass over all bins is cheaper than one pass each
-FEW_ROUNDS, WORTH_A_ROUND = (
-    64,
-    32,
-)  # rounds that place fewer items than this on average lose against the heap
+# rounds that place fewer items than this on average lose against the heap
+FEW_ROUNDS, WORTH_A_ROUND = (64, 32)
 NOWHERE = -1  # the bin of an item that found no room
 
 
@@ -36,9 +34,8 @@ def by_falling(values: np.ndarray) -> np.ndarray:
     """
     if len(values) < RADIX_FROM:
         return np.argsort(-np.asarray(values, np.float64), kind="stable")
-    bits = ~(np.ascontiguousarray(values, np.float64) + 0.0).view(
-        np.uint64
-    )  # + 0.0 turns -0.0 into 0.0
+    # + 0.0 turns -0.0 into 0.0
+    bits = ~(np.ascontiguousarray(values, np.float64) + 0.0).view(np.uint64)
     return _radix(bits, 4)
 
 
@@ -65,9 +62,8 @@ def lpt(
     c = costs[order]
     loads = np.zeros(n_bins) if start is None else start.copy()
     bins = np.empty(len(c), np.int32)
-    n = int(
-        np.searchsorted(-c, 0.0)
-    )  # items that cost nothing change no load: spread them evenly instead
+    # items that cost nothing change no load: spread them evenly instead
+    n = int(np.searchsorted(-c, 0.0))
     place = _by_heap if n_bins < FEW_BINS else _by_rounds
     ranked = np.concatenate(
         [place(c[:n], loads), np.arange(len(c) - n, dtype=np.int32) % np.int32(n_bins)]
@@ -135,9 +131,8 @@ def _by_rounds(c: np.ndarray, loads: np.ndarray) -> np.ndarray:
     bins, at, rounds = np.empty(len(c), np.int32), 0, 0
     while at < len(c):
         rounds += 1
-        if (
-            rounds > FEW_ROUNDS and at < WORTH_A_ROUND * rounds
-        ):  # loads so uneven that only few bins take what is left
+        # loads so uneven that only few bins take what is left
+        if rounds > FEW_ROUNDS and at < WORTH_A_ROUND * rounds:
             bins[at:] = _by_heap(c[at:], loads)
             break
         k = min(len(loads), len(c) - at)
@@ -223,9 +218,8 @@ def pack_inside(
     order = order[by_key(parent[order], n_parents)]
     counts = np.bincount(parent, minlength=n_parents)
     first = np.cumsum(counts) - counts
-    busiest = np.argsort(
-        -counts, kind="stable"
-    )  # parents by falling count: those with an r-th item are a prefix
+    # parents by falling count: those with an r-th item are a prefix
+    busiest = np.argsort(-counts, kind="stable")
     first, alive = (
         first[busiest],
         np.searchsorted(-counts[busiest], -np.arange(counts.max(initial=0))),
@@ -289,10 +283,8 @@ def fill_up(
         np.full(n_bins, most),
     )
     size, cost = sizes[left], costs[left]
-    small, cheap = (
-        -size,
-        -np.maximum.accumulate(cost[::-1])[::-1],
-    )  # the dearest from here on: it falls like the sizes
+    # the dearest from here on: it falls like the sizes
+    small, cheap = (-size, -np.maximum.accumulate(cost[::-1])[::-1])
     taken, at = np.full(len(left), NOWHERE, np.int32), np.arange(len(left))
     while len(at):
         wants = np.searchsorted(
@@ -311,9 +303,8 @@ def fill_up(
             order, pick = np.arange(len(bins)), np.arange(rounds * len(bins)).reshape(rounds, -1)
         else:
             order = np.argsort(wants, kind="stable")
-            pick = np.maximum.accumulate(wants[order] - np.arange(len(bins))) + np.arange(
-                len(bins)
-            )  # where two want one, the next
+            # where two want one, the next
+            pick = np.maximum.accumulate(wants[order] - np.arange(len(bins))) + np.arange(len(bins))
             order, pick = order[pick < len(at)], pick[None, pick < len(at)]
         taken[at[pick]] = bins[order]
         room[order] -= size[at[pick]].sum(axis=0)
@@ -327,9 +318,8 @@ def _sure_rounds(room: np.ndarray, slack: np.ndarray, size: int, cost: float, n_
     this: 1 at least.
     """
     by_size = int(room.min()) // size if size else n_items
-    by_cost = (
-        int(min(0.999 * float(slack.min()) / cost, n_items)) if cost else n_items
-    )  # a little less: slack is rounded as it shrinks
+    # a little less: slack is rounded as it shrinks
+    by_cost = int(min(0.999 * float(slack.min()) / cost, n_items)) if cost else n_items
     return max(1, min(n_items // len(room), by_size, by_cost))
 
 
@@ -384,9 +374,8 @@ def best_fit(sizes: np.ndarray, n_bins: int, capacity: int, *, lowest: bool = Fa
     order = by_falling(sizes.astype(np.float64))
     bins = np.full(len(sizes), NOWHERE, np.int32)
     pop, push = (heappop, heappush) if lowest else (list.pop, list.append)
-    held = {
-        capacity: list(range(n_bins) if lowest else range(n_bins - 1, -1, -1))
-    }  # bins by room, the lowest on top
+    # bins by room, the lowest on top
+    held = {capacity: list(range(n_bins) if lowest else range(n_bins - 1, -1, -1))}
     rooms = [capacity]  # the keys of `held`, rising
     for i, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         k = bisect_left(rooms, size)

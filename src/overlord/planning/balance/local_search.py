@@ -12,14 +12,12 @@ import numpy as np
 from overlord.array_order import by_key
 from overlord.planning.balance import binpack
 
-SWAP_ROUNDS = (
-    64  # of the local search; eight samples a rank need up to 40 to come within 0.1 percent
-)
+# of the local search; eight samples a rank need up to 40 to come within 0.1 percent
+SWAP_ROUNDS = 64
 SWAP_LAST = 16  # exchanges of the heaviest row alone, when the rounds find no more
 SWAP_MISSES = 8  # rounds in a row without an exchange
-SWAP_CELLS = (
-    1 << 18
-)  # exchanges looked at in a round: few rows at a time where rows are long, which need it least
+# exchanges looked at in a round: few rows at a time where rows are long, which need it least
+SWAP_CELLS = 1 << 18
 # of a row that are looked at, the dearest: with an empty place two rows of them are SWAP_CELLS
 # exchanges
 SWAP_ITEMS = 511
@@ -48,10 +46,8 @@ def even_out(
     sizes = np.zeros(len(rows), np.int64) if sizes is None else sizes
     room = (capacity or 2**62) - np.bincount(rows, weights=sizes, minlength=n_rows).astype(np.int64)
     held = _held(rows, costs, n_rows, moves)
-    c, s = (
-        np.append(costs, 0.0),
-        np.append(sizes, 0),
-    )  # an empty place is an item of no cost and no size
+    # an empty place is an item of no cost and no size
+    c, s = (np.append(costs, 0.0), np.append(sizes, 0))
     width, missed = held.shape[1], 0
     for _ in range(SWAP_ROUNDS):
         order = binpack.by_falling(loads)

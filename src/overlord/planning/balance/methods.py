@@ -59,9 +59,8 @@ def karmarkar_karp(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndar
         if len(b) > len(a):
             a, b = b, a
         zeros = n_bins - len(a)
-        paired = max(
-            0, len(b) - zeros
-        )  # b's smallest sums meet a's smallest; the others meet zeros
+        # b's smallest sums meet a's smallest; the others meet zeros
+        paired = max(0, len(b) - zeros)
         fresh = b[paired:]
         for (x, p), (y, q) in zip(a[:paired], reversed(b[:paired]), strict=True):
             fresh.append((x + y, len(left)))

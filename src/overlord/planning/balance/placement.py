@@ -57,13 +57,11 @@ class PackingProblem:
     capacity: int = 0  # 0: none, then M never grows
     group_size: int | None = None
     method: str = "greedy"
-    memory: np.ndarray | None = (
-        None  # float64: a second size of every item, against memory_capacity
-    )
+    # float64: a second size of every item, against memory_capacity
+    memory: np.ndarray | None = None
     memory_capacity: float = 0.0
-    substep: np.ndarray | None = (
-        None  # sub-draw of every item, rising: what keep_order keeps together
-    )
+    # sub-draw of every item, rising: what keep_order keeps together
+    substep: np.ndarray | None = None
     # where M grows anyway, one microbatch more than needed may be taken if that levels the ranks
     spare: bool = True
 
@@ -481,9 +479,8 @@ def better_flat(p: PackingProblem, m: int) -> Placement | None:
     if m == 1:
         return whole(p, m) or tight(p, m)
     found = [f for f in (flat(p, m), levelled(p, m)) if f is not None]
-    found = found or [
-        f for f in (two_level(p, m), _best_fit(p, m)) if f is not None
-    ]  # these pack tighter
+    # these pack tighter
+    found = found or [f for f in (two_level(p, m), _best_fit(p, m)) if f is not None]
     return min(found, key=lambda f: waited(p, f)) if found else None
 
 

@@ -144,9 +144,8 @@ def none_empty(
     nth, wanted = number_inside(parent, n_parents), empty.sum(axis=1)
     taken = nth < wanted[parent]
     items, parent, nth = items[taken], parent[taken], nth[taken]
-    column = (
-        np.arange(n_bins) if limit is None else binpack.by_falling(limit)
-    )  # the cheapest go where most is allowed
+    # the cheapest go where most is allowed
+    column = np.arange(n_bins) if limit is None else binpack.by_falling(limit)
     nth_empty = np.argsort(~empty[:, column], axis=1, kind="stable")
     bin_of = column[nth_empty[parent, nth]]
     if limit is not None:

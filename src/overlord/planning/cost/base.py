@@ -95,7 +95,7 @@ class Scaled(Cost):
 
     def __post_init__(self) -> None:
         if not 0 <= self.factor < float("inf"):
-            raise PlanError(f"a cost is scaled by a number from 0 on, got {self.factor!r}")
+            raise PlanError(f"expected a factor of at least 0 for a cost, got {self.factor!r}")
 
     def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
         return self.factor * np.asarray(self.of(columns), np.float64)
@@ -105,10 +105,8 @@ class Scaled(Cost):
         return unit_of(self.of)
 
     def __repr__(self) -> str:
-        inner, factor = (
-            fingerprint_of(self.of),
-            repr(self.factor).removesuffix(".0"),
-        )  # every digit: plans follow it
+        # every digit: plans follow it
+        inner, factor = (fingerprint_of(self.of), repr(self.factor).removesuffix(".0"))
         return f"{factor} * ({inner})" if isinstance(self.of, Sum) else f"{factor} * {inner}"
 
 

@@ -87,9 +87,8 @@ def fit(
             f"cost.fit: expected at least {LEAST} different microbatches, got {len(set(rows))}",
             remedy="measure more of them",
         )
-    weighed = [
-        [x / t for x in row] for row, t in zip(rows, times, strict=True)
-    ]  # so that every residual is a relative error
+    # so that every residual is a relative error
+    weighed = [[x / t for x in row] for row, t in zip(rows, times, strict=True)]
     scale = [max(col) or 1.0 for col in zip(*weighed, strict=True)]
     table = [[x / s for x, s in zip(row, scale, strict=True)] for row in weighed]
     gram = [
@@ -97,9 +96,8 @@ def fit(
     ]
     _check_apart(gram)
     found = [float(x) / s for x, s in zip(_not_negative(table, gram), scale, strict=True)]
-    linear, square, constant = (
-        found  # added one by one: what sum() gives depends on the version of Python
-    )
+    # added one by one: what sum() gives depends on the version of Python
+    linear, square, constant = found
     errors = [
         abs((linear * a + square * b + constant * one) / t - 1)
         for (a, b, one), t in zip(rows, times, strict=True)

@@ -34,9 +34,8 @@ class Transformer(Cost):
     active_experts: int = 1  # top-k: routed feed-forwards that each token passes
     shared_experts: int = 0  # that every token passes beside them
     experts: int = 0  # all of them: the router scores each
-    inputs: int = (
-        0  # numbers that one token is projected from, where it is no row of a table: a patch
-    )
+    # numbers that one token is projected from, where it is no row of a table: a patch
+    inputs: int = 0
     vocab: int = 0  # the output layer counts where this is given
     column: str = "tokens"
     unit: str = "FLOPs"

@@ -19,7 +19,7 @@ import numpy as np
 
 from overlord.array_order import number_inside
 from overlord.errors import JobError, PlanError
-from overlord.mesh import ClientPlaceTree, broadcast_dims
+from overlord.mesh import Mesh, broadcast_dims
 from overlord.plan.plan import Assignment, LoadingPlan, check_modules
 from overlord.planning.balance.balance import ONCE, PackingProblem, Placement, method_named, place
 from overlord.planning.cost import Cost, CostFn, asked, named, unit_of
@@ -48,7 +48,7 @@ class DGraph:
     """
 
     buffer: Buffer
-    tree: ClientPlaceTree
+    tree: Mesh
     sample: np.ndarray  # int64
     columns: Mapping[str, np.ndarray]
     meta: tuple[str, ...] = ()  # as selected; empty: every column that has one value a sample
@@ -85,10 +85,8 @@ class DGraph:
             object.__setattr__(self, name, value)
 
     @staticmethod
-    def from_buffer(
-        buffer: Buffer, place: ClientPlaceTree, meta: str | Sequence[str] | None = None
-    ) -> DGraph:
-        for what, value, kind in (("buffer", buffer, Buffer), ("place", place, ClientPlaceTree)):
+    def from_buffer(buffer: Buffer, place: Mesh, meta: str | Sequence[str] | None = None) -> DGraph:
+        for what, value, kind in (("buffer", buffer, Buffer), ("place", place, Mesh)):
             if not isinstance(value, kind):
                 raise PlanError(
                     f"DGraph.from_buffer: expected a {kind.__name__} as {what}, got "
@@ -300,9 +298,8 @@ class DGraph:
         self._check_memory(memory_capacity)
         assert graph.costs is not None
         substep = self.buffer.substep if keep_order else None
-        if (
-            objective is None
-        ):  # what is placed once for the whole step has no microbatches to wait at
+        # what is placed once for the whole step has no microbatches to wait at
+        if objective is None:
             objective = "iteration" if level in ONCE or not capacity else self.buffer.objective
         problem = PackingProblem(
             costs=graph.costs,
@@ -462,9 +459,8 @@ class DGraph:
             name: graph.unit for name, graph in {"backbone": self, **modules}.items() if graph.unit
         }
         ends = {name: graph.placeholders() for name, graph in modules.items()}
-        cut = {
-            name: e.cut for name, e in ends.items() if e is not None and e.cut
-        }  # items that are not sent whole
+        # items that are not sent whole
+        cut = {name: e.cut for name, e in ends.items() if e is not None and e.cut}
         return LoadingPlan(
             step=b.step,
             names=b.names,

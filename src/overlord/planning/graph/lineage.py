@@ -15,7 +15,7 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.errors import PlanError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance.balance import Placement
 from overlord.sample import Buffer
@@ -101,7 +101,7 @@ def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
     return [*edges, Edge(state, "planned", "plan()")] if planned else edges
 
 
-def constructors_of(place: ClientPlaceTree, axis: str) -> tuple[str, ...]:
+def constructors_of(place: Mesh, axis: str) -> tuple[str, ...]:
     """The constructor that serves each bucket of an axis: that of the data-parallel group of its
     ranks.
     """
@@ -114,7 +114,7 @@ def constructors_of(place: ClientPlaceTree, axis: str) -> tuple[str, ...]:
 def planned_graph(
     plan: LoadingPlan,
     batch: Batch,
-    place: ClientPlaceTree,
+    place: Mesh,
     loader: np.ndarray,
     loaders: tuple[str, ...],
     sync: str = "microbatch",

@@ -20,13 +20,8 @@ from overlord.planning.graph.page_data import Step, facts
 if TYPE_CHECKING:
     from overlord.planning.graph.dgraph import DGraph
 
-SCRIPTS = (
-    "data.js",
-    "chart.js",
-    "flow.js",
-    "panels.js",
-    "main.js",
-)  # in this order: each uses what stands before it
+# in this order: each uses what stands before it
+SCRIPTS = ("data.js", "chart.js", "flow.js", "panels.js", "main.js")
 
 
 def write_page(

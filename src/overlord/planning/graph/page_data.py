@@ -19,7 +19,7 @@ import numpy as np
 from overlord.planning.graph.lineage import constructors_of
 
 if TYPE_CHECKING:
-    from overlord.mesh import ClientPlaceTree
+    from overlord.mesh import Mesh
     from overlord.plan.plan import Assignment, LoadingPlan
     from overlord.planning.graph.lineage import Binding, Edge
 
@@ -29,12 +29,8 @@ GRID = 32_768  # loads by (bucket, microbatch), over all modules
 SOURCES = 12  # that keep loads of their own where sources are summed
 ID_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens")
 ITEM_COLUMNS = ("bucket", "microbatch", "slot", "size", "cost")
-FLOW = {
-    "sources": 14,
-    "loaders": 20,
-    "buckets": 16,
-    "slots": 12,
-}  # boxes of the flow picture, at most
+# boxes of the flow picture, at most
+FLOW = {"sources": 14, "loaders": 20, "buckets": 16, "slots": 12}
 BINS = 24  # of the histograms of lengths: powers of two
 
 
@@ -45,7 +41,7 @@ class Step:
     """
 
     plan: LoadingPlan
-    place: ClientPlaceTree
+    place: Mesh
     edges: Sequence[Edge]
     loader: Binding | None = None
 
@@ -88,9 +84,8 @@ def _sources(plan: LoadingPlan) -> list[dict[str, Any]]:
     total = sum(weights.values()) or 1.0
     samples = np.bincount(plan.source, minlength=n)
     tokens = np.bincount(plan.source, weights=plan.tokens, minlength=n)
-    bits = np.minimum(
-        np.frexp(np.maximum(plan.tokens, 1).astype(np.float64))[1] - 1, BINS - 1
-    )  # floor(log2), exactly
+    # floor(log2), exactly
+    bits = np.minimum(np.frexp(np.maximum(plan.tokens, 1).astype(np.float64))[1] - 1, BINS - 1)
     lengths = np.bincount(plan.source.astype(np.int64) * BINS + bits, minlength=n * BINS).reshape(
         n, BINS
     )
@@ -183,9 +178,8 @@ def _list_samples(step: Step, modules: list[dict[str, Any]], budget: int) -> dic
     if size > budget:
         cost = np.zeros(len(plan))
         cost[plan.main.sample] = plan.main.cost
-        n = int(
-            len(plan) * 0.95 * budget / size
-        )  # some have more items than others, so leave a margin
+        # some have more items than others, so leave a margin
+        n = int(len(plan) * 0.95 * budget / size)
         whole = _listed(step, np.sort(np.argsort(-cost, kind="stable")[:n]))
     for module, items in zip(modules, whole.pop("items"), strict=True):
         module["kept"] = items

@@ -10,7 +10,7 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.errors import PlanError
-from overlord.mesh import BUCKET_AXES, ClientPlaceTree
+from overlord.mesh import BUCKET_AXES, Mesh
 from overlord.messages.control import EncoderPlan
 from overlord.plan.plan import LoadingPlan
 from overlord.plan.routes import Routes, ranges, starts
@@ -37,9 +37,8 @@ class Encodings:
         else:
             first = starts(b, np.maximum(-(-plan.tokens[b.sample] // multiple), 1) * multiple)[at]
         self._position = first + self.routes.offset
-        self._arrives = np.empty(
-            len(self.routes), np.int64
-        )  # number of each item among those that its owner is sent in its exchange
+        # number of each item among those that its owner is sent in its exchange
+        self._arrives = np.empty(len(self.routes), np.int64)
         before = np.repeat(self.routes.owned_bounds[:-1], np.diff(self.routes.owned_bounds))
         self._arrives[self.routes.received] = np.arange(len(self.routes)) - before
 
@@ -158,12 +157,11 @@ def valid_tokens(plan: LoadingPlan, images: bool) -> int:
     a = plan.modules.get(ENCODER) if images else None
     if a is None or a.out is None or a.offset is None:
         return found
-    first = (a.offset == 0) & (
-        a.out > 0
-    )  # the first token of a document nothing predicts in any case
+    # the first token of a document nothing predicts in any case
+    first = (a.offset == 0) & (a.out > 0)
     return found - int(a.out.sum()) + int(first.sum())
 
 
-def sliced(place: ClientPlaceTree, batch: Batch) -> bool:
+def sliced(place: Mesh, batch: Batch) -> bool:
     """Whether context-parallel ranks get slices of a microbatch, unless the plan says otherwise."""
     return place.cp > 1 and batch.cp_split != "none"

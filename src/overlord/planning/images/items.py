@@ -17,7 +17,7 @@ import numpy as np
 
 from overlord.array_order import in_documents
 from overlord.errors import PlanError
-from overlord.mesh import ClientPlaceTree
+from overlord.mesh import Mesh
 from overlord.planning.balance.placement import PackingProblem, Placement, nested
 from overlord.sample import Buffer, Ragged
 
@@ -167,7 +167,7 @@ def follow(
     costs: np.ndarray,
     sizes: np.ndarray,
     samples: Samples,
-    tree: ClientPlaceTree,
+    tree: Mesh,
     *,
     axis: str,
     method: str,

@@ -107,9 +107,8 @@ class Registered:
         return self._made(step, feedback)
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__") or "_made" not in self.__dict__
-        ):  # while it is being copied there is nothing to ask yet
+        # while it is being copied there is nothing to ask yet
+        if name.startswith("__") or "_made" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._made, name)
 

@@ -37,9 +37,8 @@ class Learned:
     updates: int = 0
     reward: dict[str, float] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)  # the last good report of each source
-    ignored: dict[str, int] = field(
-        default_factory=dict
-    )  # reports that were no loss: not finite, negative, no number
+    # reports that were no loss: not finite, negative, no number
+    ignored: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

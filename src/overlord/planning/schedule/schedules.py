@@ -94,30 +94,60 @@ def staged(stages: Mapping[int, Part]) -> Staged:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Ramp(Base):
-    """From one mixture to another over ``steps`` steps from ``begin`` on."""
+class Linear(Base):
+    """A ramp in equal steps. Arguments: see ``linear``."""
 
+    kind: ClassVar[str] = "linear"
     start: Any
     end: Any
     steps: int
     begin: int = 0
-    curve: ClassVar[Callable[[int, int], float]]
 
     def __post_init__(self) -> None:
-        check = Check(self)
-        check.set_parts("start", "end")
-        check.whole(1, "steps")
-        check.whole(0, "begin")
-        check.done()
+        _check_ramp(self)
 
     def __call__(self, step: int, feedback: Feedback) -> Any:
-        # Both are asked at every step: one that learns must see every report.
-        first = named(self.start(step, feedback), step, f"{self.kind}.start")
-        last = named(self.end(step, feedback), step, f"{self.kind}.end")
-        done = min(max(step - self.begin, 0), self.steps)
-        if done in (0, self.steps):
-            return last if done else first
-        return _between(shares(first), shares(last), type(self).curve(done, self.steps))
+        return _ramp_weights(self, step, feedback, lambda k, n: k / n)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Cosine(Base):
+    """A ramp along half a cosine. Arguments: see ``cosine``."""
+
+    kind: ClassVar[str] = "cosine"
+    start: Any
+    end: Any
+    steps: int
+    begin: int = 0
+
+    def __post_init__(self) -> None:
+        _check_ramp(self)
+
+    def __call__(self, step: int, feedback: Feedback) -> Any:
+        return _ramp_weights(self, step, feedback, integer_math.half_cosine)
+
+
+def _check_ramp(ramp: Linear | Cosine) -> None:
+    check = Check(ramp)
+    check.set_parts("start", "end")
+    check.whole(1, "steps")
+    check.whole(0, "begin")
+    check.done()
+
+
+def _ramp_weights(
+    ramp: Linear | Cosine, step: int, feedback: Feedback, curve: Callable[[int, int], float]
+) -> Any:
+    """Return the weights of a ramp at a step. ``curve(k, n)``: the part of it, 0 to 1, done after
+    k of n steps.
+    """
+    # Both ends are asked at every step: one that learns must see every report.
+    first = named(ramp.start(step, feedback), step, f"{ramp.kind}.start")
+    last = named(ramp.end(step, feedback), step, f"{ramp.kind}.end")
+    done = min(max(step - ramp.begin, 0), ramp.steps)
+    if done in (0, ramp.steps):
+        return last if done else first
+    return _between(shares(first), shares(last), curve(done, ramp.steps))
 
 
 def _between(first: Mapping[str, float], last: Mapping[str, float], t: float) -> dict[str, float]:
@@ -127,18 +157,6 @@ def _between(first: Mapping[str, float], last: Mapping[str, float], t: float) ->
         a, b = first.get(name, 0.0), last.get(name, 0.0)
         out[name] = min(max(a + (b - a) * t, min(a, b)), max(a, b))
     return out
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Linear(Ramp):
-    kind: ClassVar[str] = "linear"
-    curve: ClassVar[Callable[[int, int], float]] = staticmethod(lambda k, n: k / n)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Cosine(Ramp):
-    kind: ClassVar[str] = "cosine"
-    curve: ClassVar[Callable[[int, int], float]] = staticmethod(integer_math.half_cosine)
 
 
 def linear(start: Part, end: Part, steps: int, begin: int = 0) -> Linear:
@@ -155,15 +173,13 @@ def cosine(start: Part, end: Part, steps: int, begin: int = 0) -> Cosine:
 class Temperature(Base):
     kind: ClassVar[str] = "temperature"
     tau: float = 1.0
-    sizes: Any = (
-        None  # pairs (name, size), sorted; None: rows of the sources, when the job is launched
-    )
+    # pairs (name, size), sorted; None: rows of the sources, when the job is launched
+    sizes: Any = None
     end_tau: float | None = None
     steps: int | None = None
     begin: int = 0
-    logs: Any = field(
-        default=(), init=False, compare=False
-    )  # logarithm of each size over the largest; None where the size is 0
+    # logarithm of each size over the largest; None where the size is 0
+    logs: Any = field(default=(), init=False, compare=False)
 
     def __post_init__(self) -> None:
         check = Check(self)
@@ -245,7 +261,7 @@ def _size_problems(sizes: Mapping[Any, Any]) -> list[str]:
         name: size for name, size in sizes.items() if not is_real(size) or not 0 <= size < math.inf
     }
     found += [
-        f"sizes: the size of {name!r} must be a finite number of at least 0, got {size!r}"
+        f"sizes: the size of {name!r}: expected a finite number of at least 0, got {size!r}"
         for name, size in wrong.items()
     ]
     return (
