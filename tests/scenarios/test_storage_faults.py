@@ -218,7 +218,7 @@ def test_files_that_fail_for_a_while_cost_time_and_nothing_else(
     assert found["given_up"] == 0
     if runtime == "local":
         said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
-        assert [("tried again" in s, "well again" in s) for s in said] == [
+        assert [("retrying for" in s, "recovered after" in s) for s in said] == [
             (True, False),
             (False, True),
         ], said

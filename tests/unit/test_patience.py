@@ -117,8 +117,8 @@ def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(
     assert [r.message for r in caplog.records] == [
         "source 'web', a.parquet: the file is gone since the source was indexed (No such "
         "file or directory); "
-        "it is tried again for up to 120 s",
-        "source 'web', a.parquet: well again after 3.1 s and 6 tries",
+        "retrying for up to 120 s",
+        "source 'web', a.parquet: recovered after 3.1 s (6 attempts)",
     ]
 
 

@@ -57,7 +57,7 @@ def test_of_several_files_each_has_a_line_and_what_to_do_one_behind_them(tmp_pat
     ("damage", "says"),
     [
         (lambda d: d[: len(d) // 2], "PAR1 at the end"),
-        (lambda d: b"", "found 0 bytes"),
+        (lambda d: b"", "got 0 bytes"),
         (lambda d: b"not a parquet file at all", "PAR1 at the end"),
         (
             lambda d: (
@@ -151,7 +151,7 @@ def test_text_that_is_no_utf8_is_a_bad_row(tmp_path, format):
             out.write_table(table)
     everything = read_all(str(path))
     assert [r["t"] for r in everything.rows] == ["good", "é", None]
-    assert everything.reasons == [(1, "column 't': bytes that are no UTF-8")]
+    assert everything.reasons == [(1, "column 't': bytes that are not UTF-8")]
 
 
 @pytest.mark.parametrize("format", ["parquet", "arrow"])

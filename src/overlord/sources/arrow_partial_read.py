@@ -1,10 +1,10 @@
-"""Rows of Arrow's record batches by plain reads: of a batch that is large, only those that are
-wanted.
+"""Reads selected rows of Arrow record batches with plain reads.
 
-Arrow takes a batch whole, or out of a file that is mapped: and a mapped page that cannot be had,
-since the file was cut short or its mount fails, ends the process. Here a batch is decoded over
-nothing, memory that is never touched: where its buffers would lie tells what to read for some rows
-of some columns. What Arrow unpacks or converts while it decodes is read whole.
+Arrow reads a batch whole or from a memory-mapped file. A mapped page that cannot be read kills the
+process, for example after the file was truncated or its mount failed. This module decodes a batch
+over *blank memory*: anonymous pages that are never touched. The addresses of the decoded buffers
+then tell which bytes of the file hold some rows of some columns. A batch that Arrow decompresses or
+converts while decoding is read whole.
 """
 
 from __future__ import annotations
@@ -20,41 +20,39 @@ import pyarrow.types as pt
 
 from overlord.sources.base import short_read
 
-SMALL = 2**17  # bytes of a body that is read at once
-USUAL_META = 2**12  # most messages' metadata are shorter: one read for each
-MAX_META = 2**26  # nothing larger is allocated on the word of a file
+SMALL = 2**17  # bodies up to this many bytes are read at once
+USUAL_META = 2**12  # metadata of most messages are shorter, so one read is enough
+MAX_META = 2**26  # limit of an allocation whose size comes from the file
 BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, EOFError)
-Get = Callable[[pa.Buffer, int, int], pa.Buffer]  # these bytes of a buffer
+Get = Callable[[pa.Buffer, int, int], pa.Buffer]  # (buffer, start, stop) -> these bytes
 
 
 class Unusual(Exception):
-    """Rows of a rare type, or offsets that make no sense."""
+    """Rows of a rarely used type, or offsets that are invalid."""
 
 
 class Feed:
-    """What Arrow's decoder reads a message from: its metadata, then its body, or as many bytes of
-    nothing. It must not know who holds it: a circle by way of C++ is never collected.
+    """File object from which Arrow's decoder reads one message: its metadata, then its body or
+    blank memory.
+
+    It must not reference its owner: the garbage collector cannot collect a cycle through C++.
     """
 
     closed = False
 
     def __init__(self, handle: pa.NativeFile, start: int, stop: int):
         self._handle, self._stop = handle, stop
-        self.at, self.body, self.meta = (
-            start,
-            start,
-            b"",
-        )  # of the next read; where a body begins; what stands before it
-        self.whole = False  # the body is really read
+        # Offset of the next read; offset of the body; metadata before the body.
+        self.at, self.body, self.meta = (start, start, b"")
+        self.whole = False  # the body is read from the file
         self._pages = mmap.mmap(-1, 1)
         self.nothing = pa.py_buffer(self._pages)
 
     def begin(self, start: int, whole: bool) -> None:
-        """The message at this place is read next."""
+        """Read the metadata of the message at ``start``; the decoder reads this message next."""
         head, left = self.take(start, USUAL_META), self._stop - start
-        prefix = (
-            8 if head[:4] == b"\xff\xff\xff\xff" else 4
-        )  # before version 0.15 there was no mark
+        # Versions before 0.15 write no continuation marker.
+        prefix = 8 if head[:4] == b"\xff\xff\xff\xff" else 4
         end = prefix + max(0, int.from_bytes(head[prefix - 4 : prefix], "little", signed=True))
         if end > min(MAX_META, left):
             raise ValueError(f"expected {end} bytes of metadata at byte {start}, got {left}")
@@ -64,7 +62,7 @@ class Feed:
         self.at, self.body, self.whole = start, start + end, whole
 
     def insert(self, start: int, data: bytes) -> None:
-        """These bytes are read next, then all from this place on."""
+        """Let the decoder read ``data`` next, then everything from ``start`` on."""
         self.meta, self.at, self.body, self.whole = data, start - len(data), start, True
 
     def read(self, n: int) -> Any:
@@ -83,7 +81,9 @@ class Feed:
 
     @contextmanager
     def shown(self, places: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Some bytes of the body stand where they belong meanwhile: (offset, how many)."""
+        """Fill these ranges (offset, length) of the blank memory with bytes of the body, for a
+        while.
+        """
         places = list(places)
         for at, n in places:
             self._pages[at : at + n] = self.take(self.body + at, n)
@@ -92,7 +92,7 @@ class Feed:
             self._pages[at : at + n] = bytes(n)
 
     def take(self, at: int, n: int) -> bytes:
-        """Fewer only where the messages end."""
+        """Return n bytes at ``at``; fewer only at the end of the messages."""
         n = min(n, self._stop - at)
         data: bytes = self._handle.read_at(n, at)
         if len(data) < n:
@@ -101,19 +101,19 @@ class Feed:
 
 
 class Messages:
-    """The messages of a stream, from one place in a file to another."""
+    """The messages of an IPC stream between two offsets of a file."""
 
     def __init__(self, handle: pa.NativeFile, start: int, stop: int):
         self._feed, self._stop = Feed(handle, start, stop), stop
         self._source = pa.PythonFile(self._feed, mode="r")
 
     def batches(self, schema: pa.Schema, columns: Sequence[str] | None) -> Iterator[BatchLocation]:
-        """Raises one of BROKEN where bytes make no sense."""
+        """Yield the record batches. Raises one of BROKEN if the bytes are invalid."""
         feed = self._feed
         while (start := feed.at) < self._stop:
             try:
                 message = self._message(start)
-            except EOFError:  # the end mark
+            except EOFError:  # the end-of-stream marker
                 return
             if message.type != "record batch":
                 continue
@@ -137,17 +137,17 @@ class Messages:
         try:
             return BatchLocation(checked(pa.ipc.read_record_batch(message, schema), columns))
         except BROKEN:
-            return None  # the wanted columns may be good
+            return None  # the requested columns may be valid
 
     def _over_nothing(
         self, message: Any, schema: pa.Schema, columns: Sequence[str] | None, start: int
     ) -> BatchLocation | None:
-        """A batch whose rows can be read by themselves; None: Arrow wants its bytes."""
+        """Return a batch whose rows can be read individually, or None if Arrow needs its bytes."""
         feed, body = self._feed, self._feed.body
         first, stop = feed.nothing.address, feed.nothing.address + feed.nothing.size
         try:
             batch = pa.ipc.read_record_batch(message, schema)
-            # sizes; to look into an array that has others than it says ends the process
+            # Compare buffer sizes first: access to an array with wrong sizes ends the process.
             batch.validate()
             used = (
                 b for column in batch.columns for b in column.buffers() if b is not None and b.size
@@ -178,7 +178,9 @@ class Messages:
     def _unpacked(
         self, start: int, schema: pa.Schema, columns: Sequence[str] | None
     ) -> Iterator[BatchLocation]:
-        """All from here on by pyarrow's reader, which unpacks no other columns."""
+        """Read all batches from ``start`` on with pyarrow's reader, which decompresses only the
+        requested columns.
+        """
         self._feed.insert(start, schema.serialize().to_pybytes())
         wanted = [schema.get_field_index(name) for name in columns or ()]
         reader = pa.ipc.open_stream(
@@ -189,8 +191,9 @@ class Messages:
 
 
 def checked(batch: pa.RecordBatch, columns: Sequence[str] | None) -> pa.RecordBatch:
-    """The wanted columns, if sizes and outermost offsets fit; what is between is checked slice by
-    slice.
+    """Return the requested columns if sizes and outermost offsets are valid.
+
+    Inner offsets are validated slice by slice.
     """
     batch = selected(batch, columns)
     batch.validate()
@@ -206,8 +209,9 @@ def _in_memory(buffer: pa.Buffer, a: int, b: int) -> pa.Buffer:
 
 
 class BatchLocation:
-    """Columns of a record batch, in memory or over nothing (``get`` reads their buffers, ``whole``
-    all of it).
+    """Columns of a record batch, in memory or over blank memory.
+
+    ``get`` reads ranges of their buffers; ``whole`` reads the complete batch.
     """
 
     def __init__(
@@ -224,9 +228,8 @@ class BatchLocation:
             arrays = [rows_of(column, first, stop, self._get) for column in self._batch.columns]
         except Unusual:
             if self._whole is None:
-                return self._batch.slice(
-                    first, stop - first
-                )  # whoever checks the rows says which are broken
+                # The check of the slice reports which rows are broken.
+                return self._batch.slice(first, stop - first)
             self._batch, self._get, self._whole = self._whole(), _in_memory, None
             return self.rows(first, stop)
         return (
@@ -237,15 +240,18 @@ class BatchLocation:
 
 
 def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
-    """Some rows of an array that begins where its buffers do. Nested ones hold just what these rows
-    need, or one broken value would make all rows of a batch look broken.
+    """Return some rows of an array that begins at the start of its buffers.
+
+    Nested arrays hold only the values of these rows. Otherwise one broken value would make every
+    row of a batch appear broken.
     """
     kind, buffers = array.type, array.buffers()
     if first == stop or pt.is_null(kind):
         return pa.nulls(stop - first, kind)
     if not pt.is_struct(kind) and (len(buffers) < 2 or buffers[1] is None):
         raise Unusual
-    start = first & ~7  # bits are read from a whole byte on, and all else from the same row on
+    # validity bits are read from a whole byte on; other buffers start at the same row
+    start = first & ~7
     valid = (
         get(buffers[0], start // 8, -(-stop // 8))
         if array.null_count and buffers[0] is not None
@@ -282,8 +288,8 @@ def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
 
 
 def ends_of(array: pa.Array) -> Iterator[tuple[pa.Buffer, int, int]]:
-    """Where the first and the last offset of a column are (buffer, offset in it, bytes), and of all
-    that is nested in it.
+    """Yield the place of the first and last offset of a column and of its nested arrays: (buffer,
+    offset in the buffer, bytes).
     """
     kind = array.type
     if pt.is_struct(kind):
@@ -308,7 +314,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _offsets_of(kind: pa.DataType) -> np.dtype[Any] | None:
-    """The type of offsets, where values or items have a length of their own."""
+    """Return the type of the offsets if values or items have variable length."""
     if pt.is_large_string(kind) or pt.is_large_binary(kind) or pt.is_large_list(kind):
         return np.dtype(np.int64)
     return (

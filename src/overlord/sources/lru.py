@@ -1,5 +1,5 @@
-"""A thread-safe cache of few things, bounded by their number and by their bytes; the least recently
-used goes first.
+"""A thread-safe cache, bounded by number of items and by bytes; the least recently used item is
+evicted first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """``on_evict`` is called outside the lock, for what was pushed out or cleared, not for what was
-    taken.
+    """Cache that calls ``on_evict`` outside the lock for evicted and cleared values, not for taken
+    ones.
     """
 
     def __init__(self, max_items: int, max_bytes: int, on_evict: Callable[[V], None] | None = None):
@@ -37,7 +37,7 @@ class Lru(Generic[K, V]):
             return self._items[key][0]
 
     def take(self, key: K) -> V | None:
-        """Gets and removes in one go, so that one thread alone has it."""
+        """Get and remove a value atomically, so that only one thread has it."""
         with self._lock:
             if key not in self._items:
                 return None
@@ -46,7 +46,7 @@ class Lru(Generic[K, V]):
             return value
 
     def put(self, key: K, value: V, nbytes: int) -> None:
-        """Keeps the value, even one larger than all bounds, until the next one comes."""
+        """Store the value; even one larger than all bounds stays until the next ``put``."""
         gone: list[V] = []
         with self._lock:
             if key in self._items:
@@ -61,7 +61,7 @@ class Lru(Generic[K, V]):
         self._let_go(gone)
 
     def clear(self, owned: Callable[[K], bool] = lambda _: True) -> None:
-        """Lets go of everything, or of the keys that ``owned`` says yes to."""
+        """Remove all keys, or those for which ``owned`` returns true."""
         with self._lock:
             gone = [self._drop(key) for key in [k for k in self._items if owned(k)]]
         self._let_go(gone)

@@ -1,8 +1,6 @@
-"""Trying again: what storage cannot give now it may give in a while. One way for disks, mounts and
-stores.
+"""Retries with back-off for transient storage errors of disks, mounts and object stores.
 
-Nothing of it is seen in the stream: a read that succeeds gives the bytes that were indexed, however
-often it was tried, and when.
+Retries do not affect the stream: a successful read returns the indexed bytes, whenever it succeeds.
 """
 
 from __future__ import annotations
@@ -23,14 +21,15 @@ from overlord.sources.base import Unreachable
 log = logging.getLogger("overlord")
 
 T = TypeVar("T")
-# Of one read or listing with all its retries: long enough for a store's bad minute, shorter than a
-# collective's time-out.
+# Seconds for one read or listing with all its retries: long enough for a bad minute of a store,
+# shorter than the timeout of a collective.
 DEADLINE_S = 120.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-SLOW_S = 1.0  # what takes longer has waited for storage, though nothing failed
-SLACK_S = 1.0  # beyond the deadline, before somebody else gives up: a last try may be under way
-FOR_EVER = 10**9  # tries: only the deadline ends them
-FEW = 3  # tries of what a faulty proxy does once and a wrong set-up always
+SLOW_S = 1.0  # seconds; a slower read counts as waiting for storage, even if it did not fail
+# seconds after the deadline before another thread gives up: a last attempt may be running
+SLACK_S = 1.0
+FOR_EVER = 10**9  # attempts: only the deadline ends them
+FEW = 3  # attempts for failures that a faulty proxy causes once and a wrong configuration always
 _BUSY = (
     "the store is busy, down or cannot be reached; no data is skipped for it: resume when it "
     "answers"
@@ -39,9 +38,9 @@ _BUSY = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed try. ``text`` holds no secret."""
+    """One failed attempt. ``text`` contains no secret."""
 
-    kind: str  # as counted: a status, an errno, or a word
+    kind: str  # kind that is counted: a status, an errno, or a word
     text: str
     remedy: str = _BUSY
     tries: int = FOR_EVER
@@ -49,24 +48,23 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Time, sleep and chance, so that tests need none of them."""
+    """Time, sleep and randomness, replaceable in tests."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    chance: Callable[[], float] = (
-        random.random
-    )  # spreads many readers' tries; it decides when, never what
-    worked: Callable[[int], float] = lambda thread: worked_s(
-        thread
-    )  # seconds that a thread has had a core
-    worked_here: Callable[[], float] = (
-        time.thread_time
-    )  # the same of this thread, a hundred times cheaper
+    # Spreads the retries of many readers; it affects only the time of a retry.
+    chance: Callable[[], float] = random.random
+    # CPU seconds of a thread.
+    worked: Callable[[int], float] = lambda thread: worked_s(thread)
+    # CPU seconds of the calling thread, a hundred times cheaper.
+    worked_here: Callable[[], float] = time.thread_time
 
 
 def worked_s(thread: int) -> float:
-    """What tells a read that hangs from one that unpacks a large file. Where the system does not
-    say, all count as hanging.
+    """Return the CPU seconds of a thread: they distinguish a hanging read from one that
+    decompresses a large file.
+
+    If the system does not tell, every read counts as hanging.
     """
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as stat:
@@ -80,18 +78,18 @@ CLOCK = Clock()
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One thing that is wanted of storage, while it is not there yet."""
+    """One storage operation in progress."""
 
     path: str
     began: float
     thread: int
-    worked: float  # seconds that the thread had a core by then
+    worked: float  # CPU seconds of the thread at the start
     seen: list[Failure] = field(default_factory=list)
-    last: float = 0.0  # when it was last seen to get on
+    last: float = 0.0  # time of the last observed progress
     last_worked: float = -1.0
 
     def idle_s(self, clock: Clock) -> float:
-        """How long nothing has moved: the thread had no core, not for a moment."""
+        """Return the seconds without progress: the thread used no CPU time at all."""
         now, worked = clock.now(), clock.worked(self.thread)
         if worked != self.last_worked:
             self.last, self.last_worked = now, worked
@@ -99,21 +97,19 @@ class Attempt:
 
 
 class StorageStats:
-    """What one source asked of its storage, and what came of it. Counted in the process that
-    asked.
-    """
+    """Counters of the storage operations of one source, in the process that executes them."""
 
     def __init__(self, source: str = "", clock: Clock = CLOCK) -> None:
         self.source, self.clock = source, clock
         self.requests = self.bytes = self.retries = self.given_up = 0
         self.waited_s = 0.0
-        self.hasty = False  # whoever asks now must not wait
+        self.hasty = False  # the current caller must not wait
         self.errors: Counter[str] = Counter()
         self._under_way: list[Attempt] = []
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[StorageStats], tuple[str]]:
-        return StorageStats, (self.source,)  # another process counts for itself
+        return StorageStats, (self.source,)  # another process has its own counters
 
     def begin(self, path: str) -> Attempt:
         now, thread, worked = self.clock.now(), threading.get_native_id(), self.clock.worked_here()
@@ -153,12 +149,12 @@ class StorageStats:
             self.given_up += 1
 
     def oldest(self) -> Attempt | None:
-        """What has been waited for longest, if anything is."""
+        """Return the oldest operation in progress, if there is one."""
         with self._lock:
             return min(self._under_way, key=lambda a: a.began, default=None)
 
     def metrics(self) -> dict[str, Any]:
-        """Of a store: what was asked of it."""
+        """Return the counters of requests to an object store."""
         with self._lock:
             return {
                 "requests": self.requests,
@@ -168,8 +164,8 @@ class StorageStats:
             }
 
     def trouble(self) -> dict[str, Any]:
-        """Of any storage: what went wrong, and what it cost. ``waited_s`` counts what is under
-        way.
+        """Return the counters of problems of any storage. ``waited_s`` includes operations in
+        progress.
         """
         with self._lock:
             waited = self.waited_s + sum(map(self._waited, self._under_way))
@@ -190,8 +186,10 @@ def persist(
     tally: StorageStats,
     gave_up: Callable[[str, str, Sequence[Failure], float], Unreachable],
 ) -> T:
-    """Calls until it works, the failure is one that lasts, or the deadline passes. What is raised
-    holds no secret; what ``why`` knows nothing about is no fault of storage, and raised as it is.
+    """Call ``once`` until it succeeds, the failure is permanent, or the deadline passes.
+
+    Raised errors contain no secret. An error that ``why`` does not classify is not a storage error
+    and is raised unchanged.
     """
     clock, limit, attempt = tally.clock, deadline_s(), tally.begin(path)
     seen = attempt.seen
@@ -203,7 +201,7 @@ def persist(
                 result = once()
                 if seen:
                     log.warning(
-                        "%s: well again after %.1f s and %d tries",
+                        "%s: recovered after %.1f s (%d attempts)",
                         _where(tally, path),
                         clock.now() - attempt.began,
                         len(seen) + 1,
@@ -212,8 +210,8 @@ def persist(
             except Exception as error:
                 if (failure := why(error)) is None:
                     raise
-            # Outside of the except clause: the library's error, which may quote a signed request,
-            # must not ride along.
+            # Outside of the except clause: the library's error may quote a signed request, so it
+            # must not be chained.
             seen.append(failure)
             tally.failed(failure.kind, put_off=tally.hasty)
             if tally.hasty:
@@ -227,12 +225,9 @@ def persist(
                 raise gave_up(path, done, seen, took)
             if len(seen) == 1:
                 log.warning(
-                    "%s: %s; it is tried again for up to %g s",
-                    _where(tally, path),
-                    failure.text,
-                    limit,
+                    "%s: %s; retrying for up to %g s", _where(tally, path), failure.text, limit
                 )
-            clock.sleep(min(pause, limit - took))  # the last try is at the deadline
+            clock.sleep(min(pause, limit - took))  # the last attempt is at the deadline
     finally:
         tally.end(attempt)
 
@@ -259,7 +254,7 @@ def seconds_of(variable: str, otherwise: float) -> float:
     if not 0 < value < float("inf"):
         raise Unreachable(
             f"{variable}: expected a number of seconds above 0, got {given!r}",
-            "mend the environment",
+            "fix the environment variable",
             "setup",
         )
     return value
