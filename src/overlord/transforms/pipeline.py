@@ -1,14 +1,13 @@
-"""What runs a source's transforms, in two stages, and what happens to rows that cannot be
+"""Execution of the transforms of a source in two stages, and the treatment of rows that cannot be
 transformed.
 
-The *slice stage* is everything up to the last piece of user code. Its batches are always the slices
-of the stream, so that a function that looks at its whole batch gives the same rows in every run.
-The *row stage* is the rest: the result of a row depends on that row alone, so a loader may run it
-on any rows it likes, as late as it likes.
+The *slice stage* is everything up to the last user code. Its batches are always the slices of the
+stream, so that a function of a whole batch returns the same rows in every run. The *row stage* is
+the rest. The result of a row depends on that row alone, so a loader may run it on any rows at any
+time.
 
-Between the two stand only the columns that the row stage reads, in types it can read: slices of
-JSON lines may disagree on types, and a row must meet the same fate whether the rows beside it have
-the right type or not.
+Only the columns that the row stage reads pass between the stages, in types it can read. Slices of
+JSON lines may differ in types. The outcome of a row must not depend on the types of its neighbours.
 """
 
 from __future__ import annotations
@@ -76,14 +75,14 @@ from overlord.transforms.loss_columns import check_map, refused_columns
 from overlord.transforms.row_functions import Frame, join_rows, run_each, run_whole, said
 from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, same_content
 
-IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
+IDS = "tokens"  # the column of the ids, whatever its name in the file
 NO_IDS = (
     "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
 )
 
 
 class Pipeline:
-    """The transforms of one source, checked and ready. Pickles as its arguments; tokenizers are
+    """The transforms of one source, validated and ready. Pickled as its arguments; tokenizers are
     loaded once per process.
     """
 
@@ -111,19 +110,17 @@ class Pipeline:
             )
         self._twins = [(a, b) for a in names for b in names if a != b and _describes(a, b)]
         self._needs = self._between()
-        self._under_way: dict[
-            int, tuple[Transform, Frame, RowIds | None]
-        ] = {}  # by thread: what runs there
-        self._as_it_is: pa.Schema | None = (
-            None  # of slices that come back as they are, once one was seen
-        )
+        # By thread: the transform that runs there.
+        self._under_way: dict[int, tuple[Transform, Frame, RowIds | None]] = {}
+        # Schema of slices that the slice stage returns unchanged, once one was seen.
+        self._as_it_is: pa.Schema | None = None
         self._encoders: dict[int, Encoder] = {
             i: build_encoder(t, source)
             for i, t in enumerate(self.transforms)
             if isinstance(t, Tokenize)
         }
-        # Fixed for the source: files of other widths may share a batch with a row, and then it is
-        # held as wide as they are.
+        # Fixed for the source: files with other id widths may share a batch with a row, which then
+        # has their width.
         self._id_bytes = max((e.dtype.itemsize for e in self._encoders.values()), default=4)
         if self._images is not None:
             self._id_bytes = max(
@@ -150,8 +147,8 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """Of the transforms alone; seed, context and on_long are fields of the job and
-        fingerprinted there.
+        """Return the fingerprint of the transforms; seed, context and on_long are fingerprinted
+        with the job.
         """
         return digest(*(t.fingerprint() for t in self.transforms))
 
@@ -160,8 +157,10 @@ class Pipeline:
         return self._cut > 0
 
     def running(self, thread: int) -> tuple[str, int]:
-        """Asked by another thread: which transform that one is in, and with which row of its file,
-        or -1: with all it was given.
+        """Return the transform that a thread executes, and its row in the file, or -1 for a whole
+        batch.
+
+        Called by another thread.
         """
         if (found := self._under_way.get(thread)) is None:
             return "", -1
@@ -170,8 +169,8 @@ class Pipeline:
         return repr(t), int(ids.row[index[at]]) if ids is not None and 0 <= at < len(index) else -1
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows:
-        """Runs user code over one slice of the stream. Without user code the slice itself comes
-        back.
+        """Run user code over one slice of the stream. Without user code the slice is returned
+        unchanged.
         """
         if self._as_it_is is not None and table.schema.equals(self._as_it_is):
             return StagedRows(table, np.arange(table.num_rows), [], 0)
@@ -204,14 +203,13 @@ class Pipeline:
         return StagedRows(frame.table, frame.index, sorted(frame.bad), frame.dropped)
 
     def row_stage(self, table: pa.Table) -> Block:
-        """Samples from rows that went through the slice stage, in any batches."""
+        """Make samples from rows of the slice stage, in batches of any size."""
         frame = Frame(table)
         try:
             for position in range(self._cut, len(self.transforms)):
                 try:
-                    if not isinstance(
-                        self.transforms[position], Select
-                    ):  # what stands between the stages is selected already
+                    # Columns between the stages are already selected.
+                    if not isinstance(self.transforms[position], Select):
                         self._run(position, frame, None)
                 except Unfit as fault:
                     self._refuse(self.transforms[position], str(fault))
@@ -226,16 +224,15 @@ class Pipeline:
         for name, items in self._twins:
             bad = unequal_items(frame.table, name, items) | bad
         lengths = tokens.lengths
-        if (
-            not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context
-        ):  # as it nearly always is
+        # The usual case: no row is removed or split.
+        if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:
             return self._block(
                 frame, np.arange(len(lengths)), np.zeros(len(lengths), np.int32), lengths, tokens
             )
         return self._cut_block(frame, tokens, lengths, bad)
 
     def _cut_block(self, frame: Frame, tokens: Ragged, lengths: np.ndarray, bad: Bad) -> Block:
-        """Where rows have to be left out, cut or split."""
+        """Make a block if rows have to be removed, truncated or split."""
         for i in np.flatnonzero(lengths == 0):
             bad.setdefault(int(i), "no tokens")
         if self.on_long == "quarantine":
@@ -253,7 +250,7 @@ class Pipeline:
     def _block(
         self, frame: Frame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged
     ) -> Block:
-        """``row``: of every sample, its row in the frame's table."""
+        """Make a block. ``row``: per sample, its row in the table of the frame."""
         meta: dict[str, Column] = {"tokens": size, "bytes": size * self._id_bytes}
         for name in self.meta_names:
             meta[name] = meta_rows(frame.table.column(HIDDEN + name), row, part)
@@ -270,8 +267,8 @@ class Pipeline:
         return block
 
     def _between(self) -> list[tuple[Transform | None, str, Check]]:
-        """What the row stage reads: by which transform, which column, and how its type is
-        checked.
+        """Return the columns that the row stage reads: transform, column, and the check of its
+        type.
         """
         rest = self.transforms[self._cut :]
         needs: list[tuple[Transform | None, str, Check]] = []
@@ -295,17 +292,18 @@ class Pipeline:
         if [*names, *hidden] != frame.table.column_names:
             frame.table = frame.table.select([*names, *hidden])
 
-    # Building: what is needed from the file, and what cannot work whatever the file holds.
+    # Validation at construction: the columns needed from the file, and combinations that can never
+    # work.
 
     def _raw_columns(self) -> tuple[str, ...] | None:
-        """Raw columns in order of first use; None where user code sees all there are."""
+        """Return raw columns in order of first use, or None if user code sees all columns."""
         needed: dict[str, None] = {}
-        made = False  # ids, by Tokenize or Tokens
-        known: set[str] | None = None  # all the columns there are, once a Select has said so
+        made = False  # ids exist, by Tokenize or Tokens
+        known: set[str] | None = None  # all existing columns, once a Select has named them
         everything = mapped = False
         for t in self.transforms:
             uses = _used(t)
-            if known is None and not mapped:  # what comes behind a Map may be the Map's own
+            if known is None and not mapped:  # columns used after a Map may come from the Map
                 needed |= dict.fromkeys(c for c in uses if not (made and c == IDS))
             elif known is not None and (lost := [c for c in uses if c not in known]):
                 self._refuse(
@@ -335,16 +333,15 @@ class Pipeline:
     def _refuse(self, t: Transform, problem: str, remedy: str = "") -> NoReturn:
         raise TransformError(self.source, repr(t), problem, remedy)
 
-    # Running one transform over what is there.
+    # Execution of one transform.
 
     def _run(self, position: int, frame: Frame, ids: RowIds | None) -> None:
         t = self.transforms[position]
         if not frame.table.num_rows:
             return
         self._under_way[threading.get_ident()] = t, frame, ids
-        if (
-            check := _CHECKS.get(type(t))
-        ) is not None and ids is not None:  # the row stage gets columns that were checked
+        # The row stage gets columns that are already checked.
+        if (check := _CHECKS.get(type(t))) is not None and ids is not None:
             for name in _used(t):
                 _drop_unfit(frame, t, name, check)
             if not frame.table.num_rows:
@@ -452,9 +449,8 @@ class Pipeline:
             if lists and len(result) == rows:
                 return list(result)
             found = numbers(result, rows)
-            return (
-                result if isinstance(result, (list, tuple)) else found
-            )  # an array of all would round large whole numbers
+            # An array of all values would round large whole numbers.
+            return result if isinstance(result, (list, tuple)) else found
 
         return check
 
@@ -483,8 +479,8 @@ class Pipeline:
     def _generators(
         self, frame: Frame, position: int, ids: RowIds
     ) -> Iterator[np.random.Generator]:
-        """A generator per row, keyed by who the row is: the same whatever ran before it, here or
-        elsewhere.
+        """Return a generator per row, seeded by the identity of the row: the same in any process
+        and order.
         """
         keys = keyed_hash(
             key64("map", self.seed, self.source, position),
@@ -512,7 +508,7 @@ def _rebuild(
 
 
 def _describes(name: str, items: str) -> bool:
-    """Whether a list holds a number for every item of another: ``image_tokens`` and
+    """Return whether a list holds a number per item of another: ``image_tokens`` and
     ``image_offset`` do for ``image_patches``.
     """
     stem, _, what = name.rpartition("_")
@@ -532,8 +528,8 @@ _CHECKS: dict[type, Check] = {
 
 
 def _drop_unfit(frame: Frame, t: Transform | None, name: str, check: Check) -> None:
-    """Drop the rows whose values ``t`` cannot read; raises Unfit where the whole column is of a
-    type it cannot read.
+    """Drop the rows whose values ``t`` cannot read; raise Unfit if the whole column has a wrong
+    type.
     """
     bad, odd = unfit_rows(frame.table, name, check)
     frame.drop({i: _unfit(t, reason) for i, reason in bad.items()})
@@ -556,7 +552,7 @@ def _used(t: Transform) -> tuple[str, ...]:
 
 
 def _meta_made(made: Any, name: str) -> tuple[Column, Bad]:
-    """What a function gave for all rows: numbers, or lists of them."""
+    """Return the results of a user function for all rows as numbers, or lists of numbers."""
     if isinstance(made, np.ndarray):
         return plain_numbers(made, name, {})
     if not any(isinstance(v, list | tuple | np.ndarray) for v in made):
@@ -573,7 +569,7 @@ def _meta_made(made: Any, name: str) -> tuple[Column, Bad]:
 def _nothing(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
     none = np.zeros(0, np.int64)
     meta: dict[str, Column] = dict.fromkeys(("tokens", "bytes", *names), none)
-    # uint8: joined with any other ids, it leaves their type as it is
+    # uint8: concatenation with other ids keeps their type
     return Block(
         none,
         np.zeros(0, np.int32),
@@ -612,7 +608,9 @@ def _encode_each(frame: Frame, texts: list[str], encoder: Encoder) -> Ragged:
 
 
 def _is_row_fault(fault: BaseException) -> bool:
-    """A Rust panic is no Exception to Python, and yet the text's fault."""
+    """Return whether a row causes the error. A Rust panic is not an Exception, but is caused by the
+    text.
+    """
     return (isinstance(fault, Exception) and not isinstance(fault, MemoryError)) or type(
         fault
     ).__name__ == "PanicException"
