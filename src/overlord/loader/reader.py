@@ -1,6 +1,6 @@
-"""The impure half of a loader: reads windows of chunks, runs transforms, measures what it costs.
+"""The impure half of a loader: it reads windows of chunks, runs transforms and measures their cost.
 
-One piece of work at a time per reader (the core sees to that), so there are no locks here.
+A reader executes one command at a time, which the core guarantees, so it needs no locks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from overlord.sources.retry import CLOCK, SLOW_S, Clock
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.user_code import told
 
-READS = 64  # of which it is known how long they took
+READS = 64  # number of recent reads whose duration is kept
 
 
 class Stages(Protocol):
@@ -50,7 +50,7 @@ class Stages(Protocol):
 
 
 def core_s(stages: Stages) -> float:
-    """Seconds that cores were busy for this thread so far: here, and in the process of a
+    """Return the CPU seconds of the calling thread so far, here and in the process of a
     ``TransformWorker``.
     """
     elsewhere: float = getattr(stages, "core_s", float)()
@@ -58,7 +58,7 @@ def core_s(stages: Stages) -> float:
 
 
 class Chunked(Protocol):
-    """Where raw slices come from (`sources.handles.ChunkReader`)."""
+    """Reader of raw slices (`sources.chunk_reader.ChunkReader`)."""
 
     index: Index
 
@@ -72,8 +72,8 @@ class _Window:
     key: np.ndarray
     file: np.ndarray
     row: np.ndarray
-    at: np.ndarray  # row of the tables joined, or -1 - n for the n-th reason
-    tables: list[pa.Table]  # one, unless slices disagree on a column's type
+    at: np.ndarray  # row of the joined tables, or -1 - n for the n-th reason
+    tables: list[pa.Table]  # one, unless slices have different types of a column
     reasons: list[str]
     dropped: int
     after: Cursor | None
@@ -82,41 +82,39 @@ class _Window:
 
 @dataclass(slots=True)
 class ReaderStats:
-    """What reading and transforming a source has cost so far: the P of the paper's (P, T, M)."""
+    """Cost of reading and transforming a source so far: the P of the paper's (P, T, M)."""
 
     read_s: float = 0.0
-    staged_s: float = (
-        0.0  # transforms of whole slices, which run when a window is opened and are no reading
-    )
-    transform_s: float = 0.0  # of rows, as they are asked for
-    # of these, the time a core was busy with it: other threads of the process, and storage, may be
-    # waited for
+    # Seconds of transforms of whole slices, which run when a window is opened and are not reading.
+    staged_s: float = 0.0
+    transform_s: float = 0.0  # seconds of transforms of rows, on demand
+    # CPU seconds of these: the rest is waiting for other threads and for storage.
     read_busy_s: float = 0.0
     staged_busy_s: float = 0.0
     transform_busy_s: float = 0.0
     rows: int = 0
-    evaluated: int = 0  # rows of these that were asked for
+    evaluated: int = 0  # rows that were evaluated
     samples: int = 0
     tokens: int = 0
     windows: int = 0
-    raw_bytes: int = 0  # of the window open now
-    reads: deque[float] = field(
-        default_factory=lambda: deque(maxlen=READS)
-    )  # seconds of the last ones
-    image_bytes_in: int = 0  # of image files so far
-    image_bytes_out: int = 0  # of the pixels made of them, here or later
+    raw_bytes: int = 0  # bytes of the open window
+    # Seconds of the most recent reads.
+    reads: deque[float] = field(default_factory=lambda: deque(maxlen=READS))
+    image_bytes_in: int = 0  # bytes of image files so far
+    image_bytes_out: int = 0  # bytes of their pixels, made here or later
 
     @property
     def asked_for(self) -> float:
-        """The part of what was read that samples were made of. Rows of a window that nobody has
-        asked for yet are no cost of those: with many loaders and a small share of the mixture they
-        would be most of it.
+        """Return the fraction of the read rows that were evaluated.
+
+        Other rows of a window are not a cost of the samples. With many loaders and a small share of
+        the mixture they would be most of the cost.
         """
         return self.evaluated / self.rows if self.rows else 0.0
 
     @property
     def work(self) -> tuple[float, float]:
-        """What the samples so far took, of cores and of time."""
+        """Return the cost of the samples so far: CPU seconds and wall-clock seconds."""
         opened, busy = self.read_s + self.staged_s, self.read_busy_s + self.staged_busy_s
         return (
             busy * self.asked_for + self.transform_busy_s,
@@ -125,12 +123,12 @@ class ReaderStats:
 
     @property
     def of_samples(self) -> tuple[float, float]:
-        """Seconds by the clock that the samples so far took to be read, and to be transformed."""
+        """Return the wall-clock seconds of the samples so far: reading, transforming."""
         return self.read_s * self.asked_for, self.staged_s * self.asked_for + self.transform_s
 
     @property
     def latency(self) -> tuple[float, float]:
-        """What a usual read takes, and a slow one: the median and the slowest but a twentieth."""
+        """Return the seconds of a usual and a slow read: the median and the 95th percentile."""
         if not self.reads:
             return 0.0, 0.0
         found = sorted(self.reads)
@@ -138,7 +136,7 @@ class ReaderStats:
 
     @property
     def images(self) -> dict[str, int] | None:
-        """What decides where pixels are made; None: the source has no images."""
+        """Return the bytes that decide where pixels are made; None if the source has no images."""
         return (
             {"bytes_in": self.image_bytes_in, "bytes_out": self.image_bytes_out}
             if self.image_bytes_out
@@ -148,7 +146,7 @@ class ReaderStats:
 
 @dataclass(slots=True, eq=False)
 class SourceReader:
-    """Turns Read and Evaluate commands into outcomes; the payload of a block is returned beside its
+    """Executes Read and Evaluate commands; evaluation returns the payload of a block with its
     metadata.
     """
 
@@ -160,23 +158,20 @@ class SourceReader:
     _code: RunningUserCode | None = None
     _window: _Window | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _ticket: object = (
-        None  # of the read under way; another one: it was given up, and its answer comes too late
-    )
+    # Identity of the read in progress. The result of a read with another ticket is dropped.
+    _ticket: object = None
 
-    # what a host asks while a read is under way, from other threads
+    # Status queries of other threads while a read is in progress.
 
     @property
     def waits(self) -> SourceReader | None:
-        """This reader if its reads may wait: for storage, or for code that is not ours; else
-        None.
-        """
+        """Return this reader if its reads may wait for storage or user code, else None."""
         return self if getattr(self.chunks, "waits", False) or self._own_code else None
 
     @property
     def evaluation_waits(self) -> SourceReader | None:
-        """The same of what is made of rows that were read: only another process may keep it
-        waiting.
+        """Return this reader if evaluation may wait, which only happens for another process, else
+        None.
         """
         return self if getattr(self.stages, "elsewhere", False) else None
 
@@ -189,12 +184,12 @@ class SourceReader:
 
     @property
     def many(self) -> bool:
-        """Whether they wait for answers rather than for a core."""
+        """Return whether reads wait for responses rather than for a core."""
         return bool(getattr(self.chunks, "many", False))
 
     @property
     def doing(self) -> str:
-        """What it waits for, in words, once that takes long."""
+        """Return a description of what it waits for, once that takes long."""
         words: str = getattr(self.chunks, "doing", str)()
         if (
             words
@@ -219,19 +214,19 @@ class SourceReader:
 
     @property
     def quick(self) -> bool:
-        """Whether none of its reads hangs; code that is not ours may, on any row, however short it
-        was before.
+        """Return whether no read can hang. User code may hang on any row, however fast it was
+        before.
         """
         return bool(getattr(self.chunks, "quick", False)) and not self._own_code
 
     def hasty(self) -> AbstractContextManager[None]:
-        """A read raises ``WouldBlock`` rather than wait."""
+        """Within this context a read raises ``WouldBlock`` instead of waiting."""
         manager: AbstractContextManager[None] = getattr(self.chunks, "hasty", nullcontext)()
         return manager
 
     def overdue(self) -> Exception | None:
-        """An error if the read under way has hung for so long that it is given up; what it may
-        still find is dropped.
+        """Return an error if the read in progress has hung past its deadline; its result will be
+        dropped.
         """
         error: Exception | None = getattr(self.chunks, "stalled", lambda: None)()
         if error is not None:
@@ -248,7 +243,7 @@ class SourceReader:
             window, over = self._open(command, staged)
         except (OverlordError, MemoryError, WouldBlock):
             raise
-        except Exception as error:  # a reader's surprise must name its source, or nobody finds it
+        except Exception as error:  # an unexpected error must name its source
             raise SourceError(self.order.name, f"reading failed: {told(error)}") from error
         with self._lock:
             if self._ticket is not ticket:
@@ -268,7 +263,9 @@ class SourceReader:
         )
 
     def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
-        """``spent``: to which it adds what transforms took, by the clock and of cores."""
+        """Read and stage a window; add the cost of transforms to ``spent`` (wall-clock, CPU
+        seconds).
+        """
         tables: list[pa.Table] = []
         rows, files, ats, reasons, over = [], [], [], list[str](), list[int]()
         held = dropped = 0
@@ -296,7 +293,7 @@ class SourceReader:
             return _Window(
                 empty.astype(np.uint64), empty, empty, empty, [], [], dropped, None
             ), tuple(over)
-        if len(rows) == 1:  # of one file, and in the order of its rows
+        if len(rows) == 1:  # rows of one file, in order
             (file,), (row,), (at,) = files, rows, ats
             key = self.order.row_keys(command.epoch, file, row)
             order = np.argsort(key, kind="stable")
@@ -322,19 +319,19 @@ class SourceReader:
         ), tuple(over)
 
     def _slice(self, chunk: int, t: int) -> RawSlice:
-        """What storage does not give it names itself."""
+        """Read a slice. Storage errors name the file themselves; user code needs a label."""
         if not (whose := getattr(self.chunks, "own_code", "")):
             return self.chunks.slice(chunk, t)
         with self._runs(
-            np.zeros(0, np.int64), what=f"{whose}, which is to give slice {t} of chunk {chunk},"
+            np.zeros(0, np.int64), what=f"{whose}, reading slice {t} of chunk {chunk},"
         ):
             return self.chunks.slice(chunk, t)
 
     def _joined(self, tables: list[pa.Table]) -> list[pa.Table]:
-        """Slices as one table in memory of its own: one may be a view, and must not keep alive the
-        row group it was cut from.
+        """Return slices as one table in its own memory.
 
-        Slices of JSONL may disagree on the type of a column; then they stay apart.
+        A slice may be a view, and must not keep its row group alive. Slices of JSONL may differ in
+        the type of a column; then they stay separate.
         """
         if len(tables) > 1:
             try:
@@ -342,8 +339,8 @@ class SourceReader:
             except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
                 return [compact(table) for table in tables]
         table = tables[0]
-        # Half of a row group may keep the other half alive: the copy would cost more than the
-        # memory, which is soon read anyway.
+        # Half of a row group may keep the other half alive: a copy would cost more than the memory,
+        # which is soon read anyway.
         return [
             compact(table)
             if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096
@@ -353,14 +350,14 @@ class SourceReader:
     def _stage_slice(
         self, raw: RawSlice, ids: RowIds, reasons: list[str]
     ) -> tuple[np.ndarray, np.ndarray, StagedRows]:
-        """Run the slice stage. Returns the raw rows that are left (samples to be, or failures), and
-        where each is.
+        """Run the slice stage. Return the remaining raw rows (future samples, or failures) and the
+        place of each.
         """
         bad = dict(raw.bad)
         if not bad:
             staged = self.stages.slice_stage(raw.table, ids)
             readable = np.arange(len(raw.row))
-            if not staged.bad and len(staged.index) == len(readable):  # as it nearly always is
+            if not staged.bad and len(staged.index) == len(readable):  # the usual case
                 return readable, readable, staged
         else:
             readable = np.flatnonzero(~np.isin(np.arange(len(raw.row)), list(bad)))
@@ -425,9 +422,10 @@ class SourceReader:
         return BlockReady(found, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
-        """Rows of the open window into samples. A column no row of which can be used is the fault
-        of those rows, not of the others: what happens to a row must not depend on which rows a
-        loader reads beside it.
+        """Turn rows of the open window into samples.
+
+        If no row has a usable column, these rows fail, but not others. The outcome of a row must
+        not depend on the rows that a loader reads with it.
         """
         blocks, first = [], 0
         for table in tables:
@@ -457,7 +455,7 @@ class SourceReader:
         failed: list[tuple[int, str]],
         window: _Window,
     ) -> SampleBlock:
-        if len(good) == len(at) and not failed:  # as it nearly always is
+        if len(good) == len(at) and not failed:  # the usual case
             none = good[:0]
             return SampleBlock(
                 key[index],
@@ -497,8 +495,8 @@ def _not_before(
     order: SourceOrder,
     epoch: int,
 ) -> np.ndarray:
-    """Which of the ordered rows stand at or behind the cursor. Its own row stays: pieces of it may
-    be left.
+    """Return a mask of the ordered rows at or after the cursor. The cursor's own row is included:
+    pieces of it may be left.
     """
     limit = order.row_keys(epoch, np.array([after.file]), np.array([after.row]))[0]
     return (key > limit) | (
