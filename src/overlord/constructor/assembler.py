@@ -117,8 +117,10 @@ class Assembler:
         return [*self._deliver(), *self._release()]
 
     def _forget(self, step: int) -> None:
-        """Drop a step. After the end of the job its place stays: the end may be undone, and no
-        later step may overtake it then.
+        """Drop a step.
+
+        After the end of the job its place stays: the end may be undone, and no later step may
+        overtake it then.
         """
         if self._is_over(step) and step in self._steps:
             self._steps[step] = PLANNED

@@ -75,8 +75,9 @@ class BatchArrays:
 
     @staticmethod
     def of_part(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> BatchArrays:
-        """Return the batch from the output of ``part``. Raises ``ValueError`` if arrays and rows do
-        not agree.
+        """Return the batch from the output of ``part``.
+
+        Raises ``ValueError`` if arrays and rows do not agree.
         """
         if rows.ndim != 2 or len(rows) != len(arrays):
             raise ValueError(f"expected rows of {len(arrays)} arrays, got shape {rows.shape}")

@@ -98,8 +98,9 @@ class BucketBatch:
 
     @property
     def microbatches(self) -> Sequence[Mapping[str, np.ndarray]]:
-        """Return views of the microbatches, created on demand. Compact microbatches are expanded
-        one by one on access.
+        """Return views of the microbatches, created on demand.
+
+        Compact microbatches are expanded one by one on access.
         """
         if self.wide is None:
             return self.built
@@ -267,8 +268,9 @@ def _build_views(
     slab: Callable[[int], np.ndarray],
     compact: bool,
 ) -> dict[View, list[BucketBatch]]:
-    """Build the buckets for each view. Slices of all cp ranks are built together; all views of a
-    bucket have the same cp.
+    """Build the buckets for each view.
+
+    Slices of all cp ranks are built together; all views of a bucket have the same cp.
     """
     rows, bounds, place = _rows(staged.plan.main, buckets)
     m, cp = staged.plan.main.n_microbatches, views[0].cp

@@ -129,10 +129,10 @@ def encoder_inputs(
     decoders: Executor | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Encoded:
-    """Build the encoder arrays of these ranks, one slot per exchange. An image that cannot be
-    decoded has zeros for pixels.
+    """Build the encoder arrays of these ranks, one slot per exchange.
 
-    ``stopped`` returns True if the result is no longer needed.
+    An image that cannot be decoded has zeros for pixels. ``stopped`` returns True if the result is
+    no longer needed.
     """
     e = staged.stage.encoding
     assert e is not None, "no encoding was planned"
@@ -163,8 +163,9 @@ def encoder_inputs(
 
 
 def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.ndarray:
-    """Return the patches of each image: int64 [n, 3]. Each image must have the format of the
-    job.
+    """Return the patches of each image: int64 [n, 3].
+
+    Each image must have the format of the job.
     """
     from overlord.transforms.image_items import BadImage, item_grid, item_shape
 
@@ -225,8 +226,9 @@ def _fill_all(
     stopped: Callable[[], bool],
     step: int,
 ) -> list[tuple[int, str]]:
-    """Decode every item into its place, in this thread and in the pool. Return the failures, by
-    number.
+    """Decode every item into its place, in this thread and in the pool.
+
+    Return the failures, by number.
     """
     from overlord.transforms.image_items import BadImage, fill
 

@@ -144,8 +144,9 @@ class PayloadGatherer:
         self._early = {origin: early for origin, early in kept.items() if early}
 
     def back(self, back: Rollback) -> list[Any]:
-        """Roll back: later steps are planned again. Complete steps stay, the others arrive
-        again.
+        """Roll back: later steps are planned again.
+
+        Complete steps stay, the others arrive again.
         """
         recovery = back.generation // STRIDE
         if recovery <= self._recovery:
@@ -164,8 +165,9 @@ class PayloadGatherer:
         return self._building.back(back)
 
     def lost(self, host: int, reason: str) -> list[Any]:
-        """Record that a loader worker sends nothing more. Steps that wait for it fail unless it is
-        restarted and they arrive again.
+        """Record that a loader worker sends nothing more.
+
+        Steps that wait for it fail unless it is restarted and they arrive again.
         """
         self._gone[host] = reason
         return self._see_all()
@@ -206,8 +208,9 @@ class PayloadGatherer:
         return []
 
     def _cannot(self, step: int, error: Exception) -> list[Any]:
-        """End the job before this step. The planner will confirm it; later steps are no longer
-        awaited.
+        """End the job before this step.
+
+        The planner will confirm it; later steps are no longer awaited.
         """
         self._end_before(step)
         self._building.cannot(step, None, "gathering", error)
@@ -244,8 +247,9 @@ class PayloadGatherer:
 
 
 def check_payload(payload: StepPayload, host: int) -> None:
-    """Validate payload of a peer, which is not trusted. Decoding has checked that offsets are
-    within their values.
+    """Validate payload of a peer, which is not trusted.
+
+    Decoding has checked that offsets are within their values.
     """
     step, tokens = payload.step, payload.tokens
     if (

@@ -221,8 +221,9 @@ def _wide_units(wide: BatchArrays, split: str) -> np.ndarray:
 def _runs(
     bounds: np.ndarray, cp: int, ranks: Sequence[int], split: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return start and length of the runs of some cp ranks, rank after rank. ``bounds``: of the
-    evenly divided units.
+    """Return start and length of the runs of some cp ranks, rank after rank.
+
+    ``bounds``: of the evenly divided units.
     """
     pieces = (
         {"zigzag": 2 * cp, "zigzag_whole": 2 * cp, "contiguous": cp, "none": 1}[split]

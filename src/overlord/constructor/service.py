@@ -88,8 +88,9 @@ class ConstructorService:
     # Clients
 
     def attach(self, mailboxes: Mapping[int, RankQueue]) -> list[Any]:
-        """Attach the clients of these ranks. All of them attach together: a step is not kept for a
-        later one.
+        """Attach the clients of these ranks.
+
+        All of them attach together: a step is not kept for a later one.
         """
         self.mailboxes.update(mailboxes)
         return [

@@ -38,8 +38,9 @@ FIRST_BLOCK = 8
 
 
 class Loader:
-    """State machine of one loader: ``handle(event) -> commands``. At most one read or evaluation is
-    in progress.
+    """State machine of one loader: ``handle(event) -> commands``.
+
+    At most one read or evaluation is in progress.
     """
 
     def __init__(
@@ -299,8 +300,9 @@ class Loader:
         return self._busy or ("done" if self._done else "idle")
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the loader, for tests and users. Its content is rebuilt from the
-        cursor, not saved.
+        """Return the position of the loader, for tests and users.
+
+        Its content is rebuilt from the cursor, not saved.
         """
         return {
             "epoch": self._epoch,

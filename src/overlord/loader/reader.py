@@ -214,8 +214,9 @@ class SourceReader:
 
     @property
     def quick(self) -> bool:
-        """Return whether no read can hang. User code may hang on any row, however fast it was
-        before.
+        """Return whether no read can hang.
+
+        User code may hang on any row, however fast it was before.
         """
         return bool(getattr(self.chunks, "quick", False)) and not self._own_code
 
@@ -350,8 +351,9 @@ class SourceReader:
     def _stage_slice(
         self, raw: RawSlice, ids: RowIds, reasons: list[str]
     ) -> tuple[np.ndarray, np.ndarray, StagedRows]:
-        """Run the slice stage. Return the remaining raw rows (future samples, or failures) and the
-        place of each.
+        """Run the slice stage.
+
+        Return the remaining raw rows (future samples, or failures) and the place of each.
         """
         bad = dict(raw.bad)
         if not bad:
@@ -495,8 +497,9 @@ def _not_before(
     order: SourceOrder,
     epoch: int,
 ) -> np.ndarray:
-    """Return a mask of the ordered rows at or after the cursor. The cursor's own row is included:
-    pieces of it may be left.
+    """Return a mask of the ordered rows at or after the cursor.
+
+    The cursor's own row is included: pieces of it may be left.
     """
     limit = order.row_keys(epoch, np.array([after.file]), np.array([after.row]))[0]
     return (key > limit) | (

@@ -134,8 +134,9 @@ class ReplayBuffer:
             self._forget_ahead()
 
     def release(self, samples: int) -> None:
-        """Release the first ``samples``. The announcement of the last of them stays: failures may
-        follow it.
+        """Release the first ``samples``.
+
+        The announcement of the last of them stays: failures may follow it.
         """
         self.released = max(self.released, samples)
         while self._news and self._first + _samples(self._news[0]) < self.released:

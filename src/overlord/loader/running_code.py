@@ -10,8 +10,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningUserCode:
-    """User code that is running or may be running. It cannot be interrupted, so it is reported
-    while a step waits for it.
+    """User code that is running or may be running.
+
+    It cannot be interrupted, so it is reported while a step waits for it.
     """
 
     began: float

@@ -1,5 +1,6 @@
-"""The samples a loader holds, in stream order. Popping returns views from the front; popped samples
-can be retained.
+"""The samples a loader holds, in stream order.
+
+Popping returns views from the front; popped samples can be retained.
 """
 
 from __future__ import annotations

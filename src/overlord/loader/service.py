@@ -66,8 +66,9 @@ class LoaderSlot:
         return self.shelf.nbytes + self.shelf.kept_bytes + self.reader.stats.raw_bytes
 
     def pop(self, step: int, n: int) -> tuple[list[Content], list[Any]]:
-        """Pop the next n samples. A standby pops as many as it has, and the others as soon as they
-        are read.
+        """Pop the next n samples.
+
+        A standby pops as many as it has, and the others as soon as they are read.
         """
         commands = self.loader.handle(Pop(step, n))
         pieces = self.shelf.pop(min(n, self.shelf.rows) if self.shadow else n)
@@ -225,8 +226,9 @@ class LoaderService:
     def stand(
         self, opening: LoaderStart, open: Callable[[LoaderStart], None], step: int
     ) -> list[Any]:
-        """Make this loader a primary, starting at a position after a step. Samples it holds are
-        kept; otherwise it is opened there.
+        """Make this loader a primary, starting at a position after a step.
+
+        Samples it holds are kept; otherwise it is opened there.
         """
         return self._stand(opening, open, step, shadow=False)
 
@@ -240,8 +242,9 @@ class LoaderService:
         return True if all(loader.full for loader in here) else None
 
     def pop_shadows(self, step: int, pops: Mapping[int, int]) -> tuple[dict[int, int], list[Any]]:
-        """Pop and drop the samples of a step from standby loaders. Return the other pops, and the
-        resulting commands.
+        """Pop and drop the samples of a step from standby loaders.
+
+        Return the other pops, and the resulting commands.
         """
         commands: list[Any] = []
         for hosted in (h for number in pops if (h := self.hosted[number]).shadow):
@@ -336,11 +339,10 @@ class LoaderService:
     def pop(
         self, step: int, pops: Mapping[int, int], kept: np.ndarray | None
     ) -> tuple[list[Content], list[Any]]:
-        """Pop ``pops[l]`` samples off the front of loader l. Return the payload, loader by loader,
-        and the resulting commands.
+        """Pop ``pops[l]`` samples off the front of loader l.
 
-        With look-ahead, held-over payload comes first; ``kept`` selects the documents that stay
-        held over.
+        Return the payload, loader by loader, and the resulting commands. With look-ahead, held-over
+        payload comes first; ``kept`` selects the documents that stay held over.
         """
         pieces: list[Content] = []
         commands: list[Any] = []

@@ -1,11 +1,10 @@
-"""Reader for the Arrow IPC file and stream formats, as Hugging Face datasets writes them. A chunk
-is the whole file.
+"""Reader for the Arrow IPC file and stream formats, as Hugging Face datasets writes them.
 
-The footer of a file is not needed. The stream begins after the magic bytes, so a truncated file is
-readable up to its end. From a local file the reader reads only the requested rows
-(``arrow_partial_read.py``), so it keeps a slice and not a batch. From remote files and files with
-dictionaries it reads whole batches. Files are never memory-mapped: an unreadable mapped page kills
-the process, whereas a failing read raises an error.
+A chunk is the whole file. The footer of a file is not needed. The stream begins after the magic
+bytes, so a truncated file is readable up to its end. From a local file the reader reads only the
+requested rows (``arrow_partial_read.py``), so it keeps a slice and not a batch. From remote files
+and files with dictionaries it reads whole batches. Files are never memory-mapped: an unreadable
+mapped page kills the process, whereas a failing read raises an error.
 """
 
 from __future__ import annotations

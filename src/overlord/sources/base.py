@@ -22,8 +22,9 @@ NO_ROWS = "the file has no rows"
 
 
 class BadFile(ValueError):
-    """A file that cannot be used at all. The caller that has the name of the source turns it into a
-    SourceError.
+    """A file that cannot be used at all.
+
+    The caller that has the name of the source turns it into a SourceError.
     """
 
     def __init__(self, problem: str, remedy: str = ""):
@@ -149,8 +150,9 @@ class ReadOptions:
 
 @dataclass(slots=True, eq=False)
 class RawSlice:
-    """Raw rows of one slice, in file order. ``table`` holds only the readable ones, in the same
-    order.
+    """Raw rows of one slice, in file order.
+
+    ``table`` holds only the readable ones, in the same order.
     """
 
     row: np.ndarray  # int64: the `row` of every raw row, unreadable ones included
@@ -176,8 +178,9 @@ class Format(Protocol):
         ...
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
-        """Return the chunks of one file; column `file` is 0. Raises BadFile if the file cannot be
-        used.
+        """Return the chunks of one file; column `file` is 0.
+
+        Raises BadFile if the file cannot be used.
         """
         ...
 

@@ -1,5 +1,6 @@
-"""Conversion of Python values and foreign tables to valid Arrow tables. Rows that do not fit are
-reported, not raised.
+"""Conversion of Python values and foreign tables to valid Arrow tables.
+
+Rows that do not fit are reported, not raised.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Bad = list[tuple[int, str]]
 def table_of(
     values: dict[str, list[Any]], n: int, *, decoded: bool = False
 ) -> tuple[pa.Table, Bad]:
-    """Build a table of n rows that holds every value unchanged. Rows with a value that no column
-    can hold are bad.
+    """Build a table of n rows that holds every value unchanged.
 
-    ``decoded``: the values come from a JSON decoder.
+    Rows with a value that no column can hold are bad. ``decoded``: the values come from a JSON
+    decoder.
     """
     arrays, bad = {}, dict[int, str]()
     for name, column in values.items():
@@ -45,16 +46,18 @@ def empty(n: int = 0, names: Sequence[str] | None = None) -> pa.Table:
 def columns_of(
     rows: Sequence[dict[str, Any]], columns: Sequence[str] | None
 ) -> dict[str, list[Any]]:
-    """Return dicts as columns. Without ``columns``, names are in order of first appearance. A
-    missing value is None.
+    """Return dicts as columns.
+
+    Without ``columns``, names are in order of first appearance. A missing value is None.
     """
     names = list(dict.fromkeys(k for row in rows for k in row)) if columns is None else columns
     return {str(name): [row.get(name) for row in rows] for name in names}
 
 
 def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
-    """Refuse rows with a value in a refused column. Remove refused columns that the job did not
-    request.
+    """Refuse rows with a value in a refused column.
+
+    Remove refused columns that the job did not request.
     """
     for name in options.refused:
         if any(value is not None for value in columns.get(name, ())):

@@ -58,8 +58,9 @@ def kind_of(device: int, mounts: str) -> str:
 
 
 def check_same(file: File) -> os.stat_result:
-    """Raise unless the file is the indexed one. Its inode does not count: a restored copy has
-    another one.
+    """Raise unless the file is the indexed one.
+
+    Its inode does not count: a restored copy has another one.
     """
     try:
         found = os.stat(file.path)

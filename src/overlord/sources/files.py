@@ -35,8 +35,9 @@ BLOCK = 2**18  # bytes of one read; measured: 64 kB to 1 MB make no difference o
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Access to one file system, or to a Python object in place of files. Picklable; shared by all
-    threads.
+    """Access to one file system, or to a Python object in place of files.
+
+    Picklable; shared by all threads.
     """
 
     fs: pafs.FileSystem | RemoteStore | None = None
@@ -79,8 +80,9 @@ class Files:
 
     @property
     def remote(self) -> bool:
-        """Return whether this is an object store. Its reads name the version they want, and retry
-        themselves.
+        """Return whether this is an object store.
+
+        Its reads name the version they want, and retry themselves.
         """
         return isinstance(self.fs, RemoteStore)
 
@@ -93,8 +95,9 @@ class Files:
         )
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
-        """Open a file for random access; a store prefetches the ``ranges``. Reads release the
-        interpreter lock.
+        """Open a file for random access; a store prefetches the ``ranges``.
+
+        Reads release the interpreter lock.
         """
         assert self.fs is not None
         if isinstance(self.fs, RemoteStore):

@@ -1,8 +1,8 @@
-"""The index of a source: its files and chunks. Built once in parallel, cached on disk, the same on
-every machine.
+"""The index of a source: its files and chunks.
 
-A cache entry is valid for a file only while its path, size, time and version are unchanged. A cache
-that cannot be read or written costs time, but never fails a job.
+Built once in parallel, cached on disk, the same on every machine. A cache entry is valid for a file
+only while its path, size, time and version are unchanged. A cache that cannot be read or written
+costs time, but never fails a job.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class IndexSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """Files and chunks of one source. Equal fingerprints mean the same names, sizes and chunks, on
-    any machine.
+    """Files and chunks of one source.
+
+    Equal fingerprints mean the same names, sizes and chunks, on any machine.
     """
 
     source: str

@@ -180,8 +180,9 @@ def _exact(
 
 @lru_cache(maxsize=1024)
 def _kind(cls: type) -> str | type:
-    """Return the family of a Python or numpy type whose values Arrow holds alike. Any other type is
-    its own family.
+    """Return the family of a Python or numpy type whose values Arrow holds alike.
+
+    Any other type is its own family.
     """
     families: tuple[tuple[str, tuple[type, ...]], ...] = (
         ("bool", (bool, np.bool_)),

@@ -66,8 +66,9 @@ class RemoteStore:
 
     @staticmethod
     def of(uri: str) -> tuple[RemoteStore, str]:
-        """Return the bucket of a URI, and the URI without options. Names of objects are used
-        unchanged.
+        """Return the bucket of a URI, and the URI without options.
+
+        Names of objects are used unchanged.
         """
         body, _, query = uri.partition("?")
         scheme, rest = body.split("://", 1)
@@ -127,8 +128,10 @@ class RemoteStore:
         return self._read(self._client(), file, start, stop)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create an object. Return False if it exists: from another writer, or from an own request
-        whose response was lost.
+        """Create an object.
+
+        Return False if it exists: from another writer, or from an own request whose response was
+        lost.
         """
         client, key = self._client(), self._key(path)
 
@@ -152,8 +155,9 @@ class RemoteStore:
         )
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects. Missing ones are not an error: another process deleted them, or a
-        response was lost.
+        """Delete objects.
+
+        Missing ones are not an error: another process deleted them, or a response was lost.
         """
         client = self._client()
         for path in paths:
@@ -191,8 +195,9 @@ class RemoteStore:
     def _persist(
         self, path: str, done: str, once: Callable[[], T], nbytes: int = 0, patient: bool = False
     ) -> T:
-        """Call ``once`` with retries until success, a permanent failure or the deadline. Errors
-        contain no secret.
+        """Call ``once`` with retries until success, a permanent failure or the deadline.
+
+        Errors contain no secret.
         """
         result = persist(
             once,

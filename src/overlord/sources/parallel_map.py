@@ -1,8 +1,8 @@
-"""Parallel map for work at launch. Every wait has a deadline, and a hanging mount is reported by
-name.
+"""Parallel map for work at launch.
 
-The threads are daemons. A thread pool of the standard library joins its threads at exit, and a
-thread that hangs in a mount never ends.
+Every wait has a deadline, and a hanging mount is reported by name. The threads are daemons. A
+thread pool of the standard library joins its threads at exit, and a thread that hangs in a mount
+never ends.
 """
 
 from __future__ import annotations

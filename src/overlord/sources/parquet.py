@@ -188,6 +188,7 @@ def _slices(
     skip: int,
 ) -> Iterator[pa.Table]:
     """Yield tables of ``slice_rows`` rows, starting at slice ``skip``; the last may be shorter.
+
     Raises pyarrow's errors.
     """
     step = options.slice_rows
@@ -257,8 +258,9 @@ def _open(
 
 
 def _footer(files: Files, file: File) -> _Footer:
-    """Return the parsed footer. It is cached: a file of a thousand row groups is opened a thousand
-    times.
+    """Return the parsed footer.
+
+    It is cached: a file of a thousand row groups is opened a thousand times.
     """
     if (footer := _FOOTERS.get(file)) is not None:
         return footer
@@ -353,8 +355,9 @@ def forget_footers(files: Iterable[File]) -> None:
 
 
 def _column_ids(known: Mapping[str, str], layout: Layout, options: ReadOptions) -> list[int] | None:
-    """Return the leaf columns under the requested ones. Raises BadFile, with the existing columns,
-    if one is missing.
+    """Return the leaf columns under the requested ones.
+
+    Raises BadFile, with the existing columns, if one is missing.
     """
     if options.columns is None:
         return None

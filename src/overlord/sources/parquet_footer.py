@@ -81,8 +81,9 @@ def parse(footer: bytes) -> Layout:
 
 
 def _leaves(elements: list[dict[int, Any]]) -> list[str]:
-    """Return the top-level column of every leaf. Elements are in depth-first order; the first is
-    the root.
+    """Return the top-level column of every leaf.
+
+    Elements are in depth-first order; the first is the root.
     """
     if not elements:
         raise BrokenFooter("the footer has an empty schema")

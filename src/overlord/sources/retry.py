@@ -164,8 +164,9 @@ class StorageStats:
             }
 
     def trouble(self) -> dict[str, Any]:
-        """Return the counters of problems of any storage. ``waited_s`` includes operations in
-        progress.
+        """Return the counters of problems of any storage.
+
+        ``waited_s`` includes operations in progress.
         """
         with self._lock:
             waited = self.waited_s + sum(map(self._waited, self._under_way))

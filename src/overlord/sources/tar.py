@@ -1,8 +1,8 @@
-"""Reader of the members of a tar file, by offset: ustar, pax and GNU long names. Nothing is ever
-extracted.
+"""Reader of the members of a tar file, by offset: ustar, pax and GNU long names.
 
-Files are not trusted. Every size is checked against the file, and extended headers are bounded. A
-header with a wrong checksum ends the reading with an error that names its offset.
+Nothing is ever extracted. Files are not trusted. Every size is checked against the file, and
+extended headers are bounded. A header with a wrong checksum ends the reading with an error that
+names its offset.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ def _short_name(block: bytes) -> bytes:
 
 
 def _check(block: bytes, first: int) -> None:
-    """Verify the checksum of a header, with the checksum field taken as blanks. Some old writers
-    sum signed bytes.
+    """Verify the checksum of a header, with the checksum field taken as blanks.
+
+    Some old writers sum signed bytes.
     """
     try:
         wanted = int(block[148:156].strip(b" \0") or b"0", 8)

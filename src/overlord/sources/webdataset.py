@@ -145,8 +145,9 @@ def _add(
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return key and extension: the path is split at the first dot of its last part. Without an
-    extension it is not a sample.
+    """Return key and extension: the path is split at the first dot of its last part.
+
+    Without an extension it is not a sample.
     """
     folder, slash, last = name.removeprefix("./").rpartition("/")
     stem, _, extension = last.partition(".")

@@ -54,8 +54,9 @@ class RowIds:
 
 @dataclass(slots=True, eq=False)
 class StagedRows:
-    """Output of the slice stage for one slice. ``index`` and ``bad`` refer to rows of the input
-    slice.
+    """Output of the slice stage for one slice.
+
+    ``index`` and ``bad`` refer to rows of the input slice.
     """
 
     table: pa.Table

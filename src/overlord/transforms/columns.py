@@ -214,8 +214,9 @@ def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]
 
 
 def _out_of_range(ids: np.ndarray) -> list[tuple[np.ndarray, str]]:
-    """Return negative ids and ids of 2**31 and more. One pass over the bits: a negative number is a
-    large unsigned one.
+    """Return negative ids and ids of 2**31 and more.
+
+    One pass over the bits: a negative number is a large unsigned one.
     """
     bits = ids.dtype.itemsize * 8
     limit = min(ID_LIMIT, 2 ** (bits - 1) if ids.dtype.kind == "i" else 2**bits)
@@ -240,8 +241,9 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
-    """Return a column as Python strings; bytes are decoded as UTF-8. Rows without text are "" and
-    listed.
+    """Return a column as Python strings; bytes are decoded as UTF-8.
+
+    Rows without text are "" and listed.
     """
     array = column(table, name, "text")
     if is_mixed(array.type):
@@ -281,8 +283,9 @@ def check_numbers(table: pa.Table, name: str) -> None:
 
 
 def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
-    """Return a numeric column as int64 or float64. Nulls and non-finite numbers are listed, since
-    no plan can use them.
+    """Return a numeric column as int64 or float64.
+
+    Nulls and non-finite numbers are listed, since no plan can use them.
     """
     check_numbers(table, name)
     array = column(table, name, "numbers")
@@ -380,8 +383,9 @@ def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, 
 
 
 def numbers_of(values: Sequence[Any], name: str) -> tuple[np.ndarray, Bad]:
-    """Return single numbers as int64 or float64. Rows with a whole number that float64 would round
-    are listed.
+    """Return single numbers as int64 or float64.
+
+    Rows with a whole number that float64 would round are listed.
     """
     bad = {
         i: f"{name} is {_TOO_LARGE}"
@@ -440,8 +444,9 @@ def to_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def from_values(values: Any, name: str) -> tuple[pa.Array, Bad]:
-    """Return the result of a user function as a column. Rows with a value that no column can hold
-    are listed.
+    """Return the result of a user function as a column.
+
+    Rows with a value that no column can hold are listed.
     """
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values, {}

@@ -106,8 +106,9 @@ def _resized(image: Any, prefix: Prefix, wanted: tuple[int, int], scale: int) ->
 
 
 def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
-    """Return the factor by which a JPEG is decoded smaller. It follows from the item, so it is the
-    same everywhere.
+    """Return the factor by which a JPEG is decoded smaller.
+
+    It follows from the item, so it is the same everywhere.
     """
     if not prefix.scaled:
         return 1

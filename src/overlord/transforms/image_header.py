@@ -34,8 +34,9 @@ class BadImage(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of the cost of an image. The largest real photographs have about 100 million
-    pixels.
+    """Limits of the cost of an image.
+
+    The largest real photographs have about 100 million pixels.
     """
 
     max_pixels_in: int = 178_956_970
@@ -49,8 +50,9 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of an image file. ``width`` and ``height`` are those of the upright image, ``stored``
-    those in the file.
+    """Header of an image file.
+
+    ``width`` and ``height`` are those of the upright image, ``stored`` those in the file.
     """
 
     width: int
@@ -81,8 +83,9 @@ class Header:
 
 
 def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
-    """Return size, mode and frames of an image in ``data`` (bytes or an array of them). Raises only
-    BadImage.
+    """Return size, mode and frames of an image in ``data`` (bytes or an array of them).
+
+    Raises only BadImage.
     """
     view = memoryview(data).cast("B")
     if len(view) > limits.max_file_bytes:

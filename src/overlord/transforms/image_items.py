@@ -144,8 +144,9 @@ def item_shape(item: np.ndarray) -> tuple[int, int, str]:
 
 
 def fill(item: np.ndarray, out: np.ndarray) -> None:
-    """Write the pixels of an item to ``out``. Raises BadImage; ``out`` may then be partly
-    written.
+    """Write the pixels of an item to ``out``.
+
+    Raises BadImage; ``out`` may then be partly written.
     """
     prefix = read_prefix(item)
     assert (*out.shape, out.dtype) == (*prefix.shape, prefix.dtype), (

@@ -46,8 +46,9 @@ WANTED = "images (binary, struct<bytes, path>, or lists of these)"
 
 
 def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
-    """Return the one Images of a source. It processes finished ids, so no later transform may
-    change them.
+    """Return the one Images of a source.
+
+    It processes finished ids, so no later transform may change them.
     """
     found = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Images)]
     if not found:
@@ -363,8 +364,9 @@ def add_items(block: Block, frame: Frame, chosen: Column, spec: Images, so_far: 
 
 
 def write_items(laid: Laid, chosen: Ragged, ready: bool) -> Items:
-    """Return the items of documents as bytes. ``chosen``: their numbers, document by document;
-    ``ready``: with pixels made.
+    """Return the items of documents as bytes.
+
+    ``chosen``: their numbers, document by document; ``ready``: with pixels made.
     """
     numbers = chosen.values[chosen.offsets[0] : chosen.offsets[-1]].tolist()
     parts: list[Any] = []

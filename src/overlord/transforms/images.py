@@ -190,8 +190,9 @@ class Images:
         )
 
     def plan(self, found: Header, chance: Sequence[float] = (0.0,) * DRAWN) -> Prefix:
-        """Plan an image. ``chance``: its row of ``chances``, if the specification uses
-        randomness.
+        """Plan an image.
+
+        ``chance``: its row of ``chances``, if the specification uses randomness.
         """
         if found.frames > 1 and self.animated == "quarantine":
             raise BadImage(f"an animated {found.format}")

@@ -63,8 +63,9 @@ def cut_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pi
 
 
 def _gather(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the given ranges, joined in order. Adjacent ranges are copied as one run, and a single
-    run is a view.
+    """Return the given ranges, joined in order.
+
+    Adjacent ranges are copied as one run, and a single run is a view.
     """
     if not len(starts):
         return values[:0]

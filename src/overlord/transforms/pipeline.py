@@ -82,8 +82,9 @@ NO_IDS = (
 
 
 class Pipeline:
-    """The transforms of one source, validated and ready. Pickled as its arguments; tokenizers are
-    loaded once per process.
+    """The transforms of one source, validated and ready.
+
+    Pickled as its arguments; tokenizers are loaded once per process.
     """
 
     def __init__(
@@ -169,8 +170,9 @@ class Pipeline:
         return repr(t), int(ids.row[index[at]]) if ids is not None and 0 <= at < len(index) else -1
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows:
-        """Run user code over one slice of the stream. Without user code the slice is returned
-        unchanged.
+        """Run user code over one slice of the stream.
+
+        Without user code the slice is returned unchanged.
         """
         if self._as_it_is is not None and table.schema.equals(self._as_it_is):
             return StagedRows(table, np.arange(table.num_rows), [], 0)
@@ -608,8 +610,9 @@ def _encode_each(frame: Frame, texts: list[str], encoder: Encoder) -> Ragged:
 
 
 def _is_row_fault(fault: BaseException) -> bool:
-    """Return whether a row causes the error. A Rust panic is not an Exception, but is caused by the
-    text.
+    """Return whether a row causes the error.
+
+    A Rust panic is not an Exception, but is caused by the text.
     """
     return (isinstance(fault, Exception) and not isinstance(fault, MemoryError)) or type(
         fault

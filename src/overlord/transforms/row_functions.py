@@ -61,9 +61,9 @@ class Frame:
 def run_whole(
     frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]
 ) -> Any:
-    """Call ``fn`` with all rows. If it raises, call it with each row alone and report the rows on
-    which it raises.
+    """Call ``fn`` with all rows.
 
+    If it raises, call it with each row alone and report the rows on which it raises.
     ``check(result, rows)`` validates a result. An invalid result is a fault of the function, not of
     a row, and ends the job.
     """
@@ -111,8 +111,9 @@ def run_each(
     check: Callable[[Any], Any],
     chance: Iterator[Any] | None = None,
 ) -> list[Any]:
-    """Call ``fn`` row by row. A row that fails or returns an invalid value is reported and
-    removed.
+    """Call ``fn`` row by row.
+
+    A row that fails or returns an invalid value is reported and removed.
     """
     bad: Bad = {}
     results = []
@@ -132,8 +133,9 @@ def run_each(
 
 
 def _rows(table: pa.Table) -> Iterator[Any]:
-    """Yield rows as dicts. If the table does not convert (text that is not UTF-8), yield calls that
-    convert one row each.
+    """Yield rows as dicts.
+
+    If the table does not convert (text that is not UTF-8), yield calls that convert one row each.
     """
     try:
         yield from to_rows(table)

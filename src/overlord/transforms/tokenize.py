@@ -87,8 +87,9 @@ class Encoder:
     content: str  # fingerprint of the tokenizer file
 
     def encode(self, texts: list[str]) -> Ragged:
-        """Return the ids of every text. One C call per text copies the ids; ``array.fromlist``
-        costs half of ``np.array(ids)``.
+        """Return the ids of every text.
+
+        One C call per text copies the ids; ``array.fromlist`` costs half of ``np.array(ids)``.
         """
         ids, lengths = array("I"), array("q")
         before, after = ([] if token is None else [token] for token in (self.bos, self.eos))

@@ -70,8 +70,9 @@ class _Spent(local):
 
 
 class TransformWorker:
-    """Runs the stages of a pipeline in a child process. Runs on: any thread, one batch at a
-    time.
+    """Runs the stages of a pipeline in a child process.
+
+    Runs on: any thread, one batch at a time.
     """
 
     def __init__(
