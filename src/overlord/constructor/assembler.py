@@ -157,8 +157,9 @@ class Assembler:
         return self._steps.get(step, PLANNED) in (PLANNED, FAILED)
 
     def failed(self, step: int) -> None:
-        """Mark a step that could not be built: it and later ones are not delivered unless it is
-        planned again.
+        """Mark a step that could not be built.
+
+        It and later ones are not delivered unless it is planned again.
         """
         if self._steps.get(step) == BUILDING:
             self._steps[step] = FAILED

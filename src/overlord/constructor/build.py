@@ -309,8 +309,9 @@ def build_buckets(
     slab: Callable[[int], np.ndarray] = fresh,
     hooks: Sequence[Hook] = (),
 ) -> list[BucketBatch]:
-    """Gather the documents of some buckets and slice their microbatches: one gather for all, since
-    small ones cost more.
+    """Gather the documents of some buckets and slice their microbatches.
+
+    One gather serves all, since small ones cost more.
     """
     m = staged.plan.main.n_microbatches
     rows, bounds, place = _rows(staged.plan.main, buckets)

@@ -38,8 +38,9 @@ DTYPE = {
 
 
 def narrowest(pieces: Sequence[np.ndarray]) -> np.dtype:
-    """Return the smallest type that holds these ids: files often have wider ones than the
-    vocabulary needs.
+    """Return the smallest type that holds these ids.
+
+    Files often have wider ones than the vocabulary needs.
     """
     kinds = {piece.dtype for piece in pieces if len(piece)} or {pieces[0].dtype}
     kind = np.result_type(*kinds)

@@ -97,8 +97,9 @@ cores = functools.cache(cgroup.cores)  # read in every step
 
 
 def pool() -> Executor:
-    """Return the only decoding pool of this process: a worker builds several steps at a time, on
-    the same cores.
+    """Return the only decoding pool of this process.
+
+    A worker builds several steps at a time, on the same cores.
     """
     with _lock:
         # A fork has the threads of its parent by name only.

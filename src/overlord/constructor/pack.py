@@ -270,8 +270,9 @@ def _with_empty_microbatches(
 
 
 def _allocate(total: int, slab: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
-    """Allocate the arrays of a step together: large enough for huge pages, whose first touch costs
-    a fraction.
+    """Allocate the arrays of a step together.
+
+    The block is large enough for huge pages, whose first touch costs a fraction.
     """
     piece = slab(28 * total)
     tokens, position, labels = piece[: 24 * total].view(np.int64).reshape(3, total)

@@ -1,8 +1,7 @@
-"""Gathers the payload of planned steps from several loader workers: a step is ready when all of it
-has arrived.
+"""Gathers the payload of planned steps from several loader workers.
 
-There is one gatherer in every process that builds microbatches: in constructor workers, and without
-constructors in every client.
+A step is ready when all of it has arrived. There is one gatherer in every process that builds
+microbatches: in constructor workers, and without constructors in every client.
 
 After the loss of a worker the coordinator rolls back and plans steps again under a new
 *generation*. A step that is complete here stays. An incomplete step arrives again in full, and late
@@ -87,8 +86,9 @@ class PayloadGatherer:
         return [*commands, *self._see(step)]
 
     def payload(self, payload: StepPayload) -> list[Any]:
-        """Add payload that passed ``check_payload``; it is compared with its plan when both are
-        here.
+        """Add payload that passed ``check_payload``.
+
+        It is compared with its plan when both are here.
         """
         step, recovery = payload.step, payload.generation // STRIDE
         if recovery == self._recovery and step in self._expected:
@@ -224,8 +224,9 @@ class PayloadGatherer:
 
     @property
     def wants_plans(self) -> bool:
-        """Return whether the next step must be planned again and nothing is in transit: only the
-        planner can tell its reason.
+        """Return whether the next step must be planned again and nothing is in transit.
+
+        Only the planner can tell its reason.
         """
         return bool(self._again) and not self._expected
 
@@ -299,8 +300,9 @@ def check_payload(payload: StepPayload, host: int) -> None:
 def _misfit(
     placed: ConstructorPlan, tokens: Ragged, items: Scattered | None, parts: list[StepPayload]
 ) -> str:
-    """Return why payload does not match its plan: every document must have its planned length,
-    every image must be there.
+    """Return why payload does not match its plan.
+
+    Every document must have its planned length, every image must be there.
     """
     doc = placed.stage.doc
     here = np.flatnonzero(doc >= 0)  # for hooks the plan is complete, but not the payload

@@ -140,8 +140,9 @@ def _is_per_token(key: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
 
 
 def cut(wide: BatchArrays, view: View) -> BatchArrays:
-    """Return the concatenated microbatches in a view; arrays that are not sliced along cp are
-    shared.
+    """Return the concatenated microbatches in a view.
+
+    Arrays that are not sliced along cp are shared.
     """
     found = of_stage(wide, view)
     if not view.sliced:

@@ -44,8 +44,9 @@ class RankQueue(Protocol):
 
 
 class ConstructorService:
-    """Execute constructor commands of some buckets: ``carry_out(command) -> commands``; results of
-    work are passed to ``run``.
+    """Execute constructor commands of some buckets.
+
+    ``carry_out(command) -> commands``; results of work are passed to ``run``.
     """
 
     def __init__(

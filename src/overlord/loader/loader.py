@@ -203,8 +203,9 @@ class Loader:
         return self._say(news)
 
     def _say(self, news: Announce) -> list[Command]:
-        """Record an announcement, and return it without samples before the rollback target: they
-        are already popped.
+        """Record an announcement, and return it without samples before the rollback target.
+
+        They are already popped.
         """
         if self.memory is not None:
             self.memory.add(news)
@@ -221,8 +222,9 @@ class Loader:
         return [] if told is None else [told]
 
     def _next_group(self) -> None:
-        """Move to the next group; a group without own chunks is announced as complete in its
-        turn.
+        """Move to the next group.
+
+        A group without own chunks is announced as complete in its turn.
         """
         at = next(self._groups, None)
         if at is None:

@@ -146,8 +146,9 @@ class ReaderStats:
 
 @dataclass(slots=True, eq=False)
 class SourceReader:
-    """Executes Read and Evaluate commands; evaluation returns the payload of a block with its
-    metadata.
+    """Executes Read and Evaluate commands.
+
+    Evaluation returns the payload of a block with its metadata.
     """
 
     order: SourceOrder
@@ -226,8 +227,9 @@ class SourceReader:
         return manager
 
     def overdue(self) -> Exception | None:
-        """Return an error if the read in progress has hung past its deadline; its result will be
-        dropped.
+        """Return an error if the read in progress has hung past its deadline.
+
+        Its result will be dropped.
         """
         error: Exception | None = getattr(self.chunks, "stalled", lambda: None)()
         if error is not None:
@@ -264,8 +266,9 @@ class SourceReader:
         )
 
     def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
-        """Read and stage a window; add the cost of transforms to ``spent`` (wall-clock, CPU
-        seconds).
+        """Read and stage a window.
+
+        Add the cost of transforms to ``spent`` (wall-clock, CPU seconds).
         """
         tables: list[pa.Table] = []
         rows, files, ats, reasons, over = [], [], [], list[str](), list[int]()

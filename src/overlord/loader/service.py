@@ -27,8 +27,9 @@ NOTHING = Content(Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64)))
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """Serializes the work of a reader: a restarted loader waits for work that its predecessor
-    started.
+    """Serializes the work of a reader.
+
+    A restarted loader waits for work that its predecessor started.
     """
 
     working: bool = False
@@ -37,11 +38,11 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class LoaderSlot:
-    """One logical loader and its samples; ``ready`` of the loader gives the front of the sample
-    buffer.
+    """One logical loader and its samples.
 
-    A standby follows a loader of another worker. It is popped as that one is, perhaps later, and
-    its announcements are ignored until it takes over.
+    ``ready`` of the loader gives the front of the sample buffer. A standby follows a loader of
+    another worker. It is popped as that one is, perhaps later, and its announcements are ignored
+    until it takes over.
     """
 
     loader: Loader
@@ -124,10 +125,10 @@ class LoaderSlot:
 
 
 class LoaderService:
-    """Execute loader commands: ``carry_out(command) -> commands``; results of work are passed to
-    ``run``.
+    """Execute loader commands.
 
-    With ``keeps`` it can roll back over unacknowledged steps. Without it nothing is retained.
+    ``carry_out(command) -> commands``; results of work are passed to ``run``. With ``keeps`` it can
+    roll back over unacknowledged steps. Without it nothing is retained.
     """
 
     def __init__(
@@ -172,8 +173,9 @@ class LoaderService:
     # Rollback and standby
 
     def acked(self, step: int) -> None:
-        """Record that every rank acknowledged the steps up to ``step``; release a few steps at a
-        time.
+        """Record that every rank acknowledged the steps up to ``step``.
+
+        Release a few steps at a time.
         """
         self._acked = max(step, self._acked)
         if self._acked >= self._released + RELEASED_TOGETHER:
@@ -185,10 +187,10 @@ class LoaderService:
             hosted.acked(self._acked)
 
     def back(self, back: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
-        """Roll the named loaders back to a step: in memory if the replay buffer reaches back, else
-        reopened.
+        """Roll the named loaders back to a step.
 
-        Idempotent. Returns their announcements and commands.
+        This happens in memory if the replay buffer reaches back, else reopened. Idempotent. Returns
+        their announcements and commands.
         """
         if back.generation < self.generation:
             return []
@@ -209,8 +211,9 @@ class LoaderService:
         return commands
 
     def follow(self, opening: LoaderStart, open: Callable[[LoaderStart], None]) -> list[Any]:
-        """Make this loader a standby, starting at a position of its stream; move an existing one
-        there.
+        """Make this loader a standby, starting at a position of its stream.
+
+        Move an existing one there.
         """
         hosted = self.hosted.get(opening.loader)
         if hosted is not None and hosted.loader.generation >= opening.generation:
@@ -262,8 +265,9 @@ class LoaderService:
         shadow: bool,
         afresh: bool = False,
     ) -> list[Any]:
-        """Move a loader to its position after a step; ``open`` reopens it if memory does not
-        suffice.
+        """Move a loader to its position after a step.
+
+        ``open`` reopens it if memory does not suffice.
         """
         hosted = self.hosted.get(opening.loader)
         commands = None if hosted is None or afresh else hosted.back(opening, step)
@@ -388,8 +392,9 @@ class LoaderService:
         }
 
     def gauge(self) -> list[tuple[int, bool, float, float, int, float, float]]:
-        """Return the work and read latency of each loader, in short: the autoscaler polls it all
-        the time.
+        """Return the work and read latency of each loader, in short.
+
+        The autoscaler polls it all the time.
         """
         stats = ((number, h.shadow, h.reader.stats) for number, h in self.hosted.items())
         return [(number, shadow, *s.work, s.samples, *s.latency) for number, shadow, s in stats]

@@ -144,8 +144,9 @@ def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
 
 
 def _named(reader: Any) -> Any:
-    """Return the reader after decoding the names of its columns; no later step detects broken
-    names.
+    """Return the reader after decoding the names of its columns.
+
+    No later step detects broken names.
     """
     [f.name for f in reader.schema]
     return reader

@@ -189,8 +189,9 @@ class Format(Protocol):
         ...
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
-        """Estimate the bytes that an open `read` holds between two slices; the chunk cache adds
-        them up.
+        """Estimate the bytes that an open `read` holds between two slices.
+
+        The chunk cache adds them up.
         """
         ...
 
@@ -209,8 +210,9 @@ class Format(Protocol):
 
 
 def check_refused(names: Container[str], options: ReadOptions) -> None:
-    """Refuse a file with a loss column that the job would ignore: training would use the wrong
-    tokens.
+    """Refuse a file with a loss column that the job would ignore.
+
+    Training would use the wrong tokens.
     """
     if found := [name for name in options.refused if name in names]:
         raise BadFile(
@@ -221,8 +223,9 @@ def check_refused(names: Container[str], options: ReadOptions) -> None:
 
 
 def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
-    """Return the chunks of one file from (start, stop, unit, rows, nbytes) each; column `file` is
-    0.
+    """Return the chunks of one file from (start, stop, unit, rows, nbytes) each.
+
+    Column `file` is 0.
     """
     table = np.array(rows, np.int64).reshape(len(rows), 5)
     return Chunks(
@@ -236,8 +239,9 @@ def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
 
 
 def no_rows_chunk() -> Chunks:
-    """Return the chunk of a file without rows: it has one unreadable row, so that the file appears
-    in the quarantine.
+    """Return the chunk of a file without rows.
+
+    It has one unreadable row, so that the file appears in the quarantine.
     """
     return make_chunks([(0, 1, -1, 1, 0)])
 

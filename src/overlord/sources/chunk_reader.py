@@ -245,8 +245,9 @@ class ChunkReader:
         return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= SLOW_S else ""
 
     def stalled(self) -> StorageError | None:
-        """Return the error of a read that hangs: it makes no progress, and its deadline has
-        passed.
+        """Return the error of a read that hangs.
+
+        It makes no progress, and its deadline has passed.
         """
         if (attempt := self.tally.oldest()) is None:
             return None

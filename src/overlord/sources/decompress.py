@@ -20,8 +20,9 @@ ZSTD_FEED = 1024
 
 
 class BrokenStream(Exception):
-    """The compressed data ends early or is invalid from here on: a fault of the data, never of
-    storage.
+    """The compressed data ends early or is invalid from here on.
+
+    This is a fault of the data, never of storage.
     """
 
 

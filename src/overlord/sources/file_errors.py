@@ -39,8 +39,9 @@ _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a
 
 @cache
 def is_disk(device: int) -> bool:
-    """Return whether a file system is local, so that it responds or fails; a remote mount may hang
-    for any time.
+    """Return whether a file system is local, so that it responds or fails.
+
+    A remote mount may hang for any time.
     """
     try:
         return kind_of(device, MOUNTS.read_text(errors="replace")) in DISKS

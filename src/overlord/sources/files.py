@@ -219,8 +219,9 @@ class Files:
         return found
 
     def _nearby(self, path: str, name: str, is_uri: bool) -> str:
-        """Return what exists instead of a missing file: usually its name is misspelled, or the
-        folder is wrong.
+        """Return what exists instead of a missing file.
+
+        Usually its name is misspelled, or the folder is wrong.
         """
         folder, _, wanted = path.rstrip("/").rpartition("/")
         seen = sorted(e.path.rpartition("/")[2] for e in self._list(folder or "/", recursive=False))
@@ -312,8 +313,9 @@ def _local() -> Files:
 
 
 def _filesystem(uri: str) -> tuple[Files, str]:
-    """Return the file system of a URI and the path in it, with wildcards: only the part before them
-    is a valid URI.
+    """Return the file system of a URI and the path in it, with wildcards.
+
+    Only the part before them is a valid URI.
     """
     import pyarrow.fs as pafs
 

@@ -308,8 +308,9 @@ def _missing(work: _Work) -> list[list[File]]:
 
 
 def _look_at(task: tuple[_Work, list[File]], at: At) -> _Work:
-    """Read the chunks of a few files; a bad file is recorded, so that all bad files are reported
-    together.
+    """Read the chunks of a few files.
+
+    A bad file is recorded, so that all bad files are reported together.
     """
     work, files = task
     fmt, access, options = work.format, work.access, work.spec.options

@@ -1,5 +1,6 @@
-"""A thread-safe cache, bounded by number of items and by bytes; the least recently used item is
-evicted first.
+"""A thread-safe cache, bounded by number of items and by bytes.
+
+The least recently used item is evicted first.
 """
 
 from __future__ import annotations

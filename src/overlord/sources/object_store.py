@@ -233,8 +233,9 @@ class RemoteStore:
 
 @lru_cache(maxsize=64)
 def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any:
-    """Return a client with its connections: one per bucket and process, and a new one if the
-    environment changes.
+    """Return a client with its connections.
+
+    There is one per bucket and process, and a new one if the environment changes.
     """
     try:
         from obstore.store import from_url
@@ -265,8 +266,9 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
 
 
 def _check_endpoints(root: str) -> None:
-    """Reject invalid endpoints: the library accepts them and panics at the first request, which no
-    program can handle.
+    """Reject invalid endpoints.
+
+    The library accepts them and panics at the first request, which no program can handle.
     """
     names = (
         ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if root.startswith("s3") else ()

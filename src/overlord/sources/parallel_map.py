@@ -38,8 +38,9 @@ class Wait:
 
 
 class SerialMap:
-    """Map in the calling thread, for work that waits for nothing: starting threads would take
-    longer.
+    """Map in the calling thread, for work that waits for nothing.
+
+    Starting threads would take longer.
     """
 
     def map(
@@ -67,10 +68,10 @@ class ParallelMap:
         items: Sequence[T],
         done: Callable[[R], None] = lambda _: None,
     ) -> list[R]:
-        """Return the result of each item, in order; ``done`` is called with each result as it
-        arrives.
+        """Return the result of each item, in order.
 
-        Raises the error of an item, and StorageError if an item waits longer than allowed.
+        ``done`` is called with each result as it arrives. Raises the error of an item, and
+        StorageError if an item waits longer than allowed.
         """
         todo, answers = (
             queue.SimpleQueue[int](),

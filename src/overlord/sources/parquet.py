@@ -222,8 +222,9 @@ def _slices(
 
 
 def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]:
-    """Yield tables of exactly ``step`` rows: a reader may return shorter batches where the text of
-    a column exceeds 2 GB.
+    """Yield tables of exactly ``step`` rows.
+
+    A reader may return shorter batches where the text of a column exceeds 2 GB.
     """
     held: list[pa.RecordBatch] = []
     n = 0

@@ -73,8 +73,9 @@ class Listed:
 
 
 def held(name: str, dataset: Any) -> Any:
-    """Return a dataset in the form in which a source holds it; refuse anything else with the
-    alternatives.
+    """Return a dataset in the form in which a source holds it.
+
+    Refuse anything else with the alternatives.
     """
     if isinstance(dataset, (list, tuple)):
         return Listed(dataset)
@@ -224,8 +225,9 @@ def _plain(value: Any) -> Any:
 
 
 def files_of(held: Any) -> tuple[File, ...]:
-    """Return placeholders for files: one per shard of a factory, or one for a dataset, with its
-    length as the size.
+    """Return placeholders for files.
+
+    There is one per shard of a factory, or one for a dataset, with its length as the size.
     """
     if isinstance(held, Factory):
         return tuple(File(f"shard {k}", -1, 0) for k in range(held.shards))

@@ -61,10 +61,10 @@ class Clock:
 
 
 def worked_s(thread: int) -> float:
-    """Return the CPU seconds of a thread: they distinguish a hanging read from one that
-    decompresses a large file.
+    """Return the CPU seconds of a thread.
 
-    If the system does not tell, every read counts as hanging.
+    They distinguish a hanging read from one that decompresses a large file. If the system does not
+    tell, every read counts as hanging.
     """
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as stat:

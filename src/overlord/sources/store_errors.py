@@ -89,8 +89,9 @@ def why(error: Exception) -> Failure:
 
 
 def in_mid_run(error: Exception) -> Failure:
-    """Classify an error of a running job: the object existed when it was indexed, so it may come
-    back. Keys may be renewed.
+    """Classify an error of a running job.
+
+    The object existed when it was indexed, so it may come back. Keys may be renewed.
     """
     found = why(error)
     return replace(found, tries=FOR_EVER) if found.kind in ("gone", "changed", "denied") else found

@@ -48,8 +48,9 @@ class BrokenTar(Exception):
 
 
 class TarCursor:
-    """Reads front to back in large pieces and skips without reading: a store prefers few, long
-    reads.
+    """Reads front to back in large pieces and skips without reading.
+
+    A store prefers few, long reads.
     """
 
     def __init__(self, handle: pa.NativeFile, size: int):

@@ -141,8 +141,9 @@ class Map:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Filter:
-    """Keep the rows for which ``fn(columns)`` (with ``rows``, ``fn(row)``) returns True; count the
-    others.
+    """Keep the rows for which ``fn(columns)`` (with ``rows``, ``fn(row)``) returns True.
+
+    Count the others.
     """
 
     fn: Callable[..., Any]

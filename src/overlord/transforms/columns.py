@@ -115,8 +115,9 @@ def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
 
 
 def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) -> pa.Table:
-    """Give a column the type that its values have without those of other rows; ``bad`` rows become
-    null.
+    """Give a column the type that its values have without those of other rows.
+
+    ``bad`` rows become null.
     """
     values = [None if bad and i in bad else v for i, v in enumerate(table.column(name).to_pylist())]
     return table.set_column(table.schema.get_field_index(name), name, column_of(values)[0])
@@ -158,11 +159,10 @@ def check_ids(table: pa.Table, name: str) -> None:
 
 
 def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
-    """Return a list column as token ids, without a copy and without Python per row; int64 is cast
-    to half the size.
+    """Return a list column as token ids, without a copy and without Python per row.
 
-    The type of the ids follows from the type of the column alone, never from the values. The bytes
-    of a row are therefore the same in every batch.
+    Ids of type int64 are cast to half the size. The type of the ids follows from the type of the
+    column alone, never from the values. The bytes of a row are therefore the same in every batch.
     """
     array = column(table, name, "lists of token ids")
     if is_mixed(array.type):

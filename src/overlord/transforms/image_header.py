@@ -294,8 +294,9 @@ def _png(view: memoryview) -> Header:
 
 
 def _png_chunks(view: memoryview) -> tuple[int, int]:
-    """Return frames and orientation from all chunks: truncation shows only at the end of the
-    file.
+    """Return frames and orientation from all chunks.
+
+    Truncation shows only at the end of the file.
     """
     at, frames, orientation, pixels = 33, 1, 1, False
     unpack, total = struct.Struct(">I4s").unpack_from, len(view)

@@ -140,8 +140,9 @@ def read_images(table: pa.Table, names: Sequence[str]) -> tuple[np.ndarray, list
 
 
 def _arrays(table: pa.Table, name: str) -> Iterator[tuple[np.ndarray, pa.Array]]:
-    """Yield rows and their values chunk by chunk: joined they may exceed the 2 GB limit of one
-    array.
+    """Yield rows and their values chunk by chunk.
+
+    Joined they may exceed the 2 GB limit of one array.
     """
     mixed, first = is_mixed(kind_of(table, name, WANTED)), 0
     if not mixed:

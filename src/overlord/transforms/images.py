@@ -32,10 +32,10 @@ LEAST_SIDE = 0.8  # least fraction of each side that a random crop keeps
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Images:
-    """Images in one column or several: each becomes ``placeholder`` tokens in its document and
-    pixels for the encoder.
+    """Images in one column or several.
 
-    ``place`` selects the process that makes pixels: the loader, the constructor after planning, or
+    Each becomes ``placeholder`` tokens in its document and pixels for the encoder. ``place``
+    selects the process that makes pixels: the loader, the constructor after planning, or
     (``"auto"``) the loader if pixels are no larger than the files. It never changes the delivered
     data and is not part of the fingerprint.
     """

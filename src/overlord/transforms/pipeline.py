@@ -148,8 +148,9 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the transforms; seed, context and on_long are fingerprinted
-        with the job.
+        """Return the fingerprint of the transforms.
+
+        Seed, context and on_long are fingerprinted with the job.
         """
         return digest(*(t.fingerprint() for t in self.transforms))
 
@@ -481,8 +482,9 @@ class Pipeline:
     def _generators(
         self, frame: Frame, position: int, ids: RowIds
     ) -> Iterator[np.random.Generator]:
-        """Return a generator per row, seeded by the identity of the row: the same in any process
-        and order.
+        """Return a generator per row, seeded by the identity of the row.
+
+        It is the same in any process and order.
         """
         keys = keyed_hash(
             key64("map", self.seed, self.source, position),
@@ -510,8 +512,9 @@ def _rebuild(
 
 
 def _describes(name: str, items: str) -> bool:
-    """Return whether a list holds a number per item of another: ``image_tokens`` and
-    ``image_offset`` do for ``image_patches``.
+    """Return whether a list holds a number per item of another.
+
+    ``image_tokens`` and ``image_offset`` do for ``image_patches``.
     """
     stem, _, what = name.rpartition("_")
     return (
@@ -530,8 +533,9 @@ _CHECKS: dict[type, Check] = {
 
 
 def _drop_unfit(frame: Frame, t: Transform | None, name: str, check: Check) -> None:
-    """Drop the rows whose values ``t`` cannot read; raise Unfit if the whole column has a wrong
-    type.
+    """Drop the rows whose values ``t`` cannot read.
+
+    Raise Unfit if the whole column has a wrong type.
     """
     bad, odd = unfit_rows(frame.table, name, check)
     frame.drop({i: _unfit(t, reason) for i, reason in bad.items()})

@@ -1,5 +1,6 @@
-"""Rows inside a stage, and the execution of user functions over them: a failing row never affects
-the others.
+"""Rows inside a stage, and the execution of user functions over them.
+
+A failing row never affects the others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Tokenization by Hugging Face tokenizers, in batches: the interpreter lock is released
-meanwhile.
+"""Tokenization by Hugging Face tokenizers, in batches.
+
+The interpreter lock is released meanwhile.
 """
 
 from __future__ import annotations
@@ -117,8 +118,9 @@ _loaded: dict[str, tuple[Any, int]] = {}  # content -> tokenizer, highest id
 
 
 def content_digest(path: str, source: str = "") -> str:
-    """Return a digest of the content of the file: moving a tokenizer keeps it, editing changes
-    it.
+    """Return a digest of the content of the file.
+
+    Moving a tokenizer keeps it, editing changes it.
     """
     return _content(path, source)[0]
 
@@ -139,8 +141,9 @@ def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
 
 
 def same_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) -> None:
-    """Raise if the tokenizer differs from the one at launch: all processes of a job use one
-    vocabulary.
+    """Raise if the tokenizer differs from the one at launch.
+
+    All processes of a job use one vocabulary.
     """
     if encoder.content != wanted:
         problem = f"the tokenizer file {spec.tokenizer} has changed since the job was launched"
@@ -170,8 +173,9 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """The only field of a tokenizer.json that matters here: parsing all of it takes ten times its
-    size.
+    """The only field of a tokenizer.json that matters here.
+
+    Parsing all of it takes ten times its size.
     """
 
     model: _Model | None = None

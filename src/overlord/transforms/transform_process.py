@@ -44,8 +44,9 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Message from child to parent; the arrays follow in this order, then the table if there is
-    one.
+    """Message from child to parent.
+
+    The arrays follow in this order, then the table if there is one.
     """
 
     arrays: list[tuple[str, str]] = []  # (name, dtype)
@@ -96,8 +97,9 @@ class TransformWorker:
         return self._pipeline.has_slice_stage
 
     def running(self, thread: int) -> tuple[str, int]:
-        """Return the transforms that may be running; the child reports its position only after a
-        whole stage.
+        """Return the transforms that may be running.
+
+        The child reports its position only after a whole stage.
         """
         return f"{self._what()}, in process {self.pid},", -1
 
@@ -106,8 +108,9 @@ class TransformWorker:
         return " or ".join(code or map(repr, self._pipeline.transforms)) or "no transform"
 
     def core_s(self) -> float:
-        """Return the CPU seconds of the child for the calling thread: several loaders may share a
-        worker.
+        """Return the CPU seconds of the child for the calling thread.
+
+        Several loaders may share a worker.
         """
         return self._spent.seconds
 
@@ -256,8 +259,9 @@ def _spawn(pipeline: Pipeline, name: str, deadline_s: float) -> _Child:
 
 
 def _set_deadline(pipe: Connection, seconds: float) -> None:
-    """Set socket timeouts for both directions: ``poll`` sees only the first byte of a message, and
-    a send has no timeout.
+    """Set socket timeouts for both directions.
+
+    ``poll`` sees only the first byte of a message, and a send has no timeout.
     """
     with socket.socket(fileno=socket.dup(pipe.fileno())) as end:
         timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
