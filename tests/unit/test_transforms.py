@@ -20,9 +20,11 @@ from overlord.errors import ActorLost, DataStall, JobError, TransformError
 from overlord.process.forkserver import how_it_ended
 from overlord.sources.clean_tables import table_of
 from overlord.sources.mixed_columns import column_of
+from overlord.transforms import transform_process
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
 from overlord.transforms.image_rows import read_images
 from overlord.transforms.pipeline import Pipeline
+from overlord.transforms.timeouts import Timeouts
 from overlord.transforms.tokenize import Tokenize, build_encoder
 from overlord.transforms.transform_process import TransformWorker
 from tests.processes import WAIT_S, left_after
@@ -816,9 +818,8 @@ def test_an_error_in_the_worker_is_the_same_error_here(tokenizer: str):
 
 @pytest.mark.parametrize("how", ["killed", "left"])
 def test_a_worker_that_dies_is_named(how: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "overlord.transforms.transform_process.CLOSE_S", WAIT_S
-    )  # how it ended is the fork server's to say
+    # how it ended is the fork server's to say
+    monkeypatch.setattr(transform_process, "TIMEOUTS", Timeouts(close_s=WAIT_S))
     with TransformWorker(
         pipeline(Map(leave if how == "left" else upper), Tokenize(tokenizer)),
         "transforms of 'web' (1)",

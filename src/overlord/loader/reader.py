@@ -33,7 +33,8 @@ from overlord.sample import Content, take_rows
 from overlord.sources.base import RawSlice
 from overlord.sources.clean_tables import compact
 from overlord.sources.index import Index
-from overlord.sources.retry import CLOCK, SLOW_S, Clock
+from overlord.sources.retry import CLOCK, Clock
+from overlord.sources.timeouts import TIMEOUTS
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.user_code import told
 
@@ -53,11 +54,11 @@ def core_s(stages: Stages) -> float:
     """Return the CPU seconds of the calling thread so far, here and in the process of a
     ``TransformWorker``.
     """
-    elsewhere: float = getattr(stages, "core_s", float)()
-    return time.thread_time() + elsewhere
+    child_s: float = getattr(stages, "core_s", float)()
+    return time.thread_time() + child_s
 
 
-class Chunked(Protocol):
+class ChunkSource(Protocol):
     """Reader of raw slices (`sources.chunk_reader.ChunkReader`)."""
 
     index: Index
@@ -104,7 +105,7 @@ class ReaderStats:
     image_bytes_out: int = 0  # bytes of their pixels, made here or later
 
     @property
-    def asked_for(self) -> float:
+    def evaluated_fraction(self) -> float:
         """Return the fraction of the read rows that were evaluated.
 
         Other rows of a window are not a cost of the samples. With many loaders and a small share of
@@ -117,14 +118,17 @@ class ReaderStats:
         """Return the cost of the samples so far: CPU seconds and wall-clock seconds."""
         opened, busy = self.read_s + self.staged_s, self.read_busy_s + self.staged_busy_s
         return (
-            busy * self.asked_for + self.transform_busy_s,
-            opened * self.asked_for + self.transform_s,
+            busy * self.evaluated_fraction + self.transform_busy_s,
+            opened * self.evaluated_fraction + self.transform_s,
         )
 
     @property
-    def of_samples(self) -> tuple[float, float]:
+    def sample_seconds(self) -> tuple[float, float]:
         """Return the wall-clock seconds of the samples so far: reading, transforming."""
-        return self.read_s * self.asked_for, self.staged_s * self.asked_for + self.transform_s
+        return (
+            self.read_s * self.evaluated_fraction,
+            self.staged_s * self.evaluated_fraction + self.transform_s,
+        )
 
     @property
     def latency(self) -> tuple[float, float]:
@@ -152,7 +156,7 @@ class SourceReader:
     """
 
     order: SourceOrder
-    chunks: Chunked
+    chunks: ChunkSource
     stages: Stages
     stats: ReaderStats = field(default_factory=ReaderStats)
     clock: Clock = CLOCK
@@ -160,48 +164,48 @@ class SourceReader:
     _window: _Window | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # Identity of the read in progress. The result of a read with another ticket is dropped.
-    _ticket: object = None
+    _read_id: object = None
 
     # Status queries of other threads while a read is in progress.
 
     @property
     def waits(self) -> SourceReader | None:
         """Return this reader if its reads may wait for storage or user code, else None."""
-        return self if getattr(self.chunks, "waits", False) or self._own_code else None
+        return self if getattr(self.chunks, "may_wait", False) or self._has_user_code else None
 
     @property
     def evaluation_waits(self) -> SourceReader | None:
         """Return this reader if evaluation may wait, which only happens for another process, else
         None.
         """
-        return self if getattr(self.stages, "elsewhere", False) else None
+        return self if getattr(self.stages, "separate_process", False) else None
 
     @property
-    def _own_code(self) -> bool:
+    def _has_user_code(self) -> bool:
         stages = getattr(self.stages, "has_slice_stage", False) or getattr(
-            self.stages, "elsewhere", False
+            self.stages, "separate_process", False
         )
-        return bool(stages or getattr(self.chunks, "own_code", ""))
+        return bool(stages or getattr(self.chunks, "user_code", ""))
 
     @property
     def many(self) -> bool:
         """Return whether reads wait for responses rather than for a core."""
-        return bool(getattr(self.chunks, "many", False))
+        return bool(getattr(self.chunks, "is_remote", False))
 
     @property
     def doing(self) -> str:
         """Return a description of what it waits for, once that takes long."""
-        words: str = getattr(self.chunks, "doing", str)()
+        text: str = getattr(self.chunks, "activity", str)()
         if (
-            words
+            text
             or (code := self._code) is None
-            or (seconds := self.clock.now() - code.began) < SLOW_S
+            or (seconds := self.clock.now() - code.began) < TIMEOUTS.slow_s
         ):
-            return words
-        return code.words(self.stages, seconds)
+            return text
+        return code.describe(self.stages, seconds)
 
     @contextmanager
-    def _runs(self, row: np.ndarray, file: int = -1, what: str = "") -> Iterator[None]:
+    def _running(self, row: np.ndarray, file: int = -1, what: str = "") -> Iterator[None]:
         path = self.chunks.index.files[file].path if file >= 0 else ""
         self._code = code = RunningUserCode(
             self.clock.now(), threading.get_ident(), what, path, row
@@ -209,7 +213,7 @@ class SourceReader:
         try:
             yield
         except DataStall as stall:  # of a process that was given up: it does not know files
-            raise DataStall(f"{stall.waiting_for}{code.where()}", stall.seconds) from None
+            raise DataStall(f"{stall.waiting_for}{code.location()}", stall.seconds) from None
         finally:
             self._code = None
 
@@ -219,11 +223,11 @@ class SourceReader:
 
         User code may hang on any row, however fast it was before.
         """
-        return bool(getattr(self.chunks, "quick", False)) and not self._own_code
+        return bool(getattr(self.chunks, "never_hangs", False)) and not self._has_user_code
 
     def hasty(self) -> AbstractContextManager[None]:
         """Within this context a read raises ``WouldBlock`` instead of waiting."""
-        manager: AbstractContextManager[None] = getattr(self.chunks, "hasty", nullcontext)()
+        manager: AbstractContextManager[None] = getattr(self.chunks, "no_wait", nullcontext)()
         return manager
 
     def overdue(self) -> Exception | None:
@@ -234,13 +238,13 @@ class SourceReader:
         error: Exception | None = getattr(self.chunks, "stalled", lambda: None)()
         if error is not None:
             with self._lock:
-                self._ticket = None
+                self._read_id = None
         return error
 
     def read(self, command: Read) -> WindowReady:
         start, busy = time.perf_counter(), core_s(self.stages)
         with self._lock:
-            ticket = self._ticket = object()
+            ticket = self._read_id = object()
         staged = np.zeros(2)
         try:
             window, over = self._open(command, staged)
@@ -249,7 +253,7 @@ class SourceReader:
         except Exception as error:  # an unexpected error must name its source
             raise SourceError(self.order.name, f"reading failed: {told(error)}") from error
         with self._lock:
-            if self._ticket is not ticket:
+            if self._read_id is not ticket:
                 raise StorageError(self.order.name, "a read that was given up has ended")
             self._window = window
         self.stats.raw_bytes = sum(t.nbytes for t in window.tables)
@@ -281,7 +285,7 @@ class SourceReader:
             if not len(raw.row):
                 continue
             start = time.perf_counter(), core_s(self.stages)
-            with self._runs(raw.row, number):
+            with self._running(raw.row, number):
                 kept, where, staged = self._stage_slice(
                     raw, RowIds(command.epoch, number, raw.row), reasons
                 )
@@ -316,7 +320,7 @@ class SourceReader:
             file[order],
             row[order],
             at[order],
-            self._joined(tables),
+            self._join_tables(tables),
             reasons,
             dropped,
             command.after,
@@ -324,14 +328,14 @@ class SourceReader:
 
     def _slice(self, chunk: int, t: int) -> RawSlice:
         """Read a slice. Storage errors name the file themselves; user code needs a label."""
-        if not (whose := getattr(self.chunks, "own_code", "")):
+        if not (whose := getattr(self.chunks, "user_code", "")):
             return self.chunks.slice(chunk, t)
-        with self._runs(
+        with self._running(
             np.zeros(0, np.int64), what=f"{whose}, reading slice {t} of chunk {chunk},"
         ):
             return self.chunks.slice(chunk, t)
 
-    def _joined(self, tables: list[pa.Table]) -> list[pa.Table]:
+    def _join_tables(self, tables: list[pa.Table]) -> list[pa.Table]:
         """Return slices as one table in its own memory.
 
         A slice may be a view, and must not keep its row group alive. Slices of JSONL may differ in
@@ -385,7 +389,7 @@ class SourceReader:
         window.position = b
         key, file, row, at = window.key[a:b], window.file[a:b], window.row[a:b], window.at[a:b]
         good = np.flatnonzero(at >= 0)
-        with self._runs(row):
+        with self._running(row):
             block = self._row_stage(window.tables, at[good])
         index, part, content, meta = (
             block.index,
@@ -404,7 +408,7 @@ class SourceReader:
                     content.take(keep),
                     {n: take_rows(c, keep) for n, c in meta.items()},
                 )
-        found = self._found(key, file, row, at, good, index, part, meta, block.bad, window)
+        found = self._sample_block(key, file, row, at, good, index, part, meta, block.bad, window)
         if len(block.long):
             found = replace(
                 found,
@@ -447,7 +451,7 @@ class SourceReader:
             first += table.num_rows
         return blocks[0][1] if len(blocks) == 1 else merged(blocks)
 
-    def _found(
+    def _sample_block(
         self,
         key: np.ndarray,
         file: np.ndarray,

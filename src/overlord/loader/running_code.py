@@ -21,15 +21,15 @@ class RunningUserCode:
     path: str
     row: np.ndarray  # rows it processes
 
-    def words(self, stages: Any, seconds: float) -> str:
+    def describe(self, stages: Any, seconds: float) -> str:
         what, row = (
             (self.what, -1)
             if self.what
             else getattr(stages, "running", lambda thread: ("", -1))(self.thread)
         )
-        return f"in {what or 'transforms'} for {seconds:.0f} s" + self.where(row)
+        return f"in {what or 'transforms'} for {seconds:.0f} s" + self.location(row)
 
-    def where(self, row: int = -1) -> str:
+    def location(self, row: int = -1) -> str:
         if not len(self.row):
             return ""
         if not self.path:  # rows of several files, shuffled

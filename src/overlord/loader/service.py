@@ -414,7 +414,7 @@ class LoaderService:
                 "open_bytes": getattr(h.reader.chunks, "open_bytes", 0),
                 "read_s": h.reader.stats.read_s,
                 "transform_s": h.reader.stats.staged_s + h.reader.stats.transform_s,
-                "of_samples_s": h.reader.stats.of_samples,
+                "of_samples_s": h.reader.stats.sample_seconds,
                 "core_s": h.reader.stats.work[0],
                 "samples": h.reader.stats.samples,
                 "tokens": h.reader.stats.tokens,

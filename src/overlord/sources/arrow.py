@@ -26,9 +26,9 @@ from overlord.sources.base import (
     RawSlice,
     ReadOptions,
     check_refused,
-    is_fault,
-    lacks_columns,
+    is_storage_fault,
     make_chunks,
+    missing_columns_error,
     no_rows_chunk,
 )
 
@@ -49,17 +49,17 @@ class Arrow:
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
         known = self.schema(files, file, options) or {}
         if missing := [c for c in options.columns or () if c not in known]:
-            raise lacks_columns(missing, known)
+            raise missing_columns_error(missing, known)
         check_refused(known, options)
         with ExitStack() as stack:
-            found = next(
+            first = next(
                 b
                 for b in _batches(_open(files, file, stack), files, file, options)
                 if isinstance(b, str) or b.num_rows
             )
         return (
             no_rows_chunk()
-            if isinstance(found, str) and found == NO_ROWS
+            if isinstance(first, str) and first == NO_ROWS
             else make_chunks([(0, -1, 0, -1, file.size)])
         )
 
@@ -102,8 +102,8 @@ class Arrow:
 @dataclass(frozen=True, slots=True)
 class OpenArrowFile:
     reader: Any  # pyarrow's reader
-    cut: bool  # the end of the file is missing
-    sparse: Messages | None  # set if rows can be read individually
+    truncated: bool  # the end of the file is missing
+    partial: Messages | None  # set if rows can be read individually
 
 
 def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
@@ -117,24 +117,26 @@ def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
     try:
         if head[:6] == MAGIC and tail[2:] == MAGIC:
             try:
-                reader = _named(pa.ipc.open_file(source, options=_OPTIONS))
+                reader = _with_column_names(pa.ipc.open_file(source, options=_OPTIONS))
                 footer = int.from_bytes(source.read_at(4, file.size - 10), "little")
                 return OpenArrowFile(
-                    reader, False, _sparse(files, source, 8, file.size - 10 - footer, reader.schema)
+                    reader,
+                    False,
+                    _partial_reader(files, source, 8, file.size - 10 - footer, reader.schema),
                 )
             except BROKEN as error:
-                if is_fault(error):
+                if is_storage_fault(error):
                     raise
                 # a broken footer: the batches may still be readable in order
         source.seek(start := 8 if head[:6] == MAGIC else 0)
-        reader = _named(pa.ipc.open_stream(source, options=_OPTIONS))
+        reader = _with_column_names(pa.ipc.open_stream(source, options=_OPTIONS))
         return OpenArrowFile(
             reader,
             start > 0 or tail != END_MARK,
-            _sparse(files, source, start, file.size, reader.schema),
+            _partial_reader(files, source, start, file.size, reader.schema),
         )
     except BROKEN as error:
-        if is_fault(error):
+        if is_storage_fault(error):
             raise
         files.check_readable(file)
         raise BadFile(
@@ -143,7 +145,7 @@ def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
         ) from error
 
 
-def _named(reader: Any) -> Any:
+def _with_column_names(reader: Any) -> Any:
     """Return the reader after decoding the names of its columns.
 
     No later step detects broken names.
@@ -152,7 +154,7 @@ def _named(reader: Any) -> Any:
     return reader
 
 
-def _sparse(
+def _partial_reader(
     files: Files, source: pa.NativeFile, start: int, stop: int, schema: pa.Schema
 ) -> Messages | None:
     """Return a reader of single rows, or None if whole batches must be read.
@@ -176,34 +178,34 @@ def _has_dictionary(kind: pa.DataType) -> bool:
 
 
 def _batches(
-    opened: OpenArrowFile, files: Files, file: File, options: ReadOptions
+    file_reader: OpenArrowFile, files: Files, file: File, options: ReadOptions
 ) -> Iterator[BatchLocation | str]:
     """Yield record batches, then a text if rows were lost; the number of lost rows is unknown."""
-    reader, rows, n = opened.reader, 0, 0
+    reader, rows, n = file_reader.reader, 0, 0
     count = getattr(reader, "num_record_batches", None)
     try:
         for batch in (
-            _whole(reader, count, options)
-            if opened.sparse is None
-            else opened.sparse.batches(reader.schema, options.columns)
+            _whole_batches(reader, count, options)
+            if file_reader.partial is None
+            else file_reader.partial.batches(reader.schema, options.columns)
         ):
             rows, n = rows + batch.num_rows, n + 1
             yield batch
         if count is not None and n != count:
             raise ValueError(f"expected {count} batches, got {n}")
     except BROKEN as error:
-        if is_fault(error):
+        if is_storage_fault(error):
             raise
         files.check_readable(file)  # raises if the storage is at fault
         yield f"the Arrow data is broken: {_first_line(error)}"
         return
-    if opened.cut:
+    if file_reader.truncated:
         yield "the Arrow data ends without its end mark: the file is cut short"
     elif not rows:
         yield NO_ROWS
 
 
-def _whole(reader: Any, count: int | None, options: ReadOptions) -> Iterator[BatchLocation]:
+def _whole_batches(reader: Any, count: int | None, options: ReadOptions) -> Iterator[BatchLocation]:
     for batch in reader if count is None else map(reader.get_batch, range(count)):
         yield BatchLocation(checked(batch, options.columns))
 
@@ -214,7 +216,7 @@ def _slice(at: int, held: list[pa.RecordBatch | str], options: ReadOptions, last
     lost = [(n, piece) for piece in held if isinstance(piece, str)]  # at most one, at the end
     if not batches:
         return cols.slice_of(at, len(lost), cols.empty(0, options.columns), lost, last)
-    table, bad = cols.sound(
+    table, bad = cols.without_invalid_rows(
         pa.Table.from_batches(batches), options.max_sample_bytes, every_column=True
     )
     return cols.slice_of(at, n + len(lost), cols.compact(table), bad + lost, last)

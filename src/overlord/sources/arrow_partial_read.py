@@ -21,13 +21,13 @@ import pyarrow.types as pt
 from overlord.sources.base import short_read
 
 SMALL = 2**17  # bodies up to this many bytes are read at once
-USUAL_META = 2**12  # metadata of most messages are shorter, so one read is enough
+TYPICAL_META = 2**12  # metadata of most messages are shorter, so one read is enough
 MAX_META = 2**26  # limit of an allocation whose size comes from the file
 BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, EOFError)
-Get = Callable[[pa.Buffer, int, int], pa.Buffer]  # (buffer, start, stop) -> these bytes
+ReadRange = Callable[[pa.Buffer, int, int], pa.Buffer]  # (buffer, start, stop) -> these bytes
 
 
-class Unusual(Exception):
+class UnsupportedLayout(Exception):
     """Rows of a rarely used type, or offsets that are invalid."""
 
 
@@ -46,18 +46,20 @@ class Feed:
         self.at, self.body, self.meta = (start, start, b"")
         self.whole = False  # the body is read from the file
         self._pages = mmap.mmap(-1, 1)
-        self.nothing = pa.py_buffer(self._pages)
+        self.blank = pa.py_buffer(self._pages)
 
     def begin(self, start: int, whole: bool) -> None:
         """Read the metadata of the message at ``start``; the decoder reads this message next."""
-        head, left = self.take(start, USUAL_META), self._stop - start
+        head, left = self.fetch(start, TYPICAL_META), self._stop - start
         # Versions before 0.15 write no continuation marker.
         prefix = 8 if head[:4] == b"\xff\xff\xff\xff" else 4
         end = prefix + max(0, int.from_bytes(head[prefix - 4 : prefix], "little", signed=True))
         if end > min(MAX_META, left):
             raise ValueError(f"expected {end} bytes of metadata at byte {start}, got {left}")
         self.meta = (
-            head[:end] if end <= len(head) else head + self.take(start + len(head), end - len(head))
+            head[:end]
+            if end <= len(head)
+            else head + self.fetch(start + len(head), end - len(head))
         )
         self.at, self.body, self.whole = start, start + end, whole
 
@@ -73,25 +75,25 @@ class Feed:
             return self.meta[first : first + n]
         if n <= SMALL or self.whole:
             self.whole = True
-            return self.take(at, n)
-        if self.nothing.size < n:
+            return self.fetch(at, n)
+        if self.blank.size < n:
             self._pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self.nothing = pa.py_buffer(self._pages)
-        return self.nothing.slice(0, n)
+            self.blank = pa.py_buffer(self._pages)
+        return self.blank.slice(0, n)
 
     @contextmanager
-    def shown(self, places: Iterable[tuple[int, int]]) -> Iterator[None]:
+    def filled(self, places: Iterable[tuple[int, int]]) -> Iterator[None]:
         """Fill these ranges (offset, length) of the blank memory with bytes of the body, for a
         while.
         """
         places = list(places)
         for at, n in places:
-            self._pages[at : at + n] = self.take(self.body + at, n)
+            self._pages[at : at + n] = self.fetch(self.body + at, n)
         yield
         for at, n in places:
             self._pages[at : at + n] = bytes(n)
 
-    def take(self, at: int, n: int) -> bytes:
+    def fetch(self, at: int, n: int) -> bytes:
         """Return n bytes at ``at``; fewer only at the end of the messages."""
         n = min(n, self._stop - at)
         data: bytes = self._handle.read_at(n, at)
@@ -120,10 +122,10 @@ class Messages:
             batch = (
                 self._small(message, schema, columns)
                 if feed.whole
-                else self._over_nothing(message, schema, columns, start)
+                else self._over_blank(message, schema, columns, start)
             )
             if batch is None:
-                yield from self._unpacked(start, schema, columns)
+                yield from self._with_pyarrow(start, schema, columns)
                 return
             yield batch
 
@@ -139,12 +141,12 @@ class Messages:
         except BROKEN:
             return None  # the requested columns may be valid
 
-    def _over_nothing(
+    def _over_blank(
         self, message: Any, schema: pa.Schema, columns: Sequence[str] | None, start: int
     ) -> BatchLocation | None:
         """Return a batch whose rows can be read individually, or None if Arrow needs its bytes."""
         feed, body = self._feed, self._feed.body
-        first, stop = feed.nothing.address, feed.nothing.address + feed.nothing.size
+        first, stop = feed.blank.address, feed.blank.address + feed.blank.size
         try:
             batch = pa.ipc.read_record_batch(message, schema)
             # Compare buffer sizes first: access to an array with wrong sizes ends the process.
@@ -158,15 +160,15 @@ class Messages:
             ends = [
                 (buffer.address - first + at, n)
                 for column in batch.columns
-                for buffer, at, n in ends_of(column)
+                for buffer, at, n in end_offsets(column)
             ]
-        except (Unusual, *BROKEN):
+        except (UnsupportedLayout, *BROKEN):
             return None
-        with feed.shown(ends):
+        with feed.filled(ends):
             batch.validate()
 
         def get(buffer: pa.Buffer, a: int, b: int) -> pa.Buffer:
-            return pa.py_buffer(feed.take(body + buffer.address - first + a, b - a))
+            return pa.py_buffer(feed.fetch(body + buffer.address - first + a, b - a))
 
         def whole() -> pa.RecordBatch:
             return selected(
@@ -175,7 +177,7 @@ class Messages:
 
         return BatchLocation(batch, get, whole)
 
-    def _unpacked(
+    def _with_pyarrow(
         self, start: int, schema: pa.Schema, columns: Sequence[str] | None
     ) -> Iterator[BatchLocation]:
         """Read all batches from ``start`` on with pyarrow's reader, which decompresses only the
@@ -217,7 +219,7 @@ class BatchLocation:
     def __init__(
         self,
         batch: pa.RecordBatch,
-        get: Get = _in_memory,
+        get: ReadRange = _in_memory,
         whole: Callable[[], pa.RecordBatch] | None = None,
     ) -> None:
         self._batch, self._get, self._whole = batch, get, whole
@@ -226,7 +228,7 @@ class BatchLocation:
     def rows(self, first: int, stop: int) -> pa.RecordBatch:
         try:
             arrays = [rows_of(column, first, stop, self._get) for column in self._batch.columns]
-        except Unusual:
+        except UnsupportedLayout:
             if self._whole is None:
                 # The check of the slice reports which rows are broken.
                 return self._batch.slice(first, stop - first)
@@ -239,7 +241,7 @@ class BatchLocation:
         )
 
 
-def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
+def rows_of(array: pa.Array, first: int, stop: int, get: ReadRange) -> pa.Array:
     """Return some rows of an array that begins at the start of its buffers.
 
     Nested arrays hold only the values of these rows. Otherwise one broken value would make every
@@ -249,7 +251,7 @@ def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
     if first == stop or pt.is_null(kind):
         return pa.nulls(stop - first, kind)
     if not pt.is_struct(kind) and (len(buffers) < 2 or buffers[1] is None):
-        raise Unusual
+        raise UnsupportedLayout
     # validity bits are read from a whole byte on; other buffers start at the same row
     start = first & ~7
     valid = (
@@ -274,35 +276,35 @@ def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
             else 0
         )
         if a < 0 or b > size or (offsets[1:] < offsets[:-1]).any():
-            raise Unusual
+            raise UnsupportedLayout
         parts.append(pa.py_buffer(offsets - offsets[0]))
         if _is_list(kind):
             children = [rows_of(array.values, a, b, get)]
         else:
             parts.append(get(buffers[2], a, b) if b > a else pa.py_buffer(b""))
     else:
-        raise Unusual
+        raise UnsupportedLayout
     return pa.Array.from_buffers(kind, stop - start, parts, children=children or None).slice(
         first - start
     )
 
 
-def ends_of(array: pa.Array) -> Iterator[tuple[pa.Buffer, int, int]]:
+def end_offsets(array: pa.Array) -> Iterator[tuple[pa.Buffer, int, int]]:
     """Yield the place of the first and last offset of a column and of its nested arrays: (buffer,
     offset in the buffer, bytes).
     """
     kind = array.type
     if pt.is_struct(kind):
         for k in range(kind.num_fields):
-            yield from ends_of(array.field(k))
+            yield from end_offsets(array.field(k))
     elif number := _offsets_of(kind):
         buffer, last = array.buffers()[1], len(array) * number.itemsize
         if buffer is not None and buffer.size >= last + number.itemsize:
             yield from ((buffer, 0, number.itemsize), (buffer, last, number.itemsize))
         if _is_list(kind):
-            yield from ends_of(array.values)
+            yield from end_offsets(array.values)
     elif not (_is_fixed(kind) or pt.is_null(kind)):
-        raise Unusual
+        raise UnsupportedLayout
 
 
 def _is_fixed(kind: pa.DataType) -> bool:

@@ -52,7 +52,7 @@ def text_columns(schema: Mapping[str, str]) -> list[str]:
     return sorted(found, key=lambda name: TEXTS.index(name) if name in TEXTS else len(TEXTS))
 
 
-def lacks_columns(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
+def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
     """Return the error for a file that lacks columns named by transforms."""
     wanted = f"expected the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
     remedy = (
@@ -89,7 +89,7 @@ class Unreachable(OSError):
         return self.problem
 
 
-def is_fault(error: BaseException) -> bool:
+def is_storage_fault(error: BaseException) -> bool:
     """Return whether storage, not the data, is at fault.
 
     Decoders raise OSError too, but only errors of the operating system have an errno.

@@ -17,12 +17,13 @@ from typing import Any
 from overlord.errors import SourceError, StorageError
 from overlord.sources import clean_tables as cols
 from overlord.sources.base import BadFile, File, RawSlice, ReadOptions, Unreachable
-from overlord.sources.file_errors import gave_up, is_disk, why
+from overlord.sources.file_errors import classify, give_up_error, is_disk
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import Index
 from overlord.sources.lru import Lru
 from overlord.sources.python_objects import Listed
-from overlord.sources.retry import CLOCK, SLACK_S, SLOW_S, Clock, StorageStats, deadline_s, persist
+from overlord.sources.retry import CLOCK, Clock, StorageStats, deadline_s, retry_call
+from overlord.sources.timeouts import TIMEOUTS
 from overlord.uris import scrub
 
 
@@ -48,26 +49,26 @@ class OpenChunkCache:
     """Open chunks of all sources of a process, bounded by number and by the bytes they hold."""
 
     def __init__(self, max_open: int = 1024, max_bytes: int = 2**29):
-        self._handles: Lru[tuple[int, int], OpenChunk] = Lru(max_open, max_bytes, self._let_go)
+        self._chunks: Lru[tuple[int, int], OpenChunk] = Lru(max_open, max_bytes, self._evicted)
         self._lock = Lock()
         self._held: dict[int, int] = {}  # bytes per reader
         self._counts = {"opens": 0, "reopens": 0, "reads": 0}
 
     def take(self, key: tuple[int, int]) -> OpenChunk | None:
-        if (handle := self._handles.take(key)) is not None:
-            self._hold(handle.reader, -handle.nbytes)
+        if (handle := self._chunks.take(key)) is not None:
+            self._add_bytes(handle.reader, -handle.nbytes)
         return handle
 
     def put(self, key: tuple[int, int], handle: OpenChunk, nbytes: int) -> None:
         handle.reader, handle.nbytes = key[0], nbytes
-        self._hold(key[0], nbytes)
-        self._handles.put(key, handle, nbytes)
+        self._add_bytes(key[0], nbytes)
+        self._chunks.put(key, handle, nbytes)
 
     def bytes_of(self, reader: int) -> int:
         """Return the bytes that the open chunks of one reader hold."""
         return self._held.get(reader, 0)
 
-    def _hold(self, reader: int, nbytes: int) -> None:
+    def _add_bytes(self, reader: int, nbytes: int) -> None:
         with self._lock:
             left = self._held.get(reader, 0) + nbytes
             if left:
@@ -75,8 +76,8 @@ class OpenChunkCache:
             else:
                 self._held.pop(reader, None)
 
-    def _let_go(self, handle: OpenChunk) -> None:
-        self._hold(handle.reader, -handle.nbytes)
+    def _evicted(self, handle: OpenChunk) -> None:
+        self._add_bytes(handle.reader, -handle.nbytes)
         handle.close()
 
     def count(self, what: str) -> None:
@@ -85,7 +86,7 @@ class OpenChunkCache:
 
     def close(self, reader: int | None = None) -> None:
         """Close all open chunks, or those of one reader."""
-        self._handles.clear(lambda key: reader is None or key[0] == reader)
+        self._chunks.clear(lambda key: reader is None or key[0] == reader)
 
     def metrics(self) -> dict[str, int]:
         """Return counters: ``opens``, ``reopens`` (included in opens), ``reads``, ``evictions``;
@@ -94,13 +95,13 @@ class OpenChunkCache:
         with self._lock:
             counts = dict(self._counts)
         return counts | {
-            "evictions": self._handles.evictions,
-            "open": len(self._handles),
-            "bytes": self._handles.nbytes,
+            "evictions": self._chunks.evictions,
+            "open": len(self._chunks),
+            "bytes": self._chunks.nbytes,
         }
 
 
-HANDLES = OpenChunkCache()
+OPEN_CHUNKS = OpenChunkCache()
 STALLED = "the disk or the mount hangs; no data is skipped for it: resume when it responds"
 _READERS = count()
 
@@ -119,10 +120,10 @@ class ChunkReader:
         clock: Clock = CLOCK,
     ):
         self.index, self.options = index, options
-        self.tally = StorageStats(index.source, clock)
-        self._files = index.access.counted(self.tally)
+        self.stats = StorageStats(index.source, clock)
+        self._files = index.access.with_stats(self.stats)
         self._format = FORMATS[index.format]
-        self._cache = cache or HANDLES
+        self._cache = cache or OPEN_CHUNKS
         self._id = next(_READERS)
         self._on_disk = self._files.local
 
@@ -135,18 +136,18 @@ class ChunkReader:
         try:
             if self._files.fs is None or self._files.remote:
                 return self._slice(chunk, t, file)
-            return persist(
-                lambda: self._checked(chunk, t, file),
-                why,
+            return retry_call(
+                lambda: self._verified_slice(chunk, t, file),
+                classify,
                 path=file.path,
-                done="read",
-                tally=self.tally,
-                gave_up=gave_up,
+                operation="read",
+                stats=self.stats,
+                give_up_error=give_up_error,
             )
         except (OSError, ValueError) as error:  # ValueError includes BadFile and Arrow's errors
             raise self._error(file, error) from error
 
-    def _checked(self, chunk: int, t: int, file: File) -> RawSlice:
+    def _verified_slice(self, chunk: int, t: int, file: File) -> RawSlice:
         """Read a slice and reject it, valid or not, if the file changed meanwhile."""
         try:
             found = self._slice(chunk, t, file)
@@ -186,86 +187,86 @@ class ChunkReader:
     # Status of the reader, read by other threads.
 
     @property
-    def waits(self) -> bool:
+    def may_wait(self) -> bool:
         """Return whether a read may wait for storage; rows of a Python object do not."""
         return self._files.fs is not None
 
     @property
-    def own_code(self) -> str:
+    def user_code(self) -> str:
         """Return the class of the user's dataset that gives the rows, or an empty text."""
         held = self._files.held
         return "" if held is None or isinstance(held, Listed) else type(held).__name__
 
     @property
-    def many(self) -> bool:
+    def is_remote(self) -> bool:
         """Return whether reads wait for responses rather than for a core."""
         return self._files.remote
 
     @property
-    def quick(self) -> bool:
+    def never_hangs(self) -> bool:
         """Return whether no read can hang: all files opened so far are on local disks."""
         return self._on_disk
 
     @contextmanager
-    def hasty(self) -> Iterator[None]:
+    def no_wait(self) -> Iterator[None]:
         """Within this context a failing read raises ``WouldBlock`` and is not retried."""
-        self.tally.hasty = True
+        self.stats.hasty = True
         try:
             yield
         finally:
-            self.tally.hasty = False
+            self.stats.hasty = False
 
     @property
     def store_metrics(self) -> dict[str, Any] | None:
         """Return counters of requests to an object store; None on a disk."""
-        return self.tally.metrics() if self._files.remote else None
+        return self.stats.metrics() if self._files.remote else None
 
     @property
     def storage_metrics(self) -> dict[str, Any] | None:
         """Return counters of storage problems: retries, errors by kind, seconds waited, reads given
         up.
         """
-        return self.tally.trouble() if self.waits else None
+        return self.stats.trouble() if self.may_wait else None
 
     @property
     def open_bytes(self) -> int:
         """Return the bytes that its cached open chunks hold."""
         return self._cache.bytes_of(self._id)
 
-    def doing(self) -> str:
+    def activity(self) -> str:
         """Return a description of the read that is being waited for, once it takes long."""
-        if (attempt := self.tally.oldest()) is None:
+        if (attempt := self.stats.oldest()) is None:
             return ""
-        seconds, seen = self.tally.clock.now() - attempt.began, attempt.seen
+        seconds, seen = self.stats.clock.now() - attempt.began, attempt.failures
         if seen:
             return (
                 f"trying to read {attempt.path} for {seconds:.0f} s ({len(seen)} attempts "
                 f"failed; the last: {seen[-1].text})"
             )
-        return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= SLOW_S else ""
+        return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= TIMEOUTS.slow_s else ""
 
     def stalled(self) -> StorageError | None:
         """Return the error of a read that hangs.
 
         It makes no progress, and its deadline has passed.
         """
-        if (attempt := self.tally.oldest()) is None:
+        if (attempt := self.stats.oldest()) is None:
             return None
-        if self.tally.clock.now() - attempt.began < SLOW_S:
+        if self.stats.clock.now() - attempt.began < TIMEOUTS.slow_s:
             return None
         # A store request is not cancelled but ends by itself, so it may take twice as long.
         seconds, limit = (
-            attempt.idle_s(self.tally.clock),
-            deadline_s() * (2 if self._files.remote else 1) + SLACK_S,
+            attempt.idle_s(self.stats.clock),
+            deadline_s() * (2 if self._files.remote else 1) + TIMEOUTS.slack_s,
         )
         if seconds < limit:
             return None
         problem = f"a read has not ended for {seconds:.1f} s" + (
-            f"; before it: {attempt.seen[-1].text}" if attempt.seen else ""
+            f"; before it: {attempt.failures[-1].text}" if attempt.failures else ""
         )
-        self.tally.failed("stalled")
-        self.tally.gave_up()
-        self.tally.end(attempt)
+        self.stats.count_failure("stalled")
+        self.stats.count_given_up()
+        self.stats.end(attempt)
         return StorageError(self.index.source, problem, attempt.path, STALLED)
 
     def file_of(self, chunk: int) -> int:

@@ -35,7 +35,7 @@ def table_of(
     table = pa.table(arrays) if arrays else empty(n)
     if not bad:
         return table, []
-    return without(table, sorted(bad)), sorted(bad.items())
+    return drop_rows(table, sorted(bad)), sorted(bad.items())
 
 
 def empty(n: int = 0, names: Sequence[str] | None = None) -> pa.Table:
@@ -66,7 +66,7 @@ def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
             columns.pop(name, None)
 
 
-def sound(
+def without_invalid_rows(
     table: pa.Table, max_sample_bytes: int, every_column: bool = False
 ) -> tuple[pa.Table, Bad]:
     """Remove rows with text that is not UTF-8 and rows that are too large. ``table`` may be a view.
@@ -87,10 +87,10 @@ def sound(
         for i in range(table.num_rows):
             if i not in bad and (size := table.slice(i, 1).nbytes) > max_sample_bytes:
                 bad[i] = too_large(size, max_sample_bytes)
-    return (without(table, sorted(bad)), sorted(bad.items())) if bad else (table, [])
+    return (drop_rows(table, sorted(bad)), sorted(bad.items())) if bad else (table, [])
 
 
-def without(table: pa.Table, rows: list[int]) -> pa.Table:
+def drop_rows(table: pa.Table, rows: list[int]) -> pa.Table:
     """Return the other rows as views of the runs between.
 
     ``take`` would follow the offsets of the removed rows and crash.
@@ -135,13 +135,13 @@ def compact(table: pa.Table) -> pa.Table:
     freed.
     """
     return (
-        pa.table([_own(column) for column in table.columns], schema=table.schema)
+        pa.table([_copied(column) for column in table.columns], schema=table.schema)
         if table.num_columns
         else table
     )
 
 
-def _own(column: pa.ChunkedArray) -> pa.Array:
+def _copied(column: pa.ChunkedArray) -> pa.Array:
     pieces = [c for c in column.chunks if len(c)]
     if not pieces:
         return pa.nulls(0, column.type)
@@ -159,7 +159,7 @@ def slice_of(first_row: int, n: int, table: pa.Table, bad: Bad, last: bool) -> R
     return RawSlice(np.arange(first_row, first_row + n, dtype=np.int64), table, bad, last)
 
 
-def lost(first_row: int, n: int, table: pa.Table, reason: str, last: bool) -> RawSlice:
+def unreadable_slice(first_row: int, n: int, table: pa.Table, reason: str, last: bool) -> RawSlice:
     """Return a slice without a readable row; ``table`` is an empty one with the right columns."""
     return slice_of(first_row, n, table, [(i, reason) for i in range(n)], last)
 
@@ -167,4 +167,4 @@ def lost(first_row: int, n: int, table: pa.Table, reason: str, last: bool) -> Ra
 def no_rows(options: ReadOptions, skip: int, reason: str = NO_ROWS) -> RawSlice:
     """Return the only slice of a chunk without rows, or the empty one after it."""
     blank = empty(0, options.columns)
-    return slice_of(1, 0, blank, [], True) if skip else lost(0, 1, blank, reason, True)
+    return slice_of(1, 0, blank, [], True) if skip else unreadable_slice(0, 1, blank, reason, True)

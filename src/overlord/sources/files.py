@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SourceError
 from overlord.sources.base import BadFile, File, Unreachable, short_read
-from overlord.sources.file_errors import UNDER_RUN, briefly, check_same
+from overlord.sources.file_errors import UNDER_RUN, check_same_file, retry_briefly
 from overlord.sources.object_store import Entry, RemoteStore
 from overlord.sources.range_file import READ_AHEAD, RangeFile
 from overlord.sources.retry import StorageStats
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.fs as pafs
 
-ODD, NOWHERE = "a pipe, socket or device", "a dangling link"
+SPECIAL, DANGLING = "a pipe, socket or device", "a dangling link"
 BLOCK = 2**18  # bytes of one read; measured: 64 kB to 1 MB make no difference on a local disk
 
 
@@ -58,20 +58,20 @@ class Files:
         if not names:
             raise SourceError(source, "the list of files is empty")
         found: list[File] = []
-        ways: list[Files] = []
+        accesses: list[Files] = []
         for name in names:
-            way, rest = _way_to(name, source)
-            ways.append(way)
-            found += way._expand(rest, name, source, tuple(suffixes))
-        if any(way.fs != ways[0].fs for way in ways):
+            access, rest = _access_to(name, source)
+            accesses.append(access)
+            found += access._expand(rest, name, source, tuple(suffixes))
+        if any(access.fs != accesses[0].fs for access in accesses):
             raise SourceError(
                 source,
                 "expected all files on one filesystem, got several",
                 remedy="make one source for each store",
             )
         found.sort(key=lambda f: f.path)
-        _refuse_twice(found, source, ways[0].local)
-        return ways[0], tuple(found)
+        _refuse_duplicates(found, source, accesses[0].local)
+        return accesses[0], tuple(found)
 
     @property
     def read_ahead(self) -> int:
@@ -86,10 +86,10 @@ class Files:
         """
         return isinstance(self.fs, RemoteStore)
 
-    def counted(self, tally: StorageStats) -> Files:
-        """Return this access for a running job: requests to a store are counted in ``tally``."""
+    def with_stats(self, stats: StorageStats) -> Files:
+        """Return this access for a running job: requests to a store are counted in ``stats``."""
         return (
-            replace(self, fs=replace(self.fs, tally=tally, patient=True))
+            replace(self, fs=replace(self.fs, tally=stats, mid_run=True))
             if isinstance(self.fs, RemoteStore)
             else self
         )
@@ -103,7 +103,7 @@ class Files:
         if isinstance(self.fs, RemoteStore):
             return self.fs.open(file, ranges)
         handle = self.fs.open_input_file(file.path)
-        return handle if self.local else _exactly(handle, file, ranges)
+        return handle if self.local else _full_reads(handle, file, ranges)
 
     def check_unchanged(self, file: File) -> os.stat_result | None:
         """Raise if the file is not the indexed one: rows are located by offsets of the index."""
@@ -111,7 +111,7 @@ class Files:
         if self.fs is None or isinstance(self.fs, RemoteStore):
             return None
         if self.local:
-            return check_same(file)
+            return check_same_file(file)
         info = self.fs.get_file_info(file.path)
         if not info.is_file:
             raise Unreachable(
@@ -154,7 +154,7 @@ class Files:
             found = self._look(rest)
             if found is None and not _is_glob(rest, is_uri):
                 raise SourceError(
-                    source, "no such file or directory", name, self._nearby(rest, name, is_uri)
+                    source, "no such file or directory", name, self._suggestion(rest, name, is_uri)
                 )
             if found is None:
                 return self._glob(rest, name, source, is_uri)
@@ -182,7 +182,7 @@ class Files:
             if e.path.endswith(suffixes or "")
             and not any(p[0] in "._" for p in e.path[depth:].split("/") if p)
         ]
-        _refuse_odd(entries, source)
+        _refuse_special_files(entries, source)
         found = [e.file for e in entries if e.file]
         if not found:
             wanted = f" that ends in {', '.join(suffixes)}" if suffixes else ""
@@ -203,7 +203,7 @@ class Files:
             self._list(base, recursive=first < len(parts) - 1),
             len(base.rstrip("/")) + 1,
         )
-        _refuse_odd([e for e in entries if matches(e.path[depth:])], source)
+        _refuse_special_files([e for e in entries if matches(e.path[depth:])], source)
         files = [e.file for e in entries if e.file]
         found = [f for f in files if f.path == pattern] or [
             f for f in files if matches(f.path[depth:])
@@ -218,7 +218,7 @@ class Files:
             raise SourceError(source, "the pattern matches no file", name, holds)
         return found
 
-    def _nearby(self, path: str, name: str, is_uri: bool) -> str:
+    def _suggestion(self, path: str, name: str, is_uri: bool) -> str:
         """Return what exists instead of a missing file.
 
         Usually its name is misspelled, or the folder is wrong.
@@ -243,11 +243,11 @@ class Files:
         if isinstance(self.fs, RemoteStore):
             return self.fs.look(path)
         fs = self.fs
-        info = briefly(lambda: fs.get_file_info(path))
+        info = retry_briefly(lambda: fs.get_file_info(path))
         if info.type.name == "Unknown":
-            raise BadFile(f"expected a file or a directory, got {ODD}")
+            raise BadFile(f"expected a file or a directory, got {SPECIAL}")
         if info.type.name == "NotFound" and self.local and os.path.islink(path):
-            raise BadFile(f"expected a file or a directory, got {NOWHERE}", "fix it")
+            raise BadFile(f"expected a file or a directory, got {DANGLING}", "fix it")
         return None if info.type.name == "NotFound" else _entry(info)
 
     def _list(self, base: str, recursive: bool) -> list[Entry]:
@@ -260,7 +260,7 @@ class Files:
 
         def listed(path: str, deep: bool) -> list[Entry]:
             selector = pafs.FileSelector(path, allow_not_found=True, recursive=deep)
-            return [_entry(info) for info in briefly(lambda: fs.get_file_info(selector))]
+            return [_entry(info) for info in retry_briefly(lambda: fs.get_file_info(selector))]
 
         return (
             _walk(base, recursive, lambda path: listed(path, False))
@@ -269,7 +269,9 @@ class Files:
         )
 
 
-def _exactly(handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]]) -> pa.NativeFile:
+def _full_reads(
+    handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]]
+) -> pa.NativeFile:
     """Open a file of a client library (HDFS) that may return fewer bytes than requested.
 
     A decoder would take a short read for the end of the file. The kernel never returns fewer bytes
@@ -287,7 +289,7 @@ def _exactly(handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]
     return pa.PythonFile(RangeFile(fetch, file.size, ranges, handle.close), mode="r")
 
 
-def _way_to(name: str, source: str) -> tuple[Files, str]:
+def _access_to(name: str, source: str) -> tuple[Files, str]:
     if problems := uri_problems(name):
         raise SourceError(source, problems[0])
     if not SCHEME.match(name):
@@ -330,7 +332,7 @@ def _filesystem(uri: str) -> tuple[Files, str]:
 
 def _entry(info: Any) -> Entry:
     found = File(info.path, info.size, info.mtime_ns or 0) if info.is_file else None
-    return Entry(info.path, found, ODD if info.type.name == "Unknown" else "")
+    return Entry(info.path, found, SPECIAL if info.type.name == "Unknown" else "")
 
 
 def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> list[Entry]:
@@ -356,22 +358,22 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
         known = {e.path.rpartition("/")[2] for e in entries}
         lost = [f"{path.rstrip('/')}/{name}" for name in os.listdir(path) if name not in known]
         found += entries + [
-            Entry(p, None, NOWHERE) for p in lost if os.path.islink(p) and not os.path.exists(p)
+            Entry(p, None, DANGLING) for p in lost if os.path.islink(p) and not os.path.exists(p)
         ]
         if recursive:
-            left += [(e.path, above | {here}) for e in entries if e.file is None and not e.odd]
+            left += [(e.path, above | {here}) for e in entries if e.file is None and not e.special]
     return found
 
 
-def _refuse_odd(entries: Sequence[Entry], source: str) -> None:
+def _refuse_special_files(entries: Sequence[Entry], source: str) -> None:
     """Refuse data that cannot be read: a dangling link is a file whose disk is missing."""
-    odd = sorted((e.path, e.odd) for e in entries if e.odd)
-    if odd:
-        more = f"; and {len(odd) - 1} more like it" if len(odd) > 1 else ""
+    special = sorted((e.path, e.special) for e in entries if e.special)
+    if special:
+        more = f"; and {len(special) - 1} more like it" if len(special) > 1 else ""
         raise SourceError(
             source,
-            f"expected a file, got {odd[0][1]}{more}",
-            odd[0][0],
+            f"expected a file, got {special[0][1]}{more}",
+            special[0][0],
             "fix it, or leave it out of what is listed",
         )
 
@@ -403,7 +405,7 @@ def _glob_regex(pattern: str, is_uri: bool) -> str:
     return out
 
 
-def _refuse_twice(found: Sequence[File], source: str, local: bool) -> None:
+def _refuse_duplicates(found: Sequence[File], source: str, local: bool) -> None:
     """Refuse a file with two names: it would be read twice.
 
     Links to it share size and time, so inodes are compared only for files that share both.

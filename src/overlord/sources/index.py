@@ -33,7 +33,7 @@ from overlord.sources.base import (
     make_chunks,
     no_rows_chunk,
 )
-from overlord.sources.file_errors import briefly
+from overlord.sources.file_errors import retry_briefly
 from overlord.sources.files import Files
 from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
 from overlord.sources.parallel_map import At, ParallelMap, SerialMap
@@ -154,10 +154,12 @@ def build_indexes(
     )
     started = pool.map(lambda spec, at: _start(spec, cache, at), specs)
     works = [w for w in started if isinstance(w, _Work)]
-    _look_at_all(pool, [(w, batch) for w in works for batch in _missing(w)], len(specs), progress)
+    _read_all_chunks(
+        pool, [(w, batch) for w in works for batch in _missing(w)], len(specs), progress
+    )
     finished = pool.map(lambda w, at: w if isinstance(w, SourceError) else _finish(w), started)
     if errors := [e for e in finished if isinstance(e, SourceError)]:
-        raise _one_error(errors)
+        raise _combined_error(errors)
     return [index for index in finished if isinstance(index, Index)]
 
 
@@ -200,7 +202,7 @@ def build_some(
     return [built[spec.name] for spec in specs]
 
 
-def _look_at_all(
+def _read_all_chunks(
     pool: ParallelMap | SerialMap,
     tasks: Sequence[tuple[_Work, list[File]]],
     n: int,
@@ -218,7 +220,7 @@ def _look_at_all(
 
     if progress:
         progress(finished, n)
-    pool.map(_look_at, tasks, done)
+    pool.map(_read_chunks, tasks, done)
 
 
 def default_cache_dir() -> Path:
@@ -235,7 +237,7 @@ def shown(path: Any) -> str:
     return str(path) if isinstance(path, (str, os.PathLike)) else f"{len(path)} paths"
 
 
-def is_held(path: Any) -> bool:
+def is_python_object(path: Any) -> bool:
     """Return True for a dataset or a factory, False for anything that names files."""
     if isinstance(path, (str, bytes, os.PathLike)):
         return False
@@ -250,7 +252,7 @@ def _start(spec: IndexSpec, cache: Path | None, at: At) -> _Work | SourceError:
     Errors are returned: all sources are examined before any error is raised.
     """
     try:
-        if is_held(spec.path):
+        if is_python_object(spec.path):
             held_as = FORMATS["factory" if isinstance(spec.path, Factory) else "dataset"]
             return _Work(spec, held_as, Files(None, True, spec.path), files_of(spec.path), None)
         if not isinstance(spec.path, (str, list, tuple, os.PathLike)):
@@ -269,7 +271,7 @@ def _start(spec: IndexSpec, cache: Path | None, at: At) -> _Work | SourceError:
             files,
             _cache_file(cache, spec, fmt) if cache and fmt.indexed else None,
         )
-        _from_cache(work)
+        _load_cache(work)
         return work
     except SourceError as error:
         return error
@@ -283,7 +285,7 @@ def _cache_file(cache: Path, spec: IndexSpec, fmt: Format) -> Path:
     return cache / f"{digest(fmt.name, columns, refused, *where)}.msgpack"
 
 
-def _from_cache(work: _Work) -> None:
+def _load_cache(work: _Work) -> None:
     if work.cache_file is None:
         return
     try:
@@ -307,7 +309,7 @@ def _missing(work: _Work) -> list[list[File]]:
     return [left[k : k + FILES_PER_TASK] for k in range(0, len(left), FILES_PER_TASK)]
 
 
-def _look_at(task: tuple[_Work, list[File]], at: At) -> _Work:
+def _read_chunks(task: tuple[_Work, list[File]], at: At) -> _Work:
     """Read the chunks of a few files.
 
     A bad file is recorded, so that all bad files are reported together.
@@ -317,9 +319,9 @@ def _look_at(task: tuple[_Work, list[File]], at: At) -> _Work:
     for file in files:
         at(work.spec.name, file.path, 2 if access.remote else 1)
         try:
-            work.parts[file.path] = briefly(lambda f=file: fmt.chunks(access, f, options))  # type: ignore[misc]
+            work.parts[file.path] = retry_briefly(lambda f=file: fmt.chunks(access, f, options))  # type: ignore[misc]
             if file is work.files[0]:
-                work.schema = briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
+                work.schema = retry_briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
             work.stale = True
         except (BadFile, Unreachable) as error:
             work.problems.append((file.path, error.problem, error.remedy))
@@ -337,7 +339,7 @@ def _look_at(task: tuple[_Work, list[File]], at: At) -> _Work:
 def _finish(work: _Work) -> Index | SourceError:
     name = work.spec.name
     if work.problems:
-        return _bad_files(name, sorted(work.problems), len(work.files))
+        return _bad_files_error(name, sorted(work.problems), len(work.files))
     parts = [work.parts[f.path] for f in work.files]
     if work.cache_file is not None and work.stale:
         _write_cache(work.cache_file, work.schema, work.files, parts)
@@ -406,7 +408,9 @@ def _write_cache(
                 os.unlink(name)
 
 
-def _bad_files(source: str, problems: Sequence[tuple[str, str, str]], total: int) -> SourceError:
+def _bad_files_error(
+    source: str, problems: Sequence[tuple[str, str, str]], total: int
+) -> SourceError:
     if len(problems) == 1:
         path, problem, remedy = problems[0]
         return SourceError(source, problem, path, remedy)
@@ -418,7 +422,7 @@ def _bad_files(source: str, problems: Sequence[tuple[str, str, str]], total: int
     )
 
 
-def _one_error(errors: Sequence[SourceError]) -> SourceError:
+def _combined_error(errors: Sequence[SourceError]) -> SourceError:
     if len(errors) == 1:
         return errors[0]
     names = ", ".join(e.source for e in errors)

@@ -48,31 +48,31 @@ class Lru(Generic[K, V]):
 
     def put(self, key: K, value: V, nbytes: int) -> None:
         """Store the value; even one larger than all bounds stays until the next ``put``."""
-        gone: list[V] = []
+        removed: list[V] = []
         with self._lock:
             if key in self._items:
-                gone.append(self._drop(key))
+                removed.append(self._drop(key))
             self._items[key] = (value, nbytes)
             self.nbytes += nbytes
             while len(self._items) > 1 and (
                 len(self._items) > self.max_items or self.nbytes > self.max_bytes
             ):
-                gone.append(self._drop(next(iter(self._items))))
+                removed.append(self._drop(next(iter(self._items))))
                 self.evictions += 1
-        self._let_go(gone)
+        self._evicted(removed)
 
     def clear(self, owned: Callable[[K], bool] = lambda _: True) -> None:
         """Remove all keys, or those for which ``owned`` returns true."""
         with self._lock:
-            gone = [self._drop(key) for key in [k for k in self._items if owned(k)]]
-        self._let_go(gone)
+            removed = [self._drop(key) for key in [k for k in self._items if owned(k)]]
+        self._evicted(removed)
 
     def _drop(self, key: K) -> V:
         value, nbytes = self._items.pop(key)
         self.nbytes -= nbytes
         return value
 
-    def _let_go(self, gone: list[V]) -> None:
+    def _evicted(self, removed: list[V]) -> None:
         if self._on_evict is not None:
-            for value in gone:
+            for value in removed:
                 self._on_evict(value)

@@ -20,16 +20,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlord.extras import pip_install
 from overlord.sources.base import File, Unreachable
-from overlord.sources.retry import Failure, StorageStats, deadline_s, persist, seconds_of
-from overlord.sources.store_errors import WrongAnswer, gave_up, in_mid_run, why
+from overlord.sources.retry import Failure, StorageStats, deadline_s, retry_call, seconds_of
+from overlord.sources.store_errors import WrongResponse, classify, classify_mid_run, give_up_error
+from overlord.sources.timeouts import TIMEOUTS
 from overlord.uris import options_of, scrub
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 T = TypeVar("T")
-TIMEOUT_S = 20.0  # seconds without a byte
-CONNECT_S = 5.0
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(?:[/?#]\S*)?", re.IGNORECASE)
 _ENVIRONMENT = (
     "AWS_",
@@ -50,7 +49,7 @@ class Entry:
 
     path: str
     file: File | None
-    odd: str = ""  # what it is, if neither
+    special: str = ""  # what it is, if neither
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class RemoteStore:
     anonymous: bool = False
     tally: StorageStats = field(default_factory=StorageStats, compare=False, repr=False)
     # Set while a job runs: objects that vanished or changed may be restored.
-    patient: bool = field(default=False, compare=False, repr=False)
+    mid_run: bool = field(default=False, compare=False, repr=False)
 
     @staticmethod
     def of(uri: str) -> tuple[RemoteStore, str]:
@@ -82,9 +81,7 @@ class RemoteStore:
             return Entry(path, None)
         client, key = self._client(), self._key(path)
         try:
-            return Entry(
-                path, self._file(self._persist(path, "looked up", lambda: client.head(key)))
-            )
+            return Entry(path, self._file(self._retry(path, "looked up", lambda: client.head(key))))
         except Unreachable as error:
             if error.kind != "gone":
                 raise
@@ -100,7 +97,7 @@ class RemoteStore:
             found = client.list_with_delimiter(prefix)
             return found["objects"], found["common_prefixes"]
 
-        metas, prefixes = self._persist(base, "listed", everything)
+        metas, prefixes = self._retry(base, "listed", everything)
         folders = {prefix, *prefixes} | {
             path[:i] for m in metas for path in [m["path"]] for i, c in enumerate(path) if c == "/"
         }
@@ -135,7 +132,7 @@ class RemoteStore:
         """
         client, key = self._client(), self._key(path)
 
-        def once() -> bool:
+        def call() -> bool:
             from obstore.exceptions import AlreadyExistsError
 
             try:
@@ -145,14 +142,12 @@ class RemoteStore:
                 return False
             return True
 
-        return self._persist(path, "written", once, len(data))
+        return self._retry(path, "written", call, len(data))
 
     def replace(self, path: str, data: bytes) -> None:
         """Write an object, replacing an existing one."""
         client, key = self._client(), self._key(path)
-        self._persist(
-            path, "written", lambda: client.put(key, data, use_multipart=False), len(data)
-        )
+        self._retry(path, "written", lambda: client.put(key, data, use_multipart=False), len(data))
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects.
@@ -162,7 +157,7 @@ class RemoteStore:
         client = self._client()
         for path in paths:
             try:
-                self._persist(path, "removed", partial(client.delete, self._key(path)))
+                self._retry(path, "removed", partial(client.delete, self._key(path)))
             except Unreachable as error:
                 if error.kind != "gone":
                     raise
@@ -173,41 +168,48 @@ class RemoteStore:
             options["if_match"] = f'"{file.version}"'
         key = self._key(file.path)
 
-        def once() -> memoryview:
+        def call() -> memoryview:
             answer = client.get(key, options=options)
             found = self._file(answer.meta)
             if (found.size, _version(found)) != (file.size, _version(file)):
-                raise WrongAnswer("changed", f"expected {_named(file)}, got {_named(found)}")
+                raise WrongResponse(
+                    "changed", f"expected {_described(file)}, got {_described(found)}"
+                )
             if tuple(answer.range) != (start, stop):
-                raise WrongAnswer(
+                raise WrongResponse(
                     "other range",
                     f"expected bytes {start} to {stop}, got {answer.range[0]} to {answer.range[1]}",
                 )
             data = memoryview(answer.bytes())
             if len(data) != stop - start:
-                raise WrongAnswer("short body", f"expected {stop - start} bytes, got {len(data)}")
+                raise WrongResponse("short body", f"expected {stop - start} bytes, got {len(data)}")
             return data
 
-        return self._persist(
-            file.path, f"read (bytes {start} to {stop})", once, stop - start, self.patient
+        return self._retry(
+            file.path, f"read (bytes {start} to {stop})", call, stop - start, self.mid_run
         )
 
-    def _persist(
-        self, path: str, done: str, once: Callable[[], T], nbytes: int = 0, patient: bool = False
+    def _retry(
+        self,
+        path: str,
+        operation: str,
+        call: Callable[[], T],
+        nbytes: int = 0,
+        mid_run: bool = False,
     ) -> T:
-        """Call ``once`` with retries until success, a permanent failure or the deadline.
+        """Call ``call`` with retries until success, a permanent failure or the deadline.
 
         Errors contain no secret.
         """
-        result = persist(
-            once,
-            in_mid_run if patient else why,
+        result = retry_call(
+            call,
+            classify_mid_run if mid_run else classify,
             path=path,
-            done=done,
-            tally=self.tally,
-            gave_up=gave_up,
+            operation=operation,
+            stats=self.tally,
+            give_up_error=give_up_error,
         )
-        self.tally.got(nbytes)
+        self.tally.add_bytes(nbytes)
         return result
 
     def _client(self) -> Any:
@@ -252,8 +254,8 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
     )
     options = {
         "allow_http": plain,
-        "connect_timeout": f"{CONNECT_S}s",
-        "read_timeout": f"{seconds_of('OVERLORD_STORE_TIMEOUT_S', TIMEOUT_S)}s",
+        "connect_timeout": f"{TIMEOUTS.store_connect_s}s",
+        "read_timeout": f"{seconds_of('OVERLORD_STORE_TIMEOUT_S', TIMEOUTS.store_read_s)}s",
         "timeout": f"{deadline_s()}s",
         "user_agent": "overlord",
     }
@@ -261,8 +263,8 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
     try:
         return from_url(root, client_options=options, retry_config={"max_retries": 0}, **config)
     except Exception as error:
-        failure = why(error)
-    raise gave_up(root, "opened", [failure], 0.0)
+        failure = classify(error)
+    raise give_up_error(root, "opened", [failure], 0.0)
 
 
 def _check_endpoints(root: str) -> None:
@@ -313,7 +315,7 @@ def _version(file: File) -> str:
     return file.version or str(file.mtime_ns // 10**9)
 
 
-def _named(file: File) -> str:
+def _described(file: File) -> str:
     return f"version {_version(file)} of {file.size} bytes"
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from overlord.errors import StorageError
-from overlord.sources.retry import SLACK_S, deadline_s
+from overlord.sources.retry import deadline_s
+from overlord.sources.timeouts import TIMEOUTS
 
 log = logging.getLogger("overlord")
 
@@ -25,8 +26,6 @@ R = TypeVar("R")
 # Called with a source, the path a thread starts to wait for, and the number of deadlines it may
 # take.
 At = Callable[[str, str, int], None]
-
-TELL_S = 10.0  # seconds without progress before a warning; doubled after each warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +98,33 @@ class ParallelMap:
         for n in range(min(self._workers, len(items))):
             threading.Thread(target=run, name=f"{self._name}-{n}", daemon=True).start()
         found: dict[int, Any] = {}
-        told = TELL_S
+        warn_after = TIMEOUTS.warn_after_s
         while len(found) < len(items):
             try:
                 k, answer, error = answers.get(timeout=0.25)
             except queue.Empty:
-                told = self._look(waits, told)
+                warn_after = self._check_waits(waits, warn_after)
                 continue
             if error is not None:
                 raise error
-            found[k], told = answer, TELL_S
+            found[k], warn_after = answer, TIMEOUTS.warn_after_s
             done(answer)
         return [found[k] for k in range(len(items))]
 
-    def _look(self, waits: dict[int, Wait], told: float) -> float:
+    def _check_waits(self, waits: dict[int, Wait], warn_after: float) -> float:
         """Warn about a slow wait, and raise StorageError for one that exceeds its limit."""
         now, limit = time.monotonic(), deadline_s()
         oldest = min(list(waits.values()), key=lambda wait: wait.since, default=None)
-        if oldest is None or (seconds := now - oldest.since) <= min(told, limit):
-            return told
-        if seconds > limit * oldest.deadlines + SLACK_S:
+        if oldest is None or (seconds := now - oldest.since) <= min(warn_after, limit):
+            return warn_after
+        if seconds > limit * oldest.deadlines + TIMEOUTS.slack_s:
             raise StorageError(
                 oldest.source,
                 f"no answer for {seconds:.0f} s",
                 oldest.path,
                 "the disk or the mount hangs: check it",
             )
-        if seconds > told:
+        if seconds > warn_after:
             log.warning("source %r, %s: no answer for %.0f s", oldest.source, oldest.path, seconds)
-            return told * 2
-        return told
+            return warn_after * 2
+        return warn_after

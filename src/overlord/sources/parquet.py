@@ -32,15 +32,15 @@ from overlord.sources.base import (
     RawSlice,
     ReadOptions,
     check_refused,
-    is_fault,
-    lacks_columns,
+    is_storage_fault,
     make_chunks,
+    missing_columns_error,
     no_rows_chunk,
     short_read,
 )
 from overlord.sources.lru import Lru
 from overlord.sources.parquet_footer import BrokenFooter, Layout, parse
-from overlord.sources.range_file import joined
+from overlord.sources.range_file import merged
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files
@@ -87,7 +87,7 @@ class Parquet:
     indexed = True
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
-        known, layout = _looked_at(files, file)
+        known, layout = _types_and_layout(files, file)
         wanted = _column_ids(known, layout, options)
         check_refused(known, options)
         if hidden := [
@@ -138,21 +138,23 @@ class Parquet:
         if skip * step >= rows:
             yield cols.slice_of(first + rows, 0, _blank(footer, options), [], True)
             return
-        done, group, reason, looked_again = skip * step, int(chunks.unit[i]), "", False
+        done, group, reason, retried = skip * step, int(chunks.unit[i]), "", False
         tables = _slices(files, file, footer, group, int(chunks.nbytes[i]), options, skip)
         while done < rows and not reason:
             want = min(step, rows - done)
             try:
-                table, bad = cols.sound(_next(tables, want), options.max_sample_bytes)
+                table, bad = cols.without_invalid_rows(
+                    _next(tables, want), options.max_sample_bytes
+                )
             except _BROKEN as error:
-                if is_fault(error):
+                if is_storage_fault(error):
                     raise
                 # Raises if the storage is at fault.
                 files.check_readable(file, *_byte_range(files, file, group))
-                if looked_again:
+                if retried:
                     reason = f"row group {group} is corrupt: {_first_line(error)}"
                     break
-                looked_again = True  # the storage may have been at fault for a moment
+                retried = True  # the storage may have been at fault for a moment
                 tables = _slices(
                     files, file, footer, group, int(chunks.nbytes[i]), options, done // step
                 )
@@ -163,7 +165,9 @@ class Parquet:
         # one.
         for at in range(done, rows, step):
             n = min(step, rows - at)
-            yield cols.lost(first + at, n, _blank(footer, options), reason, at + n == rows)
+            yield cols.unreadable_slice(
+                first + at, n, _blank(footer, options), reason, at + n == rows
+            )
 
 
 def _next(tables: Iterator[pa.Table], want: int) -> pa.Table:
@@ -195,14 +199,14 @@ def _slices(
     if nbytes <= SMALL_ROW_GROUP:
         try:
             with _open(
-                files, file, footer, joined(_byte_ranges(footer, file, group, options))
+                files, file, footer, merged(_byte_ranges(footer, file, group, options))
             ) as reader:
                 whole = _select(
                     reader.read_row_group(group, columns=_names(options), use_threads=False),
                     options,
                 )
         except _BROKEN as error:
-            if is_fault(error):
+            if is_storage_fault(error):
                 raise
             # the other way may still return the rows before the broken page
         else:
@@ -266,13 +270,13 @@ def _footer(files: Files, file: File) -> _Footer:
     if (footer := _FOOTERS.get(file)) is not None:
         return footer
     data = _footer_bytes(files, file)
-    return _kept(file, _parsed(data), None if files.local else _laid_out(data))
+    return _cached(file, _metadata(data), None if files.local else _layout(data))
 
 
-def _looked_at(files: Files, file: File) -> tuple[dict[str, str], Layout]:
+def _types_and_layout(files: Files, file: File) -> tuple[dict[str, str], Layout]:
     """Return the types of the columns and the layout of a file, verified against each other."""
     data = _footer_bytes(files, file)
-    metadata, layout = _parsed(data), _laid_out(data)
+    metadata, layout = _metadata(data), _layout(data)
     theirs = (metadata.num_rows, metadata.num_row_groups, metadata.num_columns)
     if (ours := (layout.rows, len(layout.groups), len(layout.leaves))) != theirs:
         problem = (
@@ -280,7 +284,7 @@ def _looked_at(files: Files, file: File) -> tuple[dict[str, str], Layout]:
             "{}, {} and {}"
         )
         raise BadFile(problem.format(*theirs, *ours), _REMEDY)
-    _kept(file, metadata, None if files.local else layout)
+    _cached(file, metadata, None if files.local else layout)
     return _types(metadata), layout
 
 
@@ -289,7 +293,7 @@ def _types(metadata: Any) -> dict[str, str]:
     return {field.name: str(field.type) for field in metadata.schema.to_arrow_schema()}
 
 
-def _kept(file: File, metadata: Any, layout: Layout | None) -> _Footer:
+def _cached(file: File, metadata: Any, layout: Layout | None) -> _Footer:
     footer = _Footer(metadata, layout)
     _FOOTERS.put(file, footer, footer.nbytes)
     return footer
@@ -329,7 +333,7 @@ def _bytes_at(handle: pa.NativeFile, start: int, stop: int) -> bytes:
     return data
 
 
-def _parsed(footer: bytes) -> Any:
+def _metadata(footer: bytes) -> Any:
     """Parse the footer with pyarrow."""
     held = pa.BufferReader(b"".join((footer, len(footer).to_bytes(4, "little"), _MARK)))
     try:
@@ -342,7 +346,7 @@ def _parsed(footer: bytes) -> Any:
     return metadata
 
 
-def _laid_out(footer: bytes) -> Layout:
+def _layout(footer: bytes) -> Layout:
     try:
         return parse(footer)
     except BrokenFooter as error:
@@ -363,7 +367,7 @@ def _column_ids(known: Mapping[str, str], layout: Layout, options: ReadOptions) 
     if options.columns is None:
         return None
     if missing := [c for c in options.columns if c not in known]:
-        raise lacks_columns(missing, known)
+        raise missing_columns_error(missing, known)
     wanted = set(options.columns)
     return [j for j, leaf in enumerate(layout.leaves) if leaf in wanted]
 
@@ -388,7 +392,7 @@ def _byte_ranges(
 def _byte_range(files: Files, file: File, group: int) -> tuple[int, int]:
     """Return the byte range of a row group, or of the whole file if the footer is invalid."""
     try:
-        layout = _laid_out(_footer_bytes(files, file))
+        layout = _layout(_footer_bytes(files, file))
     except BadFile:
         return 0, file.size
     found = layout.groups[group].columns if group < len(layout.groups) else []

@@ -89,7 +89,7 @@ class RangeFile:
             self._runs.remove(run)
         self._runs.append(run)
         if stop > run.stop:
-            self._go_on(run, start, stop)
+            self._advance(run, start, stop)
         return run.data[start - run.start : stop - run.start]
 
     def _begin(self, start: int, stop: int) -> _Run:
@@ -104,7 +104,7 @@ class RangeFile:
             first, self._fetch(first, max(stop, end)), READ_AHEAD if known is not None else FIRST
         )
 
-    def _go_on(self, run: _Run, start: int, stop: int) -> None:
+    def _advance(self, run: _Run, start: int, stop: int) -> None:
         """Move the run to ``start``: keep its bytes from there on, and fetch the following ones."""
         kept, known = run.data[start - run.start :], self._end_of_range(start)
         run.ahead = min(2 * run.ahead, READ_AHEAD)
@@ -117,7 +117,7 @@ class RangeFile:
         return self._ranges[i][1] if i >= 0 and at < self._ranges[i][1] else None
 
 
-def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the ranges, with those close together merged."""
     out: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):

@@ -17,22 +17,17 @@ from typing import Any, TypeVar
 
 from overlord.errors import WouldBlock
 from overlord.sources.base import Unreachable
+from overlord.sources.timeouts import TIMEOUTS
 
 log = logging.getLogger("overlord")
 
 T = TypeVar("T")
-# Seconds for one read or listing with all its retries: long enough for a bad minute of a store,
-# shorter than the timeout of a collective.
-DEADLINE_S = 120.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-SLOW_S = 1.0  # seconds; a slower read counts as waiting for storage, even if it did not fail
-# seconds after the deadline before another thread gives up: a last attempt may be running
-SLACK_S = 1.0
-FOR_EVER = 10**9  # attempts: only the deadline ends them
-FEW = 3  # attempts for failures that a faulty proxy causes once and a wrong configuration always
+UNLIMITED = 10**9  # attempts: only the deadline ends them
+# Attempts for failures that a faulty proxy causes once and a wrong configuration always.
+FEW_ATTEMPTS = 3
 _BUSY = (
     "the store is busy, down or cannot be reached; no data is skipped for it: resume when it "
-    "answers"
+    "responds"
 )
 
 
@@ -43,7 +38,7 @@ class Failure:
     kind: str  # kind that is counted: a status, an errno, or a word
     text: str
     remedy: str = _BUSY
-    tries: int = FOR_EVER
+    tries: int = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +48,14 @@ class Clock:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     # Spreads the retries of many readers; it affects only the time of a retry.
-    chance: Callable[[], float] = random.random
+    jitter: Callable[[], float] = random.random
     # CPU seconds of a thread.
-    worked: Callable[[int], float] = lambda thread: worked_s(thread)
+    cpu_s: Callable[[int], float] = lambda thread: thread_cpu_s(thread)
     # CPU seconds of the calling thread, a hundred times cheaper.
-    worked_here: Callable[[], float] = time.thread_time
+    own_cpu_s: Callable[[], float] = time.thread_time
 
 
-def worked_s(thread: int) -> float:
+def thread_cpu_s(thread: int) -> float:
     """Return the CPU seconds of a thread.
 
     They distinguish a hanging read from one that decompresses a large file. If the system does not
@@ -83,16 +78,16 @@ class Attempt:
     path: str
     began: float
     thread: int
-    worked: float  # CPU seconds of the thread at the start
-    seen: list[Failure] = field(default_factory=list)
+    cpu_s: float  # CPU seconds of the thread at the start
+    failures: list[Failure] = field(default_factory=list)
     last: float = 0.0  # time of the last observed progress
     last_worked: float = -1.0
 
     def idle_s(self, clock: Clock) -> float:
         """Return the seconds without progress: the thread used no CPU time at all."""
-        now, worked = clock.now(), clock.worked(self.thread)
-        if worked != self.last_worked:
-            self.last, self.last_worked = now, worked
+        now, cpu_s = clock.now(), clock.cpu_s(self.thread)
+        if cpu_s != self.last_worked:
+            self.last, self.last_worked = now, cpu_s
         return now - self.last
 
 
@@ -105,53 +100,53 @@ class StorageStats:
         self.waited_s = 0.0
         self.hasty = False  # the current caller must not wait
         self.errors: Counter[str] = Counter()
-        self._under_way: list[Attempt] = []
+        self._in_progress: list[Attempt] = []
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[StorageStats], tuple[str]]:
         return StorageStats, (self.source,)  # another process has its own counters
 
     def begin(self, path: str) -> Attempt:
-        now, thread, worked = self.clock.now(), threading.get_native_id(), self.clock.worked_here()
-        attempt = Attempt(path, now, thread, worked, last=now, last_worked=worked)
+        now, thread, cpu_s = self.clock.now(), threading.get_native_id(), self.clock.own_cpu_s()
+        attempt = Attempt(path, now, thread, cpu_s, last=now, last_worked=cpu_s)
         with self._lock:
-            self._under_way.append(attempt)
+            self._in_progress.append(attempt)
         return attempt
 
     def end(self, attempt: Attempt) -> None:
         with self._lock:
-            if attempt in self._under_way:
-                self._under_way.remove(attempt)
+            if attempt in self._in_progress:
+                self._in_progress.remove(attempt)
                 self.waited_s += self._waited(attempt)
 
     def _waited(self, attempt: Attempt) -> float:
         seconds = self.clock.now() - attempt.began
-        if not attempt.seen and seconds < SLOW_S:
+        if not attempt.failures and seconds < TIMEOUTS.slow_s:
             return 0.0
-        return max(0.0, seconds - self.clock.worked(attempt.thread) + attempt.worked)
+        return max(0.0, seconds - self.clock.cpu_s(attempt.thread) + attempt.cpu_s)
 
-    def asked(self, again: bool) -> None:
+    def count_request(self, again: bool) -> None:
         with self._lock:
             self.requests += 1
             self.retries += again
 
-    def got(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         with self._lock:
             self.bytes += nbytes
 
-    def failed(self, kind: str, put_off: bool = False) -> None:
+    def count_failure(self, kind: str, put_off: bool = False) -> None:
         with self._lock:
             self.errors[kind] += 1
             self.retries += put_off
 
-    def gave_up(self) -> None:
+    def count_given_up(self) -> None:
         with self._lock:
             self.given_up += 1
 
     def oldest(self) -> Attempt | None:
         """Return the oldest operation in progress, if there is one."""
         with self._lock:
-            return min(self._under_way, key=lambda a: a.began, default=None)
+            return min(self._in_progress, key=lambda a: a.began, default=None)
 
     def metrics(self) -> dict[str, Any]:
         """Return the counters of requests to an object store."""
@@ -169,7 +164,7 @@ class StorageStats:
         ``waited_s`` includes operations in progress.
         """
         with self._lock:
-            waited = self.waited_s + sum(map(self._waited, self._under_way))
+            waited = self.waited_s + sum(map(self._waited, self._in_progress))
             return {
                 "retries": self.retries,
                 "errors": dict(self.errors),
@@ -178,72 +173,72 @@ class StorageStats:
             }
 
 
-def persist(
-    once: Callable[[], T],
-    why: Callable[[Exception], Failure | None],
+def retry_call(
+    call: Callable[[], T],
+    classify: Callable[[Exception], Failure | None],
     *,
     path: str,
-    done: str,
-    tally: StorageStats,
-    gave_up: Callable[[str, str, Sequence[Failure], float], Unreachable],
+    operation: str,
+    stats: StorageStats,
+    give_up_error: Callable[[str, str, Sequence[Failure], float], Unreachable],
 ) -> T:
-    """Call ``once`` until it succeeds, the failure is permanent, or the deadline passes.
+    """Call ``call`` until it succeeds, the failure is permanent, or the deadline passes.
 
-    Raised errors contain no secret. An error that ``why`` does not classify is not a storage error
-    and is raised unchanged.
+    Raised errors contain no secret. An error for which ``classify`` returns None is not a storage
+    error and is raised unchanged.
     """
-    clock, limit, attempt = tally.clock, deadline_s(), tally.begin(path)
-    seen = attempt.seen
+    clock, limit, attempt = stats.clock, deadline_s(), stats.begin(path)
+    failures = attempt.failures
     try:
         while True:
-            tally.asked(again=bool(seen))
+            stats.count_request(again=bool(failures))
             failure: Failure | None
             try:
-                result = once()
-                if seen:
+                result = call()
+                if failures:
                     log.warning(
                         "%s: recovered after %.1f s (%d attempts)",
-                        _where(tally, path),
+                        _where(stats, path),
                         clock.now() - attempt.began,
-                        len(seen) + 1,
+                        len(failures) + 1,
                     )
                 return result
             except Exception as error:
-                if (failure := why(error)) is None:
+                if (failure := classify(error)) is None:
                     raise
             # Outside of the except clause: the library's error may quote a signed request, so it
             # must not be chained.
-            seen.append(failure)
-            tally.failed(failure.kind, put_off=tally.hasty)
-            if tally.hasty:
+            failures.append(failure)
+            stats.count_failure(failure.kind, put_off=stats.hasty)
+            if stats.hasty:
                 raise WouldBlock
-            pause = min(FIRST_PAUSE_S * 2 ** min(len(seen) - 1, 20), LONGEST_PAUSE_S) * (
-                0.5 + clock.chance() / 2
-            )
+            pause = min(
+                TIMEOUTS.first_pause_s * 2 ** min(len(failures) - 1, 20), TIMEOUTS.longest_pause_s
+            ) * (0.5 + clock.jitter() / 2)
             took = clock.now() - attempt.began
-            if sum(f.kind == failure.kind for f in seen) >= failure.tries or took >= limit:
-                tally.gave_up()
-                raise gave_up(path, done, seen, took)
-            if len(seen) == 1:
+            if sum(f.kind == failure.kind for f in failures) >= failure.tries or took >= limit:
+                stats.count_given_up()
+                raise give_up_error(path, operation, failures, took)
+            if len(failures) == 1:
                 log.warning(
-                    "%s: %s; retrying for up to %g s", _where(tally, path), failure.text, limit
+                    "%s: %s; retrying for up to %g s", _where(stats, path), failure.text, limit
                 )
             clock.sleep(min(pause, limit - took))  # the last attempt is at the deadline
     finally:
-        tally.end(attempt)
+        stats.end(attempt)
 
 
-def tries_in_words(seen: Sequence[Failure], took_s: float) -> str:
-    return f" after {len(seen)} tries in {took_s:.1f} s" if len(seen) > 1 else ""
+def attempts_text(failures: Sequence[Failure], took_s: float) -> str:
+    return f" after {len(failures)} tries in {took_s:.1f} s" if len(failures) > 1 else ""
 
 
-def kinds_in_words(seen: Sequence[Failure]) -> str:
-    counts = ", ".join(f"{kind} x{n}" for kind, n in Counter(f.kind for f in seen).items())
-    return f" (seen: {counts})" if len(seen) > 1 else ""
+def kinds_text(failures: Sequence[Failure]) -> str:
+    counts = ", ".join(f"{kind} x{n}" for kind, n in Counter(f.kind for f in failures).items())
+    return f" (seen: {counts})" if len(failures) > 1 else ""
 
 
 def deadline_s() -> float:
-    return seconds_of("OVERLORD_STORE_DEADLINE_S", DEADLINE_S)
+    return seconds_of("OVERLORD_STORE_DEADLINE_S", TIMEOUTS.deadline_s)
 
 
 def seconds_of(variable: str, otherwise: float) -> float:
@@ -261,5 +256,5 @@ def seconds_of(variable: str, otherwise: float) -> float:
     return value
 
 
-def _where(tally: StorageStats, path: str) -> str:
-    return f"source {tally.source!r}, {path}" if tally.source else path
+def _where(stats: StorageStats, path: str) -> str:
+    return f"source {stats.source!r}, {path}" if stats.source else path

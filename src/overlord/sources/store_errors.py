@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from overlord.sources.base import Unreachable
-from overlord.sources.retry import FEW, FOR_EVER, Failure, kinds_in_words, tries_in_words
+from overlord.sources.retry import FEW_ATTEMPTS, UNLIMITED, Failure, attempts_text, kinds_text
 from overlord.uris import scrub
 
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z -]+))?")
@@ -36,7 +36,7 @@ _RANGES = (
 )
 
 
-class WrongAnswer(Exception):
+class WrongResponse(Exception):
     """A request succeeded, but the response does not hold the requested bytes."""
 
     def __init__(self, kind: str, problem: str):
@@ -44,18 +44,20 @@ class WrongAnswer(Exception):
         self.kind, self.problem = kind, problem
 
 
-def why(error: Exception) -> Failure:
+def classify(error: Exception) -> Failure:
     """Classify an error of the library. It has few classes, so its text decides."""
-    if isinstance(error, WrongAnswer):
+    if isinstance(error, WrongResponse):
         return _wrong(error)
     text, shown = str(error), _shown(str(error))
     status, code = _STATUS.search(text), (_CODE.search(text) or ["", ""])[1]
     if isinstance(error, Unreachable):
         return Failure(error.kind, error.problem, error.remedy, 1)
     if "non-partial response" in text:
-        return Failure("whole object", "expected a range, got the whole object", _RANGES, FEW)
+        return Failure(
+            "whole object", "expected a range, got the whole object", _RANGES, FEW_ATTEMPTS
+        )
     if "UnexpectedRange" in text:
-        return Failure("other range", shown, _RANGES, FEW)
+        return Failure("other range", shown, _RANGES, FEW_ATTEMPTS)
     if "BadScheme" in text:
         return Failure(
             "setup",
@@ -68,7 +70,7 @@ def why(error: Exception) -> Failure:
             "denied",
             "the environment has no keys, and this machine has no role that gives some",
             _KEYS,
-            FEW,
+            FEW_ATTEMPTS,
         )
     if status is not None:
         return _by_status(
@@ -85,16 +87,16 @@ def why(error: Exception) -> Failure:
         return Failure("short body", "the response ended early")
     if {"Interrupted", "Connect"} & set(kinds):
         return Failure("connection", shown)
-    return Failure(type(error).__name__, shown, tries=FEW)
+    return Failure(type(error).__name__, shown, tries=FEW_ATTEMPTS)
 
 
-def in_mid_run(error: Exception) -> Failure:
+def classify_mid_run(error: Exception) -> Failure:
     """Classify an error of a running job.
 
     The object existed when it was indexed, so it may come back. Keys may be renewed.
     """
-    found = why(error)
-    return replace(found, tries=FOR_EVER) if found.kind in ("gone", "changed", "denied") else found
+    found = classify(error)
+    return replace(found, tries=UNLIMITED) if found.kind in ("gone", "changed", "denied") else found
 
 
 def _by_status(status: int, code: str, shown: str) -> Failure:
@@ -123,17 +125,17 @@ def _by_status(status: int, code: str, shown: str) -> Failure:
     )
 
 
-def _wrong(error: WrongAnswer) -> Failure:
+def _wrong(error: WrongResponse) -> Failure:
     if error.kind == "changed":
         return Failure("changed", error.problem, _UNDER_RUN, 1)
     if error.kind == "other range":
-        return Failure(error.kind, error.problem, _RANGES, FEW)
+        return Failure(error.kind, error.problem, _RANGES, FEW_ATTEMPTS)
     return Failure(error.kind, error.problem)
 
 
-def gave_up(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
+def give_up_error(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
     """Return the error after the last attempt: operation, attempts, duration, causes and remedy."""
-    last, tried = seen[-1], tries_in_words(seen, took_s)
+    last, tried = seen[-1], attempts_text(seen, took_s)
     if last.kind == "gone":
         return Unreachable(
             f"the object is gone or was never there ({last.text}){tried}", last.remedy, last.kind
@@ -143,7 +145,7 @@ def gave_up(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unr
             f"the object changed since it was indexed ({last.text}){tried}", last.remedy, last.kind
         )
     return Unreachable(
-        f"could not be {done}{tried}: {last.text}" + kinds_in_words(seen), last.remedy, last.kind
+        f"could not be {done}{tried}: {last.text}" + kinds_text(seen), last.remedy, last.kind
     )
 
 

@@ -28,11 +28,8 @@ from overlord.process.forkserver import UNGUARDED, how_it_ended
 from overlord.sample import Column, Items, Ragged
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.pipeline import Pipeline
+from overlord.transforms.timeouts import TIMEOUTS
 from overlord.user_code import where_raised
-
-DEADLINE_S = 300.0  # seconds for one batch of user code, and for the start of the process
-# Seconds until a child that does not exit is killed; Ctrl-C must end a program within a second.
-CLOSE_S = 0.5
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -64,7 +61,7 @@ class _Child:
     pipe: Connection
 
 
-class _Spent(local):
+class _CpuSeconds(local):
     """CPU seconds per thread."""
 
     seconds = 0.0
@@ -77,20 +74,20 @@ class TransformWorker:
     """
 
     def __init__(
-        self, pipeline: Pipeline, name: str = "", *, deadline_s: float = DEADLINE_S
+        self, pipeline: Pipeline, name: str = "", *, deadline_s: float = TIMEOUTS.batch_s
     ) -> None:
         self.name = name or f"transforms of {pipeline.source!r}"
         self._pipeline, self._deadline_s, self._lock = pipeline, deadline_s, Lock()
-        self._spent = _Spent()
+        self._cpu = _CpuSeconds()
         self._child: _Child | None = _spawn(pipeline, self.name, deadline_s)
         with self._lock:
-            self._answer("start")  # waits for imports and the tokenizer, and raises their errors
+            self._receive("start")  # waits for imports and the tokenizer, and raises their errors
 
     @property
     def pid(self) -> int | None:
         return self._child.process.pid if self._child else None
 
-    elsewhere = True  # the caller waits for another process
+    separate_process = True  # the caller waits for another process
 
     @property
     def has_slice_stage(self) -> bool:
@@ -101,9 +98,9 @@ class TransformWorker:
 
         The child reports its position only after a whole stage.
         """
-        return f"{self._what()}, in process {self.pid},", -1
+        return f"{self._transforms_text()}, in process {self.pid},", -1
 
-    def _what(self) -> str:
+    def _transforms_text(self) -> str:
         code = [repr(t) for t in self._pipeline.transforms if t.user_code]
         return " or ".join(code or map(repr, self._pipeline.transforms)) or "no transform"
 
@@ -112,7 +109,7 @@ class TransformWorker:
 
         Several loaders may share a worker.
         """
-        return self._spent.seconds
+        return self._cpu.seconds
 
     def set_deadline(self, seconds: float) -> None:
         """Set the limit of one batch from now on."""
@@ -158,10 +155,10 @@ class TransformWorker:
         if child is None:
             return
         child.pipe.close()
-        child.process.join(CLOSE_S)
+        child.process.join(TIMEOUTS.close_s)
         if child.process.is_alive():
             child.process.kill()
-            child.process.join(CLOSE_S)
+            child.process.join(TIMEOUTS.close_s)
         if child.process.exitcode is not None:
             child.process.close()
 
@@ -181,9 +178,9 @@ class TransformWorker:
                 self._stalled(call.stage)
             except OSError:
                 self._lost(call.stage)
-            return self._answer(call.stage)
+            return self._receive(call.stage)
 
-    def _answer(self, stage: str) -> tuple[Reply, list[str], dict[str, Any]]:
+    def _receive(self, stage: str) -> tuple[Reply, list[str], dict[str, Any]]:
         assert self._child is not None
         pipe, out = self._child.pipe, {}
         try:
@@ -196,33 +193,34 @@ class TransformWorker:
             self._stalled(stage)
         except (OSError, EOFError):
             self._lost(stage)
-        self._spent.seconds += reply.core_s
+        self._cpu.seconds += reply.core_s
         if reply.error is not None:
             self._raise(reply.error)
         return reply, [name for name, _ in reply.arrays], out
 
     def _stalled(self, stage: str) -> NoReturn:
         """Kill the child, whose pipe is in the middle of a message, and raise DataStall."""
-        self._end(patience_s=0.0)
+        self._end_child(wait_s=0.0)
         raise DataStall(
-            f"{self.name}, {stage} stage, to get through {self._what()}", self._deadline_s
+            f"{self.name}, {stage} stage, to get through {self._transforms_text()}",
+            self._deadline_s,
         )
 
     def _lost(self, stage: str) -> NoReturn:
-        code = self._end()
+        code = self._end_child()
         how = how_it_ended(code)
         when = "before it could start" if stage == "start" else "in the middle of its work"
         raise ActorLost(
             self.name, f"its process ended {when} ({how}){UNGUARDED if stage == 'start' else ''}"
         )
 
-    def _end(self, patience_s: float = CLOSE_S) -> int | None:
+    def _end_child(self, wait_s: float = TIMEOUTS.close_s) -> int | None:
         assert self._child is not None
         process = self._child.process
-        process.join(patience_s)
+        process.join(wait_s)
         if process.exitcode is None:
             process.kill()
-            process.join(CLOSE_S)
+            process.join(TIMEOUTS.close_s)
         code: int | None = process.exitcode
         self.close()
         return code
