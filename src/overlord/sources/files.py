@@ -62,7 +62,7 @@ class Files:
         for name in names:
             access, rest = _access_to(name, source)
             accesses.append(access)
-            found += access._expand(rest, name, source, tuple(suffixes))
+            found += access.expand(rest, name, source, tuple(suffixes))
         if any(access.fs != accesses[0].fs for access in accesses):
             raise SourceError(
                 source,
@@ -144,7 +144,8 @@ class Files:
         if left > 0:
             raise short_read(left)
 
-    def _expand(self, rest: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
+    def expand(self, rest: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
+        """Return the files of a path, directory or glob; ``name`` is what the user wrote."""
         assert self.fs is not None
         is_uri = bool(SCHEME.match(name))
         try:

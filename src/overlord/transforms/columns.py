@@ -69,7 +69,7 @@ def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
     """
     kind_of(table, name, wanted)
     chunked = table.column(name)
-    found = _one(chunked)
+    found = _one_array(chunked)
     return (
         found.storage
         if isinstance(found, pa.ExtensionArray) and not is_mixed(found.type)
@@ -77,7 +77,7 @@ def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
     )
 
 
-def _one(chunked: pa.ChunkedArray) -> pa.Array:
+def _one_array(chunked: pa.ChunkedArray) -> pa.Array:
     found = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
     # combine_chunks of no chunk at all returns a chunked array.
     return pa.nulls(0, chunked.type) if isinstance(found, pa.ChunkedArray) else found
@@ -102,7 +102,7 @@ def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
                 raise
         else:
             return {}, False
-    found, bad = groups(_one(table.column(name)))
+    found, bad = groups(_one_array(table.column(name)))
     bad = {i: f"column {name!r}: {reason}" for i, reason in bad.items()}
     for rows, array in found:
         try:
@@ -174,8 +174,8 @@ def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
         return Ragged(np.zeros(0, np.uint32), np.zeros(len(array) + 1, np.int64)), bad
     values, offsets = lists(array)
     ids, faults = _numbers(values)
-    _blame(bad, name, offsets, [*faults, *_out_of_range(ids)])
-    return Ragged(_narrow(ids), offsets), bad
+    _add_faults(bad, name, offsets, [*faults, *_out_of_range(ids)])
+    return Ragged(_unsigned(ids), offsets), bad
 
 
 def lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
@@ -188,7 +188,9 @@ def lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
     return array.values.slice(first, last - first), offsets - first
 
 
-def _blame(bad: Bad, name: str, offsets: np.ndarray, faults: list[tuple[np.ndarray, str]]) -> None:
+def _add_faults(
+    bad: Bad, name: str, offsets: np.ndarray, faults: list[tuple[np.ndarray, str]]
+) -> None:
     """Add the rows that hold the faulty positions, each with its first reason."""
     for positions, reason in faults:
         for i in np.unique(np.searchsorted(offsets, positions, side="right") - 1):
@@ -226,7 +228,7 @@ def _out_of_range(ids: np.ndarray) -> list[tuple[np.ndarray, str]]:
     return [(np.flatnonzero(unsigned >= limit), f"holds an id below 0 or above {ID_LIMIT - 1}")]
 
 
-def _narrow(ids: np.ndarray) -> np.ndarray:
+def _unsigned(ids: np.ndarray) -> np.ndarray:
     return ids.astype(np.uint32) if ids.dtype.itemsize == 8 else ids.view(f"u{ids.dtype.itemsize}")
 
 
@@ -330,12 +332,12 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
     faults = [(null_rows(flat), "holds a null")]
     if pt.is_null(flat.type) or flat.null_count:
         flat = flat.cast(pa.int64()).fill_null(0) if pt.is_null(flat.type) else flat.fill_null(0)
-    values, wide = plain_numbers(numpy_of(flat), "", {})
+    values, widened = plain_numbers(numpy_of(flat), "", {})
     faults.append(
-        (np.array(sorted(wide), np.int64), "holds a number that is not finite, or too large")
+        (np.array(sorted(widened), np.int64), "holds a number that is not finite, or too large")
     )
     faults.append((np.flatnonzero(values < 0), "holds a number below 0"))
-    _blame(bad, name, offsets, faults)
+    _add_faults(bad, name, offsets, faults)
     return Ragged(values, offsets), bad
 
 
@@ -349,8 +351,8 @@ def meta_rows(chunked: pa.ChunkedArray, row: np.ndarray, part: np.ndarray) -> Co
     The pieces of a split sample share its number; its items stay with the first piece.
     """
     if not _is_lists(chunked.type):
-        return numpy_of(_one(chunked))[row]
-    flat, offsets = lists(_one(chunked))
+        return numpy_of(_one_array(chunked))[row]
+    flat, offsets = lists(_one_array(chunked))
     items = Ragged(numpy_of(flat), np.append(offsets, offsets[-1]))  # one extra row without items
     return items.take(np.where(part == 0, row, len(offsets) - 1))
 
@@ -360,7 +362,9 @@ def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
     one, other = (table.column(HIDDEN + n) for n in (name, items))
     if not (_is_lists(one.type) and _is_lists(other.type)):
         return {}
-    found, wanted = (numpy_of(pc.list_value_length(_one(c))).astype(np.int64) for c in (one, other))
+    found, wanted = (
+        numpy_of(pc.list_value_length(_one_array(c))).astype(np.int64) for c in (one, other)
+    )
     return {
         int(i): f"{name} has {found[i]} numbers for {wanted[i]} items of {items}"
         for i in np.flatnonzero(found != wanted)
@@ -370,10 +374,10 @@ def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
 def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, Bad]:
     """Return any numeric array as int64 or float64."""
     if values.dtype.kind == "f":
-        wide = values.astype(np.float64)
-        for i in np.flatnonzero(~np.isfinite(wide)):
+        widened = values.astype(np.float64)
+        for i in np.flatnonzero(~np.isfinite(widened)):
             bad.setdefault(int(i), f"{name} is not finite")
-        return wide, bad
+        return widened, bad
     if values.dtype.kind in "iu" and values.dtype.itemsize == 8:
         for i in np.flatnonzero(
             (values > EXACT) | (values < -EXACT) if values.dtype.kind == "i" else values > EXACT
@@ -420,7 +424,7 @@ def to_columns(table: pa.Table) -> dict[str, Any]:
 
 def _values(array: pa.Array) -> np.ndarray | list[Any]:
     if is_mixed(array.type):
-        return _whole_or_not(array.to_pylist())
+        return _as_float64(array.to_pylist())
     numeric = pt.is_integer(array.type) or pt.is_floating(array.type) or pt.is_boolean(array.type)
     if numeric and not array.null_count:
         return np.array(numpy_of(array))
@@ -428,7 +432,7 @@ def _values(array: pa.Array) -> np.ndarray | list[Any]:
     return values
 
 
-def _whole_or_not(values: list[Any]) -> np.ndarray | list[Any]:
+def _as_float64(values: list[Any]) -> np.ndarray | list[Any]:
     """Return whole numbers mixed with fractions as an array of float64 if it holds them exactly."""
     numbers = all(type(v) is float or (type(v) is int and -EXACT <= v <= EXACT) for v in values)
     return np.array(values, np.float64) if numbers else values

@@ -52,7 +52,7 @@ _OPEN: dict[
     "GIF": GifImagePlugin.GifImageFile,
 }
 # The loader has already checked the limits.
-_ANY = Limits(
+_NO_LIMITS = Limits(
     max_pixels_in=2**62, max_decoded_bytes=2**62, max_file_bytes=2**62, max_aspect=float("inf")
 )
 _TURNS = {
@@ -71,7 +71,7 @@ def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
     ``[height, width]`` for a grey one.
     """
     width, height = prefix.size
-    found = header(data, _ANY)
+    found = header(data, _NO_LIMITS)
     if (found.width, found.height) != prefix.size:
         raise BadImage(
             f"expected an image of {width} x {height} pixels, as planned, got "
@@ -151,13 +151,13 @@ def _jpeg(data: np.ndarray, found: Header, scale: int) -> np.ndarray | None:
     except ValueError as fault:
         if "subsampling" in str(fault):
             return None
-        if not any(said in str(fault) for said in _TOLERATED):
+        if not any(tolerated in str(fault) for tolerated in _TOLERATED):
             raise
         array = simplejpeg.decode_jpeg(data, **options, strict=False)
     return array
 
 
-class _Theirs:
+class _TruncatedFlag:
     """Replacement for Pillow's LOAD_TRUNCATED_IMAGES: the original value, except in a thread that
     decodes here.
 
@@ -169,16 +169,16 @@ class _Theirs:
         self._value = value
 
     def __bool__(self) -> bool:
-        return bool(self._value) and not getattr(_here, "decoding", False)
+        return bool(self._value) and not getattr(_thread, "decoding", False)
 
 
-_here = threading.local()
+_thread = threading.local()
 
 
 def _pillow(data: np.ndarray, found: Header) -> Any:
-    if not isinstance(theirs := ImageFile.LOAD_TRUNCATED_IMAGES, _Theirs) and theirs:
-        ImageFile.LOAD_TRUNCATED_IMAGES = _Theirs(theirs)
-    _here.decoding = True
+    if not isinstance(flag := ImageFile.LOAD_TRUNCATED_IMAGES, _TruncatedFlag) and flag:
+        ImageFile.LOAD_TRUNCATED_IMAGES = _TruncatedFlag(flag)
+    _thread.decoding = True
     try:
         image = _OPEN[found.format](BytesIO(data.data))
         if image.size != found.stored:
@@ -188,11 +188,11 @@ def _pillow(data: np.ndarray, found: Header) -> Any:
             )
         image.load()
     finally:
-        _here.decoding = False
-    return _plain(image)
+        _thread.decoding = False
+    return _to_l_or_rgb(image)
 
 
-def _plain(image: Any) -> Any:
+def _to_l_or_rgb(image: Any) -> Any:
     """Convert any mode of the four formats to L or RGB."""
     if image.mode in ("I;16", "I;16B", "I;16L", "I"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -103,14 +103,16 @@ def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
         elif start[:6] in (b"GIF87a", b"GIF89a"):
             found = _gif(view)
         else:
-            raise BadImage(f"expected a JPEG, PNG, WebP or GIF file, got {_what(view, start)}")
+            raise BadImage(
+                f"expected a JPEG, PNG, WebP or GIF file, got {_describe_bytes(view, start)}"
+            )
     except (struct.error, IndexError):  # read past the end
         raise BadImage("the file is cut short inside its header") from None
-    _within(found, limits)
+    _check_limits(found, limits)
     return found
 
 
-def _within(found: Header, limits: Limits) -> None:
+def _check_limits(found: Header, limits: Limits) -> None:
     width, height = found.width, found.height
     if not width or not height:
         raise BadImage(f"the image has no pixels ({width} x {height})")
@@ -143,7 +145,7 @@ _KINDS = (
 )
 
 
-def _what(view: memoryview, start: bytes) -> str:
+def _describe_bytes(view: memoryview, start: bytes) -> str:
     """Describe the bytes, so that a reason in the quarantine is more specific than "garbage"."""
     if not start:
         return "no bytes"

@@ -26,7 +26,7 @@ ANIMATED = ("first", "quarantine")
 META = ("image_patches", "image_tokens", "image_offset")  # read by planning/images/items.py
 # Of CLIP, as most encoders use.
 MEAN, STD = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-DRAWN = 5  # random numbers per image: two sides, two places, mirrored or not
+RANDOM_NUMBERS = 5  # random numbers per image: two sides, two places, mirrored or not
 LEAST_SIDE = 0.8  # least fraction of each side that a random crop keeps
 
 
@@ -171,7 +171,7 @@ class Images:
         )
 
     @property
-    def by_chance(self) -> bool:
+    def randomized(self) -> bool:
         return self.crop is not None or self.flip
 
     def __repr__(self) -> str:
@@ -180,8 +180,8 @@ class Images:
             for f in fields(self)
             if f.name not in ("column", "placeholder") and getattr(self, f.name) != f.default
         ]
-        said = "".join(f", {f.name}={getattr(self, f.name)!r}" for f in changed)
-        return f"Images({self.column!r}, placeholder={self.placeholder}{said})"
+        options = "".join(f", {f.name}={getattr(self, f.name)!r}" for f in changed)
+        return f"Images({self.column!r}, placeholder={self.placeholder}{options})"
 
     def fingerprint(self) -> str:
         return digest(
@@ -189,14 +189,14 @@ class Images:
             *(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "place"),
         )
 
-    def plan(self, found: Header, chance: Sequence[float] = (0.0,) * DRAWN) -> Prefix:
+    def plan(self, found: Header, random: Sequence[float] = (0.0,) * RANDOM_NUMBERS) -> Prefix:
         """Plan an image.
 
-        ``chance``: its row of ``chances``, if the specification uses randomness.
+        ``random``: its row of ``random_numbers``, if the specification uses randomness.
         """
         if found.frames > 1 and self.animated == "quarantine":
             raise BadImage(f"an animated {found.format}")
-        box = self._box(found.width, found.height, chance)
+        box = self._box(found.width, found.height, random)
         height, width = self.size or fit(
             box[3],
             box[2],
@@ -211,13 +211,13 @@ class Images:
             grid=(1, height // self.patch, width // self.patch),
             box=box,
             size=(found.width, found.height),
-            flip=self.flip and chance[4] < 0.5,
+            flip=self.flip and random[4] < 0.5,
             scaled=self.scaled,
             mean=self.mean,
             std=self.std,
         )
 
-    def _box(self, width: int, height: int, chance: Sequence[float]) -> tuple[int, int, int, int]:
+    def _box(self, width: int, height: int, random: Sequence[float]) -> tuple[int, int, int, int]:
         """Return the crop (x, y, width, height).
 
         It is the whole image; with a size, the largest centred part of that shape; with a random
@@ -233,13 +233,13 @@ class Images:
             )
         if self.crop is None:
             return (width - w) // 2, (height - h) // 2, w, h
-        kept = [LEAST_SIDE + (1 - LEAST_SIDE) * u for u in chance[:2]]
+        kept = [LEAST_SIDE + (1 - LEAST_SIDE) * u for u in random[:2]]
         if self.size is not None:
             kept[1] = kept[0]  # the shape stays
         w, h = max(1, math.floor(w * kept[0])), max(1, math.floor(h * kept[1]))
         return (
-            math.floor((width - w + 1) * chance[2]),
-            math.floor((height - h + 1) * chance[3]),
+            math.floor((width - w + 1) * random[2]),
+            math.floor((height - h + 1) * random[3]),
             w,
             h,
         )
@@ -286,11 +286,11 @@ def _root_up(top: int, bottom: int) -> int:
     return math.isqrt(-(-top // bottom) - 1) + 1
 
 
-def chances(key: np.ndarray, number: np.ndarray) -> np.ndarray:
+def random_numbers(key: np.ndarray, number: np.ndarray) -> np.ndarray:
     """Return numbers in [0, 1) for every image, ``[images, DRAWN]``, from the key of its sample and
     its number in the sample.
     """
-    drawn = mix64(mix64(key ^ number.astype(U64))[:, None] ^ np.arange(DRAWN, dtype=U64))
+    drawn = mix64(mix64(key ^ number.astype(U64))[:, None] ^ np.arange(RANDOM_NUMBERS, dtype=U64))
     return (drawn >> U64(11)) * 2.0**-53
 
 

@@ -38,7 +38,7 @@ def lost_tokens(lengths: np.ndarray, context: int, on_long: str) -> np.ndarray:
     return np.where(lengths > context, lengths, 0) if on_long == "drop" else np.zeros_like(lengths)
 
 
-def cut_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pieces:
+def split_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pieces:
     """Turn the rows ``keep`` into samples of at most ``context`` tokens.
 
     Rows that "quarantine" or "drop" rejects are not in ``keep``.

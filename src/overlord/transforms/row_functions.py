@@ -20,14 +20,14 @@ from overlord.user_code import where_raised
 class Frame:
     """Rows inside a stage: their input rows, and the outcome of the removed ones."""
 
-    __slots__ = ("at", "bad", "dropped", "index", "laid", "table")
+    __slots__ = ("at", "bad", "dropped", "images", "index", "table")
 
     def __init__(self, table: pa.Table) -> None:
         self.table, self.index = plain(table), np.arange(table.num_rows)
         self.bad: list[tuple[int, str]] = []
         self.dropped = 0
         self.at = -1  # the row that a user function is processing; -1: all rows
-        self.laid: Any = None  # images of the rows (image_rows.Laid), once they are read
+        self.images: Any = None  # images of the rows (image_rows.PlannedImages), once they are read
 
     def put(self, name: str, values: pa.Array) -> None:
         at = self.table.column_names.index(name) if name in self.table.column_names else -1
@@ -89,7 +89,7 @@ def _run_alone(
         except MemoryError:
             raise
         except Exception as fault:
-            bad[i] = f"{t!r}: {said(fault)}"
+            bad[i] = f"{t!r}: {error_text(fault)}"
         else:
             alone.append(check(result, 1))
     frame.at = -1
@@ -110,7 +110,7 @@ def run_each(
     t: Transform,
     fn: Callable[..., Any],
     check: Callable[[Any], Any],
-    chance: Iterator[Any] | None = None,
+    generators: Iterator[Any] | None = None,
 ) -> list[Any]:
     """Call ``fn`` row by row.
 
@@ -120,14 +120,14 @@ def run_each(
     results = []
     for i, row in enumerate(_rows(frame.table)):
         frame.at = i
-        rng = next(chance) if chance is not None else None
+        rng = next(generators) if generators is not None else None
         try:
             row = row() if callable(row) else row
             results.append(check(fn(row) if rng is None else fn(row, rng)))
         except MemoryError:
             raise
         except Exception as fault:
-            bad[i] = f"{t!r}: {said(fault)}"
+            bad[i] = f"{t!r}: {error_text(fault)}"
     frame.at = -1
     frame.drop(bad)
     return results
@@ -145,6 +145,6 @@ def _rows(table: pa.Table) -> Iterator[Any]:
             yield lambda i=i: to_rows(table.slice(i, 1))[0]
 
 
-def said(fault: BaseException) -> str:
+def error_text(fault: BaseException) -> str:
     text = f"{type(fault).__name__}: {fault}" if str(fault) else type(fault).__name__
     return (text if len(text) <= 200 else text[:197] + "...") + where_raised(fault)

@@ -24,7 +24,7 @@ from overlord.transforms.base import column_problems, flag_problems, refuse
 
 # Texts per batch: the tokenizer's result takes 100 to 200 bytes per token until its ids are copied;
 # larger batches are not faster.
-TEXTS = 32
+TEXTS_PER_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -94,9 +94,9 @@ class Encoder:
         """
         ids, lengths = array("I"), array("q")
         before, after = ([] if token is None else [token] for token in (self.bos, self.eos))
-        for k in range(0, len(texts), TEXTS):
+        for k in range(0, len(texts), TEXTS_PER_BATCH):
             for encoding in self.tokenizer.encode_batch_fast(
-                texts[k : k + TEXTS], add_special_tokens=self.add_special_tokens
+                texts[k : k + TEXTS_PER_BATCH], add_special_tokens=self.add_special_tokens
             ):
                 start = len(ids)
                 ids.fromlist(before)
@@ -140,7 +140,7 @@ def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
     return Encoder(tokenizer, spec.add_special_tokens, bos, eos, np.min_scalar_type(highest), key)
 
 
-def same_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) -> None:
+def check_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) -> None:
     """Raise if the tokenizer differs from the one at launch.
 
     All processes of a job use one vocabulary.
