@@ -16,7 +16,7 @@ from overlord.sample import Ragged
 from overlord.transforms.image_header import BadImage, Header, header
 from overlord.transforms.image_items import MAX_TOKENS, fill, item_shape
 from overlord.transforms.image_rows import with_placeholders
-from overlord.transforms.images import Images, chances, fit
+from overlord.transforms.images import Images, fit, random_numbers
 from tests.laws import examples
 from tests.pictures import FILES
 
@@ -110,7 +110,7 @@ def test_what_is_planned_lies_inside_the_image(
 ) -> None:
     spec = Images(placeholder=1, crop=crop, size=size, flip=True)
     found = Header(width, height, "RGB", "PNG")
-    drawn = chances(np.array([key], np.uint64), np.array([number]))
+    drawn = random_numbers(np.array([key], np.uint64), np.array([number]))
     assert (drawn >= 0).all()
     assert (drawn < 1).all()
     prefix = spec.plan(found, drawn[0].tolist())

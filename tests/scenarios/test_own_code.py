@@ -103,4 +103,4 @@ def test_so_is_a_dataset_that_does_not_give_a_row() -> None:
     found = stalls(
         ov.Source("web", Endless(), transforms=[ov.Tokens("tokens")], shuffle=False), RUNTIMES[1]
     )
-    assert "loader/web/0 is in Endless, which is to give slice 5 of chunk 0, for " in found
+    assert "loader/web/0 is in Endless, reading slice 5 of chunk 0, for " in found

@@ -205,7 +205,7 @@ def test_a_store_that_is_well_again_after_giving_up_is_not_taken_for_bad_data(pr
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("stall", "no byte came for too long"),
+        ("stall", "no byte received for too long"),
         ("reset", "connection x"),
         ("less", "expected .* bytes, got"),
     ],

@@ -51,7 +51,7 @@ def test_so_many_steps_are_built_ahead_of_the_fastest_rank_and_no_more() -> None
     assert assembler.waiting() == "step 0: its microbatches to be built"
     assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(0, 1)]
     assert assembler.handle(Built(1)) == [Deliver(1, 0), Deliver(1, 1)]
-    assert assembler.waiting() == "step 2: an earlier one to be taken"
+    assert assembler.waiting() == "step 2: an earlier one to be acknowledged"
     assert assembler.handle(Consumed(0, 0)) == [
         Build(2, 0)
     ]  # though the other rank has not taken it

@@ -105,7 +105,7 @@ def test_a_step_that_is_complete_stays_and_one_that_is_not_comes_anew() -> None:
     assert here.boxes[0].order == [5], "7 is built, and waits for 6"
     here.back(5, G)
     assert here.gathering.complete_until == 6
-    assert here.gathering.waiting() == "step 6: to be planned again, since some part was lost"
+    assert here.gathering.waiting() == "step 6: to be planned again after a worker was lost"
     for step in (6, 7, 8):
         here.plan(step, G)
     assert here.gathering.waiting() == "step 6: payload of loader-host/3, loader-host/7"

@@ -200,10 +200,10 @@ def test_a_path_alone_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        (["a.jpg"], "column 'images' holds text, and images are expected as bytes"),
+        (["a.jpg"], "column 'images': expected images as bytes, got text"),
         ([[["x"]]], "binary, struct<bytes, path>, or lists"),
-        ([1], "column 'images' has the type int64"),
-        ([{"path": "x"}], "a struct of images wants a field 'bytes'"),
+        ([1], "column 'images': expected images"),
+        ([{"path": "x"}], "expected a struct with a field 'bytes'"),
     ],
 )
 def test_a_column_that_can_hold_no_image_says_what_is_wanted(column: Any, reason: str) -> None:
@@ -296,7 +296,7 @@ def test_an_image_behind_the_first_piece_of_a_split_document_takes_it_out() -> N
     assert block.bad == [
         (
             0,
-            "an image ends at token 14, behind the first piece of 8; on_long='split' "
+            "an image ends at token 14, after the first piece of 8; on_long='split' "
             "keeps images in the first piece",
         )
     ]
@@ -567,8 +567,8 @@ def test_a_spec_shows_what_differs_from_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("transforms", "problem"),
     [
-        ([SPEC, Tokens()], "it stands before Tokens('tokens'); put Images behind"),
-        ([Tokens(), SPEC, Map(len_of)], "it stands before Map"),
+        ([SPEC, Tokens()], "got Tokens('tokens') after it; put Images after"),
+        ([Tokens(), SPEC, Map(len_of)], "got Map"),
         ([Tokens(), SPEC, SPEC], "a source has one Images"),
         ([Tokens(), Meta("image_patches", "x"), SPEC], "the name 'image_patches' is used twice"),
         ([Select("tokens"), Tokens(), SPEC], "column 'images' does not get past an earlier Select"),

@@ -39,7 +39,7 @@ def test_a_mask_beside_the_ids_is_refused_by_name(tmp_path: Path, kind: str, nam
         kind, tmp_path, [{"tokens": row["tokens"], name: row["loss_mask"]} for row in ROWS]
     )
     problem = (
-        f"expected token ids alone, got the column '{name}' beside them, which is not "
+        f"expected token ids alone, got the column '{name}' next to them, which is not "
         "supported yet; add Select"
     )
     for transforms in ([ov.Tokens("tokens")], [], [ov.Tokens("tokens"), ov.Filter(len_is_three)]):

@@ -22,9 +22,16 @@ from overlord.loader.reader import SourceReader
 from overlord.messages.loader import Read
 from overlord.sources.base import BadFile, File, ReadOptions, Unreachable
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
-from overlord.sources.file_errors import DISKS, check_same, gave_up, kind_of, why
+from overlord.sources.file_errors import (
+    DISKS,
+    check_same_file,
+    classify,
+    file_system_kind,
+    give_up_error,
+)
 from overlord.sources.index import build_index
-from overlord.sources.retry import LONGEST_PAUSE_S, Clock, Failure, StorageStats, persist
+from overlord.sources.retry import Clock, Failure, StorageStats, retry_call
+from overlord.sources.timeouts import TIMEOUTS
 from overlord.transforms.pipeline import Pipeline
 from tests.corpus import write_rows
 from tests.processes import until
@@ -54,7 +61,7 @@ class Time:
 def trying(
     time: Time, fails: int, error: Exception, took_s: float = 0.0
 ) -> tuple[Any, StorageStats]:
-    tally, left = StorageStats("web", time.clock), [fails]
+    stats, left = StorageStats("web", time.clock), [fails]
 
     def once() -> str:
         time.now += took_s
@@ -64,11 +71,16 @@ def trying(
         return "bytes"
 
     try:
-        return persist(
-            once, why, path="a.parquet", done="read", tally=tally, gave_up=gave_up
-        ), tally
+        return retry_call(
+            once,
+            classify,
+            path="a.parquet",
+            operation="read",
+            stats=stats,
+            give_up_error=give_up_error,
+        ), stats
     except Exception as found:
-        return found, tally
+        return found, stats
 
 
 def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(
@@ -76,16 +88,16 @@ def test_pauses_double_up_to_the_longest_and_all_fit_into_the_deadline(
 ) -> None:
     monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "60")
     time = Time()
-    found, tally = trying(time, 10**6, OSError(errno.EIO, "no"))
-    assert time.pauses[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, LONGEST_PAUSE_S]
-    assert set(time.pauses[7:-1]) == {LONGEST_PAUSE_S}
+    found, stats = trying(time, 10**6, OSError(errno.EIO, "no"))
+    assert time.pauses[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, TIMEOUTS.longest_pause_s]
+    assert set(time.pauses[7:-1]) == {TIMEOUTS.longest_pause_s}
     assert time.now == pytest.approx(60), "the last try is at the deadline"
     assert isinstance(found, Unreachable)
     assert (
         str(found) == f"cannot be read: Input/output error after {len(time.pauses) + 1} tries in "
         f"{time.now:.1f} s (seen: EIO x{len(time.pauses) + 1})"
     )
-    assert tally.trouble() == {
+    assert stats.trouble() == {
         "retries": len(time.pauses),
         "errors": {"EIO": len(time.pauses) + 1},
         "waited_s": time.now,
@@ -98,14 +110,14 @@ def test_whatever_chance_says_the_answer_is_the_same_as_long_as_it_comes_in_time
     chance: float, fails: int, took_s: float
 ) -> None:
     time = Time(chance)
-    found, tally = trying(time, fails, OSError(errno.ESTALE, "no"), took_s)
+    found, stats = trying(time, fails, OSError(errno.ESTALE, "no"), took_s)
     assert time.now <= 120 + took_s
     if found != "bytes":
-        assert time.now + 2 * LONGEST_PAUSE_S + took_s > 120  # it was not given up early
+        assert time.now + 2 * TIMEOUTS.longest_pause_s + took_s > 120  # it was not given up early
         return
-    assert tally.trouble()["errors"] == ({"ESTALE": fails} if fails else {})
-    assert tally.retries == fails
-    assert all(a <= 0.1 * 2**k and a <= LONGEST_PAUSE_S for k, a in enumerate(time.pauses))
+    assert stats.trouble()["errors"] == ({"ESTALE": fails} if fails else {})
+    assert stats.retries == fails
+    assert all(a <= 0.1 * 2**k and a <= TIMEOUTS.longest_pause_s for k, a in enumerate(time.pauses))
 
 
 def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(
@@ -117,8 +129,8 @@ def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(
     assert [r.message for r in caplog.records] == [
         "source 'web', a.parquet: the file is gone since the source was indexed (No such "
         "file or directory); "
-        "it is tried again for up to 120 s",
-        "source 'web', a.parquet: well again after 3.1 s and 6 tries",
+        "retrying for up to 120 s",
+        "source 'web', a.parquet: recovered after 3.1 s (6 attempts)",
     ]
 
 
@@ -127,9 +139,9 @@ def test_it_is_said_once_that_something_is_tried_again_and_once_that_it_is_well(
 )
 def test_what_is_wrong_with_the_data_is_not_tried_again(error: Exception) -> None:
     time = Time()
-    found, tally = trying(time, 1, error)
+    found, stats = trying(time, 1, error)
     assert found is error
-    assert (time.pauses, tally.trouble()["errors"]) == ([], {})
+    assert (time.pauses, stats.trouble()["errors"]) == ([], {})
 
 
 @pytest.mark.parametrize(
@@ -147,7 +159,7 @@ def test_what_is_wrong_with_the_data_is_not_tried_again(error: Exception) -> Non
     ],
 )
 def test_what_the_system_says_may_pass_and_is_counted_by_its_kind(number: int, kind: str) -> None:
-    found = why(OSError(number, "no"))
+    found = classify(OSError(number, "no"))
     assert found is not None
     assert (found.kind, found.tries > 100) == (kind, True)
     assert found.remedy
@@ -155,17 +167,17 @@ def test_what_the_system_says_may_pass_and_is_counted_by_its_kind(number: int, k
 
 def test_what_is_under_way_counts_as_waited(tmp_path: Path) -> None:
     time = Time()
-    tally = StorageStats("web", time.clock)
-    attempt = tally.begin("a.parquet")
+    stats = StorageStats("web", time.clock)
+    attempt = stats.begin("a.parquet")
     time.now = 0.9
-    assert tally.trouble()["waited_s"] == 0
+    assert stats.trouble()["waited_s"] == 0
     time.now, time.worked = 8.0, 1.0  # a second of it was work
-    assert tally.trouble()["waited_s"] == 7
-    attempt.seen.append(Failure("EIO", "no"))
-    tally.end(attempt)
-    tally.end(attempt)
-    assert (tally.trouble()["waited_s"], tally.oldest()) == (7, None)
-    assert pickle.loads(pickle.dumps(tally)).source == "web"
+    assert stats.trouble()["waited_s"] == 7
+    attempt.failures.append(Failure("EIO", "no"))
+    stats.end(attempt)
+    stats.end(attempt)
+    assert (stats.trouble()["waited_s"], stats.oldest()) == (7, None)
+    assert pickle.loads(pickle.dumps(stats)).source == "web"
 
 
 # the same file
@@ -181,27 +193,27 @@ def test_a_file_is_the_same_as_long_as_size_and_time_are(tmp_path: Path) -> None
     path.write_bytes(b"12345")
     os.utime(path, ns=(0, 1_234_567_891_234_567_891))
     file = indexed(path)
-    check_same(file)
+    check_same_file(file)
     for ns in (
         1_234_567_891_234_567_000,
         1_234_567_891_234_000_000,
         1_234_567_891_000_000_000,
     ):  # as tools copy times
         os.utime(path, ns=(0, ns))
-        check_same(file)
+        check_same_file(file)
     os.utime(path, ns=(0, 1_234_567_891_234_567_892))
     with pytest.raises(
         Unreachable,
         match=r"expected 5 bytes of 2009-02-13 23:31:31\.234567891, got 5 bytes of 2009-02-13 23:31:31\.234567892",
     ):
-        check_same(file)
+        check_same_file(file)
     path.write_bytes(b"123456")
     os.utime(path, ns=(0, file.mtime_ns))
     with pytest.raises(Unreachable, match=r"expected 5 bytes of .*, got 6 bytes of"):
-        check_same(file)
+        check_same_file(file)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        check_same(file)
+        check_same_file(file)
 
 
 # reads that hang
@@ -333,7 +345,7 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
         assert ask(1, 2)[0].rows == 8
         hidden = file.rename(file.with_suffix(".away"))
         back = lambda seconds: hidden.rename(file)  # noqa: E731 the file comes back while somebody waits for it
-        reader.chunks.tally.clock = replace(reader.chunks.tally.clock, sleep=back)  # type: ignore[attr-defined]
+        reader.chunks.stats.clock = replace(reader.chunks.stats.clock, sleep=back)  # type: ignore[attr-defined]
         assert ask(0, 3)[0].rows == 8
         assert where == [
             "overlord-worker-0",
@@ -341,7 +353,7 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
             "overlord-pump-test",
             "overlord-worker-0",
         ]
-        assert reader.chunks.tally.errors == {"gone": 2}  # type: ignore[attr-defined]
+        assert reader.chunks.stats.errors == {"gone": 2}  # type: ignore[attr-defined]
     finally:
         executor.close()
         pump.stop()
@@ -356,9 +368,9 @@ def test_only_disks_of_this_machine_are_known_to_answer(kind: str, disk: bool) -
         "22 1 0:31 / / rw - tmpfs none rw\n36 22 0:45 / /data\\040two rw,noatime shared:1 - "
         f"{kind} host:/x rw\nbroken line"
     )
-    assert kind_of(os.makedev(0, 45), mounts) == kind
+    assert file_system_kind(os.makedev(0, 45), mounts) == kind
     assert (kind in DISKS) is disk
-    assert kind_of(os.makedev(8, 1), mounts) == ""
+    assert file_system_kind(os.makedev(8, 1), mounts) == ""
 
 
 def test_a_storage_error_is_a_source_error() -> None:

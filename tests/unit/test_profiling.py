@@ -392,12 +392,12 @@ def test_time_that_was_waited_and_rows_that_nobody_drew_are_no_cost_of_a_source(
         evaluated=100,
         samples=100,
     )
-    assert ReaderStats(rows=1000, evaluated=10, samples=400).asked_for == 0.01, (
+    assert ReaderStats(rows=1000, evaluated=10, samples=400).evaluated_fraction == 0.01, (
         "a row that was split into 40 samples was read once"
     )
     with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
         row = {"source": "web", "loader": 0, "samples": stats.samples, "tokens": 500}
-        row |= {"of_samples_s": stats.of_samples, "core_s": stats.work[0]}
+        row |= {"of_samples_s": stats.sample_seconds, "core_s": stats.work[0]}
         found = profile_store.Refresher(ready, lambda: {"loaders": [row]}).refresh()
         ready.profile = found
         assert loads_of(ready)[0].cost == pytest.approx(0.3 / 100), (

@@ -151,7 +151,7 @@ def test_text_that_is_no_utf8_is_a_bad_row(tmp_path, format):
             out.write_table(table)
     everything = read_all(str(path))
     assert [r["t"] for r in everything.rows] == ["good", "é", None]
-    assert everything.reasons == [(1, "column 't': bytes that are no UTF-8")]
+    assert everything.reasons == [(1, "column 't': bytes that are not UTF-8")]
 
 
 @pytest.mark.parametrize("format", ["parquet", "arrow"])

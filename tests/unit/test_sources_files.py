@@ -98,7 +98,7 @@ def test_links_that_lead_back_are_followed_once_and_hidden_ones_not_at_all(tree)
 @pytest.mark.parametrize("what", ["", "/*.jsonl", "/z.jsonl"])
 @pytest.mark.parametrize(
     ("make", "found"),
-    [(lambda p: p.symlink_to("nowhere"), "a link that leads nowhere"), (os.mkfifo, "a pipe")],
+    [(lambda p: p.symlink_to("nowhere"), "a dangling link"), (os.mkfifo, "a pipe")],
 )
 def test_what_is_meant_to_be_data_and_cannot_be_read_is_not_passed_over(tree, what, make, found):
     make(tree / "z.jsonl")

@@ -23,7 +23,7 @@ from overlord.sources.files import Files
 from overlord.sources.object_store import RemoteStore
 from overlord.sources.range_file import RangeFile
 from overlord.sources.retry import Failure
-from overlord.sources.store_errors import gave_up, why
+from overlord.sources.store_errors import classify, give_up_error
 from overlord.uris import scrub, uri_problems
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
@@ -254,7 +254,7 @@ def test_a_remote_file_reads_like_the_bytes_themselves(data, reads, ranges):
             asked.append((a, b))
             return memoryview(data)[a:b]
 
-        told = range_file.joined([(a, min(a + n, len(data))) for a, n in ranges if a < len(data)])
+        told = range_file.merged([(a, min(a + n, len(data))) for a, n in ranges if a < len(data)])
         ours, theirs = RangeFile(fetch, len(data), told), io.BytesIO(data)
         for at, n in reads:
             assert ours.seek(at) == theirs.seek(at)
@@ -394,14 +394,14 @@ LIBRARY = (
     ],
 )
 def test_faults_are_told_apart_by_what_the_library_says(text, kind, passes):
-    found = why(Exception(text))
+    found = classify(Exception(text))
     assert (found.kind, found.tries > 3) == (kind, passes)
     assert "Debug source" not in found.text
 
 
 def test_a_fault_that_is_not_known_is_told_without_its_secrets(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    found = why(
+    found = classify(
         Exception(
             f"odd: signed with {SECRET}, X-Amz-Signature=0123456789\n\nDebug source: {SECRET}"
         )
@@ -419,12 +419,12 @@ def test_giving_up_says_what_was_tried_how_often_how_long_and_what_to_do():
         Failure("timeout", "no byte came"),
         Failure("503", "503 Slow Down"),
     ]
-    text = str(gave_up("s3://b/x", "read (bytes 0 to 9)", seen, 12.34))
+    text = str(give_up_error("s3://b/x", "read (bytes 0 to 9)", seen, 12.34))
     assert (
         text == "could not be read (bytes 0 to 9) after 3 tries in 12.3 s: 503 Slow Down (seen: "
         "503 x2, timeout x1)"
     )
-    assert isinstance(gave_up("s3://b/x", "read", seen, 1.0), Unreachable)
+    assert isinstance(give_up_error("s3://b/x", "read", seen, 1.0), Unreachable)
 
 
 def test_an_unreachable_file_survives_pickling():

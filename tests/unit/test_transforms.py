@@ -20,9 +20,11 @@ from overlord.errors import ActorLost, DataStall, JobError, TransformError
 from overlord.process.forkserver import how_it_ended
 from overlord.sources.clean_tables import table_of
 from overlord.sources.mixed_columns import column_of
+from overlord.transforms import transform_process
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
 from overlord.transforms.image_rows import read_images
 from overlord.transforms.pipeline import Pipeline
+from overlord.transforms.timeouts import Timeouts
 from overlord.transforms.tokenize import Tokenize, build_encoder
 from overlord.transforms.transform_process import TransformWorker
 from tests.processes import WAIT_S, left_after
@@ -221,8 +223,8 @@ def test_a_process_that_finds_another_tokenizer_than_the_job_was_launched_with_s
     path.write_text(Path(tokenizer).read_text().replace('"w299"', '"w300"'))
     with pytest.raises(
         TransformError,
-        match=r"source 'web', Tokenize: the tokenizer file .* has changed since .*; put back "
-        r"the one it",
+        match=r"source 'web', Tokenize: the tokenizer file .* has changed since .*; restore "
+        "the file of the launch",
     ):
         pickle.loads(sent)
 
@@ -269,7 +271,11 @@ def test_encoding_runs_on_the_calling_thread_unless_the_user_wants_otherwise(tok
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(None, "cannot read"), (b"{}", "is no tokenizer.json"), (b"\xff", "is no tokenizer.json")],
+    [
+        (None, "cannot read"),
+        (b"{}", "is not a tokenizer.json"),
+        (b"\xff", "is not a tokenizer.json"),
+    ],
 )
 def test_a_tokenizer_that_cannot_be_loaded_is_named_when_the_pipeline_is_built(
     content: bytes | None, problem: str, tmp_path: Path
@@ -392,7 +398,7 @@ def test_ids_out_of_range_quarantine_their_row_only(row: list[Any]):
 def test_one_fraction_in_json_does_not_spoil_the_other_rows():
     block = run(pipeline(Tokens()), pa.table({"tokens": [[1.0, 2.0], [1.5], [3.0]]}))
     assert rows_of(block) == [[1, 2], [3]]
-    assert block.bad == [(1, "tokens holds an id that is no whole number")]
+    assert block.bad == [(1, "tokens holds an id that is not a whole number")]
 
 
 def test_a_column_called_tokens_needs_no_transform():
@@ -506,7 +512,7 @@ def test_a_value_of_the_wrong_type_in_a_maps_answer_loses_that_row_only():
     assert staged.table.to_pylist() == [{"tokens": [1]}, {"tokens": [3]}]
     assert [i for i, _ in staged.bad] == [1]
     assert staged.bad[0][1].startswith(
-        "column 'tokens' has the type string; lists of token ids (list<int>) expected"
+        "column 'tokens': expected lists of token ids (list<int>), got string"
     )
 
 
@@ -518,7 +524,7 @@ def test_a_maps_answer_is_never_converted_to_the_type_of_other_rows():
     block = p.row_stage(staged.table)
     assert rows_of(block) == [[1, 2], [3]]
     assert [i for i, _ in staged.bad] == [3, 4]
-    assert block.bad == [(1, "tokens holds an id that is no whole number")]
+    assert block.bad == [(1, "tokens holds an id that is not a whole number")]
 
 
 def test_functions_over_columns_get_whole_numbers_and_fractions_as_one_array_only_where_it_holds_both():
@@ -726,14 +732,10 @@ def test_transforms_that_cannot_follow_each_other_are_refused_when_the_pipeline_
 @pytest.mark.parametrize(
     ("transform", "table", "said"),
     [
-        (Tokens("ids"), {"a": [1], "b": [2]}, ["no column 'ids'", "a, b"]),
-        (Tokens("ids"), {"ids": ["x"]}, ["'ids' has the type string", "list<int>"]),
+        (Tokens("ids"), {"a": [1], "b": [2]}, ["expected the column 'ids'", "a, b"]),
+        (Tokens("ids"), {"ids": ["x"]}, ["'ids': expected", "list<int>"]),
         (Tokens("ids"), {"ids": [["x"]]}, ["list<item: string>"]),
-        (
-            Meta("q", "q"),
-            {"tokens": [[1]], "q": ["x"]},
-            ["'q' has the type string", "numbers expected"],
-        ),
+        (Meta("q", "q"), {"tokens": [[1]], "q": ["x"]}, ["'q': expected numbers", "got string"]),
     ],
 )
 def test_a_column_that_never_fits_is_named_with_what_was_found_and_wanted(
@@ -750,9 +752,7 @@ def test_a_column_that_never_fits_is_named_with_what_was_found_and_wanted(
 
 
 def test_text_where_a_number_stands_is_named(tokenizer: str):
-    with pytest.raises(
-        TransformError, match=r"column 'text' has the type int64; text \(string\) expected"
-    ):
+    with pytest.raises(TransformError, match=r"column 'text': expected text \(string\), got int64"):
         pipeline(Tokenize(tokenizer)).row_stage(pa.table({"text": [1]}))
 
 
@@ -818,9 +818,8 @@ def test_an_error_in_the_worker_is_the_same_error_here(tokenizer: str):
 
 @pytest.mark.parametrize("how", ["killed", "left"])
 def test_a_worker_that_dies_is_named(how: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "overlord.transforms.transform_process.CLOSE_S", WAIT_S
-    )  # how it ended is the fork server's to say
+    # how it ended is the fork server's to say
+    monkeypatch.setattr(transform_process, "TIMEOUTS", Timeouts(close_s=WAIT_S))
     with TransformWorker(
         pipeline(Map(leave if how == "left" else upper), Tokenize(tokenizer)),
         "transforms of 'web' (1)",

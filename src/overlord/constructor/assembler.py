@@ -1,13 +1,12 @@
-"""The Data Constructor core of one bucket: which steps can be built, who gets them, when they may
-go. Pure.
+"""The core of a data constructor for one bucket: which steps to build, deliver and release. Pure.
 
-A step is built once for all ranks of the bucket, delivered in step order, and let go when every
-rank has taken it. Only a few steps are built ahead of the fastest rank: built wide, a step is ten
-times what its payload is.
+A step is built once for all ranks of the bucket, delivered in step order, and released when every
+rank has acknowledged it. Only a few steps are built ahead of the fastest rank: an expanded step is
+ten times as large as its payload.
 
-Everything may be said twice: after a fault the planner goes back and plans steps again that are
-here already. Such a step stays what it is, and one that misses its payload waits for it in its
-place, so that none behind it overtakes it.
+All events are idempotent. After a rollback the planner replays steps that this bucket may already
+have. Such a step keeps its state. A step without payload keeps its place, so that no later step
+overtakes it.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ PLANNED, STAGED, BUILDING, BUILT, FAILED = "planned", "staged", "building", "bui
 BUILD_AHEAD = 2
 WAITS_FOR = {
     PLANNED: "its payload",
-    STAGED: "an earlier one to be taken",
+    STAGED: "an earlier one to be acknowledged",
     BUILDING: "its microbatches to be built",
     FAILED: "the end of the job: it could not be built",
 }
 
 
 class Assembler:
-    """``handle(event) -> commands``."""
+    """State machine of one bucket: ``handle(event) -> commands``."""
 
     def __init__(self, bucket: int, ranks: Sequence[int], build_ahead: int = BUILD_AHEAD):
         self.bucket, self.ranks, self._ahead = bucket, tuple(ranks), build_ahead
-        self._wanted: dict[int, int] = {}  # attached rank -> last step it took
+        self._wanted: dict[int, int] = {}  # attached rank -> last step it acknowledged
         self._delivered: dict[int, int] = {}  # attached rank -> last step sent to it
         self._steps: dict[int, str] = {}  # step -> status, in step order
         self._finish: EndOfJob | None = None
-        self._ended: set[int] = set()  # ranks that were told
+        self._ended: set[int] = set()  # ranks that were notified of the end
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
         match event:
@@ -59,8 +58,8 @@ class Assembler:
             case Built(step=step):
                 return self._built(step)
             case Attach(rank=rank) if rank in self.ranks:
-                # The window opens at the first step nobody of the bucket has taken: steps before it
-                # are gone.
+                # The window opens at the first step that no rank of the bucket has taken: earlier
+                # steps are gone.
                 first = min(self._steps, default=0) - 1
                 self._wanted.setdefault(rank, first)
                 self._delivered.setdefault(rank, first)
@@ -72,9 +71,8 @@ class Assembler:
                 return [*self._release(), *self._build()]
             case Consumed(rank=rank, step=step) if rank in self._wanted:
                 self._wanted[rank] = max(step, self._wanted[rank])
-                self._delivered[rank] = max(
-                    step, self._delivered[rank]
-                )  # one of another process may have handed it out
+                # Another process may have delivered it.
+                self._delivered[rank] = max(step, self._delivered[rank])
                 return [*self._release(), *self._build(), *self._deliver()]
             case EndOfJob():
                 return self._finished(event)
@@ -83,16 +81,16 @@ class Assembler:
             case Attach() | Detach() | Consumed():
                 pass
             case _:
-                raise TypeError(f"an assembler does not know {type(event).__name__}")
+                raise TypeError(f"expected an event of an assembler, got {type(event).__name__}")
         return []
 
     def _plan(self, step: int) -> None:
         if self._wanted and step <= min(self._wanted.values()):
-            return  # it was handed out by a process of before
+            return  # a previous process delivered it
         known = self._steps.setdefault(step, PLANNED)
         if known == FAILED:
             self._steps[step] = PLANNED
-        elif step != next(reversed(self._steps)):  # it comes again, and those behind it are here
+        elif step != next(reversed(self._steps)):  # a replayed step, and later ones are here
             self._steps = dict(sorted(self._steps.items()))
 
     def _staged(self, step: int) -> list[Command]:
@@ -111,17 +109,18 @@ class Assembler:
         return self._build()
 
     def _built(self, step: int) -> list[Command]:
-        if (
-            step not in self._steps or not self._wanted or self._is_over(step)
-        ):  # it is over, or everyone detached, while it was being built
+        # The job ended or every rank detached while it was being built.
+        if step not in self._steps or not self._wanted or self._is_over(step):
             self._forget(step)
             return [Release(step, self.bucket), *self._deliver()]
         self._steps[step] = BUILT
         return [*self._deliver(), *self._release()]
 
     def _forget(self, step: int) -> None:
-        """What is here of it goes. Behind the end of the job its place stays: the end may be
-        undone, and none may overtake it then.
+        """Drop a step.
+
+        After the end of the job its place stays: the end may be undone, and no later step may
+        overtake it then.
         """
         if self._is_over(step) and step in self._steps:
             self._steps[step] = PLANNED
@@ -131,8 +130,7 @@ class Assembler:
     def _finished(self, finish: EndOfJob) -> list[Command]:
         if not self._is_over(finish.step):
             self._finish = finish
-        # A step that could not be built ends the job before it, though some behind it were planned
-        # already.
+        # A step that could not be built ends the job before it, although later ones may be planned.
         over = [
             s for s, status in self._steps.items() if self._is_over(s) and status in (STAGED, BUILT)
         ]
@@ -141,8 +139,9 @@ class Assembler:
         return [*(Release(s, self.bucket) for s in over), *self._deliver()]
 
     def _back(self, step: int) -> list[Command]:
-        """All behind a step is planned again. What is here stays; an end behind it was that of a
-        fault, or is found again.
+        """Roll back: later steps are planned again. Steps that are here stay.
+
+        An end after ``step`` was caused by a fault, or will be reported again.
         """
         for s, status in self._steps.items():
             if status == FAILED:
@@ -154,25 +153,27 @@ class Assembler:
         return [Unfinish(rank) for rank in ended]
 
     def wants(self, step: int) -> bool:
-        """Whether payload of this step is missing here."""
+        """Return whether the payload of this step is missing here."""
         return self._steps.get(step, PLANNED) in (PLANNED, FAILED)
 
     def failed(self, step: int) -> None:
-        """It could not be built: it and those behind it are delivered to nobody, unless it is
-        planned again.
+        """Mark a step that could not be built.
+
+        It and later ones are not delivered unless it is planned again.
         """
         if self._steps.get(step) == BUILDING:
             self._steps[step] = FAILED
 
     def _build(self) -> list[Command]:
-        """Those of the next steps whose payload is here: a few beyond what the fastest rank has
-        taken, so that a slow one holds back nobody. Payload may come out of order; which steps are
-        next does not depend on it.
+        """Build those of the next steps whose payload is here.
+
+        They are a few beyond the last step of the fastest rank, so that a slow rank blocks no
+        other. Payload may arrive out of order; the selection of steps does not depend on it.
         """
         if not self._wanted:
             return []
         taken, commands = max(self._wanted.values()), list[Command]()
-        place = 0  # of the step among those that the fastest rank has not taken
+        place = 0  # position of the step among those that the fastest rank has not taken
         for step, status in self._steps.items():
             if status == STAGED and place < self._ahead:
                 self._steps[step] = BUILDING
@@ -181,8 +182,8 @@ class Assembler:
         return commands
 
     def come_along(self, step: int) -> bool:
-        """Another bucket's step is built now: whether this one's is with it, though its own ranks
-        are not so near yet.
+        """Return whether to build this bucket's step together with another bucket's, although its
+        own ranks are not as far yet.
         """
         if self._wanted and self._steps.get(step) == STAGED:
             self._steps[step] = BUILDING
@@ -193,9 +194,7 @@ class Assembler:
         return self._finish is not None and step >= self._finish.step
 
     def _deliver(self) -> list[Command]:
-        """Send built steps in order; a step that is still being built holds back those behind
-        it.
-        """
+        """Deliver built steps in order; a step that is not built blocks later ones."""
         commands: list[Command] = []
         steps = [(step, status) for step, status in self._steps.items() if not self._is_over(step)]
         for step, status in steps:
@@ -215,15 +214,16 @@ class Assembler:
         return commands
 
     def _release(self) -> list[Command]:
-        """What is being built goes when it is. Of a step that was never built here, nothing may be
-        here yet.
+        """Release acknowledged steps. A step that is being built is released afterwards.
+
+        A step that was never built here may have nothing to release.
         """
         if self._wanted:
             taken = min(self._wanted.values())
             gone = {
                 s: status for s, status in self._steps.items() if s <= taken and status != BUILDING
             }
-        else:  # nobody is left
+        else:  # no rank is attached
             gone = {s: status for s, status in self._steps.items() if status in (STAGED, BUILT)}
         for step in gone:
             del self._steps[step]
@@ -232,7 +232,7 @@ class Assembler:
         ]
 
     def waiting(self) -> str:
-        """What the next undelivered step waits for, in words; empty when no step is planned."""
+        """Describe what the next undelivered step waits for; empty if no step is planned."""
         for step, status in self._steps.items():
             if status != BUILT and not self._is_over(step):
                 return f"step {step}: {WAITS_FOR[status]}"

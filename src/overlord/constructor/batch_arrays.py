@@ -1,7 +1,7 @@
-"""Microbatches as they are built: end to end in one array a key, and the rows of it that each has.
+"""All microbatches of a build, concatenated into one array per key, and the rows of each
+microbatch.
 
-Whoever hands them to a trainer cuts views; whoever sends them to another process sends a few arrays
-instead of hundreds.
+A local delivery slices views. A delivery to another process sends a few arrays instead of hundreds.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-ONE = -1  # in ``rows``: a microbatch has a single number, without a dimension
+ONE = -1  # in ``rows``: a microbatch has a scalar, without a dimension
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchArrays:
-    """``starts[k][m]`` to ``starts[k][m + 1]`` are the rows of microbatch m in array number k; of
-    those in ``single`` one each.
+    """Concatenated microbatches: rows ``starts[k][m]`` to ``starts[k][m + 1]`` of array k belong to
+    microbatch m.
+
+    Keys in ``single`` have one scalar per microbatch.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -27,11 +29,11 @@ class BatchArrays:
 
     @property
     def n(self) -> int:
-        """How many microbatches."""
+        """Return the number of microbatches."""
         return len(self.starts[0]) - 1 if self.starts else 0
 
     def cut(self, first: int, stop: int) -> list[dict[str, np.ndarray]]:
-        """Microbatches first to stop, as views."""
+        """Return microbatches first to stop, as views."""
         made: list[dict[str, np.ndarray]] = [{} for _ in range(stop - first)]
         for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
             if key in self.single:
@@ -43,7 +45,7 @@ class BatchArrays:
         return made
 
     def only(self, wanted: Callable[[str], bool]) -> BatchArrays:
-        """These keys alone."""
+        """Return the arrays of some keys."""
         kept = [wanted(key) for key in self.arrays]
         if all(kept):
             return self
@@ -57,13 +59,14 @@ class BatchArrays:
         )
 
     def part(self, first: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The arrays of these microbatches alone, as views, and the rows of each: int64 [keys,
+        """Return the arrays of some microbatches, as views, and the rows of each: int64 [keys,
         microbatches].
         """
         arrays, rows, ones, counted = {}, [], [ONE] * (stop - first), dict[int, list[int]]()
         for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
             arrays[key] = array[starts[first] : starts[stop]]
-            if (counts := counted.get(id(starts))) is None:  # arrays of a kind share one list
+            # arrays of the same kind share one list
+            if (counts := counted.get(id(starts))) is None:
                 counts = counted[id(starts)] = [
                     b - a for a, b in pairwise(starts[first : stop + 1])
                 ]
@@ -72,25 +75,27 @@ class BatchArrays:
 
     @staticmethod
     def of_part(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> BatchArrays:
-        """What ``part`` gave, as others got it. ``ValueError`` where the two do not fit each
-        other.
+        """Return the batch from the output of ``part``.
+
+        Raises ``ValueError`` if arrays and rows do not agree.
         """
         if rows.ndim != 2 or len(rows) != len(arrays):
-            raise ValueError(f"rows of {len(arrays)} arrays, got {rows.shape}")
+            raise ValueError(f"expected rows of {len(arrays)} arrays, got shape {rows.shape}")
         starts, single, before, sums, one = list[list[int]](), list[str](), None, [0], False
-        for (key, array), counts in zip(
-            arrays.items(), rows.tolist(), strict=True
-        ):  # some dozen numbers: numpy would cost more
-            if counts != before:  # else this array is of the same kind as the one before it
+        # A few dozen numbers: numpy would cost more.
+        for (key, array), counts in zip(arrays.items(), rows.tolist(), strict=True):
+            if counts != before:  # otherwise this array is of the same kind as the previous one
                 least = min(counts, default=0)
                 if least < ONE:
-                    raise ValueError(f"rows of {key!r}, got {least}")
+                    raise ValueError(f"expected a number of rows of {key!r}, got {least}")
                 before, one = counts, least == ONE
                 sums = [0, *accumulate([1 if n == ONE else n for n in counts])]
             if one:
                 single.append(key)
             if sums[-1] != len(array):
-                raise ValueError(f"{key!r} has {len(array)} rows, its microbatches {sums[-1]}")
+                raise ValueError(
+                    f"{key!r}: expected {sums[-1]} rows, as its microbatches, got {len(array)}"
+                )
             starts.append(sums)
         return BatchArrays(arrays, starts, frozenset(single))
 

@@ -1,4 +1,4 @@
-"""The building half of a constructor: from a staged step to the microbatches of one bucket."""
+"""Builds the microbatches of buckets from the documents of a step."""
 
 from __future__ import annotations
 
@@ -32,27 +32,26 @@ from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.rank_view import ALL, View, views_of
 from overlord.sample import Ragged, Scattered
 
-# Payload, where documents begin in it, their lengths, the microbatch of each, how many
-# microbatches, the source of each.
+# Payload, start and length of each document, its microbatch, number of microbatches, source of each
+# document.
 _Documents = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepDocuments:
-    """A plan and the payload its samples were popped into: document d is ``tokens[d]``. ``items``
-    are the images that ranks of these buckets encode, of whoever's samples: which row is whose is
-    said by ``stage.encoding``.
+    """A plan and its documents: document d is ``tokens[d]``.
+
+    ``items`` are the images that ranks of these buckets encode, of any rank's samples;
+    ``stage.encoding`` assigns their rows.
     """
 
     stage: PlannedStep
     tokens: Ragged
     items: Scattered | None = None
-    masked: np.ndarray | None = (
-        None  # int64 [n, 3]: bucket, microbatch, slot of documents that are left out of the loss
-    )
+    # int64 [n, 3]: bucket, microbatch, slot of documents excluded from the loss.
+    masked: np.ndarray | None = None
     struck: np.ndarray | None = (
-        # int64 [n, 4]: bucket, microbatch, first token and number of those that are nothing to
-        # predict
+        # int64 [n, 4]: bucket, microbatch, first token and number of tokens excluded as targets.
         None
     )
 
@@ -67,10 +66,11 @@ class StepDocuments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketBatch:
-    """The microbatches of one bucket in one step, with the rows of the plan in each: row i of
-    ``samples`` belongs to microbatch m when ``bounds[m] <= i < bounds[m+1]``. They are microbatches
-    ``first`` and on of ``wide``, or those in ``built``: of a hook, or without arrays for a rank
-    that is served by a broadcast.
+    """The microbatches of one bucket in one step, with the rows of the plan in each.
+
+    Row i of ``samples`` belongs to microbatch m if ``bounds[m] <= i < bounds[m+1]``. The arrays are
+    microbatches ``first`` and following of ``wide``, or those in ``built``: from a hook, or without
+    arrays for a rank that a broadcast serves.
     """
 
     samples: np.ndarray  # rows of the plan
@@ -78,19 +78,19 @@ class BucketBatch:
     wide: BatchArrays | None
     first: int = 0
     built: tuple[dict[str, np.ndarray], ...] = ()
-    by_rank: Mapping[int, BucketBatch] = field(
-        default_factory=dict
-    )  # where ranks of one constructor get different things
+    # Set if ranks of one constructor get different arrays.
+    by_rank: Mapping[int, BucketBatch] = field(default_factory=dict)
     encoder: BatchArrays | None = (
-        # the images that one rank encodes, and their routes, exchange by exchange (``encoding.py``)
+        # The images that one rank encodes, and their routes, exchange by exchange
+        # (``planning/images/encoding.py``).
         None
     )
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
-    form: CompactLayout | None = None  # ``wide`` is compact, and is widened so
-    slab: Callable[[int], np.ndarray] = fresh  # memory for what is widened
+    form: CompactLayout | None = None  # set if ``wide`` is compact: how to expand it
+    slab: Callable[[int], np.ndarray] = fresh  # allocates memory for expanded arrays
 
     def for_rank(self, rank: int) -> BucketBatch:
-        """What is put into the rank's mailbox. Ranks that get the same share one object."""
+        """Return the batch for the queue of a rank. Ranks with equal content share one object."""
         return self.by_rank[rank] if self.by_rank else self
 
     def __len__(self) -> int:
@@ -98,8 +98,9 @@ class BucketBatch:
 
     @property
     def microbatches(self) -> Sequence[Mapping[str, np.ndarray]]:
-        """Cut when asked for: views, made anew each time; what is compact is widened microbatch by
-        microbatch, as they are looked at.
+        """Return views of the microbatches, created on demand.
+
+        Compact microbatches are expanded one by one on access.
         """
         if self.wide is None:
             return self.built
@@ -111,7 +112,7 @@ class BucketBatch:
         )
 
     def part(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """As it is sent: ``BatchArrays.of_part`` makes it again."""
+        """Return the arrays to send; ``BatchArrays.of_part`` restores them."""
         assert self.wide is not None
         return self.wide.part(self.first, self.first + len(self))
 
@@ -143,12 +144,12 @@ def build_groups(
     hooks: Sequence[Hook] = (),
     compact: bool = False,
 ) -> list[BucketBatch]:
-    """What the given ranks of some data-parallel groups get: built once for all that get the same,
-    and for nobody else.
+    """Build the batches of some ranks of data-parallel groups, once for all ranks with equal
+    content.
 
-    A group's ranks may be of several buckets of the plan, and get other parts of them: ``views.py``
-    says which. ``compact``: to be widened by whoever gets it, where that can be; slices along cp
-    cannot, nor what hooks build.
+    The ranks of a group may belong to several buckets of the plan, and get different parts of them,
+    as ``rank_views.py`` defines. ``compact``: build a compact form for the receiver to expand, if
+    possible; slices along cp and results of hooks are not.
     """
     compact = (
         compact
@@ -205,14 +206,15 @@ def build_with_images(
     compact: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[list[BucketBatch], DecodeFailures | None]:
-    """The same with the encoder's part of every rank. ``members`` are all ranks of the groups: the
-    images of those whom nobody serves are decoded too, since a sample is left out of the loss
-    whoever looks on.
+    """Build as ``build_groups`` does, with the encoder arrays of every rank.
+
+    ``members`` are all ranks of the groups. Images of ranks that are not attached are decoded too:
+    whether a sample is excluded from the loss must not depend on attached ranks.
     """
     if told.place is not None and any(
         v.cp > 1 for v in views_of(told.place, told.axis, told.broadcast, batch.cp_split)
     ):
-        found = "context parallelism cuts microbatches, and rows of images go into whole ones"
+        found = "context parallelism slices microbatches, but rows of images need whole ones"
         raise PlanError(
             found, told.step, 'launch without broadcast=False, or set batch.cp_split="none"'
         )
@@ -242,13 +244,13 @@ def _buckets_of_ranks(place: ClientPlaceTree, axis: str) -> list[int]:
 def _narrowed(
     bucket: BucketBatch, view: View, step: int, hooks: Sequence[Hook]
 ) -> tuple[dict[str, np.ndarray], ...]:
-    """A hook's microbatches as a view has them."""
+    """Return the microbatches of a hook in the view of a rank."""
     try:
         made = tuple(narrow(arrays, view) for arrays in bucket.built)
     except ValueError as e:
         remedy = "pad documents as assembly.default() does, or set Batch(cp_split=...)"
         raise PlanError(
-            f"{hooks[-1].__name__}: its microbatches cannot be cut for context parallelism: {e}",
+            f"{hooks[-1].__name__}: its microbatches cannot be sliced for context parallelism: {e}",
             step,
             remedy,
         ) from None
@@ -266,8 +268,9 @@ def _build_views(
     slab: Callable[[int], np.ndarray],
     compact: bool,
 ) -> dict[View, list[BucketBatch]]:
-    """The buckets as each view has them. Slices of all cp ranks are built together; no bucket's
-    views are partly cut.
+    """Build the buckets for each view.
+
+    Slices of all cp ranks are built together; all views of a bucket have the same cp.
     """
     rows, bounds, place = _rows(staged.plan.main, buckets)
     m, cp = staged.plan.main.n_microbatches, views[0].cp
@@ -306,15 +309,16 @@ def build_buckets(
     slab: Callable[[int], np.ndarray] = fresh,
     hooks: Sequence[Hook] = (),
 ) -> list[BucketBatch]:
-    """Gather the documents of some buckets and cut their microbatches: one gather for all, since
-    small ones cost more apart.
+    """Gather the documents of some buckets and slice their microbatches.
+
+    One gather serves all, since small ones cost more.
     """
     m = staged.plan.main.n_microbatches
     rows, bounds, place = _rows(staged.plan.main, buckets)
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
 
     def wide_of(a: int, b: int, first: int, n: int) -> BatchArrays:
-        """Microbatches first to first + n, whose documents are rows a to b."""
+        """Build microbatches first to first + n, whose documents are rows a to b."""
         made = build_wide(
             *_gathered(staged, rows[a:b], place[a:b] - first, n), batch, multiple, slab
         )
@@ -341,8 +345,9 @@ def build_buckets(
 def _left_out(
     wide: BatchArrays, staged: StepDocuments, buckets: Sequence[int], first: int, batch: Batch
 ) -> BatchArrays:
-    """Without a loss for placeholders of images, and for samples whose image is missing. The
-    microbatches are those of ``buckets`` from number ``first`` on.
+    """Exclude placeholders of images and samples without their image from the loss.
+
+    The microbatches are those of ``buckets`` from number ``first`` on.
     """
     m, number = staged.plan.main.n_microbatches, {b: k for k, b in enumerate(buckets)}
     if staged.struck is not None and len(staged.struck):
@@ -361,8 +366,8 @@ def _left_out(
 
 
 def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the plan in these buckets, where those of each microbatch begin, and the microbatch
-    of each, counted over them.
+    """Return rows of the plan in these buckets, bounds of the microbatches, and the microbatch
+    number of each row.
     """
     rows, place = _walk(main, buckets)
     return rows, np.searchsorted(place, np.arange(main.n_microbatches * len(buckets) + 1)), place
@@ -390,8 +395,8 @@ def _cut(
 
 
 def _walk(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of these buckets in the order of their slots: rows of the plan, and the microbatch
-    of each, counted over them.
+    """Return the documents of these buckets in slot order: rows of the plan, and the microbatch
+    number of each.
     """
     number = np.full(main.n_buckets, -1)
     number[list(buckets)] = np.arange(len(buckets))

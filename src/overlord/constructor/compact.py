@@ -1,13 +1,12 @@
-"""Microbatches in a few bytes a token: ids alone, as narrow as they came. All else that has an
-entry for every token follows from them.
+"""The compact form of microbatches: token ids alone, in their input type.
 
-So they wait and travel (2 or 4 bytes a token in place of 28), and whoever works with a microbatch
-widens it then: into memory that is used again for the next one. What comes out is to the bit what
-``microbatch.build_wide`` gives.
+All other per-token arrays follow from them. Compact microbatches are stored and sent (2 or 4 bytes
+per token instead of 28). The receiver expands one when it is accessed, into memory that is reused
+for the next one. The result is bit-identical to ``pack.build_wide``.
 
-Measured on one core, 128 microbatches of 8192 tokens from uint16, in ns of CPU a token at 150, 424
-and 2000 tokens a document: laying 1.6, 0.8, 0.4 and widening 2.8; ``build_wide``, with the last
-steps' arrays still held, 3.8, 3.6, 2.5.
+Measured on one core, 128 microbatches of 8192 tokens from uint16, in ns of CPU per token at 150,
+424 and 2000 tokens per document. Compact build: 1.6, 0.8, 0.4; expansion: 2.8. ``build_wide``, with
+the arrays of the last steps still held: 3.8, 3.6, 2.5.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from overlord.constructor.rank_views import PER_TOKEN
 from overlord.messages.client import CompactLayout
 from overlord.plan.rank_view import View
 
-IDS = "ids"  # the one array with an entry for every token; never a key of a microbatch
-JOIN_FROM = (
-    100  # mean tokens a document; from here on a slice of each costs less than gathering by index
-)
+IDS = "ids"  # the only per-token array; never a key of a microbatch
+# Mean tokens per document; from here on a slice per document costs less than gathering by index.
+JOIN_FROM = 100
 ITEMSIZE = {"tokens": 8, "position_ids": 8, "labels": 8, "loss_mask": 4, "attention_mask": 1}
 DTYPE = {
     "tokens": np.int64,
@@ -40,7 +38,10 @@ DTYPE = {
 
 
 def narrowest(pieces: Sequence[np.ndarray]) -> np.dtype:
-    """The least type that holds these ids: a file has them wider than most vocabularies need."""
+    """Return the smallest type that holds these ids.
+
+    Files often have wider ones than the vocabulary needs.
+    """
     kinds = {piece.dtype for piece in pieces if len(piece)} or {pieces[0].dtype}
     kind = np.result_type(*kinds)
     if kind.itemsize <= 2 or kind.kind not in "iu":
@@ -64,7 +65,7 @@ def build_compact(
     multiple: int,
     slab: Callable[[int], np.ndarray] = fresh,
 ) -> BatchArrays:
-    """What ``build_wide`` takes, as ``IDS`` and the arrays with an entry for every document."""
+    """Build the same microbatches as ``build_wide``, as ``IDS`` and the per-document arrays."""
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     total, holes = int(docs.size.sum()), docs.size - docs.content
     kind = (
@@ -88,7 +89,7 @@ def build_compact(
 def _laid(
     values: np.ndarray, start: np.ndarray, content: np.ndarray, holes: np.ndarray, pad: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Documents and the padding behind each."""
+    """Yield each document and the padding after it."""
     stops, gaps = (start + content).tolist(), holes.tolist()
     for a, b, hole in zip(start.tolist(), stops, gaps, strict=True):
         yield values[a:b]
@@ -97,7 +98,7 @@ def _laid(
 
 
 def _lay_by_index(values: np.ndarray, start: np.ndarray, size: np.ndarray, ids: np.ndarray) -> None:
-    """The same for short documents, some hundred at a time; what is in the holes is undefined."""
+    """Copy short documents, some hundred at a time; the values of padding are undefined."""
     offset = np.cumsum(size) - size
     cuts = np.append(np.unique(np.searchsorted(offset, np.arange(0, len(ids), BLOCK))), len(offset))
     edges = np.append(offset, len(ids))[cuts].tolist()
@@ -105,13 +106,12 @@ def _lay_by_index(values: np.ndarray, start: np.ndarray, size: np.ndarray, ids: 
     for (d, e), (a, b) in zip(pairwise(cuts.tolist()), pairwise(edges), strict=True):
         index = np.repeat(start[d:e] - offset[d:e] + a, size[d:e])
         index += count[: b - a]
-        ids[a:b] = np.take(
-            values, index, mode="clip"
-        )  # holes read what follows their document, the last of them inside `values`
+        # Padding reads what follows its document; "clip" keeps the last of it inside `values`.
+        ids[a:b] = np.take(values, index, mode="clip")
 
 
 def form_of(batch: Batch) -> CompactLayout:
-    """How whole microbatches are widened."""
+    """Return how whole microbatches are expanded."""
     padded = batch.layout == "padded"
     return CompactLayout(
         tuple(key for key in PER_TOKEN if padded or key != "attention_mask"),
@@ -121,18 +121,20 @@ def form_of(batch: Batch) -> CompactLayout:
 
 
 def seen(wide: BatchArrays, form: CompactLayout, view: View) -> tuple[BatchArrays, CompactLayout]:
-    """What a view has of compact microbatches, and how it is widened: some of the keys. It may not
-    be cut along cp.
+    """Return the arrays of a view of compact microbatches, and its layout: some of the keys.
+
+    The view must not be sliced along cp.
     """
     form = form._replace(keys=tuple(key for key in form.keys if view.has(key)))
-    ids = bool(set(form.keys) - {"attention_mask"})  # a stage in the middle needs none
+    ids = bool(set(form.keys) - {"attention_mask"})  # a middle stage needs no ids
     return wide.only(lambda key: view.has(key) and (ids or key != IDS)), form
 
 
 class ExpandedMicrobatch(Mapping[str, np.ndarray]):
-    """A microbatch in its compact form, with the keys of a wide one. Of the microbatches of a
-    bucket the one that was asked for last is kept wide: a trainer that takes them in turn needs
-    memory for one or two, whatever it has of them it may keep.
+    """A compact microbatch with the keys of an expanded one.
+
+    Only the most recently accessed microbatch of a bucket stays expanded. A trainer
+    that takes them in turn needs memory for one or two, and may keep any array it has.
     """
 
     __slots__ = ("_bucket", "_cut", "_m", "_shown")
@@ -153,7 +155,7 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
         last = self._bucket.last
         if last[0] == self._m:
             return last[1][key]
-        del last  # or its memory could not be used again
+        del last  # otherwise its memory could not be reused
         return self._bucket.widened(self._m, self._cut)[key]
 
     def __contains__(self, key: object) -> bool:
@@ -166,23 +168,23 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
         return len(self._shown)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies elsewhere are plain arrays: memory that is used again stays here."""
+        """Copies are pickled as plain arrays: reusable memory stays in this process."""
         return dict, (dict(self),)
 
     def also(self, more: Mapping[str, np.ndarray]) -> ExpandedMicrobatch:
-        """The same with other arrays beside it."""
+        """Return the microbatch with additional arrays."""
         return ExpandedMicrobatch(self._bucket, self._m, self._cut, {**self._shown, **more})
 
 
 class Expander:
-    """The microbatches of one bucket while they are widened one by one."""
+    """Expands the microbatches of one bucket one by one."""
 
     __slots__ = ("_empty", "_form", "_room", "_slab", "last")
 
     def __init__(self, form: CompactLayout, empty: np.ndarray, slab: Callable[[int], np.ndarray]):
         self._form, self._empty, self._slab = form, empty.tolist(), slab
-        self._room = 0  # places of the largest microbatch: memory for any of them fits all
-        self.last: tuple[int, dict[str, np.ndarray]] = (-1, {})  # the one that is wide
+        self._room = 0  # tokens of the largest microbatch: memory for it fits all
+        self.last: tuple[int, dict[str, np.ndarray]] = (-1, {})  # the expanded microbatch
 
     def opened(self, cuts: Sequence[Mapping[str, np.ndarray]]) -> list[ExpandedMicrobatch]:
         ends = [int(cut["cu_seqlens_padded"][-1]) for cut in cuts]
@@ -194,7 +196,7 @@ class Expander:
         ]
 
     def widened(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        self.last = (-1, {})  # first, so that its memory may be used again
+        self.last = (-1, {})  # first, so that its memory can be reused
         made = widen(cut, self._form, self._empty[m], self._slab, self._room)
         self.last = (m, made)
         return made
@@ -207,9 +209,7 @@ def widen(
     slab: Callable[[int], np.ndarray] = fresh,
     room: int = 0,
 ) -> dict[str, np.ndarray]:
-    """The arrays of one microbatch with an entry for every token. ``room``: tokens that memory is
-    asked for.
-    """
+    """Build the per-token arrays of one microbatch. ``room``: tokens to allocate."""
     true, size = cut["cu_seqlens"], cut["cu_seqlens_padded"]
     total, made, at = int(size[-1]), dict[str, np.ndarray](), 0
     piece = slab(max(total, room) * sum(ITEMSIZE[key] for key in form.keys))
@@ -234,7 +234,7 @@ def widen(
 
 
 def _count(position: np.ndarray, size: np.ndarray) -> None:
-    """From 0 in each document."""
+    """Fill positions that start at 0 in each document."""
     n, total = len(size) - 1, len(position)
     count = _numbers(total)
     if total < SLICE_FROM * n:
@@ -261,9 +261,8 @@ def _targets(
         return
     shifted = convention == "shifted"
     if shifted:
-        labels[:-1] = ids[
-            1:
-        ]  # the last of all is struck out below: it ends a document, or is padding
+        # The last label is excluded below: it ends a document, or is padding.
+        labels[:-1] = ids[1:]
     else:
         labels[:] = ids
     struck = size[:-1] + (true[1:] - true[:-1]) - 1 if shifted else size[:-1]
@@ -275,7 +274,7 @@ def _targets(
 
 
 def _holes(true: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """The places behind documents."""
+    """Return the places of padding after documents."""
     ends = size[:-1].astype(np.int64) + (true[1:] - true[:-1])
     return ranges(ends, size[1:] - ends)
 
@@ -284,7 +283,7 @@ _COUNTED = [np.arange(2**13)]
 
 
 def _numbers(n: int) -> np.ndarray:
-    """0 to n and on, made once for all."""
+    """Return the numbers 0, 1, ... up to at least n, from a shared array."""
     if len(_COUNTED[0]) < n:
         _COUNTED[0] = np.arange(1 << (n - 1).bit_length())
     return _COUNTED[0]

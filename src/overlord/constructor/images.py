@@ -1,24 +1,25 @@
-"""What ranks feed their image encoder: pixels, decoded here from the bytes that loaders sent, and
-the maps for their outputs.
+"""Inputs of the image encoder of each rank: pixels, decoded here from the bytes of loaders, and the
+routes of its outputs.
 
-Decoding an image is a thousand times the work of laying out its text, so it is done late, by
-whoever builds the step of the rank that encodes it, on all cores of that process: decoders release
-the interpreter's lock.
+Decoding an image is a thousand times the work of packing its text. It is therefore done late, by
+the process that builds the step of the encoding rank, on all its cores: decoders release the
+interpreter lock.
 
-Keys of one exchange of one rank, which encodes n images of P patches in all and receives the rows
-of k:
+Keys of one exchange of one rank, which encodes n images of P patches in total and receives the rows
+of k images:
 
-    pixel_values         [P, patch_dim]  float32, or what ov.Images says
+    pixel_values         [P, patch_dim]  float32, or the dtype of ov.Images
     grid_thw             int64 [n, 3]    patches of each image: frames, rows, columns
     image_cu_seqlens     int32 [n + 1]   where each image's patches begin
     item_ids             int64 [n]       the image's number in the plan's module "encoder"
     send_lens            int32 [n]       rows of output that are sent of each, the first ones
     send_splits          int32 [world]   rows to every rank
     recv_splits          int32 [world]   rows from every rank
-    recv_perm            int64 [k]       of each image wanted here, in the order of placeholders, its number in the order of arrival
+    recv_perm            int64 [k]       per image needed here, in the order of placeholders:
+                                         its number in the order of arrival
     out_lens             int32 [k]       its rows
     recv_rows            int64 [rows]    received[recv_rows] is in the order of placeholders
-    image_token_index    int64 [rows]    where each of these goes in the microbatch, its rows laid end to end
+    image_token_index    int64 [rows]    place of each of these rows in the flattened microbatch
     image_microbatch     int32 [k]       the microbatch each image belongs to
 """
 
@@ -49,14 +50,15 @@ if TYPE_CHECKING:
     from overlord.job.job import Source
     from overlord.sample import Scattered
 
-DECODE_S = 300.0  # for the images of one step: far above what any takes, below what a trainer waits
+# seconds for the images of one step: far above any real step, below the timeout of a trainer
+DECODE_S = 300.0
 CHANNELS = 3
-ALIGN = 64  # bytes; where the pixels of each rank begin
+ALIGN = 64  # bytes; alignment of the pixels of each rank
 
 
 @dataclass(frozen=True, slots=True)
 class PixelForm:
-    """What pixels of a job are, the same on every rank and in every step."""
+    """Format of the pixels of a job, the same on every rank and in every step."""
 
     patch_dim: int
     dtype: str
@@ -67,7 +69,9 @@ class PixelForm:
 
     @staticmethod
     def of(sources: Sequence[Source]) -> PixelForm | None:
-        """What the sources' images agree on (the job saw to that); None: there are none."""
+        """Return the format that all sources with images share (the job checks that); None if there
+        are no images.
+        """
         specs = [
             t for source in sources for t in source.transforms if getattr(t, "kind", "") == "images"
         ]
@@ -76,8 +80,9 @@ class PixelForm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """The encoder's part of a step for some ranks. ``masked``: bucket, microbatch, slot of samples
-    to be left out of the loss.
+    """Encoder inputs of a step for some ranks.
+
+    ``masked``: bucket, microbatch, slot of samples to exclude from the loss.
     """
 
     wides: dict[int, BatchArrays]
@@ -88,17 +93,17 @@ class Encoded:
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 _lock = threading.Lock()
-cores = functools.cache(cgroup.cores)  # asked for in every step
+cores = functools.cache(cgroup.cores)  # read in every step
 
 
 def pool() -> Executor:
-    """The one pool of this process: a host builds several steps at a time, and its cores are no
-    more for it.
+    """Return the only decoding pool of this process.
+
+    A worker builds several steps at a time, on the same cores.
     """
     with _lock:
-        if (
-            found := _pools.get(os.getpid())
-        ) is None:  # a fork has the threads of its parent by name only
+        # A fork has the threads of its parent by name only.
+        if (found := _pools.get(os.getpid())) is None:
             _pools.clear()
             _keep_freed_memory()
             found = _pools[os.getpid()] = ThreadPoolExecutor(
@@ -108,9 +113,11 @@ def pool() -> Executor:
 
 
 def _keep_freed_memory() -> None:
-    """Decoding takes and frees some megabytes for every image. glibc gives them back to the system,
-    and fetches them again page by page (a fifth of the work), until it has seen a block of this
-    size freed: from then on it keeps twice as much.
+    """Make glibc keep freed memory.
+
+    Decoding allocates and frees some megabytes per image. glibc returns them to the system and
+    fetches them again page by page (a fifth of the work), until a block of this size was freed.
+    From then on it keeps twice as much.
     """
     np.empty(31 * 2**20, np.uint8)
 
@@ -123,9 +130,10 @@ def encoder_inputs(
     decoders: Executor | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Encoded:
-    """The encoder's arrays of these ranks, a slot for each exchange. An image that cannot be
-    decoded has zeros for pixels. ``stopped``: nobody waits for it any more, so that it need not go
-    on.
+    """Build the encoder arrays of these ranks, one slot per exchange.
+
+    An image that cannot be decoded has zeros for pixels. ``stopped`` returns True if the result is
+    no longer needed.
     """
     e = staged.stage.encoding
     assert e is not None, "no encoding was planned"
@@ -156,8 +164,9 @@ def encoder_inputs(
 
 
 def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.ndarray:
-    """Patches of each image: int64 [n, 3]. What an image says of itself must be what the job says
-    of all.
+    """Return the patches of each image: int64 [n, 3].
+
+    Each image must have the format of the job.
     """
     from overlord.transforms.image_items import BadImage, item_grid, item_shape
 
@@ -166,18 +175,16 @@ def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.n
         try:
             _, dim, dtype = item_shape(items[i])
             grids[k] = item_grid(items[i])
-        except BadImage as fault:  # no file of a user's: loaders have made it
+        except BadImage as fault:  # not a user's file: a loader made it
             raise PlanError(
-                f"what came as an image is none: {fault}",
-                step,
-                "this is a fault of the package: report it",
+                f"expected an item of an image, got none: {fault}", step, "this is a bug: report it"
             ) from fault
         if (dim, np.dtype(dtype)) != (form.patch_dim, np.dtype(form.dtype)):
             found = (
                 f"expected images of {form.patch_dim} {form.dtype} a patch, got {dim} "
                 f"{np.dtype(dtype)}"
             )
-            raise PlanError(found, step, "this is a fault of the package: report it")
+            raise PlanError(found, step, "this is a bug: report it")
     return grids
 
 
@@ -191,8 +198,8 @@ def _decoded(
     decoders: Executor | None,
     stopped: Callable[[], bool],
 ) -> tuple[list[np.ndarray], list[tuple[int, str]]]:
-    """Pixels of each rank, views of one piece of memory; and which images have none, with the
-    reason.
+    """Return the pixels of each rank, views of one allocation, and the images without pixels, with
+    reasons.
     """
     assert staged.items is not None
     sizes = [int(patches[a:b].sum()) * form.row_bytes for a, b in pairwise(of_rank)]
@@ -220,12 +227,13 @@ def _fill_all(
     stopped: Callable[[], bool],
     step: int,
 ) -> list[tuple[int, str]]:
-    """Decode every item into its place, this thread and those of the pool side by side. Returns
-    what failed, by number.
+    """Decode every item into its place, in this thread and in the pool.
+
+    Return the failures, by number.
     """
     from overlord.transforms.image_items import BadImage, fill
 
-    # The largest first: the last one to end decides.
+    # The largest first: the last one to finish determines the duration.
     todo = deque(sorted(range(len(items)), key=lambda i: -outs[i].size))
     bad: list[tuple[int, str]] = []
 
@@ -245,9 +253,8 @@ def _fill_all(
     if decoders is not None:
         helpers = [decoders.submit(work) for _ in range(min(cores(), len(items)) - 1)]
     work()
-    begun = [
-        helper for helper in helpers if not helper.cancel()
-    ]  # the others stand behind another step's, and nothing is left for them
+    # Cancelled helpers are queued after another step's, and have nothing left to do.
+    begun = [helper for helper in helpers if not helper.cancel()]
     if wait(begun, DECODE_S).not_done:
         raise DataStall(f"the images of step {step} to be decoded", DECODE_S, step)
     for helper in begun:
@@ -260,9 +267,11 @@ def _fill_all(
 def _failures(
     staged: StepDocuments, ranks: Sequence[int], rows: np.ndarray, bad: list[tuple[int, str]]
 ) -> tuple[DecodeFailures | None, np.ndarray]:
-    """For the record, and for the loss: a sample is left out of it where the bucket that encodes
-    its image is the one that trains on it. Elsewhere nobody waits to hear of it. By bucket and not
-    by process, since the stream must not know of processes.
+    """Return the failures for the quarantine, and the samples to exclude from the loss.
+
+    A sample is excluded if the bucket that encodes its image is the one that trains on it. Another
+    bucket is not notified. The rule is by bucket and not by process: the stream must not depend on
+    processes.
     """
     e = staged.stage.encoding
     assert e is not None
@@ -288,7 +297,7 @@ def _failures(
 
 
 def leave_out(wide: BatchArrays, places: Sequence[tuple[int, int]]) -> None:
-    """No token of these documents, (microbatch, slot) each, counts in the loss."""
+    """Exclude all tokens of these documents, (microbatch, slot) each, from the loss."""
     for name, nothing in (("labels", IGNORE), ("loss_mask", 0)):
         array = wide.arrays[name]
         array.flags.writeable = True
@@ -301,13 +310,15 @@ def leave_out(wide: BatchArrays, places: Sequence[tuple[int, int]]) -> None:
 
 
 def placeholders(staged: StepDocuments) -> np.ndarray:
-    """Where those of images stand: int64 [n, 4], bucket, microbatch, the first one in the
-    microbatch, and how many. Of the buckets whose owner, who gets their rows, is among the ranks of
-    the encoding: of all that are built with it.
+    """Return the placeholders of images: int64 [n, 4], bucket, microbatch, first placeholder in the
+    microbatch, number.
+
+    It covers the buckets whose owner, which receives their rows, is among the ranks of the
+    encoding: all that are built with it.
     """
     e, main, place = staged.stage.encoding, staged.plan.main, staged.plan.place
     assert e is not None
-    some = np.flatnonzero(e.out_lens)  # of an image that was cut off nothing stands there
+    some = np.flatnonzero(e.out_lens)  # a truncated image has no placeholders
     if not len(some):
         return np.zeros((0, 4), np.int64)
     assert place is not None
@@ -319,9 +330,12 @@ def placeholders(staged: StepDocuments) -> np.ndarray:
 
 
 def strike_out(wide: BatchArrays, runs: np.ndarray, convention: str) -> None:
-    """No loss for the prediction of these tokens: int64 [n, 3], microbatch, first, how many. A
-    token's label is its own (unshifted), or that of the place before it; before the first of a
-    document there is none to strike out: it ends another, or is padding.
+    """Exclude the prediction of these tokens from the loss: int64 [n, 3], microbatch, first,
+    number.
+
+    The label of a token is at its own place (unshifted), or at the place before it. Before the
+    first token of a document there is none to exclude: that place ends another document, or is
+    padding.
     """
     if not len(runs):
         return
@@ -340,7 +354,7 @@ def strike_out(wide: BatchArrays, runs: np.ndarray, convention: str) -> None:
 def _documents(
     wide: BatchArrays, name: str, places: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Where documents lie in one of the arrays: first row and number of rows."""
+    """Return the place of documents in an array: first row and number of rows."""
     starts = dict(zip(wide.arrays, wide.starts, strict=True))
     if wide.arrays[name].ndim == 2:
         return [(starts[name][m] + slot, 1) for m, slot in places]
@@ -352,7 +366,7 @@ def _documents(
 
 
 def _received(e: EncoderPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """recv_rows and image_token_index of all groups, and where each group of rows begins."""
+    """Return recv_rows and image_token_index of all groups, and where each group of rows begins."""
     counts = np.diff(e.recv_bounds)
     lens = e.out_lens.astype(np.int64)
     arrival = np.repeat(e.recv_bounds[:-1], counts) + e.recv_perm
@@ -371,7 +385,7 @@ def _wide(
     pixels: np.ndarray,
     received: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> BatchArrays:
-    """The arrays of one rank, exchange after exchange."""
+    """Return the arrays of one rank, exchange after exchange."""
     s = e.n_slots
     sent, got, rows = (
         bounds[i * s : (i + 1) * s + 1] for bounds in (e.bounds, e.recv_bounds, received[2])

@@ -1,7 +1,7 @@
-"""Documents in, microbatches out: the packed and the padded layout of the batch contract.
+"""Packs documents into microbatches, in the packed and the padded layout of the batch contract.
 
-All microbatches of a step are laid end to end in step-wide arrays, and a microbatch is a set of
-views of them: the cost per microbatch is a few slices, the cost per token a few vector operations
+All microbatches of a step are concatenated in step-wide arrays, and a microbatch is a set of views
+of them. The cost per microbatch is a few slices, the cost per token a few vector operations
 (measured at the end of this text).
 
 Keys of a packed microbatch with n documents, T tokens (each document's length rounded up to
@@ -10,27 +10,28 @@ Keys of a packed microbatch with n documents, T tokens (each document's length r
     tokens, position_ids, labels   int64   [T]
     loss_mask                      float32 [T]
     cu_seqlens                     int32   [n+1]  cumulative true lengths
-    cu_seqlens_padded              int32   [n+1]  cumulative padded lengths: where documents stand in the arrays; ends with T
+    cu_seqlens_padded              int32   [n+1]  cumulative padded lengths: places of documents
+                                                  in the arrays; ends with T
     max_seqlen                     int32   []     longest padded document
     source_ids                     int32   [n]
 
-Positions restart with each document and go on through its padding. Padding has token ``pad_id``,
-label -100, mask 0. ``labels="shifted"``: a token's label is the next token of its document, the
-last one has none (-100, mask 0). ``labels="unshifted"``: a token's label is itself, and the first
-of each document, which nothing predicts, has none.
+Positions restart with each document and continue through its padding. Padding has token ``pad_id``,
+label -100, mask 0. ``labels="shifted"``: the label of a token is the next token of its document,
+and the last one has none (-100, mask 0). ``labels="unshifted"``: the label of a token is itself,
+and the first of each document, which nothing predicts, has none.
 
-The padded layout is the same with every document padded to ``context``, one to a row: the [T]
-arrays become ``[n, context]``, ``attention_mask`` (bool ``[n, context]``, true on documents, false
-on padding) stands beside them, ``cu_seqlens_padded`` counts in steps of ``context`` and
-``max_seqlen`` is ``context``. ``cu_seqlens`` keeps the true lengths.
+In the padded layout every document is padded to ``context``, one per row: the [T] arrays become
+``[n, context]``. ``attention_mask`` (bool ``[n, context]``) is true on documents and false on
+padding. ``cu_seqlens_padded`` counts in steps of ``context`` and ``max_seqlen`` is ``context``.
+``cu_seqlens`` keeps the true lengths.
 
-An empty microbatch is one document of ``multiple`` pad tokens without labels, source -1. Those
-tokens count as its true length (``cu_seqlens == [0, multiple]``): attention kernels need not take
-an empty sequence, nor one whose mask is all false.
+An empty microbatch is one document of ``multiple`` pad tokens without labels, source -1. These
+tokens count as its true length (``cu_seqlens == [0, multiple]``). Attention kernels may not accept
+an empty sequence, or one whose mask is all false.
 
-Measured on one core, 64 microbatches of 8192 tokens from uint16, in ns of CPU a token: 3.3 at 150
-tokens a document (a loop of slice copies over documents: 12) and 1.8 at 2000 (the loop: 2.3). The
-last steps' arrays still held, as prefetch does, add about 1.
+Measured on one core, 64 microbatches of 8192 tokens from uint16, in ns of CPU per token: 3.3 at 150
+tokens per document (a loop of slice copies over documents: 12) and 1.8 at 2000 (the loop: 2.3). If
+the arrays of the last steps are still held, as prefetch does, it is about 1 more.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ from overlord.batch import Batch
 from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.rank_views import pieces
 
-IGNORE = -100  # a label no loss is computed for
+IGNORE = -100  # a label without a loss
 BLOCK = (
     2**15
-    # tokens gathered at a time: the temporaries stay in the cache; 2**16 is as good, all at once a
-    # tenth slower
+    # Tokens gathered at a time: the temporaries stay in the cache. 2**16 is as good; all at once is
+    # a tenth slower.
 )
-# mean tokens a document; from here on a slice copy per document is cheaper than gathering by index
+# Mean tokens per document; from here on a slice copy per document is cheaper than gathering by
+# index.
 SLICE_FROM = 500
 
 
@@ -70,11 +72,11 @@ def build_wide(
     multiple: int,
     slab: Callable[[int], np.ndarray] = fresh,
 ) -> BatchArrays:
-    """All microbatches of one bucket (or of several, one after another) in one step, arrays
-    read-only.
+    """Build all microbatches of one bucket (or of several, one after another) in one step, as
+    read-only arrays.
 
-    ``slab`` gives memory, bytes without content: a pool that reuses it saves more than the gather
-    costs. Document i is ``values[start[i] : start[i] + length[i]]`` and not empty; documents come
+    ``slab`` allocates uninitialized bytes: a pool that reuses memory saves more than the gather
+    costs. Document i is ``values[start[i] : start[i] + length[i]]`` and not empty. Documents are
     sorted by (microbatch, slot).
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
@@ -96,11 +98,11 @@ def build_slices(
     cp: int,
     cp_ranks: Sequence[int],
 ) -> list[BatchArrays]:
-    """What these context-parallel ranks have of the same: ``views.cut`` of what ``build_wide``
-    gives, but never built whole.
+    """Build the slices of some context-parallel ranks without building the whole:
+    ``rank_views.cut`` of ``build_wide``.
 
-    Slices lie rank after rank in one piece of memory. A run of a document is laid as documents are,
-    so it costs hardly more.
+    Slices are concatenated rank after rank in one allocation. A run of a document is filled as a
+    document is, so it costs hardly more.
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     by_row = batch.layout == "padded"
@@ -123,27 +125,26 @@ def build_slices(
 
 
 class Documents(NamedTuple):
-    """All documents of a step, those of no content in empty microbatches included."""
+    """All documents of a step, including those without content in empty microbatches."""
 
-    start: np.ndarray  # in the payload
+    start: np.ndarray  # offset in the payload
     content: np.ndarray  # tokens
-    true: np.ndarray  # the same, and all of it where there is none
-    size: np.ndarray  # with padding
+    true: np.ndarray  # tokens, or ``multiple`` if there are none
+    size: np.ndarray  # tokens with padding
     source: np.ndarray
-    first: np.ndarray  # of each microbatch, and their number
+    first: np.ndarray  # first document of each microbatch, and the number of documents
 
 
 class _Laid(NamedTuple):
-    """Documents, or runs of them, in the order in which they lie in the arrays."""
+    """Documents, or runs of them, in the order of the arrays."""
 
-    start: np.ndarray  # of the document in the payload
+    start: np.ndarray  # offset of the document in the payload
     content: np.ndarray
     true: np.ndarray
     size: np.ndarray
-    base: np.ndarray | None = (
-        None  # tokens of its document before the run; None: none, they are whole
-    )
-    goes_on: np.ndarray | None = None  # the document has a token behind the run
+    # Tokens of its document before the run; None: the documents are whole.
+    base: np.ndarray | None = None
+    goes_on: np.ndarray | None = None  # the document continues after the run
 
 
 def documents(
@@ -170,12 +171,11 @@ def documents(
 def _per_token(
     values: np.ndarray, laid: _Laid, total: int, batch: Batch, slab: Callable[[int], np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The arrays with an entry for every token."""
+    """Build the per-token arrays."""
     content, size = laid.content, laid.size
     offset = np.cumsum(size) - size
-    origin = (
-        offset if laid.base is None else offset - laid.base
-    )  # where the first token of the document is, or would be
+    # Place of the first token of the document, even if it is not in the run.
+    origin = offset if laid.base is None else offset - laid.base
     wide = _allocate(total, slab)
     fill = _fill_by_index if len(values) and total < SLICE_FROM * len(size) else _fill_by_slices
     fill(values, laid.start, content, offset, origin, size, wide["tokens"], wide["position_ids"])
@@ -188,7 +188,7 @@ def _per_token(
 
 
 def wide_of(docs: Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batch) -> BatchArrays:
-    """These arrays, of one slice of ``cp``, with those that have an entry for every document."""
+    """Return these arrays, of one slice of ``cp``, together with the per-document ones."""
     first, n_microbatches = docs.first, len(docs.first) - 1
     if batch.layout == "padded":
         arrays = {name: array.reshape(-1, batch.context // cp) for name, array in arrays.items()}
@@ -204,9 +204,8 @@ def wide_of(docs: Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batc
     for array in (*arrays.values(), *per_document.values(), *cumulative.values(), longest):
         array.flags.writeable = False  # views made from here on are read-only too
     tokens, documents = token_bounds.tolist(), first.tolist()
-    sums = (
-        first + np.arange(n_microbatches + 1)
-    ).tolist()  # one more entry a microbatch than documents
+    # One more entry per microbatch than documents.
+    sums = (first + np.arange(n_microbatches + 1)).tolist()
     starts = (
         [tokens] * len(arrays)
         + [sums] * len(cumulative)
@@ -230,14 +229,16 @@ def build(
     multiple: int,
     slab: Callable[[int], np.ndarray] = fresh,
 ) -> list[dict[str, np.ndarray]]:
-    """The same, cut into a dict for each microbatch."""
+    """Build the microbatches as a list of dicts."""
     return build_wide(
         values, start, length, microbatch, n_microbatches, source, batch, multiple, slab
     ).cut(0, n_microbatches)
 
 
 def valid_tokens(length: np.ndarray) -> int:
-    """Tokens that carry loss, under either label convention: all of a document but one."""
+    """Return the number of tokens with a loss, under either label convention: all but one per
+    document.
+    """
     return int(np.maximum(np.asarray(length) - 1, 0).sum())
 
 
@@ -248,8 +249,9 @@ def _with_empty_microbatches(
     n_microbatches: int,
     source: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Documents with one of no content put into each empty microbatch; last the first document of
-    each microbatch, and their number.
+    """Insert a document without content into each empty microbatch.
+
+    Also returns the first document of each microbatch, and the number of documents.
     """
     assert not len(length) or length.min() > 0, "a document without tokens cannot be placed"
     assert (microbatch[1:] >= microbatch[:-1]).all(), "documents must come sorted by microbatch"
@@ -268,8 +270,9 @@ def _with_empty_microbatches(
 
 
 def _allocate(total: int, slab: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a step in one piece of memory: large enough for huge pages, whose first touch
-    costs a fraction of small ones'.
+    """Allocate the arrays of a step together.
+
+    The block is large enough for huge pages, whose first touch costs a fraction.
     """
     piece = slab(28 * total)
     tokens, position, labels = piece[: 24 * total].view(np.int64).reshape(3, total)
@@ -291,9 +294,7 @@ def _fill_by_index(
     tokens: np.ndarray,
     position: np.ndarray,
 ) -> None:
-    """Tokens (undefined in the holes behind documents) and positions, some hundred short documents
-    at a time.
-    """
+    """Fill tokens (undefined in padding) and positions, some hundred short documents at a time."""
     cuts = np.append(
         np.unique(np.searchsorted(offset, np.arange(0, len(tokens), BLOCK))), len(offset)
     )
@@ -305,7 +306,7 @@ def _fill_by_index(
         np.subtract(count[: b - a], np.repeat(origin[d:e] - a, size[d:e]), out=position[a:b])
         index = np.repeat(start[d:e], size[d:e])
         index += position[a:b]
-        # Holes read what follows their document; "clip" keeps the last of them inside `values`, and
+        # Padding reads what follows its document; "clip" keeps the last of it inside `values`, and
         # is faster than a check.
         tokens[a:b] = np.take(values, index, mode="clip")
 
@@ -320,7 +321,9 @@ def _fill_by_slices(
     tokens: np.ndarray,
     position: np.ndarray,
 ) -> None:
-    """The same, document by document, for long documents (and for a step without any)."""
+    """Fill tokens and positions document by document, for long documents (and for a step without
+    any).
+    """
     base = offset - origin
     count = np.arange(int((base + size).max()))
     for s, n, o, b, p in zip(
@@ -344,16 +347,15 @@ def _fill_targets(
     laid: _Laid,
     convention: str,
 ) -> None:
-    """Labels start as a (shifted) copy of all tokens; then the few places without a label are
-    struck out.
+    """Fill labels with a (shifted) copy of all tokens, then exclude the few places without a
+    label.
     """
     tokens, labels, loss_mask = wide["tokens"], wide["labels"], wide["loss_mask"]
     if convention == "shifted":
-        labels[:-1] = tokens[
-            1:
-        ]  # the last of all is struck out below: it ends a document, or is padding
+        # The last label is excluded below: it ends a document, or is padding.
+        labels[:-1] = tokens[1:]
         ends, ended = offset + laid.content - 1, laid.content > 0
-        if laid.goes_on is not None:  # what comes next in the document is in another run
+        if laid.goes_on is not None:  # the next token of the document is in another run
             on = laid.goes_on
             labels[ends[on]] = values[(laid.start + ends - origin + 1)[on]]
             ended &= ~on
@@ -374,14 +376,14 @@ def _attention(total: int, start: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """The numbers start[i], start[i]+1, ... count[i] of them, for each i in turn."""
+    """Return the numbers start[i], start[i]+1, ..., count[i] of them, for each i in turn."""
     ends = np.cumsum(count)
     return np.repeat(start - ends + count, count) + np.arange(int(ends[-1]))
 
 
 def _cumulative(length: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """0 and the running sums of each microbatch's documents, microbatch after microbatch: one more
-    entry each than documents.
+    """Return 0 and the cumulative lengths of the documents of each microbatch: one more entry each
+    than documents.
     """
     sums = np.zeros(len(length) + 1, np.int64)
     np.cumsum(length, out=sums[1:])

@@ -1,12 +1,12 @@
-"""Payload of planned steps on its way from several loader hosts: a step is staged when all of it is
-here.
+"""Gathers the payload of planned steps from several loader workers.
 
-Every constructor worker has one.
+A step is ready when all of it has arrived. There is one gatherer in every process that builds
+microbatches: in constructor workers, and without constructors in every client.
 
-When some part was lost, the planner goes back and plans steps again under a new *generation*. A
-step that is complete here stays; of one that is not, all comes again, and what still comes of the
-generation before is not heard. Plans come by another way than payload, so payload of a generation
-may be here before the word of it.
+After the loss of a worker the coordinator rolls back and plans steps again under a new
+*generation*. A step that is complete here stays. An incomplete step arrives again in full, and late
+payload of the previous generation is ignored. Plans and payload use different connections, so
+payload of a generation may arrive before its plan.
 """
 
 from __future__ import annotations
@@ -27,49 +27,52 @@ from overlord.sample import Ragged, Scattered
 
 log = logging.getLogger("overlord")
 
-NOBODY = np.zeros(0, np.int64)  # images are of documents that need not be here
-# steps of one loader host whose payload may come before they are told: far above any prefetch
-# window
+NOBODY = np.zeros(0, np.int64)  # images belong to documents that need not be here
+# Steps of one loader worker whose payload may arrive before their plan: far above any prefetch
+# window.
 MAX_EARLY = 1024
 
 Early = dict[tuple[int, int], StepPayload]  # by recovery and step
 
 
 class PayloadGatherer:
-    """In the pump of whoever builds. What comes in leads to commands of the building."""
+    """Collects plans and payload, and returns commands for the constructor. Runs on: event loop."""
 
     def __init__(self, building: ConstructorService, *, failover: bool = False):
         self._building, self._failover = building, failover
-        self._expected: dict[
-            int, tuple[ConstructorPlan, dict[int, StepPayload]]
-        ] = {}  # steps whose payload is on its way, by loader host
-        self._early: dict[
-            int, Early
-        ] = {}  # by loader host: payload that came before its step was told
-        self._gone: dict[int, str] = {}  # loader hosts that will send no more, and why
-        self._over: int | None = None  # the first step that there is not
+        # Steps whose payload is in transit, by loader worker.
+        self._expected: dict[int, tuple[ConstructorPlan, dict[int, StepPayload]]] = {}
+        # By loader worker: payload that arrived before the plan of its step.
+        self._early: dict[int, Early] = {}
+        # loader workers that will send nothing more, and the reason
+        self._gone: dict[int, str] = {}
+        self._over: int | None = None  # the first step that does not exist
         self._planned = -1
-        self._again: set[int] = set()  # steps up to that one which are to be planned again
-        self._given_up = not failover  # a loader host that is lost will not be started again
-        self._recovery = (
-            0  # how often the planner went back: what is of an earlier time is not heard
-        )
+        self._again: set[int] = set()  # steps up to ``_planned`` that will be planned again
+        self._given_up = not failover  # a lost loader worker will not be restarted
+        # Number of rollbacks: messages of an earlier one are ignored.
+        self._recovery = 0
 
     def plan(self, placed: ConstructorPlan) -> list[Any]:
-        """A step is planned; some of its payload may be here already. So may all of it, if it was
-        planned before.
-        """
+        """Add the plan of a step. Some or all of its payload may be here already."""
         step, recovery = placed.stage.plan.step, placed.generation // STRIDE
         if recovery < self._recovery:
-            log.debug("step %d of generation %d is planned again since", step, placed.generation)
+            log.debug(
+                "plan of step %d of generation %d ignored: a rollback followed",
+                step,
+                placed.generation,
+            )
             return []
-        commands = self.back(
-            Rollback(placed.generation, step - 1)
-        )  # where no one said so: a host that is started anew
+        # A restarted worker may not have received the rollback.
+        commands = self.back(Rollback(placed.generation, step - 1))
         if self._over is not None and step >= self._over:
             return []
         if step in self._expected or (step <= self._planned and step not in self._again):
-            log.debug("step %d of generation %d is here already", step, placed.generation)
+            log.debug(
+                "plan of step %d of generation %d ignored: it is complete or in progress",
+                step,
+                placed.generation,
+            )
             return []
         self._planned = max(step, self._planned)
         self._again.discard(step)
@@ -83,8 +86,9 @@ class PayloadGatherer:
         return [*commands, *self._see(step)]
 
     def payload(self, payload: StepPayload) -> list[Any]:
-        """``check_payload`` has looked at what it is; whether it fits its plan is seen when both
-        are here.
+        """Add payload that passed ``check_payload``.
+
+        It is compared with its plan when both are here.
         """
         step, recovery = payload.step, payload.generation // STRIDE
         if recovery == self._recovery and step in self._expected:
@@ -92,7 +96,7 @@ class PayloadGatherer:
             return self._see(step)
         if self._is_late(step, recovery):
             log.debug(
-                "payload of loader-host/%d for step %d of generation %d is late",
+                "payload of loader-host/%d for step %d of generation %d ignored: it is late",
                 payload.origin,
                 step,
                 payload.generation,
@@ -101,7 +105,7 @@ class PayloadGatherer:
         early = self._early.setdefault(payload.origin, {})
         if len(early) >= MAX_EARLY and (recovery, step) not in early:
             log.warning(
-                "payload of loader-host/%d for step %d is for no step that is expected",
+                "payload of loader-host/%d for step %d dropped: no such step is expected",
                 payload.origin,
                 step,
             )
@@ -110,8 +114,8 @@ class PayloadGatherer:
         return []
 
     def _is_late(self, step: int, recovery: int) -> bool:
-        """Nobody will ask for it: it is of a time that is over, or the step is complete, or there
-        is no such step.
+        """Return whether payload is obsolete: of an earlier recovery, of a complete step, or of no
+        step.
         """
         if recovery != self._recovery:
             return recovery < self._recovery
@@ -125,9 +129,7 @@ class PayloadGatherer:
         return [*self._building.finish(finish), *self._see_all()]
 
     def _end_before(self, step: int) -> None:
-        """If the end is undone later, all from there on comes again: what was here of it is let
-        go.
-        """
+        """Drop everything from ``step`` on: if the end is undone later, all of it arrives again."""
         over = self._over = step if self._over is None else min(step, self._over)
         self._planned = min(self._planned, over - 1)
         self._again = {s for s in self._again if s < over}
@@ -142,27 +144,30 @@ class PayloadGatherer:
         self._early = {origin: early for origin, early in kept.items() if early}
 
     def back(self, back: Rollback) -> list[Any]:
-        """All behind a step is planned again: what is complete stays, the rest comes anew."""
+        """Roll back: later steps are planned again.
+
+        Complete steps stay, the others arrive again.
+        """
         recovery = back.generation // STRIDE
         if recovery <= self._recovery:
-            return []  # it was said before, or is over
+            return []  # a repeated or outdated rollback
         self._recovery, self._over, self._given_up = recovery, None, not self._failover
-        # One that could not be built is to fail again: a planner that was lost may not have heard
-        # of it.
+        # A step that could not be built must fail again: a lost planner may not have received the
+        # failure.
         self._again.update(
             self._expected, (s for s in self._building.failed if back.step < s <= self._planned)
         )
         self._expected.clear()
         self._building.failed.clear()
-        self._planned = max(
-            self._planned, back.step
-        )  # in a host that is started anew: no step up to there will be planned
+        # In a restarted worker: no step up to this one will be planned.
+        self._planned = max(self._planned, back.step)
         self._forget_early(lambda r, s: r >= recovery)
         return self._building.back(back)
 
     def lost(self, host: int, reason: str) -> list[Any]:
-        """A loader host sends no more: steps that wait for it cannot be, unless another is started
-        in its place and they come again.
+        """Record that a loader worker sends nothing more.
+
+        Steps that wait for it fail unless it is restarted and they arrive again.
         """
         self._gone[host] = reason
         return self._see_all()
@@ -175,12 +180,12 @@ class PayloadGatherer:
         )
 
     def found(self, host: int) -> None:
-        """A loader host is linked, or linked again."""
+        """Record that a loader worker is connected."""
         self._gone.pop(host, None)
 
     def _see(self, step: int) -> list[Any]:
-        """Whether all payload of a step is here."""
-        if step not in self._expected:  # the one before it could not be, which ended the job
+        """Pass the step on if all its payload is here."""
+        if step not in self._expected:  # an earlier step failed, which ended the job
             return []
         placed, found = self._expected[step]
         missing = [origin for origin in placed.origins if origin not in found]
@@ -196,17 +201,16 @@ class PayloadGatherer:
                 else Scattered([p.items for p in parts if p.items is not None], NOBODY)
             )
             if problem := _misfit(placed, tokens, items, parts):
-                return self._cannot(
-                    step, PlanError(problem, step, "this is a fault of the package: report it")
-                )
+                return self._cannot(step, PlanError(problem, step, "this is a bug: report it"))
             return self._building.staged(StepDocuments(stage, tokens, items), StepInfo.of(stage))
         if self._given_up and (lost := [origin for origin in missing if origin in self._gone]):
             return self._cannot(step, ActorLost(f"loader-host/{lost[0]}", self._gone[lost[0]]))
         return []
 
     def _cannot(self, step: int, error: Exception) -> list[Any]:
-        """The job ends before this step. The planner will say so; what is behind it is not waited
-        for from here on.
+        """End the job before this step.
+
+        The planner will confirm it; later steps are no longer awaited.
         """
         self._end_before(step)
         self._building.cannot(step, None, "gathering", error)
@@ -214,24 +218,25 @@ class PayloadGatherer:
 
     @property
     def complete_until(self) -> int:
-        """The first step that cannot be built with what is here."""
+        """Return the first step that cannot be built with the payload here."""
         first = min({*self._expected, *self._again}, default=self._planned + 1)
         return first if self._over is None else min(first, self._over)
 
     @property
     def wants_plans(self) -> bool:
-        """The next step is to be planned again, and nothing else is on its way: only the planner
-        knows what that waits for.
+        """Return whether the next step must be planned again and nothing is in transit.
+
+        Only the planner can tell its reason.
         """
         return bool(self._again) and not self._expected
 
     def waiting(self) -> str:
-        """What the next step waits for here, in words; empty when nothing is on its way."""
+        """Describe what the next step waits for; empty if nothing is in transit."""
         for step, (placed, found) in sorted(self._expected.items()):
             missing = [self._named(origin) for origin in placed.origins if origin not in found]
             return f"step {step}: payload of {', '.join(missing)}"
         return (
-            f"step {min(self._again)}: to be planned again, since some part was lost"
+            f"step {min(self._again)}: to be planned again after a worker was lost"
             if self._again
             else ""
         )
@@ -243,8 +248,9 @@ class PayloadGatherer:
 
 
 def check_payload(payload: StepPayload, host: int) -> None:
-    """Where it comes in: a peer may say what it likes. That offsets lie within their values was
-    seen when the frame was opened.
+    """Validate payload of a peer, which is not trusted.
+
+    Decoding has checked that offsets are within their values.
     """
     step, tokens = payload.step, payload.tokens
     if (
@@ -294,11 +300,12 @@ def check_payload(payload: StepPayload, host: int) -> None:
 def _misfit(
     placed: ConstructorPlan, tokens: Ragged, items: Scattered | None, parts: list[StepPayload]
 ) -> str:
-    """Why payload is not that of its plan, in words: every document must have the length that was
-    planned, every image be there.
+    """Return why payload does not match its plan.
+
+    Every document must have its planned length, every image must be there.
     """
     doc = placed.stage.doc
-    here = np.flatnonzero(doc >= 0)  # for hooks the plan is whole, and the payload is not
+    here = np.flatnonzero(doc >= 0)  # for hooks the plan is complete, but not the payload
     hosts = ", ".join(f"loader-host/{origin}" for origin in placed.origins)
     if len(tokens) != len(here):
         return f"expected {len(here)} documents of {hosts}, got {len(tokens)}"

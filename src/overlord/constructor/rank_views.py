@@ -1,17 +1,18 @@
-"""What each rank of a bucket gets of its microbatches: a slice along cp, the keys of its pipeline
-stage, all of it, or nothing. Pure.
+"""The part of a bucket's microbatches that each rank gets: a slice along cp, the keys of its
+pipeline stage, everything, or nothing. Pure.
 
-    split="zigzag"        every document in 2*cp chunks; rank r has chunks r and 2*cp-1-r, so that causal attention costs all ranks the same
+    split="zigzag"        every document in 2*cp chunks; rank r has chunks r and 2*cp-1-r, so that
+                          causal attention costs all ranks the same
     split="zigzag_whole"  the same with the whole microbatch in place of a document
     split="contiguous"    the whole microbatch in cp equal runs
-    split="none"          every cp rank gets the whole microbatch: for trainers that shard themselves
+    split="none"          every cp rank gets the whole microbatch: for trainers that shard it
 
-In the padded layout the sequence dimension is cut, row by row: there a row is a document, and both
-zigzags are one.
+In the padded layout the sequence dimension is sliced, row by row. There a row is a document, and
+both zigzags are equal.
 
-A constructor never cuts: it builds slices as they are (``microbatch.build_slices``), from the runs
-that ``pieces`` lists. Gathering them from whole microbatches costs 3 to 40 ns a token; building
-them costs 0.4 to 6 more than the whole.
+A constructor never slices whole microbatches: it builds slices directly (``pack.build_slices``),
+from the runs that ``pieces`` lists. Gathering them from whole microbatches costs 3 to 40 ns per
+token; building them costs 0.4 to 6 more than the whole.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import numpy as np
 from overlord.constructor.batch_arrays import BatchArrays
 from overlord.plan.rank_view import View
 
-PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # cut along cp
-# Never cut, though one of them may happen to have as many rows as there are tokens.
+PER_TOKEN = ("tokens", "position_ids", "labels", "loss_mask", "attention_mask")  # sliced along cp
+# Never sliced, although one of them may have as many rows as there are tokens.
 WHOLE = frozenset(
     {
         "cu_seqlens",
@@ -47,12 +48,13 @@ WHOLE = frozenset(
 )
 
 
-# one microbatch
+# One microbatch
 
 
 def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str) -> np.ndarray:
-    """int64: tokens of the packed microbatch that are in the slice, in the slice's order.
-    ``ValueError`` where it cannot be cut evenly.
+    """Return the tokens of the packed microbatch that are in the slice, in its order: int64.
+
+    Raises ``ValueError`` if the microbatch does not divide evenly.
     """
     start, length = _runs(
         _units(np.asarray(cu_seqlens_padded, np.int64), split), cp, [cp_rank], split
@@ -61,11 +63,11 @@ def slice_index(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int, split: str
 
 
 def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray]:
-    """A microbatch as this view has it: from the whole one, or from that of a rank that fetches for
-    several, cut already or not.
+    """Return a microbatch in this view, from the whole one or from that of a rank that fetches for
+    several, sliced or not.
 
-    Keys of your own (of a ``constructor_do_plan``) go to every stage; those with an entry for every
-    token are cut as tokens are.
+    A user's own keys (of a ``constructor_do_plan``) go to every stage. Keys with an entry
+    per token are sliced as tokens are.
     """
     found = {key: array for key, array in arrays.items() if view.has(key)}
     if not view.sliced or not found:
@@ -94,7 +96,7 @@ def narrow(arrays: Mapping[str, np.ndarray], view: View) -> dict[str, np.ndarray
 
 
 def join(slices: Sequence[Mapping[str, np.ndarray]], split: str) -> dict[str, np.ndarray]:
-    """Slices of all cp ranks, in order, as the microbatch they were cut from."""
+    """Join the slices of all cp ranks, in order, to the microbatch."""
     whole, cp = dict(slices[0]), len(slices)
     if cp == 1 or split == "none":
         return whole
@@ -124,7 +126,7 @@ def join(slices: Sequence[Mapping[str, np.ndarray]], split: str) -> dict[str, np
 
 
 def _shape(arrays: Mapping[str, np.ndarray], ends: np.ndarray) -> tuple[int, ...]:
-    """Of an array with an entry for every token, before it is cut."""
+    """Return the shape of a per-token array before slicing."""
     if (mask := arrays.get("attention_mask")) is not None and mask.ndim == 2:
         return (mask.shape[0], int(ends[-1]) // max(1, mask.shape[0]))
     return (int(ends[-1]),)
@@ -134,12 +136,13 @@ def _is_per_token(key: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
     return key not in WHOLE and array.shape[: len(shape)] == shape
 
 
-# all microbatches of a step
+# All microbatches of a step
 
 
 def cut(wide: BatchArrays, view: View) -> BatchArrays:
-    """What a view has of microbatches that lie end to end; those that are not cut along cp are the
-    same arrays.
+    """Return the concatenated microbatches in a view.
+
+    Arrays that are not sliced along cp are shared.
     """
     found = of_stage(wide, view)
     if not view.sliced:
@@ -159,7 +162,7 @@ def cut(wide: BatchArrays, view: View) -> BatchArrays:
 
 
 def of_stage(wide: BatchArrays, view: View) -> BatchArrays:
-    """Only the keys that a view has."""
+    """Return only the keys of a view."""
     return wide.only(view.has)
 
 
@@ -172,11 +175,11 @@ def pieces(
     *,
     by_row: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The slices of some cp ranks as runs of documents, rank after rank: the document of each run,
-    its place in it, its length.
+    """Return the slices of some cp ranks as runs of documents, rank after rank: document, offset in
+    it, and length of each run.
 
-    Documents of ``size`` tokens lie end to end; those of microbatch m begin with number
-    ``first[m]``. ``by_row``: each is cut by itself.
+    Documents of ``size`` tokens are concatenated; those of microbatch m begin with number
+    ``first[m]``. ``by_row``: each document is sliced by itself.
     """
     ends = np.cumsum(size)
     bounds = np.append(0, ends)
@@ -199,29 +202,29 @@ def pieces(
 
 
 def _units(ends: np.ndarray, split: str) -> np.ndarray:
-    """What is cut evenly: documents, or the microbatch."""
+    """Return the bounds of what is divided evenly: documents, or the microbatch."""
     return ends if split == "zigzag" else ends[[0, -1]]
 
 
 def _wide_units(wide: BatchArrays, split: str) -> np.ndarray:
-    """The same of microbatches that lie end to end."""
+    """Return the bounds of what is divided evenly, for concatenated microbatches."""
     starts = dict(zip(wide.arrays, wide.starts, strict=True))
     if split != "zigzag":
         return np.array(starts["tokens"])
     sums, at = wide.arrays["cu_seqlens_padded"], starts["cu_seqlens_padded"]
     steps = np.diff(sums.astype(np.int64))
     within = np.ones(len(steps), bool)
-    within[np.array(at[1:-1], np.int64) - 1] = (
-        False  # from the last sum of one microbatch to the first of the next
-    )
+    # From the last sum of one microbatch to the first of the next.
+    within[np.array(at[1:-1], np.int64) - 1] = False
     return np.concatenate([[0], np.cumsum(steps[within])])
 
 
 def _runs(
     bounds: np.ndarray, cp: int, ranks: Sequence[int], split: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where the runs of some cp ranks start and how long they are, rank after rank; ``bounds``: of
-    what is cut evenly.
+    """Return start and length of the runs of some cp ranks, rank after rank.
+
+    ``bounds``: of the evenly divided units.
     """
     pieces = (
         {"zigzag": 2 * cp, "zigzag_whole": 2 * cp, "contiguous": cp, "none": 1}[split]
@@ -251,6 +254,6 @@ def _columns(context: int, view: View) -> np.ndarray:
 
 
 def _ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """start[i], start[i] + 1, ... length[i] of them, for each i in turn."""
+    """Return start[i], start[i] + 1, ..., length[i] of them, for each i in turn."""
     before = np.cumsum(length) - length
     return np.repeat(start - before, length) + np.arange(int(length.sum()))

@@ -1,5 +1,5 @@
-"""The constructor side of a host: which steps its buckets have, their payload, their built
-microbatches, and who gets them.
+"""Executes the constructors of a process: the steps of their buckets, payload, built microbatches
+and deliveries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("overlord")
 
 
 class RankQueue(Protocol):
-    """Where a client's steps arrive."""
+    """Queue of the steps of one client."""
 
     def put(self, told: StepInfo, bucket: BucketBatch) -> None: ...
     def end(self, error: Exception | None) -> None: ...
@@ -44,8 +44,9 @@ class RankQueue(Protocol):
 
 
 class ConstructorService:
-    """The constructors of some buckets. ``carry_out(command) -> commands``; what work leads to goes
-    to ``run``.
+    """Execute constructor commands of some buckets.
+
+    ``carry_out(command) -> commands``; results of work are passed to ``run``.
     """
 
     def __init__(
@@ -72,25 +73,25 @@ class ConstructorService:
             broadcast,
             images,
         )
-        self._compact = compact  # what is built waits and travels so, and is widened by who gets it
-        self._spoiled, self.stopped = (
-            spoiled,
-            False,
-        )  # set when nobody waits for what is being built
+        # built batches are stored and sent in compact form, and expanded by the receiver
+        self._compact = compact
+        # Set when nobody waits for the steps being built.
+        self._spoiled, self.stopped = (spoiled, False)
         self.slabs: Any = BufferPool() if slabs is None else slabs
         self._staged: dict[int, StepDocuments] = {}
         self._told: dict[int, StepInfo] = {}
         self._holders: dict[int, set[int]] = {}  # step -> buckets that still need its payload
         self._built: dict[tuple[int, int], tuple[StepInfo, BucketBatch]] = {}
-        self.failed: set[int] = set()  # steps that could not be built: their payload is gone
+        self.failed: set[int] = set()  # steps that could not be built: their payload is released
         self.mailboxes: dict[int, RankQueue] = {}
         self.bucket_of = {rank: a.bucket for a in assemblers for rank in a.ranks}
 
-    # clients
+    # Clients
 
     def attach(self, mailboxes: Mapping[int, RankQueue]) -> list[Any]:
-        """Clients of these ranks exist. All that will take part come together: a step is not kept
-        for one who comes later.
+        """Attach the clients of these ranks.
+
+        All of them attach together: a step is not kept for a later one.
         """
         self.mailboxes.update(mailboxes)
         return [
@@ -112,15 +113,15 @@ class ConstructorService:
             for command in self.assemblers[self.bucket_of[rank]].handle(Consumed(rank, step))
         ]
 
-    # steps
+    # Steps
 
     def plan(self, stage: PlannedStep) -> None:
-        """A step is planned; its payload is still to come."""
+        """Add a planned step; its payload is in transit."""
         for assembler in self.assemblers.values():
             assembler.handle(stage)
 
     def staged(self, staged: StepDocuments, told: StepInfo) -> list[Any]:
-        """Its payload has come; buckets that have the step already ignore it."""
+        """Add the payload of a step; buckets that already have the step ignore it."""
         step, wanting = told.step, [a for a in self.assemblers.values() if a.wants(told.step)]
         if wanting:
             self._staged[step], self._told[step] = (
@@ -131,7 +132,7 @@ class ConstructorService:
         return [command for a in wanting for command in a.handle(PayloadReady(step))]
 
     def served(self) -> list[int]:
-        """All ranks of buckets that somebody waits for."""
+        """Return all ranks of buckets with an attached rank."""
         return [
             rank
             for a in self.assemblers.values()
@@ -143,7 +144,7 @@ class ConstructorService:
         return [command for a in self.assemblers.values() for command in a.handle(finish)]
 
     def back(self, back: Rollback) -> list[Any]:
-        """Steps come again: what is here of them stays."""
+        """Roll back: steps are planned again, and those that are here stay."""
         return [command for a in self.assemblers.values() for command in a.handle(back)]
 
     def carry_out(
@@ -154,9 +155,9 @@ class ConstructorService:
                 buckets = [bucket]
                 while queue and isinstance(queue[0], Build) and queue[0].step == step:
                     buckets.append(queue.popleft().bucket)
-                # Those whose ranks are a little behind come along: one gather for all costs less,
-                # and pieces of memory of one size are
-                # used again, while those of some buckets now and of others then fit nobody.
+                # Buckets whose ranks are a little behind are built together with it. One gather for
+                # all costs less. Allocations of one size are reused, while those of varying sets of
+                # buckets would not fit.
                 self._build(
                     step,
                     sorted(
@@ -226,9 +227,9 @@ class ConstructorService:
     def cannot(
         self, step: int, buckets: Sequence[int] | None, what: str, error: BaseException
     ) -> None:
-        """A step that cannot be delivered: the job ends before it."""
+        """Fail a step that cannot be delivered: the job ends before it."""
         buckets = list(self.assemblers) if buckets is None else buckets
-        if not self.stopped:  # then it was told to leave off
+        if not self.stopped:  # otherwise it was stopped on purpose
             log.error("%s step %d for buckets %s failed: %s", what, step, list(buckets), error)
         for bucket in buckets:
             self._let_go(step, bucket)
@@ -242,17 +243,17 @@ class ConstructorService:
             if not holders:
                 del self._holders[step], self._staged[step], self._told[step]
 
-    # what people ask
+    # Status
 
     def waiting(self, rank: int) -> str:
-        """What the rank's next step waits for here, in words; empty when no step is planned."""
+        """Describe what the rank's next step waits for; empty if no step is planned."""
         return self.assemblers[self.bucket_of[rank]].waiting()
 
     def held_bytes(self) -> dict[str, int]:
         return {
             "staged": sum(s.nbytes for s in self._staged.values()),
             "assembled": sum(bucket.nbytes for _, bucket in self._built.values()),
-            # the memory assembled steps lie in, with what is kept for the next ones
+            # the memory of assembled steps, including what is kept for the next ones
             "slabs": self.slabs.nbytes,
         }
 

@@ -1,6 +1,4 @@
-"""Blocks of evaluated rows: chosen from a window, merged from several tables, and what of them lost
-tokens.
-"""
+"""Blocks of evaluated rows: selection from a window, merging of several tables, and lost tokens."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ def long_of(
     lost: np.ndarray,
     after: Cursor | None,
 ) -> LongDocuments | None:
-    """Return the documents ``at``, which lost tokens, without the cursor's document: its loss was
-    counted with its sample.
+    """Return the documents ``at``, which lost tokens, without the cursor's document.
+
+    The loss of that document was counted with its sample.
     """
     found = LongDocuments(key[at], file[at], row[at], lost)
     if after is None:
@@ -46,7 +45,7 @@ def all_bad(n: int, reason: str) -> Block:
 
 
 def merged(blocks: list[tuple[np.ndarray, Block]]) -> Block:
-    """Blocks of separate tables as one, in the order of the rows they came from."""
+    """Merge blocks of separate tables, in the order of their rows."""
     full = [(rows, b) for rows, b in blocks if len(b.index)]
     bad = sorted((int(rows[i]), why) for rows, b in blocks for i, why in b.bad)
     at = np.concatenate([rows[b.long] for rows, b in blocks])
@@ -86,7 +85,7 @@ def _fields(block: Block) -> dict[str, Any]:
 
 
 def rows_of(table: pa.Table, at: np.ndarray) -> pa.Table:
-    """Chosen rows of a table; a run of consecutive ones (unshuffled sources) is a view."""
+    """Return selected rows of a table; a run of consecutive ones (unshuffled sources) is a view."""
     if len(at) and int(at[-1]) - int(at[0]) == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
         return table.slice(int(at[0]), len(at))
     return table.take(arrow_of(at))

@@ -1,8 +1,9 @@
-"""The Source Loader core: what to read next, how far ahead, what a plan pops. Pure.
+"""The core of a source loader: it decides what to read next and how far ahead, and what a plan
+pops. Pure.
 
-One per source and share of its chunks. It walks its chunks window by window and asks its host to
-read and evaluate; rows are evaluated no sooner than they are wanted, so that start-up costs what
-step 0 draws and not full buffers.
+There is one per source and shard of its chunks. It visits its chunks window by window and requests
+reads and evaluations from its worker. Rows are not evaluated before they are needed, so start-up
+costs what step 0 draws and not full buffers.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ from overlord.messages.loader import (
 
 Command = Read | Evaluate | Announce
 
-# a block of rows should cost about this much: 80 times the 0.2 ms of a round trip, short enough to
-# interleave
+# Seconds that a block of rows should cost: 80 times the 0.2 ms of a round trip, and short enough to
+# interleave.
 BLOCK_S = 0.016
-# Rows of the first block read ahead; each is twice the one before until blocks cost what they
-# should. With hundreds of sources step 1
-# would else wait until all have read several steps ahead.
+# Rows of the first block read ahead. Each block is twice the previous one until blocks cost
+# BLOCK_S. With hundreds of sources, step 1 would otherwise wait until all of them have read several
+# steps ahead.
 FIRST_BLOCK = 8
 
 
 class Loader:
-    """``handle(event) -> commands``; at most one piece of work is under way at a time."""
+    """State machine of one loader: ``handle(event) -> commands``.
+
+    At most one read or evaluation is in progress.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class Loader:
     ):
         self._opened = cursor = cursor or Cursor()
         self.generation, self._epochs = generation, epochs
-        # work it asked for is its own as long as it lives, also when it went back since
+        # generation at creation: results of its own work stay valid after a rollback
         self.life = generation
         self.number, self._order, self._loader, self._loaders = number, order, loader, loaders
         self._block_rows, self._budget = block_rows, budget_bytes
@@ -63,30 +67,27 @@ class Loader:
         self._after: Cursor | None = cursor if cursor.file >= 0 else None
         self._window = cursor.window
         self._epoch, self._group = -1, -1
-        self._chunks: tuple[int, ...] = ()  # of the group, not yet over
-        self._rows = 0  # raw rows of the open window, not yet evaluated
+        self._chunks: tuple[int, ...] = ()  # chunks of the group that are not exhausted
+        self._rows = 0  # raw rows of the open window that are not evaluated
         self._closed = True  # the open window was announced to its end
         self._busy = ""
-        self._done = self.failed = False  # the latter: something could not be read
+        self._done = self.failed = False  # failed: something could not be read
         self._must = self._level = 0
         self._horizon = cursor.epoch * order.n_groups + cursor.group + GROUPS_AHEAD
-        # samples announced and not popped; one that follows another may owe some, and is below 0
-        # then
+        # Samples announced and not popped; below 0 if a standby owes samples to its primary.
         self.ready = 0
         self.announced = 0  # samples since it was opened
-        self.memory: ReplayBuffer | None = None  # what it announced, if it may have to go back
-        self._since: ReplayCursor | None = (
-            None  # where it went back to: what stands before is not announced again
-        )
+        self.memory: ReplayBuffer | None = None  # announcements for a rollback, if enabled
+        # Target of the last rollback: samples before it are not announced again.
+        self._since: ReplayCursor | None = None
         self.ready_bytes = 0
         self._bytes_per_sample = self._row_s = 0.0
-        self._pieces = (
-            1.0  # samples that a row of the last block gave, at least 1: long documents are split
-        )
+        # Samples per row of the last block, at least 1: long documents are split.
+        self._pieces = 1.0
         self._next_group()
 
     def again(self, cursor: Cursor, generation: int) -> Loader:
-        """The same loader from a cursor on, with nothing held."""
+        """Return a new loader that starts at a cursor and holds nothing."""
         return Loader(
             self.number,
             self._order,
@@ -99,21 +100,22 @@ class Loader:
             generation=generation,
         )
 
-    # going back
+    # Rollback
 
     def remember(self) -> None:
-        """Keep from now on what it takes to go back."""
+        """Keep announcements from now on, for a rollback."""
         self.memory = ReplayBuffer(self._order, self._opened)
 
     @property
     def front(self) -> int:
-        """Samples that were popped since it was opened."""
+        """Return the number of samples popped since it was opened."""
         return self.announced - self.ready
 
     def back(self, cursor: Cursor, generation: int) -> list[Command] | None:
-        """Stand where one opened at this cursor would stand, and say what it would have said; work
-        under way goes on. None: it cannot be had from memory, and nothing has changed. ``ready``
-        then says where the front of its shelf belongs.
+        """Move to the cursor and return the announcements that a loader opened there would make.
+
+        Work in progress continues. Returns None, without a change, if the replay buffer does not
+        reach back far enough. Afterwards ``ready`` gives the front of the sample buffer.
         """
         since = ReplayCursor.of(cursor, self._order)
         if self.memory is None or (found := self.memory.since(since)) is None:
@@ -122,7 +124,7 @@ class Loader:
         self.generation, self._since = generation, since
         self.ready = self.announced - before
         self.ready_bytes = int(self._bytes_per_sample * self.ready)
-        self._must = 0  # of a draw that is no more
+        self._must = 0  # the draw was discarded
         self._horizon = max(
             self._horizon, cursor.epoch * self._order.n_groups + cursor.group + GROUPS_AHEAD
         )
@@ -135,7 +137,7 @@ class Loader:
                 self.ready_bytes = int(self._bytes_per_sample * self.ready)
                 self._must = max(0, self._must - n)
                 if self.ready >= self._level and self.ready >= self._must:
-                    return []  # every loader hears of every step
+                    return []  # every loader is notified of every step
             case Refill(must=must, level=level, horizon=horizon):
                 self._must, self._level, self._horizon = (
                     max(self._must, must),
@@ -153,7 +155,7 @@ class Loader:
                     Announce(self.number, *at, None, error=error, generation=self.generation)
                 )
             case _:
-                raise TypeError(f"a loader does not know {type(event).__name__}")
+                raise TypeError(f"expected an event of a loader, got {type(event).__name__}")
         return self._next_work()
 
     def _window_read(self, event: WindowReady) -> list[Command]:
@@ -201,8 +203,9 @@ class Loader:
         return self._say(news)
 
     def _say(self, news: Announce) -> list[Command]:
-        """Remembered as it is, told from where it went back to: samples before that are popped
-        already.
+        """Record an announcement, and return it without samples before the rollback target.
+
+        They are already popped.
         """
         if self.memory is not None:
             self.memory.add(news)
@@ -219,8 +222,9 @@ class Loader:
         return [] if told is None else [told]
 
     def _next_group(self) -> None:
-        """Move to the next group; one without own chunks is announced as over when its turn
-        comes.
+        """Move to the next group.
+
+        A group without own chunks is announced as complete in its turn.
         """
         at = next(self._groups, None)
         if at is None:
@@ -258,11 +262,11 @@ class Loader:
         return self.ready < self._level and self.ready_bytes < self._budget
 
     def _block(self) -> int:
-        """Just what the draw waits for, when it waits; else rows worth a few milliseconds, since
-        each block costs a round trip.
+        """Return the rows of the next block.
 
-        The size changes what is held ready, never the stream: a row's samples depend on the row
-        alone.
+        If a draw waits, it is exactly what the draw needs. Otherwise it is rows worth a few
+        milliseconds, since each block costs a round trip. The size affects only what is held ready,
+        never the stream: the samples of a row depend on the row alone.
         """
         if self.ready < self._must:
             return math.ceil((self._must - self.ready) / self._pieces)
@@ -277,21 +281,20 @@ class Loader:
             if self._bytes_per_sample
             else worth
         )
-        return max(
-            1, min(worth, self._grown, int(room))
-        )  # a block of images may be a hundred times the budget
+        # A block of images may be a hundred times the budget.
+        return max(1, min(worth, self._grown, int(room)))
 
     def set_budget(self, nbytes: int) -> None:
-        """What it may hold ready from now on: sources that join share one budget."""
+        """Set the bytes it may hold ready: all sources share one budget."""
         self._budget = nbytes
 
     @property
     def full(self) -> bool:
-        """Whether it holds all it was told to, or all there is."""
+        """Return whether it holds as many samples as requested, or all there are."""
         return self._done or not self._wanted()
 
     def was_short(self, samples: int) -> bool:
-        """Whether a draw waited when so many were announced."""
+        """Return whether a draw was waiting when ``samples`` were announced."""
         return self.ready - samples < self._must
 
     @property
@@ -299,8 +302,9 @@ class Loader:
         return self._busy or ("done" if self._done else "idle")
 
     def state(self) -> dict[str, Any]:
-        """Where the loader stands, for tests and for people; what it holds is rebuilt from the
-        cursor, not saved.
+        """Return the position of the loader, for tests and users.
+
+        Its content is rebuilt from the cursor, not saved.
         """
         return {
             "epoch": self._epoch,

@@ -1,4 +1,6 @@
-"""The order of a source's chunks and rows, as pure functions (``docs/stream.md``, "One source")."""
+"""The order of the chunks and rows of a source, as pure functions (``docs/stream.md``, "One
+source").
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ from overlord.hashing import key64, keyed_hash
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOrder:
-    """Everything that decides the order of one source's rows before filters."""
+    """All parameters of the order of one source's rows before filters."""
 
     name: str
     n_chunks: int
     seed: int
     shuffle: bool
     shuffle_chunks: int
-    # Asked for once a group, and a source of many chunks has many groups; two epochs, since loaders
-    # are not all in the same one.
+    # Read once per group, and a source of many chunks has many groups. Two epochs are cached, since
+    # loaders may be in different ones.
     _orders: dict[int, np.ndarray] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -34,7 +36,7 @@ class SourceOrder:
         return -(-self.n_chunks // self.group_size)
 
     def chunk_order(self, epoch: int) -> np.ndarray:
-        """The chunks of an epoch, in the order they are opened."""
+        """Return the chunks of an epoch, in the order in which they are opened."""
         order = self._orders.get(epoch)
         if order is None:
             order = self._orders[epoch] = self._chunk_order(epoch)
@@ -51,7 +53,7 @@ class SourceOrder:
         )
 
     def owned(self, epoch: int, group: int, loader: int, loaders: int) -> tuple[int, ...]:
-        """The chunks of a group that loader number ``loader`` of ``loaders`` reads: every
+        """Return the chunks of a group that loader ``loader`` of ``loaders`` reads: every
         loaders-th place of the order.
         """
         places = np.arange(
@@ -60,13 +62,13 @@ class SourceOrder:
         return tuple(self.chunk_order(epoch)[places[places % loaders == loader]].tolist())
 
     def row_keys(self, epoch: int, file: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """The sort key of rows within their window; ties are broken by file and row."""
+        """Return the sort keys of rows within their window; ties are broken by file and row."""
         if not self.shuffle:
             return row.astype(np.uint64)
         return keyed_hash(key64("rows", self.seed, self.name, epoch), file, row)
 
     def groups_from(self, epoch: int, group: int, epochs: int | None) -> Iterator[tuple[int, int]]:
-        """(epoch, group) from a place on, to the end of the last epoch."""
+        """Yield (epoch, group) from a position to the end of the last epoch."""
         while epochs is None or epoch < epochs:
             for g in range(group, self.n_groups):
                 yield epoch, g

@@ -1,6 +1,6 @@
-"""The impure half of a loader: reads windows of chunks, runs transforms, measures what it costs.
+"""The impure half of a loader: it reads windows of chunks, runs transforms and measures their cost.
 
-One piece of work at a time per reader (the core sees to that), so there are no locks here.
+A reader executes one command at a time, which the core guarantees, so it needs no locks.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from overlord.sample import Content, take_rows
 from overlord.sources.base import RawSlice
 from overlord.sources.clean_tables import compact
 from overlord.sources.index import Index
-from overlord.sources.retry import CLOCK, SLOW_S, Clock
+from overlord.sources.retry import CLOCK, Clock
+from overlord.sources.timeouts import TIMEOUTS
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.user_code import told
 
-READS = 64  # of which it is known how long they took
+READS = 64  # number of recent reads whose duration is kept
 
 
 class Stages(Protocol):
@@ -50,15 +51,15 @@ class Stages(Protocol):
 
 
 def core_s(stages: Stages) -> float:
-    """Seconds that cores were busy for this thread so far: here, and in the process of a
+    """Return the CPU seconds of the calling thread so far, here and in the process of a
     ``TransformWorker``.
     """
-    elsewhere: float = getattr(stages, "core_s", float)()
-    return time.thread_time() + elsewhere
+    child_s: float = getattr(stages, "core_s", float)()
+    return time.thread_time() + child_s
 
 
-class Chunked(Protocol):
-    """Where raw slices come from (`sources.handles.ChunkReader`)."""
+class ChunkSource(Protocol):
+    """Reader of raw slices (`sources.chunk_reader.ChunkReader`)."""
 
     index: Index
 
@@ -72,8 +73,8 @@ class _Window:
     key: np.ndarray
     file: np.ndarray
     row: np.ndarray
-    at: np.ndarray  # row of the tables joined, or -1 - n for the n-th reason
-    tables: list[pa.Table]  # one, unless slices disagree on a column's type
+    at: np.ndarray  # row of the joined tables, or -1 - n for the n-th reason
+    tables: list[pa.Table]  # one, unless slices have different types of a column
     reasons: list[str]
     dropped: int
     after: Cursor | None
@@ -82,55 +83,56 @@ class _Window:
 
 @dataclass(slots=True)
 class ReaderStats:
-    """What reading and transforming a source has cost so far: the P of the paper's (P, T, M)."""
+    """Cost of reading and transforming a source so far: the P of the paper's (P, T, M)."""
 
     read_s: float = 0.0
-    staged_s: float = (
-        0.0  # transforms of whole slices, which run when a window is opened and are no reading
-    )
-    transform_s: float = 0.0  # of rows, as they are asked for
-    # of these, the time a core was busy with it: other threads of the process, and storage, may be
-    # waited for
+    # Seconds of transforms of whole slices, which run when a window is opened and are not reading.
+    staged_s: float = 0.0
+    transform_s: float = 0.0  # seconds of transforms of rows, on demand
+    # CPU seconds of these: the rest is waiting for other threads and for storage.
     read_busy_s: float = 0.0
     staged_busy_s: float = 0.0
     transform_busy_s: float = 0.0
     rows: int = 0
-    evaluated: int = 0  # rows of these that were asked for
+    evaluated: int = 0  # rows that were evaluated
     samples: int = 0
     tokens: int = 0
     windows: int = 0
-    raw_bytes: int = 0  # of the window open now
-    reads: deque[float] = field(
-        default_factory=lambda: deque(maxlen=READS)
-    )  # seconds of the last ones
-    image_bytes_in: int = 0  # of image files so far
-    image_bytes_out: int = 0  # of the pixels made of them, here or later
+    raw_bytes: int = 0  # bytes of the open window
+    # Seconds of the most recent reads.
+    reads: deque[float] = field(default_factory=lambda: deque(maxlen=READS))
+    image_bytes_in: int = 0  # bytes of image files so far
+    image_bytes_out: int = 0  # bytes of their pixels, made here or later
 
     @property
-    def asked_for(self) -> float:
-        """The part of what was read that samples were made of. Rows of a window that nobody has
-        asked for yet are no cost of those: with many loaders and a small share of the mixture they
-        would be most of it.
+    def evaluated_fraction(self) -> float:
+        """Return the fraction of the read rows that were evaluated.
+
+        Other rows of a window are not a cost of the samples. With many loaders and a small share of
+        the mixture they would be most of the cost.
         """
         return self.evaluated / self.rows if self.rows else 0.0
 
     @property
     def work(self) -> tuple[float, float]:
-        """What the samples so far took, of cores and of time."""
+        """Return the cost of the samples so far: CPU seconds and wall-clock seconds."""
         opened, busy = self.read_s + self.staged_s, self.read_busy_s + self.staged_busy_s
         return (
-            busy * self.asked_for + self.transform_busy_s,
-            opened * self.asked_for + self.transform_s,
+            busy * self.evaluated_fraction + self.transform_busy_s,
+            opened * self.evaluated_fraction + self.transform_s,
         )
 
     @property
-    def of_samples(self) -> tuple[float, float]:
-        """Seconds by the clock that the samples so far took to be read, and to be transformed."""
-        return self.read_s * self.asked_for, self.staged_s * self.asked_for + self.transform_s
+    def sample_seconds(self) -> tuple[float, float]:
+        """Return the wall-clock seconds of the samples so far: reading, transforming."""
+        return (
+            self.read_s * self.evaluated_fraction,
+            self.staged_s * self.evaluated_fraction + self.transform_s,
+        )
 
     @property
     def latency(self) -> tuple[float, float]:
-        """What a usual read takes, and a slow one: the median and the slowest but a twentieth."""
+        """Return the seconds of a usual and a slow read: the median and the 95th percentile."""
         if not self.reads:
             return 0.0, 0.0
         found = sorted(self.reads)
@@ -138,7 +140,7 @@ class ReaderStats:
 
     @property
     def images(self) -> dict[str, int] | None:
-        """What decides where pixels are made; None: the source has no images."""
+        """Return the bytes that decide where pixels are made; None if the source has no images."""
         return (
             {"bytes_in": self.image_bytes_in, "bytes_out": self.image_bytes_out}
             if self.image_bytes_out
@@ -148,64 +150,62 @@ class ReaderStats:
 
 @dataclass(slots=True, eq=False)
 class SourceReader:
-    """Turns Read and Evaluate commands into outcomes; the payload of a block is returned beside its
-    metadata.
+    """Executes Read and Evaluate commands.
+
+    Evaluation returns the payload of a block with its metadata.
     """
 
     order: SourceOrder
-    chunks: Chunked
+    chunks: ChunkSource
     stages: Stages
     stats: ReaderStats = field(default_factory=ReaderStats)
     clock: Clock = CLOCK
     _code: RunningUserCode | None = None
     _window: _Window | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _ticket: object = (
-        None  # of the read under way; another one: it was given up, and its answer comes too late
-    )
+    # Identity of the read in progress. The result of a read with another ticket is dropped.
+    _read_id: object = None
 
-    # what a host asks while a read is under way, from other threads
+    # Status queries of other threads while a read is in progress.
 
     @property
     def waits(self) -> SourceReader | None:
-        """This reader if its reads may wait: for storage, or for code that is not ours; else
-        None.
-        """
-        return self if getattr(self.chunks, "waits", False) or self._own_code else None
+        """Return this reader if its reads may wait for storage or user code, else None."""
+        return self if getattr(self.chunks, "may_wait", False) or self._has_user_code else None
 
     @property
     def evaluation_waits(self) -> SourceReader | None:
-        """The same of what is made of rows that were read: only another process may keep it
-        waiting.
+        """Return this reader if evaluation may wait, which only happens for another process, else
+        None.
         """
-        return self if getattr(self.stages, "elsewhere", False) else None
+        return self if getattr(self.stages, "separate_process", False) else None
 
     @property
-    def _own_code(self) -> bool:
+    def _has_user_code(self) -> bool:
         stages = getattr(self.stages, "has_slice_stage", False) or getattr(
-            self.stages, "elsewhere", False
+            self.stages, "separate_process", False
         )
-        return bool(stages or getattr(self.chunks, "own_code", ""))
+        return bool(stages or getattr(self.chunks, "user_code", ""))
 
     @property
     def many(self) -> bool:
-        """Whether they wait for answers rather than for a core."""
-        return bool(getattr(self.chunks, "many", False))
+        """Return whether reads wait for responses rather than for a core."""
+        return bool(getattr(self.chunks, "is_remote", False))
 
     @property
     def doing(self) -> str:
-        """What it waits for, in words, once that takes long."""
-        words: str = getattr(self.chunks, "doing", str)()
+        """Return a description of what it waits for, once that takes long."""
+        text: str = getattr(self.chunks, "activity", str)()
         if (
-            words
+            text
             or (code := self._code) is None
-            or (seconds := self.clock.now() - code.began) < SLOW_S
+            or (seconds := self.clock.now() - code.began) < TIMEOUTS.slow_s
         ):
-            return words
-        return code.words(self.stages, seconds)
+            return text
+        return code.describe(self.stages, seconds)
 
     @contextmanager
-    def _runs(self, row: np.ndarray, file: int = -1, what: str = "") -> Iterator[None]:
+    def _running(self, row: np.ndarray, file: int = -1, what: str = "") -> Iterator[None]:
         path = self.chunks.index.files[file].path if file >= 0 else ""
         self._code = code = RunningUserCode(
             self.clock.now(), threading.get_ident(), what, path, row
@@ -213,45 +213,47 @@ class SourceReader:
         try:
             yield
         except DataStall as stall:  # of a process that was given up: it does not know files
-            raise DataStall(f"{stall.waiting_for}{code.where()}", stall.seconds) from None
+            raise DataStall(f"{stall.waiting_for}{code.location()}", stall.seconds) from None
         finally:
             self._code = None
 
     @property
     def quick(self) -> bool:
-        """Whether none of its reads hangs; code that is not ours may, on any row, however short it
-        was before.
+        """Return whether no read can hang.
+
+        User code may hang on any row, however fast it was before.
         """
-        return bool(getattr(self.chunks, "quick", False)) and not self._own_code
+        return bool(getattr(self.chunks, "never_hangs", False)) and not self._has_user_code
 
     def hasty(self) -> AbstractContextManager[None]:
-        """A read raises ``WouldBlock`` rather than wait."""
-        manager: AbstractContextManager[None] = getattr(self.chunks, "hasty", nullcontext)()
+        """Within this context a read raises ``WouldBlock`` instead of waiting."""
+        manager: AbstractContextManager[None] = getattr(self.chunks, "no_wait", nullcontext)()
         return manager
 
     def overdue(self) -> Exception | None:
-        """An error if the read under way has hung for so long that it is given up; what it may
-        still find is dropped.
+        """Return an error if the read in progress has hung past its deadline.
+
+        Its result will be dropped.
         """
         error: Exception | None = getattr(self.chunks, "stalled", lambda: None)()
         if error is not None:
             with self._lock:
-                self._ticket = None
+                self._read_id = None
         return error
 
     def read(self, command: Read) -> WindowReady:
         start, busy = time.perf_counter(), core_s(self.stages)
         with self._lock:
-            ticket = self._ticket = object()
+            ticket = self._read_id = object()
         staged = np.zeros(2)
         try:
             window, over = self._open(command, staged)
         except (OverlordError, MemoryError, WouldBlock):
             raise
-        except Exception as error:  # a reader's surprise must name its source, or nobody finds it
+        except Exception as error:  # an unexpected error must name its source
             raise SourceError(self.order.name, f"reading failed: {told(error)}") from error
         with self._lock:
-            if self._ticket is not ticket:
+            if self._read_id is not ticket:
                 raise StorageError(self.order.name, "a read that was given up has ended")
             self._window = window
         self.stats.raw_bytes = sum(t.nbytes for t in window.tables)
@@ -268,7 +270,10 @@ class SourceReader:
         )
 
     def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
-        """``spent``: to which it adds what transforms took, by the clock and of cores."""
+        """Read and stage a window.
+
+        Add the cost of transforms to ``spent`` (wall-clock, CPU seconds).
+        """
         tables: list[pa.Table] = []
         rows, files, ats, reasons, over = [], [], [], list[str](), list[int]()
         held = dropped = 0
@@ -280,7 +285,7 @@ class SourceReader:
             if not len(raw.row):
                 continue
             start = time.perf_counter(), core_s(self.stages)
-            with self._runs(raw.row, number):
+            with self._running(raw.row, number):
                 kept, where, staged = self._stage_slice(
                     raw, RowIds(command.epoch, number, raw.row), reasons
                 )
@@ -296,7 +301,7 @@ class SourceReader:
             return _Window(
                 empty.astype(np.uint64), empty, empty, empty, [], [], dropped, None
             ), tuple(over)
-        if len(rows) == 1:  # of one file, and in the order of its rows
+        if len(rows) == 1:  # rows of one file, in order
             (file,), (row,), (at,) = files, rows, ats
             key = self.order.row_keys(command.epoch, file, row)
             order = np.argsort(key, kind="stable")
@@ -315,26 +320,26 @@ class SourceReader:
             file[order],
             row[order],
             at[order],
-            self._joined(tables),
+            self._join_tables(tables),
             reasons,
             dropped,
             command.after,
         ), tuple(over)
 
     def _slice(self, chunk: int, t: int) -> RawSlice:
-        """What storage does not give it names itself."""
-        if not (whose := getattr(self.chunks, "own_code", "")):
+        """Read a slice. Storage errors name the file themselves; user code needs a label."""
+        if not (whose := getattr(self.chunks, "user_code", "")):
             return self.chunks.slice(chunk, t)
-        with self._runs(
-            np.zeros(0, np.int64), what=f"{whose}, which is to give slice {t} of chunk {chunk},"
+        with self._running(
+            np.zeros(0, np.int64), what=f"{whose}, reading slice {t} of chunk {chunk},"
         ):
             return self.chunks.slice(chunk, t)
 
-    def _joined(self, tables: list[pa.Table]) -> list[pa.Table]:
-        """Slices as one table in memory of its own: one may be a view, and must not keep alive the
-        row group it was cut from.
+    def _join_tables(self, tables: list[pa.Table]) -> list[pa.Table]:
+        """Return slices as one table in its own memory.
 
-        Slices of JSONL may disagree on the type of a column; then they stay apart.
+        A slice may be a view, and must not keep its row group alive. Slices of JSONL may differ in
+        the type of a column; then they stay separate.
         """
         if len(tables) > 1:
             try:
@@ -342,8 +347,8 @@ class SourceReader:
             except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
                 return [compact(table) for table in tables]
         table = tables[0]
-        # Half of a row group may keep the other half alive: the copy would cost more than the
-        # memory, which is soon read anyway.
+        # Half of a row group may keep the other half alive: a copy would cost more than the memory,
+        # which is soon read anyway.
         return [
             compact(table)
             if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096
@@ -353,14 +358,15 @@ class SourceReader:
     def _stage_slice(
         self, raw: RawSlice, ids: RowIds, reasons: list[str]
     ) -> tuple[np.ndarray, np.ndarray, StagedRows]:
-        """Run the slice stage. Returns the raw rows that are left (samples to be, or failures), and
-        where each is.
+        """Run the slice stage.
+
+        Return the remaining raw rows (future samples, or failures) and the place of each.
         """
         bad = dict(raw.bad)
         if not bad:
             staged = self.stages.slice_stage(raw.table, ids)
             readable = np.arange(len(raw.row))
-            if not staged.bad and len(staged.index) == len(readable):  # as it nearly always is
+            if not staged.bad and len(staged.index) == len(readable):  # the usual case
                 return readable, readable, staged
         else:
             readable = np.flatnonzero(~np.isin(np.arange(len(raw.row)), list(bad)))
@@ -383,7 +389,7 @@ class SourceReader:
         window.position = b
         key, file, row, at = window.key[a:b], window.file[a:b], window.row[a:b], window.at[a:b]
         good = np.flatnonzero(at >= 0)
-        with self._runs(row):
+        with self._running(row):
             block = self._row_stage(window.tables, at[good])
         index, part, content, meta = (
             block.index,
@@ -402,7 +408,7 @@ class SourceReader:
                     content.take(keep),
                     {n: take_rows(c, keep) for n, c in meta.items()},
                 )
-        found = self._found(key, file, row, at, good, index, part, meta, block.bad, window)
+        found = self._sample_block(key, file, row, at, good, index, part, meta, block.bad, window)
         if len(block.long):
             found = replace(
                 found,
@@ -425,9 +431,10 @@ class SourceReader:
         return BlockReady(found, b - a, content.nbytes, took), content
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
-        """Rows of the open window into samples. A column no row of which can be used is the fault
-        of those rows, not of the others: what happens to a row must not depend on which rows a
-        loader reads beside it.
+        """Turn rows of the open window into samples.
+
+        If no row has a usable column, these rows fail, but not others. The outcome of a row must
+        not depend on the rows that a loader reads with it.
         """
         blocks, first = [], 0
         for table in tables:
@@ -444,7 +451,7 @@ class SourceReader:
             first += table.num_rows
         return blocks[0][1] if len(blocks) == 1 else merged(blocks)
 
-    def _found(
+    def _sample_block(
         self,
         key: np.ndarray,
         file: np.ndarray,
@@ -457,7 +464,7 @@ class SourceReader:
         failed: list[tuple[int, str]],
         window: _Window,
     ) -> SampleBlock:
-        if len(good) == len(at) and not failed:  # as it nearly always is
+        if len(good) == len(at) and not failed:  # the usual case
             none = good[:0]
             return SampleBlock(
                 key[index],
@@ -497,8 +504,9 @@ def _not_before(
     order: SourceOrder,
     epoch: int,
 ) -> np.ndarray:
-    """Which of the ordered rows stand at or behind the cursor. Its own row stays: pieces of it may
-    be left.
+    """Return a mask of the ordered rows at or after the cursor.
+
+    The cursor's own row is included: pieces of it may be left.
     """
     limit = order.row_keys(epoch, np.array([after.file]), np.array([after.row]))[0]
     return (key > limit) | (

@@ -1,9 +1,9 @@
-"""What a loader has announced, kept so that it can be announced again from any place since the last
+"""Announcements of a loader, retained so that they can be repeated from any place after the last
 acknowledged sample. Pure.
 
-A loader that goes back in memory must say exactly what one would say that is opened at the same
-cursor: the window of the cursor without what stands before it, but with all rows that filters
-dropped in it, and everything behind.
+After a rollback in memory a loader must announce exactly what a loader opened at the same cursor
+would announce. They are the window of the cursor without samples before it, but with all rows that
+filters dropped in it, and everything after it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from overlord.messages.control import Cursor
 from overlord.messages.loader import Announce, SampleBlock
 from overlord.sample import cut_rows
 
-# Announcements without a sample that are kept: a loader all of whose rows a filter drops never has
-# one acknowledged, and would keep
-# them for ever. Whoever wants to go back further reads again.
+# Retained announcements without a sample. A loader whose rows are all dropped by a filter never has
+# one acknowledged, and would retain them forever. A rollback further back reads the files again.
 MAX_EMPTY = 1024
 
 Place = tuple[int, int, int, int, int, int, int]  # epoch, group, window, key, file, row, part
@@ -29,10 +28,10 @@ END = 2**64  # above any key: the end of a window
 
 @dataclass(frozen=True, slots=True)
 class ReplayCursor:
-    """A cursor, and the key of its row: what stands behind it is wanted."""
+    """A cursor and the key of its row. Samples after it are announced again."""
 
     cursor: Cursor
-    key: int  # -1: the window's start
+    key: int  # -1: the start of the window
 
     @staticmethod
     def of(cursor: Cursor, order: SourceOrder) -> ReplayCursor:
@@ -49,7 +48,9 @@ class ReplayCursor:
         return c.epoch, c.group, c.window, self.key, c.file, c.row, c.part
 
     def cut(self, news: Announce) -> Announce | None:
-        """What a loader opened at the cursor would say in place of this; None: nothing."""
+        """Return what a loader opened at the cursor would announce in place of ``news``; None:
+        nothing.
+        """
         c, at = self.cursor, (news.epoch, news.group, news.window)
         here = (c.epoch, c.group, c.window)
         if at > here:
@@ -60,22 +61,23 @@ class ReplayCursor:
                 if news.found is None or self.key < 0
                 else replace(news, found=self._rest(news.found))
             )
-        if news.error is not None:  # it cannot come as far as the cursor
+        if news.error is not None:  # the loader would fail before the cursor
             return replace(news, epoch=c.epoch, group=c.group, window=c.window)
-        if (
-            news.last and at[:2] == here[:2]
-        ):  # it has nothing in this window either, and none of the group comes after it
+        # The loader has nothing in this window either, and it was the last one of the group.
+        if news.last and at[:2] == here[:2]:
             return replace(news, window=c.window, found=None)
         return None
 
     def _rest(self, found: SampleBlock) -> SampleBlock:
-        """Samples behind the cursor, and the failures that a read from the cursor on would meet."""
+        """Return the samples after the cursor, and the failures that a read from the cursor on
+        would find.
+        """
         n, bad = (
             len(found) - int(self._behind(found).sum()),
             int(self._before(found.bad_key, found.bad_file, found.bad_row).sum()),
         )
         long = found.long
-        if long is not None:  # that of the cursor's own row was counted with its sample
+        if long is not None:  # the loss of the cursor's own row was counted with its sample
             long = long.take(np.flatnonzero(~self._before(long.key, long.file, long.row, own=True)))
         if not n and not bad:
             return found if long is found.long else replace(found, long=long)
@@ -103,27 +105,27 @@ class ReplayCursor:
     def _before(
         self, keys: np.ndarray, files: np.ndarray, rows: np.ndarray, own: bool = False
     ) -> np.ndarray:
-        """Which rows stand before that of the cursor. ``own``: or are that row."""
+        """Return a mask of rows before the cursor's row; with ``own``, that row is included."""
         c, key = self.cursor, np.uint64(self.key)
         file = (files < c.file) | ((files == c.file) & (rows < c.row + own))
         return (keys < key) | ((keys == key) & file)
 
 
 class ReplayBuffer:
-    """Announcements of a loader in order. Its samples are counted from its opening on."""
+    """Announcements of a loader in order. Samples are counted from its opening."""
 
     def __init__(self, order: SourceOrder, since: Cursor):
         self._order = order
         self._news: deque[Announce] = deque()
-        self._first = 0  # samples in announcements that are kept no longer
-        # rows that filters dropped in the window of the first one, told in announcements before it
+        self._first = 0  # samples in announcements that are no longer retained
+        # Rows that filters dropped in the window of the first announcement, reported in earlier
+        # announcements.
         self._dropped = 0
         self._empty = 0  # announcements without a sample
         self._reach = ReplayCursor.of(since, order).place  # nothing before it is known
-        self._over: Announce | None = (
-            None  # the last of a group, kept no longer though it might be wanted
-        )
-        self.released = 0  # samples that will not be wanted again
+        # The last announcement of a group, if it was dropped although it may be needed.
+        self._over: Announce | None = None
+        self.released = 0  # samples that will not be needed again
 
     def add(self, news: Announce) -> None:
         self._news.append(news)
@@ -132,8 +134,9 @@ class ReplayBuffer:
             self._forget_ahead()
 
     def release(self, samples: int) -> None:
-        """The first ``samples`` will not be wanted again. The announcement with the last of them
-        stays: failures may stand behind it.
+        """Release the first ``samples``.
+
+        The announcement of the last of them stays: failures may follow it.
         """
         self.released = max(self.released, samples)
         while self._news and self._first + _samples(self._news[0]) < self.released:
@@ -150,8 +153,8 @@ class ReplayBuffer:
         return news
 
     def _forget_ahead(self) -> None:
-        """The oldest goes though it might be wanted: with the rest of its window, so that the
-        memory begins with a whole one.
+        """Drop the oldest window although it may be needed; whole, so that the buffer begins with a
+        complete one.
         """
         while True:
             news = self._forget()
@@ -161,8 +164,10 @@ class ReplayBuffer:
         self._over = news if news.last else None
 
     def since(self, since: ReplayCursor) -> tuple[int, list[Announce]] | None:
-        """How many samples stand before a place, and what a loader opened there would have said;
-        None: memory does not reach so far.
+        """Return the number of samples before a place, and what a loader opened there would have
+        announced.
+
+        Returns None if the buffer does not reach back that far.
         """
         before, dropped, announced = self._first, self._dropped, self._first
         told = (
@@ -175,12 +180,11 @@ class ReplayBuffer:
             if cut is None:
                 continue
             if k == 0 and dropped and _window(news) == since.cursor[:3]:
-                found = (
-                    SampleBlock.nothing(0) if cut.found is None else cut.found
-                )  # one without a sample may have failures
+                # An announcement without a sample may have failures.
+                found = SampleBlock.nothing(0) if cut.found is None else cut.found
                 cut = replace(cut, found=replace(found, dropped=found.dropped + dropped))
             told.append(cut)
-        # One that follows another may be behind what is released.
+        # A standby may lag the released samples.
         return (
             None
             if since.place < self._reach or before < min(self.released, announced)

@@ -1,4 +1,4 @@
-"""Code of a user's while it runs in a loader: which, with what, and for how long."""
+"""User code that runs in a loader: which code, on which rows, and for how long."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningUserCode:
-    """Code of a user's that runs now, or might: nobody can end it, so it is named while it is
-    waited for.
+    """User code that is running or may be running.
+
+    It cannot be interrupted, so it is reported while a step waits for it.
     """
 
     began: float
     thread: int
-    what: str  # rows of a Python object; "": a transform, which knows itself
+    what: str  # rows of a Python object; "": a transform, which reports itself
     path: str
-    row: np.ndarray  # with which rows of it
+    row: np.ndarray  # rows it processes
 
-    def words(self, stages: Any, seconds: float) -> str:
+    def describe(self, stages: Any, seconds: float) -> str:
         what, row = (
             (self.what, -1)
             if self.what
             else getattr(stages, "running", lambda thread: ("", -1))(self.thread)
         )
-        return f"in {what or 'transforms'} for {seconds:.0f} s" + self.where(row)
+        return f"in {what or 'transforms'} for {seconds:.0f} s" + self.location(row)
 
-    def where(self, row: int = -1) -> str:
+    def location(self, row: int = -1) -> str:
         if not len(self.row):
             return ""
-        if not self.path:  # of several files, and shuffled
+        if not self.path:  # rows of several files, shuffled
             return f", with {len(self.row)} rows"
         first, last = (row, row) if row >= 0 else (self.row.min(), self.row.max())
         return (

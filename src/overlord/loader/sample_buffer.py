@@ -1,5 +1,6 @@
-"""Shelf: the payload a loader holds, in stream order. Popping is a cut from the front, as views;
-what was popped can be kept before it.
+"""The samples a loader holds, in stream order.
+
+Popping returns views from the front; popped samples can be retained.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from overlord.sample import Content
 
 
 class SampleBuffer:
-    """Blocks of samples; the front is popped by plans, the back is filled by the reader. With
-    ``keeps`` popped rows stay before the front until they are released, so that the front can go
-    back over them.
+    """Blocks of samples: plans pop the front, the reader appends.
+
+    With ``keeps``, popped rows are retained before the front until they are released, so that a
+    rollback can restore them.
     """
 
     def __init__(self, *, keeps: bool = False) -> None:
@@ -26,8 +28,10 @@ class SampleBuffer:
 
     @property
     def kept_bytes(self) -> int:
-        """Counted when asked for: hosts of many sources pop a few rows of each all the time, and
-        are asked now and then.
+        """Return the bytes of retained rows.
+
+        They are computed on demand: workers of many sources pop a few rows of each all the time,
+        and are rarely queried.
         """
         return sum(piece.nbytes for piece in self._kept)
 
@@ -38,8 +42,8 @@ class SampleBuffer:
             self.nbytes += block.nbytes
 
     def pop(self, n: int) -> list[Content]:
-        """The next n rows, in as many pieces as there are blocks to cut; nothing is copied."""
-        assert n <= self.rows, f"a plan pops {n} samples, the loader holds {self.rows}"
+        """Pop the next n rows, one piece per block; nothing is copied."""
+        assert n <= self.rows, f"expected {n} samples to pop, got {self.rows}"
         pieces = []
         self.rows -= n
         self.kept_rows += n if self._keeps else 0
@@ -58,8 +62,8 @@ class SampleBuffer:
         return pieces
 
     def release(self, n: int) -> None:
-        """The oldest n kept rows go."""
-        assert n <= self.kept_rows, f"expected to release {n} rows, {self.kept_rows} are kept"
+        """Release the oldest n retained rows."""
+        assert n <= self.kept_rows, f"expected to release {n} rows, got {self.kept_rows} retained"
         self.kept_rows -= n
         while n > 0:
             piece = self._kept.popleft()
@@ -68,9 +72,9 @@ class SampleBuffer:
             n -= len(piece)
 
     def unpop(self, n: int) -> None:
-        """The front goes back over the last n rows popped."""
-        assert n <= self.kept_rows, f"expected to go back over {n} rows, {self.kept_rows} are kept"
-        if n and self._taken:  # what is left of the first block becomes a block of its own
+        """Restore the last n popped rows at the front."""
+        assert n <= self.kept_rows, f"expected to restore {n} rows, got {self.kept_rows} retained"
+        if n and self._taken:  # the rest of the first block becomes a separate block
             block = self._blocks.popleft()
             self._blocks.appendleft(block.slice(self._taken, len(block)))
             self.nbytes -= block.nbytes - self._blocks[0].nbytes

@@ -1,6 +1,4 @@
-"""The loader side of a host: logical loaders, what reads for them, and the payload they hold. One
-in every process with loaders.
-"""
+"""Executes the loaders of a process: logical loaders, their readers and their samples."""
 
 from __future__ import annotations
 
@@ -22,15 +20,16 @@ from overlord.sample import Content, Ragged
 from overlord.transforms.transform_process import TransformWorker
 from overlord.user_code import as_exception
 
-# steps: to look through all loaders at every step costs more than what is kept a little longer
+# Steps: visiting all loaders at every step costs more than retaining samples a little longer.
 RELEASED_TOGETHER = 4
 NOTHING = Content(Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64)))
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A reader does one thing at a time, whoever asks: a loader that began again waits for what the
-    one before it had begun.
+    """Serializes the work of a reader.
+
+    A restarted loader waits for work that its predecessor started.
     """
 
     working: bool = False
@@ -39,9 +38,11 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class LoaderSlot:
-    """One logical loader, and its payload: the front of the shelf is where the loader's ``ready``
-    says. A shadow follows one on another host: it is popped as that one is, though perhaps later,
-    and nobody hears of it until it takes the other's place.
+    """One logical loader and its samples.
+
+    ``ready`` of the loader gives the front of the sample buffer. A standby follows a loader of
+    another worker. It is popped as that one is, perhaps later, and its announcements are ignored
+    until it takes over.
     """
 
     loader: Loader
@@ -49,24 +50,26 @@ class LoaderSlot:
     shelf: SampleBuffer
     turn: Turn = field(default_factory=Turn)
     shadow: bool = False
-    popped: deque[tuple[int, int]] = field(
-        default_factory=deque
-    )  # steps not acknowledged, and the loader's front behind each
-    last: int = -1  # the last step it gave to, or went back to
+    # Unacknowledged steps, and the front of the loader after each.
+    popped: deque[tuple[int, int]] = field(default_factory=deque)
+    last: int = -1  # the last step it served, or rolled back to
 
     @property
     def doing(self) -> str:
-        """In words; what storage does not give is named, and code that takes long."""
+        """Return a description of its activity: a slow read or user code, else the state of the
+        loader.
+        """
         return getattr(self.reader, "doing", "") or self.loader.doing
 
     @property
     def nbytes(self) -> int:
-        """All that is held for it."""
+        """Return all bytes held for it."""
         return self.shelf.nbytes + self.shelf.kept_bytes + self.reader.stats.raw_bytes
 
     def pop(self, step: int, n: int) -> tuple[list[Content], list[Any]]:
-        """The next n samples; of a shadow as many of them as there are, the others as soon as they
-        are read.
+        """Pop the next n samples.
+
+        A standby pops as many as it has, and the others as soon as they are read.
         """
         commands = self.loader.handle(Pop(step, n))
         pieces = self.shelf.pop(min(n, self.shelf.rows) if self.shadow else n)
@@ -76,7 +79,7 @@ class LoaderSlot:
         return pieces, commands
 
     def acked(self, step: int) -> None:
-        """What was popped up to this step is not wanted again."""
+        """Release samples popped up to this step."""
         front = -1
         while self.popped and self.popped[0][0] <= step:
             front = self.popped.popleft()[1]
@@ -85,9 +88,11 @@ class LoaderSlot:
             self.settle()
 
     def back(self, opening: LoaderStart, step: int) -> list[Any] | None:
-        """Stand where the loader stood behind a step; None: memory does not reach so far. What a
-        shadow could not read is read again when it takes the other's place: nobody has heard of it,
-        and it may be long ago.
+        """Roll back to the position after a step; None if the replay buffer does not reach back
+        that far.
+
+        A standby that failed to read reads again when it takes over: the failure was not announced,
+        and may be long ago.
         """
         commands = (
             None
@@ -104,11 +109,12 @@ class LoaderSlot:
         return commands
 
     def settle(self) -> None:
-        """Bring the shelf where the loader stands: its front, and how far before it is kept."""
+        """Move the sample buffer to the position of the loader: its front, and the retained rows
+        before it.
+        """
         assert self.loader.memory is not None
-        ready = max(
-            0, self.loader.ready
-        )  # below 0: samples that are popped as soon as they are read
+        # Below 0: samples that are popped as soon as they are read.
+        ready = max(0, self.loader.ready)
         if self.shelf.rows > ready:
             self.shelf.pop(self.shelf.rows - ready)
         elif self.shelf.rows < ready:
@@ -119,35 +125,31 @@ class LoaderSlot:
 
 
 class LoaderService:
-    """``carry_out(command) -> commands``; what work leads to goes to ``run``. With ``keeps`` it can
-    go back over steps that were not acknowledged; else nothing is kept, and nothing paid.
+    """Execute loader commands.
+
+    ``carry_out(command) -> commands``; results of work are passed to ``run``. With ``keeps`` it can
+    roll back over unacknowledged steps. Without it nothing is retained.
     """
 
     def __init__(
         self, executor: Executor, run: Callable[[Sequence[Any]], None], *, keeps: bool = False
     ):
         self._executor, self._run, self._keeps = executor, run, keeps
-        self.generation, self._step = 0, -1  # of the last Back, and what it went back to
-        self._acked, self._released = (
-            -1,
-            -RELEASED_TOGETHER,
-        )  # the last steps taken by all, and let go
-        self.hosted: dict[int, LoaderSlot] = {}  # by the loader's number, in rising order
-        self.held = NOTHING  # payload of samples that look-ahead passed over
-        self._held_by = np.zeros(0, np.int64)  # which loader read each of them
+        self.generation, self._step = 0, -1  # of the last Rollback: its generation and step
+        # The last steps acknowledged by all ranks, and released.
+        self._acked, self._released = (-1, -RELEASED_TOGETHER)
+        self.hosted: dict[int, LoaderSlot] = {}  # by number of the loader, ascending
+        self.held = NOTHING  # samples that look-ahead skipped
+        self._held_by = np.zeros(0, np.int64)  # the loader that read each of them
 
     def open(self, loader: Loader, reader: SourceReader) -> None:
-        """A loader takes part, or takes the place of one that did; outcomes of the old one's work
-        lead to nothing.
-        """
+        """Add or replace a loader; results of the previous one's work are dropped."""
         self.hosted[loader.number] = self._hosting(loader, reader, Turn())
         if loader.number != max(self.hosted):
             self.hosted = dict(sorted(self.hosted.items()))
 
     def reopen(self, command: RestartLoader) -> None:
-        """A loader begins again where it is: what it held goes, what it had begun leads to
-        nothing.
-        """
+        """Restart a loader at a cursor: its samples and the results of its work are dropped."""
         old = self.hosted[command.loader]
         old.turn.then = None
         self.hosted[command.loader] = self._hosting(
@@ -163,16 +165,17 @@ class LoaderService:
         self.hosted.pop(number, None)
 
     def forget(self, loaders: Iterable[int]) -> None:
-        """Held payload of these loaders goes; the rest close ranks."""
+        """Drop held-over samples of these loaders."""
         left = np.flatnonzero(~np.isin(self._held_by, list(loaders)))
         if len(left) < len(self._held_by):
             self.held, self._held_by = self.held.take(left), self._held_by[left]
 
-    # going back, and following
+    # Rollback and standby
 
     def acked(self, step: int) -> None:
-        """Every rank took the steps up to here: what is kept of them goes, that of a few steps
-        together.
+        """Record that every rank acknowledged the steps up to ``step``.
+
+        Release a few steps at a time.
         """
         self._acked = max(step, self._acked)
         if self._acked >= self._released + RELEASED_TOGETHER:
@@ -184,9 +187,10 @@ class LoaderService:
             hosted.acked(self._acked)
 
     def back(self, back: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
-        """Bring the named loaders to where they stood behind a step: in memory where it reaches so
-        far, else opened afresh. Said again, it changes nothing. Returns what they say and want
-        then.
+        """Roll the named loaders back to a step.
+
+        This happens in memory if the replay buffer reaches back, else reopened. Idempotent. Returns
+        their announcements and commands.
         """
         if back.generation < self.generation:
             return []
@@ -197,10 +201,8 @@ class LoaderService:
                 min(self._acked, back.step),
             )
             self._released = min(self._released, back.step)
-            self.held, self._held_by = (
-                NOTHING,
-                np.zeros(0, np.int64),
-            )  # whoever plans from there on has passed over nothing
+            # A planner that continues from there has skipped nothing.
+            self.held, self._held_by = (NOTHING, np.zeros(0, np.int64))
         commands: list[Any] = []
         for opening in back.openings:
             hosted = self.hosted.get(opening.loader)
@@ -209,30 +211,33 @@ class LoaderService:
         return commands
 
     def follow(self, opening: LoaderStart, open: Callable[[LoaderStart], None]) -> list[Any]:
-        """Be a shadow of this loader, from a place of its stream on. One that was is brought
-        there.
+        """Make this loader a standby, starting at a position of its stream.
+
+        Move an existing one there.
         """
         hosted = self.hosted.get(opening.loader)
         if hosted is not None and hosted.loader.generation >= opening.generation:
             return []
+        # Its source was restarted.
         step = (
             self._step
             if hosted is None or hosted.loader.generation < self.generation
             else hosted.last
-        )  # its source was opened again
+        )
         return self._stand(opening, open, step, shadow=True)
 
     def stand(
         self, opening: LoaderStart, open: Callable[[LoaderStart], None], step: int
     ) -> list[Any]:
-        """Be this loader from a place on, behind a step: what it holds, or held as a shadow, stays;
-        else it is opened there.
+        """Make this loader a primary, starting at a position after a step.
+
+        Samples it holds are kept; otherwise it is opened there.
         """
         return self._stand(opening, open, step, shadow=False)
 
     def caught_up(self, loaders: Iterable[int]) -> bool | None:
-        """Whether all these hold as much as they were told to; None: not yet; False: one of them
-        could not read.
+        """Return whether all these loaders hold as many samples as requested; None: not yet; False:
+        one failed to read.
         """
         here = [self.hosted[number].loader for number in loaders if number in self.hosted]
         if any(loader.failed for loader in here):
@@ -240,14 +245,14 @@ class LoaderService:
         return True if all(loader.full for loader in here) else None
 
     def pop_shadows(self, step: int, pops: Mapping[int, int]) -> tuple[dict[int, int], list[Any]]:
-        """What a step takes from loaders that are shadows here leaves them and goes nowhere.
-        Returns the other pops, and what they want.
+        """Pop and drop the samples of a step from standby loaders.
+
+        Return the other pops, and the resulting commands.
         """
         commands: list[Any] = []
         for hosted in (h for number in pops if (h := self.hosted[number]).shadow):
-            if (
-                step > hosted.last and hosted.loader.generation >= self.generation
-            ):  # else it was not told yet where to go on
+            # Otherwise its rollback has not arrived yet.
+            if step > hosted.last and hosted.loader.generation >= self.generation:
                 commands += hosted.pop(step, pops[hosted.loader.number])[1]
         return {number: n for number, n in pops.items() if not self.hosted[number].shadow}, commands
 
@@ -260,7 +265,10 @@ class LoaderService:
         shadow: bool,
         afresh: bool = False,
     ) -> list[Any]:
-        """Bring a loader to where it stood behind a step; ``open`` opens it afresh."""
+        """Move a loader to its position after a step.
+
+        ``open`` reopens it if memory does not suffice.
+        """
         hosted = self.hosted.get(opening.loader)
         commands = None if hosted is None or afresh else hosted.back(opening, step)
         if commands is None:
@@ -268,14 +276,14 @@ class LoaderService:
         self.hosted[opening.loader].shadow = shadow
         return commands or []
 
-    # work
+    # Commands
 
     def carry_out(self, command: Refill | Read | Evaluate) -> Sequence[Any]:
         hosted = self.hosted.get(command.loader)
-        if hosted is None:  # it was moved away while this was on its way
+        if hosted is None:  # the loader was moved while the command was in transit
             return ()
         if not isinstance(command, Refill) and command.generation != hosted.loader.life:
-            return ()  # wanted by a loader that has begun again since
+            return ()  # requested by a loader that has restarted since
         match command:
             case Refill():
                 return hosted.loader.handle(command)
@@ -335,11 +343,10 @@ class LoaderService:
     def pop(
         self, step: int, pops: Mapping[int, int], kept: np.ndarray | None
     ) -> tuple[list[Content], list[Any]]:
-        """Take ``pops[l]`` samples off the front of loader l. Returns the payload, loader by
-        loader, and what the loaders want then.
+        """Pop ``pops[l]`` samples off the front of loader l.
 
-        With look-ahead, payload held over comes first; ``kept`` says which documents of all this
-        stay held.
+        Return the payload, loader by loader, and the resulting commands. With look-ahead, held-over
+        payload comes first; ``kept`` selects the documents that stay held over.
         """
         pieces: list[Content] = []
         commands: list[Any] = []
@@ -349,14 +356,12 @@ class LoaderService:
             commands += wanted
         if kept is None:
             return pieces, commands
-        self._acked = max(
-            step, self._acked
-        )  # what is held over is not kept by step: such jobs read again
+        # Held-over samples are not retained by step: such jobs read again.
+        self._acked = max(step, self._acked)
         self._release()
         pieces.insert(0, self.held)
-        if all(
-            p.items is None for p in pieces
-        ):  # images are left where they lie: they are most of the bytes
+        # Images are not copied: they are most of the bytes.
+        if all(p.items is None for p in pieces):
             pieces = [Content.concat(pieces)]
         by = np.concatenate(
             [self._held_by, np.repeat(np.fromiter(pops, np.int64, len(pops)), list(pops.values()))]
@@ -365,7 +370,7 @@ class LoaderService:
         return pieces, commands
 
     def busy(self) -> list[str]:
-        """What loaders are doing, in words."""
+        """Return descriptions of active loaders."""
         every = (
             (f"loader/{h.reader.order.name}/{number}", h.doing)
             for number, h in self.hosted.items()
@@ -374,8 +379,8 @@ class LoaderService:
         return [f"{name} is {doing}" for name, doing in every if doing not in ("idle", "done")]
 
     def held_bytes(self) -> dict[str, int]:
-        """What loaders hold, in bytes: ready, kept until it is acknowledged, raw rows, held over;
-        and all that shadows hold.
+        """Return the bytes that loaders hold: ready, retained until acknowledged, raw rows, held
+        over; and all of standbys.
         """
         primary = [h for h in self.hosted.values() if not h.shadow]
         return {
@@ -387,14 +392,15 @@ class LoaderService:
         }
 
     def gauge(self) -> list[tuple[int, bool, float, float, int, float, float]]:
-        """What each loader has done and how long its reads take, in short: scaling asks for it all
-        the time.
+        """Return the work and read latency of each loader, in short.
+
+        The autoscaler polls it all the time.
         """
         stats = ((number, h.shadow, h.reader.stats) for number, h in self.hosted.items())
         return [(number, shadow, *s.work, s.samples, *s.latency) for number, shadow, s in stats]
 
     def figures(self) -> list[dict[str, Any]]:
-        """What each loader does and has cost, as plain values."""
+        """Return activity and cost of each loader, as plain values."""
         return [
             {
                 "loader": number,
@@ -408,7 +414,7 @@ class LoaderService:
                 "open_bytes": getattr(h.reader.chunks, "open_bytes", 0),
                 "read_s": h.reader.stats.read_s,
                 "transform_s": h.reader.stats.staged_s + h.reader.stats.transform_s,
-                "of_samples_s": h.reader.stats.of_samples,
+                "of_samples_s": h.reader.stats.sample_seconds,
                 "core_s": h.reader.stats.work[0],
                 "samples": h.reader.stats.samples,
                 "tokens": h.reader.stats.tokens,

@@ -1,9 +1,10 @@
-"""Arrow IPC, file and stream format, as Hugging Face datasets writes it. A chunk is the whole file.
+"""Reader for the Arrow IPC file and stream formats, as Hugging Face datasets writes them.
 
-A file's footer is not needed: after its mark it holds the stream, so one that was cut short is read
-up to the cut. Of local files the wanted rows are read (``sparse.py``), so that what is held is a
-slice and not a batch; of others, and of those with dictionaries, batches. Nothing is mapped: a page
-that cannot be had would end the process, where a read only fails.
+A chunk is the whole file. The footer of a file is not needed. The stream begins after the magic
+bytes, so a truncated file is readable up to its end. From a local file the reader reads only the
+requested rows (``arrow_partial_read.py``), so it keeps a slice and not a batch. From remote files
+and files with dictionaries it reads whole batches. Files are never memory-mapped: an unreadable
+mapped page kills the process, whereas a failing read raises an error.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from overlord.sources.base import (
     RawSlice,
     ReadOptions,
     check_refused,
-    is_fault,
-    lacks_columns,
+    is_storage_fault,
     make_chunks,
+    missing_columns_error,
     no_rows_chunk,
 )
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 MAGIC = b"ARROW1"
 END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
 _OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
-_REMEDY = "the file is cut short or no Arrow IPC file; write it again or leave it out"
+_REMEDY = "the file is cut short or not an Arrow IPC file; write it again or leave it out"
 
 
 class Arrow:
@@ -48,17 +49,17 @@ class Arrow:
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
         known = self.schema(files, file, options) or {}
         if missing := [c for c in options.columns or () if c not in known]:
-            raise lacks_columns(missing, known)
+            raise missing_columns_error(missing, known)
         check_refused(known, options)
         with ExitStack() as stack:
-            found = next(
+            first = next(
                 b
                 for b in _batches(_open(files, file, stack), files, file, options)
                 if isinstance(b, str) or b.num_rows
             )
         return (
             no_rows_chunk()
-            if isinstance(found, str) and found == NO_ROWS
+            if isinstance(first, str) and first == NO_ROWS
             else make_chunks([(0, -1, 0, -1, file.size)])
         )
 
@@ -69,7 +70,7 @@ class Arrow:
             return {f.name: str(f.type) for f in _open(files, file, stack).reader.schema}
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
-        return 2**22  # of a batch that is read whole; else next to nothing
+        return 2**22  # bytes of a batch that is read whole; otherwise almost nothing
 
     def read(
         self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
@@ -78,14 +79,13 @@ class Arrow:
             yield cols.no_rows(options, skip)
             return
         at, n, step = 0, 0, options.slice_rows
-        held: list[
-            pa.RecordBatch | str
-        ] = []  # what makes up the slice in hand; a text is one lost row
+        # Pieces of the current slice; a text stands for one lost row.
+        held: list[pa.RecordBatch | str] = []
         with ExitStack() as stack:
             for item in _batches(_open(files, file, stack), files, file, options):
                 taken, size = 0, 1 if isinstance(item, str) else item.num_rows
                 while taken < size:
-                    if n == step:  # a row comes after the full slice, so that one is not the last
+                    if n == step:  # more rows follow the full slice, so it is not the last
                         if at >= skip * step:
                             yield _slice(at, held, options, False)
                         at, n, held = at + n, 0, []
@@ -101,14 +101,15 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class OpenArrowFile:
-    reader: Any  # of pyarrow
-    cut: bool  # its end is missing
-    sparse: Messages | None  # where its rows can be read by themselves
+    reader: Any  # pyarrow's reader
+    truncated: bool  # the end of the file is missing
+    partial: Messages | None  # set if rows can be read individually
 
 
 def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
-    """By the footer where there is one, else as a stream: what follows the mark of a cut file is
-    one.
+    """Open the file by its footer if it has one, else as a stream.
+
+    A truncated file has a stream after its magic bytes.
     """
     source = stack.enter_context(files.open(file))
     head, tail = source.read_at(8, 0), source.read_at(8, max(0, file.size - 8))
@@ -116,24 +117,26 @@ def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
     try:
         if head[:6] == MAGIC and tail[2:] == MAGIC:
             try:
-                reader = _named(pa.ipc.open_file(source, options=_OPTIONS))
+                reader = _with_column_names(pa.ipc.open_file(source, options=_OPTIONS))
                 footer = int.from_bytes(source.read_at(4, file.size - 10), "little")
                 return OpenArrowFile(
-                    reader, False, _sparse(files, source, 8, file.size - 10 - footer, reader.schema)
+                    reader,
+                    False,
+                    _partial_reader(files, source, 8, file.size - 10 - footer, reader.schema),
                 )
             except BROKEN as error:
-                if is_fault(error):
+                if is_storage_fault(error):
                     raise
-                # what a broken footer leads to may still be read in order
+                # a broken footer: the batches may still be readable in order
         source.seek(start := 8 if head[:6] == MAGIC else 0)
-        reader = _named(pa.ipc.open_stream(source, options=_OPTIONS))
+        reader = _with_column_names(pa.ipc.open_stream(source, options=_OPTIONS))
         return OpenArrowFile(
             reader,
             start > 0 or tail != END_MARK,
-            _sparse(files, source, start, file.size, reader.schema),
+            _partial_reader(files, source, start, file.size, reader.schema),
         )
     except BROKEN as error:
-        if is_fault(error):
+        if is_storage_fault(error):
             raise
         files.check_readable(file)
         raise BadFile(
@@ -142,19 +145,22 @@ def _open(files: Files, file: File, stack: ExitStack) -> OpenArrowFile:
         ) from error
 
 
-def _named(reader: Any) -> Any:
-    """The reader, if its columns have names that can be read; broken ones are noticed nowhere
-    else.
+def _with_column_names(reader: Any) -> Any:
+    """Return the reader after decoding the names of its columns.
+
+    No later step detects broken names.
     """
     [f.name for f in reader.schema]
     return reader
 
 
-def _sparse(
+def _partial_reader(
     files: Files, source: pa.NativeFile, start: int, stop: int, schema: pa.Schema
 ) -> Messages | None:
-    """Far away a few long reads are better than many short ones; and dictionaries are known to
-    pyarrow's readers only.
+    """Return a reader of single rows, or None if whole batches must be read.
+
+    Remote storage prefers a few long reads to many short ones. Only pyarrow's readers decode
+    dictionaries.
     """
     return (
         Messages(source, start, stop)
@@ -172,34 +178,34 @@ def _has_dictionary(kind: pa.DataType) -> bool:
 
 
 def _batches(
-    opened: OpenArrowFile, files: Files, file: File, options: ReadOptions
+    file_reader: OpenArrowFile, files: Files, file: File, options: ReadOptions
 ) -> Iterator[BatchLocation | str]:
-    """Record batches, then a text if rows were lost: how many, nobody knows."""
-    reader, rows, n = opened.reader, 0, 0
+    """Yield record batches, then a text if rows were lost; the number of lost rows is unknown."""
+    reader, rows, n = file_reader.reader, 0, 0
     count = getattr(reader, "num_record_batches", None)
     try:
         for batch in (
-            _whole(reader, count, options)
-            if opened.sparse is None
-            else opened.sparse.batches(reader.schema, options.columns)
+            _whole_batches(reader, count, options)
+            if file_reader.partial is None
+            else file_reader.partial.batches(reader.schema, options.columns)
         ):
             rows, n = rows + batch.num_rows, n + 1
             yield batch
         if count is not None and n != count:
             raise ValueError(f"expected {count} batches, got {n}")
     except BROKEN as error:
-        if is_fault(error):
+        if is_storage_fault(error):
             raise
-        files.check_readable(file)  # raises if the disk is at fault
+        files.check_readable(file)  # raises if the storage is at fault
         yield f"the Arrow data is broken: {_first_line(error)}"
         return
-    if opened.cut:
+    if file_reader.truncated:
         yield "the Arrow data ends without its end mark: the file is cut short"
     elif not rows:
         yield NO_ROWS
 
 
-def _whole(reader: Any, count: int | None, options: ReadOptions) -> Iterator[BatchLocation]:
+def _whole_batches(reader: Any, count: int | None, options: ReadOptions) -> Iterator[BatchLocation]:
     for batch in reader if count is None else map(reader.get_batch, range(count)):
         yield BatchLocation(checked(batch, options.columns))
 
@@ -207,10 +213,10 @@ def _whole(reader: Any, count: int | None, options: ReadOptions) -> Iterator[Bat
 def _slice(at: int, held: list[pa.RecordBatch | str], options: ReadOptions, last: bool) -> RawSlice:
     batches = [piece for piece in held if not isinstance(piece, str)]
     n = sum(piece.num_rows for piece in batches)
-    lost = [(n, piece) for piece in held if isinstance(piece, str)]  # at most one, the last
+    lost = [(n, piece) for piece in held if isinstance(piece, str)]  # at most one, at the end
     if not batches:
         return cols.slice_of(at, len(lost), cols.empty(0, options.columns), lost, last)
-    table, bad = cols.sound(
+    table, bad = cols.without_invalid_rows(
         pa.Table.from_batches(batches), options.max_sample_bytes, every_column=True
     )
     return cols.slice_of(at, n + len(lost), cols.compact(table), bad + lost, last)

@@ -1,10 +1,10 @@
-"""Rows of Arrow's record batches by plain reads: of a batch that is large, only those that are
-wanted.
+"""Reads selected rows of Arrow record batches with plain reads.
 
-Arrow takes a batch whole, or out of a file that is mapped: and a mapped page that cannot be had,
-since the file was cut short or its mount fails, ends the process. Here a batch is decoded over
-nothing, memory that is never touched: where its buffers would lie tells what to read for some rows
-of some columns. What Arrow unpacks or converts while it decodes is read whole.
+Arrow reads a batch whole or from a memory-mapped file. A mapped page that cannot be read kills the
+process, for example after the file was truncated or its mount failed. This module decodes a batch
+over *blank memory*: anonymous pages that are never touched. The addresses of the decoded buffers
+then tell which bytes of the file hold some rows of some columns. A batch that Arrow decompresses or
+converts while decoding is read whole.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ import pyarrow.types as pt
 
 from overlord.sources.base import short_read
 
-SMALL = 2**17  # bytes of a body that is read at once
-USUAL_META = 2**12  # most messages' metadata are shorter: one read for each
-MAX_META = 2**26  # nothing larger is allocated on the word of a file
+SMALL = 2**17  # bodies up to this many bytes are read at once
+TYPICAL_META = 2**12  # metadata of most messages are shorter, so one read is enough
+MAX_META = 2**26  # limit of an allocation whose size comes from the file
 BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, EOFError)
-Get = Callable[[pa.Buffer, int, int], pa.Buffer]  # these bytes of a buffer
+ReadRange = Callable[[pa.Buffer, int, int], pa.Buffer]  # (buffer, start, stop) -> these bytes
 
 
-class Unusual(Exception):
-    """Rows of a rare type, or offsets that make no sense."""
+class UnsupportedLayout(Exception):
+    """Rows of a rarely used type, or offsets that are invalid."""
 
 
 class Feed:
-    """What Arrow's decoder reads a message from: its metadata, then its body, or as many bytes of
-    nothing. It must not know who holds it: a circle by way of C++ is never collected.
+    """File object from which Arrow's decoder reads one message: its metadata, then its body or
+    blank memory.
+
+    It must not reference its owner: the garbage collector cannot collect a cycle through C++.
     """
 
     closed = False
 
     def __init__(self, handle: pa.NativeFile, start: int, stop: int):
         self._handle, self._stop = handle, stop
-        self.at, self.body, self.meta = (
-            start,
-            start,
-            b"",
-        )  # of the next read; where a body begins; what stands before it
-        self.whole = False  # the body is really read
+        # Offset of the next read; offset of the body; metadata before the body.
+        self.at, self.body, self.meta = (start, start, b"")
+        self.whole = False  # the body is read from the file
         self._pages = mmap.mmap(-1, 1)
-        self.nothing = pa.py_buffer(self._pages)
+        self.blank = pa.py_buffer(self._pages)
 
     def begin(self, start: int, whole: bool) -> None:
-        """The message at this place is read next."""
-        head, left = self.take(start, USUAL_META), self._stop - start
-        prefix = (
-            8 if head[:4] == b"\xff\xff\xff\xff" else 4
-        )  # before version 0.15 there was no mark
+        """Read the metadata of the message at ``start``; the decoder reads this message next."""
+        head, left = self.fetch(start, TYPICAL_META), self._stop - start
+        # Versions before 0.15 write no continuation marker.
+        prefix = 8 if head[:4] == b"\xff\xff\xff\xff" else 4
         end = prefix + max(0, int.from_bytes(head[prefix - 4 : prefix], "little", signed=True))
         if end > min(MAX_META, left):
             raise ValueError(f"expected {end} bytes of metadata at byte {start}, got {left}")
         self.meta = (
-            head[:end] if end <= len(head) else head + self.take(start + len(head), end - len(head))
+            head[:end]
+            if end <= len(head)
+            else head + self.fetch(start + len(head), end - len(head))
         )
         self.at, self.body, self.whole = start, start + end, whole
 
     def insert(self, start: int, data: bytes) -> None:
-        """These bytes are read next, then all from this place on."""
+        """Let the decoder read ``data`` next, then everything from ``start`` on."""
         self.meta, self.at, self.body, self.whole = data, start - len(data), start, True
 
     def read(self, n: int) -> Any:
@@ -75,24 +75,26 @@ class Feed:
             return self.meta[first : first + n]
         if n <= SMALL or self.whole:
             self.whole = True
-            return self.take(at, n)
-        if self.nothing.size < n:
+            return self.fetch(at, n)
+        if self.blank.size < n:
             self._pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self.nothing = pa.py_buffer(self._pages)
-        return self.nothing.slice(0, n)
+            self.blank = pa.py_buffer(self._pages)
+        return self.blank.slice(0, n)
 
     @contextmanager
-    def shown(self, places: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Some bytes of the body stand where they belong meanwhile: (offset, how many)."""
+    def filled(self, places: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Fill these ranges (offset, length) of the blank memory with bytes of the body, for a
+        while.
+        """
         places = list(places)
         for at, n in places:
-            self._pages[at : at + n] = self.take(self.body + at, n)
+            self._pages[at : at + n] = self.fetch(self.body + at, n)
         yield
         for at, n in places:
             self._pages[at : at + n] = bytes(n)
 
-    def take(self, at: int, n: int) -> bytes:
-        """Fewer only where the messages end."""
+    def fetch(self, at: int, n: int) -> bytes:
+        """Return n bytes at ``at``; fewer only at the end of the messages."""
         n = min(n, self._stop - at)
         data: bytes = self._handle.read_at(n, at)
         if len(data) < n:
@@ -101,29 +103,29 @@ class Feed:
 
 
 class Messages:
-    """The messages of a stream, from one place in a file to another."""
+    """The messages of an IPC stream between two offsets of a file."""
 
     def __init__(self, handle: pa.NativeFile, start: int, stop: int):
         self._feed, self._stop = Feed(handle, start, stop), stop
         self._source = pa.PythonFile(self._feed, mode="r")
 
     def batches(self, schema: pa.Schema, columns: Sequence[str] | None) -> Iterator[BatchLocation]:
-        """Raises one of BROKEN where bytes make no sense."""
+        """Yield the record batches. Raises one of BROKEN if the bytes are invalid."""
         feed = self._feed
         while (start := feed.at) < self._stop:
             try:
                 message = self._message(start)
-            except EOFError:  # the end mark
+            except EOFError:  # the end-of-stream marker
                 return
             if message.type != "record batch":
                 continue
             batch = (
                 self._small(message, schema, columns)
                 if feed.whole
-                else self._over_nothing(message, schema, columns, start)
+                else self._over_blank(message, schema, columns, start)
             )
             if batch is None:
-                yield from self._unpacked(start, schema, columns)
+                yield from self._with_pyarrow(start, schema, columns)
                 return
             yield batch
 
@@ -137,17 +139,17 @@ class Messages:
         try:
             return BatchLocation(checked(pa.ipc.read_record_batch(message, schema), columns))
         except BROKEN:
-            return None  # the wanted columns may be good
+            return None  # the requested columns may be valid
 
-    def _over_nothing(
+    def _over_blank(
         self, message: Any, schema: pa.Schema, columns: Sequence[str] | None, start: int
     ) -> BatchLocation | None:
-        """A batch whose rows can be read by themselves; None: Arrow wants its bytes."""
+        """Return a batch whose rows can be read individually, or None if Arrow needs its bytes."""
         feed, body = self._feed, self._feed.body
-        first, stop = feed.nothing.address, feed.nothing.address + feed.nothing.size
+        first, stop = feed.blank.address, feed.blank.address + feed.blank.size
         try:
             batch = pa.ipc.read_record_batch(message, schema)
-            # sizes; to look into an array that has others than it says ends the process
+            # Compare buffer sizes first: access to an array with wrong sizes ends the process.
             batch.validate()
             used = (
                 b for column in batch.columns for b in column.buffers() if b is not None and b.size
@@ -158,15 +160,15 @@ class Messages:
             ends = [
                 (buffer.address - first + at, n)
                 for column in batch.columns
-                for buffer, at, n in ends_of(column)
+                for buffer, at, n in end_offsets(column)
             ]
-        except (Unusual, *BROKEN):
+        except (UnsupportedLayout, *BROKEN):
             return None
-        with feed.shown(ends):
+        with feed.filled(ends):
             batch.validate()
 
         def get(buffer: pa.Buffer, a: int, b: int) -> pa.Buffer:
-            return pa.py_buffer(feed.take(body + buffer.address - first + a, b - a))
+            return pa.py_buffer(feed.fetch(body + buffer.address - first + a, b - a))
 
         def whole() -> pa.RecordBatch:
             return selected(
@@ -175,10 +177,12 @@ class Messages:
 
         return BatchLocation(batch, get, whole)
 
-    def _unpacked(
+    def _with_pyarrow(
         self, start: int, schema: pa.Schema, columns: Sequence[str] | None
     ) -> Iterator[BatchLocation]:
-        """All from here on by pyarrow's reader, which unpacks no other columns."""
+        """Read all batches from ``start`` on with pyarrow's reader, which decompresses only the
+        requested columns.
+        """
         self._feed.insert(start, schema.serialize().to_pybytes())
         wanted = [schema.get_field_index(name) for name in columns or ()]
         reader = pa.ipc.open_stream(
@@ -189,8 +193,9 @@ class Messages:
 
 
 def checked(batch: pa.RecordBatch, columns: Sequence[str] | None) -> pa.RecordBatch:
-    """The wanted columns, if sizes and outermost offsets fit; what is between is checked slice by
-    slice.
+    """Return the requested columns if sizes and outermost offsets are valid.
+
+    Inner offsets are validated slice by slice.
     """
     batch = selected(batch, columns)
     batch.validate()
@@ -206,14 +211,15 @@ def _in_memory(buffer: pa.Buffer, a: int, b: int) -> pa.Buffer:
 
 
 class BatchLocation:
-    """Columns of a record batch, in memory or over nothing (``get`` reads their buffers, ``whole``
-    all of it).
+    """Columns of a record batch, in memory or over blank memory.
+
+    ``get`` reads ranges of their buffers; ``whole`` reads the complete batch.
     """
 
     def __init__(
         self,
         batch: pa.RecordBatch,
-        get: Get = _in_memory,
+        get: ReadRange = _in_memory,
         whole: Callable[[], pa.RecordBatch] | None = None,
     ) -> None:
         self._batch, self._get, self._whole = batch, get, whole
@@ -222,11 +228,10 @@ class BatchLocation:
     def rows(self, first: int, stop: int) -> pa.RecordBatch:
         try:
             arrays = [rows_of(column, first, stop, self._get) for column in self._batch.columns]
-        except Unusual:
+        except UnsupportedLayout:
             if self._whole is None:
-                return self._batch.slice(
-                    first, stop - first
-                )  # whoever checks the rows says which are broken
+                # The check of the slice reports which rows are broken.
+                return self._batch.slice(first, stop - first)
             self._batch, self._get, self._whole = self._whole(), _in_memory, None
             return self.rows(first, stop)
         return (
@@ -236,16 +241,19 @@ class BatchLocation:
         )
 
 
-def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
-    """Some rows of an array that begins where its buffers do. Nested ones hold just what these rows
-    need, or one broken value would make all rows of a batch look broken.
+def rows_of(array: pa.Array, first: int, stop: int, get: ReadRange) -> pa.Array:
+    """Return some rows of an array that begins at the start of its buffers.
+
+    Nested arrays hold only the values of these rows. Otherwise one broken value would make every
+    row of a batch appear broken.
     """
     kind, buffers = array.type, array.buffers()
     if first == stop or pt.is_null(kind):
         return pa.nulls(stop - first, kind)
     if not pt.is_struct(kind) and (len(buffers) < 2 or buffers[1] is None):
-        raise Unusual
-    start = first & ~7  # bits are read from a whole byte on, and all else from the same row on
+        raise UnsupportedLayout
+    # validity bits are read from a whole byte on; other buffers start at the same row
+    start = first & ~7
     valid = (
         get(buffers[0], start // 8, -(-stop // 8))
         if array.null_count and buffers[0] is not None
@@ -268,35 +276,35 @@ def rows_of(array: pa.Array, first: int, stop: int, get: Get) -> pa.Array:
             else 0
         )
         if a < 0 or b > size or (offsets[1:] < offsets[:-1]).any():
-            raise Unusual
+            raise UnsupportedLayout
         parts.append(pa.py_buffer(offsets - offsets[0]))
         if _is_list(kind):
             children = [rows_of(array.values, a, b, get)]
         else:
             parts.append(get(buffers[2], a, b) if b > a else pa.py_buffer(b""))
     else:
-        raise Unusual
+        raise UnsupportedLayout
     return pa.Array.from_buffers(kind, stop - start, parts, children=children or None).slice(
         first - start
     )
 
 
-def ends_of(array: pa.Array) -> Iterator[tuple[pa.Buffer, int, int]]:
-    """Where the first and the last offset of a column are (buffer, offset in it, bytes), and of all
-    that is nested in it.
+def end_offsets(array: pa.Array) -> Iterator[tuple[pa.Buffer, int, int]]:
+    """Yield the place of the first and last offset of a column and of its nested arrays: (buffer,
+    offset in the buffer, bytes).
     """
     kind = array.type
     if pt.is_struct(kind):
         for k in range(kind.num_fields):
-            yield from ends_of(array.field(k))
+            yield from end_offsets(array.field(k))
     elif number := _offsets_of(kind):
         buffer, last = array.buffers()[1], len(array) * number.itemsize
         if buffer is not None and buffer.size >= last + number.itemsize:
             yield from ((buffer, 0, number.itemsize), (buffer, last, number.itemsize))
         if _is_list(kind):
-            yield from ends_of(array.values)
+            yield from end_offsets(array.values)
     elif not (_is_fixed(kind) or pt.is_null(kind)):
-        raise Unusual
+        raise UnsupportedLayout
 
 
 def _is_fixed(kind: pa.DataType) -> bool:
@@ -308,7 +316,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _offsets_of(kind: pa.DataType) -> np.dtype[Any] | None:
-    """The type of offsets, where values or items have a length of their own."""
+    """Return the type of the offsets if values or items have variable length."""
     if pt.is_large_string(kind) or pt.is_large_binary(kind) or pt.is_large_list(kind):
         return np.dtype(np.int64)
     return (

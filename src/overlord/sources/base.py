@@ -1,8 +1,8 @@
-"""What a file format must offer, and the shapes that travel from it to the loader.
+"""Interface of file formats, and the values that they pass to the loader.
 
-A *chunk* is what opens alone (``docs/stream.md``). A format lists the chunks of a file without
-reading its data, and reads one chunk front to back in slices of raw rows. Nothing here knows of
-seeds, shuffling or transforms.
+A *chunk* is the smallest unit that can be opened independently (``docs/stream.md``). A format lists
+the chunks of a file without reading its data. It reads one chunk front to back in slices of raw
+rows. Seeds, shuffling and transforms are applied elsewhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ NO_ROWS = "the file has no rows"
 
 
 class BadFile(ValueError):
-    """A file that cannot be used at all. Whoever knows the source's name turns it into a
-    SourceError.
+    """A file that cannot be used at all.
+
+    The caller that has the name of the source turns it into a SourceError.
     """
 
     def __init__(self, problem: str, remedy: str = ""):
@@ -34,17 +35,12 @@ class BadFile(ValueError):
         return self.problem
 
 
-TEXTS = (
-    "text",
-    "content",
-    "raw_content",
-    "body",
-    "txt",
-)  # names that columns of text often have, the usual ones first
+# Common names of text columns, the most usual first.
+TEXTS = ("text", "content", "raw_content", "body", "txt")
 
 
 def text_columns(schema: Mapping[str, str]) -> list[str]:
-    """Columns that may hold text: by their type, those of the usual names first."""
+    """Return columns whose type may hold text, common names first."""
     flat = {
         name: kind for name, kind in schema.items() if "<" not in kind and not name.startswith("__")
     }
@@ -56,8 +52,8 @@ def text_columns(schema: Mapping[str, str]) -> list[str]:
     return sorted(found, key=lambda name: TEXTS.index(name) if name in TEXTS else len(TEXTS))
 
 
-def lacks_columns(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
-    """Return what to raise for a file without columns that transforms name."""
+def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
+    """Return the error for a file that lacks columns named by transforms."""
     wanted = f"expected the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
     remedy = (
         tokenize_it(missing, schema) or "name a column that every file has, or write the file again"
@@ -66,7 +62,9 @@ def lacks_columns(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
 
 
 def tokenize_it(missing: Sequence[str], schema: Mapping[str, str]) -> str:
-    """Suggest Tokenize where token ids are missing and there is text; else nothing."""
+    """Suggest Tokenize if token ids are missing and there is text; otherwise return an empty
+    string.
+    """
     if "tokens" not in missing or not (texts := text_columns(schema)):
         return ""
     return (
@@ -78,8 +76,9 @@ def tokenize_it(missing: Sequence[str], schema: Mapping[str, str]) -> str:
 
 
 class Unreachable(OSError):
-    """Bytes that could not be had, or not as they were indexed. Says nothing about the data: never
-    a reason for quarantine.
+    """Bytes that could not be read, or that differ from the indexed ones.
+
+    This is a fault of storage, not of the data: it is never a reason for quarantine.
     """
 
     def __init__(self, problem: str, remedy: str = "", kind: str = ""):
@@ -90,9 +89,10 @@ class Unreachable(OSError):
         return self.problem
 
 
-def is_fault(error: BaseException) -> bool:
-    """Whether storage is at fault and not the data: decoders raise OSError too, but only what the
-    system said has an errno.
+def is_storage_fault(error: BaseException) -> bool:
+    """Return whether storage, not the data, is at fault.
+
+    Decoders raise OSError too, but only errors of the operating system have an errno.
     """
     return isinstance(error, Unreachable) or (
         isinstance(error, OSError) and error.errno is not None
@@ -109,28 +109,29 @@ def short_read(missing: int) -> Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of a source, as the listing saw it. A change of size, time or version makes cached
-    index entries stale.
+    """One file of a source at the time of listing.
+
+    A change of size, time or version makes cached index entries stale.
     """
 
     path: str
     size: int
     mtime_ns: int
-    version: str = ""  # an object's entity tag; empty where there is none
+    version: str = ""  # entity tag of an object; empty if there is none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
     """The chunks of a source in listing order, one row each."""
 
-    file: np.ndarray  # int32: ordinal of the file
+    file: np.ndarray  # int32: number of the file
     start: np.ndarray  # int64: first row (or first byte, for plain JSONL)
     stop: np.ndarray  # int64: one past the last row (or byte); -1: until the end of the file
-    # int32: the format's own number of the chunk inside its file (row group, shard); -1: the file
-    # has no rows
+    # int32: number of the chunk inside its file, given by the format (row group, shard); -1: the
+    # file has no rows
     unit: np.ndarray
-    rows: np.ndarray  # int64: raw rows; -1 where only reading tells
-    nbytes: np.ndarray  # int64: bytes in memory when read whole, as far as the file says
+    rows: np.ndarray  # int64: raw rows; -1 if unknown before reading
+    nbytes: np.ndarray  # int64: bytes in memory when read whole, as far as the file tells
 
     def __len__(self) -> int:
         return len(self.file)
@@ -138,25 +139,26 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How a source is read; every field comes from the job."""
+    """Options for reading a source; every field comes from the job."""
 
     slice_rows: int = 256
     chunk_bytes: int = 2**23
     max_sample_bytes: int = 2**26
     columns: tuple[str, ...] | None = None  # None: all
-    refused: tuple[str, ...] = ()  # columns that say what to train on, which the job would ignore
+    refused: tuple[str, ...] = ()  # loss columns that the job would ignore
 
 
 @dataclass(slots=True, eq=False)
 class RawSlice:
-    """Raw rows of one slice, in file order. ``table`` holds the readable ones only, in the same
-    order.
+    """Raw rows of one slice, in file order.
+
+    ``table`` holds only the readable ones, in the same order.
     """
 
     row: np.ndarray  # int64: the `row` of every raw row, unreadable ones included
     table: pa.Table  # len(row) - len(bad) rows
     bad: list[tuple[int, str]] = field(default_factory=list)  # (index into row, reason), ascending
-    last: bool = False  # no raw row of the chunk comes after this slice
+    last: bool = False  # no raw row of the chunk follows this slice
 
 
 class Format(Protocol):
@@ -167,58 +169,64 @@ class Format(Protocol):
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """How names of its files end."""
+        """Endings of the names of its files."""
         ...
 
     @property
     def indexed(self) -> bool:
-        """True if listing chunks opens the file, so that the answer is worth caching."""
+        """True if listing chunks opens the file, so that the result is worth caching."""
         ...
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
-        """The chunks of one file (column `file` left 0). Raises BadFile on a file that cannot be
-        used.
+        """Return the chunks of one file; column `file` is 0.
+
+        Raises BadFile if the file cannot be used.
         """
         ...
 
     def schema(self, files: Files, file: File, options: ReadOptions) -> dict[str, str] | None:
-        """Column name -> type, where the file says so without reading data; else None."""
+        """Return column name -> type if the file tells it without reading data, else None."""
         ...
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
-        """About how many bytes an open `read` keeps between two slices; the handle cache counts
-        with it.
+        """Estimate the bytes that an open `read` holds between two slices.
+
+        The chunk cache adds them up.
         """
         ...
 
     def read(
         self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
     ) -> Iterator[RawSlice]:
-        """Chunk i front to back, from slice number ``skip`` on (cheaper than reading and dropping
-        them).
+        """Read chunk i front to back, starting at slice ``skip``.
 
-        Every slice but the last holds ``slice_rows`` raw rows; at least one slice comes, the final
-        one with ``last`` (a ``skip`` past the end gives an empty one). Unreadable rows are in
-        ``bad``; what raises is BadFile (the file cannot be used) or OSError (it cannot be reached):
-        bytes decide about quarantine, a failing disk never does.
+        Skipping is cheaper than reading and dropping slices. Every slice but the last holds
+        ``slice_rows`` raw rows. At least one slice is returned, and the final one has ``last`` set.
+        A ``skip`` past the end returns one empty slice. Unreadable rows are listed in ``bad``.
+        Raises BadFile if the file cannot be used and OSError if it cannot be read: only bytes
+        decide about quarantine, never a failing disk.
         """
         ...
 
 
 def check_refused(names: Container[str], options: ReadOptions) -> None:
-    """Refuse a file with a column that the job would ignore at the cost of training on the wrong
-    tokens.
+    """Refuse a file with a loss column that the job would ignore.
+
+    Training would use the wrong tokens.
     """
     if found := [name for name in options.refused if name in names]:
         raise BadFile(
-            f"expected token ids alone, got the column {found[0]!r} beside them, which is "
+            f"expected token ids alone, got the column {found[0]!r} next to them, which is "
             "not supported yet",
             "add Select with the columns to use: then every token has a loss",
         )
 
 
 def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
-    """Chunks of one file from (start, stop, unit, rows, nbytes) each; column `file` is 0."""
+    """Return the chunks of one file from (start, stop, unit, rows, nbytes) each.
+
+    Column `file` is 0.
+    """
     table = np.array(rows, np.int64).reshape(len(rows), 5)
     return Chunks(
         np.zeros(len(rows), np.int32),
@@ -231,14 +239,15 @@ def make_chunks(rows: Sequence[tuple[int, int, int, int, int]]) -> Chunks:
 
 
 def no_rows_chunk() -> Chunks:
-    """What a file without rows has: one chunk with one unreadable row, so that it shows in the
-    quarantine.
+    """Return the chunk of a file without rows.
+
+    It has one unreadable row, so that the file appears in the quarantine.
     """
     return make_chunks([(0, 1, -1, 1, 0)])
 
 
 def concat_chunks(parts: Sequence[Chunks]) -> Chunks:
-    """Chunks of several files as one table; the k-th part gets file ordinal k."""
+    """Return the chunks of several files as one table; the k-th part gets file number k."""
     names = ("start", "stop", "unit", "rows", "nbytes")
     file = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p) for p in parts])
     return Chunks(file, *(np.concatenate([getattr(p, n) for p in parts]) for n in names))

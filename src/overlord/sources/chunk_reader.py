@@ -1,9 +1,8 @@
-"""Open chunks, bounded: slices of a chunk are asked for in order, and what is open is shared by the
-whole process.
+"""Reader of slices, and the bounded cache of open chunks that all sources of a process share.
 
-Many chunks of many sources are open at the same time, one slice taken from each in turn. Handles
-beyond the bounds are closed, least recently used first; asked for again, a chunk is reopened and
-moved forward.
+Many chunks of many sources are open at the same time, and one slice is read from each in turn. Open
+chunks beyond the bounds are closed, least recently used first. A chunk that is needed again is
+reopened and advanced to the slice.
 """
 
 from __future__ import annotations
@@ -18,19 +17,21 @@ from typing import Any
 from overlord.errors import SourceError, StorageError
 from overlord.sources import clean_tables as cols
 from overlord.sources.base import BadFile, File, RawSlice, ReadOptions, Unreachable
-from overlord.sources.file_errors import gave_up, is_disk, why
+from overlord.sources.file_errors import classify, give_up_error, is_disk
 from overlord.sources.formats import FORMATS
 from overlord.sources.index import Index
 from overlord.sources.lru import Lru
 from overlord.sources.python_objects import Listed
-from overlord.sources.retry import CLOCK, SLACK_S, SLOW_S, Clock, StorageStats, deadline_s, persist
+from overlord.sources.retry import CLOCK, Clock, StorageStats, deadline_s, retry_call
+from overlord.sources.timeouts import TIMEOUTS
 from overlord.uris import scrub
 
 
 @dataclass(slots=True)
 class OpenChunk:
-    """An open chunk. ``slices`` will give slice number ``next`` next. While nobody uses it, it
-    holds ``nbytes`` for ``reader``.
+    """An open chunk: ``slices`` yields slice number ``next`` next.
+
+    While it is in the cache, its ``nbytes`` count for ``reader``.
     """
 
     slices: Iterator[RawSlice]
@@ -39,7 +40,7 @@ class OpenChunk:
     nbytes: int = 0
 
     def close(self) -> None:
-        close = getattr(self.slices, "close", None)  # a generator, which closes its file
+        close = getattr(self.slices, "close", None)  # a generator closes its file
         if close is not None:
             close()
 
@@ -48,26 +49,26 @@ class OpenChunkCache:
     """Open chunks of all sources of a process, bounded by number and by the bytes they hold."""
 
     def __init__(self, max_open: int = 1024, max_bytes: int = 2**29):
-        self._handles: Lru[tuple[int, int], OpenChunk] = Lru(max_open, max_bytes, self._let_go)
+        self._chunks: Lru[tuple[int, int], OpenChunk] = Lru(max_open, max_bytes, self._evicted)
         self._lock = Lock()
-        self._held: dict[int, int] = {}  # bytes by reader
+        self._held: dict[int, int] = {}  # bytes per reader
         self._counts = {"opens": 0, "reopens": 0, "reads": 0}
 
     def take(self, key: tuple[int, int]) -> OpenChunk | None:
-        if (handle := self._handles.take(key)) is not None:
-            self._hold(handle.reader, -handle.nbytes)
+        if (handle := self._chunks.take(key)) is not None:
+            self._add_bytes(handle.reader, -handle.nbytes)
         return handle
 
     def put(self, key: tuple[int, int], handle: OpenChunk, nbytes: int) -> None:
         handle.reader, handle.nbytes = key[0], nbytes
-        self._hold(key[0], nbytes)
-        self._handles.put(key, handle, nbytes)
+        self._add_bytes(key[0], nbytes)
+        self._chunks.put(key, handle, nbytes)
 
     def bytes_of(self, reader: int) -> int:
-        """What the open chunks of one reader hold."""
+        """Return the bytes that the open chunks of one reader hold."""
         return self._held.get(reader, 0)
 
-    def _hold(self, reader: int, nbytes: int) -> None:
+    def _add_bytes(self, reader: int, nbytes: int) -> None:
         with self._lock:
             left = self._held.get(reader, 0) + nbytes
             if left:
@@ -75,8 +76,8 @@ class OpenChunkCache:
             else:
                 self._held.pop(reader, None)
 
-    def _let_go(self, handle: OpenChunk) -> None:
-        self._hold(handle.reader, -handle.nbytes)
+    def _evicted(self, handle: OpenChunk) -> None:
+        self._add_bytes(handle.reader, -handle.nbytes)
         handle.close()
 
     def count(self, what: str) -> None:
@@ -84,30 +85,31 @@ class OpenChunkCache:
             self._counts[what] += 1
 
     def close(self, reader: int | None = None) -> None:
-        """Closes all handles, or those of one reader."""
-        self._handles.clear(lambda key: reader is None or key[0] == reader)
+        """Close all open chunks, or those of one reader."""
+        self._chunks.clear(lambda key: reader is None or key[0] == reader)
 
     def metrics(self) -> dict[str, int]:
-        """``opens``, ``reopens`` (among them), ``reads``, ``evictions``; ``open`` and ``bytes``
-        now.
+        """Return counters: ``opens``, ``reopens`` (included in opens), ``reads``, ``evictions``;
+        current ``open`` and ``bytes``.
         """
         with self._lock:
             counts = dict(self._counts)
         return counts | {
-            "evictions": self._handles.evictions,
-            "open": len(self._handles),
-            "bytes": self._handles.nbytes,
+            "evictions": self._chunks.evictions,
+            "open": len(self._chunks),
+            "bytes": self._chunks.nbytes,
         }
 
 
-HANDLES = OpenChunkCache()
-STALLED = "the disk or the mount hangs; no data is skipped for it: resume when it answers"
+OPEN_CHUNKS = OpenChunkCache()
+STALLED = "the disk or the mount hangs; no data is skipped for it: resume when it responds"
 _READERS = count()
 
 
 class ChunkReader:
-    """Slices of one source's chunks. Threads may share it; two of them at the same chunk are right,
-    but slow.
+    """Reads slices of the chunks of one source.
+
+    Runs on: any thread. Two threads that read the same chunk get correct slices, but slowly.
     """
 
     def __init__(
@@ -118,42 +120,41 @@ class ChunkReader:
         clock: Clock = CLOCK,
     ):
         self.index, self.options = index, options
-        self.tally = StorageStats(index.source, clock)
-        self._files = index.access.counted(self.tally)
+        self.stats = StorageStats(index.source, clock)
+        self._files = index.access.with_stats(self.stats)
         self._format = FORMATS[index.format]
-        self._cache = cache or HANDLES
+        self._cache = cache or OPEN_CHUNKS
         self._id = next(_READERS)
         self._on_disk = self._files.local
 
     def slice(self, chunk: int, t: int) -> RawSlice:
-        """Slice t of a chunk: cheap if slice t-1 was the last one asked for. Past the end it is
-        empty, with ``last``.
+        """Return slice t of a chunk; cheap if slice t-1 was the last one read.
+
+        Past the end the slice is empty and has ``last`` set.
         """
         file = self.index.files[self.file_of(chunk)]
         try:
             if self._files.fs is None or self._files.remote:
                 return self._slice(chunk, t, file)
-            return persist(
-                lambda: self._checked(chunk, t, file),
-                why,
+            return retry_call(
+                lambda: self._verified_slice(chunk, t, file),
+                classify,
                 path=file.path,
-                done="read",
-                tally=self.tally,
-                gave_up=gave_up,
+                operation="read",
+                stats=self.stats,
+                give_up_error=give_up_error,
             )
-        except (OSError, ValueError) as error:  # BadFile and what Arrow raises are among the latter
+        except (OSError, ValueError) as error:  # ValueError includes BadFile and Arrow's errors
             raise self._error(file, error) from error
 
-    def _checked(self, chunk: int, t: int, file: File) -> RawSlice:
-        """What was read of a file that changed meanwhile is dropped, whether it makes sense or
-        not.
-        """
+    def _verified_slice(self, chunk: int, t: int, file: File) -> RawSlice:
+        """Read a slice and reject it, valid or not, if the file changed meanwhile."""
         try:
             found = self._slice(chunk, t, file)
         except (OSError, ValueError) as error:
-            if not isinstance(
-                getattr(error, "errno", None), int
-            ):  # not said by the system: what makes no sense may be another file's
+            # Without an errno the error is not from the operating system: invalid bytes may belong
+            # to another file.
+            if not isinstance(getattr(error, "errno", None), int):
                 self._files.check_unchanged(file)
             raise
         if self._files.local or found.bad:
@@ -162,7 +163,7 @@ class ChunkReader:
 
     def _slice(self, chunk: int, t: int, file: File) -> RawSlice:
         key = (self._id, chunk)
-        handle = self._cache.take(key)  # ours alone until it is put back
+        handle = self._cache.take(key)  # owned by this thread until it is put back
         if handle is not None and handle.next != t:
             handle.close()
             handle = None
@@ -183,88 +184,89 @@ class ChunkReader:
             self._cache.put(key, handle, held)
         return found
 
-    # what people ask, from other threads
+    # Status of the reader, read by other threads.
 
     @property
-    def waits(self) -> bool:
-        """Whether reading may wait for storage; rows of a Python object do not."""
+    def may_wait(self) -> bool:
+        """Return whether a read may wait for storage; rows of a Python object do not."""
         return self._files.fs is not None
 
     @property
-    def own_code(self) -> str:
-        """Whose code gives the rows, if it is not ours: that of a Python object."""
+    def user_code(self) -> str:
+        """Return the class of the user's dataset that gives the rows, or an empty text."""
         held = self._files.held
         return "" if held is None or isinstance(held, Listed) else type(held).__name__
 
     @property
-    def many(self) -> bool:
-        """Whether reads wait for answers rather than for a core."""
+    def is_remote(self) -> bool:
+        """Return whether reads wait for responses rather than for a core."""
         return self._files.remote
 
     @property
-    def quick(self) -> bool:
-        """Whether no read hangs: all files opened so far are on disks of this machine."""
+    def never_hangs(self) -> bool:
+        """Return whether no read can hang: all files opened so far are on local disks."""
         return self._on_disk
 
     @contextmanager
-    def hasty(self) -> Iterator[None]:
-        """A read that fails raises ``Later``, and is not tried again here."""
-        self.tally.hasty = True
+    def no_wait(self) -> Iterator[None]:
+        """Within this context a failing read raises ``WouldBlock`` and is not retried."""
+        self.stats.hasty = True
         try:
             yield
         finally:
-            self.tally.hasty = False
+            self.stats.hasty = False
 
     @property
     def store_metrics(self) -> dict[str, Any] | None:
-        """What this reader asked of an object store; None on a disk."""
-        return self.tally.metrics() if self._files.remote else None
+        """Return counters of requests to an object store; None on a disk."""
+        return self.stats.metrics() if self._files.remote else None
 
     @property
     def storage_metrics(self) -> dict[str, Any] | None:
-        """What went wrong with its storage: retries, errors by kind, seconds waited, reads given
+        """Return counters of storage problems: retries, errors by kind, seconds waited, reads given
         up.
         """
-        return self.tally.trouble() if self.waits else None
+        return self.stats.trouble() if self.may_wait else None
 
     @property
     def open_bytes(self) -> int:
-        """What its open chunks hold while nobody reads them."""
+        """Return the bytes that its cached open chunks hold."""
         return self._cache.bytes_of(self._id)
 
-    def doing(self) -> str:
-        """What is waited for, in words, once that takes long."""
-        if (attempt := self.tally.oldest()) is None:
+    def activity(self) -> str:
+        """Return a description of the read that is being waited for, once it takes long."""
+        if (attempt := self.stats.oldest()) is None:
             return ""
-        seconds, seen = self.tally.clock.now() - attempt.began, attempt.seen
+        seconds, seen = self.stats.clock.now() - attempt.began, attempt.failures
         if seen:
             return (
-                f"trying to read {attempt.path} for {seconds:.0f} s ({len(seen)} tries "
+                f"trying to read {attempt.path} for {seconds:.0f} s ({len(seen)} attempts "
                 f"failed; the last: {seen[-1].text})"
             )
-        return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= SLOW_S else ""
+        return f"reading {attempt.path} for {seconds:.0f} s" if seconds >= TIMEOUTS.slow_s else ""
 
     def stalled(self) -> StorageError | None:
-        """Why a read that is under way is to be given up: nothing ends it, and its deadline has
-        passed.
+        """Return the error of a read that hangs.
+
+        It makes no progress, and its deadline has passed.
         """
-        if (attempt := self.tally.oldest()) is None:
+        if (attempt := self.stats.oldest()) is None:
             return None
-        if self.tally.clock.now() - attempt.began < SLOW_S:
+        if self.stats.clock.now() - attempt.began < TIMEOUTS.slow_s:
             return None
-        # A request of a store is not cut off but ends by itself: it may take twice as long.
+        # A store request is not cancelled but ends by itself, so it may take twice as long.
         seconds, limit = (
-            attempt.idle_s(self.tally.clock),
-            deadline_s() * (2 if self._files.remote else 1) + SLACK_S,
+            attempt.idle_s(self.stats.clock),
+            deadline_s() * (2 if self._files.remote else 1) + TIMEOUTS.slack_s,
         )
         if seconds < limit:
             return None
         problem = f"a read has not ended for {seconds:.1f} s" + (
-            f"; before it: {attempt.seen[-1].text}" if attempt.seen else ""
+            f"; before it: {attempt.failures[-1].text}" if attempt.failures else ""
         )
-        self.tally.failed("stalled")
-        self.tally.gave_up()
-        self.tally.end(attempt)
+        self.stats.count_failure("stalled")
+        self.stats.count_given_up()
+        self.stats.end(attempt)
         return StorageError(self.index.source, problem, attempt.path, STALLED)
 
     def file_of(self, chunk: int) -> int:

@@ -1,5 +1,6 @@
-"""From Python values or foreign tables to sound Arrow tables; rows that do not fit are named, never
-raised.
+"""Conversion of Python values and foreign tables to valid Arrow tables.
+
+Rows that do not fit are reported, not raised.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Bad = list[tuple[int, str]]
 def table_of(
     values: dict[str, list[Any]], n: int, *, decoded: bool = False
 ) -> tuple[pa.Table, Bad]:
-    """Build a table of n rows that holds every value unchanged; rows with a value that no column
-    can hold are bad.
+    """Build a table of n rows that holds every value unchanged.
 
-    ``decoded``: the values come from a JSON decoder.
+    Rows with a value that no column can hold are bad. ``decoded``: the values come from a JSON
+    decoder.
     """
     arrays, bad = {}, dict[int, str]()
     for name, column in values.items():
@@ -34,27 +35,29 @@ def table_of(
     table = pa.table(arrays) if arrays else empty(n)
     if not bad:
         return table, []
-    return without(table, sorted(bad)), sorted(bad.items())
+    return drop_rows(table, sorted(bad)), sorted(bad.items())
 
 
 def empty(n: int = 0, names: Sequence[str] | None = None) -> pa.Table:
-    """A table of n rows of nulls; without names it has no columns."""
+    """Return a table of n rows of nulls; without names it has no columns."""
     return pa.table({name: pa.nulls(n) for name in ("_", *(names or ()))}).select(list(names or ()))
 
 
 def columns_of(
     rows: Sequence[dict[str, Any]], columns: Sequence[str] | None
 ) -> dict[str, list[Any]]:
-    """Dicts as columns; all names in order of first appearance where none are asked for. A missing
-    value is None.
+    """Return dicts as columns.
+
+    Without ``columns``, names are in order of first appearance. A missing value is None.
     """
     names = list(dict.fromkeys(k for row in rows for k in row)) if columns is None else columns
     return {str(name): [row.get(name) for row in rows] for name in names}
 
 
 def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
-    """Refuse rows with a value in a refused column, and take these columns out where the job did
-    not ask for them.
+    """Refuse rows with a value in a refused column.
+
+    Remove refused columns that the job did not request.
     """
     for name in options.refused:
         if any(value is not None for value in columns.get(name, ())):
@@ -63,13 +66,12 @@ def check_values(columns: dict[str, list[Any]], options: ReadOptions) -> None:
             columns.pop(name, None)
 
 
-def sound(
+def without_invalid_rows(
     table: pa.Table, max_sample_bytes: int, every_column: bool = False
 ) -> tuple[pa.Table, Bad]:
-    """Takes rows out that hold text that is no UTF-8, or that are too large. ``table`` may be a
-    view.
+    """Remove rows with text that is not UTF-8 and rows that are too large. ``table`` may be a view.
 
-    ``every_column``: offsets inside the arrays come from the file and cannot be trusted either.
+    ``every_column``: offsets inside the arrays come from the file, so every column is validated.
     """
     bad: dict[int, str] = {}
     doubtful = [i for i, f in enumerate(table.schema) if every_column or _has_text(f.type)]
@@ -85,12 +87,13 @@ def sound(
         for i in range(table.num_rows):
             if i not in bad and (size := table.slice(i, 1).nbytes) > max_sample_bytes:
                 bad[i] = too_large(size, max_sample_bytes)
-    return (without(table, sorted(bad)), sorted(bad.items())) if bad else (table, [])
+    return (drop_rows(table, sorted(bad)), sorted(bad.items())) if bad else (table, [])
 
 
-def without(table: pa.Table, rows: list[int]) -> pa.Table:
-    """The other rows, as views of the runs between: ``take`` would trust the offsets of the rows
-    left out, and crash.
+def drop_rows(table: pa.Table, rows: list[int]) -> pa.Table:
+    """Return the other rows as views of the runs between.
+
+    ``take`` would follow the offsets of the removed rows and crash.
     """
     edges = [-1, *rows, table.num_rows]
     return pa.concat_tables([table.slice(a + 1, b - a - 1) for a, b in pairwise(edges)])
@@ -104,7 +107,7 @@ def _broken_rows(view: pa.Table) -> dict[int, str]:
                 view.slice(i, 1).select([name]).validate(full=True)
             except pa.ArrowInvalid as error:
                 reason = (
-                    "bytes that are no UTF-8"
+                    "bytes that are not UTF-8"
                     if "UTF8" in str(error)
                     else str(error).rpartition("Invalid: ")[2]
                 )
@@ -112,7 +115,7 @@ def _broken_rows(view: pa.Table) -> dict[int, str]:
     return bad
 
 
-@lru_cache(maxsize=256)  # every slice that is read asks
+@lru_cache(maxsize=256)  # called for every slice
 def _has_text(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
         return any(_has_text(kind.field(k).type) for k in range(kind.num_fields))
@@ -128,23 +131,22 @@ def too_large(size: int, limit: int) -> str:
 
 
 def compact(table: pa.Table) -> pa.Table:
-    """The same rows in memory of their own, so that the row group or file they were cut from can
-    go.
+    """Copy the rows into their own memory, so that the row group or file they are views of can be
+    freed.
     """
     return (
-        pa.table([_own(column) for column in table.columns], schema=table.schema)
+        pa.table([_copied(column) for column in table.columns], schema=table.schema)
         if table.num_columns
         else table
     )
 
 
-def _own(column: pa.ChunkedArray) -> pa.Array:
+def _copied(column: pa.ChunkedArray) -> pa.Array:
     pieces = [c for c in column.chunks if len(c)]
     if not pieces:
         return pa.nulls(0, column.type)
-    if (
-        len(pieces) == 1 and len(pieces[0]) > 1
-    ):  # concat_arrays hands back a lone array as it is; two halves force a copy
+    # concat_arrays returns a single array as it is; two halves force a copy.
+    if len(pieces) == 1 and len(pieces[0]) > 1:
         pieces = [pieces[0].slice(0, 1), pieces[0].slice(1)]
     try:
         return pa.concat_arrays(pieces)
@@ -153,16 +155,16 @@ def _own(column: pa.ChunkedArray) -> pa.Array:
 
 
 def slice_of(first_row: int, n: int, table: pa.Table, bad: Bad, last: bool) -> RawSlice:
-    """A slice of rows numbered one after another."""
+    """Return a slice of consecutively numbered rows."""
     return RawSlice(np.arange(first_row, first_row + n, dtype=np.int64), table, bad, last)
 
 
-def lost(first_row: int, n: int, table: pa.Table, reason: str, last: bool) -> RawSlice:
-    """A slice in which no row can be read; ``table`` is an empty one with the right columns."""
+def unreadable_slice(first_row: int, n: int, table: pa.Table, reason: str, last: bool) -> RawSlice:
+    """Return a slice without a readable row; ``table`` is an empty one with the right columns."""
     return slice_of(first_row, n, table, [(i, reason) for i in range(n)], last)
 
 
 def no_rows(options: ReadOptions, skip: int, reason: str = NO_ROWS) -> RawSlice:
-    """The one slice of a chunk without rows, or what comes after it."""
+    """Return the only slice of a chunk without rows, or the empty one after it."""
     blank = empty(0, options.columns)
-    return slice_of(1, 0, blank, [], True) if skip else lost(0, 1, blank, reason, True)
+    return slice_of(1, 0, blank, [], True) if skip else unreadable_slice(0, 1, blank, reason, True)

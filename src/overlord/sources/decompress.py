@@ -1,5 +1,6 @@
-"""Decompression in bounded pieces, and lines out of pieces: nothing here holds more than a piece
-and one line.
+"""Decompression in bounded pieces, and splitting of pieces into lines.
+
+At most one piece and one line are held in memory.
 """
 
 from __future__ import annotations
@@ -14,25 +15,27 @@ from overlord.sources.files import BLOCK
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# a zstd block of 4 bytes can unfold to 128 kB, so this bounds one step to 32 MB on hostile data
+# A zstd block of 4 bytes can expand to 128 kB, so this bounds one step to 32 MB on hostile data.
 ZSTD_FEED = 1024
 
 
 class BrokenStream(Exception):
-    """The compressed data ends early or makes no sense from here on. A fact about bytes, never
-    about the disk.
+    """The compressed data ends early or is invalid from here on.
+
+    This is a fault of the data, never of storage.
     """
 
 
 class Line(NamedTuple):
-    offset: int  # of its first byte in the (decompressed) text
+    offset: int  # offset of its first byte in the (decompressed) text
     data: bytes
     problem: str = ""  # why it cannot be used
 
 
 def plain(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """The bytes of a file from where it stands. An end before its end is a fault of storage: data
-    that are cut short have their size.
+    """Yield the bytes of a file from its current position.
+
+    An end before ``size`` is a fault of storage: a truncated file has its truncated size.
     """
     while block := handle.read(BLOCK):
         yield block
@@ -41,15 +44,14 @@ def plain(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
 
 
 def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """The text of a .gz file, members one after another."""
+    """Yield the text of a .gz file, member after member."""
     unpacker, inside = zlib.decompressobj(31), False
     for data in plain(handle, size):
         while data:
             if unpacker.eof:
                 unpacker, inside = zlib.decompressobj(31), False
-            if not inside and not (
-                data := data.lstrip(b"\0")
-            ):  # some writers pad with zeros after a member
+            # Some writers pad with zeros after a member.
+            if not inside and not (data := data.lstrip(b"\0")):
                 break
             inside, before = True, unpacker.copy()
             try:
@@ -68,7 +70,7 @@ def gunzip(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
 
 
 def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
-    """What comes before the broken byte: zlib drops the whole piece in which it fails."""
+    """Yield the bytes before the broken one: zlib drops the whole piece in which it fails."""
     out = b""
     try:
         for i in range(len(data)):
@@ -83,8 +85,8 @@ def _salvage(unpacker: zlib._Decompress, data: bytes) -> Iterator[bytes]:
 
 
 def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
-    """The text of a .zst file, frames one after another."""
-    import zstandard  # an extra; without it the index refuses the file
+    """Yield the text of a .zst file, frame after frame."""
+    import zstandard  # an extra; the index refuses such files without it
 
     unpacker, inside = zstandard.ZstdDecompressor().decompressobj(), False
     for block in plain(handle, size):
@@ -108,14 +110,14 @@ def unzstd(handle: pa.NativeFile, size: int) -> Iterator[bytes]:
 def split_lines(
     pieces: Iterator[bytes], start: int, stop: int | None, limit: int, partial: bool
 ) -> Iterator[Line]:
-    """Lines that start in [start, stop), blank ones too; ``pieces`` begin at ``start``, or one byte
-    before if ``partial``.
+    """Yield lines that start in [start, stop), blank ones included.
 
-    With ``partial`` the text up to the first line break belongs to the line before and is dropped.
-    A line of more than ``limit`` bytes is passed over without being held. Broken compression ends
-    the lines with one that says so.
+    ``pieces`` begin at ``start``, or one byte before if ``partial``. With ``partial`` the text up
+    to the first line break belongs to the previous line and is dropped. A line of more than
+    ``limit`` bytes is skipped without being held. Broken compression ends the lines with one that
+    carries the problem.
     """
-    at = start - 1 if partial else start  # where the line in hand starts
+    at = start - 1 if partial else start  # start of the current line
     pos, held, size, dropping = at, list[bytes](), 0, partial
     try:
         for piece in pieces:
@@ -137,7 +139,7 @@ def split_lines(
                     at += len(data) + 1
                 held, size, dropping = [rest[-1]], len(rest[-1]), len(rest[-1]) > limit
             if stop is not None and (at >= stop or (dropping and pos >= stop)):
-                # the line in hand starts elsewhere, or is known to be too long and the last one
+                # the current line starts outside the range, or is too long and the last one
                 break
     except BrokenStream as error:
         if stop is None or at < stop:

@@ -1,8 +1,8 @@
-"""What can go wrong with a file on a disk or a mount: which faults pass by themselves, which do
-not, and what to do about them.
+"""Classification of errors of files on disks and mounts: transient or permanent, and their
+remedies.
 
-A disk that fails says so by an errno; data that make no sense are told by the formats, and no
-waiting mends them.
+A failing disk reports an errno. Invalid data are reported by the formats, and no retry repairs
+them.
 """
 
 from __future__ import annotations
@@ -17,31 +17,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from overlord.sources.base import BadFile, File, Unreachable
-from overlord.sources.retry import CLOCK, Clock, Failure, kinds_in_words, tries_in_words
+from overlord.sources.retry import CLOCK, Clock, Failure, attempts_text, kinds_text
+from overlord.sources.timeouts import TIMEOUTS
 
 T = TypeVar("T")
-DISKS = {
-    "ext2",
-    "ext3",
-    "ext4",
-    "xfs",
-    "btrfs",
-    "f2fs",
-    "zfs",
-    "overlay",
-    "tmpfs",
-    "ramfs",
-}  # kinds of file systems
+# Kinds of local file systems.
+DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs"}
 MOUNTS = Path("/proc/self/mountinfo")
-FEW_PAUSES_S = (0.1, 0.5)
 
 UNDER_RUN = (
     "training data must not change under a run; put the file back with its time (cp -p, "
     "rsync -a), or start a new run"
 )
-_BACK = "put it back, or start a new run without it"
-_MAY = "let the user that runs the job read it"
-_DISK = "check the disk or the mount; no data is skipped for it: resume when it answers"
+_RESTORE = "put it back, or start a new run without it"
+_PERMISSION = "let the user that runs the job read it"
+_DISK = "check the disk or the mount; no data is skipped for it: resume when it responds"
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _DENIED = (errno.EACCES, errno.EPERM)
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
@@ -49,30 +39,34 @@ _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a
 
 @cache
 def is_disk(device: int) -> bool:
-    """Whether a file system is one of this machine, which answers or fails; a mount of another may
-    hang for as long as it likes.
+    """Return whether a file system is local, so that it responds or fails.
+
+    A remote mount may hang for any time.
     """
     try:
-        return kind_of(device, MOUNTS.read_text(errors="replace")) in DISKS
+        return file_system_kind(device, MOUNTS.read_text(errors="replace")) in DISKS
     except OSError:
         return False
 
 
-def kind_of(device: int, mounts: str) -> str:
-    """The kind of a file system, from the lines of mountinfo (proc(5)); empty: it is not there."""
+def file_system_kind(device: int, mounts: str) -> str:
+    """Return the kind of a file system from the lines of mountinfo (proc(5)); empty if it is not
+    listed.
+    """
     name = f"{os.major(device)}:{os.minor(device)}"
     lines = (line for line in mounts.splitlines() if line.split(" ", 3)[2:3] == [name])
     return next((line.partition(" - ")[2].split(" ", 1)[0] for line in lines), "")
 
 
-def check_same(file: File) -> os.stat_result:
-    """Raises unless the file is the one that was indexed. Its place on the disk does not count: a
-    copy put back has another.
+def check_same_file(file: File) -> os.stat_result:
+    """Raise unless the file is the indexed one.
+
+    Its inode does not count: a restored copy has another one.
     """
     try:
         found = os.stat(file.path)
     except ValueError as error:  # a name that no file can have
-        raise BadFile(f"no usable path: {error}") from error
+        raise BadFile(f"expected a usable path, got {error}") from error
     if not stat.S_ISREG(found.st_mode):
         what = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
         raise Unreachable(
@@ -81,22 +75,22 @@ def check_same(file: File) -> os.stat_result:
             "changed",
         )
     if found.st_size != file.size or not _same_time(file.mtime_ns, found.st_mtime_ns):
-        said = (
-            f"expected {file.size} bytes of {_moment(file.mtime_ns)}, got {found.st_size} "
-            f"bytes of {_moment(found.st_mtime_ns)}"
+        difference = (
+            f"expected {file.size} bytes of {_time_text(file.mtime_ns)}, got {found.st_size} "
+            f"bytes of {_time_text(found.st_mtime_ns)}"
         )
         raise Unreachable(
-            f"the file changed since the source was indexed: {said}", UNDER_RUN, "changed"
+            f"the file changed since the source was indexed: {difference}", UNDER_RUN, "changed"
         )
     return found
 
 
 def _same_time(indexed_ns: int, found_ns: int) -> bool:
-    """Tools that copy a file with its time may cut it to microseconds or seconds."""
+    """Return whether times agree: copy tools may truncate them to microseconds or seconds."""
     return any(found_ns == indexed_ns // unit * unit for unit in (1, 10**3, 10**6, 10**9))
 
 
-def _moment(ns: int) -> str:
+def _time_text(ns: int) -> str:
     try:
         when = datetime.fromtimestamp(ns // 10**9, UTC)
     except (OverflowError, ValueError, OSError):
@@ -104,9 +98,10 @@ def _moment(ns: int) -> str:
     return f"{when:%Y-%m-%d %H:%M:%S}.{ns % 10**9:09d}".rstrip("0").rstrip(".")
 
 
-def why(error: Exception) -> Failure | None:
-    """The failure behind an error while a job runs: the file was there when it was indexed, so
-    whatever the system says may pass. None: the data are at fault.
+def classify(error: Exception) -> Failure | None:
+    """Classify an error of a running job, or return None if the data are at fault.
+
+    The file existed when it was indexed, so every error of the operating system may be transient.
     """
     if isinstance(error, Unreachable):
         return Failure(error.kind, error.problem, error.remedy)
@@ -114,21 +109,22 @@ def why(error: Exception) -> Failure | None:
         return None
     text = os.strerror(error.errno)
     if error.errno in _GONE:
-        return Failure("gone", f"the file is gone since the source was indexed ({text})", _BACK)
+        return Failure("gone", f"the file is gone since the source was indexed ({text})", _RESTORE)
     if error.errno in _DENIED:
-        return Failure("denied", f"the file may not be read any more ({text})", _MAY)
+        return Failure("denied", f"the file is no longer readable ({text})", _PERMISSION)
     return Failure(
         errno.errorcode.get(error.errno, str(error.errno)), f"cannot be read: {text}", _DISK
     )
 
 
-def briefly(once: Callable[[], T], clock: Clock = CLOCK) -> T:
-    """What is asked when a job is launched: somebody waits, so a file that is not there is said not
-    to be; a mount that stumbles gets a few tries.
+def retry_briefly(call: Callable[[], T], clock: Clock = CLOCK) -> T:
+    """Call ``call`` with a few retries, for reads at launch.
+
+    A user is waiting, so a missing file is reported at once. An unstable mount gets a few attempts.
     """
-    for pause in FEW_PAUSES_S:
+    for pause in TIMEOUTS.launch_pauses_s:
         try:
-            return once()
+            return call()
         except OSError as error:
             if isinstance(error, Unreachable) and error.kind != "short read":
                 raise
@@ -137,11 +133,11 @@ def briefly(once: Callable[[], T], clock: Clock = CLOCK) -> T:
             ):
                 raise
         clock.sleep(pause)
-    return once()
+    return call()
 
 
-def gave_up(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
+def give_up_error(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
     last = seen[-1]
     return Unreachable(
-        last.text + tries_in_words(seen, took_s) + kinds_in_words(seen), last.remedy, last.kind
+        last.text + attempts_text(seen, took_s) + kinds_text(seen), last.remedy, last.kind
     )

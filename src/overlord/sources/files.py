@@ -1,8 +1,8 @@
-"""One way to files: listings and reads of disks (pyarrow.fs) and of object stores (``stores.py``)
-by the same code.
+"""Access to files: the same code lists and reads disks (pyarrow.fs) and object stores
+(``object_store.py``).
 
-Local files are read with plain reads into small buffers: a memory map of a 400 MB column counts as
-400 MB of resident memory and a file cut short under a map kills the process.
+Local files are read with plain reads into small buffers. A memory map of a 400 MB column counts as
+400 MB of resident memory, and truncating a mapped file kills the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.errors import SourceError
 from overlord.sources.base import BadFile, File, Unreachable, short_read
-from overlord.sources.file_errors import UNDER_RUN, briefly, check_same
+from overlord.sources.file_errors import UNDER_RUN, check_same_file, retry_briefly
 from overlord.sources.object_store import Entry, RemoteStore
 from overlord.sources.range_file import READ_AHEAD, RangeFile
 from overlord.sources.retry import StorageStats
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.fs as pafs
 
-ODD, NOWHERE = "a pipe, socket or device", "a link that leads nowhere"
+SPECIAL, DANGLING = "a pipe, socket or device", "a dangling link"
 BLOCK = 2**18  # bytes of one read; measured: 64 kB to 1 MB make no difference on a local disk
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """A way to files (one filesystem), or to an object that stands in for them. Pickles; one serves
-    all threads.
+    """Access to one file system, or to a Python object in place of files.
+
+    Picklable; shared by all threads.
     """
 
     fs: pafs.FileSystem | RemoteStore | None = None
@@ -47,70 +48,70 @@ class Files:
     def resolve(
         path: Any, *, source: str = "", suffixes: Sequence[str] = ()
     ) -> tuple[Files, tuple[File, ...]]:
-        """The files that a glob, directory, file, URI, or a list of these names, sorted by path.
+        """Return the files that a glob, directory, file, URI, or a list of these names, sorted by
+        path.
 
-        ``suffixes`` are what counts as data inside a directory. Globs know ``*``, ``?``, ``[...]``
+        ``suffixes`` select the data files inside a directory. Globs support ``*``, ``?``, ``[...]``
         and ``**``; in a URI ``?`` starts the store's options instead.
         """
         names = [os.fspath(p) for p in ([path] if isinstance(path, (str, Path)) else path)]
         if not names:
             raise SourceError(source, "the list of files is empty")
         found: list[File] = []
-        ways: list[Files] = []
+        accesses: list[Files] = []
         for name in names:
-            way, rest = _way_to(name, source)
-            ways.append(way)
-            found += way._expand(rest, name, source, tuple(suffixes))
-        if any(way.fs != ways[0].fs for way in ways):
+            access, rest = _access_to(name, source)
+            accesses.append(access)
+            found += access.expand(rest, name, source, tuple(suffixes))
+        if any(access.fs != accesses[0].fs for access in accesses):
             raise SourceError(
                 source,
                 "expected all files on one filesystem, got several",
                 remedy="make one source for each store",
             )
         found.sort(key=lambda f: f.path)
-        _refuse_twice(found, source, ways[0].local)
-        return ways[0], tuple(found)
+        _refuse_duplicates(found, source, accesses[0].local)
+        return accesses[0], tuple(found)
 
     @property
     def read_ahead(self) -> int:
-        """Bytes that an open file holds beside what its reader does."""
+        """Return the bytes that an open file holds in addition to its reader."""
         return 0 if self.fs is None or self.local else READ_AHEAD
 
     @property
     def remote(self) -> bool:
-        """Whether this is an object store, which says with every read what it wants and tries again
-        by itself.
+        """Return whether this is an object store.
+
+        Its reads name the version they want, and retry themselves.
         """
         return isinstance(self.fs, RemoteStore)
 
-    def counted(self, tally: StorageStats) -> Files:
-        """The same way for a job that runs: what is asked of a store is counted there."""
+    def with_stats(self, stats: StorageStats) -> Files:
+        """Return this access for a running job: requests to a store are counted in ``stats``."""
         return (
-            replace(self, fs=replace(self.fs, tally=tally, patient=True))
+            replace(self, fs=replace(self.fs, tally=stats, mid_run=True))
             if isinstance(self.fs, RemoteStore)
             else self
         )
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
-        """A file for random access; a store is told the ``ranges`` that will be read. Reads release
-        the interpreter lock.
+        """Open a file for random access; a store prefetches the ``ranges``.
+
+        Reads release the interpreter lock.
         """
         assert self.fs is not None
         if isinstance(self.fs, RemoteStore):
             return self.fs.open(file, ranges)
         handle = self.fs.open_input_file(file.path)
-        return handle if self.local else _exactly(handle, file, ranges)
+        return handle if self.local else _full_reads(handle, file, ranges)
 
     def check_unchanged(self, file: File) -> os.stat_result | None:
-        """Rows are found by offsets of the index, so another file than the one that was indexed
-        must not be read by them.
-        """
-        if self.fs is None or isinstance(
-            self.fs, RemoteStore
-        ):  # every read of a store says which version it wants
+        """Raise if the file is not the indexed one: rows are located by offsets of the index."""
+        # Every read of a store names the version it wants.
+        if self.fs is None or isinstance(self.fs, RemoteStore):
             return None
         if self.local:
-            return check_same(file)
+            return check_same_file(file)
         info = self.fs.get_file_info(file.path)
         if not info.is_file:
             raise Unreachable(
@@ -127,8 +128,7 @@ class Files:
         return None
 
     def check_readable(self, file: File, start: int = 0, stop: int | None = None) -> None:
-        """Reads the bytes and drops them: raises OSError if the disk or store is at fault and not
-        the data.
+        """Read the bytes and drop them; raises OSError if storage, not the data, is at fault.
 
         After a decoder has failed this tells a corrupt file (quarantine) from a failing disk (an
         error).
@@ -144,25 +144,25 @@ class Files:
         if left > 0:
             raise short_read(left)
 
-    def _expand(self, rest: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
+    def expand(self, rest: str, name: str, source: str, suffixes: tuple[str, ...]) -> list[File]:
+        """Return the files of a path, directory or glob; ``name`` is what the user wrote."""
         assert self.fs is not None
         is_uri = bool(SCHEME.match(name))
         try:
-            if isinstance(self.fs, RemoteStore) and _is_glob(
-                rest, is_uri
-            ):  # a request less for every source
+            # One request less per source.
+            if isinstance(self.fs, RemoteStore) and _is_glob(rest, is_uri):
                 return self._glob(rest, name, source, is_uri)
             found = self._look(rest)
             if found is None and not _is_glob(rest, is_uri):
                 raise SourceError(
-                    source, "no such file or directory", name, self._nearby(rest, name, is_uri)
+                    source, "no such file or directory", name, self._suggestion(rest, name, is_uri)
                 )
             if found is None:
                 return self._glob(rest, name, source, is_uri)
             return [found.file] if found.file else self._directory(rest, name, source, suffixes)
         except (BadFile, Unreachable) as error:
             raise SourceError(source, error.problem, name, error.remedy) from error
-        except UnicodeDecodeError as error:  # the library lists all of a directory, or nothing
+        except UnicodeDecodeError as error:  # pyarrow lists a whole directory or nothing
             problem = f"expected names of files that are UTF-8, got {error.object!r}"
             raise SourceError(
                 source, problem, name, "rename that file, or move it elsewhere"
@@ -174,7 +174,7 @@ class Files:
         self, path: str, name: str, source: str, suffixes: tuple[str, ...]
     ) -> list[File]:
         depth = len(path.rstrip("/")) + 1
-        # A plain .json beside data (dataset_info.json) describes it; name such files by a glob to
+        # A plain .json next to data (dataset_info.json) describes it; name such files by a glob to
         # read them as lines.
         suffixes = tuple(s for s in suffixes if s != ".json")
         entries = [
@@ -183,7 +183,7 @@ class Files:
             if e.path.endswith(suffixes or "")
             and not any(p[0] in "._" for p in e.path[depth:].split("/") if p)
         ]
-        _refuse_odd(entries, source)
+        _refuse_special_files(entries, source)
         found = [e.file for e in entries if e.file]
         if not found:
             wanted = f" that ends in {', '.join(suffixes)}" if suffixes else ""
@@ -204,7 +204,7 @@ class Files:
             self._list(base, recursive=first < len(parts) - 1),
             len(base.rstrip("/")) + 1,
         )
-        _refuse_odd([e for e in entries if matches(e.path[depth:])], source)
+        _refuse_special_files([e for e in entries if matches(e.path[depth:])], source)
         files = [e.file for e in entries if e.file]
         found = [f for f in files if f.path == pattern] or [
             f for f in files if matches(f.path[depth:])
@@ -219,9 +219,10 @@ class Files:
             raise SourceError(source, "the pattern matches no file", name, holds)
         return found
 
-    def _nearby(self, path: str, name: str, is_uri: bool) -> str:
-        """What there is instead of a file that was not found: most often its name is misspelled, or
-        the folder is another one.
+    def _suggestion(self, path: str, name: str, is_uri: bool) -> str:
+        """Return what exists instead of a missing file.
+
+        Usually its name is misspelled, or the folder is wrong.
         """
         folder, _, wanted = path.rstrip("/").rpartition("/")
         seen = sorted(e.path.rpartition("/")[2] for e in self._list(folder or "/", recursive=False))
@@ -243,11 +244,11 @@ class Files:
         if isinstance(self.fs, RemoteStore):
             return self.fs.look(path)
         fs = self.fs
-        info = briefly(lambda: fs.get_file_info(path))
+        info = retry_briefly(lambda: fs.get_file_info(path))
         if info.type.name == "Unknown":
-            raise BadFile(f"expected a file or a directory, got {ODD}")
+            raise BadFile(f"expected a file or a directory, got {SPECIAL}")
         if info.type.name == "NotFound" and self.local and os.path.islink(path):
-            raise BadFile(f"expected a file or a directory, got {NOWHERE}", "mend it")
+            raise BadFile(f"expected a file or a directory, got {DANGLING}", "fix it")
         return None if info.type.name == "NotFound" else _entry(info)
 
     def _list(self, base: str, recursive: bool) -> list[Entry]:
@@ -260,7 +261,7 @@ class Files:
 
         def listed(path: str, deep: bool) -> list[Entry]:
             selector = pafs.FileSelector(path, allow_not_found=True, recursive=deep)
-            return [_entry(info) for info in briefly(lambda: fs.get_file_info(selector))]
+            return [_entry(info) for info in retry_briefly(lambda: fs.get_file_info(selector))]
 
         return (
             _walk(base, recursive, lambda path: listed(path, False))
@@ -269,9 +270,13 @@ class Files:
         )
 
 
-def _exactly(handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]]) -> pa.NativeFile:
-    """A file of a client's library (HDFS), which may give less than it was asked for: a decoder
-    would take that for the end. The kernel never does before the end of a file.
+def _full_reads(
+    handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]]
+) -> pa.NativeFile:
+    """Open a file of a client library (HDFS) that may return fewer bytes than requested.
+
+    A decoder would take a short read for the end of the file. The kernel never returns fewer bytes
+    before the end.
     """
     import pyarrow as pa
 
@@ -285,7 +290,7 @@ def _exactly(handle: pa.NativeFile, file: File, ranges: Sequence[tuple[int, int]
     return pa.PythonFile(RangeFile(fetch, file.size, ranges, handle.close), mode="r")
 
 
-def _way_to(name: str, source: str) -> tuple[Files, str]:
+def _access_to(name: str, source: str) -> tuple[Files, str]:
     if problems := uri_problems(name):
         raise SourceError(source, problems[0])
     if not SCHEME.match(name):
@@ -311,8 +316,9 @@ def _local() -> Files:
 
 
 def _filesystem(uri: str) -> tuple[Files, str]:
-    """Filesystem of a URI, and the path in it, wildcards kept: only the part before them is a
-    well-formed URI.
+    """Return the file system of a URI and the path in it, with wildcards.
+
+    Only the part before them is a valid URI.
     """
     import pyarrow.fs as pafs
 
@@ -327,12 +333,13 @@ def _filesystem(uri: str) -> tuple[Files, str]:
 
 def _entry(info: Any) -> Entry:
     found = File(info.path, info.size, info.mtime_ns or 0) if info.is_file else None
-    return Entry(info.path, found, ODD if info.type.name == "Unknown" else "")
+    return Entry(info.path, found, SPECIAL if info.type.name == "Unknown" else "")
 
 
 def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> list[Entry]:
-    """Directory by directory: links may lead around in circles, of which the library takes every
-    turn, or nowhere: it does not say.
+    """List directory by directory, and detect link cycles and dangling links.
+
+    pyarrow follows every turn of a cycle and does not report dangling links.
     """
     found, left = list[Entry](), [(base, frozenset[tuple[int, int]]())]
     while left:
@@ -342,7 +349,7 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
         stat = os.stat(path)
         if (here := (stat.st_dev, stat.st_ino)) in above:
             if any(part[0] in "._" for part in path[len(base) :].split("/") if part):
-                continue  # what is hidden is not read
+                continue  # hidden files are not read
             raise BadFile(
                 f"{path} is a link back to a directory that it lies in: the files there "
                 "would be read twice",
@@ -352,25 +359,23 @@ def _walk(base: str, recursive: bool, listed: Callable[[str], list[Entry]]) -> l
         known = {e.path.rpartition("/")[2] for e in entries}
         lost = [f"{path.rstrip('/')}/{name}" for name in os.listdir(path) if name not in known]
         found += entries + [
-            Entry(p, None, NOWHERE) for p in lost if os.path.islink(p) and not os.path.exists(p)
+            Entry(p, None, DANGLING) for p in lost if os.path.islink(p) and not os.path.exists(p)
         ]
         if recursive:
-            left += [(e.path, above | {here}) for e in entries if e.file is None and not e.odd]
+            left += [(e.path, above | {here}) for e in entries if e.file is None and not e.special]
     return found
 
 
-def _refuse_odd(entries: Sequence[Entry], source: str) -> None:
-    """What is meant to be data and cannot be read is not passed over: a link that leads nowhere is
-    a file whose disk is not there.
-    """
-    odd = sorted((e.path, e.odd) for e in entries if e.odd)
-    if odd:
-        more = f"; and {len(odd) - 1} more like it" if len(odd) > 1 else ""
+def _refuse_special_files(entries: Sequence[Entry], source: str) -> None:
+    """Refuse data that cannot be read: a dangling link is a file whose disk is missing."""
+    special = sorted((e.path, e.special) for e in entries if e.special)
+    if special:
+        more = f"; and {len(special) - 1} more like it" if len(special) > 1 else ""
         raise SourceError(
             source,
-            f"expected a file, got {odd[0][1]}{more}",
-            odd[0][0],
-            "mend it, or leave it out of what is listed",
+            f"expected a file, got {special[0][1]}{more}",
+            special[0][0],
+            "fix it, or leave it out of what is listed",
         )
 
 
@@ -379,8 +384,9 @@ def _is_glob(path: str, is_uri: bool) -> bool:
 
 
 def _glob_regex(pattern: str, is_uri: bool) -> str:
-    """Wildcards as a shell reads them: ``*`` stays inside a name and skips hidden ones, ``**`` is
-    any depth.
+    """Return the pattern as a regular expression, with the rules of a shell.
+
+    ``*`` stays inside a name and skips hidden ones, ``**`` matches any depth.
     """
     out, i = "", 0
     while i < len(pattern):
@@ -400,9 +406,10 @@ def _glob_regex(pattern: str, is_uri: bool) -> str:
     return out
 
 
-def _refuse_twice(found: Sequence[File], source: str, local: bool) -> None:
-    """The same file under two names would be read twice. Links to it share size and time, so only
-    those are looked up.
+def _refuse_duplicates(found: Sequence[File], source: str, local: bool) -> None:
+    """Refuse a file with two names: it would be read twice.
+
+    Links to it share size and time, so inodes are compared only for files that share both.
     """
     twice = sorted({a.path for a, b in pairwise(found) if a.path == b.path})
     if not twice and local:
@@ -427,7 +434,7 @@ def _refuse_twice(found: Sequence[File], source: str, local: bool) -> None:
 def _same_inode(paths: Iterable[str]) -> list[tuple[str, str]]:
     seen: dict[tuple[int, int], str] = {}
     pairs = []
-    for path in sorted(paths, key=lambda p: (len(p), p)):  # the plainest name first
+    for path in sorted(paths, key=lambda p: (len(p), p)):  # the shortest name first
         stat = os.stat(path)
         first = seen.setdefault((stat.st_dev, stat.st_ino), path)
         if first != path:

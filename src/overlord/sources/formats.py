@@ -1,4 +1,4 @@
-"""The known formats, by name and by the ending of a file's name."""
+"""The known formats, by name and by file suffix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def format_named(name: str, source: str) -> Format:
 
 
 def format_of(files: Sequence[File], source: str) -> Format:
-    """The one format that the names of all files end in."""
+    """Return the one format that the suffixes of all files name."""
     first: dict[str, str] = {}
     for file in files:
         name = next(

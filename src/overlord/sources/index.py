@@ -1,8 +1,8 @@
-"""The index of a source: its files and chunks. Built once in parallel, kept on disk, the same on
-every machine.
+"""The index of a source: its files and chunks.
 
-An entry of the cache is trusted for a file only while path, size, time and version of the file are
-what they were. A cache that cannot be read or written costs time, never a job.
+Built once in parallel, cached on disk, the same on every machine. A cache entry is valid for a file
+only while its path, size, time and version are unchanged. A cache that cannot be read or written
+costs time, but never fails a job.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from overlord.sources.base import (
     make_chunks,
     no_rows_chunk,
 )
-from overlord.sources.file_errors import briefly
+from overlord.sources.file_errors import retry_briefly
 from overlord.sources.files import Files
 from overlord.sources.formats import FORMATS, SUFFIXES, format_named, format_of
 from overlord.sources.parallel_map import At, ParallelMap, SerialMap
@@ -44,13 +44,13 @@ log = logging.getLogger("overlord")
 
 Progress = Callable[[int, int], None]
 FILES_PER_TASK = 16
-SHOWN = 20  # bad files that one error lists
-LISTING = 5  # deadlines that a listing may take: of a million files on a slow mount it does
+SHOWN = 20  # bad files listed in one error
+LISTING = 5  # deadlines that a listing may take: a million files on a slow mount need several
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """What must be known of a source to index it."""
+    """Everything that is needed to index a source."""
 
     name: str
     path: Any
@@ -60,23 +60,23 @@ class IndexSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """Files and chunks of one source. Equal fingerprints: the same names, sizes and chunks, on
-    whatever machine.
+    """Files and chunks of one source.
+
+    Equal fingerprints mean the same names, sizes and chunks, on any machine.
     """
 
     source: str
     format: str
     files: tuple[File, ...]
     chunks: Chunks
-    schema: (
-        dict[str, str] | None
-    )  # of the first file, where the format says so without reading data
+    # Schema of the first file, if the format reads it without reading data.
+    schema: dict[str, str] | None
     fingerprint: str
-    access: Files  # the way to the files
+    access: Files  # access to the files
 
     @property
     def rows(self) -> int | None:
-        """Raw rows in all, or None where only reading tells."""
+        """Return the number of raw rows, or None if it is unknown before reading."""
         return None if (self.chunks.rows < 0).any() else int(self.chunks.rows.sum())
 
     @property
@@ -126,7 +126,7 @@ def build_index(
     cache_dir: str | Path | None = None,
     workers: int = 8,
 ) -> Index:
-    """The index of one source. Raises SourceError, with all bad files of the source in it."""
+    """Build the index of one source. Raises SourceError with all bad files of the source."""
     return build_indexes(
         [IndexSpec(name, path, format, options or ReadOptions())],
         cache_dir=cache_dir,
@@ -141,40 +141,42 @@ def build_indexes(
     workers: int = 8,
     progress: Progress | None = None,
 ) -> list[Index]:
-    """All sources together, so that one large source and many small ones share the threads;
+    """Build the indexes of all sources together, so that one large source and many small ones share
+    the threads.
+
     ``progress(done, total)`` counts sources.
     """
-    made = all(
-        isinstance(spec.path, Factory) for spec in specs
-    )  # by functions: there is nothing to look at, and nothing that hangs
+    # Sources that are all made by functions need no file access, so nothing can hang.
+    made = all(isinstance(spec.path, Factory) for spec in specs)
     cache, pool = (
         Path(cache_dir) if cache_dir is not None else None,
         SerialMap() if made else ParallelMap(workers, "overlord-index"),
     )
     started = pool.map(lambda spec, at: _start(spec, cache, at), specs)
     works = [w for w in started if isinstance(w, _Work)]
-    _look_at_all(pool, [(w, batch) for w in works for batch in _missing(w)], len(specs), progress)
+    _read_all_chunks(
+        pool, [(w, batch) for w in works for batch in _missing(w)], len(specs), progress
+    )
     finished = pool.map(lambda w, at: w if isinstance(w, SourceError) else _finish(w), started)
     if errors := [e for e in finished if isinstance(e, SourceError)]:
-        raise _one_error(errors)
+        raise _combined_error(errors)
     return [index for index in finished if isinstance(index, Index)]
 
 
 @dataclass(frozen=True, slots=True)
 class RemovedSource:
-    """A source that left a job whose state is resumed: nothing of it is read, so it need not be
-    there.
-    """
+    """A source that was removed from a resumed job. It is not read, so its files may be missing."""
 
     fingerprint: str
-    chunks: int  # at least so many it had
+    chunks: int  # the least number of chunks it had
 
 
 def build_some(
     specs: Sequence[IndexSpec], left: Mapping[str, RemovedSource], **how: Any
 ) -> list[Index]:
-    """The same where some sources have left: those that are not there any more, or not as they
-    were, have an index without files.
+    """Build indexes if some sources were removed from the job.
+
+    A removed source that is missing or changed gets an index without files.
     """
     built = {
         index.source: index
@@ -185,16 +187,12 @@ def build_some(
             continue
         try:
             [index] = build_indexes([spec], **how)
-            problem = (
-                ""
-                if index.fingerprint == gone.fingerprint
-                else "its files are others than they were"
-            )
+            problem = "" if index.fingerprint == gone.fingerprint else "its files changed"
         except SourceError as error:
             problem = str(error)
         if problem:
             log.warning(
-                "source %r has left the job and is not needed, and it cannot be read: %s",
+                "source %r was removed from the job and is not needed; it cannot be read: %s",
                 spec.name,
                 problem,
             )
@@ -204,7 +202,7 @@ def build_some(
     return [built[spec.name] for spec in specs]
 
 
-def _look_at_all(
+def _read_all_chunks(
     pool: ParallelMap | SerialMap,
     tasks: Sequence[tuple[_Work, list[File]]],
     n: int,
@@ -222,11 +220,11 @@ def _look_at_all(
 
     if progress:
         progress(finished, n)
-    pool.map(_look_at, tasks, done)
+    pool.map(_read_chunks, tasks, done)
 
 
 def default_cache_dir() -> Path:
-    """Where indexes are kept when nothing else is said: ``$OVERLORD_CACHE``, or the user's cache
+    """Return the default directory of index caches: ``$OVERLORD_CACHE``, or the user's cache
     directory.
     """
     base = os.environ.get("OVERLORD_CACHE") or os.path.join(
@@ -239,8 +237,8 @@ def shown(path: Any) -> str:
     return str(path) if isinstance(path, (str, os.PathLike)) else f"{len(path)} paths"
 
 
-def is_held(path: Any) -> bool:
-    """True for a dataset or a factory, False for anything that names files."""
+def is_python_object(path: Any) -> bool:
+    """Return True for a dataset or a factory, False for anything that names files."""
     if isinstance(path, (str, bytes, os.PathLike)):
         return False
     if isinstance(path, (list, tuple)):
@@ -249,11 +247,12 @@ def is_held(path: Any) -> bool:
 
 
 def _start(spec: IndexSpec, cache: Path | None, at: At) -> _Work | SourceError:
-    """Listing, format and what the cache knows. Errors are values here: all sources are looked at
-    before any is raised.
+    """List a source, choose its format and load its cache entry.
+
+    Errors are returned: all sources are examined before any error is raised.
     """
     try:
-        if is_held(spec.path):
+        if is_python_object(spec.path):
             held_as = FORMATS["factory" if isinstance(spec.path, Factory) else "dataset"]
             return _Work(spec, held_as, Files(None, True, spec.path), files_of(spec.path), None)
         if not isinstance(spec.path, (str, list, tuple, os.PathLike)):
@@ -272,7 +271,7 @@ def _start(spec: IndexSpec, cache: Path | None, at: At) -> _Work | SourceError:
             files,
             _cache_file(cache, spec, fmt) if cache and fmt.indexed else None,
         )
-        _from_cache(work)
+        _load_cache(work)
         return work
     except SourceError as error:
         return error
@@ -286,7 +285,7 @@ def _cache_file(cache: Path, spec: IndexSpec, fmt: Format) -> Path:
     return cache / f"{digest(fmt.name, columns, refused, *where)}.msgpack"
 
 
-def _from_cache(work: _Work) -> None:
+def _load_cache(work: _Work) -> None:
     if work.cache_file is None:
         return
     try:
@@ -302,7 +301,7 @@ def _from_cache(work: _Work) -> None:
             work.schema = entry.schema
         work.stale = len(entry.files) != len(work.files)
     except (OSError, ValueError, msgspec.MsgspecError):
-        work.parts, work.schema = {}, None  # a damaged entry is written anew
+        work.parts, work.schema = {}, None  # a damaged entry is rewritten
 
 
 def _missing(work: _Work) -> list[list[File]]:
@@ -310,20 +309,23 @@ def _missing(work: _Work) -> list[list[File]]:
     return [left[k : k + FILES_PER_TASK] for k in range(0, len(left), FILES_PER_TASK)]
 
 
-def _look_at(task: tuple[_Work, list[File]], at: At) -> _Work:
-    """Chunks of a few files; a bad one is noted, so that all bad files are reported together."""
+def _read_chunks(task: tuple[_Work, list[File]], at: At) -> _Work:
+    """Read the chunks of a few files.
+
+    A bad file is recorded, so that all bad files are reported together.
+    """
     work, files = task
     fmt, access, options = work.format, work.access, work.spec.options
     for file in files:
         at(work.spec.name, file.path, 2 if access.remote else 1)
         try:
-            work.parts[file.path] = briefly(lambda f=file: fmt.chunks(access, f, options))  # type: ignore[misc]
+            work.parts[file.path] = retry_briefly(lambda f=file: fmt.chunks(access, f, options))  # type: ignore[misc]
             if file is work.files[0]:
-                work.schema = briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
+                work.schema = retry_briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
             work.stale = True
         except (BadFile, Unreachable) as error:
             work.problems.append((file.path, error.problem, error.remedy))
-        except (OSError, ValueError) as error:  # Arrow's errors are among the latter
+        except (OSError, ValueError) as error:  # ValueError includes Arrow's errors
             work.problems.append(
                 (
                     file.path,
@@ -337,7 +339,7 @@ def _look_at(task: tuple[_Work, list[File]], at: At) -> _Work:
 def _finish(work: _Work) -> Index | SourceError:
     name = work.spec.name
     if work.problems:
-        return _bad_files(name, sorted(work.problems), len(work.files))
+        return _bad_files_error(name, sorted(work.problems), len(work.files))
     parts = [work.parts[f.path] for f in work.files]
     if work.cache_file is not None and work.stale:
         _write_cache(work.cache_file, work.schema, work.files, parts)
@@ -362,16 +364,16 @@ def _finish(work: _Work) -> Index | SourceError:
 
 
 def _fingerprint(work: _Work, chunks: Chunks) -> str:
-    """Over names relative to the files' common directory, sizes and chunks: a copy elsewhere, in a
-    store or on disk, has the same one.
+    """Return a digest over names relative to the common directory of the files, sizes and chunks.
+
+    A copy in another directory or store has the same fingerprint.
     """
     structure = (chunks.file, chunks.start, chunks.stop, chunks.unit)
     if work.access.held is not None:
         return digest(work.format.name, fingerprint_of(work.access.held), *structure)
     parts = [f.path.split("/") for f in work.files]
-    shared = [
-        len(set(level)) == 1 for level in zip(*(p[:-1] for p in parts), strict=False)
-    ]  # not commonpath: a URI holds '//'
+    # Not commonpath: a URI contains '//'.
+    shared = [len(set(level)) == 1 for level in zip(*(p[:-1] for p in parts), strict=False)]
     root = shared.index(False) if False in shared else len(shared)
     names = "\0".join("/".join(p[root:]) for p in parts)
     return digest(
@@ -382,8 +384,9 @@ def _fingerprint(work: _Work, chunks: Chunks) -> str:
 def _write_cache(
     path: Path, schema: dict[str, str] | None, files: Sequence[File], parts: Sequence[Chunks]
 ) -> None:
-    """Into a file of its own first: a reader never sees half an entry. Not being able to write is
-    no reason to fail.
+    """Write the entry to a temporary file and rename it: a reader never sees half an entry.
+
+    A cache that cannot be written is not an error.
     """
     tables = [
         np.stack([c.start, c.stop, c.unit, c.rows, c.nbytes], axis=1).astype(np.int64)
@@ -405,7 +408,9 @@ def _write_cache(
                 os.unlink(name)
 
 
-def _bad_files(source: str, problems: Sequence[tuple[str, str, str]], total: int) -> SourceError:
+def _bad_files_error(
+    source: str, problems: Sequence[tuple[str, str, str]], total: int
+) -> SourceError:
     if len(problems) == 1:
         path, problem, remedy = problems[0]
         return SourceError(source, problem, path, remedy)
@@ -417,7 +422,7 @@ def _bad_files(source: str, problems: Sequence[tuple[str, str, str]], total: int
     )
 
 
-def _one_error(errors: Sequence[SourceError]) -> SourceError:
+def _combined_error(errors: Sequence[SourceError]) -> SourceError:
     if len(errors) == 1:
         return errors[0]
     names = ", ".join(e.source for e in errors)

@@ -1,7 +1,7 @@
-"""JSON lines: plain files in byte ranges (no scan), .gz and .zst as one stream each.
+"""Reader of JSON lines: plain files in byte ranges (no scan), .gz and .zst as one stream each.
 
-A line is a row by RFC 8259 in UTF-8: anything else, however much of it a lenient parser could make
-out, is unreadable.
+A line is a row if it is valid RFC 8259 in UTF-8. Any other line is unreadable, even if a lenient
+parser could read part of it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Jsonl:
         return None
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
-        # A decompressor's window is 32 kB for gzip and at most 8 MB for zstd as commonly written.
+        # The window of a decompressor is 32 kB for gzip, and at most 8 MB for zstd as commonly
+        # written.
         return 2 * BLOCK if int(chunks.stop[i]) >= 0 else 2**21
 
     def read(
@@ -91,8 +92,9 @@ def _lines(
 
 
 def _slices(lines: Iterator[Line], options: ReadOptions, skip: int) -> Iterator[RawSlice]:
-    """Slices of ``slice_rows`` rows. The next row is awaited before a full slice goes, so that the
-    last one knows it is.
+    """Yield slices of ``slice_rows`` rows.
+
+    A full slice is held until the next row is read, so that the last slice can be marked.
     """
     step, left = options.slice_rows, skip * options.slice_rows
     rows: list[Line] = []
@@ -126,9 +128,8 @@ def _slice(rows: Sequence[Line], options: ReadOptions, last: bool) -> RawSlice:
     cols.check_values(columns, options)
     table, misfits = cols.table_of(columns, good, decoded=True)
     if misfits:
-        numbers = np.delete(
-            np.arange(len(rows)), [i for i, _ in bad]
-        )  # misfits count readable rows only
+        # Misfits are numbered among the readable rows only.
+        numbers = np.delete(np.arange(len(rows)), [i for i, _ in bad])
         bad = sorted(bad + [(int(numbers[i]), reason) for i, reason in misfits])
     return RawSlice(offsets, table, bad, last)
 
@@ -142,7 +143,7 @@ def _decode(rows: Sequence[Line], columns: tuple[str, ...] | None) -> tuple[list
             continue
         try:
             if not data.isascii():
-                data.decode()  # the decoder does not look into fields it passes over
+                data.decode()  # the decoder does not validate fields that it skips
                 if offset == 0 and data.startswith(_BOM):
                     data = data[3:]
             values.append(decode(data))
@@ -153,7 +154,7 @@ def _decode(rows: Sequence[Line], columns: tuple[str, ...] | None) -> tuple[list
 
 @lru_cache(maxsize=1024)
 def _decoder(columns: tuple[str, ...] | None) -> msgspec.json.Decoder[Any]:
-    """With named columns, a decoder that builds no objects for the rest of the line."""
+    """Return a decoder; with named columns it builds no objects for the other fields of a line."""
     if columns is None:
         return msgspec.json.Decoder(dict)
     fields = [(f"f{k}", Any, None) for k in range(len(columns))]
@@ -166,7 +167,7 @@ def _decoder(columns: tuple[str, ...] | None) -> msgspec.json.Decoder[Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return (
-            f"bytes that are no UTF-8: 0x{error.object[error.start]:02x} at byte "
+            f"bytes that are not UTF-8: 0x{error.object[error.start]:02x} at byte "
             f"{error.start} of the line"
         )
     if isinstance(error, RecursionError):

@@ -1,5 +1,6 @@
-"""A thread-safe cache of few things, bounded by their number and by their bytes; the least recently
-used goes first.
+"""A thread-safe cache, bounded by number of items and by bytes.
+
+The least recently used item is evicted first.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """``on_evict`` is called outside the lock, for what was pushed out or cleared, not for what was
-    taken.
+    """Cache that calls ``on_evict`` outside the lock for evicted and cleared values, not for taken
+    ones.
     """
 
     def __init__(self, max_items: int, max_bytes: int, on_evict: Callable[[V], None] | None = None):
@@ -37,7 +38,7 @@ class Lru(Generic[K, V]):
             return self._items[key][0]
 
     def take(self, key: K) -> V | None:
-        """Gets and removes in one go, so that one thread alone has it."""
+        """Get and remove a value atomically, so that only one thread has it."""
         with self._lock:
             if key not in self._items:
                 return None
@@ -46,32 +47,32 @@ class Lru(Generic[K, V]):
             return value
 
     def put(self, key: K, value: V, nbytes: int) -> None:
-        """Keeps the value, even one larger than all bounds, until the next one comes."""
-        gone: list[V] = []
+        """Store the value; even one larger than all bounds stays until the next ``put``."""
+        removed: list[V] = []
         with self._lock:
             if key in self._items:
-                gone.append(self._drop(key))
+                removed.append(self._drop(key))
             self._items[key] = (value, nbytes)
             self.nbytes += nbytes
             while len(self._items) > 1 and (
                 len(self._items) > self.max_items or self.nbytes > self.max_bytes
             ):
-                gone.append(self._drop(next(iter(self._items))))
+                removed.append(self._drop(next(iter(self._items))))
                 self.evictions += 1
-        self._let_go(gone)
+        self._evicted(removed)
 
     def clear(self, owned: Callable[[K], bool] = lambda _: True) -> None:
-        """Lets go of everything, or of the keys that ``owned`` says yes to."""
+        """Remove all keys, or those for which ``owned`` returns true."""
         with self._lock:
-            gone = [self._drop(key) for key in [k for k in self._items if owned(k)]]
-        self._let_go(gone)
+            removed = [self._drop(key) for key in [k for k in self._items if owned(k)]]
+        self._evicted(removed)
 
     def _drop(self, key: K) -> V:
         value, nbytes = self._items.pop(key)
         self.nbytes -= nbytes
         return value
 
-    def _let_go(self, gone: list[V]) -> None:
+    def _evicted(self, removed: list[V]) -> None:
         if self._on_evict is not None:
-            for value in gone:
+            for value in removed:
                 self._on_evict(value)

@@ -1,10 +1,10 @@
 """Columns whose values do not share one Arrow type: JSON lines, rows of datasets, results of user
 functions.
 
-Arrow converts values until they share a type: 1 beside 2.5 becomes 1.0, ``{"a": 1}`` beside ``{"b":
-2}`` gains a field. A row must not depend on its neighbours. ``column_of`` therefore keeps a native
-array only if it holds every value exactly as Arrow holds it alone. Otherwise it stores each value
-by itself, as msgpack, in a column of type ``MIXED``.
+Arrow converts values until they share a type: 1 next to 2.5 becomes 1.0, ``{"a": 1}`` next to
+``{"b": 2}`` gains a field. A row must not depend on its neighbours. ``column_of`` therefore keeps a
+native array only if it holds every value exactly as Arrow holds it alone. Otherwise it stores each
+value by itself, as msgpack, in a column of type ``MIXED``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
-MAX_DEPTH = (
-    100  # levels of nesting; beyond, the result would depend on how much stack the caller has left
-)
+# Levels of nesting; beyond, the result would depend on the remaining stack of the caller.
+MAX_DEPTH = 100
 Bad = dict[int, str]  # row -> reason
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _DECIMAL, _TEMPORAL = 1, 2  # codes of msgpack extensions
-_SHOWN = 60  # characters of a value in a reason
+_SHOWN = 60  # characters of a value shown in a reason
 
 
 class MixedScalar(pa.ExtensionScalar):  # type: ignore[misc]
@@ -101,8 +100,9 @@ def column_of(values: Sequence[Any], *, decoded: bool = False) -> tuple[pa.Array
 
 
 def groups(array: pa.Array) -> tuple[list[tuple[np.ndarray, pa.Array]], Bad]:
-    """Split a mixed array by the type of each value alone: (rows, native array) each, and the rows
-    without a native type.
+    """Split a mixed array by the type of each single value.
+
+    Returns (rows, native array) pairs, and the rows without a native type.
     """
     alone: dict[pa.DataType, list[tuple[int, pa.Array]]] = {}
     bad: Bad = {}
@@ -180,8 +180,9 @@ def _exact(
 
 @lru_cache(maxsize=1024)
 def _kind(cls: type) -> str | type:
-    """Return the family of a Python or numpy type whose values Arrow holds alike; any other type is
-    its own family.
+    """Return the family of a Python or numpy type whose values Arrow holds alike.
+
+    Any other type is its own family.
     """
     families: tuple[tuple[str, tuple[type, ...]], ...] = (
         ("bool", (bool, np.bool_)),
@@ -195,7 +196,7 @@ def _kind(cls: type) -> str | type:
     return next((name for name, types in families if issubclass(cls, types)), cls)
 
 
-# Values by themselves
+# Values stored by themselves
 
 
 def _encode(value: Any) -> bytes:
@@ -203,7 +204,7 @@ def _encode(value: Any) -> bytes:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """Return the value in the types that msgpack keeps apart. Raises one of ``MISFIT``."""
+    """Return the value in types that msgpack distinguishes. Raises one of ``MISFIT``."""
     if depth > MAX_DEPTH:
         raise ValueError(f"expected at most {MAX_DEPTH} levels of nesting")
     kind = type(value)
@@ -221,7 +222,7 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _converted(value: Any, depth: int) -> Any:
-    """Return any other value as Arrow alone holds it."""
+    """Return any other value in the form in which Arrow holds it alone."""
     found = pa.array([value])[0]
     if pt.is_temporal(found.type):
         unit, zone = getattr(found.type, "unit", ""), getattr(found.type, "tz", None)
@@ -238,8 +239,8 @@ def _converted(value: Any, depth: int) -> Any:
 
 
 def _decode(packed: bytes) -> Any:
-    """Return the value. Bytes of a foreign file that only claims this type come back as they
-    are.
+    """Return the value, or the bytes themselves if they come from a foreign file that only claims
+    this type.
     """
     try:
         return _decoder.decode(packed)

@@ -1,10 +1,10 @@
-"""Object stores (S3, Google Cloud Storage, Azure) by the package obstore: listings, and range reads
-that can be trusted.
+"""Object stores (S3, Google Cloud Storage, Azure) via the package obstore: listings and verified
+range reads.
 
-pyarrow's own filesystems cannot make a read depend on the object's version, so an object replaced
-in mid-run would give rows of two versions; they retry where nobody counts, and take more CPU per
-byte. Here every read says which version it wants and is checked for version, place and length; what
-fails is tried again until a deadline, and counted.
+pyarrow's file systems cannot make a read depend on the version of an object. An object replaced in
+mid-run would yield rows of two versions. They also retry without counting, and use more CPU per
+byte. Here every read names the version it wants and is checked for version, range and length.
+Failed requests are counted and retried until a deadline.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlord.extras import pip_install
 from overlord.sources.base import File, Unreachable
-from overlord.sources.retry import Failure, StorageStats, deadline_s, persist, seconds_of
-from overlord.sources.store_errors import WrongAnswer, gave_up, in_mid_run, why
+from overlord.sources.retry import Failure, StorageStats, deadline_s, retry_call, seconds_of
+from overlord.sources.store_errors import WrongResponse, classify, classify_mid_run, give_up_error
+from overlord.sources.timeouts import TIMEOUTS
 from overlord.uris import options_of, scrub
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 T = TypeVar("T")
-TIMEOUT_S = 20.0  # without a byte
-CONNECT_S = 5.0
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(?:[/?#]\S*)?", re.IGNORECASE)
 _ENVIRONMENT = (
     "AWS_",
@@ -46,31 +45,29 @@ _ENVIRONMENT = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A name in a listing: an object, or (``file`` is None) a prefix that others share."""
+    """A name in a listing: an object, or (``file`` is None) a common prefix of objects."""
 
     path: str
     file: File | None
-    odd: str = ""  # what it is, if neither
+    special: str = ""  # what it is, if neither
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteStore:
-    """One bucket. Holds no client and no credentials, so that it may be pickled, printed and
-    kept.
-    """
+    """One bucket. Holds no client and no credentials, so it may be pickled, printed and stored."""
 
     root: str  # scheme://bucket
     region: str = ""
     anonymous: bool = False
     tally: StorageStats = field(default_factory=StorageStats, compare=False, repr=False)
-    patient: bool = field(
-        default=False, compare=False, repr=False
-    )  # a job runs: objects that went or changed may come back
+    # Set while a job runs: objects that vanished or changed may be restored.
+    mid_run: bool = field(default=False, compare=False, repr=False)
 
     @staticmethod
     def of(uri: str) -> tuple[RemoteStore, str]:
-        """The bucket of a URI, and the URI without options: names of objects are taken as they
-        stand.
+        """Return the bucket of a URI, and the URI without options.
+
+        Names of objects are used unchanged.
         """
         body, _, query = uri.partition("?")
         scheme, rest = body.split("://", 1)
@@ -79,23 +76,19 @@ class RemoteStore:
         return RemoteStore(root, *options_of(query)), f"{root}/{key}".rstrip("/")
 
     def look(self, path: str) -> Entry | None:
-        """The object of that name, or the prefix, or None."""
+        """Return the object or prefix of that name, or None."""
         if path == self.root:
             return Entry(path, None)
         client, key = self._client(), self._key(path)
         try:
-            return Entry(
-                path, self._file(self._persist(path, "looked up", lambda: client.head(key)))
-            )
+            return Entry(path, self._file(self._retry(path, "looked up", lambda: client.head(key))))
         except Unreachable as error:
             if error.kind != "gone":
                 raise
         return Entry(path, None) if self.list(path, recursive=False) else None
 
     def list(self, base: str, recursive: bool) -> list[Entry]:
-        """Everything under a prefix, or the next level of it. Marks that stand for folders are no
-        objects.
-        """
+        """Return everything under a prefix, or its next level. Folder markers are not objects."""
         client, prefix = self._client(), self._key(base) or None
 
         def everything() -> tuple[Sequence[Any], Sequence[str]]:
@@ -104,7 +97,7 @@ class RemoteStore:
             found = client.list_with_delimiter(prefix)
             return found["objects"], found["common_prefixes"]
 
-        metas, prefixes = self._persist(base, "listed", everything)
+        metas, prefixes = self._retry(base, "listed", everything)
         folders = {prefix, *prefixes} | {
             path[:i] for m in metas for path in [m["path"]] for i, c in enumerate(path) if c == "/"
         }
@@ -117,7 +110,7 @@ class RemoteStore:
         return entries + [Entry(f"{self.root}/{p}", None) for p in prefixes]
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
-        """For random access; ``ranges`` are what will be read, each from front to back."""
+        """Open an object for random access; ``ranges`` will be read, each front to back."""
         import pyarrow as pa
 
         from overlord.sources.range_file import RangeFile
@@ -128,41 +121,43 @@ class RemoteStore:
         )
 
     def read(self, file: File, start: int, stop: int) -> memoryview:
-        """Exactly these bytes of exactly this version of the object."""
+        """Return exactly these bytes of exactly this version of the object."""
         return self._read(self._client(), file, start, stop)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Puts an object where none is; False where there is one: another's, or this one by a
-        request whose answer was lost.
+        """Create an object.
+
+        Return False if it exists: from another writer, or from an own request whose response was
+        lost.
         """
         client, key = self._client(), self._key(path)
 
-        def once() -> bool:
+        def call() -> bool:
             from obstore.exceptions import AlreadyExistsError
 
             try:
-                client.put(
-                    key, data, mode="create", use_multipart=False
-                )  # an upload in parts would write over what is there
+                # A multipart upload would overwrite an existing object.
+                client.put(key, data, mode="create", use_multipart=False)
             except AlreadyExistsError:
                 return False
             return True
 
-        return self._persist(path, "written", once, len(data))
+        return self._retry(path, "written", call, len(data))
 
     def replace(self, path: str, data: bytes) -> None:
-        """Puts an object, whatever is there."""
+        """Write an object, replacing an existing one."""
         client, key = self._client(), self._key(path)
-        self._persist(
-            path, "written", lambda: client.put(key, data, use_multipart=False), len(data)
-        )
+        self._retry(path, "written", lambda: client.put(key, data, use_multipart=False), len(data))
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Objects that are not there are no fault: somebody was quicker, or an answer was lost."""
+        """Delete objects.
+
+        Missing ones are not an error: another process deleted them, or a response was lost.
+        """
         client = self._client()
         for path in paths:
             try:
-                self._persist(path, "removed", partial(client.delete, self._key(path)))
+                self._retry(path, "removed", partial(client.delete, self._key(path)))
             except Unreachable as error:
                 if error.kind != "gone":
                     raise
@@ -173,41 +168,48 @@ class RemoteStore:
             options["if_match"] = f'"{file.version}"'
         key = self._key(file.path)
 
-        def once() -> memoryview:
+        def call() -> memoryview:
             answer = client.get(key, options=options)
             found = self._file(answer.meta)
             if (found.size, _version(found)) != (file.size, _version(file)):
-                raise WrongAnswer("changed", f"expected {_named(file)}, got {_named(found)}")
+                raise WrongResponse(
+                    "changed", f"expected {_described(file)}, got {_described(found)}"
+                )
             if tuple(answer.range) != (start, stop):
-                raise WrongAnswer(
+                raise WrongResponse(
                     "other range",
-                    f"asked for bytes {start} to {stop}, answered with {answer.range[0]} "
-                    f"to {answer.range[1]}",
+                    f"expected bytes {start} to {stop}, got {answer.range[0]} to {answer.range[1]}",
                 )
             data = memoryview(answer.bytes())
             if len(data) != stop - start:
-                raise WrongAnswer("short body", f"expected {stop - start} bytes, got {len(data)}")
+                raise WrongResponse("short body", f"expected {stop - start} bytes, got {len(data)}")
             return data
 
-        return self._persist(
-            file.path, f"read (bytes {start} to {stop})", once, stop - start, self.patient
+        return self._retry(
+            file.path, f"read (bytes {start} to {stop})", call, stop - start, self.mid_run
         )
 
-    def _persist(
-        self, path: str, done: str, once: Callable[[], T], nbytes: int = 0, patient: bool = False
+    def _retry(
+        self,
+        path: str,
+        operation: str,
+        call: Callable[[], T],
+        nbytes: int = 0,
+        mid_run: bool = False,
     ) -> T:
-        """Calls until it works, the failure is one that lasts, or the deadline passes. What is
-        raised holds no secret.
+        """Call ``call`` with retries until success, a permanent failure or the deadline.
+
+        Errors contain no secret.
         """
-        result = persist(
-            once,
-            in_mid_run if patient else why,
+        result = retry_call(
+            call,
+            classify_mid_run if mid_run else classify,
             path=path,
-            done=done,
-            tally=self.tally,
-            gave_up=gave_up,
+            operation=operation,
+            stats=self.tally,
+            give_up_error=give_up_error,
         )
-        self.tally.got(nbytes)
+        self.tally.add_bytes(nbytes)
         return result
 
     def _client(self) -> Any:
@@ -221,9 +223,8 @@ class RemoteStore:
 
     def _file(self, meta: Any) -> File:
         version = str(meta["e_tag"] or "")
-        version = (
-            version if version.startswith("W/") else version.strip('"')
-        )  # listings of Azure leave out the quotes
+        # Listings of Azure omit the quotes.
+        version = version if version.startswith("W/") else version.strip('"')
         return File(
             f"{self.root}/{meta['path']}",
             meta["size"],
@@ -234,8 +235,9 @@ class RemoteStore:
 
 @lru_cache(maxsize=64)
 def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any:
-    """A client with its connections, one for each bucket and process, and another one when the
-    environment changes.
+    """Return a client with its connections.
+
+    There is one per bucket and process, and a new one if the environment changes.
     """
     try:
         from obstore.store import from_url
@@ -252,8 +254,8 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
     )
     options = {
         "allow_http": plain,
-        "connect_timeout": f"{CONNECT_S}s",
-        "read_timeout": f"{seconds_of('OVERLORD_STORE_TIMEOUT_S', TIMEOUT_S)}s",
+        "connect_timeout": f"{TIMEOUTS.store_connect_s}s",
+        "read_timeout": f"{seconds_of('OVERLORD_STORE_TIMEOUT_S', TIMEOUTS.store_read_s)}s",
         "timeout": f"{deadline_s()}s",
         "user_agent": "overlord",
     }
@@ -261,30 +263,32 @@ def _connect(root: str, region: str, anonymous: bool, environment: bytes) -> Any
     try:
         return from_url(root, client_options=options, retry_config={"max_retries": 0}, **config)
     except Exception as error:
-        failure = why(error)
-    raise gave_up(root, "opened", [failure], 0.0)
+        failure = classify(error)
+    raise give_up_error(root, "opened", [failure], 0.0)
 
 
 def _check_endpoints(root: str) -> None:
-    """The library takes what it is given and ends in a panic at the first request, which is no
-    error that a program can handle.
+    """Reject invalid endpoints.
+
+    The library accepts them and panics at the first request, which no program can handle.
     """
     names = (
         ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if root.startswith("s3") else ()
     )
     for name in names:
-        if (given := os.environ.get(name, "")) and not _ENDPOINT.fullmatch(
-            given
-        ):  # it may hold a secret, and is not repeated
+        # The value may contain a secret, so the error does not repeat it.
+        if (given := os.environ.get(name, "")) and not _ENDPOINT.fullmatch(given):
             problem = (
                 f"{name}: expected http://host:port or https://host, got one without http://, "
                 "without a host, or with a space in it"
             )
-            raise Unreachable(problem, "mend the environment", "setup")
+            raise Unreachable(problem, "fix the environment variable", "setup")
 
 
 def _profile(root: str) -> dict[str, Any]:
-    """Profiles of ~/.aws are read by boto3, if one is asked for and no key is given."""
+    """Return credentials of a profile in ~/.aws, read by boto3, if a profile is named and no key is
+    set.
+    """
     if (
         not root.startswith("s3")
         or not os.environ.get("AWS_PROFILE")
@@ -307,11 +311,11 @@ def _profile(root: str) -> dict[str, Any]:
 
 
 def _version(file: File) -> str:
-    """The entity tag, or the time in seconds: listings have it finer than answers."""
+    """Return the entity tag, or the time in seconds: listings have a finer time than responses."""
     return file.version or str(file.mtime_ns // 10**9)
 
 
-def _named(file: File) -> str:
+def _described(file: File) -> str:
     return f"version {_version(file)} of {file.size} bytes"
 
 

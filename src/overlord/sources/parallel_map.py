@@ -1,8 +1,8 @@
-"""Work of many threads at launch, none of which is waited for without end: a mount that hangs is
-named.
+"""Parallel map for work at launch.
 
-The threads are daemons. A pool of the standard library would wait for its threads when the program
-ends, and a thread that hangs in a mount never does.
+Every wait has a deadline, and a hanging mount is reported by name. The threads are daemons. A
+thread pool of the standard library joins its threads at exit, and a thread that hangs in a mount
+never ends.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from overlord.errors import StorageError
-from overlord.sources.retry import SLACK_S, deadline_s
+from overlord.sources.retry import deadline_s
+from overlord.sources.timeouts import TIMEOUTS
 
 log = logging.getLogger("overlord")
 
 T = TypeVar("T")
 R = TypeVar("R")
-At = Callable[
-    [str, str, int], None
-]  # a source, the path of it that a thread begins to wait for, and how many deadlines that may take
-
-TELL_S = 10.0  # of silence, then it is told; and again each time it has doubled
+# Called with a source, the path a thread starts to wait for, and the number of deadlines it may
+# take.
+At = Callable[[str, str, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,10 @@ class Wait:
 
 
 class SerialMap:
-    """The same for work that waits for nothing: starting threads would take longer."""
+    """Map in the calling thread, for work that waits for nothing.
+
+    Starting threads would take longer.
+    """
 
     def map(
         self,
@@ -54,9 +56,7 @@ class SerialMap:
 
 
 class ParallelMap:
-    """Threads that are started for one call of ``map`` after the other, and forgotten if one
-    hangs.
-    """
+    """Map that starts daemon threads for each call and abandons hanging ones."""
 
     def __init__(self, workers: int, name: str):
         self._workers, self._name = max(1, workers), name
@@ -67,14 +67,16 @@ class ParallelMap:
         items: Sequence[T],
         done: Callable[[R], None] = lambda _: None,
     ) -> list[R]:
-        """What comes of each, in their order; ``done`` is told of each as it comes. Raises what one
-        raises, and StorageError if one waits longer than it may.
+        """Return the result of each item, in order.
+
+        ``done`` is called with each result as it arrives. Raises the error of an item, and
+        StorageError if an item waits longer than allowed.
         """
         todo, answers = (
             queue.SimpleQueue[int](),
             queue.SimpleQueue[tuple[int, Any, BaseException | None]](),
         )
-        waits: dict[int, Wait] = {}  # of each thread
+        waits: dict[int, Wait] = {}  # by thread
         for k in range(len(items)):
             todo.put(k)
 
@@ -96,33 +98,33 @@ class ParallelMap:
         for n in range(min(self._workers, len(items))):
             threading.Thread(target=run, name=f"{self._name}-{n}", daemon=True).start()
         found: dict[int, Any] = {}
-        told = TELL_S
+        warn_after = TIMEOUTS.warn_after_s
         while len(found) < len(items):
             try:
                 k, answer, error = answers.get(timeout=0.25)
             except queue.Empty:
-                told = self._look(waits, told)
+                warn_after = self._check_waits(waits, warn_after)
                 continue
             if error is not None:
                 raise error
-            found[k], told = answer, TELL_S
+            found[k], warn_after = answer, TIMEOUTS.warn_after_s
             done(answer)
         return [found[k] for k in range(len(items))]
 
-    def _look(self, waits: dict[int, Wait], told: float) -> float:
-        """Tells of what takes long, and ends what takes too long."""
+    def _check_waits(self, waits: dict[int, Wait], warn_after: float) -> float:
+        """Warn about a slow wait, and raise StorageError for one that exceeds its limit."""
         now, limit = time.monotonic(), deadline_s()
         oldest = min(list(waits.values()), key=lambda wait: wait.since, default=None)
-        if oldest is None or (seconds := now - oldest.since) <= min(told, limit):
-            return told
-        if seconds > limit * oldest.deadlines + SLACK_S:
+        if oldest is None or (seconds := now - oldest.since) <= min(warn_after, limit):
+            return warn_after
+        if seconds > limit * oldest.deadlines + TIMEOUTS.slack_s:
             raise StorageError(
                 oldest.source,
                 f"no answer for {seconds:.0f} s",
                 oldest.path,
-                "the disk or the mount hangs: look at it",
+                "the disk or the mount hangs: check it",
             )
-        if seconds > told:
+        if seconds > warn_after:
             log.warning("source %r, %s: no answer for %.0f s", oldest.source, oldest.path, seconds)
-            return told * 2
-        return told
+            return warn_after * 2
+        return warn_after

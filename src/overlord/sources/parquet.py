@@ -1,19 +1,17 @@
-"""Parquet: a chunk is a row group; only footers are read for the index.
+"""Reader of Parquet: a chunk is a row group; the index reads only footers.
 
-A footer is not trusted. ``footer.py`` reads row groups and columns from its bytes; pyarrow gets the
-footer to decode data, where it reports errors instead of aborting. Do not call getters of
+A footer is not trusted. ``parquet_footer.py`` reads row groups and columns from its bytes. pyarrow
+gets the footer to decode data, where it reports errors instead of aborting. Do not call getters of
 ``FileMetaData.row_group(...)`` here: on a hostile footer they end the process.
 
-Two ways to read a row group, chosen by its size alone so that every machine reads alike:
+A row group is read in one of two ways, chosen by its size alone so that every machine reads alike:
 
-- small: read whole once, hand out slices as views; the loader copies what it keeps. An open
+- small: read whole once and return slices as views; the loader copies the rows it keeps. An open
   iterator holds 2 to 3 times a small row group.
-- large: decode slice by slice through a buffered stream. What is held is a page and a read buffer
-  per column and the
-  slice itself, whatever the size of the row group (``benchmarks/row_group_memory.py``). A page is
-  what cannot be read
-  in part: pyarrow closes one at 1 MB, but looks only every 1024 rows, so rows of 20 kB make pages
-  of 20 MB.
+- large: decode slice by slice through a buffered stream. An open iterator holds a page and a read
+  buffer per column and the slice itself, whatever the size of the row group
+  (``benchmarks/row_group_memory.py``). A page cannot be read in part. pyarrow closes a page at
+  1 MB, but checks only every 1024 rows, so rows of 20 kB make pages of 20 MB.
 """
 
 from __future__ import annotations
@@ -34,45 +32,43 @@ from overlord.sources.base import (
     RawSlice,
     ReadOptions,
     check_refused,
-    is_fault,
-    lacks_columns,
+    is_storage_fault,
     make_chunks,
+    missing_columns_error,
     no_rows_chunk,
     short_read,
 )
 from overlord.sources.lru import Lru
 from overlord.sources.parquet_footer import BrokenFooter, Layout, parse
-from overlord.sources.range_file import joined
+from overlord.sources.range_file import merged
 
 if TYPE_CHECKING:
     from overlord.sources.files import Files
 
 SMALL_ROW_GROUP = 4 * 2**20  # bytes of the needed columns, decoded
-READ_BUFFER = (
-    2**16
-)  # bytes per column; 64 kB and 1 MB read equally fast, and this is held per open column
-PAGE = 2**20  # what writers aim at for one page
+# Bytes per open column; 64 kB and 1 MB read equally fast.
+READ_BUFFER = 2**16
+PAGE = 2**20  # size that writers aim at for one page
 
-# Far above any real file (a footer of 100 MB parses), far below what a hostile one could make the
-# parser allocate.
+# Far above any real file (a footer of 100 MB parses), and far below what a hostile file could make
+# the parser allocate.
 _LIMITS = {"thrift_string_size_limit": 2**27, "thrift_container_size_limit": 2**22}
 _TAIL = 2**16  # bytes of the first read from the end; most footers are shorter
 _MARK, _ENCRYPTED_MARK = b"PAR1", b"PARE"
-_REMEDY = "the file is cut short or no Parquet file; write it again or leave it out"
+_REMEDY = "the file is cut short or not a Parquet file; write it again or leave it out"
 _BROKEN = (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError)
 
 _DECRYPT = "write the file again without encryption, or select columns that are not encrypted"
-_COLUMN_BYTES = 200  # about what one column of one row group takes in a Layout
+_COLUMN_BYTES = 200  # approximate size of one column of one row group in a Layout
 
 
 @dataclass(frozen=True, slots=True)
 class _Footer:
     """A parsed footer."""
 
-    metadata: Any  # pyarrow's
-    layout: (
-        Layout | None
-    )  # kept for files in stores, whose byte ranges are asked for with every row group
+    metadata: Any  # pyarrow's metadata
+    # Kept only for files in stores, whose byte ranges are needed with every row group.
+    layout: Layout | None
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +87,7 @@ class Parquet:
     indexed = True
 
     def chunks(self, files: Files, file: File, options: ReadOptions) -> Chunks:
-        known, layout = _looked_at(files, file)
+        known, layout = _types_and_layout(files, file)
         wanted = _column_ids(known, layout, options)
         check_refused(known, options)
         if hidden := [
@@ -142,32 +138,36 @@ class Parquet:
         if skip * step >= rows:
             yield cols.slice_of(first + rows, 0, _blank(footer, options), [], True)
             return
-        done, group, reason, looked_again = skip * step, int(chunks.unit[i]), "", False
+        done, group, reason, retried = skip * step, int(chunks.unit[i]), "", False
         tables = _slices(files, file, footer, group, int(chunks.nbytes[i]), options, skip)
         while done < rows and not reason:
             want = min(step, rows - done)
             try:
-                table, bad = cols.sound(_next(tables, want), options.max_sample_bytes)
+                table, bad = cols.without_invalid_rows(
+                    _next(tables, want), options.max_sample_bytes
+                )
             except _BROKEN as error:
-                if is_fault(error):
+                if is_storage_fault(error):
                     raise
-                files.check_readable(
-                    file, *_byte_range(files, file, group)
-                )  # raises if the disk is at fault
-                if looked_again:
+                # Raises if the storage is at fault.
+                files.check_readable(file, *_byte_range(files, file, group))
+                if retried:
                     reason = f"row group {group} is corrupt: {_first_line(error)}"
                     break
-                looked_again = True  # the disk may have been at fault for a moment
+                retried = True  # the storage may have been at fault for a moment
                 tables = _slices(
                     files, file, footer, group, int(chunks.nbytes[i]), options, done // step
                 )
                 continue
             done += want
             yield cols.slice_of(first + done - want, want, table, bad, done == rows)
-        # The count of rows is known, so what cannot be decoded is still accounted for, row by row.
+        # The number of rows is known, so rows that cannot be decoded are still accounted for one by
+        # one.
         for at in range(done, rows, step):
             n = min(step, rows - at)
-            yield cols.lost(first + at, n, _blank(footer, options), reason, at + n == rows)
+            yield cols.unreadable_slice(
+                first + at, n, _blank(footer, options), reason, at + n == rows
+            )
 
 
 def _next(tables: Iterator[pa.Table], want: int) -> pa.Table:
@@ -178,7 +178,7 @@ def _next(tables: Iterator[pa.Table], want: int) -> pa.Table:
 
 
 def _blank(footer: _Footer, options: ReadOptions) -> pa.Table:
-    """No rows, with the columns that there would be."""
+    """Return an empty table with the columns of the file."""
     return _select(footer.metadata.schema.to_arrow_schema().empty_table(), options)
 
 
@@ -191,23 +191,24 @@ def _slices(
     options: ReadOptions,
     skip: int,
 ) -> Iterator[pa.Table]:
-    """Tables of ``slice_rows`` rows from slice ``skip`` on; the last may be shorter. Raises what
-    pyarrow raises.
+    """Yield tables of ``slice_rows`` rows, starting at slice ``skip``; the last may be shorter.
+
+    Raises pyarrow's errors.
     """
     step = options.slice_rows
     if nbytes <= SMALL_ROW_GROUP:
         try:
             with _open(
-                files, file, footer, joined(_byte_ranges(footer, file, group, options))
+                files, file, footer, merged(_byte_ranges(footer, file, group, options))
             ) as reader:
                 whole = _select(
                     reader.read_row_group(group, columns=_names(options), use_threads=False),
                     options,
                 )
         except _BROKEN as error:
-            if is_fault(error):
+            if is_storage_fault(error):
                 raise
-            # the other way may still give the rows before the broken page
+            # the other way may still return the rows before the broken page
         else:
             if whole.num_rows <= step:
                 yield whole
@@ -225,8 +226,9 @@ def _slices(
 
 
 def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]:
-    """Tables of exactly ``step`` rows: a reader may give shorter batches where a column's text
-    passes 2 GB.
+    """Yield tables of exactly ``step`` rows.
+
+    A reader may return shorter batches where the text of a column exceeds 2 GB.
     """
     held: list[pa.RecordBatch] = []
     n = 0
@@ -249,7 +251,7 @@ def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]
 def _open(
     files: Files, file: File, footer: _Footer, ranges: Sequence[tuple[int, int]]
 ) -> Iterator[pq.ParquetFile]:
-    with files.open(file, ranges) as handle:  # a ParquetFile does not close what it was handed
+    with files.open(file, ranges) as handle:  # a ParquetFile does not close the file it was given
         yield pq.ParquetFile(
             handle,
             metadata=footer.metadata,
@@ -261,17 +263,20 @@ def _open(
 
 
 def _footer(files: Files, file: File) -> _Footer:
-    """The parsed footer, kept: a file of a thousand row groups is opened a thousand times."""
+    """Return the parsed footer.
+
+    It is cached: a file of a thousand row groups is opened a thousand times.
+    """
     if (footer := _FOOTERS.get(file)) is not None:
         return footer
     data = _footer_bytes(files, file)
-    return _kept(file, _parsed(data), None if files.local else _laid_out(data))
+    return _cached(file, _metadata(data), None if files.local else _layout(data))
 
 
-def _looked_at(files: Files, file: File) -> tuple[dict[str, str], Layout]:
-    """Names and types of the columns, and the layout of a file, both checked against each other."""
+def _types_and_layout(files: Files, file: File) -> tuple[dict[str, str], Layout]:
+    """Return the types of the columns and the layout of a file, verified against each other."""
     data = _footer_bytes(files, file)
-    metadata, layout = _parsed(data), _laid_out(data)
+    metadata, layout = _metadata(data), _layout(data)
     theirs = (metadata.num_rows, metadata.num_row_groups, metadata.num_columns)
     if (ours := (layout.rows, len(layout.groups), len(layout.leaves))) != theirs:
         problem = (
@@ -279,7 +284,7 @@ def _looked_at(files: Files, file: File) -> tuple[dict[str, str], Layout]:
             "{}, {} and {}"
         )
         raise BadFile(problem.format(*theirs, *ours), _REMEDY)
-    _kept(file, metadata, None if files.local else layout)
+    _cached(file, metadata, None if files.local else layout)
     return _types(metadata), layout
 
 
@@ -288,14 +293,16 @@ def _types(metadata: Any) -> dict[str, str]:
     return {field.name: str(field.type) for field in metadata.schema.to_arrow_schema()}
 
 
-def _kept(file: File, metadata: Any, layout: Layout | None) -> _Footer:
+def _cached(file: File, metadata: Any, layout: Layout | None) -> _Footer:
     footer = _Footer(metadata, layout)
     _FOOTERS.put(file, footer, footer.nbytes)
     return footer
 
 
 def _footer_bytes(files: Files, file: File) -> bytes:
-    """Return the bytes of the footer, without its length and the mark at the end of the file."""
+    """Return the bytes of the footer, without its length and the magic bytes at the end of the
+    file.
+    """
     if file.size < 12:
         raise BadFile(f"expected a Parquet file, got {file.size} bytes", _REMEDY)
     with files.open(file) as handle:
@@ -326,21 +333,20 @@ def _bytes_at(handle: pa.NativeFile, start: int, stop: int) -> bytes:
     return data
 
 
-def _parsed(footer: bytes) -> Any:
-    """The footer as pyarrow reads it."""
+def _metadata(footer: bytes) -> Any:
+    """Parse the footer with pyarrow."""
     held = pa.BufferReader(b"".join((footer, len(footer).to_bytes(4, "little"), _MARK)))
     try:
         with pq.ParquetFile(held, pre_buffer=False, **_LIMITS) as reader:
             metadata = reader.metadata
-            [
-                f.name for f in metadata.schema.to_arrow_schema()
-            ]  # fails here and not later where names or types make no sense
+            # Invalid names or types fail here and not later.
+            [f.name for f in metadata.schema.to_arrow_schema()]
     except _BROKEN as error:
         raise BadFile(f"the footer cannot be read: {_first_line(error)}", _REMEDY) from error
     return metadata
 
 
-def _laid_out(footer: bytes) -> Layout:
+def _layout(footer: bytes) -> Layout:
     try:
         return parse(footer)
     except BrokenFooter as error:
@@ -348,21 +354,20 @@ def _laid_out(footer: bytes) -> Layout:
 
 
 def forget_footers(files: Iterable[File]) -> None:
-    """Let go of the footers of these files: whoever measures what they take wants them read
-    again.
-    """
+    """Drop the cached footers of these files, so that a memory measurement reads them again."""
     mine = set(files)
     _FOOTERS.clear(mine.__contains__)
 
 
 def _column_ids(known: Mapping[str, str], layout: Layout, options: ReadOptions) -> list[int] | None:
-    """Leaf columns under the needed ones; names that the file lacks are a BadFile that lists what
-    it has.
+    """Return the leaf columns under the requested ones.
+
+    Raises BadFile, with the existing columns, if one is missing.
     """
     if options.columns is None:
         return None
     if missing := [c for c in options.columns if c not in known]:
-        raise lacks_columns(missing, known)
+        raise missing_columns_error(missing, known)
     wanted = set(options.columns)
     return [j for j, leaf in enumerate(layout.leaves) if leaf in wanted]
 
@@ -370,7 +375,7 @@ def _column_ids(known: Mapping[str, str], layout: Layout, options: ReadOptions) 
 def _byte_ranges(
     footer: _Footer, file: File, group: int, options: ReadOptions
 ) -> list[tuple[int, int]]:
-    """Where the needed columns of a row group lie; a disk need not be told."""
+    """Return the byte ranges of the requested columns of a row group; a local file needs none."""
     if (layout := footer.layout) is None:
         return []
     wanted = None if options.columns is None else set(options.columns)
@@ -380,15 +385,14 @@ def _byte_ranges(
         if wanted is None or leaf in wanted
     ]
     ranges = [(c.start, c.start + c.compressed) for c in found]
-    return [
-        (a, b) for a, b in ranges if 0 <= a < b <= file.size
-    ]  # others are read as pyarrow asks for them, and fail there
+    # Other ranges are read as pyarrow requests them, and fail there.
+    return [(a, b) for a, b in ranges if 0 <= a < b <= file.size]
 
 
 def _byte_range(files: Files, file: File, group: int) -> tuple[int, int]:
-    """Where a row group lies in its file; all of the file if the footer talks nonsense."""
+    """Return the byte range of a row group, or of the whole file if the footer is invalid."""
     try:
-        layout = _laid_out(_footer_bytes(files, file))
+        layout = _layout(_footer_bytes(files, file))
     except BadFile:
         return 0, file.size
     found = layout.groups[group].columns if group < len(layout.groups) else []

@@ -1,9 +1,8 @@
-"""The part of a Parquet footer that an index needs, read from its bytes by a small Thrift reader.
+"""A small Thrift reader for the part of a Parquet footer that an index needs.
 
 pyarrow's getters of row groups and columns call C++ functions that throw where Cython expects none:
-the process aborts. They do so for columns that are encrypted, and for footers that contradict
-themselves. No such getter may be called on the footer of a file that nobody has checked. This
-module therefore calls none of them.
+the process aborts. This happens for encrypted columns and for footers that contradict themselves.
+Such a getter must not be called on an unchecked footer, so this module calls none of them.
 """
 
 from __future__ import annotations
@@ -12,15 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_DEPTH = 64  # levels of nesting; real footers have six
-_I32, _I64, _BINARY, _LIST, _SET, _MAP, _STRUCT = (
-    5,
-    6,
-    8,
-    9,
-    10,
-    11,
-    12,
-)  # types of the compact protocol
+# Types of the compact protocol.
+_I32, _I64, _BINARY, _LIST, _SET, _MAP, _STRUCT = (5, 6, 8, 9, 10, 11, 12)
 _INTEGERS = (_I32, _I64, 4)
 _FIXED = {3: 1, 7: 8}  # bytes of types of a fixed size
 
@@ -31,7 +23,7 @@ class BrokenFooter(ValueError):
 
 @dataclass(slots=True)
 class Column:
-    """One column of a row group: where its bytes are, and how many."""
+    """One column of a row group: the place and size of its bytes."""
 
     uncompressed: int
     compressed: int
@@ -53,12 +45,12 @@ class Layout:
     """Rows, columns and byte ranges of a Parquet file."""
 
     rows: int
-    leaves: list[str]  # of each leaf column: the name of the top-level column that holds it
+    leaves: list[str]  # per leaf column: the name of the top-level column that holds it
     groups: list[RowGroup] = field(default_factory=list)
 
     @property
     def encrypted(self) -> list[str]:
-        """Names of the top-level columns of which a part is encrypted, in file order."""
+        """Return the names of top-level columns with an encrypted leaf, in file order."""
         hidden = {
             leaf
             for group in self.groups
@@ -69,9 +61,7 @@ class Layout:
 
 
 def parse(footer: bytes) -> Layout:
-    """Read the layout. Raises BrokenFooter; a footer that passes may still be refused by
-    pyarrow.
-    """
+    """Read the layout. Raises BrokenFooter; pyarrow may still reject a footer that passes."""
     try:
         found, at = _struct(footer, 0, _FILE, 0)
         if at > len(footer):
@@ -91,13 +81,14 @@ def parse(footer: bytes) -> Layout:
 
 
 def _leaves(elements: list[dict[int, Any]]) -> list[str]:
-    """Return the top-level column of every leaf. Elements come depth first; the first is the
-    root.
+    """Return the top-level column of every leaf.
+
+    Elements are in depth-first order; the first is the root.
     """
     if not elements:
         raise BrokenFooter("the footer has an empty schema")
     leaves: list[str] = []
-    left, at = [elements[0].get(5, 0)], 1  # children still to come, by level
+    left, at = [elements[0].get(5, 0)], 1  # remaining children per level
     name = ""
     while left:
         if not left[-1]:
@@ -162,8 +153,9 @@ _FILE: _Keep = {2: (_LIST, _ELEMENT), 3: (_I64, None), 4: (_LIST, _GROUP)}
 
 
 def _struct(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[dict[int, Any], int]:
-    """Return the fields of a struct to keep, and where it ends. A field of another type than
-    expected is skipped, as Thrift does.
+    """Return the fields of a struct to keep, and the offset after it.
+
+    A field of an unexpected type is skipped, as Thrift does.
     """
     found: dict[int, Any] = {}
     number = 0
@@ -206,7 +198,7 @@ def _structs(data: bytes, at: int, keep: _Keep, depth: int) -> tuple[list[dict[i
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return where a value ends."""
+    """Return the offset after a value."""
     if kind in _INTEGERS:
         while data[at] > 127:
             at += 1
@@ -214,7 +206,7 @@ def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
     if kind == _BINARY:
         size, at = _varint(data, at)
         return at + size
-    if kind <= 2:  # a boolean is in the head of its field
+    if kind <= 2:  # a boolean is in the header of its field
         return at
     if depth > MAX_DEPTH:
         raise BrokenFooter(f"the footer is nested more than {MAX_DEPTH} levels deep")
@@ -237,7 +229,8 @@ def _skip_struct(data: bytes, at: int, depth: int) -> int:
         if head < 16:
             _, at = _integer(data, at)
         kind = head & 15
-        if kind in _INTEGERS:  # the most frequent first: a footer has tens of thousands of them
+        # the most frequent type first: a footer has tens of thousands of them
+        if kind in _INTEGERS:
             while data[at] > 127:
                 at += 1
             at += 1
@@ -273,7 +266,7 @@ def _skip_map(data: bytes, at: int, depth: int) -> int:
 
 
 def _size(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number of elements of a list, and where they begin."""
+    """Return the number of elements of a list, and the offset of the first."""
     size, at = data[at] >> 4, at + 1
     if size == 15:
         size, at = _varint(data, at)
@@ -282,7 +275,7 @@ def _size(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _check_size(data: bytes, at: int, size: int) -> None:
-    if size > len(data) - at:  # every element takes a byte at least
+    if size > len(data) - at:  # every element takes at least one byte
         raise BrokenFooter(
             f"the footer has a list of {size} elements in {max(0, len(data) - at)} bytes"
         )

@@ -24,16 +24,15 @@ from overlord.user_code import told
 if TYPE_CHECKING:
     from overlord.sources.files import Files
 
-CHUNK_SLICES = 16  # a chunk of a map-style dataset, in slices
+CHUNK_SLICES = 16  # slices per chunk of a map-style dataset
 
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """``fn(shard)`` returns a fresh iterator of dicts that gives the same rows every time it is
-    called; of one shard, ``fn()`` may.
+    """``fn(shard)`` returns a fresh iterator of dicts that yields the same rows in every call.
 
-    Give a ``fingerprint`` that changes when the rows do; without one a resumed job cannot notice
-    that they did.
+    With one shard ``fn()`` may take no argument. Give a ``fingerprint`` that changes when the rows
+    change. Without one a resumed job cannot detect changed rows.
     """
 
     fn: Callable[..., Iterable[Mapping[str, Any]]]
@@ -62,7 +61,7 @@ class Factory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """Rows in a list or tuple, which as a ``uri`` would be a list of files."""
+    """Rows in a list or tuple; as a ``uri`` a list would be a list of files."""
 
     rows: list[Any] | tuple[Any, ...]
 
@@ -74,7 +73,10 @@ class Listed:
 
 
 def held(name: str, dataset: Any) -> Any:
-    """A dataset as a source holds it; what is none is refused with what would do."""
+    """Return a dataset in the form in which a source holds it.
+
+    Refuse anything else with the alternatives.
+    """
     if isinstance(dataset, (list, tuple)):
         return Listed(dataset)
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -92,7 +94,7 @@ def held(name: str, dataset: Any) -> Any:
 def _takes_shard(fn: Callable[..., Any]) -> bool:
     try:
         inspect.signature(fn).bind(0)
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # a builtin without a signature
         return True
     except TypeError:
         return False
@@ -100,7 +102,9 @@ def _takes_shard(fn: Callable[..., Any]) -> bool:
 
 
 class DatasetFormat:
-    """Anything with ``__len__`` and ``__getitem__`` that returns dicts."""
+    """Format of a map-style dataset: an object with ``__len__``, and ``__getitem__`` that returns
+    dicts.
+    """
 
     name = "dataset"
     suffixes: tuple[str, ...] = ()
@@ -140,8 +144,9 @@ class DatasetFormat:
 
 
 class FactoryFormat:
-    """One chunk per shard, read front to back. A factory that raises has lost its place, so that is
-    an error, not a row.
+    """Format of a factory: one chunk per shard, read front to back.
+
+    A factory that raises cannot continue, so an exception is an error and not a bad row.
     """
 
     name = "factory"
@@ -155,7 +160,7 @@ class FactoryFormat:
         return None
 
     def held_bytes(self, chunks: Chunks, i: int, options: ReadOptions) -> int:
-        return 2**16  # nobody knows; bounded by number
+        return 2**16  # unknown; the cache is bounded by number too
 
     def read(
         self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
@@ -188,7 +193,7 @@ def _rows(factory: Factory, shard: int) -> Iterator[Any]:
 
 
 def _item(dataset: Any, k: int) -> Any:
-    """A row, or as a text why there is none: the user's code may raise anything."""
+    """Return a row, or a text with the reason why there is none: user code may raise anything."""
     try:
         row = dataset[k]
     except Exception as error:
@@ -197,7 +202,7 @@ def _item(dataset: Any, k: int) -> Any:
 
 
 def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSlice:
-    """Rows that are a text are bad; values may be numpy arrays or tensors."""
+    """Build a slice; rows that are a text are bad. Values may be numpy arrays or tensors."""
     bad = [(i, row) for i, row in enumerate(rows) if isinstance(row, str)]
     numbers = [i for i, row in enumerate(rows) if not isinstance(row, str)]
     good = [{key: _plain(value) for key, value in rows[i].items()} for i in numbers]
@@ -212,7 +217,7 @@ def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSli
 def _plain(value: Any) -> Any:
     if hasattr(value, "__array__") and not hasattr(value, "dtype"):
         return value.__array__()
-    if hasattr(value, "detach"):  # a tensor, without importing torch
+    if hasattr(value, "detach"):  # a tensor, detected without importing torch
         value = value.detach().cpu().numpy()
     if getattr(value, "ndim", 1) == 0:
         return value.item()
@@ -220,8 +225,9 @@ def _plain(value: Any) -> Any:
 
 
 def files_of(held: Any) -> tuple[File, ...]:
-    """Stand-ins for files: one per shard of a factory, one for a dataset, whose size is its
-    length.
+    """Return placeholders for files.
+
+    There is one per shard of a factory, or one for a dataset, with its length as the size.
     """
     if isinstance(held, Factory):
         return tuple(File(f"shard {k}", -1, 0) for k in range(held.shards))
@@ -229,7 +235,7 @@ def files_of(held: Any) -> tuple[File, ...]:
 
 
 def fingerprint_of(held: Any) -> str:
-    """What can be known of an object: its own fingerprint if it has one, else its type and size."""
+    """Return a digest of the object's own fingerprint if it has one, and of its type and size."""
     own = getattr(held, "fingerprint", None) or getattr(held, "_fingerprint", None)
     size = held.shards if isinstance(held, Factory) else len(held)
     kind = type(held).__qualname__

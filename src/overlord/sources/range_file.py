@@ -1,8 +1,8 @@
-"""A remote object as a file: few, long requests for many short reads.
+"""A remote object as a file: a few long requests serve many short reads.
 
-A request costs tens of milliseconds however short it is. Readers of rows take 64 to 256 kB at a
-time, from one place (lines, tar) or from several in turn (columns of a row group), so each place
-has a *run* that reads ahead of it.
+A request costs tens of milliseconds, however short it is. Row readers read 64 to 256 kB at a time,
+from one place (lines, tar) or alternately from several (columns of a row group). Each place
+therefore has a *run* that reads ahead of it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-FIRST = 2**18  # bytes of a run's first request: a skipping reader wastes no more
-READ_AHEAD = (
-    2**20
-)  # bytes of the following ones; 25 MB/s a place at 30 ms a request, more than a core decodes
-TAIL = (
-    2**16
-)  # the end of a file is asked for once: footers are read backwards, in two or three pieces
-GAP = 2**16  # ranges this near to each other are one
+FIRST = 2**18  # bytes of a run's first request: a reader that skips wastes no more
+# Bytes of the following requests; 25 MB/s per run at 30 ms per request, more than a core decodes.
+READ_AHEAD = 2**20
+# The end of a file is requested once: footers are read backwards, in two or three pieces.
+TAIL = 2**16
+GAP = 2**16  # ranges closer than this are merged
 RUNS = 8
 
 
@@ -34,7 +32,7 @@ class _Run:
 
 
 class RangeFile:
-    """What ``pyarrow.PythonFile`` reads from. For one thread at a time."""
+    """File object for ``pyarrow.PythonFile``. Not thread-safe."""
 
     closed = False
 
@@ -48,7 +46,7 @@ class RangeFile:
         self._fetch, self._size, self._at, self._end = fetch, size, 0, end
         self._ranges = sorted(ranges)
         self._most = max(RUNS, len(self._ranges))
-        self._runs: list[_Run] = []  # the one used last stands last
+        self._runs: list[_Run] = []  # the most recently used one is last
 
     def read(self, n: int = -1) -> memoryview:
         stop = self._size if n < 0 else min(self._at + n, self._size)
@@ -91,7 +89,7 @@ class RangeFile:
             self._runs.remove(run)
         self._runs.append(run)
         if stop > run.stop:
-            self._go_on(run, start, stop)
+            self._advance(run, start, stop)
         return run.data[start - run.start : stop - run.start]
 
     def _begin(self, start: int, stop: int) -> _Run:
@@ -106,10 +104,8 @@ class RangeFile:
             first, self._fetch(first, max(stop, end)), READ_AHEAD if known is not None else FIRST
         )
 
-    def _go_on(self, run: _Run, start: int, stop: int) -> None:
-        """The run moves on to ``start``: what it holds from there on is kept, what follows is asked
-        for.
-        """
+    def _advance(self, run: _Run, start: int, stop: int) -> None:
+        """Move the run to ``start``: keep its bytes from there on, and fetch the following ones."""
         kept, known = run.data[start - run.start :], self._end_of_range(start)
         run.ahead = min(2 * run.ahead, READ_AHEAD)
         end = min(self._size if known is None else known, run.stop + run.ahead)
@@ -121,8 +117,8 @@ class RangeFile:
         return self._ranges[i][1] if i >= 0 and at < self._ranges[i][1] else None
 
 
-def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges, with those that lie close together as one."""
+def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges, with those close together merged."""
     out: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if out and start - out[-1][1] <= GAP:

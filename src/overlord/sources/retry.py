@@ -1,8 +1,6 @@
-"""Trying again: what storage cannot give now it may give in a while. One way for disks, mounts and
-stores.
+"""Retries with back-off for transient storage errors of disks, mounts and object stores.
 
-Nothing of it is seen in the stream: a read that succeeds gives the bytes that were indexed, however
-often it was tried, and when.
+Retries do not affect the stream: a successful read returns the indexed bytes, whenever it succeeds.
 """
 
 from __future__ import annotations
@@ -19,54 +17,49 @@ from typing import Any, TypeVar
 
 from overlord.errors import WouldBlock
 from overlord.sources.base import Unreachable
+from overlord.sources.timeouts import TIMEOUTS
 
 log = logging.getLogger("overlord")
 
 T = TypeVar("T")
-# Of one read or listing with all its retries: long enough for a store's bad minute, shorter than a
-# collective's time-out.
-DEADLINE_S = 120.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-SLOW_S = 1.0  # what takes longer has waited for storage, though nothing failed
-SLACK_S = 1.0  # beyond the deadline, before somebody else gives up: a last try may be under way
-FOR_EVER = 10**9  # tries: only the deadline ends them
-FEW = 3  # tries of what a faulty proxy does once and a wrong set-up always
+UNLIMITED = 10**9  # attempts: only the deadline ends them
+# Attempts for failures that a faulty proxy causes once and a wrong configuration always.
+FEW_ATTEMPTS = 3
 _BUSY = (
     "the store is busy, down or cannot be reached; no data is skipped for it: resume when it "
-    "answers"
+    "responds"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed try. ``text`` holds no secret."""
+    """One failed attempt. ``text`` contains no secret."""
 
-    kind: str  # as counted: a status, an errno, or a word
+    kind: str  # kind that is counted: a status, an errno, or a word
     text: str
     remedy: str = _BUSY
-    tries: int = FOR_EVER
+    tries: int = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Time, sleep and chance, so that tests need none of them."""
+    """Time, sleep and randomness, replaceable in tests."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    chance: Callable[[], float] = (
-        random.random
-    )  # spreads many readers' tries; it decides when, never what
-    worked: Callable[[int], float] = lambda thread: worked_s(
-        thread
-    )  # seconds that a thread has had a core
-    worked_here: Callable[[], float] = (
-        time.thread_time
-    )  # the same of this thread, a hundred times cheaper
+    # Spreads the retries of many readers; it affects only the time of a retry.
+    jitter: Callable[[], float] = random.random
+    # CPU seconds of a thread.
+    cpu_s: Callable[[int], float] = lambda thread: thread_cpu_s(thread)
+    # CPU seconds of the calling thread, a hundred times cheaper.
+    own_cpu_s: Callable[[], float] = time.thread_time
 
 
-def worked_s(thread: int) -> float:
-    """What tells a read that hangs from one that unpacks a large file. Where the system does not
-    say, all count as hanging.
+def thread_cpu_s(thread: int) -> float:
+    """Return the CPU seconds of a thread.
+
+    They distinguish a hanging read from one that decompresses a large file. If the system does not
+    tell, every read counts as hanging.
     """
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as stat:
@@ -80,85 +73,83 @@ CLOCK = Clock()
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One thing that is wanted of storage, while it is not there yet."""
+    """One storage operation in progress."""
 
     path: str
     began: float
     thread: int
-    worked: float  # seconds that the thread had a core by then
-    seen: list[Failure] = field(default_factory=list)
-    last: float = 0.0  # when it was last seen to get on
+    cpu_s: float  # CPU seconds of the thread at the start
+    failures: list[Failure] = field(default_factory=list)
+    last: float = 0.0  # time of the last observed progress
     last_worked: float = -1.0
 
     def idle_s(self, clock: Clock) -> float:
-        """How long nothing has moved: the thread had no core, not for a moment."""
-        now, worked = clock.now(), clock.worked(self.thread)
-        if worked != self.last_worked:
-            self.last, self.last_worked = now, worked
+        """Return the seconds without progress: the thread used no CPU time at all."""
+        now, cpu_s = clock.now(), clock.cpu_s(self.thread)
+        if cpu_s != self.last_worked:
+            self.last, self.last_worked = now, cpu_s
         return now - self.last
 
 
 class StorageStats:
-    """What one source asked of its storage, and what came of it. Counted in the process that
-    asked.
-    """
+    """Counters of the storage operations of one source, in the process that executes them."""
 
     def __init__(self, source: str = "", clock: Clock = CLOCK) -> None:
         self.source, self.clock = source, clock
         self.requests = self.bytes = self.retries = self.given_up = 0
         self.waited_s = 0.0
-        self.hasty = False  # whoever asks now must not wait
+        self.hasty = False  # the current caller must not wait
         self.errors: Counter[str] = Counter()
-        self._under_way: list[Attempt] = []
+        self._in_progress: list[Attempt] = []
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[StorageStats], tuple[str]]:
-        return StorageStats, (self.source,)  # another process counts for itself
+        return StorageStats, (self.source,)  # another process has its own counters
 
     def begin(self, path: str) -> Attempt:
-        now, thread, worked = self.clock.now(), threading.get_native_id(), self.clock.worked_here()
-        attempt = Attempt(path, now, thread, worked, last=now, last_worked=worked)
+        now, thread, cpu_s = self.clock.now(), threading.get_native_id(), self.clock.own_cpu_s()
+        attempt = Attempt(path, now, thread, cpu_s, last=now, last_worked=cpu_s)
         with self._lock:
-            self._under_way.append(attempt)
+            self._in_progress.append(attempt)
         return attempt
 
     def end(self, attempt: Attempt) -> None:
         with self._lock:
-            if attempt in self._under_way:
-                self._under_way.remove(attempt)
+            if attempt in self._in_progress:
+                self._in_progress.remove(attempt)
                 self.waited_s += self._waited(attempt)
 
     def _waited(self, attempt: Attempt) -> float:
         seconds = self.clock.now() - attempt.began
-        if not attempt.seen and seconds < SLOW_S:
+        if not attempt.failures and seconds < TIMEOUTS.slow_s:
             return 0.0
-        return max(0.0, seconds - self.clock.worked(attempt.thread) + attempt.worked)
+        return max(0.0, seconds - self.clock.cpu_s(attempt.thread) + attempt.cpu_s)
 
-    def asked(self, again: bool) -> None:
+    def count_request(self, again: bool) -> None:
         with self._lock:
             self.requests += 1
             self.retries += again
 
-    def got(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         with self._lock:
             self.bytes += nbytes
 
-    def failed(self, kind: str, put_off: bool = False) -> None:
+    def count_failure(self, kind: str, put_off: bool = False) -> None:
         with self._lock:
             self.errors[kind] += 1
             self.retries += put_off
 
-    def gave_up(self) -> None:
+    def count_given_up(self) -> None:
         with self._lock:
             self.given_up += 1
 
     def oldest(self) -> Attempt | None:
-        """What has been waited for longest, if anything is."""
+        """Return the oldest operation in progress, if there is one."""
         with self._lock:
-            return min(self._under_way, key=lambda a: a.began, default=None)
+            return min(self._in_progress, key=lambda a: a.began, default=None)
 
     def metrics(self) -> dict[str, Any]:
-        """Of a store: what was asked of it."""
+        """Return the counters of requests to an object store."""
         with self._lock:
             return {
                 "requests": self.requests,
@@ -168,11 +159,12 @@ class StorageStats:
             }
 
     def trouble(self) -> dict[str, Any]:
-        """Of any storage: what went wrong, and what it cost. ``waited_s`` counts what is under
-        way.
+        """Return the counters of problems of any storage.
+
+        ``waited_s`` includes operations in progress.
         """
         with self._lock:
-            waited = self.waited_s + sum(map(self._waited, self._under_way))
+            waited = self.waited_s + sum(map(self._waited, self._in_progress))
             return {
                 "retries": self.retries,
                 "errors": dict(self.errors),
@@ -181,73 +173,72 @@ class StorageStats:
             }
 
 
-def persist(
-    once: Callable[[], T],
-    why: Callable[[Exception], Failure | None],
+def retry_call(
+    call: Callable[[], T],
+    classify: Callable[[Exception], Failure | None],
     *,
     path: str,
-    done: str,
-    tally: StorageStats,
-    gave_up: Callable[[str, str, Sequence[Failure], float], Unreachable],
+    operation: str,
+    stats: StorageStats,
+    give_up_error: Callable[[str, str, Sequence[Failure], float], Unreachable],
 ) -> T:
-    """Calls until it works, the failure is one that lasts, or the deadline passes. What is raised
-    holds no secret; what ``why`` knows nothing about is no fault of storage, and raised as it is.
+    """Call ``call`` until it succeeds, the failure is permanent, or the deadline passes.
+
+    Raised errors contain no secret. An error for which ``classify`` returns None is not a storage
+    error and is raised unchanged.
     """
-    clock, limit, attempt = tally.clock, deadline_s(), tally.begin(path)
-    seen = attempt.seen
+    clock, limit, attempt = stats.clock, deadline_s(), stats.begin(path)
+    failures = attempt.failures
     try:
         while True:
-            tally.asked(again=bool(seen))
+            stats.count_request(again=bool(failures))
             failure: Failure | None
             try:
-                result = once()
-                if seen:
+                result = call()
+                if failures:
                     log.warning(
-                        "%s: well again after %.1f s and %d tries",
-                        _where(tally, path),
+                        "%s: recovered after %.1f s (%d attempts)",
+                        _where(stats, path),
                         clock.now() - attempt.began,
-                        len(seen) + 1,
+                        len(failures) + 1,
                     )
                 return result
             except Exception as error:
-                if (failure := why(error)) is None:
+                if (failure := classify(error)) is None:
                     raise
-            # Outside of the except clause: the library's error, which may quote a signed request,
-            # must not ride along.
-            seen.append(failure)
-            tally.failed(failure.kind, put_off=tally.hasty)
-            if tally.hasty:
+            # Outside of the except clause: the library's error may quote a signed request, so it
+            # must not be chained.
+            failures.append(failure)
+            stats.count_failure(failure.kind, put_off=stats.hasty)
+            if stats.hasty:
                 raise WouldBlock
-            pause = min(FIRST_PAUSE_S * 2 ** min(len(seen) - 1, 20), LONGEST_PAUSE_S) * (
-                0.5 + clock.chance() / 2
-            )
+            pause = min(
+                TIMEOUTS.first_pause_s * 2 ** min(len(failures) - 1, 20), TIMEOUTS.longest_pause_s
+            ) * (0.5 + clock.jitter() / 2)
             took = clock.now() - attempt.began
-            if sum(f.kind == failure.kind for f in seen) >= failure.tries or took >= limit:
-                tally.gave_up()
-                raise gave_up(path, done, seen, took)
-            if len(seen) == 1:
+            if sum(f.kind == failure.kind for f in failures) >= failure.tries or took >= limit:
+                stats.count_given_up()
+                raise give_up_error(path, operation, failures, took)
+            if len(failures) == 1:
                 log.warning(
-                    "%s: %s; it is tried again for up to %g s",
-                    _where(tally, path),
-                    failure.text,
-                    limit,
+                    "%s: %s; retrying for up to %g s", _where(stats, path), failure.text, limit
                 )
-            clock.sleep(min(pause, limit - took))  # the last try is at the deadline
+            clock.sleep(min(pause, limit - took))  # the last attempt is at the deadline
     finally:
-        tally.end(attempt)
+        stats.end(attempt)
 
 
-def tries_in_words(seen: Sequence[Failure], took_s: float) -> str:
-    return f" after {len(seen)} tries in {took_s:.1f} s" if len(seen) > 1 else ""
+def attempts_text(failures: Sequence[Failure], took_s: float) -> str:
+    return f" after {len(failures)} tries in {took_s:.1f} s" if len(failures) > 1 else ""
 
 
-def kinds_in_words(seen: Sequence[Failure]) -> str:
-    counts = ", ".join(f"{kind} x{n}" for kind, n in Counter(f.kind for f in seen).items())
-    return f" (seen: {counts})" if len(seen) > 1 else ""
+def kinds_text(failures: Sequence[Failure]) -> str:
+    counts = ", ".join(f"{kind} x{n}" for kind, n in Counter(f.kind for f in failures).items())
+    return f" (seen: {counts})" if len(failures) > 1 else ""
 
 
 def deadline_s() -> float:
-    return seconds_of("OVERLORD_STORE_DEADLINE_S", DEADLINE_S)
+    return seconds_of("OVERLORD_STORE_DEADLINE_S", TIMEOUTS.deadline_s)
 
 
 def seconds_of(variable: str, otherwise: float) -> float:
@@ -259,11 +250,11 @@ def seconds_of(variable: str, otherwise: float) -> float:
     if not 0 < value < float("inf"):
         raise Unreachable(
             f"{variable}: expected a number of seconds above 0, got {given!r}",
-            "mend the environment",
+            "fix the environment variable",
             "setup",
         )
     return value
 
 
-def _where(tally: StorageStats, path: str) -> str:
-    return f"source {tally.source!r}, {path}" if tally.source else path
+def _where(stats: StorageStats, path: str) -> str:
+    return f"source {stats.source!r}, {path}" if stats.source else path

@@ -1,6 +1,4 @@
-"""What can go wrong with a store: which faults pass by themselves, which do not, and what to do
-about them.
-"""
+"""Classification of errors of object stores: transient or permanent, and their remedies."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from overlord.sources.base import Unreachable
-from overlord.sources.retry import FEW, FOR_EVER, Failure, kinds_in_words, tries_in_words
+from overlord.sources.retry import FEW_ATTEMPTS, UNLIMITED, Failure, attempts_text, kinds_text
 from overlord.uris import scrub
 
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z -]+))?")
@@ -25,11 +23,11 @@ _PASSING = {
     "OperationAborted",
     "ConditionalRequestConflict",
 }
-_SHOWN = 300  # letters of a library's text
+_SHOWN = 300  # characters of a library's text
 
 _UNDER_RUN = "training data must not change under a run; restore it, or start a new run"
 _KEYS = (
-    "check the keys and what they may do; they come from the environment (AWS_ACCESS_KEY_ID, "
+    "check the keys and their permissions; they come from the environment (AWS_ACCESS_KEY_ID, "
     "AWS_SECRET_ACCESS_KEY, ...)"
 )
 _RANGES = (
@@ -38,19 +36,17 @@ _RANGES = (
 )
 
 
-class WrongAnswer(Exception):
-    """An answer that is none: the request succeeded, but these are not the bytes that were asked
-    for.
-    """
+class WrongResponse(Exception):
+    """A request succeeded, but the response does not hold the requested bytes."""
 
     def __init__(self, kind: str, problem: str):
         super().__init__(kind, problem)
         self.kind, self.problem = kind, problem
 
 
-def why(error: Exception) -> Failure:
-    """The failure behind whatever the library raised: it has few classes, so its text decides."""
-    if isinstance(error, WrongAnswer):
+def classify(error: Exception) -> Failure:
+    """Classify an error of the library. It has few classes, so its text decides."""
+    if isinstance(error, WrongResponse):
         return _wrong(error)
     text, shown = str(error), _shown(str(error))
     status, code = _STATUS.search(text), (_CODE.search(text) or ["", ""])[1]
@@ -58,15 +54,15 @@ def why(error: Exception) -> Failure:
         return Failure(error.kind, error.problem, error.remedy, 1)
     if "non-partial response" in text:
         return Failure(
-            "whole object", "a range was asked for and the whole object was sent", _RANGES, FEW
+            "whole object", "expected a range, got the whole object", _RANGES, FEW_ATTEMPTS
         )
     if "UnexpectedRange" in text:
-        return Failure("other range", shown, _RANGES, FEW)
+        return Failure("other range", shown, _RANGES, FEW_ATTEMPTS)
     if "BadScheme" in text:
         return Failure(
             "setup",
             "the endpoint is plain http, which is not allowed",
-            "set AWS_ALLOW_HTTP=true if that is meant",
+            "set AWS_ALLOW_HTTP=true to allow it",
             1,
         )
     if "169.254.16" in text or "metadata.google" in text:
@@ -74,7 +70,7 @@ def why(error: Exception) -> Failure:
             "denied",
             "the environment has no keys, and this machine has no role that gives some",
             _KEYS,
-            FEW,
+            FEW_ATTEMPTS,
         )
     if status is not None:
         return _by_status(
@@ -86,20 +82,21 @@ def why(error: Exception) -> Failure:
         return Failure("gone", shown, _UNDER_RUN, 1)
     kinds = _KIND.findall(text)
     if "Timeout" in kinds or "TimedOut" in text:
-        return Failure("timeout", "no byte came for too long")
+        return Failure("timeout", "no byte received for too long")
     if "IncompleteBody" in text or "UnexpectedEof" in kinds:
-        return Failure("short body", "the answer ended before its end")
+        return Failure("short body", "the response ended early")
     if {"Interrupted", "Connect"} & set(kinds):
         return Failure("connection", shown)
-    return Failure(type(error).__name__, shown, tries=FEW)
+    return Failure(type(error).__name__, shown, tries=FEW_ATTEMPTS)
 
 
-def in_mid_run(error: Exception) -> Failure:
-    """The same while a job runs: an object was there when it was indexed, so it may come back, and
-    keys may be renewed.
+def classify_mid_run(error: Exception) -> Failure:
+    """Classify an error of a running job.
+
+    The object existed when it was indexed, so it may come back. Keys may be renewed.
     """
-    found = why(error)
-    return replace(found, tries=FOR_EVER) if found.kind in ("gone", "changed", "denied") else found
+    found = classify(error)
+    return replace(found, tries=UNLIMITED) if found.kind in ("gone", "changed", "denied") else found
 
 
 def _by_status(status: int, code: str, shown: str) -> Failure:
@@ -112,7 +109,7 @@ def _by_status(status: int, code: str, shown: str) -> Failure:
             "check the name of the bucket" if code == "NoSuchBucket" else _UNDER_RUN,
             1,
         )
-    if status in (412, 416):  # nothing past the end that the index knows is ever asked for
+    if status in (412, 416):  # no read goes past the end in the index
         return Failure("changed", shown, _UNDER_RUN, 1)
     if status in (401, 403) or code in ("ExpiredToken", "InvalidToken"):
         return Failure("denied", shown, _KEYS, 1)
@@ -128,17 +125,17 @@ def _by_status(status: int, code: str, shown: str) -> Failure:
     )
 
 
-def _wrong(error: WrongAnswer) -> Failure:
+def _wrong(error: WrongResponse) -> Failure:
     if error.kind == "changed":
         return Failure("changed", error.problem, _UNDER_RUN, 1)
     if error.kind == "other range":
-        return Failure(error.kind, error.problem, _RANGES, FEW)
+        return Failure(error.kind, error.problem, _RANGES, FEW_ATTEMPTS)
     return Failure(error.kind, error.problem)
 
 
-def gave_up(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
-    """The error for what was tried: what, how often, for how long, what came of it, what to do."""
-    last, tried = seen[-1], tries_in_words(seen, took_s)
+def give_up_error(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unreachable:
+    """Return the error after the last attempt: operation, attempts, duration, causes and remedy."""
+    last, tried = seen[-1], attempts_text(seen, took_s)
     if last.kind == "gone":
         return Unreachable(
             f"the object is gone or was never there ({last.text}){tried}", last.remedy, last.kind
@@ -148,11 +145,11 @@ def gave_up(path: str, done: str, seen: Sequence[Failure], took_s: float) -> Unr
             f"the object changed since it was indexed ({last.text}){tried}", last.remedy, last.kind
         )
     return Unreachable(
-        f"could not be {done}{tried}: {last.text}" + kinds_in_words(seen), last.remedy, last.kind
+        f"could not be {done}{tried}: {last.text}" + kinds_text(seen), last.remedy, last.kind
     )
 
 
 def _shown(text: str) -> str:
-    """The library's own first line, without its dump of the request."""
+    """Return the first line of the library's text, without its dump of the request."""
     line = " ".join(text.split("\nDebug source", 1)[0].split())
     return scrub(line)[:_SHOWN]

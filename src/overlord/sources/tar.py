@@ -1,7 +1,8 @@
-"""The members of a tar file, by offset: ustar, pax and GNU long names. Nothing is ever extracted.
+"""Reader of the members of a tar file, by offset: ustar, pax and GNU long names.
 
-Written for files nobody vouches for: every size is checked against the file, extended headers are
-bounded, and a header whose checksum is wrong ends the reading with its place named.
+Nothing is ever extracted. Files are not trusted. Every size is checked against the file, and
+extended headers are bounded. A header with a wrong checksum ends the reading with an error that
+names its offset.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Member(NamedTuple):
 
 
 class BrokenTar(Exception):
-    """The archive makes no sense from ``offset`` on, or ends before its end mark."""
+    """The archive is invalid from ``offset`` on, or ends before its end mark."""
 
     def __init__(self, offset: int, problem: str):
         super().__init__(offset, problem)
@@ -47,8 +48,9 @@ class BrokenTar(Exception):
 
 
 class TarCursor:
-    """Front-to-back reading in large pieces that skips without reading. Wants what a store wants:
-    few, long reads.
+    """Reads front to back in large pieces and skips without reading.
+
+    A store prefers few, long reads.
     """
 
     def __init__(self, handle: pa.NativeFile, size: int):
@@ -56,7 +58,7 @@ class TarCursor:
         self._handle, self._at, self._piece = handle, 0, b""
 
     def read(self, offset: int, n: int) -> bytes:
-        """Up to n bytes at ``offset``; fewer at the end of the file."""
+        """Return n bytes at ``offset``; fewer at the end of the file."""
         skip = offset - self._at
         if skip >= 0 and skip + n <= len(self._piece):
             return self._piece[skip : skip + n]
@@ -71,7 +73,7 @@ class TarCursor:
 
 
 def members(cursor: TarCursor) -> Iterator[Member]:
-    """Regular members and refused ones, in file order; directories are passed over."""
+    """Yield regular and refused members, in file order; directories are skipped."""
     at, first, long_name, pax = 0, 0, b"", dict[str, bytes]()
     while True:
         block = cursor.read(at, BLOCK_SIZE)
@@ -121,7 +123,7 @@ def _member(
     try:
         name = raw.decode()
     except UnicodeDecodeError:
-        name, problem = raw.decode(errors="backslashreplace"), "has a name that is no UTF-8"
+        name, problem = raw.decode(errors="backslashreplace"), "has a name that is not UTF-8"
     if kind in _KINDS:
         problem = f"is {_KINDS[kind]}"
     elif kind not in (b"0", b"\0", b"7"):
@@ -135,14 +137,15 @@ def _member(
 
 def _short_name(block: bytes) -> bytes:
     name = block[:100].split(b"\0", 1)[0]
-    # GNU tar uses "ustar " and keeps other things where ustar has the prefix.
+    # GNU tar uses "ustar " and stores other data in the place of the ustar prefix.
     prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
     return prefix + b"/" + name if prefix else name
 
 
 def _check(block: bytes, first: int) -> None:
-    """The header's own checksum, over its bytes with the checksum taken as blanks (some old writers
-    sum signed).
+    """Verify the checksum of a header, with the checksum field taken as blanks.
+
+    Some old writers sum signed bytes.
     """
     try:
         wanted = int(block[148:156].strip(b" \0") or b"0", 8)
@@ -171,7 +174,7 @@ def _size(block: bytes, pax: dict[str, bytes], first: int) -> int:
 
 
 def _pax(body: bytes, first: int) -> dict[str, bytes]:
-    """Records ``"<length> <key>=<value>\\n"``, the length counting itself."""
+    """Return the records ``"<length> <key>=<value>\\n"``; the length includes itself."""
     records, at = dict[str, bytes](), 0
     while at < len(body) and body[at : at + 1] != b"\0":
         blank = body.find(b" ", at, at + 20)

@@ -1,11 +1,12 @@
-"""WebDataset: tar shards in which consecutive members with the same key form a sample, one column
-per extension.
+"""Reader of WebDataset: tar shards in which consecutive members with the same key form a sample,
+one column per extension.
 
 ``a/b.jpg`` and ``a/b.seg.png`` are the columns ``jpg`` and ``seg.png`` of the sample whose
-``__key__`` is ``a/b``. Two kinds of columns hold lists, for samples of several images: ``images``
-has every member that ends as an image does, and a column asked for with a ``*`` (``img*.jpg``) has
-every member that it fits; both in the order of the names, numbers counted (``2`` before ``10``).
-Values are bytes as stored. Pickles, links and devices are refused by name: data is only data.
+``__key__`` is ``a/b``. Two kinds of columns hold lists, for samples of several images. ``images``
+has every member with the extension of an image. A requested column with a ``*`` (``img*.jpg``) has
+every member that matches. Both are in order of the names, with digits compared as numbers (``2``
+before ``10``). Values are the stored bytes. Pickles, links and devices are refused by name: data
+must not execute code.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ if TYPE_CHECKING:
 KEY = "__key__"
 IMAGES = "images"
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "gif")
-REFUSED = (".pkl", ".pickle", ".pyd", ".pt", ".pth")  # what other readers would unpickle
+REFUSED = (".pkl", ".pickle", ".pyd", ".pt", ".pth")  # extensions that other readers would unpickle
 
 
 @dataclass(slots=True)
 class Group:
-    """One sample: its bytes by extension, or why it is none."""
+    """One sample: its bytes by extension, or the reason why it is unreadable."""
 
     key: str
     offset: int
     size: int = 0
-    values: dict[str, bytes | None] = field(default_factory=dict)  # None: there, but not asked for
+    # None: present, but not requested
+    values: dict[str, bytes | None] = field(default_factory=dict)
     problem: str = ""
 
     def refuse(self, problem: str) -> None:
         self.problem = self.problem or problem
-        self.values = dict.fromkeys(self.values)  # lets go of the bytes
+        self.values = dict.fromkeys(self.values)  # releases the bytes
 
 
 class WebDataset:
@@ -88,10 +90,10 @@ class WebDataset:
 
 
 def _groups(cursor: TarCursor, options: ReadOptions, skip: int) -> Iterator[Group]:
-    """Samples in file order; the bytes of the first ``skip`` are not read.
+    """Yield samples in file order; the bytes of the first ``skip`` are not read.
 
-    Names without an extension and hidden ones are no samples and are passed over. Where the archive
-    breaks, the sample in hand may lack members, so it is the unreadable one.
+    Members without an extension and hidden ones are skipped. Where the archive breaks, the current
+    sample may lack members, so it becomes the unreadable one.
     """
     group: Group | None = None
     count = 0
@@ -125,9 +127,8 @@ def _add(
         group.refuse(f"member {member.name!r} is a pickle, which could run code")
     elif extension in group.values:
         group.refuse(f"member {member.name!r} is there twice")
-    group.size += (
-        member.size
-    )  # all members: whether a row is too large must not depend on who reads it
+    # All members count: the size check must not depend on the requested columns.
+    group.size += member.size
     if group.size > options.max_sample_bytes:
         group.refuse(
             f"the sample has more than {options.max_sample_bytes} bytes, the source's "
@@ -144,8 +145,9 @@ def _add(
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Key and extension: the path is cut at the first dot of its last part. No extension: no
-    sample.
+    """Return key and extension: the path is split at the first dot of its last part.
+
+    Without an extension it is not a sample.
     """
     folder, slash, last = name.removeprefix("./").rpartition("/")
     stem, _, extension = last.partition(".")
@@ -157,7 +159,7 @@ def _is_list(column: str) -> bool:
 
 
 def _holds(column: str, extension: str) -> bool:
-    """Whether a column has the members of an extension."""
+    """Return whether a column contains the members of an extension."""
     if column == IMAGES:
         return extension.rpartition(".")[2] in IMAGE_ENDINGS
     return fnmatchcase(extension, column) if "*" in column else extension == column
@@ -169,7 +171,7 @@ def _listed(group: Group, column: str) -> list[bytes | None]:
 
 
 def _by_number(name: str) -> list[tuple[int, int, str]]:
-    """Digits count as numbers, so that 2 comes before 10."""
+    """Return a sort key in which digits count as numbers, so that 2 comes before 10."""
     return [
         (0, int(part), part) if part.isdecimal() else (1, 0, part)
         for part in re.split(r"([0-9]+)", name)
@@ -188,9 +190,7 @@ def _column(groups: Sequence[Group], name: str) -> pa.Array:
 def _bytes(cursor: TarCursor, member: Member) -> bytes:
     data = cursor.read(member.data, member.size)
     if len(data) != member.size:
-        raise OSError(
-            f"expected {member.size} bytes of member {member.name!r}, the file gave {len(data)}"
-        )
+        raise OSError(f"expected {member.size} bytes of member {member.name!r}, got {len(data)}")
     return data
 
 

@@ -1,8 +1,8 @@
-"""What a source's rows go through, said as values; and the shapes that travel between the stages.
+"""Transform specifications as values, and the tables that pass between the stages.
 
-A spec is frozen, cheap to import and to build, and reports its problems at construction as far as
-they show without reading files. What runs a spec is in ``pipeline.py``; pyarrow and tokenizers are
-imported only there.
+A specification is frozen and cheap to import and to build. It reports problems at construction as
+far as they show without reading files. ``pipeline.py`` executes specifications; pyarrow and
+tokenizers are imported only there.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ RESERVED_META = ("tokens", "bytes")  # every sample has these
 
 
 class Transform(Protocol):
-    """One step of a pipeline. ``user_code``: the result of a row may depend on the batch it comes
-    in.
-    """
+    """One step of a pipeline. ``user_code``: the result of a row may depend on its batch."""
 
     kind: ClassVar[str]
 
@@ -45,8 +43,8 @@ class Transform(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowIds:
-    """Who the rows of a slice are: the part of ``SampleId`` that a transform may key chance
-    with.
+    """Identity of the rows of a slice: the part of ``SampleId`` that a transform may use to seed
+    randomness.
     """
 
     epoch: int
@@ -56,14 +54,15 @@ class RowIds:
 
 @dataclass(slots=True, eq=False)
 class StagedRows:
-    """What the slice stage leaves of a slice. ``index`` and ``bad`` count rows of the slice that
-    came in.
+    """Output of the slice stage for one slice.
+
+    ``index`` and ``bad`` refer to rows of the input slice.
     """
 
     table: pa.Table
     index: np.ndarray  # int64: input row of every row of ``table``
     bad: list[tuple[int, str]] = field(default_factory=list)  # (input row, reason), ascending
-    dropped: int = 0  # rows a Filter dropped: counted, never quarantined
+    dropped: int = 0  # rows dropped by a Filter: counted, never quarantined
 
 
 def _none() -> np.ndarray:
@@ -76,19 +75,17 @@ class Block:
 
     index: np.ndarray  # int64: input row of every sample
     part: np.ndarray  # int32
-    # starts at 0, nothing unused; a view of Arrow memory where nothing had to be cut out
+    # starts at 0 without unused values; a view of Arrow memory unless rows had to be removed
     tokens: Ragged
-    meta: dict[
-        str, Column
-    ]  # "tokens" and "bytes" (int64) and own columns (int64 or float64, or ragged of these)
+    # "tokens" and "bytes" (int64) and the user's columns (int64 or float64, or ragged of these).
+    meta: dict[str, Column]
     bad: list[tuple[int, str]] = field(default_factory=list)  # (input row, reason), ascending
     items: Items | None = None  # images of the samples; None: the source has none
-    image_bytes_in: int = 0  # of their files
-    image_bytes_out: int = 0  # of their pixels
-    long: np.ndarray = field(
-        default_factory=_none
-    )  # int64: input rows that lost tokens to ``on_long``, ascending
-    lost: np.ndarray = field(default_factory=_none)  # int64: how many each lost
+    image_bytes_in: int = 0  # bytes of their files
+    image_bytes_out: int = 0  # bytes of their pixels
+    # int64: input rows that lost tokens to ``on_long``, ascending.
+    long: np.ndarray = field(default_factory=_none)
+    lost: np.ndarray = field(default_factory=_none)  # int64: number of tokens that each lost
 
     def __len__(self) -> int:
         return len(self.index)
@@ -96,7 +93,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tokens:
-    """Token ids that already stand in a column of lists, of any integer type."""
+    """Token ids that are already in a column of lists, of any integer type."""
 
     column: str = "tokens"
     kind: ClassVar[str] = "tokens"
@@ -118,9 +115,8 @@ class Map:
     """``fn(columns) -> columns`` over a slice; with ``rows``, ``fn(row) -> row``; with ``rng`` too,
     ``fn(row, rng)``.
 
-    What ``fn`` returns replaces the columns. ``holds_lock``: pure Python that takes long, so that
-    the source is better transformed in a process of its own; ``fn`` must then be a module's
-    function.
+    The result of ``fn`` replaces the columns. ``holds_lock``: ``fn`` is slow pure Python, so the
+    source should be transformed in a separate process. ``fn`` must then be a function of a module.
     """
 
     fn: Callable[..., Any]
@@ -145,8 +141,9 @@ class Map:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Filter:
-    """Keeps the rows for which ``fn(columns)`` (with ``rows``, ``fn(row)``) says True; the others
-    are counted.
+    """Keep the rows for which ``fn(columns)`` (with ``rows``, ``fn(row)``) returns True.
+
+    Count the others.
     """
 
     fn: Callable[..., Any]
@@ -167,7 +164,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Select:
-    """Only these columns go on; set before a Map or Filter, only these are read from the file."""
+    """Keep only these columns. Before a Map or Filter, only these are read from the file."""
 
     columns: tuple[str, ...]
     kind: ClassVar[str] = "select"
@@ -196,19 +193,18 @@ class Select:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Meta:
-    """A number per sample that strategies see beside ``tokens`` and ``bytes``: a column, or what a
-    function makes of the columns.
+    """A number per sample that strategies see in addition to ``tokens`` and ``bytes``: a column, or
+    a function of the columns.
 
-    A column of lists gives several numbers per sample, one for each of its items:
-    ``Meta("image_patches", "image_patches")``. They count something, so none may be negative. When
-    ``on_long="split"`` cuts a sample, its items stay with the first piece; samples of a source
-    without the column have no items.
+    A column of lists gives several numbers per sample, one per item: ``Meta("image_patches",
+    "image_patches")``. They count something, so none may be negative. When ``on_long="split"``
+    splits a sample, its items stay with the first piece. Samples of a source without the column
+    have no items.
     """
 
     name: str
-    value: (
-        str | Callable[..., Any]
-    )  # a column's name, or fn(columns) -> one value a row; with rows, fn(row) -> value
+    # A column name, or fn(columns) -> one value per row; with rows, fn(row) -> value.
+    value: str | Callable[..., Any]
     rows: bool = field(default=False, kw_only=True)
     holds_lock: bool = field(default=False, kw_only=True)
     kind: ClassVar[str] = "meta"
@@ -270,12 +266,11 @@ def function_name(fn: Any) -> str:
 
 
 def function_fingerprint(fn: Any) -> str:
-    """The same for the same code and the same captured constants, in any process and after any
-    restart.
+    """Return a digest that is the same for the same code and captured constants, in any process.
 
-    Source text where there is one, else byte code and constants. Captured values count where they
-    are plain (numbers, text, tuples of them); the address of anything else would differ in every
-    process, so it is left out.
+    It covers the source text if there is one, else byte code and constants. Captured values count
+    if they are plain (numbers, text, tuples of them). Other values are ignored: their address
+    differs in every process.
     """
     if isinstance(fn, functools.partial):
         return digest(
@@ -314,9 +309,7 @@ def _code_text(fn: Any) -> str:
 
 
 def _bytecode(code: Any) -> str:
-    """Byte code with its constants, nested functions included: what a code object does, without
-    where it stood.
-    """
+    """Return byte code with its constants, nested functions included, but without its location."""
     constants = [_bytecode(c) if inspect.iscode(c) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()}({', '.join(constants)}; {', '.join(code.co_names)})"
 
@@ -324,7 +317,7 @@ def _bytecode(code: Any) -> str:
 def _cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not yet bound: a function that calls itself
+    except ValueError:  # not yet bound: a recursive function
         return None
 
 

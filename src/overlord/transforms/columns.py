@@ -1,9 +1,9 @@
-"""Between Arrow columns and what is made of them: token ids, texts, numbers, and what users'
-functions take and give.
+"""Conversion between Arrow columns and token ids, texts, numbers, and the arguments and results of
+user functions.
 
-Every reader here returns what it could read and a mapping of the rows it could not, with the
-reason. A column that no row of can be read (missing, or of a type that never fits) raises
-``Unfit``; the pipeline adds who and what to do.
+Every reader here returns the values it could read, and a mapping of unreadable rows to reasons. A
+column without a readable row (missing, or of a wrong type) raises ``Unfit``. The pipeline adds the
+transform and the remedy.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from overlord.sources.mixed_columns import column_of, groups, is_mixed
 
 EXACT = (
     2**53
-    # metadata of many rows and sources share one array, maybe of float64; beyond, whole numbers
-    # would
-    # be rounded
+    # Metadata of many rows and sources share one array, maybe of float64, which rounds larger whole
+    # numbers.
 )
-ID_LIMIT = (
-    2**31
-)  # ids are delivered as int64 and indexed as int32 by most kernels; nothing real comes near
+# Ids are delivered as int64 and indexed as int32 by most kernels; no real vocabulary comes near.
+ID_LIMIT = 2**31
 _TOO_LARGE = "a whole number beyond 2**53, which float64 would round"
-HIDDEN = "\x1fmeta."  # columns that Meta made: users' functions neither see nor lose them
+HIDDEN = "\x1fmeta."  # columns made by Meta: user functions neither see nor lose them
 Bad = dict[int, str]  # row -> reason
 
 
 class Unfit(Exception):
-    """No row of this column can be read as wanted."""
+    """No row of this column can be read in the requested form."""
 
 
 def plain(table: pa.Table) -> pa.Table:
-    """Without dictionaries and views: Arrow can neither join the one with plain columns nor take
-    rows from the other.
+    """Return the table without dictionaries and views.
+
+    Arrow cannot join dictionaries with plain columns, and cannot take rows from views.
     """
     for i, field in enumerate(table.schema):
         wanted = field.type.value_type if pt.is_dictionary(field.type) else field.type
@@ -56,7 +55,7 @@ def kind_of(table: pa.Table, name: str, wanted: str) -> pa.DataType:
     if at < 0:
         known = [n for n in table.column_names if not n.startswith(HIDDEN)]
         raise Unfit(
-            f"no column {name!r} ({wanted} wanted); the columns are: {', '.join(known) or 'none'}"
+            f"expected the column {name!r} ({wanted}), got {', '.join(known) or 'no column'}"
         )
     kind = table.schema.field(at).type
     return (
@@ -65,12 +64,12 @@ def kind_of(table: pa.Table, name: str, wanted: str) -> pa.DataType:
 
 
 def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
-    """One column as one array; no copy when the table has one chunk, as a slice that was just read
+    """Return one column as one array; without a copy if the table has one chunk, as a fresh slice
     has.
     """
     kind_of(table, name, wanted)
     chunked = table.column(name)
-    found = _one(chunked)
+    found = _one_array(chunked)
     return (
         found.storage
         if isinstance(found, pa.ExtensionArray) and not is_mixed(found.type)
@@ -78,22 +77,21 @@ def column(table: pa.Table, name: str, wanted: str) -> pa.Array:
     )
 
 
-def _one(chunked: pa.ChunkedArray) -> pa.Array:
+def _one_array(chunked: pa.ChunkedArray) -> pa.Array:
     found = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
-    return (
-        pa.nulls(0, chunked.type) if isinstance(found, pa.ChunkedArray) else found
-    )  # combine_chunks of no chunk at all
+    # combine_chunks of no chunk at all returns a chunked array.
+    return pa.nulls(0, chunked.type) if isinstance(found, pa.ChunkedArray) else found
 
 
 Check = Callable[[pa.Table, str], None]  # raises Unfit if no row of the column can be read
 
 
 def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
-    """List the rows whose values do not pass ``check`` alone, and whether the others need another
-    type. Raises Unfit if none passes.
+    """List the rows whose values fail ``check`` alone, and tell whether the others need another
+    type.
 
-    A column passes as a whole if its type does. Else rows decide: an empty list has the type of its
-    neighbours.
+    Raises Unfit if no row passes. A column passes as a whole if its type does. Otherwise rows
+    decide: an empty list has the type of its neighbours.
     """
     typed = name not in table.column_names or not is_mixed(table.schema.field(name).type)
     if typed:
@@ -104,7 +102,7 @@ def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
                 raise
         else:
             return {}, False
-    found, bad = groups(_one(table.column(name)))
+    found, bad = groups(_one_array(table.column(name)))
     bad = {i: f"column {name!r}: {reason}" for i, reason in bad.items()}
     for rows, array in found:
         try:
@@ -117,8 +115,9 @@ def unfit_rows(table: pa.Table, name: str, check: Check) -> tuple[Bad, bool]:
 
 
 def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) -> pa.Table:
-    """Give a column the type that its values have without those of other rows; ``bad`` rows become
-    null.
+    """Give a column the type that its values have without those of other rows.
+
+    ``bad`` rows become null.
     """
     values = [None if bad and i in bad else v for i, v in enumerate(table.column(name).to_pylist())]
     return table.set_column(table.schema.get_field_index(name), name, column_of(values)[0])
@@ -127,8 +126,10 @@ def retyped(table: pa.Table, name: str, bad: Mapping[int, str] | None = None) ->
 def _each_type(
     array: pa.Array, name: str, read: Callable[[pa.Table, str], tuple[Any, Bad]]
 ) -> tuple[list[Any], np.ndarray, Bad]:
-    """Read a mixed column type by type: what ``read`` returned, where each row is in these joined,
-    and the rows it refused.
+    """Read a mixed column type by type.
+
+    Returns the results of ``read``, the position of each row in their concatenation, and the
+    rejected rows.
     """
     found, unread = groups(array)
     bad = {i: f"{name} holds {reason}" for i, reason in unread.items()}
@@ -148,21 +149,20 @@ def _each_type(
 
 def check_ids(table: pa.Table, name: str) -> None:
     kind = kind_of(table, name, "lists of token ids")
-    if pt.is_null(kind) or is_mixed(kind):  # of a mixed column each row is read by itself
+    if pt.is_null(kind) or is_mixed(kind):  # each row of a mixed column is read by itself
         return
     if pt.is_fixed_size_list(kind) or pt.is_list(kind) or pt.is_large_list(kind):
         inner = kind.value_type
         if pt.is_integer(inner) or pt.is_floating(inner) or pt.is_null(inner):
             return
-    raise Unfit(f"column {name!r} has the type {kind}; lists of token ids (list<int>) expected")
+    raise Unfit(f"column {name!r}: expected lists of token ids (list<int>), got {kind}")
 
 
 def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
-    """A list column as token ids, without a copy (int64: cast to half the size) and without Python
-    per row.
+    """Return a list column as token ids, without a copy and without Python per row.
 
-    The type of the ids follows from the type of the column alone, never from the values, so that
-    the bytes of a row are the same in whatever batch it comes.
+    Ids of type int64 are cast to half the size. The type of the ids follows from the type of the
+    column alone, never from the values. The bytes of a row are therefore the same in every batch.
     """
     array = column(table, name, "lists of token ids")
     if is_mixed(array.type):
@@ -174,12 +174,12 @@ def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
         return Ragged(np.zeros(0, np.uint32), np.zeros(len(array) + 1, np.int64)), bad
     values, offsets = lists(array)
     ids, faults = _numbers(values)
-    _blame(bad, name, offsets, [*faults, *_out_of_range(ids)])
-    return Ragged(_narrow(ids), offsets), bad
+    _add_faults(bad, name, offsets, [*faults, *_out_of_range(ids)])
+    return Ragged(_unsigned(ids), offsets), bad
 
 
 def lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """A list column as its flat values, nothing unused, and offsets into them."""
+    """Return a list column as flat values without unused ones, and offsets into them."""
     if pt.is_fixed_size_list(array.type):
         offsets = (np.arange(len(array) + 1, dtype=np.int64) + array.offset) * array.type.list_size
     else:
@@ -188,15 +188,17 @@ def lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
     return array.values.slice(first, last - first), offsets - first
 
 
-def _blame(bad: Bad, name: str, offsets: np.ndarray, faults: list[tuple[np.ndarray, str]]) -> None:
-    """Rows that hold the faulty positions, each with its first reason."""
+def _add_faults(
+    bad: Bad, name: str, offsets: np.ndarray, faults: list[tuple[np.ndarray, str]]
+) -> None:
+    """Add the rows that hold the faulty positions, each with its first reason."""
     for positions, reason in faults:
         for i in np.unique(np.searchsorted(offsets, positions, side="right") - 1):
             bad.setdefault(int(i), f"{name} {reason}")
 
 
 def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]]:
-    """Flat values as integers; what is null or has a fraction is listed by position."""
+    """Return flat values as integers; nulls and fractions are listed by position."""
     faults: list[tuple[np.ndarray, str]] = []
     if pt.is_null(values.type):
         return np.zeros(len(values), np.uint32), [
@@ -208,14 +210,15 @@ def _numbers(values: pa.Array) -> tuple[np.ndarray, list[tuple[np.ndarray, str]]
     ids = numpy_of(values)
     if ids.dtype.kind == "f":  # JSON: one row with a fraction makes the whole column floating
         whole = np.isfinite(ids) & (np.floor(ids) == ids) & (np.abs(ids) < 2**53)
-        faults.append((np.flatnonzero(~whole), "holds an id that is no whole number"))
+        faults.append((np.flatnonzero(~whole), "holds an id that is not a whole number"))
         ids = np.where(whole, ids, 0).astype(np.int64)
     return ids, faults
 
 
 def _out_of_range(ids: np.ndarray) -> list[tuple[np.ndarray, str]]:
-    """Negative ids and ids of 2**31 and more. One pass over the bits: a negative number is a large
-    unsigned one.
+    """Return negative ids and ids of 2**31 and more.
+
+    One pass over the bits: a negative number is a large unsigned one.
     """
     bits = ids.dtype.itemsize * 8
     limit = min(ID_LIMIT, 2 ** (bits - 1) if ids.dtype.kind == "i" else 2**bits)
@@ -225,14 +228,14 @@ def _out_of_range(ids: np.ndarray) -> list[tuple[np.ndarray, str]]:
     return [(np.flatnonzero(unsigned >= limit), f"holds an id below 0 or above {ID_LIMIT - 1}")]
 
 
-def _narrow(ids: np.ndarray) -> np.ndarray:
+def _unsigned(ids: np.ndarray) -> np.ndarray:
     return ids.astype(np.uint32) if ids.dtype.itemsize == 8 else ids.view(f"u{ids.dtype.itemsize}")
 
 
 def check_texts(table: pa.Table, name: str) -> None:
     kind = kind_of(table, name, "text")
     if not (_is_bytes(kind) or pt.is_string(kind) or pt.is_large_string(kind) or pt.is_null(kind)):
-        raise Unfit(f"column {name!r} has the type {kind}; text (string) expected")
+        raise Unfit(f"column {name!r}: expected text (string), got {kind}")
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -240,8 +243,9 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
-    """A column as Python strings; bytes are taken as UTF-8. Rows that are no text are "" and
-    listed.
+    """Return a column as Python strings; bytes are decoded as UTF-8.
+
+    Rows without text are "" and listed.
     """
     array = column(table, name, "text")
     if is_mixed(array.type):
@@ -255,7 +259,7 @@ def read_texts(table: pa.Table, name: str) -> tuple[list[str], Bad]:
     else:
         try:
             texts = array.to_pylist()
-        except UnicodeDecodeError:  # Parquet does not check what a writer calls a string
+        except UnicodeDecodeError:  # Parquet does not validate strings
             texts = [
                 _decoded(i, s.as_buffer().to_pybytes() if s.is_valid else None, name, bad)
                 for i, s in enumerate(array)
@@ -277,12 +281,13 @@ def _decoded(i: int, raw: bytes | None, name: str, bad: Bad) -> str:
 def check_numbers(table: pa.Table, name: str) -> None:
     kind = kind_of(table, name, "numbers")
     if not (pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind) or pt.is_null(kind)):
-        raise Unfit(f"column {name!r} has the type {kind}; numbers expected")
+        raise Unfit(f"column {name!r}: expected numbers, got {kind}")
 
 
 def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
-    """A numeric column as int64 or float64; nulls and what is not finite are listed, since no plan
-    can count with them.
+    """Return a numeric column as int64 or float64.
+
+    Nulls and non-finite numbers are listed, since no plan can use them.
     """
     check_numbers(table, name)
     array = column(table, name, "numbers")
@@ -297,7 +302,7 @@ def read_numbers(table: pa.Table, name: str) -> tuple[np.ndarray, Bad]:
 
 
 def check_meta(table: pa.Table, name: str) -> None:
-    """Numbers, or lists of them."""
+    """Raise Unfit unless the column holds numbers or lists of numbers."""
     kind = kind_of(table, name, "numbers")
     if not _is_lists(kind):
         check_numbers(table, name)
@@ -306,7 +311,7 @@ def check_meta(table: pa.Table, name: str) -> None:
         or pt.is_floating(kind.value_type)
         or pt.is_null(kind.value_type)
     ):
-        raise Unfit(f"column {name!r} has the type {kind}; numbers expected")
+        raise Unfit(f"column {name!r}: expected numbers, got {kind}")
 
 
 def _is_lists(kind: pa.DataType) -> bool:
@@ -314,9 +319,7 @@ def _is_lists(kind: pa.DataType) -> bool:
 
 
 def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
-    """A column of numbers, or of lists of them: then every number counts something, and none is
-    negative.
-    """
+    """Return a column of numbers, or of lists of counts, which must not be negative."""
     array = column(table, name, "numbers")
     if is_mixed(array.type):
         parts, order, bad = _each_type(array, name, read_meta)
@@ -329,12 +332,12 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
     faults = [(null_rows(flat), "holds a null")]
     if pt.is_null(flat.type) or flat.null_count:
         flat = flat.cast(pa.int64()).fill_null(0) if pt.is_null(flat.type) else flat.fill_null(0)
-    values, wide = plain_numbers(numpy_of(flat), "", {})
+    values, widened = plain_numbers(numpy_of(flat), "", {})
     faults.append(
-        (np.array(sorted(wide), np.int64), "holds a number that is not finite, or too large")
+        (np.array(sorted(widened), np.int64), "holds a number that is not finite, or too large")
     )
     faults.append((np.flatnonzero(values < 0), "holds a number below 0"))
-    _blame(bad, name, offsets, faults)
+    _add_faults(bad, name, offsets, faults)
     return Ragged(values, offsets), bad
 
 
@@ -343,22 +346,25 @@ def meta_column(found: Column) -> pa.Array:
 
 
 def meta_rows(chunked: pa.ChunkedArray, row: np.ndarray, part: np.ndarray) -> Column:
-    """Metadata of samples by their row. The pieces of a split sample share its number; its items
-    stay with the first piece.
+    """Return the metadata of samples by their row.
+
+    The pieces of a split sample share its number; its items stay with the first piece.
     """
     if not _is_lists(chunked.type):
-        return numpy_of(_one(chunked))[row]
-    flat, offsets = lists(_one(chunked))
-    items = Ragged(numpy_of(flat), np.append(offsets, offsets[-1]))  # one row more, without items
+        return numpy_of(_one_array(chunked))[row]
+    flat, offsets = lists(_one_array(chunked))
+    items = Ragged(numpy_of(flat), np.append(offsets, offsets[-1]))  # one extra row without items
     return items.take(np.where(part == 0, row, len(offsets) - 1))
 
 
 def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
-    """Rows in which a list has not one number for each item of another."""
+    """Return rows in which a list does not have one number per item of another."""
     one, other = (table.column(HIDDEN + n) for n in (name, items))
     if not (_is_lists(one.type) and _is_lists(other.type)):
         return {}
-    found, wanted = (numpy_of(pc.list_value_length(_one(c))).astype(np.int64) for c in (one, other))
+    found, wanted = (
+        numpy_of(pc.list_value_length(_one_array(c))).astype(np.int64) for c in (one, other)
+    )
     return {
         int(i): f"{name} has {found[i]} numbers for {wanted[i]} items of {items}"
         for i in np.flatnonzero(found != wanted)
@@ -366,12 +372,12 @@ def unequal_items(table: pa.Table, name: str, items: str) -> Bad:
 
 
 def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, Bad]:
-    """Any numeric array as int64 or float64."""
+    """Return any numeric array as int64 or float64."""
     if values.dtype.kind == "f":
-        wide = values.astype(np.float64)
-        for i in np.flatnonzero(~np.isfinite(wide)):
+        widened = values.astype(np.float64)
+        for i in np.flatnonzero(~np.isfinite(widened)):
             bad.setdefault(int(i), f"{name} is not finite")
-        return wide, bad
+        return widened, bad
     if values.dtype.kind in "iu" and values.dtype.itemsize == 8:
         for i in np.flatnonzero(
             (values > EXACT) | (values < -EXACT) if values.dtype.kind == "i" else values > EXACT
@@ -381,8 +387,9 @@ def plain_numbers(values: np.ndarray, name: str, bad: Bad) -> tuple[np.ndarray, 
 
 
 def numbers_of(values: Sequence[Any], name: str) -> tuple[np.ndarray, Bad]:
-    """Single numbers as int64 or float64; rows with a whole number that float64 would round are
-    listed.
+    """Return single numbers as int64 or float64.
+
+    Rows with a whole number that float64 would round are listed.
     """
     bad = {
         i: f"{name} is {_TOO_LARGE}"
@@ -403,13 +410,13 @@ def null_rows(array: pa.Array) -> np.ndarray:
 
 
 def ids_column(ids: Ragged) -> pa.Array:
-    """Token ids as a list column over the same memory."""
+    """Return token ids as a list column over the same memory."""
     return pa.LargeListArray.from_arrays(arrow_of(ids.offsets), arrow_of(ids.values))
 
 
 def to_columns(table: pa.Table) -> dict[str, Any]:
-    """What a user's function gets: numbers as an array of its own (it may write to it), everything
-    else as a list.
+    """Return the columns for a user function: numbers as a writable array, everything else as a
+    list.
     """
     visible = [name for name in table.column_names if not name.startswith(HIDDEN)]
     return {name: _values(column(table, name, "values")) for name in visible}
@@ -417,7 +424,7 @@ def to_columns(table: pa.Table) -> dict[str, Any]:
 
 def _values(array: pa.Array) -> np.ndarray | list[Any]:
     if is_mixed(array.type):
-        return _whole_or_not(array.to_pylist())
+        return _as_float64(array.to_pylist())
     numeric = pt.is_integer(array.type) or pt.is_floating(array.type) or pt.is_boolean(array.type)
     if numeric and not array.null_count:
         return np.array(numpy_of(array))
@@ -425,14 +432,14 @@ def _values(array: pa.Array) -> np.ndarray | list[Any]:
     return values
 
 
-def _whole_or_not(values: list[Any]) -> np.ndarray | list[Any]:
-    """Whole numbers beside fractions are an array of float64 if it holds them exactly."""
+def _as_float64(values: list[Any]) -> np.ndarray | list[Any]:
+    """Return whole numbers mixed with fractions as an array of float64 if it holds them exactly."""
     numbers = all(type(v) is float or (type(v) is int and -EXACT <= v <= EXACT) for v in values)
     return np.array(values, np.float64) if numbers else values
 
 
 def to_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """The same row by row, all in plain Python values."""
+    """Return the visible columns row by row, in plain Python values."""
     visible = [name for name in table.column_names if not name.startswith(HIDDEN)]
     rows: list[dict[str, Any]] = (
         table.select(visible).to_pylist() if visible else [{} for _ in range(table.num_rows)]
@@ -441,8 +448,9 @@ def to_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def from_values(values: Any, name: str) -> tuple[pa.Array, Bad]:
-    """A column from what a user's function returned. Rows with a value that no column can hold are
-    listed.
+    """Return the result of a user function as a column.
+
+    Rows with a value that no column can hold are listed.
     """
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values, {}
@@ -463,7 +471,7 @@ def as_number(value: Any) -> Any:
 
 
 def as_meta(value: Any) -> Any:
-    """A number, or a list of them."""
+    """Return a number or a list of numbers; raise for anything else."""
     if isinstance(value, (list, tuple, np.ndarray)) and np.ndim(value) == 1:
         return [as_number(v) for v in value]
     return as_number(value)

@@ -1,10 +1,11 @@
-"""From the bytes of an image file to upright RGB of the wanted size.
+"""Decoding of an image file to upright RGB of the requested size.
 
-The rules, so that anybody can make the same pixels: colour profiles are ignored; CMYK is turned to
-RGB by Pillow's plain formula; palettes are looked up; what is transparent stands on white; of 16
-bits the upper 8 are kept; of an animation the first picture; EXIF's orientation is applied before
-the crop; the crop is resized by Pillow's bicubic filter with antialiasing. Which decoder is used
-follows from the file alone: libjpeg-turbo by simplejpeg for JPEGs of 1 or 3 channels, else Pillow.
+The rules are complete, so that another implementation can make the same pixels. Colour profiles are
+ignored. CMYK is converted to RGB by Pillow's plain formula. Palettes are resolved. Transparent
+pixels are composed on white. From 16 bits the upper 8 are kept. From an animation the first picture
+is used. The EXIF orientation is applied before the crop. The crop is resized by Pillow's bicubic
+filter with antialiasing. The decoder follows from the file alone: libjpeg-turbo by simplejpeg for
+JPEGs of 1 or 3 channels, else Pillow.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from overlord.extras import pip_install
 from overlord.transforms.image_header import BadImage, Header, Limits, header
 from overlord.transforms.image_items import Prefix
 
-# a JPEG decoded at a half, a quarter or an eighth of its size is at least so many times as large as
-# what is wanted
+# A JPEG may be decoded at 1/2, 1/4 or 1/8 of its size if the result is still this many times as
+# large as requested.
 GAP = 2
-_TOLERATED = ("extraneous bytes",)  # what a JPEG may have wrong and still show its whole image
+_TOLERATED = ("extraneous bytes",)  # defects that still show the whole image
 
 try:
     import simplejpeg
@@ -42,18 +43,18 @@ except ImportError as fault:
 
 _OPEN: dict[
     str, Any
-    # each by its name: ``Image.open`` tries formats one by one and warns of large images by a
-    # global
-    # setting
+    # Each format by its name: ``Image.open`` tries formats one by one, and warns of large images by
+    # a global setting.
 ] = {
     "JPEG": JpegImagePlugin.JpegImageFile,
     "PNG": PngImagePlugin.PngImageFile,
     "WEBP": WebPImagePlugin.WebPImageFile,
     "GIF": GifImagePlugin.GifImageFile,
 }
-_ANY = Limits(
+# The loader has already checked the limits.
+_NO_LIMITS = Limits(
     max_pixels_in=2**62, max_decoded_bytes=2**62, max_file_bytes=2**62, max_aspect=float("inf")
-)  # the loader has checked
+)
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -66,15 +67,15 @@ _TURNS = {
 
 
 def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
-    """The wanted part of an image in the wanted size: bytes ``[height, width, 3]``, or ``[height,
-    width]`` of a grey one.
+    """Return the requested part of an image in the requested size: bytes ``[height, width, 3]``, or
+    ``[height, width]`` for a grey one.
     """
     width, height = prefix.size
-    found = header(data, _ANY)
+    found = header(data, _NO_LIMITS)
     if (found.width, found.height) != prefix.size:
         raise BadImage(
-            f"the image has {found.width} x {found.height} pixels, and {width} x {height} "
-            "were planned"
+            f"expected an image of {width} x {height} pixels, as planned, got "
+            f"{found.width} x {found.height}"
         )
     (_, gh, gw), p = prefix.grid, prefix.patch
     wanted = (gw * p, gh * p)
@@ -85,7 +86,7 @@ def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
         resized = _resized(image, prefix, wanted, scale)
     except (BadImage, MemoryError):
         raise
-    except Exception as fault:  # decoders raise whatever a broken file leads them to
+    except Exception as fault:  # decoders raise any exception on a broken file
         raise BadImage(
             f"the {found.format} cannot be decoded: {type(fault).__name__}: {fault!s:.200}"
         ) from fault
@@ -93,19 +94,21 @@ def decode(data: np.ndarray, prefix: Prefix) -> np.ndarray:
 
 
 def _resized(image: Any, prefix: Prefix, wanted: tuple[int, int], scale: int) -> Any:
-    """The kept part in the wanted size. Of an image in full size it is cut out first, so that what
-    lies around it has no say.
+    """Return the crop in the requested size.
+
+    A full-size image is cropped first, so that pixels around the crop do not affect it.
     """
     x, y, w, h = prefix.box
     box = (x, y, x + w, y + h)
-    if scale == 1:  # a box as large as what is wanted of it is a plain cut
+    if scale == 1:  # a box as large as the result is a plain crop
         image, box = image.resize((w, h), box=box) if (w, h) != image.size else image, (0, 0, w, h)
     return image.resize(wanted, Image.Resampling.BICUBIC, box=tuple(side / scale for side in box))
 
 
 def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
-    """How much smaller a JPEG is decoded. Follows from the item, so that it is the same
-    everywhere.
+    """Return the factor by which a JPEG is decoded smaller.
+
+    It follows from the item, so it is the same everywhere.
     """
     if not prefix.scaled:
         return 1
@@ -114,7 +117,9 @@ def _scale(prefix: Prefix, wanted: tuple[int, int]) -> int:
 
 
 def _pixels(data: np.ndarray, found: Header, scale: int) -> tuple[Any, int]:
-    """An image of the mode L or RGB, as it is stored, and how many times smaller it is."""
+    """Return an image of mode L or RGB in stored orientation, and the factor by which it is
+    smaller.
+    """
     width, height = found.stored
     if found.format == "JPEG" and found.mode != "CMYK":
         array = _jpeg(data, found, scale)
@@ -133,7 +138,7 @@ def _pixels(data: np.ndarray, found: Header, scale: int) -> tuple[Any, int]:
 
 
 def _jpeg(data: np.ndarray, found: Header, scale: int) -> np.ndarray | None:
-    """None: of a subsampling that only Pillow reads."""
+    """Decode a JPEG; return None for a subsampling that only Pillow reads."""
     width, height = (-(-side // scale) for side in found.stored)
     options = {
         "colorspace": "GRAY" if found.mode == "L" else "RGB",
@@ -146,32 +151,34 @@ def _jpeg(data: np.ndarray, found: Header, scale: int) -> np.ndarray | None:
     except ValueError as fault:
         if "subsampling" in str(fault):
             return None
-        if not any(said in str(fault) for said in _TOLERATED):
+        if not any(tolerated in str(fault) for tolerated in _TOLERATED):
             raise
         array = simplejpeg.decode_jpeg(data, **options, strict=False)
     return array
 
 
-class _Theirs:
-    """What the program, or a package it imports, set Pillow's LOAD_TRUNCATED_IMAGES to: so for all
-    threads but one that decodes here. What becomes of a broken file must not depend on the process
-    that decodes it.
+class _TruncatedFlag:
+    """Replacement for Pillow's LOAD_TRUNCATED_IMAGES: the original value, except in a thread that
+    decodes here.
+
+    The program or an imported package may set that flag. The outcome of a broken file must not
+    depend on the process that decodes it.
     """
 
     def __init__(self, value: Any):
         self._value = value
 
     def __bool__(self) -> bool:
-        return bool(self._value) and not getattr(_here, "decoding", False)
+        return bool(self._value) and not getattr(_thread, "decoding", False)
 
 
-_here = threading.local()
+_thread = threading.local()
 
 
 def _pillow(data: np.ndarray, found: Header) -> Any:
-    if not isinstance(theirs := ImageFile.LOAD_TRUNCATED_IMAGES, _Theirs) and theirs:
-        ImageFile.LOAD_TRUNCATED_IMAGES = _Theirs(theirs)
-    _here.decoding = True
+    if not isinstance(flag := ImageFile.LOAD_TRUNCATED_IMAGES, _TruncatedFlag) and flag:
+        ImageFile.LOAD_TRUNCATED_IMAGES = _TruncatedFlag(flag)
+    _thread.decoding = True
     try:
         image = _OPEN[found.format](BytesIO(data.data))
         if image.size != found.stored:
@@ -181,12 +188,12 @@ def _pillow(data: np.ndarray, found: Header) -> Any:
             )
         image.load()
     finally:
-        _here.decoding = False
-    return _plain(image)
+        _thread.decoding = False
+    return _to_l_or_rgb(image)
 
 
-def _plain(image: Any) -> Any:
-    """Mode L or RGB of any mode that the four formats have."""
+def _to_l_or_rgb(image: Any) -> Any:
+    """Convert any mode of the four formats to L or RGB."""
     if image.mode in ("I;16", "I;16B", "I;16L", "I"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:

@@ -1,9 +1,9 @@
-"""What an image file says about itself, read from its header without decoding a pixel.
+"""Parsers of image headers, without decoding a pixel.
 
-JPEG, PNG, WebP and GIF only, each by a parser that never goes back, allocates nothing of the size
-that a file claims, and looks at a bounded number of segments: files come from the web, and some of
-them are hostile. What cannot be decoded later for a reason that the header shows (cut short, too
-large, a kind of JPEG that nobody writes) is refused here, before it is planned.
+They support JPEG, PNG, WebP and GIF. Files come from the web, and some are hostile. Each parser
+only moves forward, allocates nothing of a size that a file claims, and reads a bounded number of
+segments. An image that cannot be decoded later for a reason in its header is refused here, before
+it is planned: truncated, too large, or a rare kind of JPEG.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-MAX_SEGMENTS = (
-    2**16
-)  # of a file; photographs with depth maps and profiles have some hundreds, PNGs a few thousand
+# Segments of a file; photographs with depth maps and profiles have some hundreds, PNGs a few
+# thousand.
+MAX_SEGMENTS = 2**16
 MAX_FILL = 64  # fill bytes before a marker
-MAX_SCANS = (
-    100  # of a progressive JPEG: every scan costs a pass over all pixels; encoders write about ten
-)
-EXIF_BYTES = 2**16  # what is looked at for the orientation
+# Scans of a progressive JPEG: every scan costs a pass over all pixels; encoders write about ten.
+MAX_SCANS = 100
+EXIF_BYTES = 2**16  # bytes that are searched for the orientation
 
 
 class BadImage(ValueError):
@@ -35,7 +34,10 @@ class BadImage(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an image may cost. The largest real photographs have about 100 million pixels."""
+    """Limits of the cost of an image.
+
+    The largest real photographs have about 100 million pixels.
+    """
 
     max_pixels_in: int = 178_956_970
     max_decoded_bytes: int = 2**31  # memory to decode it
@@ -48,28 +50,29 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """An image file by its header. ``width`` and ``height`` are those of the upright image,
-    ``stored`` those in the file.
+    """Header of an image file.
+
+    ``width`` and ``height`` are those of the upright image, ``stored`` those in the file.
     """
 
     width: int
     height: int
     mode: str  # L, LA, P, RGB, RGBA, CMYK
     format: str  # JPEG, PNG, WEBP, GIF
-    frames: int = 1  # of an animation; 2 for a GIF of two or more
-    bits: int = 8  # of one channel
-    orientation: int = 1  # as EXIF counts: 5 to 8 swap width and height
+    frames: int = 1  # frames of an animation; 2 for a GIF of two or more
+    bits: int = 8  # bits per channel
+    orientation: int = 1  # EXIF orientation: 5 to 8 swap width and height
     scans: int = 1  # passes of a progressive JPEG, or 7 of an interlaced PNG
 
     @property
     def stored(self) -> tuple[int, int]:
-        """(width, height) before the orientation is applied."""
+        """Return (width, height) before the orientation is applied."""
         return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
 
     @property
     def decoded_bytes(self) -> int:
-        """About what decoding takes: four bytes a pixel to work on and three to decode to;
-        coefficients of all scans; three canvases.
+        """Estimate the memory for decoding: four bytes per pixel to work on and three for the
+        result, coefficients of all scans, three canvases.
         """
         each = (
             12
@@ -80,8 +83,9 @@ class Header:
 
 
 def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
-    """Size, mode and frames of an image in ``data`` (bytes or an array of them). Raises BadImage,
-    nothing else.
+    """Return size, mode and frames of an image in ``data`` (bytes or an array of them).
+
+    Raises only BadImage.
     """
     view = memoryview(data).cast("B")
     if len(view) > limits.max_file_bytes:
@@ -99,14 +103,16 @@ def header(data: Any, limits: Limits = DEFAULT_LIMITS) -> Header:
         elif start[:6] in (b"GIF87a", b"GIF89a"):
             found = _gif(view)
         else:
-            raise BadImage(f"expected a JPEG, PNG, WebP or GIF file, got {_what(view, start)}")
+            raise BadImage(
+                f"expected a JPEG, PNG, WebP or GIF file, got {_describe_bytes(view, start)}"
+            )
     except (struct.error, IndexError):  # read past the end
         raise BadImage("the file is cut short inside its header") from None
-    _within(found, limits)
+    _check_limits(found, limits)
     return found
 
 
-def _within(found: Header, limits: Limits) -> None:
+def _check_limits(found: Header, limits: Limits) -> None:
     width, height = found.width, found.height
     if not width or not height:
         raise BadImage(f"the image has no pixels ({width} x {height})")
@@ -139,8 +145,8 @@ _KINDS = (
 )
 
 
-def _what(view: memoryview, start: bytes) -> str:
-    """What the bytes look like, so that a reason in the quarantine says more than "garbage"."""
+def _describe_bytes(view: memoryview, start: bytes) -> str:
+    """Describe the bytes, so that a reason in the quarantine is more specific than "garbage"."""
     if not start:
         return "no bytes"
     if start[4:8] == b"ftyp":
@@ -195,7 +201,7 @@ def _jpeg(view: memoryview) -> Header:
 
 
 def _marker(view: memoryview, at: int) -> tuple[int, int]:
-    """The next marker and where its segment begins."""
+    """Return the next marker and the offset of its segment."""
     if view[at] != 0xFF:
         raise BadImage(f"a JPEG without a marker at byte {at}")
     for i in range(at + 1, at + 1 + MAX_FILL):
@@ -216,7 +222,7 @@ def _jpeg_frame(view: memoryview, at: int, marker: int) -> tuple[int, int, int, 
     if channels not in _JPEG_MODES:
         raise BadImage(f"a JPEG with {channels} channels; 1, 3 and 4 are read")
     if not height:
-        raise BadImage("a JPEG that does not say its height before its image")
+        raise BadImage("a JPEG without a height before its image")
     return marker, width, height, channels
 
 
@@ -224,20 +230,18 @@ def _jpeg_header(
     view: memoryview, at: int, frame: tuple[int, int, int, int] | None, orientation: int
 ) -> Header:
     if frame is None:
-        raise BadImage("a JPEG whose image begins before its size is said")
+        raise BadImage("a JPEG whose image begins before its size")
     marker, width, height, channels = frame
     raw = None
-    if (
-        view[-2] != 0xFF or view[-1] != 0xD9
-    ):  # most files end with their image; some have more behind it
+    # Most files end with their image; some have more data after it.
+    if view[-2] != 0xFF or view[-1] != 0xD9:
         raw = bytes(view[at:])
         if b"\xff\xd9" not in raw:
             raise BadImage("a JPEG that is cut short: its end mark is missing")
     scans = 1
     if (
         marker == 0xC2
-        # inside the coded pixels a byte 0xFF never stands before 0xDA, so that counting them counts
-        # scans
+        # Inside the coded pixels 0xFF never precedes 0xDA, so counting these pairs counts scans.
     ):
         scans = 1 + (raw or bytes(view[at:])).count(b"\xff\xda")
         if scans > MAX_SCANS:
@@ -247,7 +251,7 @@ def _jpeg_header(
 
 
 def orientation_of(tiff: bytes) -> int:
-    """EXIF's orientation, 1 to 8; whatever cannot be read is 1."""
+    """Return EXIF's orientation, 1 to 8; 1 if it cannot be read."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
         return 1
@@ -292,8 +296,9 @@ def _png(view: memoryview) -> Header:
 
 
 def _png_chunks(view: memoryview) -> tuple[int, int]:
-    """Frames and orientation, from the names of the chunks; all of them, since a file that is cut
-    short shows only at its end.
+    """Return frames and orientation from all chunks.
+
+    Truncation shows only at the end of the file.
     """
     at, frames, orientation, pixels = 33, 1, 1, False
     unpack, total = struct.Struct(">I4s").unpack_from, len(view)
@@ -321,7 +326,7 @@ def _png_chunks(view: memoryview) -> tuple[int, int]:
 def _webp(view: memoryview) -> Header:
     end = 8 + struct.unpack_from("<I", view, 4)[0]
     if end > len(view):
-        raise BadImage(f"a WebP that is cut short: it says {end} bytes and has {len(view)}")
+        raise BadImage(f"a WebP that is cut short: expected {end} bytes, got {len(view)}")
     found, frames, orientation, pictures, at = None, 1, 1, 0, 12
     for _ in range(MAX_SEGMENTS):
         if at + 8 > end:
@@ -347,7 +352,7 @@ def _webp(view: memoryview) -> Header:
 
 
 def _webp_size(view: memoryview, at: int, name: bytes) -> tuple[int, int, str]:
-    """Of the first chunk."""
+    """Return width, height and mode from the first chunk."""
     if name == b"VP8 ":
         if bytes(view[at + 3 : at + 6]) != b"\x9d\x01\x2a":
             raise BadImage("a WebP whose image does not begin with a key frame")
@@ -372,7 +377,7 @@ def _webp_size(view: memoryview, at: int, name: bytes) -> tuple[int, int, str]:
 
 
 def _gif(view: memoryview) -> Header:
-    """Size of the screen, or of the first picture where it is larger."""
+    """Return the header, with the size of the screen or of the first picture if it is larger."""
     width, height, flags = struct.unpack_from("<HHB", view, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     pictures = left = 0
@@ -387,7 +392,7 @@ def _gif(view: memoryview) -> Header:
             at, left = _blocks(view, at + 11 + (3 << (flags & 7) + 1 if flags & 0x80 else 0), left)
         elif kind == 0x21:
             at, left = _blocks(view, at + 2, left)
-        elif kind == 0x3B or (kind < 0 and pictures):  # many lack the end mark
+        elif kind == 0x3B or (kind < 0 and pictures):  # many files lack the end mark
             break
         else:
             raise BadImage(
@@ -401,7 +406,7 @@ def _gif(view: memoryview) -> Header:
 
 
 def _blocks(view: memoryview, at: int, seen: int) -> tuple[int, int]:
-    """Behind a run of data blocks, and how many blocks were passed in all."""
+    """Return the offset after a run of data blocks, and the number of blocks read so far."""
     while seen < 4 * MAX_SEGMENTS:
         if at >= len(view):
             raise BadImage("a GIF that is cut short")

@@ -1,13 +1,12 @@
-"""An image on its way to an encoder: one self-contained run of bytes, and the pixels that are made
-of it.
+"""The byte format of an image on its way to an encoder, and the pixels made from it.
 
-An *item* is a prefix of 96 bytes (what to make: grid, crop, mean, ...) and then either the file as
-it was stored or the ready pixels. Whoever holds an item can make its pixels, and two who do it get
-the same bits: nothing but the item is looked at.
+An *item* is a prefix of 96 bytes (the parameters: grid, crop, mean, ...), followed by the stored
+file or by ready pixels. The pixels are a pure function of the item, so every process that makes
+them gets the same bits.
 
-Pixels are ``[patches, 3 * patch * patch]``. Patches go row by row; with ``merge`` > 1 the ``merge``
-x ``merge`` patches of one token of the backbone stand together, row by row inside, and those
-squares go row by row. Inside a patch: channel, row, column.
+Pixels are ``[patches, 3 * patch * patch]``. Patches are in row order. With ``merge`` > 1 the
+``merge`` x ``merge`` patches of one backbone token are adjacent, in row order, and these squares
+are in row order. Inside a patch the order is channel, row, column.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ import numpy as np
 from overlord.transforms.image_header import BadImage as BadImage
 
 PREFIX_BYTES = 96
-ENCODED, READY = 0, 1  # form of what stands behind the prefix
+ENCODED, READY = 0, 1  # format of the bytes after the prefix
 DTYPES = ("uint8", "float16", "float32")
 CHANNELS = 3
 MAX_TOKENS = (
     2**16
-    # of an image: far above what any encoder takes; who makes room for pixels goes by what an item
-    # says
-    # of itself
+    # Tokens of an image, far above the limit of any encoder: buffers for pixels are sized by what
+    # an item claims.
 )
 
 _MAGIC, _VERSION = b"OVIM", 1
@@ -39,16 +37,14 @@ assert _PREFIX.size == PREFIX_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """What is to be made of the bytes behind it. ``box`` and ``size`` are in pixels of the upright
-    image.
-    """
+    """Parameters of the pixels to make. ``box`` and ``size`` are in pixels of the upright image."""
 
     form: int = ENCODED
     patch: int
     merge: int
     dtype: str
     grid: tuple[int, int, int]  # t, h, w in patches
-    box: tuple[int, int, int, int]  # x, y, width, height of what is kept
+    box: tuple[int, int, int, int]  # x, y, width, height of the crop
     size: tuple[int, int]  # width, height of the image
     flip: bool = False
     scaled: bool = True
@@ -62,7 +58,7 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """Of the pixels."""
+        """Return the bytes of the pixels."""
         patches, dim = self.shape
         return patches * dim * np.dtype(self.dtype).itemsize
 
@@ -86,7 +82,7 @@ class Prefix:
 
 
 def read_prefix(item: np.ndarray) -> Prefix:
-    """The prefix of an item, checked: an item may have travelled."""
+    """Parse and validate the prefix of an item: the item may come from another process."""
     if len(item) < PREFIX_BYTES:
         raise BadImage(f"an item of {len(item)} bytes is shorter than its prefix of {PREFIX_BYTES}")
     magic, version, form, channels, code, patch, merge, flags, *rest = _PREFIX.unpack_from(
@@ -120,7 +116,7 @@ def read_prefix(item: np.ndarray) -> Prefix:
     if not w or not h or x + w > size[0] or y + h > size[1]:
         raise BadImage(f"an item whose crop {box} is not inside its image of {size[0]} x {size[1]}")
     if not all(abs(v) < 1e9 for v in mean + std) or not all(abs(v) > 1e-9 for v in std):
-        raise BadImage("an item whose mean or std is no number to count with")
+        raise BadImage("an item whose mean or std is out of range")
     return Prefix(
         form=form,
         patch=patch,
@@ -137,19 +133,20 @@ def read_prefix(item: np.ndarray) -> Prefix:
 
 
 def item_grid(item: np.ndarray) -> tuple[int, int, int]:
-    """(t, h, w) in patches."""
+    """Return (t, h, w) in patches."""
     return read_prefix(item).grid
 
 
 def item_shape(item: np.ndarray) -> tuple[int, int, str]:
-    """(patches, numbers in a patch, their type): what ``fill`` writes."""
+    """Return the shape that ``fill`` writes: patches, numbers per patch, and their type."""
     prefix = read_prefix(item)
     return (*prefix.shape, prefix.dtype)
 
 
 def fill(item: np.ndarray, out: np.ndarray) -> None:
-    """Writes the pixels of an item. A pure function of the item; raises BadImage and then leaves
-    ``out`` as it was, or in part written.
+    """Write the pixels of an item to ``out``.
+
+    Raises BadImage; ``out`` may then be partly written.
     """
     prefix = read_prefix(item)
     assert (*out.shape, out.dtype) == (*prefix.shape, prefix.dtype), (
@@ -169,8 +166,10 @@ def fill(item: np.ndarray, out: np.ndarray) -> None:
 
 
 def make_ready(item: np.ndarray) -> np.ndarray:
-    """The same item with its pixels made. One that cannot be decoded stays as it is, and fails
-    where it is used: what becomes of a sample must not depend on where its pixels are made.
+    """Return the item with its pixels made, or unchanged if it cannot be decoded.
+
+    A broken item fails where it is used: the outcome of a sample must not depend on where its
+    pixels are made.
     """
     prefix = read_prefix(item)
     if prefix.form == READY:
@@ -186,8 +185,8 @@ def make_ready(item: np.ndarray) -> np.ndarray:
 
 
 def patchify(image: np.ndarray, prefix: Prefix, out: np.ndarray) -> None:
-    """Bytes ``[height, width]`` or ``[height, width, 3]`` to numbers of patches: ``byte * (1 / (255
-    * std)) - mean / std``.
+    """Convert bytes ``[height, width]`` or ``[height, width, 3]`` to patches of numbers: ``byte *
+    (1 / (255 * std)) - mean / std``.
     """
     (_, gh, gw), p, m = prefix.grid, prefix.patch, prefix.merge
     if image.ndim == 2:
@@ -198,16 +197,15 @@ def patchify(image: np.ndarray, prefix: Prefix, out: np.ndarray) -> None:
     if prefix.dtype == "uint8":
         np.copyto(out.reshape(squares.shape), squares)
         return
-    planes = np.ascontiguousarray(squares).reshape(
-        gh * gw, CHANNELS, p * p
-    )  # bytes first: a quarter of what floats would move
+    # Bytes are moved before conversion: a quarter of the size of floats.
+    planes = np.ascontiguousarray(squares).reshape(gh * gw, CHANNELS, p * p)
     scale, shift = _affine(prefix)
     into: Any = out.reshape(planes.shape)
     if prefix.dtype == "float32":
         np.multiply(planes, scale, out=into)
         into += shift
         return
-    for a in range(0, len(planes), 256):  # in float32, rounded once at the end
+    for a in range(0, len(planes), 256):  # computed in float32 and rounded once at the end
         some = planes[a : a + 256] * scale
         some += shift
         into[a : a + 256] = some

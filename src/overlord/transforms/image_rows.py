@@ -1,7 +1,7 @@
 """Images of rows: from Arrow columns to planned items, and their placeholders among the tokens.
 
-Only headers are read here, one image at a time; bytes of files stay where Arrow has them until
-items are written out.
+Only headers are read here, one image at a time. The bytes of files stay in Arrow memory until items
+are written.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from overlord.transforms.columns import (
 )
 from overlord.transforms.image_header import BadImage, header
 from overlord.transforms.image_items import PREFIX_BYTES, Prefix, make_ready
-from overlord.transforms.images import META, Images, chances
+from overlord.transforms.images import META, Images, random_numbers
 from overlord.transforms.row_functions import Frame
 
 log = logging.getLogger("overlord")
 
-ITEM = HIDDEN + "\x1fitem"  # which items a row has
-CHANCE = HIDDEN + "\x1fchance"  # a key per row, made where it is still known who the row is
-MANY_ROWS = 1000  # of a source, all without an image: it is told
-WANTED = "images (binary, struct<bytes, path>, or lists of these)"
+ITEM = HIDDEN + "\x1fitem"  # numbers of the items of a row
+RANDOM_KEY = HIDDEN + "\x1fchance"  # seed per row, made while the identity of the row is known
+WARN_ROWS = 1000  # rows of a source, all without an image, before a warning
+IMAGE_TYPES = "images (binary, struct<bytes, path>, or lists of these)"
 
 
 def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
-    """The one Images of a source. It works on finished ids, so that nothing behind it may change
-    them.
+    """Return the one Images of a source.
+
+    It processes finished ids, so no later transform may change them.
     """
     found = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Images)]
     if not found:
@@ -60,10 +61,15 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
             "a source has one Images",
             "name all the columns in it: column=(...)",
         )
-    behind = [t for t in transforms[at:] if t.user_code or t.kind in ("tokenize", "tokens")]
-    if behind:
-        remedy = "put Images behind what makes ids and behind functions of yours"
-        raise TransformError(source, repr(images), f"it stands before {behind[0]!r}", remedy)
+    later = [t for t in transforms[at:] if t.user_code or t.kind in ("tokenize", "tokens")]
+    if later:
+        remedy = "put Images after the transform that makes ids and after your functions"
+        raise TransformError(
+            source,
+            repr(images),
+            f"expected Images after all of these, got {later[0]!r} after it",
+            remedy,
+        )
     for package in ("PIL", "simplejpeg"):
         if find_spec(package) is None:
             raise TransformError(
@@ -76,9 +82,9 @@ def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
 
 
 @dataclass(slots=True, eq=False)
-class Laid:
-    """The images of a table's rows, row by row: what is to be made of each, and its file as a view
-    of Arrow's memory.
+class PlannedImages:
+    """The images of a table, row by row: the parameters of each, and its file as a view of Arrow
+    memory.
     """
 
     row: np.ndarray  # int64, ascending
@@ -95,7 +101,7 @@ class Laid:
 
 
 def check_images(table: pa.Table, name: str) -> None:
-    kind = kind_of(table, name, WANTED)
+    kind = kind_of(table, name, IMAGE_TYPES)
     inner = (
         kind.value_type
         if pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)
@@ -104,22 +110,21 @@ def check_images(table: pa.Table, name: str) -> None:
     if pt.is_struct(inner):
         at = inner.get_field_index("bytes")
         if at < 0:
-            raise Unfit(
-                f"column {name!r} has the type {kind}; a struct of images wants a field 'bytes'"
-            )
+            raise Unfit(f"column {name!r}: expected a struct with a field 'bytes', got {kind}")
         inner = inner.field(at).type
     if pt.is_string(inner) or pt.is_large_string(inner):
         raise Unfit(
-            f"column {name!r} holds text, and images are expected as bytes; a path or "
-            "base64 is not followed: a Map can turn it to bytes"
+            f"column {name!r}: expected images as bytes, got text; a path or base64 is "
+            "not followed: a Map can convert it to bytes"
         )
     if not (pt.is_binary(inner) or pt.is_large_binary(inner) or pt.is_null(inner)):
-        raise Unfit(f"column {name!r} has the type {kind}; {WANTED} expected")
+        raise Unfit(f"column {name!r}: expected {IMAGE_TYPES}, got {kind}")
 
 
 def read_images(table: pa.Table, names: Sequence[str]) -> tuple[np.ndarray, list[np.ndarray], Bad]:
-    """(row of each image, its bytes, rows that cannot be used): rows ascending, the images of a row
-    in the order of the columns.
+    """Return (row of each image, its bytes, rows that cannot be used).
+
+    Rows ascend, and the images of a row are in the order of the columns.
     """
     rows: list[np.ndarray] = [np.zeros(0, np.int64)]
     files: list[np.ndarray] = []
@@ -135,14 +140,15 @@ def read_images(table: pa.Table, names: Sequence[str]) -> tuple[np.ndarray, list
 
 
 def _arrays(table: pa.Table, name: str) -> Iterator[tuple[np.ndarray, pa.Array]]:
-    """Rows and their values, chunk by chunk: joined they may pass the 2 GB that one array can
-    hold.
+    """Yield rows and their values chunk by chunk.
+
+    Joined they may exceed the 2 GB limit of one array.
     """
-    mixed, first = is_mixed(kind_of(table, name, WANTED)), 0
+    mixed, first = is_mixed(kind_of(table, name, IMAGE_TYPES)), 0
     if not mixed:
         check_images(table, name)
     for chunk in table.column(name).chunks:
-        if mixed:  # the rows that hold no images were dropped before
+        if mixed:  # rows without images were dropped before
             yield from ((rows + first, array) for rows, array in groups(chunk)[0])
         else:
             yield (
@@ -155,15 +161,14 @@ def _arrays(table: pa.Table, name: str) -> Iterator[tuple[np.ndarray, pa.Array]]
 def _collect(
     array: pa.Array, row: np.ndarray, name: str, files: list[np.ndarray], bad: Bad
 ) -> np.ndarray:
-    """Puts the images of an array to ``files`` and returns their rows. Nulls are no images."""
+    """Append the images of an array to ``files`` and return their rows. Nulls are not images."""
     kind = array.type
     if pt.is_null(kind) or not len(array):
         return row[:0]
     if pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind):
         flat, offsets = lists(array)
-        if np.diff(offsets)[
-            null_rows(array)
-        ].any():  # what stands behind a null list may be anything; mostly it is nothing
+        # A null list may still have values; usually it has none.
+        if np.diff(offsets)[null_rows(array)].any():
             there = array.is_valid()
             row, (flat, offsets) = row[numpy_of(there)], lists(array.filter(there))
         return _collect(flat, np.repeat(row, np.diff(offsets)), name, files, bad)
@@ -194,15 +199,15 @@ def _binaries(array: pa.Array, row: np.ndarray, files: list[np.ndarray]) -> np.n
     return row[[i for i in range(len(array)) if i not in gone]] if gone else row
 
 
-def lay_out(table: pa.Table, spec: Images) -> tuple[Laid, Bad]:
-    """Every image of the table by its header. A row is bad for the first of its images that is."""
+def plan_images(table: pa.Table, spec: Images) -> tuple[PlannedImages, Bad]:
+    """Read the header of every image of the table. A row is bad because of its first bad image."""
     row, files, bad = read_images(table, spec.columns)
     limits, prefixes = spec.limits, list[Prefix]()
     counts = np.bincount(row, minlength=table.num_rows)
     number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
-    chance = (
-        chances(numpy_of(table.column(CHANCE).combine_chunks())[row], number).tolist()
-        if spec.by_chance
+    random = (
+        random_numbers(numpy_of(table.column(RANDOM_KEY).combine_chunks())[row], number).tolist()
+        if spec.randomized
         else None
     )
     for i in np.flatnonzero(counts > spec.max_images).tolist():
@@ -213,56 +218,54 @@ def lay_out(table: pa.Table, spec: Images) -> tuple[Laid, Bad]:
             continue
         try:
             found = header(file, limits)
-            prefixes.append(spec.plan(found, chance[k]) if chance else spec.plan(found))
+            prefixes.append(spec.plan(found, random[k]) if random else spec.plan(found))
         except BadImage as fault:
             bad[i] = f"image {number[k]}: {fault.reason}"
             continue
         kept.append(k)
-    return Laid(row[kept], prefixes, [files[k] for k in kept]), bad
+    return PlannedImages(row[kept], prefixes, [files[k] for k in kept]), bad
 
 
 def run_images(frame: Frame, spec: Images, *, context: int, on_long: str) -> None:
-    """Puts placeholders into the ids of a frame, and three lists of numbers and the item numbers
-    beside them.
+    """Insert placeholders into the ids of a frame, and add three columns of lists and the item
+    numbers.
     """
-    laid, bad = lay_out(frame.table, spec)
-    rest = [n for n in frame.table.column_names if n not in spec.columns and n != CHANCE]
-    frame.table = frame.table.select(rest)  # the bytes need not move when rows are left out
+    images, bad = plan_images(frame.table, spec)
+    rest = [n for n in frame.table.column_names if n not in spec.columns and n != RANDOM_KEY]
+    frame.table = frame.table.select(rest)  # the image bytes are not copied when rows are removed
     ids, faults = read_ids(frame.table, "tokens")
     bad = faults | bad
     if spec.at == "marker":
-        bad = _unmarked(ids, np.bincount(laid.row, minlength=len(ids)), spec) | bad
-    laid, ids = _without(frame, laid, ids, bad)
+        bad = _marker_mismatches(ids, np.bincount(images.row, minlength=len(ids)), spec) | bad
+    images, ids = _drop_bad(frame, images, ids, bad)
     out = np.fromiter(
-        (p.grid[1] * p.grid[2] // spec.merge**2 for p in laid.prefix), np.int64, len(laid.prefix)
+        (p.grid[1] * p.grid[2] // spec.merge**2 for p in images.prefix),
+        np.int64,
+        len(images.prefix),
     )
-    ids, offset = with_placeholders(ids, laid.row, out, spec)
+    ids, offset = with_placeholders(ids, images.row, out, spec)
     late: Bad = {}
-    if (
-        on_long == "split"
-    ):  # the pieces behind the first have no items: a placeholder there would stand for nothing
+    # Only the first piece has items: a placeholder in a later piece would refer to no image.
+    if on_long == "split":
         for k in np.flatnonzero(offset + out > context):
-            end = (
-                f"an image ends at token {offset[k] + out[k]}, behind the first piece of {context}"
-            )
+            end = f"an image ends at token {offset[k] + out[k]}, after the first piece of {context}"
             late.setdefault(
-                int(laid.row[k]), f"{end}; on_long='split' keeps images in the first piece"
+                int(images.row[k]), f"{end}; on_long='split' keeps images in the first piece"
             )
-    patches = np.fromiter((p.shape[0] for p in laid.prefix), np.int64, len(laid.prefix))
-    mine = (
-        offset < context if on_long == "truncate" else np.ones(len(offset), bool)
-    )  # of an image cut off whole nothing is left to encode
+    patches = np.fromiter((p.shape[0] for p in images.prefix), np.int64, len(images.prefix))
+    # An image whose tokens are all truncated is not encoded.
+    mine = offset < context if on_long == "truncate" else np.ones(len(offset), bool)
     starts = np.zeros(len(ids) + 1, np.int64)
-    np.cumsum(np.bincount(laid.row[mine], minlength=len(ids)), out=starts[1:])
+    np.cumsum(np.bincount(images.row[mine], minlength=len(ids)), out=starts[1:])
     for name, values in zip(META, (patches, out, offset), strict=True):
         frame.put(HIDDEN + name, ids_column(Ragged(values[mine], starts)))
     frame.put(ITEM, ids_column(Ragged(np.flatnonzero(mine), starts)))
     frame.put("tokens", ids_column(ids))
-    frame.laid = laid
+    frame.images = images
     frame.drop(late)
 
 
-def _unmarked(ids: Ragged, counts: np.ndarray, spec: Images) -> Bad:
+def _marker_mismatches(ids: Ragged, counts: np.ndarray, spec: Images) -> Bad:
     marker = spec.placeholder if spec.marker is None else spec.marker
     where = np.flatnonzero(ids.values == marker)
     marks = np.bincount(np.searchsorted(ids.offsets, where, side="right") - 1, minlength=len(ids))
@@ -272,26 +275,28 @@ def _unmarked(ids: Ragged, counts: np.ndarray, spec: Images) -> Bad:
     }
 
 
-def _without(frame: Frame, laid: Laid, ids: Ragged, bad: Bad) -> tuple[Laid, Ragged]:
-    """The same without the bad rows."""
+def _drop_bad(
+    frame: Frame, images: PlannedImages, ids: Ragged, bad: Bad
+) -> tuple[PlannedImages, Ragged]:
+    """Return images and ids without the bad rows."""
     if not bad:
-        return laid, ids
+        return images, ids
     frame.drop(bad)
     good = np.ones(len(ids), bool)
     good[list(bad)] = False
-    kept = np.flatnonzero(good[laid.row])
-    row = (np.cumsum(good) - 1)[laid.row[kept]]
-    laid = Laid(row, [laid.prefix[k] for k in kept], [laid.file[k] for k in kept])
-    return laid, ids.take(np.flatnonzero(good))
+    kept = np.flatnonzero(good[images.row])
+    row = (np.cumsum(good) - 1)[images.row[kept]]
+    images = PlannedImages(row, [images.prefix[k] for k in kept], [images.file[k] for k in kept])
+    return images, ids.take(np.flatnonzero(good))
 
 
 def with_placeholders(
     ids: Ragged, row: np.ndarray, out: np.ndarray, spec: Images
 ) -> tuple[Ragged, np.ndarray]:
-    """Ids with ``out`` placeholders for every image, and where each image's begin in its row.
+    """Return ids with ``out`` placeholders per image, and the position of each image in its row.
 
-    One token per image is put in (or stands there: the markers), and then repeated. Ids widen to
-    hold the placeholder in every batch of the source, with images or without.
+    One token per image is inserted (or present: the marker) and then repeated. The type of the ids
+    can hold the placeholder in every batch of the source, with images or without.
     """
     wide = np.promote_types(ids.values.dtype, np.min_scalar_type(spec.placeholder))
     values, starts = ids.values.astype(wide, copy=False), ids.offsets
@@ -314,31 +319,33 @@ def with_placeholders(
 
 
 @dataclass(slots=True)
-class SeenImages:
-    """What the images of a source came to so far: bytes of files and of pixels, which "auto" goes
-    by, and how many rows had none.
+class ImageTotals:
+    """Totals of the images of a source: bytes of files and pixels, which "auto" compares, and
+    rows.
     """
 
     source: str
     files: int = 0
     pixels: int = 0
     rows: int = 0
-    told: bool = False
+    warned: bool = False
 
     def add(self, rows: int, files: int, pixels: int, column: object) -> None:
-        """Rows without images are fine. A source without any is likely a wrong name, since in a tar
-        a name that fits no member is no error: it is said, once.
+        """Add a block, and warn once if the source has no image at all.
+
+        Rows without images are valid. A source without any image probably has a wrong column name,
+        since a name that matches no member of a tar is not an error.
         """
         self.rows, self.files, self.pixels = (
             self.rows + rows,
             self.files + files,
             self.pixels + pixels,
         )
-        if self.rows >= MANY_ROWS and not self.files and not self.told:
-            self.told = True
+        if self.rows >= WARN_ROWS and not self.files and not self.warned:
+            self.warned = True
             log.warning(
                 "source %r: none of its first %d rows has an image in %r; in tar shards "
-                "a column is the ending of members ('jpg'), "
+                "a column is the extension of members ('jpg'), "
                 "'images' for all of them, or a pattern",
                 self.source,
                 self.rows,
@@ -346,34 +353,39 @@ class SeenImages:
             )
 
 
-def add_items(block: Block, frame: Frame, chosen: Column, spec: Images, so_far: SeenImages) -> None:
-    """The images of the block's samples. ``chosen``: their numbers.
+def add_items(
+    block: Block, frame: Frame, chosen: Column, spec: Images, totals: ImageTotals
+) -> None:
+    """Add the images of the samples to the block. ``chosen``: their numbers.
 
     The metadata ``bytes`` counts files, never pixels: it must not depend on where pixels are made.
     """
     assert isinstance(chosen, Ragged), "numbers of items are lists"
-    files, pixels = frame.laid.file_bytes[chosen.values], frame.laid.pixel_bytes[chosen.values]
+    files, pixels = frame.images.file_bytes[chosen.values], frame.images.pixel_bytes[chosen.values]
     ends = np.concatenate([[0], np.cumsum(files + PREFIX_BYTES)])
     block.meta["bytes"] = np.asarray(block.meta["bytes"]) + np.diff(ends[chosen.offsets])
     block.image_bytes_in, block.image_bytes_out = int(files.sum()), int(pixels.sum())
-    so_far.add(frame.table.num_rows, block.image_bytes_in, block.image_bytes_out, spec.column)
-    here = spec.place == "loader" or (spec.place == "auto" and so_far.pixels <= so_far.files)
-    block.items = write_items(frame.laid, chosen, here)
+    totals.add(frame.table.num_rows, block.image_bytes_in, block.image_bytes_out, spec.column)
+    here = spec.place == "loader" or (spec.place == "auto" and totals.pixels <= totals.files)
+    block.items = write_items(frame.images, chosen, here)
 
 
-def write_items(laid: Laid, chosen: Ragged, ready: bool) -> Items:
-    """Items of documents as bytes. ``chosen``: their numbers, document by document; ``ready``: with
-    their pixels made.
+def write_items(images: PlannedImages, chosen: Ragged, ready: bool) -> Items:
+    """Return the items of documents as bytes.
+
+    ``chosen``: their numbers, document by document; ``ready``: with pixels made.
     """
     numbers = chosen.values[chosen.offsets[0] : chosen.offsets[-1]].tolist()
     parts: list[Any] = []
     for k in numbers:
-        head = np.frombuffer(laid.prefix[k].pack(), np.uint8)
+        head = np.frombuffer(images.prefix[k].pack(), np.uint8)
         parts += (
-            [make_ready(np.concatenate([head, laid.file[k]]))] if ready else [head, laid.file[k]]
+            [make_ready(np.concatenate([head, images.file[k]]))]
+            if ready
+            else [head, images.file[k]]
         )
     sizes = (
-        [len(p) for p in parts] if ready else [PREFIX_BYTES + len(laid.file[k]) for k in numbers]
+        [len(p) for p in parts] if ready else [PREFIX_BYTES + len(images.file[k]) for k in numbers]
     )
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])

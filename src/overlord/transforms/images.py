@@ -1,9 +1,9 @@
-"""Images of a source, said as a value: which columns hold them, how large they are made, and where
-their tokens stand.
+"""Specification of the images of a source: their columns, their size, and the place of their
+tokens.
 
-Nothing here opens a file. What a header leads to is decided here too: the grid of patches and the
-part of the image that is kept, from the size of the image and the name of its sample alone. Reading
-columns is in ``imagerows.py``, pixels are made in ``pixels.py``.
+No file is opened here. The module also plans an image from its header: the grid of patches and the
+crop follow from the size of the image and the identity of its sample alone. ``image_rows.py`` reads
+columns; ``image_decode.py`` makes pixels.
 """
 
 from __future__ import annotations
@@ -23,46 +23,41 @@ from overlord.transforms.image_items import DTYPES, MAX_TOKENS, Prefix
 AT = ("start", "marker", "end")
 PLACES = ("auto", "loader", "constructor")
 ANIMATED = ("first", "quarantine")
-META = ("image_patches", "image_tokens", "image_offset")  # what planning/images/items.py reads
-MEAN, STD = (
-    (0.48145466, 0.4578275, 0.40821073),
-    (0.26862954, 0.26130258, 0.27577711),
-)  # of CLIP, as most encoders use
-DRAWN = 5  # numbers of chance that an image takes: two sides, two places, mirrored or not
-LEAST_SIDE = 0.8  # a random crop keeps at least so much of each side
+META = ("image_patches", "image_tokens", "image_offset")  # read by planning/images/items.py
+# Of CLIP, as most encoders use.
+MEAN, STD = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+RANDOM_NUMBERS = 5  # random numbers per image: two sides, two places, mirrored or not
+LEAST_SIDE = 0.8  # least fraction of each side that a random crop keeps
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Images:
-    """Images in one column or several: each becomes ``placeholder`` tokens in its document and
-    pixels for the encoder.
+    """Images in one column or several.
 
-    ``place`` says where pixels are made: by the loader, by the constructor after planning, or
-    (``"auto"``) by the loader where pixels are no larger than the files. It never changes what is
-    delivered, and is no part of the fingerprint.
+    Each becomes ``placeholder`` tokens in its document and pixels for the encoder. ``place``
+    selects the process that makes pixels: the loader, the constructor after planning, or
+    (``"auto"``) the loader if pixels are no larger than the files. It never changes the delivered
+    data and is not part of the fingerprint.
     """
 
     column: str | tuple[str, ...] = "images"
-    placeholder: int = field(kw_only=True)  # token id that stands where an encoder's output goes
+    placeholder: int = field(kw_only=True)  # token id at the place of the encoder's output
     patch: int = field(default=14, kw_only=True)
     merge: int = field(default=2, kw_only=True)  # merge x merge patches give one token
     min_pixels: int = field(default=56 * 56, kw_only=True)
     max_pixels: int = field(default=1280 * 28 * 28, kw_only=True)
-    size: tuple[int, int] | None = field(
-        default=None, kw_only=True
-    )  # (height, width) of all images: cropped to the shape, then resized
+    # (height, width) of all images: cropped to the shape, then resized.
+    size: tuple[int, int] | None = field(default=None, kw_only=True)
     at: str = field(default="start", kw_only=True)
-    marker: int | None = field(
-        default=None, kw_only=True
-    )  # at="marker": the token that an image replaces; None: the placeholder
+    # at="marker": the token that an image replaces; None: the placeholder.
+    marker: int | None = field(default=None, kw_only=True)
     mean: tuple[float, float, float] = field(default=MEAN, kw_only=True)
     std: tuple[float, float, float] = field(default=STD, kw_only=True)
     dtype: str = field(default="float32", kw_only=True)
     crop: str | None = field(default=None, kw_only=True)
-    flip: bool = field(default=False, kw_only=True)  # every second image is mirrored, by chance
-    scaled: bool = field(
-        default=True, kw_only=True
-    )  # JPEGs much larger than wanted are decoded at 1/2, 1/4 or 1/8 of their size
+    flip: bool = field(default=False, kw_only=True)  # half of the images are mirrored, at random
+    # JPEGs much larger than requested are decoded at 1/2, 1/4 or 1/8 of their size.
+    scaled: bool = field(default=True, kw_only=True)
     max_images: int = field(default=64, kw_only=True)
     animated: str = field(default="first", kw_only=True)
     place: str = field(default="auto", kw_only=True)
@@ -76,7 +71,7 @@ class Images:
 
     def __post_init__(self) -> None:
         for name in ("column", "size", "mean", "std"):
-            if isinstance(given := getattr(self, name), list):  # as YAML has them
+            if isinstance(given := getattr(self, name), list):  # from YAML
                 object.__setattr__(self, name, tuple(given))
         refuse("Images", self._problems())
 
@@ -163,7 +158,7 @@ class Images:
 
     @property
     def factor(self) -> int:
-        """Pixels of one token's side."""
+        """Return the pixels of one side of a token."""
         return self.patch * self.merge
 
     @property
@@ -176,7 +171,7 @@ class Images:
         )
 
     @property
-    def by_chance(self) -> bool:
+    def randomized(self) -> bool:
         return self.crop is not None or self.flip
 
     def __repr__(self) -> str:
@@ -185,8 +180,8 @@ class Images:
             for f in fields(self)
             if f.name not in ("column", "placeholder") and getattr(self, f.name) != f.default
         ]
-        said = "".join(f", {f.name}={getattr(self, f.name)!r}" for f in changed)
-        return f"Images({self.column!r}, placeholder={self.placeholder}{said})"
+        options = "".join(f", {f.name}={getattr(self, f.name)!r}" for f in changed)
+        return f"Images({self.column!r}, placeholder={self.placeholder}{options})"
 
     def fingerprint(self) -> str:
         return digest(
@@ -194,13 +189,14 @@ class Images:
             *(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "place"),
         )
 
-    def plan(self, found: Header, chance: Sequence[float] = (0.0,) * DRAWN) -> Prefix:
-        """What is made of an image. ``chance``: its row of ``chances``, where the spec leaves
-        something to it.
+    def plan(self, found: Header, random: Sequence[float] = (0.0,) * RANDOM_NUMBERS) -> Prefix:
+        """Plan an image.
+
+        ``random``: its row of ``random_numbers``, if the specification uses randomness.
         """
         if found.frames > 1 and self.animated == "quarantine":
             raise BadImage(f"an animated {found.format}")
-        box = self._box(found.width, found.height, chance)
+        box = self._box(found.width, found.height, random)
         height, width = self.size or fit(
             box[3],
             box[2],
@@ -215,15 +211,17 @@ class Images:
             grid=(1, height // self.patch, width // self.patch),
             box=box,
             size=(found.width, found.height),
-            flip=self.flip and chance[4] < 0.5,
+            flip=self.flip and random[4] < 0.5,
             scaled=self.scaled,
             mean=self.mean,
             std=self.std,
         )
 
-    def _box(self, width: int, height: int, chance: Sequence[float]) -> tuple[int, int, int, int]:
-        """The part that is kept: all; with a size, the largest of that shape, in the middle; by
-        chance, a little less, anywhere.
+    def _box(self, width: int, height: int, random: Sequence[float]) -> tuple[int, int, int, int]:
+        """Return the crop (x, y, width, height).
+
+        It is the whole image; with a size, the largest centred part of that shape; with a random
+        crop, a smaller part anywhere.
         """
         w, h = width, height
         if self.size is not None:
@@ -235,13 +233,13 @@ class Images:
             )
         if self.crop is None:
             return (width - w) // 2, (height - h) // 2, w, h
-        kept = [LEAST_SIDE + (1 - LEAST_SIDE) * u for u in chance[:2]]
+        kept = [LEAST_SIDE + (1 - LEAST_SIDE) * u for u in random[:2]]
         if self.size is not None:
             kept[1] = kept[0]  # the shape stays
         w, h = max(1, math.floor(w * kept[0])), max(1, math.floor(h * kept[1]))
         return (
-            math.floor((width - w + 1) * chance[2]),
-            math.floor((height - h + 1) * chance[3]),
+            math.floor((width - w + 1) * random[2]),
+            math.floor((height - h + 1) * random[3]),
             w,
             h,
         )
@@ -250,13 +248,13 @@ class Images:
 def fit(
     height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """(height, width) that an image is resized to: both multiples of ``factor``, their product
-    within the two bounds, the shape kept as well as that allows. Whole numbers all the way, so that
-    every machine decides alike.
+    """Return (height, width) to which an image is resized.
 
-    Each side goes to the nearest multiple. Where that is too much, both shrink by the same ratio
-    and are rounded down; where it is too little, both grow and are rounded up. The upper bound
-    holds always, the lower one unless the upper one forbids it.
+    Both are multiples of ``factor``, their product is within the bounds, and the shape is kept as
+    well as possible. All arithmetic is in whole numbers, so that every machine decides alike. Each
+    side is rounded to the nearest multiple. If that is too much, both shrink by the same ratio and
+    are rounded down. If it is too little, both grow and are rounded up. The upper bound always
+    holds, the lower one unless the upper one forbids it.
     """
     high, wide = _nearest(height, factor), _nearest(width, factor)
     most, area = max_pixels // (factor * factor), factor * factor
@@ -268,31 +266,31 @@ def fit(
     if high * wide > most:
         high = max(1, math.isqrt(height * max_pixels // (width * area)))
         wide = max(1, math.isqrt(width * max_pixels // (height * area)))
-        high, wide = (
-            min(high, most // min(wide, most)),
-            min(wide, most // min(high, most)),
-        )  # where a side could not shrink below one
+        # Correct a side that could not shrink below one.
+        high, wide = (min(high, most // min(wide, most)), min(wide, most // min(high, most)))
     return high * factor, wide * factor
 
 
 def _nearest(side: int, factor: int) -> int:
-    """Multiples of the factor; halfway to the even one, as ``round`` does. 0 is too little, and
-    grows.
+    """Return the nearest number of multiples of the factor; halfway to the even one, as ``round``
+    does.
+
+    0 is too little, and ``fit`` enlarges it.
     """
     whole, rest = divmod(side, factor)
     return whole + (2 * rest > factor or (2 * rest == factor and whole % 2 == 1))
 
 
 def _root_up(top: int, bottom: int) -> int:
-    """The smallest whole number whose square is at least top / bottom."""
+    """Return the smallest whole number whose square is at least top / bottom."""
     return math.isqrt(-(-top // bottom) - 1) + 1
 
 
-def chances(key: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Numbers from 0 to below 1 for every image, ``[images, DRAWN]``, from its sample's key and
-    which of its images it is.
+def random_numbers(key: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """Return numbers in [0, 1) for every image, ``[images, DRAWN]``, from the key of its sample and
+    its number in the sample.
     """
-    drawn = mix64(mix64(key ^ number.astype(U64))[:, None] ^ np.arange(DRAWN, dtype=U64))
+    drawn = mix64(mix64(key ^ number.astype(U64))[:, None] ^ np.arange(RANDOM_NUMBERS, dtype=U64))
     return (drawn >> U64(11)) * 2.0**-53
 
 

@@ -1,5 +1,5 @@
-"""Documents longer than the context: which become samples, of which pieces, and how many tokens are
-lost (``Job.on_long``).
+"""Documents longer than the context: which become samples, in which pieces, and the number of lost
+tokens (``Job.on_long``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from overlord.sample import Ragged
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Samples made of rows of ids. Rows are counted among those that came in."""
+    """Samples made from rows of ids. Row numbers refer to the input rows."""
 
     row: np.ndarray  # int64: row of every sample
     part: np.ndarray  # int32: number of the piece within its row
     size: np.ndarray  # int64: tokens
-    tokens: Ragged  # starts at 0, nothing unused
+    tokens: Ragged  # starts at 0, without unused values
 
 
 def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
@@ -30,17 +30,18 @@ def too_long(lengths: np.ndarray, context: int) -> dict[int, str]:
 
 
 def lost_tokens(lengths: np.ndarray, context: int, on_long: str) -> np.ndarray:
-    """Return how many tokens each row loses: those beyond the context ("truncate"), or all of a
-    longer row ("drop").
+    """Return the number of tokens each row loses: those beyond the context ("truncate"), or all of
+    a longer row ("drop").
     """
     if on_long == "truncate":
         return np.maximum(lengths - context, 0)
     return np.where(lengths > context, lengths, 0) if on_long == "drop" else np.zeros_like(lengths)
 
 
-def cut_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pieces:
-    """Turn the rows ``keep`` into samples of at most ``context`` tokens. The rows that "quarantine"
-    or "drop" refuses are not in it.
+def split_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pieces:
+    """Turn the rows ``keep`` into samples of at most ``context`` tokens.
+
+    Rows that "quarantine" or "drop" rejects are not in ``keep``.
     """
     starts, lengths = tokens.offsets[:-1][keep], tokens.lengths[keep]
     pieces = np.ones(len(keep), np.int64)
@@ -48,7 +49,7 @@ def cut_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pi
         lengths = np.minimum(lengths, context)
     elif on_long == "split":
         pieces = -(-lengths // context)
-    kept = np.repeat(np.arange(len(keep)), pieces)  # of every sample: its row among the kept ones
+    kept = np.repeat(np.arange(len(keep)), pieces)  # per sample: its row among the kept ones
     part = np.arange(len(kept)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     size = np.minimum(lengths[kept] - part * context, context)
     offsets = np.zeros(len(kept) + 1, np.int64)
@@ -62,8 +63,9 @@ def cut_rows(tokens: Ragged, keep: np.ndarray, context: int, on_long: str) -> Pi
 
 
 def _gather(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The given ranges, in order and joined; runs of ranges that touch are moved whole, and a
-    single run is a view.
+    """Return the given ranges, joined in order.
+
+    Adjacent ranges are copied as one run, and a single run is a view.
     """
     if not len(starts):
         return values[:0]

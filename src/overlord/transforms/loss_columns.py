@@ -1,5 +1,6 @@
-"""Columns that would say which tokens have a loss. None is supported yet, and one that is ignored
-would train on the wrong tokens.
+"""Detection of loss columns, which name the tokens that have a loss.
+
+They are not supported yet. Ignoring one would train on the wrong tokens.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""What runs a source's transforms, in two stages, and what happens to rows that cannot be
+"""Execution of the transforms of a source in two stages, and the treatment of rows that cannot be
 transformed.
 
-The *slice stage* is everything up to the last piece of user code. Its batches are always the slices
-of the stream, so that a function that looks at its whole batch gives the same rows in every run.
-The *row stage* is the rest: the result of a row depends on that row alone, so a loader may run it
-on any rows it likes, as late as it likes.
+The *slice stage* is everything up to the last user code. Its batches are always the slices of the
+stream, so that a function of a whole batch returns the same rows in every run. The *row stage* is
+the rest. The result of a row depends on that row alone, so a loader may run it on any rows at any
+time.
 
-Between the two stand only the columns that the row stage reads, in types it can read: slices of
-JSON lines may disagree on types, and a row must meet the same fate whether the rows beside it have
-the right type or not.
+Only the columns that the row stage reads pass between the stages, in types it can read. Slices of
+JSON lines may differ in types. The outcome of a row must not depend on the types of its neighbours.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -52,8 +51,6 @@ from overlord.transforms.columns import (
     ids_column,
     meta_column,
     meta_rows,
-    numbers_of,
-    plain_numbers,
     read_ids,
     read_meta,
     read_texts,
@@ -62,29 +59,32 @@ from overlord.transforms.columns import (
     unfit_rows,
 )
 from overlord.transforms.image_rows import (
-    CHANCE,
     ITEM,
-    SeenImages,
+    RANDOM_KEY,
+    ImageTotals,
     add_items,
     check_images,
     find_images,
     run_images,
 )
 from overlord.transforms.images import META, Images
-from overlord.transforms.long_documents import cut_rows, lost_tokens, too_long
+from overlord.transforms.long_documents import lost_tokens, split_rows, too_long
 from overlord.transforms.loss_columns import check_map, refused_columns
-from overlord.transforms.row_functions import Frame, join_rows, run_each, run_whole, said
-from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, same_content
-
-IDS = "tokens"  # the column that holds the ids, whatever it was called in the file
-NO_IDS = (
-    "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
+from overlord.transforms.required_columns import IDS, NO_IDS, describes, raw_columns, used_columns
+from overlord.transforms.result_checks import (
+    columns_per_row,
+    meta_per_row,
+    meta_values,
+    value_per_row,
 )
+from overlord.transforms.row_functions import Frame, error_text, join_rows, run_each, run_whole
+from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, check_content
 
 
 class Pipeline:
-    """The transforms of one source, checked and ready. Pickles as its arguments; tokenizers are
-    loaded once per process.
+    """The transforms of one source, validated and ready.
+
+    Pickled as its arguments; tokenizers are loaded once per process.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Pipeline:
         self.source, self.transforms = source, tuple(transforms)
         self.seed, self.context, self.on_long = seed, context, on_long
         code = [i for i, t in enumerate(self.transforms) if t.user_code]
-        self._cut = code[-1] + 1 if code else 0
+        self._row_stage_start = code[-1] + 1 if code else 0
         self.holds_lock: bool = any(t.holds_lock for t in self.transforms)
-        self.columns: tuple[str, ...] | None = self._raw_columns()
+        self.columns: tuple[str, ...] | None = raw_columns(source, self.transforms)
         self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
         self._images = find_images(source, self.transforms)
-        self._seen = SeenImages(source)
+        self._image_totals = ImageTotals(source)
         names = self.meta_names = tuple(t.name for t in self.transforms if isinstance(t, Meta)) + (
             META if self._images else ()
         )
@@ -109,21 +109,19 @@ class Pipeline:
                 f"the name {twice[0]!r} is used twice",
                 "metadata needs names of its own",
             )
-        self._twins = [(a, b) for a in names for b in names if a != b and _describes(a, b)]
-        self._needs = self._between()
-        self._under_way: dict[
-            int, tuple[Transform, Frame, RowIds | None]
-        ] = {}  # by thread: what runs there
-        self._as_it_is: pa.Schema | None = (
-            None  # of slices that come back as they are, once one was seen
-        )
+        self._paired_meta = [(a, b) for a in names for b in names if a != b and describes(a, b)]
+        self._needs = self._row_stage_needs()
+        # By thread: the transform that runs there.
+        self._running: dict[int, tuple[Transform, Frame, RowIds | None]] = {}
+        # Schema of slices that the slice stage returns unchanged, once one was seen.
+        self._unchanged_schema: pa.Schema | None = None
         self._encoders: dict[int, Encoder] = {
             i: build_encoder(t, source)
             for i, t in enumerate(self.transforms)
             if isinstance(t, Tokenize)
         }
-        # Fixed for the source: files of other widths may share a batch with a row, and then it is
-        # held as wide as they are.
+        # Fixed for the source: files with other id widths may share a batch with a row, which then
+        # has their width.
         self._id_bytes = max((e.dtype.itemsize for e in self._encoders.values()), default=4)
         if self._images is not None:
             self._id_bytes = max(
@@ -142,43 +140,52 @@ class Pipeline:
         )
 
     def __repr__(self) -> str:
-        cut = [repr(t) for t in self.transforms]
-        return (
-            f"Pipeline({self.source!r}: {' > '.join(cut[: self._cut]) or 'nothing'} | "
-            f"{' > '.join(cut[self._cut :]) or 'nothing'})"
-        )
+        names, start = [repr(t) for t in self.transforms], self._row_stage_start
+        first, rest = (" > ".join(part) or "nothing" for part in (names[:start], names[start:]))
+        return f"Pipeline({self.source!r}: {first} | {rest})"
+
+    def check_tokenizers(self, contents: Mapping[int, str]) -> None:
+        """Raise unless the tokenizer files have these contents, by position of their transform."""
+        for i, content in contents.items():
+            spec = self.transforms[i]
+            assert isinstance(spec, Tokenize)
+            check_content(self._encoders[i], spec, content, self.source)
 
     @property
     def fingerprint(self) -> str:
-        """Of the transforms alone; seed, context and on_long are fields of the job and
-        fingerprinted there.
+        """Return the fingerprint of the transforms.
+
+        Seed, context and on_long are fingerprinted with the job.
         """
         return digest(*(t.fingerprint() for t in self.transforms))
 
     @property
     def has_slice_stage(self) -> bool:
-        return self._cut > 0
+        return self._row_stage_start > 0
 
     def running(self, thread: int) -> tuple[str, int]:
-        """Asked by another thread: which transform that one is in, and with which row of its file,
-        or -1: with all it was given.
+        """Return the transform that a thread executes, and its row in the file, or -1 for a whole
+        batch.
+
+        Called by another thread.
         """
-        if (found := self._under_way.get(thread)) is None:
+        if (found := self._running.get(thread)) is None:
             return "", -1
         t, frame, ids = found
         at, index = frame.at, frame.index
         return repr(t), int(ids.row[index[at]]) if ids is not None and 0 <= at < len(index) else -1
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows:
-        """Runs user code over one slice of the stream. Without user code the slice itself comes
-        back.
+        """Run user code over one slice of the stream.
+
+        Without user code the slice is returned unchanged.
         """
-        if self._as_it_is is not None and table.schema.equals(self._as_it_is):
+        if self._unchanged_schema is not None and table.schema.equals(self._unchanged_schema):
             return StagedRows(table, np.arange(table.num_rows), [], 0)
         frame = Frame(table)
-        if self._images is not None and self._images.by_chance:
+        if self._images is not None and self._images.randomized:
             frame.put(
-                CHANCE,
+                RANDOM_KEY,
                 arrow_of(
                     keyed_hash(
                         key64("images", self.seed, self.source), ids.epoch, ids.file, ids.row
@@ -186,56 +193,54 @@ class Pipeline:
                 ),
             )
         try:
-            for position in range(self._cut):
+            for position in range(self._row_stage_start):
                 try:
                     self._run(position, frame, ids)
                 except Unfit as fault:
                     frame.drop_all(f"{self.transforms[position]!r}: {fault}")
         finally:
-            self._under_way.pop(threading.get_ident(), None)
-        self._settle(frame)
+            self._running.pop(threading.get_ident(), None)
+        self._select_needed(frame)
         if (
-            not self._cut
+            not self._row_stage_start
             and frame.table is table
             and not frame.bad
             and not any(is_mixed(f.type) for f in table.schema)
         ):
-            self._as_it_is = table.schema
+            self._unchanged_schema = table.schema
         return StagedRows(frame.table, frame.index, sorted(frame.bad), frame.dropped)
 
     def row_stage(self, table: pa.Table) -> Block:
-        """Samples from rows that went through the slice stage, in any batches."""
+        """Make samples from rows of the slice stage, in batches of any size."""
         frame = Frame(table)
         try:
-            for position in range(self._cut, len(self.transforms)):
+            for position in range(self._row_stage_start, len(self.transforms)):
                 try:
-                    if not isinstance(
-                        self.transforms[position], Select
-                    ):  # what stands between the stages is selected already
+                    # Columns between the stages are already selected.
+                    if not isinstance(self.transforms[position], Select):
                         self._run(position, frame, None)
                 except Unfit as fault:
                     self._refuse(self.transforms[position], str(fault))
         finally:
-            self._under_way.pop(threading.get_ident(), None)
+            self._running.pop(threading.get_ident(), None)
         if not frame.table.num_rows:
-            return _nothing(self.meta_names, frame.bad)
+            return _empty_block(self.meta_names, frame.bad)
         try:
             tokens, bad = read_ids(frame.table, IDS)
         except Unfit as fault:
             raise TransformError(self.source, "tokens", str(fault), NO_IDS) from None
-        for name, items in self._twins:
+        for name, items in self._paired_meta:
             bad = unequal_items(frame.table, name, items) | bad
         lengths = tokens.lengths
-        if (
-            not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context
-        ):  # as it nearly always is
+        # The usual case: no row is removed or split.
+        if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:
             return self._block(
                 frame, np.arange(len(lengths)), np.zeros(len(lengths), np.int32), lengths, tokens
             )
-        return self._cut_block(frame, tokens, lengths, bad)
+        return self._trimmed_block(frame, tokens, lengths, bad)
 
-    def _cut_block(self, frame: Frame, tokens: Ragged, lengths: np.ndarray, bad: Bad) -> Block:
-        """Where rows have to be left out, cut or split."""
+    def _trimmed_block(self, frame: Frame, tokens: Ragged, lengths: np.ndarray, bad: Bad) -> Block:
+        """Make a block if rows have to be removed, truncated or split."""
         for i in np.flatnonzero(lengths == 0):
             bad.setdefault(int(i), "no tokens")
         if self.on_long == "quarantine":
@@ -245,7 +250,7 @@ class Pipeline:
         rows, lost = keep[lost > 0], lost[lost > 0]
         if self.on_long == "drop":
             keep = keep[lengths[keep] <= self.context]
-        found = cut_rows(tokens, keep, self.context, self.on_long)
+        found = split_rows(tokens, keep, self.context, self.on_long)
         block = self._block(frame, found.row, found.part, found.size, found.tokens)
         block.long, block.lost = frame.index[rows], lost
         return block
@@ -253,36 +258,36 @@ class Pipeline:
     def _block(
         self, frame: Frame, row: np.ndarray, part: np.ndarray, size: np.ndarray, tokens: Ragged
     ) -> Block:
-        """``row``: of every sample, its row in the frame's table."""
+        """Make a block. ``row``: per sample, its row in the table of the frame."""
         meta: dict[str, Column] = {"tokens": size, "bytes": size * self._id_bytes}
         for name in self.meta_names:
             meta[name] = meta_rows(frame.table.column(HIDDEN + name), row, part)
         block = Block(frame.index[row], part, tokens, meta, sorted(frame.bad))
-        if frame.laid is not None:
+        if frame.images is not None:
             assert self._images is not None
             add_items(
                 block,
                 frame,
                 meta_rows(frame.table.column(ITEM), row, part),
                 self._images,
-                self._seen,
+                self._image_totals,
             )
         return block
 
-    def _between(self) -> list[tuple[Transform | None, str, Check]]:
-        """What the row stage reads: by which transform, which column, and how its type is
-        checked.
+    def _row_stage_needs(self) -> list[tuple[Transform | None, str, Check]]:
+        """Return the columns that the row stage reads: transform, column, and the check of its
+        type.
         """
-        rest = self.transforms[self._cut :]
+        rest = self.transforms[self._row_stage_start :]
         needs: list[tuple[Transform | None, str, Check]] = []
         for t in rest:
             if not isinstance(t, Select):
-                needs += [(t, name, _CHECKS[type(t)]) for name in _used(t)]
+                needs += [(t, name, _CHECKS[type(t)]) for name in used_columns(t)]
         if not any(isinstance(t, (Tokenize, Tokens)) for t in rest):
             needs.append((None, IDS, check_ids))
         return needs
 
-    def _settle(self, frame: Frame) -> None:
+    def _select_needed(self, frame: Frame) -> None:
         hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]
         for t, name, check in self._needs:
             try:
@@ -295,57 +300,19 @@ class Pipeline:
         if [*names, *hidden] != frame.table.column_names:
             frame.table = frame.table.select([*names, *hidden])
 
-    # Building: what is needed from the file, and what cannot work whatever the file holds.
-
-    def _raw_columns(self) -> tuple[str, ...] | None:
-        """Raw columns in order of first use; None where user code sees all there are."""
-        needed: dict[str, None] = {}
-        made = False  # ids, by Tokenize or Tokens
-        known: set[str] | None = None  # all the columns there are, once a Select has said so
-        everything = mapped = False
-        for t in self.transforms:
-            uses = _used(t)
-            if known is None and not mapped:  # what comes behind a Map may be the Map's own
-                needed |= dict.fromkeys(c for c in uses if not (made and c == IDS))
-            elif known is not None and (lost := [c for c in uses if c not in known]):
-                self._refuse(
-                    t,
-                    f"column {lost[0]!r} does not get past an earlier Select",
-                    f"add {lost[0]!r} to that Select",
-                )
-            if isinstance(t, (Tokenize, Tokens)):
-                if made:
-                    self._refuse(
-                        t,
-                        "an earlier Tokenize or Tokens has made the ids already",
-                        "keep one of them",
-                    )
-                made, known = True, None if known is None else known | {IDS}
-            elif isinstance(t, Select):
-                known = {*t.columns, IDS} if made else set(t.columns)
-            elif t.user_code:
-                everything = everything or (known is None and not mapped)
-                mapped, known = (True, None) if isinstance(t, Map) else (mapped, known)
-        if not made and known is not None and IDS not in known:
-            raise TransformError(self.source, "transforms", "nothing makes token ids", NO_IDS)
-        if not made and known is None and not mapped:
-            needed |= {IDS: None}
-        return None if everything else tuple(needed)
-
     def _refuse(self, t: Transform, problem: str, remedy: str = "") -> NoReturn:
         raise TransformError(self.source, repr(t), problem, remedy)
 
-    # Running one transform over what is there.
+    # Execution of one transform.
 
     def _run(self, position: int, frame: Frame, ids: RowIds | None) -> None:
         t = self.transforms[position]
         if not frame.table.num_rows:
             return
-        self._under_way[threading.get_ident()] = t, frame, ids
-        if (
-            check := _CHECKS.get(type(t))
-        ) is not None and ids is not None:  # the row stage gets columns that were checked
-            for name in _used(t):
+        self._running[threading.get_ident()] = t, frame, ids
+        # The row stage gets columns that are already checked.
+        if (check := _CHECKS.get(type(t))) is not None and ids is not None:
+            for name in used_columns(t):
                 _drop_unfit(frame, t, name, check)
             if not frame.table.num_rows:
                 return
@@ -380,9 +347,9 @@ class Pipeline:
             made = (
                 run_each(frame, t, t.value, as_meta)
                 if t.rows
-                else run_whole(frame, t, t.value, self._meta_each(t))
+                else run_whole(frame, t, t.value, meta_per_row(self.source, t))
             )
-            found, bad = _meta_made(made, t.name)
+            found, bad = meta_values(made, t.name)
         frame.put(HIDDEN + t.name, meta_column(found))
         frame.drop(bad)
 
@@ -390,7 +357,7 @@ class Pipeline:
         found = (
             run_each(frame, t, t.fn, as_bool)
             if t.rows
-            else run_whole(frame, t, t.fn, self._one_each(t, "b", "booleans"))
+            else run_whole(frame, t, t.fn, value_per_row(self.source, t, "b", "booleans"))
         )
         keep = np.asarray(found, bool)
         frame.dropped += len(keep) - int(keep.sum())
@@ -408,7 +375,7 @@ class Pipeline:
                 )
             )
         else:
-            made = run_whole(frame, t, t.fn, self._columns_each(t))
+            made = run_whole(frame, t, t.fn, columns_per_row(self.source, t))
         check_map(self.source, self.transforms, position, made)
         if not frame.table.num_rows:
             return
@@ -424,67 +391,12 @@ class Pipeline:
         frame.table = pa.table(columns)
         frame.drop({i: f"{t!r}: {reason}" for i, reason in bad.items()})
 
-    def _one_each(self, t: Transform, kinds: str, wanted: str) -> Callable[[Any, int], np.ndarray]:
-        def check(result: Any, rows: int) -> np.ndarray:
-            try:
-                found = np.asarray(result)
-            except ValueError:  # lists of several lengths
-                self._refuse(t, f"expected {rows} {wanted}, one a row, got {type(result).__name__}")
-            if found.shape != (rows,) or found.dtype.kind not in kinds:
-                self._refuse(
-                    t,
-                    f"expected {rows} {wanted}, one a row, got {found.dtype} of shape "
-                    f"{found.shape}",
-                )
-            return found
-
-        return check
-
-    def _meta_each(self, t: Transform) -> Callable[[Any, int], Any]:
-        numbers = self._one_each(t, "biuf", "numbers")
-
-        def check(result: Any, rows: int) -> Any:
-            if isinstance(result, Ragged):
-                result = [result[i] for i in range(len(result))]
-            lists = isinstance(result, (list, tuple)) and any(
-                isinstance(v, (list, tuple, np.ndarray)) for v in result
-            )
-            if lists and len(result) == rows:
-                return list(result)
-            found = numbers(result, rows)
-            return (
-                result if isinstance(result, (list, tuple)) else found
-            )  # an array of all would round large whole numbers
-
-        return check
-
-    def _columns_each(self, t: Transform) -> Callable[[Any, int], Mapping[str, Any]]:
-        def check(result: Any, rows: int) -> Mapping[str, Any]:
-            plain = isinstance(result, Mapping) and bool(result)
-            if not plain or not all(
-                isinstance(name, str) and hasattr(c, "__len__") for name, c in result.items()
-            ):
-                self._refuse(
-                    t,
-                    f"expected a dict of columns, got {type(result).__name__}",
-                    "return {name: array or list, ...}",
-                )
-            if wrong := [f"{name!r}: {len(c)}" for name, c in result.items() if len(c) != rows]:
-                self._refuse(
-                    t,
-                    f"expected {rows} rows in every column, got {', '.join(wrong)}",
-                    "drop rows with Filter, not with Map",
-                )
-            checked: Mapping[str, Any] = result
-            return checked
-
-        return check
-
     def _generators(
         self, frame: Frame, position: int, ids: RowIds
     ) -> Iterator[np.random.Generator]:
-        """A generator per row, keyed by who the row is: the same whatever ran before it, here or
-        elsewhere.
+        """Return a generator per row, seeded by the identity of the row.
+
+        It is the same in any process and order.
         """
         keys = keyed_hash(
             key64("map", self.seed, self.source, position),
@@ -503,24 +415,9 @@ def _rebuild(
     on_long: str,
     contents: Mapping[int, str],
 ) -> Pipeline:
-    made = Pipeline(source, transforms, seed=seed, context=context, on_long=on_long)
-    for i, wanted in contents.items():
-        spec = transforms[i]
-        assert isinstance(spec, Tokenize)
-        same_content(made._encoders[i], spec, wanted, source)
-    return made
-
-
-def _describes(name: str, items: str) -> bool:
-    """Whether a list holds a number for every item of another: ``image_tokens`` and
-    ``image_offset`` do for ``image_patches``.
-    """
-    stem, _, what = name.rpartition("_")
-    return (
-        what in ("tokens", "offset")
-        and stem == items.rpartition("_")[0] != ""
-        and items.rpartition("_")[2] not in ("tokens", "offset")
-    )
+    pipeline = Pipeline(source, transforms, seed=seed, context=context, on_long=on_long)
+    pipeline.check_tokenizers(contents)
+    return pipeline
 
 
 _CHECKS: dict[type, Check] = {
@@ -532,8 +429,9 @@ _CHECKS: dict[type, Check] = {
 
 
 def _drop_unfit(frame: Frame, t: Transform | None, name: str, check: Check) -> None:
-    """Drop the rows whose values ``t`` cannot read; raises Unfit where the whole column is of a
-    type it cannot read.
+    """Drop the rows whose values ``t`` cannot read.
+
+    Raise Unfit if the whole column has a wrong type.
     """
     bad, odd = unfit_rows(frame.table, name, check)
     frame.drop({i: _unfit(t, reason) for i, reason in bad.items()})
@@ -545,35 +443,10 @@ def _unfit(t: Transform | None, reason: str) -> str:
     return f"{t!r}: {reason}" if t else f"{reason}; {NO_IDS}"
 
 
-def _used(t: Transform) -> tuple[str, ...]:
-    if isinstance(t, Tokenize):
-        return (t.text,)
-    if isinstance(t, Tokens):
-        return (t.column,)
-    if isinstance(t, (Select, Images)):
-        return t.columns
-    return (t.value,) if isinstance(t, Meta) and isinstance(t.value, str) else ()
-
-
-def _meta_made(made: Any, name: str) -> tuple[Column, Bad]:
-    """What a function gave for all rows: numbers, or lists of them."""
-    if isinstance(made, np.ndarray):
-        return plain_numbers(made, name, {})
-    if not any(isinstance(v, list | tuple | np.ndarray) for v in made):
-        return numbers_of(made, name)
-    values, misfits = from_values(made, name)
-    table = pa.table({name: values})
-    unfit, odd = unfit_rows(table, name, check_meta)
-    if odd:
-        table = retyped(table, name, unfit)
-    found, bad = read_meta(table, name)
-    return found, bad | unfit | misfits
-
-
-def _nothing(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
+def _empty_block(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
     none = np.zeros(0, np.int64)
     meta: dict[str, Column] = dict.fromkeys(("tokens", "bytes", *names), none)
-    # uint8: joined with any other ids, it leaves their type as it is
+    # uint8: concatenation with other ids keeps their type
     return Block(
         none,
         np.zeros(0, np.int32),
@@ -606,13 +479,16 @@ def _encode_each(frame: Frame, texts: list[str], encoder: Encoder) -> Ragged:
         except BaseException as fault:
             if not _is_row_fault(fault):
                 raise
-            bad[i] = f"cannot be tokenized: {said(fault)}"
+            bad[i] = f"cannot be tokenized: {error_text(fault)}"
     frame.drop(bad)
     return Ragged.concat(parts)
 
 
 def _is_row_fault(fault: BaseException) -> bool:
-    """A Rust panic is no Exception to Python, and yet the text's fault."""
+    """Return whether a row causes the error.
+
+    A Rust panic is not an Exception, but is caused by the text.
+    """
     return (isinstance(fault, Exception) and not isinstance(fault, MemoryError)) or type(
         fault
     ).__name__ == "PanicException"

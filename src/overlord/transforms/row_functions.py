@@ -1,5 +1,6 @@
-"""Rows on their way through a stage, and how users' functions are run over them: one failing row
-never harms the others.
+"""Rows inside a stage, and the execution of user functions over them.
+
+A failing row never affects the others.
 """
 
 from __future__ import annotations
@@ -17,18 +18,16 @@ from overlord.user_code import where_raised
 
 
 class Frame:
-    """Rows on their way through a stage: which input rows they are, and what became of the
-    others.
-    """
+    """Rows inside a stage: their input rows, and the outcome of the removed ones."""
 
-    __slots__ = ("at", "bad", "dropped", "index", "laid", "table")
+    __slots__ = ("at", "bad", "dropped", "images", "index", "table")
 
     def __init__(self, table: pa.Table) -> None:
         self.table, self.index = plain(table), np.arange(table.num_rows)
         self.bad: list[tuple[int, str]] = []
         self.dropped = 0
-        self.at = -1  # the row that a function has now; -1: all of them
-        self.laid: Any = None  # images of the rows (imagerows.Laid), once they are read
+        self.at = -1  # the row that a user function is processing; -1: all rows
+        self.images: Any = None  # images of the rows (image_rows.PlannedImages), once they are read
 
     def put(self, name: str, values: pa.Array) -> None:
         at = self.table.column_names.index(name) if name in self.table.column_names else -1
@@ -39,7 +38,7 @@ class Frame:
         )
 
     def report(self, bad: Mapping[int, str]) -> np.ndarray:
-        """Notes the bad rows and returns the others, as positions in the table."""
+        """Record the bad rows and return the others, as positions in the table."""
         self.bad += [(int(self.index[i]), reason) for i, reason in bad.items()]
         mask = np.ones(self.table.num_rows, bool)
         mask[list(bad)] = False
@@ -63,11 +62,11 @@ class Frame:
 def run_whole(
     frame: Frame, t: Transform, fn: Callable[..., Any], check: Callable[[Any, int], Any]
 ) -> Any:
-    """``fn`` over all rows at once. If it raises, it is called with each row alone, and the rows on
-    which it raises are reported.
+    """Call ``fn`` with all rows.
 
-    ``check(result, rows)`` says what is wrong with a result: that is a fault of the function, not
-    of a row, and ends the job.
+    If it raises, call it with each row alone and report the rows on which it raises.
+    ``check(result, rows)`` validates a result. An invalid result is a fault of the function, not of
+    a row, and ends the job.
     """
     try:
         result = fn(to_columns(frame.table))
@@ -90,7 +89,7 @@ def _run_alone(
         except MemoryError:
             raise
         except Exception as fault:
-            bad[i] = f"{t!r}: {said(fault)}"
+            bad[i] = f"{t!r}: {error_text(fault)}"
         else:
             alone.append(check(result, 1))
     frame.at = -1
@@ -101,7 +100,7 @@ def _run_alone(
 
 
 def join_rows(rows: list[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Rows as columns, in order of first appearance; what a row does not have is null."""
+    """Return rows as columns, in order of first appearance; a missing value is null."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -111,31 +110,33 @@ def run_each(
     t: Transform,
     fn: Callable[..., Any],
     check: Callable[[Any], Any],
-    chance: Iterator[Any] | None = None,
+    generators: Iterator[Any] | None = None,
 ) -> list[Any]:
-    """``fn`` row by row; a row that fails, or gives what it should not, is reported and left
-    out.
+    """Call ``fn`` row by row.
+
+    A row that fails or returns an invalid value is reported and removed.
     """
     bad: Bad = {}
     results = []
     for i, row in enumerate(_rows(frame.table)):
         frame.at = i
-        rng = next(chance) if chance is not None else None
+        rng = next(generators) if generators is not None else None
         try:
             row = row() if callable(row) else row
             results.append(check(fn(row) if rng is None else fn(row, rng)))
         except MemoryError:
             raise
         except Exception as fault:
-            bad[i] = f"{t!r}: {said(fault)}"
+            bad[i] = f"{t!r}: {error_text(fault)}"
     frame.at = -1
     frame.drop(bad)
     return results
 
 
 def _rows(table: pa.Table) -> Iterator[Any]:
-    """Rows as dicts; where the table does not convert (text that is no UTF-8), as calls that each
-    convert or fail alone.
+    """Yield rows as dicts.
+
+    If the table does not convert (text that is not UTF-8), yield calls that convert one row each.
     """
     try:
         yield from to_rows(table)
@@ -144,6 +145,6 @@ def _rows(table: pa.Table) -> Iterator[Any]:
             yield lambda i=i: to_rows(table.slice(i, 1))[0]
 
 
-def said(fault: BaseException) -> str:
+def error_text(fault: BaseException) -> str:
     text = f"{type(fault).__name__}: {fault}" if str(fault) else type(fault).__name__
     return (text if len(text) <= 200 else text[:197] + "...") + where_raised(fault)

@@ -1,5 +1,6 @@
-"""Text to token ids, by Hugging Face tokenizers: in batches, so that the interpreter lock is
-released while it works.
+"""Tokenization by Hugging Face tokenizers, in batches.
+
+The interpreter lock is released meanwhile.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from overlord.process.malloc import give_back
 from overlord.sample import Ragged
 from overlord.transforms.base import column_problems, flag_problems, refuse
 
-# encoded at a time: what the tokenizer gives takes 100 to 200 bytes a token until its ids are taken
-# out; more is no faster
-TEXTS = 32
+# Texts per batch: the tokenizer's result takes 100 to 200 bytes per token until its ids are copied;
+# larger batches are not faster.
+TEXTS_PER_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Tokenize:
     """Text of one column to token ids in the smallest type that holds the vocabulary.
 
-    ``tokenizer`` is a ``tokenizer.json``. ``bos`` and ``eos``, tokens or ids, go before and after
-    every text; padding and truncation that the file asks for are ignored, since a row's ids must
-    not depend on the rows beside it.
+    ``tokenizer`` is a ``tokenizer.json``. ``bos`` and ``eos``, tokens or ids, are added before and
+    after every text. Padding and truncation in the file are ignored: the ids of a row must not
+    depend on its neighbours.
     """
 
     tokenizer: str | Path
@@ -52,9 +53,8 @@ class Tokenize:
                 f"{type(self.tokenizer).__name__} {self.tokenizer!r:.60}"
             )
         else:
-            object.__setattr__(
-                self, "tokenizer", os.path.expanduser(str(self.tokenizer))
-            )  # equal however the path was given
+            # Equal however the path was given.
+            object.__setattr__(self, "tokenizer", os.path.expanduser(str(self.tokenizer)))
         for name in ("bos", "eos"):
             token = getattr(self, name)
             plain = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31
@@ -78,24 +78,25 @@ class Tokenize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoder:
-    """A tokenizer ready to run, with one spec's options."""
+    """A loaded tokenizer with the options of one specification."""
 
     tokenizer: Any
     add_special_tokens: bool
     bos: int | None
     eos: int | None
     dtype: np.dtype[Any]
-    content: str  # fingerprint of the tokenizer's file
+    content: str  # fingerprint of the tokenizer file
 
     def encode(self, texts: list[str]) -> Ragged:
-        """Ids of every text. One C call per text moves the ids over; ``array.fromlist`` costs half
-        of ``np.array(ids)``.
+        """Return the ids of every text.
+
+        One C call per text copies the ids; ``array.fromlist`` costs half of ``np.array(ids)``.
         """
         ids, lengths = array("I"), array("q")
         before, after = ([] if token is None else [token] for token in (self.bos, self.eos))
-        for k in range(0, len(texts), TEXTS):
+        for k in range(0, len(texts), TEXTS_PER_BATCH):
             for encoding in self.tokenizer.encode_batch_fast(
-                texts[k : k + TEXTS], add_special_tokens=self.add_special_tokens
+                texts[k : k + TEXTS_PER_BATCH], add_special_tokens=self.add_special_tokens
             ):
                 start = len(ids)
                 ids.fromlist(before)
@@ -111,21 +112,21 @@ class Encoder:
 
 
 _lock = Lock()
-_digests: dict[
-    str, tuple[tuple[int, int], str]
-] = {}  # path -> ((size, mtime), content): 300 sources share one file
+# path -> ((size, mtime), content): 300 sources share one file.
+_digests: dict[str, tuple[tuple[int, int], str]] = {}
 _loaded: dict[str, tuple[Any, int]] = {}  # content -> tokenizer, highest id
 
 
 def content_digest(path: str, source: str = "") -> str:
-    """A fingerprint of the file's content, so that moving a tokenizer changes nothing and editing
-    it does.
+    """Return a digest of the content of the file.
+
+    Moving a tokenizer keeps it, editing changes it.
     """
     return _content(path, source)[0]
 
 
 def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
-    """Loads the tokenizer once per process and content; every thread shares it."""
+    """Load the tokenizer once per process and content; all threads share it."""
     path = str(spec.tokenizer)
     with _lock:
         key, content = _content(path, source)
@@ -139,17 +140,15 @@ def build_encoder(spec: Tokenize, source: str = "") -> Encoder:
     return Encoder(tokenizer, spec.add_special_tokens, bos, eos, np.min_scalar_type(highest), key)
 
 
-def same_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) -> None:
-    """In a process that is started later: a job has one vocabulary, whatever becomes of the
-    file.
+def check_content(encoder: Encoder, spec: Tokenize, wanted: str, source: str) -> None:
+    """Raise if the tokenizer differs from the one at launch.
+
+    All processes of a job use one vocabulary.
     """
     if encoder.content != wanted:
         problem = f"the tokenizer file {spec.tokenizer} has changed since the job was launched"
         raise TransformError(
-            source,
-            "Tokenize",
-            problem,
-            "put back the one it was launched with, or launch the job anew",
+            source, "Tokenize", problem, "restore the file of the launch, or launch the job again"
         )
 
 
@@ -174,18 +173,18 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """The one field of a tokenizer.json that matters here: to parse all of it takes ten times its
-    size.
+    """The only field of a tokenizer.json that matters here.
+
+    Parsing all of it takes ten times its size.
     """
 
     model: _Model | None = None
 
 
 def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
-    # Worker threads already run side by side; threads of tokenizers' own beside them cost 25 % more
-    # CPU per byte.
-    # The variable is read at every call, so this holds from here on; whoever has set it keeps what
-    # they set.
+    # Worker threads already run in parallel. Additional threads of tokenizers cost 25 % more CPU
+    # per byte. The variable is read at every call, so this is effective from here on. A value set
+    # by the user is kept.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from tokenizers import Tokenizer
@@ -197,14 +196,16 @@ def _load(path: str, content: bytes, source: str) -> tuple[Any, int]:
         dropout = getattr(msgspec.json.decode(content, type=_File).model, "dropout", None)
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as fault:  # tokenizers raises plain Exception
-        raise TransformError(source, "Tokenize", f"{path} is no tokenizer.json: {fault}") from fault
+        raise TransformError(
+            source, "Tokenize", f"{path} is not a tokenizer.json: {fault}"
+        ) from fault
     if dropout:
         problem = f"{path} asks for a dropout of {dropout}, which gives other ids at every run"
         raise TransformError(source, "Tokenize", problem, "set model.dropout to null in the file")
     tokenizer.no_padding()
     tokenizer.no_truncation()
     top = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    give_back()  # what was parsed: 7 MB of 15 with a file of 1.7 MB
+    give_back()  # memory of parsing: 7 MB of 15 with a file of 1.7 MB
     return tokenizer, top
 
 

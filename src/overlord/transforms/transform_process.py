@@ -1,9 +1,9 @@
-"""A process of its own for a source whose transforms hold the interpreter lock, or that asks for it
+"""A separate process for a source whose transforms hold the interpreter lock, or that requests it
 (``workers="processes"``).
 
-Code crosses once, at spawn. After that only data travels: a small JSON header, then Arrow IPC for
-tables and raw buffers for arrays. Nothing is unpickled on either side, so a batch can never be more
-than data.
+Code is sent once, at spawn. Afterwards only data is sent: a small JSON header, then Arrow IPC for
+tables and raw buffers for arrays. Nothing is unpickled on either side, so a message can never
+execute code.
 """
 
 from __future__ import annotations
@@ -28,16 +28,12 @@ from overlord.process.forkserver import UNGUARDED, how_it_ended
 from overlord.sample import Column, Items, Ragged
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.pipeline import Pipeline
+from overlord.transforms.timeouts import TIMEOUTS
 from overlord.user_code import where_raised
-
-DEADLINE_S = 300.0  # for one batch of user code; also for the start of the process
-# a child that does not leave by itself in this time is killed; Ctrl-C is to end a program within a
-# second
-CLOSE_S = 0.5
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Parent to child; the table follows, for the slice stage the row numbers before it."""
+    """Message from parent to child; the table follows, in the slice stage after the row numbers."""
 
     stage: str
     epoch: int = 0
@@ -45,15 +41,18 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Child to parent; the arrays follow in this order, and the table where there is one."""
+    """Message from child to parent.
+
+    The arrays follow in this order, then the table if there is one.
+    """
 
     arrays: list[tuple[str, str]] = []  # (name, dtype)
     table: bool = False
     bad: list[tuple[int, str]] = []
     dropped: int = 0
-    image_bytes: tuple[int, int] = (0, 0)  # in files, as pixels
-    error: list[str] | None = None  # TransformError's fields, or [name, text] of anything else
-    core_s: float = 0.0  # that cores were busy with it, there
+    image_bytes: tuple[int, int] = (0, 0)  # bytes of files, bytes of pixels
+    error: list[str] | None = None  # fields of TransformError, or [name, text] of another error
+    core_s: float = 0.0  # CPU seconds in the child
 
 
 @dataclass(slots=True, eq=False)
@@ -62,55 +61,58 @@ class _Child:
     pipe: Connection
 
 
-class _Spent(local):
-    """By thread."""
+class _CpuSeconds(local):
+    """CPU seconds per thread."""
 
     seconds = 0.0
 
 
 class TransformWorker:
-    """The stages of a pipeline, run by a child process. Safe to call from several threads, one
-    batch at a time.
+    """Runs the stages of a pipeline in a child process.
+
+    Runs on: any thread, one batch at a time.
     """
 
     def __init__(
-        self, pipeline: Pipeline, name: str = "", *, deadline_s: float = DEADLINE_S
+        self, pipeline: Pipeline, name: str = "", *, deadline_s: float = TIMEOUTS.batch_s
     ) -> None:
         self.name = name or f"transforms of {pipeline.source!r}"
         self._pipeline, self._deadline_s, self._lock = pipeline, deadline_s, Lock()
-        self._spent = _Spent()
+        self._cpu = _CpuSeconds()
         self._child: _Child | None = _spawn(pipeline, self.name, deadline_s)
         with self._lock:
-            self._answer("start")  # imports and tokenizer are paid here, and their faults told
+            self._receive("start")  # waits for imports and the tokenizer, and raises their errors
 
     @property
     def pid(self) -> int | None:
         return self._child.process.pid if self._child else None
 
-    elsewhere = True  # whoever calls waits for another process
+    separate_process = True  # the caller waits for another process
 
     @property
     def has_slice_stage(self) -> bool:
         return self._pipeline.has_slice_stage
 
     def running(self, thread: int) -> tuple[str, int]:
-        """As of a pipeline; the process does not tell in which of its transforms it is before it is
-        through with all of a stage.
-        """
-        return f"{self._what()}, in process {self.pid},", -1
+        """Return the transforms that may be running.
 
-    def _what(self) -> str:
+        The child reports its position only after a whole stage.
+        """
+        return f"{self._transforms_text()}, in process {self.pid},", -1
+
+    def _transforms_text(self) -> str:
         code = [repr(t) for t in self._pipeline.transforms if t.user_code]
         return " or ".join(code or map(repr, self._pipeline.transforms)) or "no transform"
 
     def core_s(self) -> float:
-        """Seconds that cores were busy in the child for the thread that asks: several loaders may
-        share a worker.
+        """Return the CPU seconds of the child for the calling thread.
+
+        Several loaders may share a worker.
         """
-        return self._spent.seconds
+        return self._cpu.seconds
 
     def set_deadline(self, seconds: float) -> None:
-        """How long one batch may take from now on."""
+        """Set the limit of one batch from now on."""
         if self._child is not None:
             self._deadline_s = seconds
             _set_deadline(self._child.pipe, seconds)
@@ -148,15 +150,15 @@ class TransformWorker:
         )
 
     def close(self) -> None:
-        """Ends the child: it leaves when its pipe closes, and is killed when it does not."""
+        """End the child: it exits when its pipe closes, and is killed if it does not."""
         child, self._child = self._child, None
         if child is None:
             return
         child.pipe.close()
-        child.process.join(CLOSE_S)
+        child.process.join(TIMEOUTS.close_s)
         if child.process.is_alive():
             child.process.kill()
-            child.process.join(CLOSE_S)
+            child.process.join(TIMEOUTS.close_s)
         if child.process.exitcode is not None:
             child.process.close()
 
@@ -176,9 +178,9 @@ class TransformWorker:
                 self._stalled(call.stage)
             except OSError:
                 self._lost(call.stage)
-            return self._answer(call.stage)
+            return self._receive(call.stage)
 
-    def _answer(self, stage: str) -> tuple[Reply, list[str], dict[str, Any]]:
+    def _receive(self, stage: str) -> tuple[Reply, list[str], dict[str, Any]]:
         assert self._child is not None
         pipe, out = self._child.pipe, {}
         try:
@@ -191,33 +193,34 @@ class TransformWorker:
             self._stalled(stage)
         except (OSError, EOFError):
             self._lost(stage)
-        self._spent.seconds += reply.core_s
+        self._cpu.seconds += reply.core_s
         if reply.error is not None:
             self._raise(reply.error)
         return reply, [name for name, _ in reply.arrays], out
 
     def _stalled(self, stage: str) -> NoReturn:
-        """The pipe is now in the middle of a message, so the child is of no more use."""
-        self._end(patience_s=0.0)
+        """Kill the child, whose pipe is in the middle of a message, and raise DataStall."""
+        self._end_child(wait_s=0.0)
         raise DataStall(
-            f"{self.name}, {stage} stage, to get through {self._what()}", self._deadline_s
+            f"{self.name}, {stage} stage, to get through {self._transforms_text()}",
+            self._deadline_s,
         )
 
     def _lost(self, stage: str) -> NoReturn:
-        code = self._end()
+        code = self._end_child()
         how = how_it_ended(code)
         when = "before it could start" if stage == "start" else "in the middle of its work"
         raise ActorLost(
             self.name, f"its process ended {when} ({how}){UNGUARDED if stage == 'start' else ''}"
         )
 
-    def _end(self, patience_s: float = CLOSE_S) -> int | None:
+    def _end_child(self, wait_s: float = TIMEOUTS.close_s) -> int | None:
         assert self._child is not None
         process = self._child.process
-        process.join(patience_s)
+        process.join(wait_s)
         if process.exitcode is None:
             process.kill()
-            process.join(CLOSE_S)
+            process.join(TIMEOUTS.close_s)
         code: int | None = process.exitcode
         self.close()
         return code
@@ -249,13 +252,14 @@ def _spawn(pipeline: Pipeline, name: str, deadline_s: float) -> _Child:
         ours.close()
         raise
     finally:
-        theirs.close()  # only the child holds its end now, so that its death ends our wait
+        theirs.close()  # only the child holds its end now, so its death ends our wait
     return _Child(process, ours)
 
 
 def _set_deadline(pipe: Connection, seconds: float) -> None:
-    """Both directions, by the kernel: ``poll`` sees only a message's first byte, and a send has no
-    time-out at all.
+    """Set socket timeouts for both directions.
+
+    ``poll`` sees only the first byte of a message, and a send has no timeout.
     """
     with socket.socket(fileno=socket.dup(pipe.fileno())) as end:
         timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
@@ -264,11 +268,10 @@ def _set_deadline(pipe: Connection, seconds: float) -> None:
 
 
 def _serve(pipe: Connection, pipeline: Pipeline) -> None:
-    """The child: answers until its pipe ends, which it does however the parent ends."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent says when to leave
-    forkserver.die_with_parent()  # also in the middle of a batch
+    """Serve calls in the child until the pipe closes, which happens however the parent ends."""
+    # Ctrl-C reaches the whole process group; the parent decides when the child exits.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forkserver.die_with_parent()  # even in the middle of a batch
     try:
         _send(pipe, Reply(), [])
         while True:

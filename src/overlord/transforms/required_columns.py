@@ -1,0 +1,76 @@
+"""The columns that the transforms of a source need, and combinations that can never work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from overlord.errors import TransformError
+from overlord.transforms.base import Map, Meta, Select, Tokens, Transform
+from overlord.transforms.images import Images
+from overlord.transforms.tokenize import Tokenize
+
+IDS = "tokens"  # the column of the ids, whatever its name in the file
+NO_IDS = (
+    "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
+)
+
+
+def raw_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...] | None:
+    """Return raw columns in order of first use, or None if user code sees all columns."""
+    needed: dict[str, None] = {}
+    made = False  # ids exist, by Tokenize or Tokens
+    known: set[str] | None = None  # all existing columns, once a Select has named them
+    everything = mapped = False
+    for t in transforms:
+        uses = used_columns(t)
+        if known is None and not mapped:  # columns used after a Map may come from the Map
+            needed |= dict.fromkeys(c for c in uses if not (made and c == IDS))
+        elif known is not None and (lost := [c for c in uses if c not in known]):
+            raise TransformError(
+                source,
+                repr(t),
+                f"column {lost[0]!r} does not get past an earlier Select",
+                f"add {lost[0]!r} to that Select",
+            )
+        if isinstance(t, (Tokenize, Tokens)):
+            if made:
+                raise TransformError(
+                    source,
+                    repr(t),
+                    "an earlier Tokenize or Tokens has made the ids already",
+                    "keep one of them",
+                )
+            made, known = True, None if known is None else known | {IDS}
+        elif isinstance(t, Select):
+            known = {*t.columns, IDS} if made else set(t.columns)
+        elif t.user_code:
+            everything = everything or (known is None and not mapped)
+            mapped, known = (True, None) if isinstance(t, Map) else (mapped, known)
+    if not made and known is not None and IDS not in known:
+        raise TransformError(source, "transforms", "nothing makes token ids", NO_IDS)
+    if not made and known is None and not mapped:
+        needed |= {IDS: None}
+    return None if everything else tuple(needed)
+
+
+def used_columns(t: Transform) -> tuple[str, ...]:
+    if isinstance(t, Tokenize):
+        return (t.text,)
+    if isinstance(t, Tokens):
+        return (t.column,)
+    if isinstance(t, (Select, Images)):
+        return t.columns
+    return (t.value,) if isinstance(t, Meta) and isinstance(t.value, str) else ()
+
+
+def describes(name: str, items: str) -> bool:
+    """Return whether a list holds a number per item of another.
+
+    ``image_tokens`` and ``image_offset`` do for ``image_patches``.
+    """
+    stem, _, what = name.rpartition("_")
+    return (
+        what in ("tokens", "offset")
+        and stem == items.rpartition("_")[0] != ""
+        and items.rpartition("_")[2] not in ("tokens", "offset")
+    )
