@@ -18,9 +18,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 import overlord as ov
-from overlord.cli.jobs import without_cores
+from overlord.cli.status import without_cores
 from overlord.cli.main import cli
-from overlord.cli.run import never_ends, step_digest
+from overlord.cli.run_job import never_ends, step_digest
 from overlord.observe.progress import Taken
 from tests import rays
 from tests.corpus import write_rows

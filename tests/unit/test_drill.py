@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from overlord.drill.delivered import Delivered, compare
+from overlord.drill.delivery import Delivered, compare
 from overlord.drill.faults import Fault, parse_faults, usual_faults
-from overlord.drill.run import Outcome, Report, Strike, unmended
-from overlord.drill.show import waits_line
+from overlord.drill.run import DrillReport, Outcome, Strike, unrecovered
+from overlord.drill.tables import waits_line
 from overlord.errors import JobError
 
 PARTS = ["planner", "loader-host/10", "loader-host/2", "loader-host/0", "constructor-host/0"]
@@ -58,7 +58,7 @@ def test_the_longest_wait_is_that_of_step_0_if_a_fault_struck_before_it():
     def line(taken: int, *waits_s: float) -> str:
         fault = Fault("kill", "planner", taken)
         return waits_line(
-            Report(
+            DrillReport(
                 None,
                 Outcome(),
                 Outcome(waits_s=list(waits_s), strikes=[Strike(fault, "planner", 1, taken)]),
@@ -85,7 +85,7 @@ def test_a_part_is_mended_when_another_process_is_there_and_its_recovery_is_told
 
     def left(pid: int, recovered: int) -> dict[str, str]:
         actors = [{"name": "loader-host/0", "role": "host", "pid": pid}]
-        return unmended(
+        return unrecovered(
             {"actors": actors, "recoveries": [{"part": "loader-host/0"}] * recovered}, last
         )
 
@@ -123,14 +123,14 @@ def test_a_fault_may_strike_again_and_again():
 
 def test_the_usual_faults_are_one_of_each_kind_within_the_run():
     found = usual_faults(40, planner=True)
-    assert [(f.how, f.whom) for f in found] == [
+    assert [(f.action, f.target) for f in found] == [
         ("kill", "loader-host"),
         ("kill", "planner"),
         ("kill", "constructor-host"),
         ("stop", "loader-host"),
     ]
     assert all(0 < f.step < 40 for f in found)
-    assert "planner" not in {f.whom for f in usual_faults(40, planner=False)}
+    assert "planner" not in {f.target for f in usual_faults(40, planner=False)}
 
 
 def delivered(*rows: tuple[int, int, str, list[str]]) -> Delivered:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.cli.main import cli
-from overlord.cli.plan import find_sample
+from overlord.cli.plan_step import find_sample
 from overlord.errors import PlanError
 from overlord.observe.explain import SampleExplanation, StepExplanation, ordinal
 from overlord.observe.sample_lookup import parse_id

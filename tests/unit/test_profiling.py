@@ -628,7 +628,7 @@ def test_partition_says_by_how_much_a_demand_is_not_met(job_yaml: Path) -> None:
     ("size", "nbytes"), [("256GB", 2**38), ("1.5 GiB", 3 * 2**29), ("512m", 2**29), ("77", 77)]
 )
 def test_sizes_are_written_as_people_do(size: str, nbytes: int) -> None:
-    from overlord.cli.profile import Bytes
+    from overlord.cli.partition import Bytes
 
     assert Bytes().convert(size, None, None) == nbytes
 

@@ -69,7 +69,7 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
         placement=(
             "sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed",
         ),
-        parts=(
+        workers=(
             {"name": "planner", "node": "gpu-0", "asked": {}, "pid": 7, "state": "running"},
             {
                 "name": "loader-host/0",
@@ -118,7 +118,7 @@ def test_a_token_is_shown_to_who_asks_for_it_by_the_name_of_its_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Status(
-        name="demo", state="running", address="tcp://here", steps=9, taken=8, clients=2, parts=()
+        name="demo", state="running", address="tcp://here", steps=9, taken=8, clients=2, workers=()
     )
     monkeypatch.setattr(detached_jobs, "jobs", lambda address: [job])
     monkeypatch.setattr(
