@@ -88,7 +88,7 @@ debug_option = click.option("--debug", is_flag=True, help="Show the traceback of
 
 def read_job(path: Path, modules: tuple[str, ...]) -> Job:
     """Import ``modules``, then read the job file."""
-    from overlord.job.job import Job
+    from overlord.jobfile.yaml_file import read_job as read_file  # it imports PyYAML
 
     if modules and (here := os.getcwd()) not in sys.path:
         # Last, so that no file there replaces a library; worker processes search it too.
@@ -102,7 +102,7 @@ def read_job(path: Path, modules: tuple[str, ...]) -> Job:
                 "in the working directory"
             )
             raise JobError([problem], "--import") from fault
-    return Job.from_yaml(path)
+    return read_file(path)
 
 
 def read_options(given: tuple[str, ...]) -> dict[str, Any]:
@@ -110,6 +110,7 @@ def read_options(given: tuple[str, ...]) -> dict[str, Any]:
 
     ``launch`` validates names and values.
     """
+
     import yaml
 
     found: dict[str, Any] = {}

@@ -24,6 +24,7 @@ from overlord.demo.terminal import live_view, progress_line, side_by_side, summa
 from overlord.drill.faults import parse_faults
 from overlord.drill.run import Drill, run_drill
 from overlord.drill.tables import drill_view
+from overlord.jobfile.yaml_file import write_job
 from overlord.observe.progress import Meter, Taken, interruptible, watch
 from overlord.observe.tables import progress_bar
 from overlord.process.memory import pss_bytes
@@ -63,7 +64,7 @@ def run_demo(
     with _status_lines(console) as show:
         made = interruptible(lambda: make_corpus(out, shape, show, formats))
     job = make_job(out, shape, formats)
-    yaml = job.to_yaml()
+    yaml = write_job(job)
     _write(out / "job.yaml", yaml)
     console.print(
         f"{len(job.sources)} sources {'written to' if made else 'found in'} {out / 'corpus'}; "
