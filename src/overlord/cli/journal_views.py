@@ -129,14 +129,14 @@ def describe(entry: Entry, names: tuple[str, ...]) -> str:
         each = ", ".join(f"{_name(names, i)} {n}" for i, n in enumerate(given) if n)
         skipped = ", skipped" if body["skipped"] else ""
         return (
-            f"{sum(given)} samples{skipped}, digest {body['digest'][:12]}, taken by all ranks: "
-            f"{_upto(body['acked'])}; {each}"
+            f"{sum(given)} samples{skipped}, digest {body['digest'][:12]}, "
+            f"acked {_step(body['acked'])}: {each}"
         )
     if entry.kind in (SNAPSHOT, REWIND):
         rewound = "rewound: " if entry.kind == REWIND else ""
         return (
-            f"{rewound}the state before step {step}, of {body['sources']} sources; taken by all "
-            f"ranks: {_upto(body['acked'])}"
+            f"{rewound}the state before step {step}, of {body['sources']} sources; "
+            f"acked {_step(body['acked'])}"
         )
     if entry.kind == EVENT:
         return ", ".join(f"{key} {value}" for key, value in body.items())
@@ -145,15 +145,16 @@ def describe(entry: Entry, names: tuple[str, ...]) -> str:
             f"{name} {value:g}" for name, value in body["metrics"].items()
         )
     if entry.kind == ACKED:
-        return f"taken by all ranks: {_upto(step)}"
+        return f"acked {_step(step)}"
     if entry.kind == BACK:
         target = f"step {step}" if step >= 0 else "the beginning"
         return f"rolled back to {target}: {body['reason']}"
     return f"{len(body['names'])} sources: {', '.join(body['names'])}; {body['place']}"
 
 
-def _upto(step: int) -> str:
-    return f"up to step {step}" if step >= 0 else "no step"
+def _step(step: int) -> str:
+    """Name the last step that all ranks acknowledged."""
+    return f"step {step}" if step >= 0 else "none"
 
 
 def _name(names: tuple[str, ...], i: int) -> str:

@@ -130,7 +130,7 @@ def summary(f: DemoResult, width: int) -> RenderableType:
         if width >= 98
         else [{"quarantined": "bad", "lost tokens": "lost"}.get(name, name) for name in MIX_HEAD]
     )
-    changed = "" if f.changed_at is None else f", which changed at step {f.changed_at}"
+    changed = "" if f.changed_at is None else f" (it changed at step {f.changed_at})"
     return Group(
         Text(f"Mixture over all steps{changed}:", "bold"),
         grid(head, mix_rows(f)),

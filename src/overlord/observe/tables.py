@@ -28,6 +28,16 @@ SOURCES = 24  # sources of a plan's mix that are named
 CELLS = 8  # microbatches of a bucket that are shown
 DECISIONS = 12  # latest decisions of the autoscaler that are shown after a run
 REASONS = 5  # latest quarantined rows that are shown after a run
+# Names of memory in the result of a run, where the key of the metrics is not clear by itself.
+MEMORY = {
+    "ready": "buffered samples",
+    "kept": "replay buffers",
+    "held": "held-over samples",
+    "shadows": "standbys",
+    "staged": "payloads",
+    "assembled": "batches",
+    "slabs": "buffer pool",
+}
 LOST = {"truncate": "cut", "drop": "dropped"}  # by ``on_long``: metrics key of lost tokens
 
 
@@ -121,7 +131,11 @@ def run_view(
             strict=False,
         )
     ]
-    memory = {k: v for k, v in metrics["memory"].items() if k not in ("pss", "roles", "budget")}
+    memory = {
+        MEMORY.get(k, k): v
+        for k, v in metrics["memory"].items()
+        if v and k not in ("pss", "roles", "budget")
+    }
     # The meter measures this process during the run, metrics all processes at its end.
     peak = max(meter.peak_pss, metrics["memory"]["pss"])
     facts = [
