@@ -37,7 +37,7 @@ laws: $(VENV)/.test
 # On Ray in `make test` already: control, runtime, meshes, reshard, kills_everywhere, ray. Not here: channel*, constructor_again,
 # journal_kills and journal_store have no parts (what is killed there is an end of a link, or a writer that the test itself forks),
 # control_process is about processes of ours, direct is refused on Ray (docs/ray.md), demo and examples launch by themselves (make demo RUNTIME=ray), image_places
-# and dummy_jobs are about plans, in one process.
+# and stand_in_jobs are about plans, in one process.
 ON_RAY := failover failover_constructors real_faults planner_process process images journal_resume stores store_faults storage_faults
 ON_RAY += process_clients process_faults process_hostile serving rejoin scaling partition memory_figures ray_autoscaler ray_train ray_demo ray_zombies
 ON_RAY += ray_places planner_last_words planner_answers journal_launches vanished

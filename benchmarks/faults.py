@@ -25,7 +25,7 @@ import numpy as np
 
 import overlord as ov
 from corpus import default_folder, make_corpus
-from overlord.drill.delivered import compare
+from overlord.drill.delivery import compare
 from overlord.drill.faults import parse_faults
 from overlord.drill.run import Drill, Outcome, disturbed, undisturbed
 from overlord.observe.svg import Line, lines, series_color

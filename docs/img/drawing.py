@@ -77,4 +77,4 @@ class Drawing:
         )
 
     def done(self) -> str:
-        return svg._svg(self.height, self.about, self.parts)
+        return svg.document(self.height, self.about, self.parts)

@@ -16,13 +16,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import overlord as ov
-from overlord.cli.inspect import inspect_job
+from overlord.cli.inspect_job import inspect_job
 from overlord.cli.main import cli
 from overlord.demo.corpus import Shape, later_mixture, make_corpus, make_job
-from overlord.demo.figures import Figures
-from overlord.demo.pages import mix_rows, placing_rows, report, tiles
+from overlord.demo.formats import DemoFormats
+from overlord.demo.report import mix_rows, placing_rows, report, tiles
+from overlord.demo.result import DemoResult
 from overlord.demo.run import run_demo
-from overlord.demo.storage import Storing
 from overlord.planning.strategies import DENSE_12B
 from tests.unit.test_report import parse
 
@@ -30,7 +30,7 @@ TINY = Shape(seed=5, rows=60, vocab=400, ranks=3, samples=24, context=2048)
 STEPS = 6
 
 
-def demo(out: Path, width: int = 100) -> tuple[Figures, str]:
+def demo(out: Path, width: int = 100) -> tuple[DemoResult, str]:
     screen = io.StringIO()
     figures = run_demo(
         out, TINY, STEPS, Console(file=screen, width=width), "overlord demo --tiny", compute_s=0.0
@@ -39,19 +39,21 @@ def demo(out: Path, width: int = 100) -> tuple[Figures, str]:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Figures, str]:
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoResult, str]:
     out = tmp_path_factory.mktemp("demo") / "not" / "yet" / "there"
     return (out, *demo(out))
 
 
-def test_the_report_stands_alone_and_says_what_made_it(done: tuple[Path, Figures, str]) -> None:
+def test_the_report_stands_alone_and_says_what_made_it(done: tuple[Path, DemoResult, str]) -> None:
     page = (done[0] / "report.html").read_text()
     assert parse(page).tags.count("svg") == 4
     assert not re.search(r"https?://", page)
     assert page.count("Made by <code>overlord demo --tiny</code>") == 7
 
 
-def test_report_and_terminal_show_the_figures_of_the_run(done: tuple[Path, Figures, str]) -> None:
+def test_report_and_terminal_show_the_figures_of_the_run(
+    done: tuple[Path, DemoResult, str],
+) -> None:
     out, figures, screen = done
     page = (out / "report.html").read_text()
     for row in (*mix_rows(figures), *placing_rows(figures)):
@@ -62,7 +64,7 @@ def test_report_and_terminal_show_the_figures_of_the_run(done: tuple[Path, Figur
 
 
 def test_the_report_says_what_became_of_long_documents_and_counts_lost_tokens(
-    done: tuple[Path, Figures, str],
+    done: tuple[Path, DemoResult, str],
 ) -> None:
     out, figures, _ = done
     page = (out / "report.html").read_text()
@@ -84,7 +86,7 @@ def test_the_report_says_what_became_of_long_documents_and_counts_lost_tokens(
     assert '<th scope="col">lost tokens</th>' in cut
 
 
-def test_the_figures_are_those_of_the_stream(done: tuple[Path, Figures, str]) -> None:
+def test_the_figures_are_those_of_the_stream(done: tuple[Path, DemoResult, str]) -> None:
     """Runs the written job again, by itself, and computes the figures from what arrives."""
     out, figures, _ = done
     job = ov.Job.from_yaml(out / "job.yaml")
@@ -119,14 +121,14 @@ def test_the_figures_are_those_of_the_stream(done: tuple[Path, Figures, str]) ->
             assert figures.bound[k] == pytest.approx(max(1.0, max(dearest) / unplanned.mean()))
 
 
-def test_the_mix_changes_half_way_as_wanted(done: tuple[Path, Figures, str]) -> None:
+def test_the_mix_changes_half_way_as_wanted(done: tuple[Path, DemoResult, str]) -> None:
     figures = done[1]
     assert figures.changed_at == STEPS // 2
     assert np.abs((figures.realised - figures.wanted).sum(axis=0) * TINY.samples).max() < 2
     assert not np.allclose(figures.wanted[0], figures.wanted[-1])
 
 
-def test_planning_beats_no_planning(done: tuple[Path, Figures, str]) -> None:
+def test_planning_beats_no_planning(done: tuple[Path, DemoResult, str]) -> None:
     figures = done[1]
     planned, unplanned = (figures.compared[name].bucket for name in ("llm_balance", "vanilla"))
     assert (planned <= unplanned + 1e-9).all()
@@ -134,7 +136,7 @@ def test_planning_beats_no_planning(done: tuple[Path, Figures, str]) -> None:
 
 
 def test_a_second_demo_uses_the_corpus_and_shows_the_same_plans(
-    done: tuple[Path, Figures, str],
+    done: tuple[Path, DemoResult, str],
 ) -> None:
     out, figures, _ = done
     before = {p: p.stat().st_mtime_ns for p in (out / "corpus").rglob("*")}
@@ -154,7 +156,7 @@ def test_a_second_demo_uses_the_corpus_and_shows_the_same_plans(
 
 
 def test_the_corpus_is_the_same_wherever_it_is_made(
-    done: tuple[Path, Figures, str], tmp_path: Path
+    done: tuple[Path, DemoResult, str], tmp_path: Path
 ) -> None:
     assert make_corpus(tmp_path, TINY, lambda words: None)
     files = [
@@ -171,7 +173,7 @@ def test_a_corpus_left_half_made_is_made_again(tmp_path: Path) -> None:
     assert not make_corpus(tmp_path, TINY, lambda words: None)
 
 
-def test_nothing_in_the_corpus_is_broken(done: tuple[Path, Figures, str]) -> None:
+def test_nothing_in_the_corpus_is_broken(done: tuple[Path, DemoResult, str]) -> None:
     job = ov.Job.from_yaml(done[0] / "job.yaml")
     found = inspect_job(job, full=True)
     assert [(r.failures, r.bad) for r in found] == [([], {})] * len(job.sources)
@@ -190,10 +192,10 @@ def test_a_folder_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None
     assert "Traceback" not in result.output
 
 
-def test_it_ends_with_a_drill_in_which_nothing_is_lost(done: tuple[Path, Figures, str]) -> None:
+def test_it_ends_with_a_drill_in_which_nothing_is_lost(done: tuple[Path, DemoResult, str]) -> None:
     out, figures, screen = done
     assert figures.drill is not None
-    assert [s.name for s in figures.drill.hit.strikes] == [
+    assert [s.name for s in figures.drill.disturbed.strikes] == [
         "loader-host/0",
         "planner",
         "constructor-host/0",
@@ -205,7 +207,7 @@ def test_it_ends_with_a_drill_in_which_nothing_is_lost(done: tuple[Path, Figures
 
 
 def test_without_optional_packages_the_sources_hold_ids_and_the_job_runs(tmp_path: Path) -> None:
-    plain = Storing(tokenizers=False, zstandard=False)
+    plain = DemoFormats(tokenizers=False, zstandard=False)
     assert make_corpus(tmp_path, TINY, lambda words: None, plain)
     assert not make_corpus(tmp_path, TINY, lambda words: None, plain)
     assert not (tmp_path / "tokenizer.json").exists()
@@ -223,4 +225,4 @@ def test_without_optional_packages_the_sources_hold_ids_and_the_job_runs(tmp_pat
         max(int(microbatch["tokens"].max()) for step in steps for microbatch in step) < TINY.vocab
     )
     assert "without tokenizers" in plain.note
-    assert Storing(tokenizers=True, zstandard=True).note == ""
+    assert DemoFormats(tokenizers=True, zstandard=True).note == ""

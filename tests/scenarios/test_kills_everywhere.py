@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import overlord as ov
-from overlord.drill.run import parts
+from overlord.drill.run import worker_pids
 from tests.processes import launch
 from tests.simulation.world.faults import Fault
 from tests.simulation.world.history import Seen
@@ -103,7 +103,7 @@ def lost_in_simulation(made: Scenario) -> Steps:
 
 
 def lose(runtime: str, session: ov.Session, roles: list[str]) -> None:
-    names, pids = [PARTS_OF[role] for role in roles], parts(session)
+    names, pids = [PARTS_OF[role] for role in roles], worker_pids(session)
     assert bool(pids) == (runtime != "local")
     for name in names:
         if runtime == "local":

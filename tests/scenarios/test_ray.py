@@ -442,7 +442,7 @@ JOINS = """
             ray_cluster.ask = lambda *args, **how: (ready.wait(60), ask(*args, **how))[1]
             print(list(both.map(lambda _: ray_jobs.stop("open", open_one.address), range(2))), flush=True)
             ray_cluster.ask, ray_jobs.STOP_S = ask, 3.0
-            keeper = ray_cluster.keep(ray_jobs.Keeper, "still")
+            keeper = ray_cluster.keep(ray_jobs.JobActor, "still")
             try:
                 ray_jobs.served("still", open_one.address)
             except ov.OverlordError as error:
@@ -534,7 +534,7 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         assert there.line() == "job 'still' is submitted: trainers cannot connect to it", (
             "it was not told its name yet"
         )
-        assert there.line() == "it did not stop in 3 s when it was asked | []"
+        assert there.line() == "it did not stop within 3 s | []"
         assert (
             "the cluster that the program connected to is not used: it asks for no token"
             in there.line()
@@ -601,9 +601,9 @@ NODES = """
         input()
         until(lambda: [j.taken for j in ray_jobs.jobs(cluster.address)] == [9])  # the session hears of a step a moment after it was taken
         [found] = ray_jobs.jobs(cluster.address)
-        print(found.name, found.state, found.taken, [p["node"] for p in found.parts], flush=True)
+        print(found.name, found.state, found.taken, [p["node"] for p in found.workers], flush=True)
         ray_jobs.stop("alone", cluster.address)
-        until(lambda: not any(runs(p["pid"]) for p in found.parts))
+        until(lambda: not any(runs(p["pid"]) for p in found.workers))
         print(ray_jobs.jobs(cluster.address), flush=True)
         lose_who_submitted(cluster.address, submit, journal)
         lose_the_head(cluster, calm)
@@ -679,7 +679,7 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
             "is not used: its token is another one than that in RAY_AUTH_TOKEN, "
             "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token" in said
         )
-        assert there.line() == "waited 0.2 s for job 'late' to begin (start_s says for how long)"
+        assert there.line() == "waited 0.2 s for job 'late' to start (start_s sets the limit)"
         before = eval(there.line())
         assert before["constructor-host/0"] == "gpu-0"
         assert before["constructor-host/1"] == "gpu-1"

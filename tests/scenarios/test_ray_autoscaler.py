@@ -61,7 +61,7 @@ GROWS = """
         for client in clients:
             client.close()
         [over] = until(lambda: [j for j in ray_jobs.jobs(address) if j.state != "running"])
-        print(json.dumps([over.state, over.steps, over.taken, over.parts]), flush=True)
+        print(json.dumps([over.state, over.steps, over.taken, over.workers]), flush=True)
         ray_jobs.submit(job(until=2), **few)  # the one that is over makes way
         try:
             ray_jobs.submit(job(until=2), **few)

@@ -104,7 +104,7 @@ SUBMITTED = """
             served = ray_jobs.submit(job(until=STEPS), address=cluster, rank_nodes=nodes, resume=state)
             said = [(served.address, served.token)]
             [found] = ray_jobs.jobs(cluster)
-            where = {part["name"]: part["node"] for part in found.parts if part["name"].startswith("constructor")}
+            where = {part["name"]: part["node"] for part in found.workers if part["name"].startswith("constructor")}
             with open(f"{config['folder']}/where", "a") as out:
                 print(json.dumps([nodes, where]), file=out)
         dist.broadcast_object_list(said)

@@ -68,9 +68,9 @@ def by_lot(seed: int) -> list[Fault]:
     lot.shuffle(parts)
     faults = [Fault("kill", whom, at) for whom, at in zip(parts, moments, strict=True)]
     k = lot.randrange(len(faults))
-    faults[k] = replace(faults[k], many=5, whom="loader-host")
-    stop = lot.choice([f for f in faults if f.whom not in ("all",)])
-    return [replace(f, how="stop") if f is stop else f for f in faults]
+    faults[k] = replace(faults[k], count=5, target="loader-host")
+    stop = lot.choice([f for f in faults if f.target not in ("all",)])
+    return [replace(f, action="stop") if f is stop else f for f in faults]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_the_part_that_was_hit_last_is_told_of(fault: Fault, steps: int, tmp_pat
     """
     asked = Drill(job=replace(job(), until=steps), faults=[fault], steps=10, options=OPTIONS)
     hit = disturbed(asked, tmp_path)
-    assert not hit.unmended
+    assert not hit.unrecovered
     assert parts_lost(hit.recoveries, struck := {s.name for s in hit.strikes}) == struck
 
 
@@ -136,4 +136,4 @@ def test_one_that_does_not_come_back_is_named(
         Drill(job=job(), faults=[fault], steps=10, options={**OPTIONS, "lost_after_s": 60.0}),
         tmp_path,
     )
-    assert hit.unmended == ["loader-host/0, hit after 9 steps, was not replaced within 0.3 s"]
+    assert hit.unrecovered == ["loader-host/0, hit after 9 steps, was not replaced within 0.3 s"]

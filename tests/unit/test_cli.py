@@ -18,9 +18,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 import overlord as ov
-from overlord.cli.jobs import without_cores
 from overlord.cli.main import cli
-from overlord.cli.run import never_ends, step_digest
+from overlord.cli.run_job import never_ends, step_digest
+from overlord.cli.status import without_cores
 from overlord.observe.progress import Taken
 from tests import rays
 from tests.corpus import write_rows
@@ -119,9 +119,9 @@ def test_options_of_launch_may_be_named_and_change_nothing_of_the_stream(tmp_pat
         ("prefech=2", "unknown option 'prefech'; did you mean 'prefetch'"),
         ("prefetch=many", "prefetch: expected a whole number of at least 1, got 'many'"),
         ("prefetch", "--option: expected NAME=VALUE, as in prefetch=8, got 'prefetch'"),
-        ("loaders={web: 2", "--option: loaders: '{web: 2' cannot be read as YAML"),
+        ("loaders={web: 2", "--option: loaders: expected YAML, got '{web: 2'"),
         ("address=head:6379", "--option: address: has an option of its own, --address"),
-        ("on_stall=print", "on_stall: is a function, which cannot be named here"),
+        ("on_stall=print", "on_stall: is a function, which the command line cannot name"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "serve"])
@@ -156,7 +156,7 @@ def test_an_address_that_is_none_is_told(address: str) -> None:
 
 def test_parts_without_cores_are_told_of_what_may_have_kept_them() -> None:
     said = (
-        "no node had any to spare that they may use (on nodes with ranks sidecar= says how "
+        "no node had a spare core that they may use (on nodes with ranks, sidecar= sets how "
         "many): loader-host/1"
     )
     assert without_cores(["loader-host/1"]).endswith(said)
@@ -184,10 +184,10 @@ def test_a_drill_whose_faults_hit_less_than_they_should_does_not_pass(tmp_path: 
     assert result.exit_code == 1, result.output
     said = " ".join(result.stdout.split())
     assert (
-        "kill:loader-host/9@1 hit nothing: no such part ran (there were "
+        "kill:loader-host/9@1 hit nothing: no such worker ran, only "
         "constructor-host/0, loader-host/0" in said
     )
-    assert "kill:constructor-host*3@2 hit 1 and not 3: no more of them ran" in said
+    assert "kill:constructor-host*3@2 hit 1 instead of 3: no more of them ran" in said
     assert "kill:planner@11 never struck: the data ended after 10 steps" in said
     assert "1 kill, 0 samples lost, 0 repeated, digest equal to the undisturbed run" in said
 
@@ -402,8 +402,8 @@ def test_inspect_goes_on_over_broken_sources_and_lists_them_all(tmp_path: Path) 
 
 def test_a_full_inspection_reads_every_row(tmp_path: Path) -> None:
     path = job_file(tmp_path, slice_rows=4)
-    assert "looked at 8 rows" in overlord("inspect", path).stdout
-    assert "looked at 60 rows" in overlord("inspect", path, "--full").stdout
+    assert "sampled 8 rows" in overlord("inspect", path).stdout
+    assert "sampled 60 rows" in overlord("inspect", path, "--full").stdout
 
 
 def test_the_plan_is_the_one_that_a_run_makes(tmp_path: Path) -> None:

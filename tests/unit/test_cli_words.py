@@ -159,7 +159,7 @@ def test_text_that_is_inspected_is_to_be_tokenized_and_images_are_named(tmp_path
     [source] = ov.Job.from_yaml(tmp_path / "job.yaml").sources
     assert source.name == "my-web"
     assert source.transforms == (ov.Tokenize(str(tmp_path / "tokenizer.json"), text="content"),)
-    assert "image: bytes; images are read by Images" in result.stdout
+    assert "image: bytes; Images reads images" in result.stdout
     assert "4 bytes" in result.stdout
 
 

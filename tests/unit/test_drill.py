@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from overlord.drill.delivered import Delivered, compare
+from overlord.drill.delivery import Delivered, compare
 from overlord.drill.faults import Fault, parse_faults, usual_faults
-from overlord.drill.run import Outcome, Report, Strike, unmended
-from overlord.drill.show import waits_line
+from overlord.drill.run import DrillReport, Outcome, Strike, unrecovered
+from overlord.drill.tables import waits_line
 from overlord.errors import JobError
 
 PARTS = ["planner", "loader-host/10", "loader-host/2", "loader-host/0", "constructor-host/0"]
@@ -23,7 +23,7 @@ def test_a_fault_is_a_short_text_and_back():
     assert found == [
         Fault("kill", "loader-host/0", 10),
         Fault("stop", "planner", 20),
-        Fault("kill", "loader-host", 35, many=5),
+        Fault("kill", "loader-host", 35, count=5),
         Fault("kill", "planner", 15, every=15),
     ]
     assert ",".join(map(str, found)) == text
@@ -36,7 +36,7 @@ def test_every_mistake_is_told_at_once():
     assert len(caught.value.problems) == 4
     assert "did you mean 'kill'" in str(caught.value)
     assert "did you mean 'loader-host'" in str(caught.value)
-    assert "expected HOW:WHOM@STEP" in str(caught.value)
+    assert "expected SIGNAL:WORKER@STEP" in str(caught.value)
 
 
 def test_what_a_fault_cannot_do_is_refused_and_not_left_out():
@@ -49,8 +49,8 @@ def test_what_a_fault_cannot_do_is_refused_and_not_left_out():
         caught.value
     )
     assert (
-        "'kill:all*2@3': *2 is for loader-host or constructor-host; 'all' says already "
-        "whom: leave it out" in str(caught.value)
+        "'kill:all*2@3': expected loader-host or constructor-host with *2, got 'all'; "
+        "leave *2 out" in str(caught.value)
     )
 
 
@@ -58,7 +58,7 @@ def test_the_longest_wait_is_that_of_step_0_if_a_fault_struck_before_it():
     def line(taken: int, *waits_s: float) -> str:
         fault = Fault("kill", "planner", taken)
         return waits_line(
-            Report(
+            DrillReport(
                 None,
                 Outcome(),
                 Outcome(waits_s=list(waits_s), strikes=[Strike(fault, "planner", 1, taken)]),
@@ -67,13 +67,13 @@ def test_the_longest_wait_is_that_of_step_0_if_a_fault_struck_before_it():
 
     assert (
         line(0, 2.0, 0.001, 0.003)
-        == "wait of a step: median 3.0 ms, longest 2000 ms (step 0); 3 steps"
+        == "wait per step: median 3.0 ms, longest 2000 ms (step 0); 3 steps"
     )
     assert (
         line(1, 2.0, 0.001, 0.003)
-        == "wait of a step: median 2.0 ms, longest 3 ms (step 2); 3 steps, without step 0"
+        == "wait per step: median 2.0 ms, longest 3 ms (step 2); 3 steps, without step 0"
     )
-    assert line(0, 2.0) == "wait of a step: median 2000.0 ms, longest 2000 ms (step 0); 1 steps"
+    assert line(0, 2.0) == "wait per step: median 2000.0 ms, longest 2000 ms (step 0); 1 steps"
 
 
 def test_a_part_is_mended_when_another_process_is_there_and_its_recovery_is_told():
@@ -85,7 +85,7 @@ def test_a_part_is_mended_when_another_process_is_there_and_its_recovery_is_told
 
     def left(pid: int, recovered: int) -> dict[str, str]:
         actors = [{"name": "loader-host/0", "role": "host", "pid": pid}]
-        return unmended(
+        return unrecovered(
             {"actors": actors, "recoveries": [{"part": "loader-host/0"}] * recovered}, last
         )
 
@@ -97,12 +97,12 @@ def test_a_part_is_mended_when_another_process_is_there_and_its_recovery_is_told
 
 
 def test_a_drill_of_nothing_is_refused():
-    with pytest.raises(JobError, match="expected HOW:WHOM@STEP"):
+    with pytest.raises(JobError, match="expected SIGNAL:WORKER@STEP"):
         parse_faults(" , ")
 
 
 def test_a_role_hits_the_first_of_its_parts_by_number():
-    assert Fault("kill", "loader-host", 0, many=2).choose(PARTS) == [
+    assert Fault("kill", "loader-host", 0, count=2).choose(PARTS) == [
         "loader-host/0",
         "loader-host/2",
     ]
@@ -123,14 +123,14 @@ def test_a_fault_may_strike_again_and_again():
 
 def test_the_usual_faults_are_one_of_each_kind_within_the_run():
     found = usual_faults(40, planner=True)
-    assert [(f.how, f.whom) for f in found] == [
+    assert [(f.action, f.target) for f in found] == [
         ("kill", "loader-host"),
         ("kill", "planner"),
         ("kill", "constructor-host"),
         ("stop", "loader-host"),
     ]
     assert all(0 < f.step < 40 for f in found)
-    assert "planner" not in {f.whom for f in usual_faults(40, planner=False)}
+    assert "planner" not in {f.target for f in usual_faults(40, planner=False)}
 
 
 def delivered(*rows: tuple[int, int, str, list[str]]) -> Delivered:

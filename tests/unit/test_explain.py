@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.cli.main import cli
-from overlord.cli.plan import find_sample
+from overlord.cli.plan_step import find_sample
 from overlord.errors import PlanError
-from overlord.observe.explain import SampleExplanation, StepExplanation, ordinal
+from overlord.observe.explain import SampleExplanation, StepExplanation
 from overlord.observe.sample_lookup import parse_id
 from tests.corpus import write_rows
 from tests.processes import until
@@ -216,7 +216,7 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
             PlanError, match="plan of step 7: it is not planned yet; plans are kept of steps 0 to"
         ):
             session.explain(7)
-        with pytest.raises(PlanError, match="it is no step"):
+        with pytest.raises(PlanError, match="it does not exist"):
             session.explain(-1)
         with pytest.raises(PlanError, match=r"expected a step's number or a SampleId, got 1\.5"):
             session.explain(1.5)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ def test_why_a_sample_is_there_is_told_by_its_cost() -> None:
         assert p.nth_of_step == nth
         assert p.nth_of_bucket == sum(plan.main.bucket[j] == p.bucket for j in falling[:nth])
     dearest = found[int(plan.main.sample[falling[0]])]
-    assert "1st dearest of 12 in the step" in dearest.placed[0].why
+    assert "cost rank 1 of 12 in the step" in dearest.placed[0].why
     assert "balance(greedy" in dearest.placed[0].why
     assert dearest.placed[0].share == pytest.approx(
         plan.main.cost.max() / plan.main.cost[plan.main.bucket == dearest.placed[0].bucket].sum()
@@ -401,7 +401,7 @@ def test_a_row_that_a_filter_dropped_is_no_sample() -> None:
         found = of_sample(session, "web/e0/f0/r4")
         assert of_sample(session, "web/e0/f0/r5").status == "placed"
     assert found.status == "no sample"
-    assert "filter dropped it" in found.words
+    assert "filter dropped the row" in found.words
 
 
 @pytest.mark.parametrize(
@@ -428,21 +428,6 @@ def test_an_id_is_read_back_from_its_text(
 ) -> None:
     sample = ov.SampleId(source.strip() or "x", epoch, file, row, part)
     assert parse_id(str(sample)) == sample
-
-
-def test_ordinals() -> None:
-    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 1111)] == [
-        "1st",
-        "2nd",
-        "3rd",
-        "4th",
-        "11th",
-        "12th",
-        "13th",
-        "21st",
-        "102nd",
-        "1,111th",
-    ]
 
 
 # a job that does not run
@@ -531,7 +516,7 @@ def test_a_sample_behind_the_steps_looked_through_is_said_to_be_ahead(tmp_path: 
     result = overlord("explain", path, "--sample", str(last), "--within", "2")
     assert result.exit_code == 1
     assert "Not drawn yet" in result.stdout
-    assert "not in the first 2 steps; --within looks through more" in result.stderr
+    assert "not in the first 2 steps; --within N searches more" in result.stderr
 
 
 def test_plan_writes_the_page_of_its_step(tmp_path: Path) -> None:

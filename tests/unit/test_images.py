@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 import overlord as ov
-from overlord.cli.inspect import inspect_job
+from overlord.cli.inspect_job import inspect_job
 from overlord.errors import JobError, TransformError
 from overlord.sample import Ragged
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
@@ -315,7 +315,7 @@ def test_inspect_tells_of_images_that_end_behind_the_first_piece(on_long: str, b
         on_long=on_long,
     )
     [found] = inspect_job(made)
-    assert found.bad == ({"an image ends behind the first piece of 8": 1} if bad else {})
+    assert found.bad == ({"an image ends after the first piece of 8": 1} if bad else {})
     assert (found.longer, found.lost) == (
         2,
         {"split": 0, "truncate": 7 + 13, "drop": 15 + 21}[on_long],

@@ -83,7 +83,7 @@ def test_verify_takes_a_write_that_was_cut_for_no_fault(journal):
     last.write_bytes(last.read_bytes()[:-3])
     found = overlord("journal", "verify", journal)
     assert found.exit_code == 0, found.output
-    assert f"no fault, a write that was cut: {last.name}, byte" in found.stdout
+    assert f"no fault, an interrupted write: {last.name}, byte" in found.stdout
     assert verify(journal).torn > 0
 
 
@@ -130,12 +130,14 @@ def test_show_says_what_a_job_wrote_in_words(written):
     assert found.exit_code == 0, found.output
     text = " ".join(found.stdout.split())
     assert "2 sources: web, code" in text
-    assert "the state before step 0, of 2 sources; all took none" in text
-    assert re.search(r"4 samples, digest [0-9a-f]{12}, all took none: web 2, code 2", text)
+    assert "the state before step 0, of 2 sources; acked none" in text
+    assert re.search(
+        r"4 samples, digest [0-9a-f]{12}, acked none: web 2, code 2", text
+    )
     assert "event set_mixture, at 20, weights {'web': 3.0, 'code': 1.0}" in text
-    assert "all took step 2" in text
+    assert "acked step 2" in text
     lines = json.loads(overlord("journal", "show", written, "--json").stdout)["list"]
-    assert any("all took step 2" in line["said"] for line in lines)
+    assert any("acked step 2" in line["said"] for line in lines)
 
 
 def test_verify_goes_through_the_steps_of_a_job(written):

@@ -198,11 +198,12 @@ def test_a_transform_without_the_name_of_its_field_is_shown_how_it_is_written(
 def test_a_job_of_one_source_that_never_ends_is_told_in_good_grammar(tmp_path: Path) -> None:
     source = {"uri": "x.jsonl"}
     assert (
-        "since web repeats for ever;" in overlord("run", job_file(tmp_path, {"web": source})).stderr
+        "because web repeats forever;"
+        in overlord("run", job_file(tmp_path, {"web": source})).stderr
     )
     many = {f"s{k}": source for k in range(9)}
     assert (
-        "since s0, s1, s2, s3, s4 and others repeat for ever;"
+        "because s0, s1, s2, s3, s4 and others repeat forever;"
         in overlord("run", job_file(tmp_path, many)).stderr
     )
 

@@ -555,7 +555,7 @@ def test_profile_prints_a_table_distributions_and_the_share_of_file_state(
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
     assert {line.split()[0] for line in result.stdout.splitlines()[1:3]} == {"web", "text"}
-    assert "of the sources, at most" in said
+    assert "quantile over sources" in said
     assert "P, by token" in said
     assert "of the memory of 2 sources" in said
     found = profile_store.load(tmp_path / "j" / "profile.json")
@@ -590,7 +590,7 @@ def test_profile_tells_which_sources_cannot_be_measured(job_yaml: Path, corpus: 
     result = overlord("profile", job_yaml, "--rows", "50", "--seconds", "60")
     assert result.exit_code == 1
     assert "1 of 3 sources could not be measured" in result.stderr
-    assert "source 'odd': no sample came within 50 rows" in result.stderr
+    assert "source 'odd': expected a sample, got none within 50 rows" in result.stderr
 
 
 def test_partition_prints_the_configuration_with_reasons(job_yaml: Path) -> None:
@@ -601,7 +601,7 @@ def test_partition_prints_the_configuration_with_reasons(job_yaml: Path) -> None
     assert "predicted: " in said
     assert " of the work" in said
     assert "a demand of 10 tokens/s is met" in said
-    assert "1 of 2 sources measured, 1 guessed" in said or "0 of 2 sources measured" in said
+    assert "1 of 2 sources measured, 1 estimated" in said or "0 of 2 sources measured" in said
 
 
 def test_partition_levels_as_many_sources_together_as_is_said(corpus: Path) -> None:
@@ -628,7 +628,7 @@ def test_partition_says_by_how_much_a_demand_is_not_met(job_yaml: Path) -> None:
     ("size", "nbytes"), [("256GB", 2**38), ("1.5 GiB", 3 * 2**29), ("512m", 2**29), ("77", 77)]
 )
 def test_sizes_are_written_as_people_do(size: str, nbytes: int) -> None:
-    from overlord.cli.profile import Bytes
+    from overlord.cli.partition import Bytes
 
     assert Bytes().convert(size, None, None) == nbytes
 

@@ -74,7 +74,7 @@ def a_report(word: str = "web") -> Report:
         command=f"overlord demo --out {word}",
         tiles=[(word, word)],
         attached=[(word, word)],
-        parts=[
+        sections=[
             Picture(title=word, shows=word, svg=drawn),
             Sheet(title=word, shows=word, head=(word, "n"), rows=[(word, "7")]),
         ],

@@ -69,7 +69,7 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
         placement=(
             "sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed",
         ),
-        parts=(
+        workers=(
             {"name": "planner", "node": "gpu-0", "asked": {}, "pid": 7, "state": "running"},
             {
                 "name": "loader-host/0",
@@ -92,33 +92,30 @@ def test_what_was_decided_is_shown_with_step_and_reason_and_who_cannot_keep_up_w
     assert result.exit_code == 0, result.output
     lines = [line.strip() for line in result.output.splitlines()]
     assert (
-        "scaling: behind step 85: photos: 1 -> 3 loader hosts: the mixture will give it "
+        "scaling: after step 85: photos: 1 -> 3 loader hosts: the mixture will give it "
         "10.0% in place of 0.4%" in lines
     )
     assert (
-        "scaling: behind step 85: web: 7 steps are read ahead: its slow reads take 0.5 "
+        "scaling: after step 85: web: 7 steps are read ahead: its slow reads take 0.5 "
         "s, usual ones 0.01 s" in lines
     )
     assert ["loader-host/0", "gpu-1", "1", "128", "2", "8", "new"] in [
         line.split() for line in lines
     ], "cores, memory, scratch"
     why = (
-        "since no node had any to spare that they may use (on nodes with ranks sidecar= says "
+        "because no node had a spare core that they may use (on nodes with ranks, sidecar= sets "
         "how many)"
     )
-    assert f"without cores of their own, {why}: loader-host/1" in lines
+    assert f"workers without a reserved core, {why}: loader-host/1" in lines
     assert "sidecar=0.5 exceeded: node gpu-1 runs 2 hosts of this job where 1 are allowed" in lines
-    assert (
-        "cannot keep up: scenes has 1 loaders of the 4 that it would take: 62 samples a "
-        "second of 95 ms" in lines
-    )
+    assert "cannot keep up: scenes has 1 loaders, needs 4: 62 samples a second of 95 ms" in lines
 
 
 def test_a_token_is_shown_to_who_asks_for_it_by_the_name_of_its_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Status(
-        name="demo", state="running", address="tcp://here", steps=9, taken=8, clients=2, parts=()
+        name="demo", state="running", address="tcp://here", steps=9, taken=8, clients=2, workers=()
     )
     monkeypatch.setattr(detached_jobs, "jobs", lambda address: [job])
     monkeypatch.setattr(
@@ -152,7 +149,7 @@ def test_for_how_long_a_job_may_begin_is_an_option(
         assert result.exit_code == 0, result.output
     assert asked == [180.0, 900.0]
     assert (
-        "--start-s is for --detach" in CliRunner().invoke(cli, [*command, "--start-s", "9"]).output
+        "--start-s needs --detach" in CliRunner().invoke(cli, [*command, "--start-s", "9"]).output
     )
 
 

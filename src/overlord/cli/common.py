@@ -1,6 +1,4 @@
-"""What the commands share: options with one meaning everywhere, how errors are shown, how a job
-file is read.
-"""
+"""Options, error output and job loading that all commands share."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,58 +20,55 @@ if TYPE_CHECKING:
 
     from overlord.job.job import Job
 
-NOT_HERE = {
+# Launch options that --option refuses, with the reason.
+REFUSED_OPTIONS = {
     "address": "has an option of its own, --address",
-    "on_stall": "is a function, which cannot be named here",
-    "progress": "is a function, which cannot be named here",
+    "on_stall": "is a function, which the command line cannot name",
+    "progress": "is a function, which the command line cannot name",
 }
-FAILED, UNUSABLE, STOPPED, TERMINATED = (
-    1,
-    2,
-    130,
-    143,
-)  # exit codes: found failures; the job cannot run; Ctrl-C; SIGTERM
+# Exit codes: failures were found; the job cannot run; Ctrl-C; SIGTERM.
+FAILED, UNUSABLE, STOPPED, TERMINATED = 1, 2, 130, 143
 
-job_file = click.argument(
+job_argument = click.argument(
     "job_yaml", metavar="JOB.YAML", type=click.Path(dir_okay=False, path_type=Path)
 )
-imports = click.option(
+import_option = click.option(
     "--import",
     "modules",
     metavar="MODULE",
     multiple=True,
-    help="Import a module first: one that registers the functions which the job file names. "
-    "It is looked for in the working directory, "
-    "after all other places; without --import nothing there is imported. May be given "
-    "several times.",
+    help="Import a module first: one that registers the functions that the job file names. "
+    "The working directory is searched last, and only with --import. "
+    "May be given several times.",
 )
-where = click.option(
+runtime_option = click.option(
     "--runtime",
     metavar="NAME",
     default="local",
     show_default=True,
-    help="Where loaders and constructors live: local, process, ray.",
+    help="Where loaders and constructors run: local, process, ray.",
 )
-resuming = click.option(
+resume_option = click.option(
     "--resume",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="STATE.JSON|auto",
-    help="Go on from a saved state; auto: behind the last step that all ranks took, as the "
-    "job's journal says.",
+    help="Continue from a saved state; auto: after the last step that all ranks took, "
+    "according to the job's journal.",
 )
-saving = click.option(
+save_option = click.option(
     "--save",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="STATE.JSON",
     help="Write the state at the end, also after Ctrl-C or SIGTERM.",
 )
-allowing = click.option(
+allow_option = click.option(
     "--allow",
-    metavar="PART",
+    metavar="FIELD",
     multiple=True,
-    help="A part in which a resumed state may differ from the job, as the error names it.",
+    help="A field in which a resumed state may differ from the job, as the error names it. "
+    "May be given several times.",
 )
-launching = click.option(
+launch_option = click.option(
     "--option",
     "-o",
     "options",
@@ -81,57 +77,60 @@ launching = click.option(
     help="An option of launch, as in -o prefetch=8 or -o 'loaders={web: 3}'; docs/jobs.md "
     "lists them. May be given several times.",
 )
-debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+address_option = click.option(
+    "--address",
+    metavar="HOST:PORT",
+    envvar="OVERLORD_CLUSTER",
+    help="With Ray: the head of a cluster. Default: OVERLORD_CLUSTER.",
+)
+debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
 def read_job(path: Path, modules: tuple[str, ...]) -> Job:
-    from importlib import import_module
-
+    """Import ``modules``, then read the job file."""
     from overlord.jobfile.yaml_file import read_job as read_file  # it imports PyYAML
 
     if modules and (here := os.getcwd()) not in sys.path:
-        sys.path.append(
-            here
-            # after all others: no file there takes the place of a library; worker processes look
-            # there,
-            # too
-        )
+        # Last, so that no file there replaces a library; worker processes search it too.
+        sys.path.append(here)
     for name in modules:
         try:
             import_module(name)
         except ImportError as fault:
             problem = (
-                f"cannot import {name!r}: {fault}; it is looked for in PYTHONPATH and, last, "
+                f"cannot import {name!r}: {fault}; it is searched for in PYTHONPATH and, last, "
                 "in the working directory"
             )
             raise JobError([problem], "--import") from fault
     return read_file(path)
 
 
-def read_options(words: tuple[str, ...]) -> dict[str, Any]:
-    """Options of ``launch`` by name; values are YAML, as in a job file. Names and values are judged
-    by ``launch``.
+def read_options(given: tuple[str, ...]) -> dict[str, Any]:
+    """Parse ``NAME=VALUE`` into options of ``launch``; values are YAML, as in a job file.
+
+    ``launch`` validates names and values.
     """
 
     import yaml
 
     found: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
+    for text in given:
+        name, equals, value = text.partition("=")
         if not equals or not name:
-            raise JobError([f"expected NAME=VALUE, as in prefetch=8, got {word!r}"], "--option")
-        if name in NOT_HERE:
-            raise JobError([f"{name}: {NOT_HERE[name]}"], "--option")
+            raise JobError([f"expected NAME=VALUE, as in prefetch=8, got {text!r}"], "--option")
+        if name in REFUSED_OPTIONS:
+            raise JobError([f"{name}: {REFUSED_OPTIONS[name]}"], "--option")
         try:
             found[name] = yaml.safe_load(value)
         except yaml.YAMLError as fault:
             raise JobError(
-                [f"{name}: {value!r} cannot be read as YAML: {fault}"], "--option"
+                [f"{name}: expected YAML, got {value!r}: {fault}"], "--option"
             ) from fault
     return found
 
 
-def screen(stderr: bool = False) -> Console:
+def make_console(stderr: bool = False) -> Console:
+    """Return a console; a file or a pipe counts as 120 columns wide."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)
@@ -140,8 +139,8 @@ def screen(stderr: bool = False) -> Console:
     return console
 
 
-def guarded(act: Callable[[], None], debug: bool) -> None:
-    """Runs a command; what goes wrong is one block of text and an exit code."""
+def run_guarded(act: Callable[[], None], debug: bool) -> None:
+    """Run the body of a command; turn an exception into one block of text and an exit code."""
     try:
         act()
     except OverlordError as fault:
@@ -152,27 +151,26 @@ def guarded(act: Callable[[], None], debug: bool) -> None:
     except BrokenPipeError:
         raise
     except Exception as fault:
-        said = "\n".join([told(fault), *getattr(fault, "__notes__", ())])
-        words = (
-            f"{said}\nThis is not an error that Overlord knows; --debug shows where it comes from."
-        )
-        fail(fault, debug, FAILED, words)
+        described = "\n".join([told(fault), *getattr(fault, "__notes__", ())])
+        text = f"{described}\nOverlord did not expect this error; --debug shows its traceback."
+        fail(fault, debug, FAILED, text)
 
 
-def fail(fault: Exception, debug: bool, code: int, words: str) -> NoReturn:
+def fail(fault: Exception, debug: bool, code: int, text: str) -> NoReturn:
+    """Print an error, with ``debug`` also its traceback, and exit with ``code``."""
     if debug:
         traceback.print_exception(fault)
-    error(words)
+    error(text)
     sys.exit(code)
 
 
-def error(words: str, more: str = "") -> None:
+def error(text: str, more: str = "") -> None:
+    """Print an error to stderr."""
     click.echo(
-        click.style("error: ", fg="red", bold=True) + words + (f"\n{more}" if more else ""),
-        err=True,
+        click.style("error: ", fg="red", bold=True) + text + (f"\n{more}" if more else ""), err=True
     )
 
 
-def note(words: str) -> None:
-    """Print what a reader of the result must know, apart from the result."""
-    click.echo(f"note: {words}", err=True)
+def note(text: str) -> None:
+    """Print a remark about the result to stderr, apart from the result."""
+    click.echo(f"note: {text}", err=True)

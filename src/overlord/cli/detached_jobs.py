@@ -1,8 +1,8 @@
-"""Jobs of a cluster that need no launching process: an actor that Ray keeps has the session, and
-others find it by name.
+"""Jobs that run on a Ray cluster without the process that submitted them.
 
-``submit`` returns when trainers can connect; whoever submitted may go. ``jobs`` and ``stop`` are
-for whoever comes later, from any machine that reaches the cluster.
+A detached Ray actor owns the session of such a job, and other processes find it by its name.
+``submit`` returns when trainers can connect; the submitting process may then exit. ``jobs`` and
+``stop`` work from any machine that reaches the cluster.
 """
 
 from __future__ import annotations
@@ -29,45 +29,40 @@ from overlord.setup.options import address_problems
 if TYPE_CHECKING:
     from overlord.session.session import Session
 
-# for a session to be there: files are indexed, hosts open their sources; start_s= says otherwise
+# Default of `start_s`: seconds for a session to index its files and for workers to open sources.
 START_S = 180.0
-ASK_S = 20.0
+CALL_S = 20.0  # for one call of the actor
 STOP_S = 30.0
-SUBMITTED, STARTING, RUNNING = (
-    "submitted",
-    "starting",
-    "running",
-)  # the first: nobody has said yet what is to be started
+# SUBMITTED: the actor runs and has not received its job yet.
+SUBMITTED, STARTING, RUNNING = "submitted", "starting", "running"
 OVER = ("ended", "failed", "stopped")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What a job says of itself."""
+    """The state of one detached job, as its actor reports it."""
 
     name: str
     state: str  # running, ended, or why it failed
     address: str  # for trainers
     steps: int  # planned
     taken: int  # the last step that all ranks took; -1 before the first
-    clients: int
-    parts: tuple[
-        dict[str, Any], ...
-    ]  # name, node, what was asked of Ray (cores, memory, kinds of the cluster's own), pid, state
-    scaling: tuple[str, ...] = ()  # what was decided lately, and who cannot keep up
-    placement: tuple[str, ...] = ()  # nodes with ranks that run more hosts than sidecar allows
+    clients: int  # connected
+    # One dict per worker: name, node, pid, state, and under "asked" the resources that Ray
+    # reserved (cores, memory, custom kinds of the cluster).
+    workers: tuple[dict[str, Any], ...]
+    scaling: tuple[str, ...] = ()  # latest decisions, and sources that cannot keep up
+    placement: tuple[str, ...] = ()  # nodes with ranks that run more workers than sidecar allows
 
 
-class Keeper:
-    """Has the session of one job, in a process that Ray keeps whoever goes. Ray calls it from
-    several threads.
-    """
+class JobActor:
+    """Owns the session of one job, as a detached Ray actor. Ray calls it from several threads."""
 
     def __init__(self, name: str) -> None:
         self._session: Session | None = None
         self._served: ServedAddress | None = None
         self._state, self._name = SUBMITTED, name
-        self._last: dict[str, int] = {}  # how far it came, once it is over
+        self._last: dict[str, int] = {}  # the last step counts, once the job is over
 
     def begin(
         self,
@@ -79,9 +74,11 @@ class Keeper:
         token: str | None,
         refused: bool,
     ) -> tuple[str, str]:
-        """Launch and serve: where trainers connect, and what they show. Who submitted may be gone
-        before that is there: what became of it is kept. ``refused``: it was said there, by name,
-        that this cluster asks for no token; else it was seen that it does.
+        """Launch and serve the job; return the address for trainers and their token.
+
+        The submitting process may exit before that, so the outcome is stored here. ``refused``:
+        the submitting process disabled Ray's token authentication explicitly; otherwise the
+        cluster was seen to require a token.
         """
         self._state, self._name = STARTING, name
         cluster.CLUSTER.trusted = True
@@ -96,7 +93,7 @@ class Keeper:
             raise
         self._state = RUNNING
         threading.Thread(
-            target=self._attend, args=(session,), name="overlord-attend", daemon=True
+            target=self._run, args=(session,), name="overlord-detached-job", daemon=True
         ).start()
         return self.served()
 
@@ -107,33 +104,32 @@ class Keeper:
         import overlord as ov
 
         job, options = cluster.opened(code)
-        here = {
-            "address": cluster.head_now()
-        }  # who submitted may call the head by a name that is not known on this node
+        # The submitting process may name the head by a name that this node cannot resolve.
+        here = {"address": cluster.head_now()}
         self._session = session = ov.launch(job, runtime="ray", **options | here)
         return session, session.serve(
             host=host or os.environ.get(INTERFACE) or cluster.here(), port=port, token=token
         )
 
     def resumed(self) -> str:
-        """Where it goes on, and why there; empty for a new job."""
+        """Describe the step from which the job was resumed, and why; empty for a new job."""
         found = self._session.resumed if self._session is not None else None
         return "" if found is None else str(found)
 
     def served(self) -> tuple[str, str]:
-        """Once more: for who did not hear it."""
+        """Return the address for trainers and their token again, for a caller that lost them."""
         if self._served is None or self._state != RUNNING:
             raise OverlordError(
                 f"job {self._name!r} is {self._state}: trainers cannot connect to it"
             )
         return self._served.address, self._served.token
 
-    def _attend(self, session: Session) -> None:
-        """Until nobody needs the job; what it ended with is kept for who asks."""
-        from overlord.cli.serve import attend
+    def _run(self, session: Session) -> None:
+        """Run until the job is over, store how it ended, and close the session."""
+        from overlord.cli.serve_job import wait_for_clients
 
         try:
-            attend(session, lambda line: None)
+            wait_for_clients(session, lambda line: None)
             state = "ended"
         except Exception as fault:
             state = f"failed: {type(fault).__name__}: {fault}"
@@ -144,27 +140,27 @@ class Keeper:
         session.close()
 
     def status(self) -> dict[str, Any]:
+        """Return the fields of ``Status``."""
         session, address = self._session, self._served.address if self._served else ""
-        told: dict[str, Any] = {
+        base: dict[str, Any] = {
             "name": self._name,
             "state": self._state,
             "address": address,
             "steps": 0,
             "taken": -1,
             "clients": 0,
-            "parts": (),
+            "workers": (),
         }
         if session is None or self._state != RUNNING:
-            return told | self._last
+            return base | self._last
         from overlord.observe.tables import placement_facts, scaling_facts
 
-        figures = session.metrics()
+        metrics = session.metrics()
         host: Any = session._host
         asked = (host._control if hasattr(host, "_control") else host._parts.control).asked()
-        here = {
-            "planner": cluster.node_here()
-        }  # where it has no process of its own; of a host that is lost nobody knows
-        parts = tuple(
+        # A planner without a process of its own runs on this node; a lost worker has no node.
+        here = {"planner": cluster.node_here()}
+        workers = tuple(
             {
                 "name": a["name"],
                 "node": a.get("node") or here.get(a["role"], ""),
@@ -172,25 +168,26 @@ class Keeper:
                 "state": a["state"],
             }
             | {"asked": asked.get(a["name"], {})}
-            for a in figures["actors"]
+            for a in metrics["actors"]
             if a["role"] in ("host", "planner")
         )
         serving = session._serving
-        seats = serving.seats if serving is not None else []
-        return told | {
-            "steps": figures["planned_steps"],
+        clients = serving.seats if serving is not None else []
+        return base | {
+            "steps": metrics["planned_steps"],
             "taken": session.taken,
-            "clients": sum(seat.there for seat in seats),
-            "parts": parts,
+            "clients": sum(client.there for client in clients),
+            "workers": workers,
             "scaling": tuple(
-                f"{what}: {words}" for what, words in scaling_facts(figures.get("scaling", {}))
+                f"{what}: {text}" for what, text in scaling_facts(metrics.get("scaling", {}))
             ),
             "placement": tuple(
-                f"{what}: {words}" for what, words in placement_facts(figures.get("placement", {}))
+                f"{what}: {text}" for what, text in placement_facts(metrics.get("placement", {}))
             ),
         }
 
     def stop(self) -> None:
+        """Close the session and all its workers."""
         if self._session is not None:
             self._session.close()
         self._state = "stopped"
@@ -206,9 +203,10 @@ def submit(
     start_s: float = START_S,
     **options: Any,
 ) -> ServedAddress:
-    """Start a job that lives on when this process goes. ``host``: the interface to serve at; empty:
-    that of the node it comes to. ``start_s``: for trainers to be able to connect; a job that takes
-    longer is ended.
+    """Start a job that keeps running after this process exits; return its address and token.
+
+    ``host``: the interface to serve at; empty: that of the node where the job is placed.
+    ``start_s``: seconds until trainers can connect; a job that takes longer is killed.
     """
     if (
         isinstance(start_s, bool)
@@ -218,10 +216,10 @@ def submit(
         raise JobError(
             [f"start_s: expected a number of seconds above 0, got {start_s!r}"], "submit"
         )
-    with cluster.cluster(_wanted(address, "submit")):
-        _make_way(job.name)
+    with cluster.cluster(_checked(address, "submit")):
+        _remove_finished(job.name)
         code = cluster.pickled(job.name, (job, options))
-        keeper = cluster.keep(Keeper, job.name)
+        actor = cluster.keep(JobActor, job.name)
         try:
             given = (
                 job.name,
@@ -232,24 +230,24 @@ def submit(
                 token,
                 is_refused(),
             )
-            what = f"job {job.name!r} to begin (start_s says for how long)"
+            what = f"job {job.name!r} to start (start_s sets the limit)"
             address_there, token_there = cluster.ask(
-                keeper, "begin", *given, timeout_s=start_s, what=what
+                actor, "begin", *given, timeout_s=start_s, what=what
             )
             resumed = cluster.ask(
-                keeper, "resumed", timeout_s=ASK_S, what=f"job {job.name!r} to say where it goes on"
+                actor, "resumed", timeout_s=CALL_S, what=f"where job {job.name!r} resumes"
             )
             return ServedAddress(address_there, token_there, resumed)
         except BaseException:
-            cluster.kill(keeper)
+            cluster.kill(actor)
             raise
 
 
-def _make_way(name: str) -> None:
-    """For a job of this name: one that is over goes, all others stay."""
-    if name not in cluster.kept() or (keeper := cluster.kept_by(name)) is None:
+def _remove_finished(name: str) -> None:
+    """Remove the actor of a finished job of this name; raise if the job is not finished."""
+    if name not in cluster.kept() or (actor := cluster.kept_by(name)) is None:
         return
-    before = _status(name, keeper, {})
+    before = _status(name, actor, {})
     if before.state.partition(":")[0] not in OVER:
         raise JobError(
             [
@@ -258,12 +256,12 @@ def _make_way(name: str) -> None:
             ],
             "submit",
         )
-    cluster.kill(keeper)  # and not who has its name by now
-    _until_gone(name, f"the job called {name!r} to go, which is over ({before.state})")
+    cluster.kill(actor)  # by handle: another actor may have its name by now
+    _wait_until_gone(name, f"the actor of job {name!r} to exit; the job is over ({before.state})")
 
 
-def _until_gone(name: str, what: str) -> None:
-    """One who was killed."""
+def _wait_until_gone(name: str, what: str) -> None:
+    """Wait until Ray lists no job of this name, after its actor was killed."""
     deadline = time.monotonic() + STOP_S
     while name in cluster.kept():
         if time.monotonic() > deadline:
@@ -272,84 +270,88 @@ def _until_gone(name: str, what: str) -> None:
 
 
 def jobs(address: str | None) -> list[Status]:
-    """All that were submitted to a cluster and not stopped."""
-    with cluster.cluster(_wanted(address, "status")):
+    """Return the status of all jobs that were submitted to a cluster and not stopped."""
+    with cluster.cluster(_checked(address, "status")):
         names = {node.id: node.name or node.address for node in cluster.CLUSTER.nodes()}
         found = {name: cluster.kept_by(name) for name in cluster.kept()}
-        return [
-            _status(name, keeper, names) for name, keeper in found.items() if keeper is not None
-        ]
+        return [_status(name, actor, names) for name, actor in found.items() if actor is not None]
 
 
 def served(name: str, address: str | None) -> ServedAddress:
-    """Where trainers of a job connect, and what they show, as ``submit`` returned it: for when that
-    was lost with who submitted.
-    """
-    with cluster.cluster(_wanted(address, "status")):
+    """Return the address for trainers of a job and their token, as ``submit`` did."""
+    with cluster.cluster(_checked(address, "status")):
         return ServedAddress(
             *cluster.ask(
-                _keeper(name, "status"),
+                _actor(name, "status"),
                 "served",
-                timeout_s=ASK_S,
-                what=f"job {name!r} to say where it is served",
+                timeout_s=CALL_S,
+                what=f"the address of job {name!r}",
             )
         )
 
 
 def stop(name: str, address: str | None) -> str:
-    """End a job and all its parts; its journal, if it has one, says where it stood. Returns why it
-    was killed, if it had to be: one that does not answer ends all the same.
+    """End a job and all its workers; return why it had to be killed, or an empty text.
+
+    A job that does not answer is killed. The journal, if the job has one, holds its position.
     """
-    with cluster.cluster(_wanted(address, "stop")):
-        keeper, why = _keeper(name, "stop"), ""
+    with cluster.cluster(_checked(address, "stop")):
+        actor, why = _actor(name, "stop"), ""
         try:
-            cluster.ask(keeper, "stop", timeout_s=STOP_S, what=f"job {name!r} to stop")
+            cluster.ask(actor, "stop", timeout_s=STOP_S, what=f"job {name!r} to stop")
         except DataStall:
-            why = f"it did not stop in {STOP_S:g} s when it was asked"
-        except ActorLost as lost:  # it stands still; or somebody else stops it too
+            why = f"it did not stop within {STOP_S:g} s"
+        except ActorLost as lost:  # it blocks; or another process stops it at the same time
             why = lost.reason if cluster.kept_by(name) is not None else ""
         except OverlordError as fault:
-            why = f"it did not close well: {fault}"
+            why = f"it failed to close: {fault}"
         finally:
-            cluster.kill(keeper)
-        _until_gone(name, f"the job called {name!r} to end, which was killed")
+            cluster.kill(actor)
+        _wait_until_gone(name, f"the actor of job {name!r} to exit after a kill")
         return why
 
 
-def _keeper(name: str, what: str) -> Any:
+def _actor(name: str, what: str) -> Any:
     known = cluster.kept()
-    keeper = cluster.kept_by(name) if name in known else None
-    if keeper is None:
+    actor = cluster.kept_by(name) if name in known else None
+    if actor is None:
         known = [other for other in known if other != name]
         raise JobError(
             [
                 "no job called "
-                f"{name!r}{did_you_mean(name, known) if known else '; there is none at all'}"
+                f"{name!r}{did_you_mean(name, known) if known else '; this cluster has no jobs'}"
             ],
             what,
         )
-    return keeper
+    return actor
 
 
-def _status(name: str, keeper: Any, nodes: Mapping[str, str]) -> Status:
+def _status(name: str, actor: Any, nodes: Mapping[str, str]) -> Status:
     try:
-        told = cluster.ask(keeper, "status", timeout_s=ASK_S, what=f"job {name!r} to say how it is")
-        parts = tuple(
-            part | {"node": nodes.get(part["node"], part["node"])} for part in told["parts"]
+        found = cluster.ask(actor, "status", timeout_s=CALL_S, what=f"the status of job {name!r}")
+        workers = tuple(
+            worker | {"node": nodes.get(worker["node"], worker["node"])}
+            for worker in found["workers"]
         )
-        return Status(**told | {"name": name, "parts": parts})
+        return Status(**found | {"name": name, "workers": workers})
     except OverlordError as fault:
         return Status(
-            name=name, state=f"unknown: {fault}", address="", steps=0, taken=-1, clients=0, parts=()
+            name=name,
+            state=f"unknown: {fault}",
+            address="",
+            steps=0,
+            taken=-1,
+            clients=0,
+            workers=(),
         )
 
 
-def _wanted(address: str | None, what: str) -> str:
-    """A cluster of this machine alone would end with this process."""
+def _checked(address: str | None, what: str) -> str:
+    """Return the address of a cluster; one of this process alone would end with this process."""
     if address is None:
-        said = "host:port of a Ray cluster's head (--address, or OVERLORD_CLUSTER)"
+        wanted = "host:port of a Ray cluster's head (--address, or OVERLORD_CLUSTER)"
         raise JobError(
-            [f"address: expected {said}; jobs live by themselves only on a cluster that does"], what
+            [f"address: expected {wanted}, got none; a detached job needs a running cluster"], what
         )
     if problems := address_problems(address):
         raise JobError(problems, what)

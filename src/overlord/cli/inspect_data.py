@@ -1,4 +1,4 @@
-"""Data without a job, for ``overlord inspect``: columns, rows, and a job file to begin with."""
+"""Describe data without a job, for ``overlord inspect``: columns, rows, and a first job file."""
 
 from __future__ import annotations
 
@@ -23,19 +23,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WIDE = 60  # characters of a value that are shown
-IDS = (
-    "tokens",
-    "input_ids",
-    "token_ids",
-    "ids",
-)  # columns that hold token ids, by the names that people give them
+IDS = ("tokens", "input_ids", "token_ids", "ids")  # usual names of columns with token ids
 JOB_FILES = (".yaml", ".yml", ".json")
 GLOB = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """Facts about a file, a directory or a pattern of files."""
+    """Files, size, columns and first row of a file, a directory or a pattern of files."""
 
     uri: str
     name: str
@@ -49,8 +44,9 @@ class DataReport:
 
 
 def is_data(what: str) -> bool:
-    """Whether a word of the command line names data and not a job file."""
-    if what.lower().endswith(JOB_FILES) and os.path.isfile(what):  # whatever signs its name holds
+    """Whether an argument names data and not a job file."""
+    # An existing job file wins, even if its name holds * or ?.
+    if what.lower().endswith(JOB_FILES) and os.path.isfile(what):
         return False
     if is_uri(what) or os.path.isdir(what) or GLOB.search(what):
         return True
@@ -91,7 +87,7 @@ def inspect_data(uri: str) -> DataReport:
 
 
 def job_text(report: DataReport) -> str:
-    """A job file for the data: token ids as they are, or text that is tokenized."""
+    """Return a job file for the data: with its token ids, or with a tokenizer for its text."""
     ids = _ids_column(report.schema)
     text = next(iter(text_columns(report.schema)), None)
     source: dict[str, Any] = {
@@ -125,11 +121,11 @@ def _ids_column(schema: Mapping[str, str]) -> str | None:
 
 
 def remarks(report: DataReport) -> list[str]:
-    """Return what the suggested job file leaves to its reader."""
+    """Return what the reader must still change in the suggested job file."""
     tokens = _ids_column(report.schema) is not None
     found = []
     if not tokens and text_columns(report.schema):
-        found.append("tokenizer.json stands for the tokenizer of your model")
+        found.append("replace tokenizer.json by the tokenizer of your model")
     elif not tokens:
         found.append(
             "no column holds text or token ids: a Map must return 'tokens' (docs/sources.md)"
@@ -139,12 +135,12 @@ def remarks(report: DataReport) -> list[str]:
         for name, kind in report.schema.items()
         if "binary" in kind and name not in ("json", *TEXTS)
     ]:
-        found.append(f"{', '.join(images)}: bytes; images are read by Images (docs/images.md)")
+        found.append(f"{', '.join(images)}: bytes; Images reads images (docs/images.md)")
     return found
 
 
 def data_view(report: DataReport) -> RenderableType:
-    """The files in one row, the columns with the first row's values, and the job file."""
+    """Return tables of the files and the columns with the first row, and the job file."""
     from rich.console import Group
     from rich.text import Text
 
@@ -170,14 +166,14 @@ def data_view(report: DataReport) -> RenderableType:
         [(n, kind, _shown(report.first.get(n))) for n, kind in report.schema.items()],
         3,
     )
-    said = [Text(f"  {remark}") for remark in remarks(report)]
+    remarked = [Text(f"  {remark}") for remark in remarks(report)]
     return Group(
         head,
         Text(""),
         columns,
         Text(""),
         Text("a job file for it:", style="bold"),
-        *said,
+        *remarked,
         Text(""),
         Text(job_text(report)),
     )

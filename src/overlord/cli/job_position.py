@@ -1,5 +1,6 @@
-"""Read where a job stands from its journal, without a lock: the job may run meanwhile, and nothing
-is written.
+"""Read the position of a job from its journal.
+
+Nothing is locked and nothing is written, so the job may be running.
 """
 
 from __future__ import annotations
@@ -20,16 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPosition:
-    """Where planning begins. ``state``: None stands for the beginning of the job file, without a
-    journal.
-    """
+    """The step at which planning begins. ``state`` None: the beginning of the job file."""
 
     state: dict[str, Any] | None = None
     first: int = 0  # the step at which planning begins
     digest: str = ""  # of the wanted step, as the run planned it; empty: unknown
     place: str = ""  # the mesh that the run planned for
-    skipped: tuple[Skip, ...] = ()  # steps that the run was told to skip
-    note: str = ""  # what a reader must know about the answer
+    skipped: tuple[Skip, ...] = ()  # steps that a call of `skip` removed from the run
+    note: str = ""  # a remark for the reader of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class RecordedSteps:
 
     @property
     def oldest(self) -> int:
-        """The first step that the journal still knows."""
+        """The first step that the journal still holds."""
         return self.found.snapshots[0]
 
     def at(self, step: int) -> JobPosition:
@@ -76,9 +75,7 @@ class RecordedSteps:
         )
 
     def oldest_state(self) -> JobPosition:
-        """Return the oldest state of the journal: from there on, every step can be looked
-        through.
-        """
+        """Return the oldest state of the journal, from which every later step can be planned."""
         return JobPosition() if self.found.empty else self._from(self.oldest, "", "")
 
     def _from(self, first: int, digest: str, note: str) -> JobPosition:

@@ -1,218 +1,76 @@
-"""What a journal holds, for people and for programs."""
+"""``overlord journal``: list and verify the records of a job's journal."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+import sys
 
-import numpy as np
+import click
 
-from overlord.errors import JournalError, OverlordError
-from overlord.journal.checkpoint import (
-    ACKED,
-    BACK,
-    EVENT,
-    JOB,
-    KINDS,
-    PLAN,
-    REPORT,
-    REWIND,
-    SNAPSHOT,
-    Entry,
-    samples_of,
-)
-from overlord.journal.record import BYTES, Record
-from overlord.journal.segments import Reading, SegmentData
-from overlord.journal.verify import JournalReport
-from overlord.sample import Ragged
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-DEEP, MANY, LONG = 4, 12, 60  # levels, items of a list and letters of a text that are shown
+from overlord.cli.common import FAILED, debug_option, error, make_console, run_guarded
 
 
-def as_json(report: JournalReport, reading: Reading, last: int | None) -> str:
-    """One document, for programs."""
-    whole, words = {f.name: getattr(report, f.name) for f in fields(report)}, _words(reading)
-    listed = [
-        {
-            "segment": part.name,
-            "byte": placed.start,
-            **_line(placed.record),
-            "said": words.get(id(placed.record), ""),
-            "body": outline(_body(placed.record)),
-        }
-        for part, placed in _shown(reading, last)
-    ]
-    return json.dumps({**whole, "list": listed}, indent=1, default=str)
+@click.group()
+def journal() -> None:
+    """Read a job's journal: a directory, or the URI of an object store.
 
-
-def journal_view(
-    report: JournalReport, reading: Reading, last: int | None, width: int
-) -> RenderableType:
-    """The same for people: a line a record."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from overlord.observe.tables import grid, size
-
-    shown, words = list(_shown(reading, last)), _words(reading)
-    rows = [
-        [
-            str(r.number),
-            r.kind,
-            size(len(r.data)),
-            part.name.removesuffix(".ovj").lstrip("0") or "0",
-            str(placed.start),
-            _said(r, words.get(id(r), ""), width),
-        ]
-        for part, placed in shown
-        for r in [placed.record]
-    ]
-    table = grid(["number", "kind", "body", "segment", "byte", "what"], rows, 6)
-    head = (
-        f"job {report.job!r}: {report.records} records in {report.segments} segments, "
-        f"{size(report.nbytes)}; generation "
-        f"{report.generation}, by {report.writer or 'nobody'}"
-    )
-    left_out = [Text(f"left out: {cut}") for cut in report.cuts]
-    more = (
-        [Text(f"the last {len(shown)} are shown")]
-        if last is not None and len(shown) < report.records
-        else []
-    )
-    return Group(Text(head), *left_out, table, *more)
-
-
-def _shown(reading: Reading, last: int | None) -> list[tuple[SegmentData, Any]]:
-    """The last records, the log's own notes among them."""
-    found = [(part, placed) for part in reading.parts if not part.void for placed in part.records]
-    return found if last is None else found[len(found) - min(last, len(found)) :]
-
-
-def _words(reading: Reading) -> dict[int, str]:
-    """What a job wrote, in words, by the record; nothing for records that mean nothing to a job."""
-    names: tuple[str, ...] = ()
-    found = {}
-    for part in reading.parts:
-        for placed in part.records if not part.void else ():
-            record = placed.record
-            if record.kind not in KINDS or not isinstance(body := _body(record), Mapping):
-                continue
-            try:
-                if record.kind == JOB:
-                    names = tuple(map(str, body["names"]))
-                found[id(record)] = in_words(Entry(record.kind, record.number, dict(body)), names)
-            except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-                continue
-    return found
-
-
-def in_words(entry: Entry, names: tuple[str, ...]) -> str:
-    """One record of a job."""
-    body, step = entry.body, entry.number
-    if entry.kind == PLAN:
-        given = samples_of(body).tolist()
-        each = ", ".join(f"{_name(names, i)} {n}" for i, n in enumerate(given) if n)
-        skipped = ", skipped" if body["skipped"] else ""
-        return (
-            f"{sum(given)} samples{skipped}, digest {body['digest'][:12]}, all took "
-            f"{_upto(body['acked'])}: {each}"
-        )
-    if entry.kind in (SNAPSHOT, REWIND):
-        anew = "begins anew: " if entry.kind == REWIND else ""
-        return (
-            f"{anew}the state before step {step}, of {body['sources']} sources; all took "
-            f"{_upto(body['acked'])}"
-        )
-    if entry.kind == EVENT:
-        return ", ".join(f"{key} {value}" for key, value in body.items())
-    if entry.kind == REPORT:
-        return f"rank {body['rank']}: " + ", ".join(
-            f"{name} {value:g}" for name, value in body["metrics"].items()
-        )
-    if entry.kind == ACKED:
-        return f"all took {_upto(step)}"
-    if entry.kind == BACK:
-        return (
-            f"back {f'behind step {step}' if step >= 0 else 'to the beginning'}: {body['reason']}"
-        )
-    return f"{len(body['names'])} sources: {', '.join(body['names'])}; {body['place']}"
-
-
-def _upto(step: int) -> str:
-    return f"step {step}" if step >= 0 else "none"
-
-
-def _name(names: tuple[str, ...], i: int) -> str:
-    return names[i] if i < len(names) else f"source {i}"
-
-
-def fold_faults(reading: Reading) -> tuple[str, ...]:
-    """Whether what a job wrote can be gone on from: steps in order, and every snapshot what the
-    plans before it give.
+    Nothing is written, and the job may be running.
     """
-    if reading.faults or not any(record.kind == JOB for record in reading.records):
-        return ()
-    from overlord.journal.job_journal import entries
-    from overlord.journal.replay import Recovered
-
-    try:
-        found = Recovered.of(entries(reading.records), checking=True)
-        if not found.empty:
-            found.state(found.acked)
-    except OverlordError as error:
-        return (str(error),)
-    return ()
 
 
-def _line(record: Record) -> dict[str, Any]:
-    return {"number": record.number, "kind": record.kind, "bytes": len(record.data)}
+@journal.command()
+@click.argument("uri")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the last N records.")
+@click.option("--json", "json_wanted", is_flag=True, help="Print one JSON document.")
+@debug_option
+def show(uri: str, last: int | None, json_wanted: bool, debug: bool) -> None:
+    """List the records of a journal."""
+
+    def act() -> None:
+        from overlord.cli.journal_views import as_json, journal_view
+        from overlord.journal.log import read
+        from overlord.journal.verify import report_of
+
+        reading, console = read(uri), make_console()
+        report = report_of(uri, reading)
+        if json_wanted:
+            click.echo(as_json(report, reading, last))
+        else:
+            console.print(journal_view(report, reading, last, console.width))
+        _exit_on_faults(report.faults)
+
+    run_guarded(act, debug)
 
 
-def _said(record: Record, words: str, width: int) -> str:
-    text = words or json.dumps(outline(_body(record)), default=str)
-    room = max(20, width - 60)
-    return text if len(text) <= room else text[: room - 3] + "..."
+@journal.command("verify")
+@click.argument("uri")
+@debug_option
+def check(uri: str, debug: bool) -> None:
+    """Read every byte of a journal, replay its steps, and list its faults."""
+
+    def act() -> None:
+        from overlord.cli.journal_views import replay_faults
+        from overlord.journal.log import read
+        from overlord.journal.verify import report_of
+
+        reading = read(uri)
+        report = report_of(uri, reading, decoding=True)
+        click.echo(
+            f"job {report.job!r}: {report.records} records in {report.segments} segments, "
+            f"{report.nbytes} bytes"
+        )
+        for cut in report.cuts:
+            click.echo(f"no fault, an interrupted write: {cut}")
+        _exit_on_faults(report.faults or replay_faults(reading))
+        click.echo("every record is whole")
+
+    run_guarded(act, debug)
 
 
-def _body(record: Record) -> Any:
-    if record.form == BYTES:
-        return record.data
-    try:
-        return record.body
-    except JournalError as error:
-        return {"cannot be decoded": error.problem}
-
-
-def outline(value: Any, deep: int = DEEP) -> Any:
-    """A value in plain words: arrays by type and size, long lists and texts by their beginning."""
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, str):
-        return value if len(value) <= LONG else value[:LONG] + "..."
-    if isinstance(value, bytes):
-        return f"{len(value)} bytes"
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Ragged):
-        return f"{value.values.dtype}[{len(value.offsets) - 1} rows]"
-    if deep == 0:
-        return type(value).__name__
-    if isinstance(value, Mapping):
-        return {str(key): outline(item, deep - 1) for key, item in value.items()}
-    if is_dataclass(value):
-        return {
-            type(value).__name__: {
-                f.name: outline(getattr(value, f.name), deep - 1) for f in fields(value)
-            }
-        }
-    if isinstance(value, list | tuple):
-        more = [f"and {len(value) - MANY} more"] if len(value) > MANY else []
-        return [outline(item, deep - 1) for item in value[:MANY]] + more
-    return type(value).__name__
+def _exit_on_faults(faults: tuple[str, ...]) -> None:
+    """Print each fault and exit with an error code, if there are any."""
+    if faults:
+        error(
+            f"{len(faults)} fault{'s' * (len(faults) > 1)} in the journal",
+            "\n".join(f"  - {fault}" for fault in faults),
+        )
+        sys.exit(FAILED)

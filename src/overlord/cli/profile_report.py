@@ -1,4 +1,4 @@
-"""What ``overlord profile`` and ``overlord partition`` do, and how people are shown it."""
+"""Measurements, tables and plot of ``overlord profile``."""
 
 from __future__ import annotations
 
@@ -20,57 +20,52 @@ from overlord.user_code import told
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from overlord.scaling.partition import Partition
     from overlord.setup.measure import Bounds
     from overlord.setup.prepared_job import PreparedJob
 
-SHOWN = 40  # sources of a table, the dearest first
-WIDE = 40  # characters of a plot
-SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # of the sources, for which a distribution is told
+SHOWN = 40  # sources of a table, the most expensive first
+WIDE = 40  # characters of a bar
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # quantiles over the sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """What was measured, and what could not be."""
+    """The measured profile, and the sources that could not be measured."""
 
     profile: JobProfile
     failures: tuple[str, ...]
 
 
 def profile_job(
-    blueprint: PreparedJob, bounds: Bounds, progress: Callable[[str], None] = lambda name: None
+    prepared: PreparedJob, bounds: Bounds, progress: Callable[[str], None] = lambda name: None
 ) -> Profiled:
-    """All sources, one after the other: memory can only be told apart while nothing else happens.
-    One that fails hides no other.
+    """Measure all sources; a failure of one does not hide the others.
+
+    One source at a time: memory can be attributed to a source only while no other is measured.
     """
     from overlord.setup.measure import machine, measure
 
     found, failures = list[SourceProfile](), list[str]()
-    for i, name in enumerate(blueprint.job.names):
+    for i, name in enumerate(prepared.job.names):
         try:
-            made = measure(blueprint.kit(i), bounds)
+            made = measure(prepared.kit(i), bounds)
             if made.samples:
                 found.append(made)
             else:
                 failures.append(
-                    f"source {name!r}: no sample came within {bounds.rows} rows and "
+                    f"source {name!r}: expected a sample, got none within {bounds.rows} rows and "
                     f"{bounds.seconds:g} s"
                 )
         except OverlordError as fault:
             failures.append(str(fault))
-        except (
-            Exception
-        ) as fault:  # a surprise of one source must not hide the others; it is told by name
+        except Exception as fault:  # an unexpected error of one source must not hide the others
             failures.append(f"source {name!r}: {told(fault)}")
         progress(name)
     return Profiled(profile=JobProfile.of(found, machine()), failures=tuple(failures))
 
 
-# what is shown
-
-
 def micro(seconds: float) -> str:
-    """Seconds of a sample or a token as people write them."""
+    """Format seconds with a fitting unit, from s to ns."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -87,9 +82,7 @@ QUANTITIES: tuple[tuple[str, Callable[[SourceProfile], float], Callable[[float],
 
 
 def profile_view(profile: JobProfile) -> RenderableType:
-    """A table of the dearest sources, the distributions over all, and what file state is of
-    memory.
-    """
+    """Return the most expensive sources, quantiles over all, and the share of file state."""
     every = sorted(profile.sources.values(), key=lambda p: (-p.sample_s, p.name))
     head = (
         "source",
@@ -118,23 +111,23 @@ def profile_view(profile: JobProfile) -> RenderableType:
         )
         for p in every[:SHOWN]
     ]
-    parts: list[RenderableType] = [grid(head, rows)]
+    shown: list[RenderableType] = [grid(head, rows)]
     if len(every) > SHOWN:
-        parts.append(Text(f"and {len(every) - SHOWN} that cost less", "dim"))
+        shown.append(Text(f"and {len(every) - SHOWN} that cost less", "dim"))
     if every:
-        parts += [Text(""), _cdf_table(every), Text(""), Text(file_state(profile))]
-        parts.append(
+        shown += [Text(""), _quantile_table(every), Text(""), Text(file_state(profile))]
+        shown.append(
             Text(
-                f"measured on {profile.machine}; waited: what no core was busy with of "
-                "read and transform",
+                f"measured on {profile.machine}; waited: the time of read and transform in "
+                "which no core was busy",
                 "dim",
             )
         )
-    return Group(*parts)
+    return Group(*shown)
 
 
 def file_state(profile: JobProfile) -> str:
-    """The paper's Fig. 4 in a line, with a bar."""
+    """Return the share of file state in memory, with a bar: Fig. 4 of the paper in a line."""
     share, n = profile.file_share(), len(profile.sources)
     held = sum(p.file_bytes for p in profile.sources.values())
     return (
@@ -143,19 +136,17 @@ def file_state(profile: JobProfile) -> str:
     )
 
 
-def _cdf_table(every: Sequence[SourceProfile]) -> RenderableType:
-    """Of each quantity what a share of the sources stays below: the paper's Fig. 5 in figures."""
+def _quantile_table(every: Sequence[SourceProfile]) -> RenderableType:
+    """Return quantiles of each quantity over the sources: Fig. 5 of the paper as a table."""
     rows = []
     for name, of, show in QUANTITIES:
         x, _ = cdf([of(p) for p in every])
         rows.append((name, *(show(float(x[max(0, int(np.ceil(q * len(x))) - 1)])) for q in SHARES)))
-    return grid(("of the sources, at most", *(f"{q:.0%}" for q in SHARES)), rows)
+    return grid(("quantile over sources", *(f"{q:.0%}" for q in SHARES)), rows)
 
 
 def cdf_svg(profile: JobProfile) -> str:
-    """P and M over sources, each in units of its median, on a logarithmic axis: how far sources are
-    apart.
-    """
+    """Plot the distribution of P and M over sources, in units of the median, on a log axis."""
     every = list(profile.sources.values())
     drawn = []
     for k, (name, of, _) in enumerate(QUANTITIES):
@@ -174,7 +165,7 @@ def cdf_svg(profile: JobProfile) -> str:
         axis,
         series,
         about=f"Distribution over {len(every)} sources",
-        x_label="cost of a source over the median source's",
+        x_label="cost of a source relative to the median source",
         y_label="share of sources",
         y_from=0.0,
         y_to=1.0,
@@ -184,16 +175,18 @@ def cdf_svg(profile: JobProfile) -> str:
 
 
 STYLE = """
-:root{color-scheme:light dark;--s0:#2f6fb4;--s1:#c2602b;--s2:#3a8f5c;--s3:#8a5bb5;--s4:#b08a1e;--s5:#5a6b7a;--ink:#1b1f24;--soft:#8a929b}
+:root{color-scheme:light dark;--s0:#2f6fb4;--s1:#c2602b;--s2:#3a8f5c;--s3:#8a5bb5;--s4:#b08a1e;
+--s5:#5a6b7a;--ink:#1b1f24;--soft:#8a929b}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e8ea;--soft:#7d858e}}
-svg{font:12px system-ui,sans-serif;max-width:60rem}text{fill:var(--ink)}.tick,.label{fill:var(--soft)}
+svg{font:12px system-ui,sans-serif;max-width:60rem}text{fill:var(--ink)}
+.tick,.label{fill:var(--soft)}
 .line,.leader{fill:none;stroke-width:2}.grid,.axis,.mark{stroke:var(--soft);stroke-opacity:.3}
 body{font:15px system-ui,sans-serif;margin:2rem}
 """
 
 
 def profile_svg(profile: JobProfile) -> str:
-    """The plot alone, as a file of its own: it brings its colours along."""
+    """Return the plot as a standalone SVG file, including its colours."""
     return (
         cdf_svg(profile)
         .replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
@@ -202,55 +195,11 @@ def profile_svg(profile: JobProfile) -> str:
 
 
 def profile_page(profile: JobProfile, job: str) -> str:
-    """The plot on a page."""
+    """Return an HTML page with the plot."""
     return (
-        f"<!doctype html><meta charset=utf-8><title>{escape(job)}: what its sources "
-        f"cost</title><style>{STYLE}</style>"
-        f"<h1>{escape(job)}: what its sources "
-        f"cost</h1><p>{escape(file_state(profile).partition(':')[0])}. "
+        f"<!doctype html><meta charset=utf-8><title>{escape(job)}: cost of its sources"
+        f"</title><style>{STYLE}</style>"
+        f"<h1>{escape(job)}: cost of its sources"
+        f"</h1><p>{escape(file_state(profile).partition(':')[0])}. "
         f"Measured on {escape(profile.machine)}.</p>{cdf_svg(profile)}\n"
-    )
-
-
-def partition_view(made: Partition, tokens: float, measured: int) -> RenderableType:
-    """The configuration with its reasons. ``measured``: sources whose cost is no guess."""
-    r, h, n = made.resources, made.hosting, len(made.shares)
-    memory = "" if r.memory_bytes is None else f" of {size(r.memory_bytes)}"
-    beside = r.beside_s / made.sample_s if made.sample_s else 0.0
-    facts = [
-        f"{n} sources on {r.cores} cores: {made.loading_cores} for loading, the rest for "
-        "constructors and planner "
-        f"({beside:.0%} of the work)",
-        f"{sum(h.loaders)} loaders in {h.n_hosts} hosts of {h.threads} threads; a worker "
-        f"of level 1 is worth {made.block:.3g} cores",
-        f"memory of loader hosts: {size(made.memory)}{memory}",
-        f"predicted: {made.rate:,.0f} samples/s, {made.tokens_per_s(tokens):,.0f} "
-        f"tokens/s; what bounds it is {made.bound}",
-        f"costs: {measured} of {n} sources measured, {n - measured} guessed from their index",
-    ]
-    order = sorted(made.shares, key=lambda s: (-s.work, s.source))
-    head = ("source", "why", "cluster", "level", "work", "loaders", "hosts")
-    rows = [
-        (
-            s.source,
-            s.reason,
-            f"{s.cluster}",
-            f"{s.level:,.1f}",
-            f"{s.work:.1%}",
-            f"{s.loaders}",
-            f"{s.actors}",
-        )
-        for s in order[:SHOWN]
-    ]
-    parts: list[RenderableType] = [*(Text(f) for f in facts), Text(""), grid(head, rows, 2)]
-    if len(order) > SHOWN:
-        parts.append(
-            Text(
-                f"and {len(order) - SHOWN} with less work, "
-                f"{sum(s.loaders for s in order[SHOWN:])} loaders in all",
-                "dim",
-            )
-        )
-    return Group(
-        *parts, Text(""), *(Text(f"host {k:<3} {why}") for k, why in enumerate(h.reasons[:SHOWN]))
     )

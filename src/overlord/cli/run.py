@@ -1,198 +1,81 @@
-"""What ``overlord run`` does: takes steps, shows how it goes, and ends with what was delivered."""
+"""``overlord run``: run a job in this process and print what it delivers."""
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import overlord as ov
-from overlord.errors import JobError, StateMismatch
-from overlord.hashing import digest
-from overlord.observe.explain_text import time_over_mean
-from overlord.observe.progress import Meter, Taken, watch
-from overlord.observe.tables import run_view
-from overlord.planning.state_json import no_state
-from overlord.uris import is_uri
+import click
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from overlord.job.job import Job
-    from overlord.session.session import Session
-
-PLAIN_EVERY_S = 2.0  # between progress lines where there is no terminal
-
-Show = Callable[[Taken, Meter], None]
+from overlord.cli.common import (
+    address_option,
+    allow_option,
+    debug_option,
+    import_option,
+    job_argument,
+    launch_option,
+    make_console,
+    read_job,
+    read_options,
+    resume_option,
+    run_guarded,
+    runtime_option,
+    save_option,
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What was asked for on the command line."""
+@click.command()
+@job_argument
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    help="Stop after this many steps; without it, at the end of the data.",
+)
+@click.option(
+    "--rank", type=click.IntRange(min=0), help="Only this rank; without it, all ranks of the job."
+)
+@resume_option
+@save_option
+@allow_option
+@click.option(
+    "--digest", is_flag=True, help="Print a digest of the bytes of every step, to compare two runs."
+)
+@runtime_option
+@address_option
+@launch_option
+@import_option
+@debug_option
+def run(
+    job_yaml: Path,
+    steps: int | None,
+    rank: int | None,
+    resume: Path | None,
+    save: Path | None,
+    allow: tuple[str, ...],
+    digest: bool,
+    runtime: str,
+    address: str | None,
+    options: tuple[str, ...],
+    modules: tuple[str, ...],
+    debug: bool,
+) -> None:
+    """Run a job in this process and print what it delivers."""
 
-    job: Job
-    steps: int | None = None
-    rank: int | None = None
-    resume: dict[str, Any] | str | None = None
-    save: Path | None = None
-    allow: tuple[str, ...] = ()
-    digest: bool = False
-    runtime: str = "local"
-    options: Mapping[str, Any] = field(default_factory=dict)  # others of ``launch``
+    def act() -> None:
+        from overlord.cli.run_job import RunRequest, resume_from, run_job
 
-
-def never_ends(job: Job) -> bool:
-    """True if the data of a job has no end: which sources may repeat for ever depends on
-    ``until``.
-    """
-    weights = (
-        job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
-    )
-    drawn = [s.epochs is None for s in job.sources if weights.get(s.name, 0) > 0]
-    return (job.until == "all" and any(drawn)) or (job.until == "first" and all(drawn))
-
-
-def run_job(run: Run, console: Console, err: Console) -> Meter:
-    """Progress goes to ``err``, results to ``console``."""
-    if run.steps is None and never_ends(run.job):
-        endless = [s.name for s in run.job.sources if s.epochs is None]
-        who = (
-            f"{endless[0]} repeats"
-            if len(endless) == 1
-            else f"{', '.join(endless[:5])}{' and others' * (len(endless) > 5)} repeat"
+        job = read_job(job_yaml, modules)
+        state = None if resume is None else resume_from(resume)
+        request = RunRequest(
+            job=job,
+            steps=steps,
+            rank=rank,
+            resume=state,
+            save=save,
+            allow=allow,
+            digest=digest,
+            runtime=runtime,
+            options=read_options(options) | ({"address": address} if runtime == "ray" else {}),
         )
-        raise JobError(
-            [f"the job never ends, since {who} for ever; say --steps N, give epochs, or set until"],
-            "run",
-        )
-    if run.save is not None:
-        of_this_machine(run.save)
-    if (
-        run.save is not None and not run.save.absolute().parent.is_dir()
-    ):  # before the run, not after it
-        raise JobError(
-            [f"cannot be written: {run.save.absolute().parent} is no folder"], str(run.save)
-        )
-    meter, chain = Meter(), ""
-    options = {
-        "watch_s": 0.0,
-        **run.options,
-    }  # nobody computes here: whoever reads would be too slow
-    with ov.launch(
-        run.job, runtime=run.runtime, resume=run.resume, allow=run.allow, **options
-    ) as session:
-        say_resumed(session, err)
-        ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
-        try:
-            with _showing(err, run.steps, run.job.sync) as show:
-                for taken in watch(session, ranks, run.steps):
-                    meter.add(taken)
-                    show(taken, meter)
-                    if run.digest:
-                        mark = step_digest(taken)
-                        chain = digest(chain, mark)
-                        console.print(f"step {taken.plan.step} {mark}", soft_wrap=True)
-        finally:
-            if run.save is not None:
-                save_state(run.save, session)
-                err.print(f"state saved: {run.save}", soft_wrap=True)
-        meter.stop()
-        console.print(run_view(run.job, meter, session.metrics(), session.quarantine()))
-    if run.digest:
-        console.print(f"digest of all steps {chain}")
-    return meter
+        run_job(request, make_console(), make_console(stderr=True))
 
-
-def step_digest(taken: Taken) -> str:
-    """Of every byte that the watched ranks got in this step."""
-    parts: list[Any] = []
-    for step in taken.steps:
-        parts += [f"{step.step}/{step.rank}"]
-        for microbatch in step:
-            parts += [item for name in sorted(microbatch) for item in (name, microbatch[name])]
-    return digest(*parts)
-
-
-def resume_from(given: Path) -> dict[str, Any] | str:
-    """A state, or "auto": a file of that name is ./auto."""
-    return "auto" if str(given) == "auto" else read_state(given)
-
-
-def say_resumed(session: Session, err: Console) -> None:
-    if session.resumed is not None:
-        err.print(str(session.resumed), soft_wrap=True, markup=False)
-
-
-def of_this_machine(path: Path) -> None:
-    if is_uri(str(path)):  # which may hold a secret, and is not repeated
-        raise JobError(
-            [
-                "expected a file of this machine, got a URI; a journal may lie in a "
-                "store: Job.journal"
-            ],
-            "state",
-        )
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    of_this_machine(path)
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as fault:
-        raise JobError([f"cannot be read: {fault.strerror or fault}"], str(path)) from fault
-    except ValueError as fault:
-        raise JobError(
-            [f"expected a state as JSON, got a file that is not JSON: {fault}"], str(path)
-        ) from fault
-    if (problem := no_state(state)) and not (
-        isinstance(state, dict) and "stream" in state
-    ):  # one of a trainer's: told by ``launch``
-        raise StateMismatch(
-            {},
-            "give a file that `overlord run --save` wrote, or --resume auto",
-            f"{path}: {problem}",
-        )
-    found: dict[str, Any] = state
-    return found
-
-
-def save_state(path: Path, session: Session) -> None:
-    """Into a new file that then takes the name: a state is never half written."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_text(json.dumps(session.state_dict()), encoding="utf-8")
-        os.replace(new, path)
-    except OSError as fault:
-        raise JobError([f"cannot be written: {fault.strerror or fault}"], str(path)) from fault
-
-
-@contextmanager
-def _showing(err: Console, steps: int | None, sync: str) -> Iterator[Show]:
-    """A live line on a terminal, now and then a plain one elsewhere."""
-
-    def words(taken: Taken, meter: Meter) -> str:
-        of = f"/{steps}" if steps else ""
-        return (
-            f"step {taken.plan.step} ({meter.steps}{of})  "
-            f"{meter.tokens_per_s / 1e3:,.0f}k tokens/s  "
-            f"imbalance {time_over_mean(sync, taken.plan.imbalance()):.3f}  wait "
-            f"{meter.last_wait_s * 1e3:.1f} ms"
-        )
-
-    if not err.is_terminal:
-        last = [time.monotonic()]
-
-        def tell(taken: Taken, meter: Meter) -> None:
-            if time.monotonic() - last[0] >= PLAIN_EVERY_S:
-                last[0] = time.monotonic()
-                err.print(words(taken, meter))
-
-        yield tell
-        return
-    with err.status("opening sources") as status:
-        yield lambda taken, meter: status.update(words(taken, meter))
+    run_guarded(act, debug)

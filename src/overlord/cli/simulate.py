@@ -1,27 +1,23 @@
-"""``overlord simulate``: what a job would take on many more machines than there are. The paper's
-dry run.
-"""
+"""``overlord simulate``: estimate a job on a large cluster; the dry run of the paper."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from overlord.cli.common import debug, guarded, imports, job_file, read_job, screen
+from overlord.cli.common import (
+    debug_option,
+    import_option,
+    job_argument,
+    make_console,
+    read_job,
+    run_guarded,
+)
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from overlord.dryrun.estimate import Cell
-    from overlord.dryrun.machines import Constants
-
-MB = 2**20
 COUNT = click.IntRange(min=1)
-ROLES = ("planner", "loaders", "constructors", "clients")
 
 
 class Sizes(click.ParamType):
@@ -31,7 +27,7 @@ class Sizes(click.ParamType):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> list[int]:
         try:
-            found = [int(part) for part in str(value).split(",")]
+            found = [int(word) for word in str(value).split(",")]
         except ValueError:
             found = []
         if not found or min(found) < 1:
@@ -45,42 +41,41 @@ class Sizes(click.ParamType):
 
 
 @click.command()
-@job_file
+@job_argument
 @click.option(
     "--gpus",
     type=Sizes(),
-    help="GPUs of the fleet; several with commas: a line each. Default "
+    help="Number of GPUs; several numbers with commas give a row each. Default "
     "512,1024,2048,4096,8192,16384.",
 )
-@click.option("--nodes", type=Sizes(), help="The same in nodes.")
-@click.option("--gpus-per-node", type=COUNT, default=8, show_default=True)
-@click.option("--tp", type=COUNT, default=1, show_default=True)
-@click.option("--cp", type=COUNT, default=1, show_default=True)
-@click.option("--pp", type=COUNT, default=1, show_default=True)
+@click.option("--nodes", type=Sizes(), help="Number of nodes, instead of --gpus.")
+@click.option("--gpus-per-node", type=COUNT, default=8, show_default=True, help="GPUs of a node.")
+@click.option("--tp", type=COUNT, default=1, show_default=True, help="Tensor-parallel degree.")
+@click.option("--cp", type=COUNT, default=1, show_default=True, help="Context-parallel degree.")
+@click.option("--pp", type=COUNT, default=1, show_default=True, help="Pipeline-parallel degree.")
 @click.option(
     "--batch",
     type=COUNT,
-    help="Samples of a step over all ranks. Default: as many for a data-parallel group as the "
-    "job has.",
+    help="Samples per step over all ranks. Default: the job's number per data-parallel group.",
 )
 @click.option(
     "--workers",
     type=COUNT,
     default=4,
     show_default=True,
-    help="Of the colocated loader it is compared with, in every rank.",
+    help="Workers per rank of the colocated loader that serves as comparison.",
 )
 @click.option(
     "--hosts",
     type=COUNT,
-    help="Loader hosts at least. Default: what reading takes at the trainers' pace.",
+    help="Loader workers, at least. Default: as many as reading needs at the trainers' speed.",
 )
 @click.option(
     "--sources-per-host",
     type=COUNT,
     default=25,
     show_default=True,
-    help="1: a process for every source, as in the paper.",
+    help="Sources that share a loader worker. 1: one worker per source, as in the paper.",
 )
 @click.option(
     "--step-seconds",
@@ -88,33 +83,33 @@ class Sizes(click.ParamType):
     type=float,
     default=1.0,
     show_default=True,
-    help="What trainers take for a step.",
+    help="Seconds that trainers compute per step.",
 )
 @click.option(
     "--constructors/--no-constructors",
     "constructors",
     default=None,
-    help="Only with them, or only without. Default: both.",
+    help="Simulate only with constructors, or only without. Default: both.",
 )
 @click.option(
     "--broadcast/--no-broadcast",
     default=True,
-    help="Whether ranks of a tensor-parallel group share what one of them fetches.",
+    help="Whether one rank of a tensor-parallel group fetches for the others. Default: yes.",
 )
 @click.option(
     "--measure",
     "again",
     is_flag=True,
-    help="Measure the constants again, though some are kept of an earlier run.",
+    help="Measure the constants again, even if an earlier run has stored some.",
 )
 @click.option(
     "--json",
     "json_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write all figures there.",
+    help="Also write all numbers to this file.",
 )
-@imports
-@debug
+@import_option
+@debug_option
 def simulate(
     job_yaml: Path,
     gpus: list[int] | None,
@@ -135,11 +130,10 @@ def simulate(
     modules: tuple[str, ...],
     debug: bool,
 ) -> None:
-    """Say what a job would take on hundreds of machines: memory, planning, connections, fetch
-    latency.
+    """Estimate memory, planning time, connections and fetch latency of a job on a large cluster.
 
-    The planner is real and timed at that size; reading, sending and building take what dummy
-    loading jobs took on this machine.
+    The real planner runs at full size and is timed. Times of reading, sending and building are
+    measured with small stand-in jobs on this machine.
     """
     if gpus and nodes:
         raise click.UsageError("give either --gpus or --nodes")
@@ -148,10 +142,11 @@ def simulate(
     sizes = [n * gpus_per_node for n in nodes] if nodes else gpus or [512 * 2**k for k in range(6)]
 
     def act() -> None:
+        from overlord.cli.simulate_report import constants_view, memory_view, time_view, waits_of
         from overlord.dryrun.estimate import DryRunRequest, simulated
 
         job = read_job(job_yaml, modules)
-        asked = DryRunRequest(
+        request = DryRunRequest(
             gpus=sizes,
             tp=tp,
             cp=cp,
@@ -165,18 +160,18 @@ def simulate(
             constructors=(True, False) if constructors is None else (constructors,),
             broadcast=broadcast,
         )
-        with _Bars() as progress:
-            found, kept, cells = simulated(job, asked, again=again, progress=progress)
-        console = screen()
-        console.print(constants_view(found.constants, kept))
+        with _ProgressBars() as progress:
+            found, stored, cells = simulated(job, request, again=again, progress=progress)
+        console = make_console()
+        console.print(constants_view(found.constants, stored))
         for view in (memory_view(cells), time_view(cells, pace_s)):
             console.print(view)
-        for words in waits_of(cells):
-            console.print(words, markup=False)
+        for sentence in waits_of(cells):
+            console.print(sentence, markup=False)
         console.print(
-            "Planning is measured (CPU seconds of the real planner at that place tree); "
-            "all else is computed from the constants. "
-            "Memory is that of data loading: what trainers hold anyway counts for nobody.",
+            "Planning is measured: CPU seconds of the real planner on that mesh. "
+            "Everything else is computed from the constants. "
+            "Memory is that of data loading, without the memory of the trainers.",
             markup=False,
         )
         if json_path is not None:
@@ -186,11 +181,11 @@ def simulate(
             }
             json_path.write_text(json.dumps(values, indent=1), encoding="utf-8")
 
-    guarded(act, debug)
+    run_guarded(act, debug)
 
 
-class _Bars:
-    """A bar on stderr for whatever is under way; nothing where nobody watches."""
+class _ProgressBars:
+    """A progress bar on stderr for each activity; none if stderr is not a terminal."""
 
     def __enter__(self) -> Any:
         from rich.progress import (
@@ -207,7 +202,7 @@ class _Bars:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        self._shown = Progress(*columns, console=screen(stderr=True), transient=True)
+        self._shown = Progress(*columns, console=make_console(stderr=True), transient=True)
         self._tasks: dict[str, Any] = {}
         self._shown.__enter__()
         return self._progress
@@ -219,146 +214,3 @@ class _Bars:
 
     def __exit__(self, *why: Any) -> None:
         self._shown.__exit__(*why)
-
-
-def _titled(
-    title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int
-) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    from overlord.observe.tables import grid
-
-    return Group(Text(title, style="bold"), grid(heads, rows, text_columns), Text(""))
-
-
-def constants_view(c: Constants, kept: Path) -> RenderableType:
-    sizes = {
-        "a worker of a colocated loader": c.worker_bytes,
-        "  for every source it opens": c.opened_bytes,
-        "a loader host": c.host_bytes,
-        "  for every source it has": c.source_bytes,
-        "a constructor host": c.constructor_bytes,
-        "the planner's process": c.planner_bytes,
-        "a client": c.client_bytes,
-        "an end of a connection": c.link_bytes,
-    }
-    times = {
-        "a row, read and transformed": f"{1e6 * c.read_s:.1f} us",
-        "a token, built": f"{1e9 * c.build_s:.1f} ns",
-        "a call and its answer": f"{1e6 * c.call_s:.0f} us",
-        "a message on a link": f"{1e6 * c.link_s:.1f} us",
-        "to open a connection": f"{1e6 * c.connect_s:.0f} us",
-        "bandwidth of a link": f"{c.bandwidth / 1e9:.2f} GB/s",
-        "tokens of a sample": f"{c.sample_tokens:.0f}",
-        "bytes of a sample, held ready": f"{c.sample_bytes:.0f}",
-    }
-    rows = [
-        (size, f"{n / MB:.2f} MB", value, what)
-        for (size, n), (what, value) in zip(sizes.items(), times.items(), strict=True)
-    ]
-    return _titled(
-        f"measured on this machine, kept as {kept.name} (--measure: again)",
-        ("memory", "", "", "time and size"),
-        rows,
-        1,
-    )
-
-
-def memory_view(cells: Sequence[Cell]) -> RenderableType:
-    heads = (
-        "GPUs",
-        "constructors",
-        "dp",
-        "batch",
-        "MB",
-        "planner",
-        "loaders",
-        "building",
-        "clients",
-        "colocated MB",
-        "x less",
-        "if TP shares",
-    )
-    rows = []
-    for cell in cells:
-        f, roles = cell.fleet, cell.overlord.by_role
-        rows.append(
-            [
-                f"{f.gpus}",
-                _how(cell),
-                f"{f.dp}",
-                f"{f.batch}",
-                f"{cell.overlord.per_node / MB:.0f}",
-                *(f"{roles[role] / f.nodes / MB:.1f}" for role in ROLES),
-                f"{cell.colocated.per_node / MB:,.0f}",
-                f"{cell.times_less:.1f}",
-                f"{cell.colocated_tp.total / cell.overlord.total:.1f}",
-            ]
-        )
-    f = cells[0].fleet
-    mesh = f"cp {f.cp}, pp {f.pp}, tp {f.tp}"
-    what = (
-        f"memory of data loading per node of {f.gpus_per_node} GPUs ({mesh}), beside a loader "
-        f"with {f.workers} workers in every rank"
-    )
-    return _titled(what, heads, rows, 2)
-
-
-def time_view(cells: Sequence[Cell], pace_s: float) -> RenderableType:
-    heads = (
-        "GPUs",
-        "constructors",
-        "loader hosts",
-        "plan ms",
-        "cut ms",
-        "planner busy",
-        "connections",
-        "at one end",
-        "to connect s",
-        "fetch ms",
-        "worst",
-        "waited ms",
-    )
-    rows = []
-    for cell in cells:
-        ran = cell.ran
-        times = [1e3 * x for x in (ran.median("plan_s"), ran.median("cut_s"))]
-        fetch = [
-            1e3 * x for x in (ran.median("latency_s"), ran.most("latency_s"), ran.most("waited_s"))
-        ]
-        rows.append(
-            [
-                f"{cell.fleet.gpus}",
-                _how(cell),
-                f"{ran.loader_hosts}",
-                *(f"{ms:.1f}" for ms in times),
-                f"{ran.planner_s / pace_s:.0%}",
-                f"{cell.links.total}",
-                f"{cell.links.most}",
-                f"{cell.connecting_s:.2f}",
-                *(f"{ms:.1f}" for ms in fetch),
-            ]
-        )
-    return _titled(
-        f"planning, connections and fetch latency; trainers take {pace_s:g} s a step",
-        heads,
-        rows,
-        2,
-    )
-
-
-def waits_of(cells: Sequence[Cell]) -> list[str]:
-    """What trainers wait for, where they do."""
-    told = [(cell, cell.ran.why(cell.pace_s)) for cell in cells]
-    return [
-        f"{cell.fleet.gpus} GPUs, {'with' if cell.fleet.constructors else 'without'} "
-        "constructors: trainers wait up to "
-        f"{cell.ran.most('waited_s'):.2f} s a step for {why}"
-        for cell, why in told
-        if why
-    ]
-
-
-def _how(cell: Cell) -> str:
-    return "yes" if cell.fleet.constructors else "no"

@@ -1,10 +1,8 @@
-"""The demonstration's corpus on disk: six sources in six formats, a tokenizer trained on them, and
-the job as a file.
+"""Write the demo corpus: six sources in six formats, and a tokenizer trained on them.
 
-Without the package tokenizers the sources hold token ids instead of text (storing.py).
-
-Made once and kept: a stamp beside the files says what they were made from, and a run that wants the
-same uses them.
+Without the package tokenizers the sources hold token ids instead of text (formats.py). The corpus
+is written once: a stamp next to the files records its parameters, and a later run with the same
+parameters uses it again.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.batch import Batch
-from overlord.demo.storage import Storing, word_ids
+from overlord.demo.formats import DemoFormats, word_ids
 from overlord.demo.texts import KINDS, texts_of
 from overlord.errors import OverlordError, TransformError
 from overlord.extras import pip_install
@@ -31,18 +29,18 @@ from overlord.transforms.tokenize import Tokenize
 
 END = "<|end|>"
 TRAINING_CHARS = 2_000_000  # a third of the corpus; more costs seconds and moves few merges
-FILES = 3  # of every source
+FILES = 3  # per source
 
-Say = Callable[[str], None]
-Row = str | list[int]  # a text, or its ids
+Show = Callable[[str], None]
+Row = str | list[int]  # a text, or its token ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How large a demonstration: what the corpus is made from, and the job that runs over it."""
+    """The size of the demo: parameters of the corpus, and of the job that reads it."""
 
     seed: int = 7
-    rows: int = 10_000  # of one source, at most
+    rows: int = 10_000  # per source, at most
     vocab: int = 8192
     ranks: int = 4
     samples: int = 128
@@ -50,41 +48,41 @@ class Shape:
     microbatches: int = 2
 
 
-def make_corpus(out: Path, shape: Shape, say: Say, storing: Storing | None = None) -> bool:
-    """Write corpus and tokenizer under ``out``; return False if they were there already."""
-    storing = storing or Storing.installed()
+def make_corpus(out: Path, shape: Shape, show: Show, formats: DemoFormats | None = None) -> bool:
+    """Write corpus and tokenizer under ``out``; return False if they exist already."""
+    formats = formats or DemoFormats.installed()
     stamp = {
         "version": 1,
         "seed": shape.seed,
         "rows": shape.rows,
         "vocab": shape.vocab,
         "python": platform.python_version(),
-        **asdict(storing),
+        **asdict(formats),
     }
     mark = out / "corpus" / "made-from.json"
     if (
         mark.is_file()
         and _read_json(mark) == stamp
-        and ((out / "tokenizer.json").is_file() or not storing.tokenizers)
+        and ((out / "tokenizer.json").is_file() or not formats.tokenizers)
     ):
         return False
     try:
-        mark.unlink(missing_ok=True)  # until all is written, nothing is there
+        mark.unlink(missing_ok=True)  # an interrupted run leaves no stamp
         training: list[str] = []
         for kind in KINDS:
-            format = storing.format(kind)
-            say(f"writing {kind.name}: {kind.what}, as {format}")
+            format = formats.format(kind)
+            show(f"writing {kind.name}: {kind.what}, as {format}")
             texts = texts_of(kind, shape.seed, shape.rows)
             if not texts:
                 raise OverlordError(
-                    f"no text for the demonstration's {kind.name!r}: this Python ships no "
-                    f"{kind.what}"
+                    f"demo source {kind.name!r}: expected {kind.what}, got none; this Python "
+                    "installation does not include them"
                 )
-            rows = texts if storing.tokenizers else [word_ids(text, shape.vocab) for text in texts]
-            write_rows(out / "corpus" / kind.name, format, storing.column(kind), rows)
+            rows = texts if formats.tokenizers else [word_ids(text, shape.vocab) for text in texts]
+            write_rows(out / "corpus" / kind.name, format, formats.column(kind), rows)
             training += _some(texts, TRAINING_CHARS // len(KINDS))
-        if storing.tokenizers:
-            say(f"training a tokenizer of {shape.vocab} tokens")
+        if formats.tokenizers:
+            show(f"training a tokenizer of {shape.vocab} tokens")
             (out / "tokenizer.json").write_text(
                 train_tokenizer(training, shape.vocab), encoding="utf-8"
             )
@@ -94,38 +92,39 @@ def make_corpus(out: Path, shape: Shape, say: Say, storing: Storing | None = Non
     return True
 
 
-def make_job(out: Path, shape: Shape, storing: Storing | None = None) -> Job:
-    storing = storing or Storing.installed()
+def make_job(out: Path, shape: Shape, formats: DemoFormats | None = None) -> Job:
+    """Return the job over the corpus under ``out``."""
+    formats = formats or DemoFormats.installed()
     sources = []
     for kind in KINDS:
-        column = storing.column(kind)
+        column = formats.column(kind)
         to_ids = (
             Tokenize(str(out / "tokenizer.json"), text=column, eos=END)
-            if storing.tokenizers
+            if formats.tokenizers
             else Tokens(column)
         )
-        uri = str(out / "corpus" / kind.name / f"*.{storing.format(kind)}")
+        uri = str(out / "corpus" / kind.name / f"*.{formats.format(kind)}")
         sources.append(Source(kind.name, uri, weight=kind.weight, transforms=[to_ids]))
     batch = Batch(samples=shape.samples, microbatches=shape.microbatches, context=shape.context)
     place = ClientPlaceTree(dp=shape.ranks)
-    return Job(
-        name="demo", sources=sources, batch=batch, place=place, sync="step", seed=shape.seed
-    )  # its trainer waits once a step
+    # sync="step": the trainers of the demo wait for each other once per step.
+    return Job(name="demo", sources=sources, batch=batch, place=place, sync="step", seed=shape.seed)
 
 
 def later_mixture() -> dict[str, float]:
-    """What the demonstration changes the mixture to, half way through."""
+    """Return the mixture of the second half of the run."""
     return {kind.name: kind.later for kind in KINDS}
 
 
 def cannot_write(out: Path, fault: OSError) -> OverlordError:
+    """Return the error for a folder that cannot be written."""
     return OverlordError(
         f"cannot write to {out}: {fault.strerror or fault}; choose another folder with --out"
     )
 
 
 def train_tokenizer(texts: Sequence[str], vocab: int) -> str:
-    """A byte-level BPE as the text of a tokenizer.json."""
+    """Train a byte-level BPE tokenizer; return it as the text of a tokenizer.json."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as fault:
@@ -146,10 +145,10 @@ def train_tokenizer(texts: Sequence[str], vocab: int) -> str:
 def write_rows(folder: Path, format: str, column: str, rows: Sequence[Row]) -> None:
     """Write the rows as ``FILES`` files of one format, in order."""
     folder.mkdir(parents=True, exist_ok=True)
-    share = -(-len(rows) // FILES)
+    per_file = -(-len(rows) // FILES)
     for k in range(FILES):
-        part = rows[k * share : (k + 1) * share] or rows[:1]
-        _WRITERS[format](folder / f"part-{k}.{format}", column, part)
+        chosen = rows[k * per_file : (k + 1) * per_file] or rows[:1]
+        _WRITERS[format](folder / f"part-{k}.{format}", column, chosen)
 
 
 def _write_lines(path: Path, column: str, rows: Sequence[Row]) -> None:
@@ -198,9 +197,7 @@ _WRITERS: dict[str, Callable[[Path, str, Sequence[Row]], None]] = {
 
 
 def _some(texts: Sequence[str], chars: int) -> list[str]:
-    """Texts from the front, ``chars`` of them all together, none so long that it fills the share
-    alone.
-    """
+    """Return the first texts, about ``chars`` characters in all; each at most a tenth of that."""
     out: list[str] = []
     for text in texts:
         out.append(text[: chars // 10])
@@ -214,4 +211,4 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # an unreadable stamp is none
+        return None  # an unreadable stamp counts as missing

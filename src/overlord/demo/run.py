@@ -1,6 +1,4 @@
-"""``overlord demo``: a corpus, a job over it, and what planning does to it, in well under a
-minute.
-"""
+"""Run the demo: write a corpus, run a job on it, kill workers, write a report; under a minute."""
 
 from __future__ import annotations
 
@@ -18,31 +16,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import overlord as ov
-from overlord.demo.corpus import Say, Shape, cannot_write, later_mixture, make_corpus, make_job
-from overlord.demo.figures import Figures, compare, lengths_by_source, mixes
-from overlord.demo.pages import report
-from overlord.demo.show import live_view, progress_line, side_by_side, summary
-from overlord.demo.storage import Storing
+from overlord.demo.corpus import Shape, Show, cannot_write, later_mixture, make_corpus, make_job
+from overlord.demo.formats import DemoFormats
+from overlord.demo.report import report
+from overlord.demo.result import DemoResult, compare, lengths_by_source, mixes
+from overlord.demo.terminal import live_view, progress_line, side_by_side, summary
 from overlord.drill.faults import parse_faults
-from overlord.drill.run import Drill, rehearse
-from overlord.drill.show import drill_view
+from overlord.drill.run import Drill, run_drill
+from overlord.drill.tables import drill_view
 from overlord.jobfile.yaml_file import write_job
 from overlord.observe.progress import Meter, Taken, interruptible, watch
-from overlord.observe.tables import waiting
+from overlord.observe.tables import progress_bar
 from overlord.process.memory import pss_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from overlord.drill.run import Report
+    from overlord.drill.run import DrillReport
     from overlord.job.job import Job
     from overlord.plan.plan import LoadingPlan
 
 ShowStep = Callable[[Taken, Meter], None]
-COMPUTE_S = 0.12  # what the stand-in for a trainer takes for a first step whose ranks are equal
+COMPUTE_S = 0.12  # compute time of the stand-in trainer for a perfectly balanced first step
 FAULTS = "kill:loader-host@6,kill:planner@12,kill:constructor-host@18"
 DRILL_STEPS = 24
-PLAIN_LINES = 8  # progress lines where there is no terminal
+PLAIN_LINES = 8  # progress lines without a terminal
 
 
 def run_demo(
@@ -54,96 +52,93 @@ def run_demo(
     compute_s: float = COMPUTE_S,
     faults: str = FAULTS,
     runtime: str = "local",
-) -> Figures:
-    """The whole demonstration; returns what it measured. ``faults``: of the rehearsal behind it;
-    empty: there is none.
+) -> DemoResult:
+    """Run the whole demo and return its measurements.
+
+    ``faults``: the faults of the drill that follows the run; empty: no drill.
     """
     _make_folder(out)
-    storing = Storing.installed()
-    if storing.note:
-        console.print(storing.note, markup=False)
-    with _saying(console) as say:
-        made = interruptible(lambda: make_corpus(out, shape, say, storing))
-    job = make_job(out, shape, storing)
+    formats = DemoFormats.installed()
+    if formats.note:
+        console.print(formats.note, markup=False)
+    with _status_lines(console) as show:
+        made = interruptible(lambda: make_corpus(out, shape, show, formats))
+    job = make_job(out, shape, formats)
     yaml = write_job(job)
     _write(out / "job.yaml", yaml)
     console.print(
-        f"{len(job.sources)} sources {'made' if made else 'found'} in {out / 'corpus'}; "
-        f"{shape.ranks} ranks; job: {out / 'job.yaml'}"
+        f"{len(job.sources)} sources {'written to' if made else 'found in'} {out / 'corpus'}; "
+        f"{shape.ranks} ranks; job file: {out / 'job.yaml'}"
     )
-    figures = _measure(job, steps, console, command, compute_s, runtime)
+    result = _measure(job, steps, console, command, compute_s, runtime)
     if faults:
-        figures = replace(
-            figures, drill=_rehearse(job, faults, console, "ray" if runtime == "ray" else "process")
-        )
-    _write(out / "report.html", report(figures, yaml).to_html())
+        drilled = _run_drill(job, faults, console, "ray" if runtime == "ray" else "process")
+        result = replace(result, drill=drilled)
+    _write(out / "report.html", report(result, yaml).to_html())
     width = min(console.width, 120)
-    for part in (side_by_side(figures, width), summary(figures, width)):
+    for view in (side_by_side(result, width), summary(result, width)):
         console.print()
-        console.print(part, soft_wrap=False)
-    if figures.drill is not None:
+        console.print(view, soft_wrap=False)
+    if result.drill is not None:
         console.print(
-            f"\nthe same job {'on Ray' if runtime == 'ray' else 'in processes'}, some of "
-            "them killed:"
+            f"\nThe same job {'on Ray' if runtime == 'ray' else 'in several processes'}, while "
+            "some of them are killed:"
         )
-        console.print(drill_view(figures.drill))
-    console.print(f"\nreport with plots: {out / 'report.html'}")
-    console.print("next:")
-    for words in ("inspect {}", "plan {} --step 3 --strategy vanilla", "run {} --steps 20"):
+        console.print(drill_view(result.drill))
+    console.print(f"\nReport with plots: {out / 'report.html'}")
+    console.print("Next:")
+    for command_line in ("inspect {}", "plan {} --step 3 --strategy vanilla", "run {} --steps 20"):
         console.print(
-            f"  {program()} {words.format(shlex.quote(str(out / 'job.yaml')))}", soft_wrap=True
+            f"  {program()} {command_line.format(shlex.quote(str(out / 'job.yaml')))}",
+            soft_wrap=True,
         )
-    return figures
+    return result
 
 
-def _rehearse(job: Job, faults: str, console: Console, runtime: str) -> Report:
-    """The job again, in processes, with some of them killed."""
+def _run_drill(job: Job, faults: str, console: Console, runtime: str) -> DrillReport:
+    """Run the job again in several processes and kill some of them."""
     options = {"runtime": runtime, "sources_per_host": 2, "hosts": 3}
     drill = Drill(
         job=job, faults=parse_faults(faults), steps=DRILL_STEPS, step_s=0.1, options=options
     )
-    with waiting(console, "steps with faults and without", 2 * DRILL_STEPS) as advance:
-        return rehearse(
-            drill,
-            lambda what, taken: advance(taken + (DRILL_STEPS if what != "undisturbed" else 0)),
+    with progress_bar(console, "steps with faults and without", 2 * DRILL_STEPS) as advance:
+        return run_drill(
+            drill, lambda run, taken: advance(taken + (DRILL_STEPS if run != "undisturbed" else 0))
         )
 
 
 def program() -> str:
-    """How this program is called from the working directory: a fresh environment is rarely on the
-    PATH.
-    """
-    beside = os.path.join(os.path.dirname(os.path.abspath(sys.executable)), "overlord")
+    """Return the command for this program; a new virtual environment is rarely on the PATH."""
+    script = os.path.join(os.path.dirname(os.path.abspath(sys.executable)), "overlord")
     found = shutil.which("overlord")
-    if found and os.path.abspath(found) == beside:
+    if found and os.path.abspath(found) == script:
         return "overlord"
-    if not os.access(beside, os.X_OK):
-        return f"{shlex.quote(sys.executable)} -m overlord.cli.main"
-    near = os.path.relpath(beside)
-    return shlex.quote(beside if near.startswith("..") else near)
+    if not os.access(script, os.X_OK):
+        return f"{shlex.quote(sys.executable)} -m overlord"
+    relative = os.path.relpath(script)
+    return shlex.quote(script if relative.startswith("..") else relative)
 
 
 def _measure(
     job: Job, steps: int, console: Console, command: str, compute_s: float, runtime: str
-) -> Figures:
+) -> DemoResult:
+    """Run the job and return what it delivered and cost."""
     before = pss_bytes()
-    trainer, meter = StandIn(compute_s), Meter()
+    trainer, meter = StandInTrainer(compute_s), Meter()
     plans: list[LoadingPlan] = []
     with ov.launch(job, runtime=runtime) as session:
         changed_at = session.set_mixture(later_mixture(), at=steps // 2) if steps >= 4 else None
-        with _showing(console, steps) as show:
+        with _progress(console, steps) as show:
             for taken in watch(session, range(job.place.world_size), steps):
                 meter.add(taken)
                 plans.append(taken.plan)
                 show(taken, meter)
                 trainer.compute(taken)
         meter.stop()
-        seen, counts = (
-            session.metrics()["sources"],
-            session.state_dict()["counts"],
-        )  # the latter of the steps taken, none ahead of them
+        metrics = session.metrics()["sources"]
+        counts = session.state_dict()["counts"]  # of taken steps only, without prefetched ones
     wanted, realised = mixes(plans)
-    return Figures(
+    return DemoResult(
         command=command,
         names=job.names,
         ranks=job.place.world_size,
@@ -155,7 +150,7 @@ def _measure(
         realised=realised,
         bound=np.array([plan.imbalance()["bound"] for plan in plans]),
         compared=compare(plans, job),
-        quarantined={name: int(seen[name]["quarantined"]) for name in job.names},
+        quarantined={name: int(metrics[name]["quarantined"]) for name in job.names},
         on_long=job.on_long,
         lost={name: int(counts["lost_tokens"].get(name, 0)) for name in job.names},
         tokens=meter.tokens,
@@ -168,15 +163,14 @@ def _measure(
     )
 
 
-class StandIn:
-    """Sleeps as long as the slowest rank would compute, so that waiting for data means
-    something.
-    """
+class StandInTrainer:
+    """Sleeps for the compute time of the slowest rank, so that data is loaded meanwhile."""
 
     def __init__(self, first_s: float):
         self._first_s, self._per_cost, self._slept_s, self._steps = first_s, 0.0, 0.0, 0
 
     def compute(self, taken: Taken) -> None:
+        """Sleep for one step."""
         loads = taken.plan.loads().sum(axis=1)
         if not self._per_cost:
             self._per_cost = self._first_s / (float(loads.mean()) or 1.0)
@@ -187,29 +181,31 @@ class StandIn:
 
     @property
     def mean_ms(self) -> float:
+        """The mean time per step in milliseconds."""
         return 1e3 * self._slept_s / max(1, self._steps)
 
 
 @contextmanager
-def _saying(console: Console) -> Iterator[Say]:
-    """Words while the corpus is made: in place on a terminal, line by line elsewhere."""
+def _status_lines(console: Console) -> Iterator[Show]:
+    """Show the current activity: in place on a terminal, otherwise line by line."""
     if console.is_terminal:
-        with console.status("looking for a corpus") as status:
+        with console.status("checking the corpus") as status:
             yield status.update
     else:
-        yield lambda words: console.print(words)
+        yield lambda text: console.print(text)
 
 
 @contextmanager
-def _showing(console: Console, steps: int) -> Iterator[ShowStep]:
+def _progress(console: Console, steps: int) -> Iterator[ShowStep]:
+    """Show progress: a live view on a terminal, otherwise ``PLAIN_LINES`` lines."""
     if not console.is_terminal:
         every = max(1, steps // PLAIN_LINES)
 
-        def tell(taken: Taken, meter: Meter) -> None:
+        def show(taken: Taken, meter: Meter) -> None:
             if meter.steps % every == 0 or meter.steps == steps:
                 console.print(progress_line(meter, steps, taken.plan.imbalance()["bucket"]))
 
-        yield tell
+        yield show
         return
     from rich.live import Live
 

@@ -1,5 +1,4 @@
-"""Text for the demonstration, from what every Python installation ships: six kinds with very
-different lengths.
+"""Texts of the demo corpus: six kinds with very different lengths, from the Python installation.
 
 Nothing is downloaded. The same installation and seed give the same texts in the same order.
 """
@@ -18,9 +17,9 @@ import numpy as np
 
 from overlord.hashing import key64, keyed_hash
 
-# characters, some 12,000 tokens: beyond the demo's context, so that some documents are cut
+# Characters, about 12,000 tokens: beyond the demo's context, so that some documents are too long.
 LONGEST = 48_000
-LEFT_OUT = {
+EXCLUDED = {
     "test",
     "tests",
     "site-packages",
@@ -63,26 +62,24 @@ FOLLOW_UPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of text: where it comes from, how it is stored, how much of it a step wants, first
-    and later on.
-    """
+    """One kind of text: its origin, its storage, and its weights in the mixture."""
 
     name: str
     format: str
     column: str
-    what: str
-    weight: float
-    later: float
+    what: str  # description
+    weight: float  # in the first half of the run
+    later: float  # in the second half
     texts: Callable[[int, int], Iterator[str]]  # (seed, rows at most)
 
 
 def stdlib(rows: int) -> Iterator[tuple[str, str]]:
-    """(module name, source) of the standard library, in sorted order."""
+    """Yield (module name, source) of the standard library, in sorted order."""
     root = Path(sysconfig.get_path("stdlib"))
     found = (
         p
         for p in sorted(root.rglob("*.py"))
-        if not LEFT_OUT.intersection(p.relative_to(root).parts)
+        if not EXCLUDED.intersection(p.relative_to(root).parts)
     )
     for _, path in zip(range(max(rows, 8)), found, strict=False):
         yield (
@@ -99,11 +96,14 @@ def _chat(seed: int, rows: int) -> Iterator[str]:
     for _ in range(min(rows, 6000)):
         lines = []
         for _ in range(1 + int(random.geometric(0.6))):
-            name, says = explained[int(random.integers(len(explained)))]
+            name, summary = explained[int(random.integers(len(explained)))]
             question, answer = (
                 choices[int(random.integers(len(choices)))] for choices in (QUESTIONS, ANSWERS)
             )
-            lines += [f"user: {question.format(name + '()')}", f"assistant: {answer.format(says)}"]
+            lines += [
+                f"user: {question.format(name + '()')}",
+                f"assistant: {answer.format(summary)}",
+            ]
         if random.random() < 0.4:
             lines.append(f"user: {FOLLOW_UPS[int(random.integers(len(FOLLOW_UPS)))]}")
         yield "\n".join(lines)
@@ -130,9 +130,7 @@ def _articles(seed: int, rows: int) -> Iterator[str]:
 
 
 def _licences(seed: int, rows: int) -> Iterator[str]:
-    """Licences and descriptions of the installed packages; the language's own where there is
-    none.
-    """
+    """Yield licences and descriptions of the installed packages, then Python's own licence."""
     root = Path(sysconfig.get_path("purelib"))
     found = (
         p for p in sorted(root.glob("*.dist-info/**/*")) if ABOUT.match(p.name) and p.is_file()
@@ -206,7 +204,7 @@ KINDS = (
 
 
 def texts_of(kind: Kind, seed: int, rows: int) -> list[str]:
-    """The kind's texts, shuffled, without empty ones and repetitions."""
+    """Return the texts of a kind, shuffled, without empty texts and duplicates."""
     found = list(dict.fromkeys(t for t in kind.texts(seed, rows) if t.strip()))
     return [found[i] for i in _shuffled(kind.name, seed, len(found))[:rows]]
 

@@ -1,3 +1,1 @@
-"""Rehearsing faults: a job is run undisturbed, then again while its parts are killed, and both must
-deliver the same bytes.
-"""
+"""Fault drills: run a job undisturbed, run it again while workers are killed, compare the bytes."""

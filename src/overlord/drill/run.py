@@ -1,5 +1,6 @@
-"""Two runs of one job, the second with faults: ``overlord drill``, the demonstration and the
-benchmark of faults.
+"""Run a job twice, the second time with faults.
+
+``overlord drill``, the demo and the benchmark of faults use it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import overlord as ov
-from overlord.drill.delivered import Delivered, Difference, compare
+from overlord.drill.delivery import Delivered, Difference, compare
 from overlord.drill.faults import KILL, Fault
 from overlord.errors import JobError
 
@@ -24,86 +25,85 @@ if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.session.session import Session
 
-SETTLE_S = 30.0  # for parts that were hit last to be replaced, before what became of them is told
-LOST_AFTER_S = 2.0  # a drill is not to wait long for a part that stands still
-LOOK_S = 0.05
-Show = Callable[[str, int], None]  # (what is done, steps taken)
+SETTLE_S = 30.0  # for workers that were hit last to be replaced
+LOST_AFTER_S = 2.0  # short, so that a drill does not wait long for a stopped worker
+POLL_S = 0.05
+Show = Callable[[str, int], None]  # (name of the run, steps taken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drill:
-    """What was asked for."""
+    """The configuration of a drill."""
 
     job: Job
     faults: Sequence[Fault]
     steps: int
-    step_s: float = 0.0  # what a trainer takes for a step
+    step_s: float = 0.0  # seconds that a trainer computes per step
     options: Mapping[str, Any] = field(default_factory=dict)  # of launch
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One part that was hit."""
+    """One worker that was hit."""
 
     fault: Fault
     name: str
     pid: int
-    taken: int  # steps that were taken then
-    recovered: int = 0  # how often the part had been lost and was back by then
+    taken: int  # steps that were taken by then
+    recovered: int = 0  # how often the worker had recovered by then
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run gave and cost."""
+    """The deliveries, waits and faults of one run."""
 
     delivered: Delivered = field(default_factory=Delivered)
-    waits_s: list[float] = field(default_factory=list)  # of each step, until the last rank had it
-    steps_s: list[float] = field(default_factory=list)  # the same, until it was trained
+    waits_s: list[float] = field(default_factory=list)  # per step, until the last rank received it
+    steps_s: list[float] = field(default_factory=list)  # per step, wait and training
     strikes: list[Strike] = field(default_factory=list)
-    missed: list[tuple[Fault, str]] = field(
-        default_factory=list
-    )  # those that hit less than they were to, and why
-    unmended: list[str] = field(
-        default_factory=list
-    )  # parts that were hit and did not come back, in words
+    # Faults that hit fewer workers than they should, with the reason.
+    missed: list[tuple[Fault, str]] = field(default_factory=list)
+    # A sentence for each worker that was hit and did not recover.
+    unrecovered: list[str] = field(default_factory=list)
     recoveries: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Both runs side by side."""
+class DrillReport:
+    """The outcomes of both runs."""
 
     drill: Drill
-    alone: Outcome
-    hit: Outcome
+    undisturbed: Outcome
+    disturbed: Outcome
 
     @property
     def difference(self) -> Difference:
-        return compare(self.alone.delivered, self.hit.delivered)
+        """The differences between the delivered bytes."""
+        return compare(self.undisturbed.delivered, self.disturbed.delivered)
 
     def sentence(self) -> str:
-        """The line a drill ends with."""
-        kills = sum(s.fault.how == KILL for s in self.hit.strikes)
-        stops, d = len(self.hit.strikes) - kills, self.difference
+        """Return the result of the drill in a line."""
+        strikes = self.disturbed.strikes
+        kills = sum(s.fault.action == KILL for s in strikes)
+        stops, d = len(strikes) - kills, self.difference
         hits = f"{kills} kill{'s' * (kills != 1)}" + (f", {stops} stopped" if stops else "")
         equal = (
             "digest equal to the undisturbed run"
             if not d
-            else f"{len(d.changed)} steps of ranks differ from the undisturbed run"
+            else f"{len(d.changed)} (rank, step) pairs differ from the undisturbed run"
         )
         return f"{hits}, {d.lost} samples lost, {d.repeated} repeated, {equal}"
 
 
-def rehearse(drill: Drill, show: Show = lambda what, taken: None) -> Report:
-    """The job undisturbed, in one process and without a journal; then in processes, with its
-    faults.
-    """
-    alone = undisturbed(drill, show)
+def run_drill(drill: Drill, show: Show = lambda run, taken: None) -> DrillReport:
+    """Run the job undisturbed in one process, then in several processes with the faults."""
+    calm = undisturbed(drill, show)
     with TemporaryDirectory(prefix="overlord-drill-") as scratch:
-        return Report(drill, alone, disturbed(drill, Path(scratch), show))
+        return DrillReport(drill, calm, disturbed(drill, Path(scratch), show))
 
 
-def undisturbed(drill: Drill, show: Show = lambda what, taken: None) -> Outcome:
+def undisturbed(drill: Drill, show: Show = lambda run, taken: None) -> Outcome:
+    """Run the job in this process, without a journal and without faults."""
     outcome = Outcome()
     with ov.launch(replace(drill.job, journal=None), runtime="local") as session:
         _train(
@@ -115,9 +115,11 @@ def undisturbed(drill: Drill, show: Show = lambda what, taken: None) -> Outcome:
     return outcome
 
 
-def disturbed(drill: Drill, scratch: Path, show: Show = lambda what, taken: None) -> Outcome:
-    """A journal is made where the job has none: without one a planner cannot come again. One of the
-    job's own is left alone.
+def disturbed(drill: Drill, scratch: Path, show: Show = lambda run, taken: None) -> Outcome:
+    """Run the job in several processes with its faults.
+
+    The journal is in ``scratch``, because a planner cannot restart without one. A journal of the
+    job itself is not touched.
     """
     outcome = Outcome()
     job = replace(drill.job, journal=str(scratch / "journal"))
@@ -132,7 +134,7 @@ def disturbed(drill: Drill, scratch: Path, show: Show = lambda what, taken: None
             ]
             _settle(session, outcome)
         finally:
-            _wake(outcome.strikes)
+            _continue(outcome.strikes)
         outcome.recoveries = list(session.metrics().get("recoveries", []))
     return outcome
 
@@ -156,8 +158,8 @@ def _train(session: Session, drill: Drill, outcome: Outcome, show: Callable[[int
         outcome.steps_s.append(time.perf_counter() - start)
 
 
-def parts(session: Session) -> dict[str, int]:
-    """Processes of a session that can be hit, by name."""
+def worker_pids(session: Session) -> dict[str, int]:
+    """Return the processes of a session that a fault can hit, by name."""
     return _processes(session.metrics())
 
 
@@ -174,65 +176,67 @@ def _recovered(metrics: Mapping[str, Any]) -> Counter[str]:
 
 
 def _strike(session: Session, faults: Sequence[Fault], taken: int, outcome: Outcome) -> None:
-    """All faults of a moment at once: none may be over when the next one strikes."""
+    """Apply all due faults at once, so that no recovery ends before the next fault strikes."""
     metrics = session.metrics()
-    there, recovered = _processes(metrics), _recovered(metrics)
+    running, recovered = _processes(metrics), _recovered(metrics)
     for fault in faults:
-        names = fault.choose(list(there))
+        names = fault.choose(list(running))
         if not names:
             outcome.missed.append(
-                (fault, f"hit nothing: no such part ran (there were {', '.join(sorted(there))})")
+                (fault, f"hit nothing: no such worker ran, only {', '.join(sorted(running))}")
             )
-        elif len(names) < fault.many:
+        elif len(names) < fault.count:
             outcome.missed.append(
-                (fault, f"hit {len(names)} and not {fault.many}: no more of them ran")
+                (fault, f"hit {len(names)} instead of {fault.count}: no more of them ran")
             )
         for name in names:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(there[name], signal.SIGKILL if fault.how == KILL else signal.SIGSTOP)
-            outcome.strikes.append(Strike(fault, name, there[name], taken, recovered[name]))
+                os.kill(running[name], signal.SIGKILL if fault.action == KILL else signal.SIGSTOP)
+            outcome.strikes.append(Strike(fault, name, running[name], taken, recovered[name]))
 
 
 def _settle(session: Session, outcome: Outcome) -> None:
-    """Until every part that was hit is replaced and its recovery told, which is a while after its
-    process is there. Of one that is not, it is said: a drill whose last fault was never mended must
-    not pass.
+    """Wait until every worker that was hit is replaced and its recovery is in the metrics.
+
+    The recovery appears a while after the new process. Workers that do not recover in time are
+    recorded: a drill whose last fault was not recovered from must fail.
     """
     last = {s.name: s for s in outcome.strikes}
     deadline = time.monotonic() + SETTLE_S
-    while left := unmended(session.metrics(), last):
+    while left := unrecovered(session.metrics(), last):
         if time.monotonic() >= deadline:
-            outcome.unmended = [
+            outcome.unrecovered = [
                 f"{name}, hit after {last[name].taken} steps, {why} within {SETTLE_S:g} s"
                 for name, why in left.items()
             ]
             return
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
-def unmended(metrics: Mapping[str, Any], last: Mapping[str, Strike]) -> dict[str, str]:
-    """Parts that were hit and are not back, and what is missing of it."""
-    there, told = _processes(metrics), _recovered(metrics)
+def unrecovered(metrics: Mapping[str, Any], last: Mapping[str, Strike]) -> dict[str, str]:
+    """Return the workers that were hit and have not recovered, with what is missing."""
+    running, recovered = _processes(metrics), _recovered(metrics)
     found = {
         name: "has no row among the recoveries"
         for name, strike in last.items()
-        if told[name] <= strike.recovered
+        if recovered[name] <= strike.recovered
     }
     return found | {
         name: "was not replaced"
         for name, strike in last.items()
-        if there.get(name, strike.pid) == strike.pid
+        if running.get(name, strike.pid) == strike.pid
     }
 
 
-def _wake(strikes: Sequence[Strike]) -> None:
-    """A part that was stopped and never taken for dead must be able to end."""
+def _continue(strikes: Sequence[Strike]) -> None:
+    """Continue stopped workers, so that one that was never declared lost can exit."""
     for strike in strikes:
-        if strike.fault.how != KILL:
+        if strike.fault.action != KILL:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(strike.pid, signal.SIGCONT)
 
 
 def refuse_too_late(faults: Sequence[Fault], steps: int) -> None:
+    """Raise ``JobError`` if a fault would strike after the last step."""
     if late := [fault for fault in faults if fault.step >= steps]:
         raise JobError([f"{fault}: the drill ends after {steps} steps" for fault in late], "faults")

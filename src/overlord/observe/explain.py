@@ -1,5 +1,6 @@
-"""Why: which rows were in a step and how they were placed; where one sample went. Answers are
-values that print as tables.
+"""Explain a step (its rows and their placement) or a sample (its step and place).
+
+Explanations are values that print as tables.
 """
 
 from __future__ import annotations
@@ -26,45 +27,50 @@ if TYPE_CHECKING:
     from overlord.planning.spec import Quarantined
     from overlord.sources.index import Index
 
-DEAREST = 5  # samples of the slowest bucket that are named
+DEAREST = 5  # most expensive samples of the slowest bucket that are named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Known:
-    """What a session can tell about at one moment."""
+    """Everything that explanations need of a session, at one moment."""
 
     job: Job
-    names: tuple[str, ...]  # of sources, those added in mid-run behind the job's
+    names: tuple[str, ...]  # of sources: the job's, then those that were added during the run
     indexes: Sequence[Index]
     orders: Sequence[SourceOrder]
-    stages: Sequence[PlannedStep]  # planned steps that are kept, oldest first
+    stages: Sequence[PlannedStep]  # planned steps that are retained, oldest first
     quarantine: Sequence[Quarantined]
-    state: StreamState  # behind the last planned step
-    start: int  # the step this session began with
+    state: StreamState  # after the last planned step
+    start: int  # the first step of this session
     loaders: tuple[str, ...] = ()
 
-    def whereabouts(self, source: int) -> SampleLookup:
+    def lookup(self, source: int) -> SampleLookup:
+        """Return the order of a source's rows."""
         return SampleLookup(
             index=self.indexes[source], order=self.orders[source], slice_rows=self.job.slice_rows
         )
 
     def path(self, source: int, file: int) -> str:
+        """Return the path of a file, or an empty text if there is none."""
         files = self.indexes[source].files
         return files[file].path if file < len(files) else ""
 
     def row_unit(self, source: int) -> str:
+        """Return the unit in which a source counts its rows: "row" or "byte"."""
         return "row" if self.indexes[source].format in COUNTED else "byte"
 
-    def kept(self) -> str:
+    def retained(self) -> str:
+        """Return the range of retained steps, as text."""
         steps = [s.plan.step for s in self.stages]
         return f"{steps[0]} to {steps[-1]}" if steps else "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """``print`` it, read its fields, or take ``to_dict()``: plain values."""
+    """An explanation: print it, read its fields, or convert it by ``to_dict()``."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -75,8 +81,9 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRows:
-    """Rows of one file in a step: ``samples`` of them, between ``first`` and ``last`` (bytes where
-    ``unit`` says so).
+    """The rows of one file in a step: ``samples`` rows between ``first`` and ``last``.
+
+    ``first`` and ``last`` are row numbers, or byte offsets if ``unit`` is "byte".
     """
 
     path: str
@@ -90,8 +97,9 @@ class FileRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceShare:
-    """What a source gave to a step. Shares are of samples, or of tokens where the batch is in
-    tokens.
+    """The contribution of a source to a step.
+
+    Shares are of samples, or of tokens if the batch size is given in tokens.
     """
 
     name: str
@@ -104,8 +112,8 @@ class SourceShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dear:
-    """One of the dearest items of a bucket."""
+class ExpensiveItem:
+    """One of the most expensive items of a bucket."""
 
     sample: str
     tokens: int
@@ -114,8 +122,8 @@ class Dear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleFigures:
-    """How one module was placed, and what holds it up."""
+class ModulePlacement:
+    """The placement of one module in a step, and its slowest bucket."""
 
     name: str
     axis: str
@@ -128,14 +136,14 @@ class ModuleFigures:
     slowest_ranks: tuple[int, ...]
     slowest_over_mean: float
     slowest_items: int
-    dearest: tuple[Dear, ...]  # of the slowest bucket
+    dearest: tuple[ExpensiveItem, ...]  # the most expensive items of the slowest bucket
     peak_tokens: int  # in the fullest microbatch
     peak_at: tuple[int, int]  # its bucket and number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepExplanation(Explanation):
-    """A planned step."""
+    """Explanation of a planned step."""
 
     step: int
     skipped: bool
@@ -148,12 +156,12 @@ class StepExplanation(Explanation):
     trail: tuple[str, ...]
     sync: str  # when ranks wait for each other: microbatch, or step
     fill: float
-    modules: tuple[ModuleFigures, ...]
+    modules: tuple[ModulePlacement, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotOfSample:
-    """Where an item of a sample stands in one module."""
+    """The place of one item of a sample in one module."""
 
     module: str
     bucket: int
@@ -164,20 +172,21 @@ class SlotOfSample:
     size: int
     cost: float
     share: float  # of its bucket's cost
-    nth_of_bucket: int  # by falling cost, from 1
+    nth_of_bucket: int  # by decreasing cost, from 1
     nth_of_step: int
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleExplanation(Explanation):
-    """A sample, or a row that is none. ``status``: placed, skipped, quarantined, ahead, gone, no
-    sample, undecided.
+    """Explanation of a sample, or of a row without a sample.
+
+    ``status``: placed, skipped, quarantined, ahead, gone, no sample, undecided.
     """
 
     sample: str
     status: str
-    words: str  # what became of it, in a sentence
+    words: str  # the status as a sentence
     path: str
     row: int
     row_unit: str  # row, or byte
@@ -191,7 +200,7 @@ class SampleExplanation(Explanation):
 
 
 def explain(what: int | str | SampleId, known: Known) -> Explanation:
-    """A step by its number; a sample by its id, or by the id's text."""
+    """Explain a step by its number, or a sample by its id or the id's text."""
     if isinstance(what, str):
         return explain_sample(parse_id(what), known)
     try:
@@ -204,6 +213,7 @@ def explain(what: int | str | SampleId, known: Known) -> Explanation:
 
 
 def stage_of(step: int, stages: Sequence[PlannedStep], following: int) -> PlannedStep:
+    """Return a retained step. ``following``: the first step that is not planned yet."""
     for stage in stages:
         if stage.plan.step == step:
             return stage
@@ -214,7 +224,7 @@ def stage_of(step: int, stages: Sequence[PlannedStep], following: int) -> Planne
     state = (
         "is not planned yet"
         if step >= following
-        else "is no step"
+        else "does not exist: steps count from 0"
         if step < 0
         else "was planned, but its plan is no longer kept"
     )
@@ -222,6 +232,7 @@ def stage_of(step: int, stages: Sequence[PlannedStep], following: int) -> Planne
 
 
 def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
+    """Explain a planned step."""
     plan = stage.plan
     return StepExplanation(
         step=plan.step,
@@ -236,16 +247,16 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
         sync=known.job.sync,
         fill=plan.fill(),
         modules=tuple(
-            _figures(plan, name, known.job)
+            _placement(plan, name, known.job)
             for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))
         ),
     )
 
 
 def weights_from(stage: PlannedStep, job: Job) -> str:
-    """What set the weights that a step was drawn with."""
+    """Describe the origin of the weights with which a step was drawn."""
     after, step = stage.after, stage.plan.step
-    assert isinstance(after, StreamState), "who explains has the planner's own stages"
+    assert isinstance(after, StreamState), "explanations need the steps of the planner itself"
     since = (
         ""
         if after.mix_step == step
@@ -303,7 +314,7 @@ def _files(plan: LoadingPlan, source: int, known: Known) -> tuple[FileRows, ...]
     )
 
 
-def _figures(plan: LoadingPlan, name: str, job: Job) -> ModuleFigures:
+def _placement(plan: LoadingPlan, name: str, job: Job) -> ModulePlacement:
     a, loads = plan.modules[name], plan.loads(name).sum(axis=1)
     slowest = int(loads.argmax())
     inside = np.flatnonzero(a.bucket == slowest)
@@ -311,7 +322,7 @@ def _figures(plan: LoadingPlan, name: str, job: Job) -> ModuleFigures:
     held = np.bincount(a.bins(), weights=a.size, minlength=a.n_buckets * a.n_microbatches).astype(
         np.int64
     )
-    return ModuleFigures(
+    return ModulePlacement(
         name=name,
         axis=a.axis,
         buckets=a.n_buckets,
@@ -324,7 +335,7 @@ def _figures(plan: LoadingPlan, name: str, job: Job) -> ModuleFigures:
         slowest_over_mean=float(loads[slowest]) / (float(loads.mean()) or 1.0),
         slowest_items=len(inside),
         dearest=tuple(
-            Dear(
+            ExpensiveItem(
                 sample=str(plan.sample_id(int(a.sample[i]))),
                 tokens=int(a.size[i]),
                 cost=float(a.cost[i]),
@@ -342,8 +353,9 @@ def _ranks(plan: LoadingPlan, a: Assignment, job: Job, bucket: int) -> tuple[int
 
 
 def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
-    source, chunk = _there(sample, known)
-    said: dict[str, Any] = {
+    """Explain a sample; raise ``PlanError`` for an id that no run of the job can have."""
+    source, chunk = _checked(sample, known)
+    base: dict[str, Any] = {
         "sample": str(sample),
         "path": known.path(source, sample.file),
         "row": sample.row,
@@ -353,21 +365,22 @@ def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
     faults = [bad for bad in known.quarantine if (bad.source, bad.epoch, bad.file, bad.row) == row]
     for stage in reversed(known.stages):
         if (at := find(sample, stage.plan)) >= 0:
-            placed = _placed(stage, at, known, said)
+            placed = _placed(stage, at, known, base)
+            # A placed sample is in quarantine if one of its images failed to decode.
             late = "".join(
                 f" In quarantine: {bad.reason}." for bad in faults if bad.part == sample.part
-            )  # an image was broken
+            )
             return replace(placed, words=placed.words + late)
     if faults:
         return SampleExplanation(
-            status="quarantined", words=f"The row is in quarantine: {faults[0].reason}.", **said
+            status="quarantined", words=f"The row is in quarantine: {faults[0].reason}.", **base
         )
-    status, words = _elsewhere(sample, source, chunk, known)
-    return SampleExplanation(status=status, words=words, **said)
+    status, words = _without_plan(sample, source, chunk, known)
+    return SampleExplanation(status=status, words=words, **base)
 
 
 def find(sample: SampleId, plan: LoadingPlan) -> int:
-    """The row of a sample in a plan, or -1."""
+    """Return the row of a sample in a plan, or -1."""
     if sample.source not in plan.names:
         return -1
     columns = ("epoch", "file", "row", "part")
@@ -378,8 +391,8 @@ def find(sample: SampleId, plan: LoadingPlan) -> int:
     return int(at[0]) if len(at) else -1
 
 
-def _there(sample: SampleId, known: Known) -> tuple[int, int]:
-    """Number of the source and chunk; an id that no run of the job can have is refused."""
+def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
+    """Return the numbers of source and chunk; refuse an id that no run of the job can have."""
     if sample.source not in known.names:
         raise PlanError(
             f"no sample {sample}: unknown source "
@@ -401,18 +414,18 @@ def _there(sample: SampleId, known: Known) -> tuple[int, int]:
             else f"source {sample.source!r} has {epochs} epoch{'s' * (epochs > 1)},"
         )
         raise PlanError(f"no sample {sample}: {counted} counted from 0")
-    chunk = known.whereabouts(source).chunk_of(sample.file, sample.row)
+    chunk = known.lookup(source).chunk_of(sample.file, sample.row)
     if chunk < 0:
         raise PlanError(f"no sample {sample}: {files[sample.file].path} has no row {sample.row}")
     return source, chunk
 
 
-def _elsewhere(sample: SampleId, source: int, chunk: int, known: Known) -> tuple[str, str]:
-    """What can be said of a row that is in no kept plan and not in quarantine."""
+def _without_plan(sample: SampleId, source: int, chunk: int, known: Known) -> tuple[str, str]:
+    """Return status and sentence of a row that is in no retained plan and not in quarantine."""
     cursor = Cursor(*known.state.cursors[source].tolist())
-    passed = known.whereabouts(source).passed(sample, chunk, cursor)
+    passed = known.lookup(source).passed(sample, chunk, cursor)
     where = (
-        f"the stream of {sample.source!r} stands in epoch {cursor.epoch}, group "
+        f"the stream of {sample.source!r} is in epoch {cursor.epoch}, group "
         f"{cursor.group} of {known.orders[source].n_groups}"
     )
     where += f", window {cursor.window}; the next step is {known.state.step}"
@@ -421,45 +434,44 @@ def _elsewhere(sample: SampleId, source: int, chunk: int, known: Known) -> tuple
     if passed is None:
         return (
             "undecided",
-            "It is in the group that is being drawn from: not drawn yet, or dropped by "
+            "It is in the group that the stream reads now: not drawn yet, or dropped by "
             f"{dropper}; {where}.",
         )
     if not passed and not complete and (known.job.look_ahead > 1 or known.job.overflow == "defer"):
         return (
             "undecided",
-            "Not drawn yet, or chosen ahead of its turn in a step whose plan is not "
-            f"kept; {where}.",
+            f"Not drawn yet, or chosen early by a step whose plan is no longer kept; {where}.",
         )
     if not passed:
         return "ahead", f"Not drawn yet: {where}."
     if complete:
         return (
             "no sample",
-            f"The stream has passed this row and made no such sample of it: {dropper} "
-            f"dropped it, or it has no such part; {where}.",
+            f"The stream has passed this row and has no such sample: {dropper} dropped the "
+            f"row, or it has fewer pieces; {where}.",
         )
     return (
         "gone",
-        f"Drawn in a step whose plan is no longer kept (steps {known.kept()} are), or "
+        f"Drawn in a step whose plan is no longer kept (steps {known.retained()} are), or "
         f"dropped by {dropper}; {where}.",
     )
 
 
-def _placed(stage: PlannedStep, at: int, known: Known, said: dict[str, Any]) -> SampleExplanation:
+def _placed(stage: PlannedStep, at: int, known: Known, base: dict[str, Any]) -> SampleExplanation:
     plan = stage.plan
     placed = tuple(
         _item(plan, name, i, known.job)
         for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))
         for i in np.flatnonzero(plan.modules[name].sample == at).tolist()
     )
-    fate = (
-        "The step was skipped: drawn, listed and not delivered."
+    sentence = (
+        "The step was skipped: planned and not delivered."
         if stage.skipped
         else f"In step {plan.step}."
     )
     return SampleExplanation(
         status="skipped" if stage.skipped else "placed",
-        words=fate,
+        words=sentence,
         step=plan.step,
         position=at,
         of_samples=len(plan),
@@ -469,7 +481,7 @@ def _placed(stage: PlannedStep, at: int, known: Known, said: dict[str, Any]) -> 
         if stage.loader is None or not known.loaders
         else known.loaders[int(stage.loader[at])],
         placed=placed,
-        **said,
+        **base,
     )
 
 
@@ -480,7 +492,7 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> SlotOfSample:
     load = float(a.cost[inside].sum())
     in_bucket, in_step = _nth(a.cost[inside], int((inside < i).sum())), _nth(a.cost, i)
     mean = float(a.cost.mean()) or 1.0
-    way = (
+    method = (
         next(
             (t for t in reversed(plan.extra.get("trail", ())) if not t.startswith("broadcast_at")),
             "",
@@ -488,8 +500,8 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> SlotOfSample:
         if name == "backbone"
         else ""
     )
-    why = f"{ordinal(in_step)} dearest of {len(a.cost):,} in the step ({cost / mean:.2f}x the mean)"
-    why += f", {ordinal(in_bucket)} of {len(inside):,} in its bucket"
+    why = f"cost rank {in_step:,} of {len(a.cost):,} in the step ({cost / mean:.2f}x the mean)"
+    why += f", rank {in_bucket:,} of {len(inside):,} in its bucket"
     return SlotOfSample(
         module=name,
         bucket=bucket,
@@ -502,17 +514,13 @@ def _item(plan: LoadingPlan, name: str, i: int, job: Job) -> SlotOfSample:
         share=cost / (load or 1.0),
         nth_of_bucket=in_bucket,
         nth_of_step=in_step,
-        why=why + (f"; placed by {way}" if way else ""),
+        why=why + (f"; placed by {method}" if method else ""),
     )
 
 
 def _nth(costs: np.ndarray, i: int) -> int:
-    """Which by falling cost, from 1; of equals the earlier drawn comes first, as the balancers have
-    it.
+    """Return the position by decreasing cost, from 1; equals keep the order of the draw.
+
+    The balancers break ties in the same way.
     """
     return 1 + int((costs > costs[i]).sum()) + int((costs[:i] == costs[i]).sum())
-
-
-def ordinal(n: int) -> str:
-    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
-    return f"{n:,}{ending}"

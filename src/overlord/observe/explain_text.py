@@ -1,21 +1,27 @@
-"""Explanations as text: tables that fit a terminal, the figures right-aligned."""
+"""Explanations as text: tables that fit a terminal, with right-aligned numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from overlord.observe.explain import ModuleFigures, SampleExplanation, SourceShare, StepExplanation
+from overlord.observe.explain import (
+    ModulePlacement,
+    SampleExplanation,
+    SourceShare,
+    StepExplanation,
+)
 from overlord.planning.graph.page_data import spans
 
 if TYPE_CHECKING:
     from overlord.observe.explain import Explanation
 
-SOURCES = 24  # of a step that are listed
-FILES = 3  # of a source
+SOURCES = 24  # sources of a step that are listed
+FILES = 3  # files of a source that are listed
 
 
 def text(explained: Explanation) -> str:
+    """Format an explanation."""
     if isinstance(explained, StepExplanation):
         return _step(explained)
     assert isinstance(explained, SampleExplanation)
@@ -25,9 +31,7 @@ def text(explained: Explanation) -> str:
 def columns(
     head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, last_left: bool = False
 ) -> list[str]:
-    """Aligned rows: the first ``left`` columns are text, the others figures, the last one text
-    again where asked.
-    """
+    """Align rows: ``left`` columns of text, then numbers; with ``last_left`` the last is text."""
     cells = [list(head), *map(list, rows)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(head))]
     lines = []
@@ -42,25 +46,26 @@ def columns(
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Format names and values in two aligned columns."""
     width = max(len(name) for name, _ in rows)
     return [f"{name.ljust(width)}  {value}" for name, value in rows]
 
 
 def _step(e: StepExplanation) -> str:
-    fate = "skipped: drawn, listed and not delivered" if e.skipped else "planned"
+    status = "skipped: planned and not delivered" if e.skipped else "planned"
     lines = facts(
         [
-            ("step", f"{e.step} ({fate})"),
+            ("step", f"{e.step} ({status})"),
             ("holds", f"{e.samples:,} samples, {e.tokens:,} tokens; digest {e.digest}"),
             ("weights", e.weights_from),
             *(
-                ("" if k else "way", what)
-                for k, what in enumerate(e.trail or ("not told by the strategy",))
+                ("" if k else "strategy", what)
+                for k, what in enumerate(e.trail or ("not recorded",))
             ),
         ]
     )
     shown = sorted(sorted(e.sources, key=lambda s: -s.samples)[:SOURCES], key=e.sources.index)
-    head = ("source", "weight", f"expected {e.unit}", "realised", "samples", "tokens", "from")
+    head = ("source", "weight", f"wanted {e.unit}", "realised", "samples", "tokens", "from")
     rows = [
         (
             s.name,
@@ -86,23 +91,21 @@ def _step(e: StepExplanation) -> str:
 
 
 def time_over_mean(sync: str, imbalance: Mapping[str, float]) -> float:
-    """Return the imbalance that decides the time of a step whose ranks wait for each other at
-    ``sync``.
-    """
+    """Return the imbalance that determines the time of a step, by when ranks synchronize."""
     return imbalance["bucket" if sync == "step" else "microbatch"]
 
 
 def waits(sync: str, imbalance: Mapping[str, float]) -> str:
-    """Say when ranks wait for each other, and how long the step takes therefore."""
-    when = "once a step" if sync == "step" else "after every microbatch"
+    """Describe when ranks wait for each other, and the resulting time of the step."""
+    when = "once per step" if sync == "step" else "after every microbatch"
     return (
         f"ranks wait for each other {when} (sync: {sync}): the step takes "
-        f"{time_over_mean(sync, imbalance):.3f} of the mean rank's time"
+        f"{time_over_mean(sync, imbalance):.3f} times the mean rank's time"
     )
 
 
 def _from(source: SourceShare) -> str:
-    """The files that gave most, by their names alone: all paths are in the fields."""
+    """Name the files with the most samples; full paths are in the fields of the explanation."""
     most = sorted(source.files, key=lambda f: -f.samples)[:FILES]
     words = [
         f"f{f.file} {f.path.rpartition('/')[2] or f.path} {f.unit}s {f.first}-{f.last} "
@@ -110,10 +113,10 @@ def _from(source: SourceShare) -> str:
         for f in most
     ]
     more = [f"{len(source.files) - len(most)} more files"] if len(source.files) > len(most) else []
-    return ", ".join([*words, *more]) or "nothing"
+    return ", ".join([*words, *more]) or "no file"
 
 
-def _module(m: ModuleFigures, e: StepExplanation) -> list[str]:
+def _module(m: ModulePlacement, e: StepExplanation) -> list[str]:
     i = m.imbalance
     room = f" of {m.capacity:,} tokens" if m.capacity else ""
     filled = f", {e.fill:.0%} filled" if m.name == "backbone" and m.capacity else ""
@@ -122,9 +125,9 @@ def _module(m: ModuleFigures, e: StepExplanation) -> list[str]:
     )
     alone = m.dearest and m.dearest[0].share * m.slowest_over_mean >= 1.0
     why = (
-        "its dearest item alone costs more than the mean bucket"
+        "its most expensive item alone costs more than the mean bucket"
         if alone
-        else f"{m.slowest_items:,} items, the dearest of them:"
+        else f"{m.slowest_items:,} items, the most expensive of them:"
     )
     lines = facts(
         [
@@ -141,7 +144,7 @@ def _module(m: ModuleFigures, e: StepExplanation) -> list[str]:
             (
                 "slowest",
                 f"bucket {m.slowest} (ranks {spans(m.slowest_ranks)}), "
-                f"{m.slowest_over_mean:.3f} of the mean: {why}",
+                f"{m.slowest_over_mean:.3f} times the mean: {why}",
             ),
             (
                 "peak",
@@ -153,7 +156,7 @@ def _module(m: ModuleFigures, e: StepExplanation) -> list[str]:
         (f"  {d.sample}", f"{d.tokens:,}", f"{d.cost:.4g}", f"{d.share:.1%}") for d in m.dearest
     ]
     return (
-        [*lines, *columns(("  dearest there", "tokens", "cost", "of bucket"), rows)]
+        [*lines, *columns(("  most expensive", "tokens", "cost", "of bucket"), rows)]
         if rows
         else lines
     )
@@ -162,7 +165,7 @@ def _module(m: ModuleFigures, e: StepExplanation) -> list[str]:
 def _sample(e: SampleExplanation) -> str:
     rows = [
         ("sample", e.sample),
-        ("fate", e.words),
+        ("status", e.words),
         ("from", f"{e.path or 'no file'}, {e.row_unit} {e.row:,}"),
     ]
     if e.step is not None:
@@ -182,6 +185,6 @@ def _sample(e: SampleExplanation) -> str:
                 f"{spans(p.ranks)}, {p.constructor}",
             ),
             ("", f"size {p.size:,}, cost {p.cost:.4g}: {p.share:.1%} of its bucket"),
-            ("why there", p.why),
+            ("why", p.why),
         ]
     return "\n".join(facts(rows))

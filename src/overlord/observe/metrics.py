@@ -1,4 +1,4 @@
-"""What is going on in a running job, as plain numbers."""
+"""The metrics of a running job, as plain numbers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def job_metrics(
     sources: Mapping[str, Mapping[str, Any]],
     on_long: str,
 ) -> dict[str, Any]:
-    """Steps, samples and tokens, what each source gave, the mix of the last steps, reports, memory.
-    ``sources``: by name, what of storage and images its readers count, at nothing: it is told where
-    none of them answers, too.
+    """Return steps, samples, tokens, sources, the mix of the last steps, reports and memory.
+
+    ``figures``: the rows of loaders, constructors and workers. ``sources``: by name, the zeroed
+    counters of storage and images, which stand for a source whose readers do not answer.
     """
     totals, names, roles = planner.totals, list(sources), pss_by_role(figures)
     return {
@@ -39,33 +40,35 @@ def job_metrics(
     }
 
 
-ROLES = {"loader-host": "loaders", "constructor-host": "constructors"}  # by the names of hosts
+ROLES = {"loader-host": "loaders", "constructor-host": "constructors"}  # by worker name
 BYTES = ("ready_bytes", "kept_bytes", "window_bytes", "open_bytes")  # of a loader
 
 
 def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
-    """PSS of all processes of the job: pages that they share are counted once, in equal parts.
-    ``session`` is the process that launched: it has the planner unless that has one of its own, and
-    in the local runtime all there is. Trainers elsewhere are not ours.
+    """Return the PSS of all processes of the job by role; shared pages are split evenly.
+
+    ``session`` is the launching process: it includes a planner without a process of its own, and
+    in the local runtime everything. Trainers in other processes do not count.
     """
     roles = {
         "session": pss_bytes(),
-        "planner": sum(part["pss"] for part in _apart(figures)),
+        "planner": sum(row["pss"] for row in _planner_process(figures)),
         "loaders": 0,
         "constructors": 0,
     }
-    for host in figures["hosts"]:
-        role = host["name"].partition("/")[0]
-        roles[ROLES.get(role, role)] = roles.get(ROLES.get(role, role), 0) + host["pss"]
+    for worker in figures["hosts"]:
+        role = worker["name"].partition("/")[0]
+        roles[ROLES.get(role, role)] = roles.get(ROLES.get(role, role), 0) + worker["pss"]
     rows = [*figures["loaders"], *figures.get("shadows", ())]
+    # By pid, because loaders may share a transform worker.
     roles["workers"] = sum(
         {(row["pid"], row["worker_pid"]): row["worker_pss"] for row in rows}.values()
-    )  # loaders may share one
+    )
     return {role: n for role, n in roles.items() if n}
 
 
-def _apart(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The planner, where it has a process of its own."""
+def _planner_process(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the row of the planner, if it has a process of its own."""
     return [figures["planner"]] if "planner" in figures else []
 
 
@@ -94,9 +97,9 @@ def _by_source(
             **dict.fromkeys(BYTES, 0),
             "shadow_bytes": 0,
             "bytes": 0,
-            **at_nothing,
+            **zeros,
         }
-        for i, ((name, at_nothing), w) in enumerate(zip(sources.items(), weights, strict=True))
+        for i, ((name, zeros), w) in enumerate(zip(sources.items(), weights, strict=True))
     }
     for row in figures["loaders"]:
         s = stats[row["source"]]
@@ -106,7 +109,8 @@ def _by_source(
         for what in ("store", "storage", "images"):
             if row.get(what) is not None:
                 s[what] = added_up([s.get(what, {}), row[what]])
-    for row in figures.get("shadows", ()):  # apart: they are the price of going on without a pause
+    # Standbys count separately: their memory is the price of a recovery without a pause.
+    for row in figures.get("shadows", ()):
         stats[row["source"]]["shadow_bytes"] += sum(row[what] for what in BYTES)
     return stats
 
@@ -127,7 +131,7 @@ def losses(filtered: int, long: int, lost: int, on_long: str) -> dict[str, int]:
 
 
 def added_up(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts by name, and counts by name below a name, over several."""
+    """Sum counters by name; a counter may be a mapping of counters."""
     out: dict[str, Any] = {}
     for some in counts:
         for name, n in some.items():
@@ -138,36 +142,38 @@ def added_up(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def mix_by_step(mixed: Iterable[Mixed], names: Sequence[str]) -> dict[str, Any]:
-    """Columns over the last steps: ``step``, and by source the shares ``wanted``, and realised in
-    ``samples`` and in ``tokens``.
+    """Return columns over the last steps: ``step``, and shares by source.
+
+    Shares are ``wanted``, and realised in ``samples`` and in ``tokens``.
     """
     steps = list(mixed)
-    wide = np.zeros((3, len(steps), len(names)))
-    for k, m in enumerate(steps):  # a source that joined later is not in the steps before
-        wide[:, k, : len(m.wanted)] = (
+    shares = np.zeros((3, len(steps), len(names)))
+    for k, m in enumerate(steps):  # steps before an added source have fewer columns
+        shares[:, k, : len(m.wanted)] = (
             m.wanted,
             m.samples / max(1, m.samples.sum()),
             m.tokens / max(1, m.tokens.sum()),
         )
     columns = {
-        what: dict(zip(names, wide[j].T.tolist(), strict=True))
+        what: dict(zip(names, shares[j].T.tolist(), strict=True))
         for j, what in enumerate(("wanted", "samples", "tokens"))
     }
     return {"step": [m.step for m in steps], **columns}
 
 
 def actors(figures: Mapping[str, Any], clients: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """Every part of the job, where it lives and what it does; None is a process that this machine
-    does not know.
+    """Return name, role, process and state of everything that runs for the job.
+
+    A pid is None if the process is on another machine or unknown.
     """
     here = os.getpid()
-    planners = _apart(figures) or [{"pid": here, "state": "planning"}]
+    planners = _planner_process(figures) or [{"pid": here, "state": "planning"}]
     found = [
         _actor("planner", "planner", p["pid"], p["state"], p.get("node", "")) for p in planners
     ]
     found += [
-        _actor(host["name"], "host", host["pid"], host["state"], host.get("node", ""))
-        for host in figures["hosts"]
+        _actor(worker["name"], "host", worker["pid"], worker["state"], worker.get("node", ""))
+        for worker in figures["hosts"]
     ]
     found += [
         _actor(loader_name(row), "loader", row["pid"], row["doing"]) for row in figures["loaders"]
@@ -193,7 +199,7 @@ def actors(figures: Mapping[str, Any], clients: Mapping[int, Any]) -> list[dict[
 
 
 def _actor(name: str, role: str, pid: int | None, state: str, node: str = "") -> dict[str, Any]:
-    """``node``: of a cluster, where there is one."""
+    """Return a row of ``actors``; ``node`` is empty without a cluster."""
     return {
         "name": name,
         "role": role,
@@ -208,4 +214,5 @@ def _constructor_name(row: Mapping[str, Any]) -> str:
 
 
 def loader_name(row: Mapping[str, Any]) -> str:
+    """Return the name of a loader."""
     return f"loader/{row['source']}/{row['loader']}"

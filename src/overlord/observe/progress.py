@@ -1,4 +1,4 @@
-"""Driving a session the way a trainer does, and writing down what each step brought and cost."""
+"""Take the steps of a session as a trainer does, and count samples, tokens and waits."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ if TYPE_CHECKING:
     from overlord.plan.plan import LoadingPlan
 
 T = TypeVar("T")
-MEMORY_EVERY = 8  # steps; asking the system for PSS takes milliseconds
+MEMORY_EVERY = 8  # steps; reading PSS takes milliseconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """One step, as all watched ranks got it."""
+    """One step, as all watched ranks received it."""
 
     plan: LoadingPlan
     steps: tuple[Step, ...]  # one per watched rank
-    wait_s: float  # until the last of them had it
+    wait_s: float  # until the last of them received it
 
     @property
     def tokens(self) -> int:
+        """The tokens of the step, over all ranks."""
         return int(self.plan.tokens.sum())
 
 
 @dataclass(slots=True)
 class Meter:
-    """Running figures of a watched run. Times count from the moment the first step was asked
-    for.
-    """
+    """Counters of a watched run. Times count from the creation of the meter."""
 
     steps: int = 0
     tokens: int = 0
@@ -48,14 +47,14 @@ class Meter:
     last_wait_s: float = 0.0
     peak_pss: int = 0
     started: float = field(default_factory=time.perf_counter)
-    ended: float = 0.0  # 0: it still runs
-    wanted: np.ndarray = field(
-        default_factory=lambda: np.zeros(0)
-    )  # by source: sum over steps of the share wanted
+    ended: float = 0.0  # 0: the run has not ended
+    # By source: sum over steps of the wanted share.
+    wanted: np.ndarray = field(default_factory=lambda: np.zeros(0))
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # by source
     source_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add(self, taken: Taken) -> None:
+        """Count a step."""
         if not self.steps:
             self.first_wait_s = taken.wait_s
         self.steps += 1
@@ -67,9 +66,7 @@ class Meter:
             self.peak_pss = max(self.peak_pss, pss_bytes())
 
     def _count(self, plan: LoadingPlan) -> None:
-        """By plan and not by the planner's totals, which hold prefetched steps that nobody has
-        taken.
-        """
+        """Count by plan; the planner's totals would include prefetched steps not yet taken."""
         n = len(plan.names)
         if not len(self.samples):
             self.wanted, self.samples, self.source_tokens = (
@@ -87,32 +84,30 @@ class Meter:
         )
 
     def stop(self) -> None:
-        """No step comes any more: what is computed from here on costs the run nothing."""
+        """End the measured time: later work does not count as part of the run."""
         self.ended = time.perf_counter()
         self.peak_pss = max(self.peak_pss, pss_bytes())
 
     @property
     def tokens_per_s(self) -> float:
-        """Over the whole run, the wait for the first step included."""
+        """Tokens per second over the whole run, including the wait for the first step."""
         return self.tokens / max(1e-9, (self.ended or time.perf_counter()) - self.started)
 
     @property
     def wait_ms(self) -> float:
-        """Mean wait of a step after the first: the first one also pays for opening files, and is
-        told apart.
-        """
+        """Mean wait per step without the first, which also includes opening files."""
         return 1e3 * (self.wait_s - self.first_wait_s) / max(1, self.steps - 1)
 
 
-class Watched(Protocol):
-    """A session, as far as ``watch`` uses it."""
+class StepSource(Protocol):
+    """The methods of a session that ``watch`` calls."""
 
     def client(self, rank: int) -> Client: ...
     def plan(self, step: int) -> LoadingPlan: ...
 
 
-def watch(session: Watched, ranks: Sequence[int], steps: int | None = None) -> Iterator[Taken]:
-    """Takes steps on these ranks in turn, until there are ``steps`` of them or the data ends."""
+def watch(session: StepSource, ranks: Sequence[int], steps: int | None = None) -> Iterator[Taken]:
+    """Take steps on these ranks in turn, until ``steps`` are taken or the data ends."""
     clients = [session.client(rank) for rank in ranks]
     for _ in count() if steps is None else range(steps):
         start = time.perf_counter()
@@ -124,22 +119,23 @@ def watch(session: Watched, ranks: Sequence[int], steps: int | None = None) -> I
 
 
 def interruptible(work: Callable[[], T]) -> T:
-    """Runs work in a thread and waits for it, so that Ctrl-C is heard at once even while native
-    code is busy.
+    """Run ``work`` in a thread and wait for it.
+
+    The main thread then handles Ctrl-C at once, even while native code runs in the thread.
     """
-    box: list[tuple[Any, BaseException | None]] = []
+    outcome: list[tuple[Any, BaseException | None]] = []
 
     def run() -> None:
         try:
-            box.append((work(), None))
+            outcome.append((work(), None))
         except BaseException as fault:
-            box.append((None, fault))
+            outcome.append((None, fault))
 
     thread = threading.Thread(target=run, name="overlord-work", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
-    result, fault = box[0]
+    result, fault = outcome[0]
     if fault is not None:
         raise fault
     return result

@@ -1,4 +1,4 @@
-"""Where a row stands in its source's stream, as far as that can be told without reading it."""
+"""Locate a row in the stream of its source, as far as possible without reading the row."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ if TYPE_CHECKING:
     from overlord.loader.order import SourceOrder
     from overlord.sources.index import Index
 
-COUNTED = (
-    "parquet",
-    "arrow",
-    "dataset",
-    "factory",
-)  # formats whose `row` is a number; in the others it is a byte
+# Formats whose `row` is a row number; in the other formats it is a byte offset.
+COUNTED = ("parquet", "arrow", "dataset", "factory")
 _ID = re.compile(
     r"(?P<source>.+)/e(?P<epoch>\d+)/f(?P<file>\d+)/r(?P<row>\d+)(?:/p(?P<part>\d+))?", re.DOTALL
 )
 
 
 def parse_id(text: str) -> SampleId:
-    """``web/e0/f2/r17`` or ``web/e0/f2/r17/p1``: what ``str(SampleId)`` gives."""
+    """Parse ``web/e0/f2/r17`` or ``web/e0/f2/r17/p1``, the text of a ``SampleId``."""
     found = _ID.fullmatch(text.strip())
     if found is None:
         raise PlanError(
@@ -41,14 +37,14 @@ def parse_id(text: str) -> SampleId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLookup:
-    """Rows of one source against a place in its stream."""
+    """The order in which the stream of one source visits its rows."""
 
     index: Index
     order: SourceOrder
     slice_rows: int
 
     def chunk_of(self, file: int, row: int) -> int:
-        """The chunk that holds a row, or -1: there is no such row."""
+        """Return the chunk that holds a row, or -1 if there is no such row."""
         chunks = self.index.chunks
         inside = (
             (chunks.file == file)
@@ -59,8 +55,9 @@ class SampleLookup:
         return int(at[0]) if len(at) else -1
 
     def passed(self, sample: SampleId, chunk: int, cursor: Cursor) -> bool | None:
-        """Whether the stream has gone by this row; None: it is in the group being drawn from, and
-        only reading tells.
+        """Whether the stream has passed this row.
+
+        None: the row is in the group that the cursor is in, and only reading would tell.
         """
         place = int(np.flatnonzero(self.order.chunk_order(sample.epoch) == chunk)[0])
         mine, there = (sample.epoch, place // self.order.group_size), (cursor.epoch, cursor.group)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
-    pass
+REASONS = 3  # reasons of bad rows that are named, the most frequent first
 
 
 @dataclass(slots=True, kw_only=True)
 class SourceReport:
-    """What was found. ``failures``: why the job could not use this source, or a file of it, as it
-    is.
+    """Result of inspecting one source.
+
+    ``failures``: the reasons why the job cannot use this source, or one of its files.
     """
 
     name: str
@@ -29,29 +25,26 @@ class SourceReport:
     schema: dict[str, str] = field(default_factory=dict)
     sampled_files: int = 0
     sampled_rows: int = 0
-    tokens: np.ndarray = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # of the sampled documents, before on_long cuts any
-    image_ends: np.ndarray = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # where the last image of each ends; 0: it has none
-    longer: int = 0  # documents that on_long deals with
+    # Lengths of the sampled documents, before on_long truncates any.
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    # Tokens up to the end of the last image of each document; 0: it has no image.
+    image_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    longer: int = 0  # documents longer than the context
     all_tokens: int = 0  # of all sampled documents
-    lost: int = 0  # of these, how many on_long cuts or drops
-    dropped: int = 0  # by a Filter
+    lost: int = 0  # tokens that on_long truncates or drops
+    dropped: int = 0  # rows that a Filter dropped
     bad: dict[str, int] = field(default_factory=dict)  # reason -> rows
     failures: list[str] = field(default_factory=list)
 
     @property
     def bad_rows(self) -> int:
+        """The number of sampled rows that cannot be used."""
         return sum(self.bad.values())
 
     def reasons(self) -> list[str]:
+        """Return the most frequent reasons of bad rows, as text."""
         often = sorted(self.bad.items(), key=lambda item: (-item[1], item[0]))
         shown = [f"{n} row{'s' * (n > 1)}: {reason}" for reason, n in often[:REASONS]]
         return shown + (
             [f"and {len(often) - REASONS} other reasons"] if len(often) > REASONS else []
         )
-
-
-REASONS = 3  # of bad rows that are told, the most frequent first

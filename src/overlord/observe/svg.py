@@ -1,7 +1,7 @@
-"""Small plots as inline SVG text: no library, no script, colours from the page's CSS variables so
-that dark mode works.
+"""Small plots as inline SVG text, without a library or scripts.
 
-Series colours are ``var(--s0)`` to ``var(--s5)``; text is always ink, never the colour of a series.
+Colours are CSS variables of the page, so that dark mode works. Series colours are ``var(--s0)`` to
+``var(--s5)``; text is always ink, never the colour of a series.
 Every mark has a ``<title>``, which browsers show on hover and read aloud.
 """
 
@@ -16,14 +16,14 @@ import numpy as np
 
 Scale = Callable[[float], float]
 WIDTH = 860
-SHOWN = 16  # bars of a panel with a number over each; beyond that numbers are noise
-DIGIT = 7.5  # pixels of a character
+SHOWN = 16  # bars of a panel with a number above each; with more bars, numbers are noise
+DIGIT = 7.5  # width of a character in pixels
 LABEL_GAP = 15  # pixels between two labels at the end of lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Line:
-    """One series over x. ``wanted`` is drawn dashed behind it, in the same colour."""
+    """One series over x. ``wanted`` is a dashed line under it, in the same colour."""
 
     label: str
     color: str
@@ -44,7 +44,7 @@ class Ridge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Panel:
-    """One group of bars; each bar a stack."""
+    """One group of stacked bars."""
 
     label: str
     note: str
@@ -53,6 +53,7 @@ class Panel:
 
 
 def series_color(i: int) -> str:
+    """Return the colour of series ``i``."""
     return f"var(--s{i % 6})"
 
 
@@ -70,8 +71,9 @@ def lines(
     x_ticks: Sequence[tuple[float, str]] = (),
     height: int = 300,
 ) -> str:
-    """Lines with their names at their ends; ``marks`` are vertical lines with a word, ``x_ticks``
-    names for places on the axis.
+    """Plot lines with their names at their ends.
+
+    ``marks`` are labelled vertical lines; ``x_ticks`` are labels of the axis.
     """
     left, right, top, bottom = 56, 130, 26, 40
     sx = _scale(float(x[0]), float(x[-1]), left, WIDTH - right)
@@ -95,15 +97,13 @@ def lines(
     for s in series:
         out.append(_path(sx, sy, x, s.y, s.color, s.label, s.kind))
     out += _end_labels(series, sy, WIDTH - right, top, height - bottom)
-    return _svg(height, about, out)
+    return document(height, about, out)
 
 
 def ridges(
     rows: Sequence[Ridge], *, about: str, x_label: str, limit: float, limit_label: str
 ) -> str:
-    """Histograms of positive values over a logarithmic axis, one row each, every row to its own
-    height.
-    """
+    """Plot histograms of positive values over a log axis; every row has its own scale."""
     left, right, top, each, bottom = 110, 166, 24, 58, 44
     height = top + each * len(rows) + bottom
     highest = max(limit, *(float(r.values.max(initial=1)) for r in rows))
@@ -122,7 +122,7 @@ def ridges(
     out.append(_rule(sx(math.log2(limit)), top - 6, sx(math.log2(limit)), height - bottom, "bound"))
     out.append(_text(sx(math.log2(limit)) - 5, top - 10, limit_label, "tick", "end"))
     out.append(_text((left + WIDTH - right) / 2, height - 6, x_label, "label", "middle"))
-    return _svg(height, about, out)
+    return document(height, about, out)
 
 
 def _ridge(row: Ridge, edges: np.ndarray, sx: Scale, base: float, tall: float) -> list[str]:
@@ -132,11 +132,11 @@ def _ridge(row: Ridge, edges: np.ndarray, sx: Scale, base: float, tall: float) -
     for k in np.flatnonzero(counts).tolist():
         x0, x1 = sx(float(edges[k])), sx(float(edges[k + 1]))
         h = max(1.5, tall * int(counts[k]) / most)
-        says = (
+        title = (
             f"{row.label}: {int(counts[k])} of {len(row.values)} samples of "
             f"{2 ** edges[k]:.0f} to {2 ** edges[k + 1]:.0f} tokens"
         )
-        out.append(_rect(x0 + 1, base - h, x1 - x0 - 2, h, row.color, says))
+        out.append(_rect(x0 + 1, base - h, x1 - x0 - 2, h, row.color, title))
     return out
 
 
@@ -151,9 +151,7 @@ def bars(
     bound_label: str,
     height: int = 320,
 ) -> str:
-    """Groups of stacked bars on one scale in units of ``mean``, with the mean and the bound drawn
-    through all of them.
-    """
+    """Plot groups of stacked bars in units of ``mean``, with a line at the bound."""
     left, right, top, bottom = 56, 150, 34, 62
     most = max(float(p.stacks.sum(axis=1).max(initial=0.0)) for p in panels) / (mean or 1.0)
     sy = _scale(0.0, max(most, bound) * 1.08, height - bottom, top)
@@ -171,9 +169,8 @@ def bars(
     out.append(_rule(left, sy(bound), WIDTH - right, sy(bound), "bound"))
     out.append(_text(WIDTH - right + 8, sy(bound) + 4, bound_label, "tick"))
     out.append(_rule(left, sy(0), WIDTH - right, sy(0), "axis"))
-    return _svg(
-        height, about, out + words
-    )  # numbers last: a line through them would strike them out
+    # Numbers come last, so that no line is drawn over them.
+    return document(height, about, out + words)
 
 
 def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name: str) -> list[str]:
@@ -186,13 +183,13 @@ def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name
         for m, load in enumerate((stack / mean).tolist()):
             y0, y1 = sy(low), sy(low + load)
             if load > 0:
-                says = (
+                title = (
                     f"{panel.label}, {bar_name} {b}, microbatch {m}: {load:.3f} of the mean "
                     f"{bar_name}"
                 )
                 out.append(
                     _rect(
-                        centre - thick / 2, y1 + 1, thick, max(0.8, y0 - y1 - 2), panel.color, says
+                        centre - thick / 2, y1 + 1, thick, max(0.8, y0 - y1 - 2), panel.color, title
                     )
                 )
             low += load
@@ -210,7 +207,7 @@ def _panel(panel: Panel, x: float, wide: float, sy: Scale, mean: float, bar_name
 
 
 def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -> list[str]:
-    """A number over every bar, or over the highest alone where they would lie over each other."""
+    """Draw a number above every bar, or only above the highest where numbers would overlap."""
     n = len(panel.stacks)
     totals = (panel.stacks.sum(axis=1) / mean).tolist() if n <= SHOWN else []
     shown = (
@@ -235,8 +232,9 @@ def _panel_values(panel: Panel, x: float, wide: float, sy: Scale, mean: float) -
 def _end_labels(
     series: Sequence[Line], sy: Scale, x: float, top: float, bottom: float
 ) -> list[str]:
-    """Names at the ends of lines, pushed apart where they would lie over each other; a short stroke
-    carries the colour.
+    """Draw names at the ends of lines, pushed apart where they would overlap.
+
+    A short stroke in the colour of the series leads to each name.
     """
     order = sorted(range(len(series)), key=lambda i: sy(float(series[i].y[-1])))
     places: list[float] = []
@@ -267,9 +265,9 @@ def _path(
     )
 
 
-def _rect(x: float, y: float, w: float, h: float, color: str, says: str) -> str:
+def _rect(x: float, y: float, w: float, h: float, color: str, title: str) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
-    return f'<rect {place} rx="2" style="fill:{color}"><title>{escape(says)}</title></rect>'
+    return f'<rect {place} rx="2" style="fill:{color}"><title>{escape(title)}</title></rect>'
 
 
 def _rule(x0: float, y0: float, x1: float, y1: float, kind: str) -> str:
@@ -283,8 +281,9 @@ def _text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> s
     )
 
 
-def _svg(height: float, about: str, parts: Sequence[str]) -> str:
-    body = "\n".join(parts)
+def document(height: float, about: str, elements: Sequence[str]) -> str:
+    """Return an SVG document; ``about`` is its description for screen readers."""
+    body = "\n".join(elements)
     return (
         f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
         f'aria-label="{escape(about, quote=True)}">\n{body}\n</svg>'
@@ -297,7 +296,7 @@ def _scale(a: float, b: float, to_a: float, to_b: float) -> Scale:
 
 
 def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Round values inside [low, high], some ``about`` of them."""
+    """Return about ``about`` round values inside [low, high]."""
     raw = (high - low) / max(1, about) or 1.0
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)

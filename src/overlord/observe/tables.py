@@ -1,4 +1,4 @@
-"""Tables and progress for people at a terminal; plain text where there is none."""
+"""Tables and progress bars for a terminal; plain text without one."""
 
 from __future__ import annotations
 
@@ -23,26 +23,33 @@ if TYPE_CHECKING:
     from overlord.plan.plan import LoadingPlan
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-BUCKETS = 64  # rows of a plan that are shown
-SOURCES = 24  # of a plan's mix that are named
+BUCKETS = 64  # buckets of a plan that are shown
+SOURCES = 24  # sources of a plan's mix that are named
 CELLS = 8  # microbatches of a bucket that are shown
-DECISIONS = 12  # of scaling, the last, at the end of a run
-REASONS = 5
-LOST = {
-    "truncate": "cut",
-    "drop": "dropped",
-}  # by ``on_long``: what happens to tokens that no sample has
+DECISIONS = 12  # latest decisions of the autoscaler that are shown after a run
+REASONS = 5  # latest quarantined rows that are shown after a run
+# Names of memory in the result of a run, where the key of the metrics is not clear by itself.
+MEMORY = {
+    "ready": "buffered samples",
+    "kept": "replay buffers",
+    "held": "held-over samples",
+    "shadows": "standbys",
+    "staged": "payloads",
+    "assembled": "batches",
+    "slabs": "buffer pool",
+}
+LOST = {"truncate": "cut", "drop": "dropped"}  # by ``on_long``: metrics key of lost tokens
 
 
 def bar(value: float, most: float, width: int) -> str:
-    """A bar of block characters, to an eighth of a character."""
+    """Return a bar of block characters, with a resolution of an eighth of a character."""
     eighths = round(8 * width * max(0.0, value) / most) if most > 0 else 0
     full, rest = divmod(min(eighths, 8 * width), 8)
     return "█" * full + (EIGHTHS[rest] if rest else "")
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> Table:
-    """A table without lines: the first columns are text, the others figures."""
+    """Return a table without lines: the first columns are text, the others numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for k, name in enumerate(head):
         table.add_column(name, justify="left" if k < text_columns else "right", overflow="fold")
@@ -52,7 +59,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int =
 
 
 def size(nbytes: float) -> str:
-    """Bytes as people write them."""
+    """Format a number of bytes with a fitting unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1024 or unit == "GB":
             break
@@ -61,9 +68,11 @@ def size(nbytes: float) -> str:
 
 
 @contextmanager
-def waiting(err: Console, what: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """Progress on a terminal, nothing elsewhere. Told a number: so many are done; told anything
-    else: one more is.
+def progress_bar(err: Console, what: str, total: int) -> Iterator[Callable[[Any], None]]:
+    """Show a progress bar on a terminal, and nothing without one.
+
+    The yielded function sets the number of finished items if it is called with an int; called with
+    anything else it adds one.
     """
     if not err.is_terminal:
         yield lambda _: None
@@ -91,7 +100,7 @@ def waiting(err: Console, what: str, total: int) -> Iterator[Callable[[Any], Non
 def run_view(
     job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]
 ) -> RenderableType:
-    """How a run ended: the mix, what it cost, and which rows were refused and why."""
+    """Return the result of a run: mix, speed, memory, and quarantined rows with reasons."""
     what = LOST.get(job.on_long, "")
     head = (
         "source",
@@ -122,34 +131,37 @@ def run_view(
             strict=False,
         )
     ]
-    memory = {k: v for k, v in metrics["memory"].items() if k not in ("pss", "roles", "budget")}
-    peak = max(
-        meter.peak_pss, metrics["memory"]["pss"]
-    )  # the meter sees this process, at every step; metrics all, at the end
+    memory = {
+        MEMORY.get(k, k): v
+        for k, v in metrics["memory"].items()
+        if v and k not in ("pss", "roles", "budget")
+    }
+    # The meter measures this process during the run, metrics all processes at its end.
+    peak = max(meter.peak_pss, metrics["memory"]["pss"])
     facts = [
         ("steps", f"{meter.steps:,}, {meter.tokens:,} tokens, {meter.tokens_per_s:,.0f} tokens/s"),
         (
             "wait",
-            f"{meter.wait_ms:.1f} ms/step after a first of "
-            f"{meter.first_wait_s * 1e3:,.0f} ms; no trainer computes in between",
+            f"{meter.wait_ms:.1f} ms per step, {meter.first_wait_s * 1e3:,.0f} ms for the first; "
+            "no trainer computes between steps",
         ),
         (
             "memory",
-            f"{size(peak)} (PSS of all processes); held now: "
+            f"{size(peak)} (PSS of all processes); in use: "
             + ", ".join(f"{k} {size(v)}" for k, v in memory.items()),
         ),
     ]
     facts += scaling_facts(metrics.get("scaling", {})) + placement_facts(
         metrics.get("placement", {})
     )
-    parts: list[RenderableType] = [grid(head, rows), Text(""), _facts(facts)]
+    views: list[RenderableType] = [grid(head, rows), Text(""), _facts(facts)]
     if quarantine:
-        parts += [
+        views += [
             Text(""),
-            Text("quarantined rows, the last ones:"),
-            *(Text(_refused(q)) for q in quarantine[-REASONS:]),
+            Text("last quarantined rows:"),
+            *(Text(_quarantined(q)) for q in quarantine[-REASONS:]),
         ]
-    return Group(*parts)
+    return Group(*views)
 
 
 def tokens_lost(tokens: int, lost: int) -> str:
@@ -158,33 +170,31 @@ def tokens_lost(tokens: int, lost: int) -> str:
 
 
 def scaling_facts(scaling: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What scaling has decided lately, and which sources cannot keep up; nothing where there is
-    none.
-    """
-    told = [
-        ("scaling", f"behind step {d['step']}: {d['words']}")
+    """Return the latest decisions of the autoscaler, and the sources that cannot keep up."""
+    decisions = [
+        ("scaling", f"after step {d['step']}: {d['words']}")
         for d in scaling.get("decisions", ())[-DECISIONS:]
     ]
-    lacks = "{has} {what} of the {needs} that it would take: {reason}"
+    lacks = "{has} {what}, needs {needs}: {reason}"
     short = scaling.get("cannot_keep_up", {}).items()
-    return told + [("cannot keep up", f"{name} has {lacks.format_map(s)}") for name, s in short]
+    return decisions + [
+        ("cannot keep up", f"{name} has {lacks.format_map(s)}") for name, s in short
+    ]
 
 
 def placement_facts(placement: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the nodes with ranks that run more hosts than ``sidecar`` allows; nothing where there
-    is none.
-    """
-    words = (
-        "node {node} runs {hosts} hosts of this job where {allowed} are allowed, for "
-        "{for_s:.0f} s; they move when another has room"
+    """Return the nodes with ranks that run more workers than ``sidecar`` allows."""
+    text = (
+        "node {node} has run {hosts} workers of this job for {for_s:.0f} s, {allowed} are "
+        "allowed; they move when another node has room"
     )
     return [
-        (f"sidecar={placement['sidecar']:g} exceeded", words.format_map(row))
+        (f"sidecar={placement['sidecar']:g} exceeded", text.format_map(row))
         for row in placement.get("exceeded", ())
     ]
 
 
-def _refused(row: Mapping[str, Any]) -> str:
+def _quarantined(row: Mapping[str, Any]) -> str:
     return f"  {row['source']}, {row['path']}, row {row['row']}: {row['reason']}"
 
 
@@ -196,7 +206,7 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Table:
 
 
 def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
-    """Every source in one row, then the columns of each and what is bad about it."""
+    """Return a table of the sources, then the columns and bad rows of each."""
     head = ("source", "format", "files", "chunks", "rows", "bytes", "bad rows")
     rows = [
         (
@@ -212,13 +222,11 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
         else (r.name, "failed", *("-",) * 5)
         for r in reports
     ]
-    parts: list[RenderableType] = [grid(head, rows, 2), Text("")]
+    views: list[RenderableType] = [grid(head, rows, 2), Text("")]
     for r in reports:
         if r.format:
             columns = ", ".join(f"{name}: {kind}" for name, kind in r.schema.items()) or "none"
-            looked = (
-                f"looked at {r.sampled_rows:,} rows in {r.sampled_files:,} of {r.files:,} files"
-            )
+            sampled = f"sampled {r.sampled_rows:,} rows in {r.sampled_files:,} of {r.files:,} files"
             dropped = f", {r.dropped:,} dropped by a filter" if r.dropped else ""
             longer = (
                 f", {r.longer:,} longer than the context (on_long: {job.on_long})"
@@ -230,17 +238,17 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
                     f": {r.lost:,} of {r.all_tokens:,} tokens {LOST[job.on_long]} "
                     f"({r.lost / r.all_tokens:.1%})"
                 )
-            parts.append(
+            views.append(
                 Text.assemble(
                     (r.name, "bold"),
-                    f"  {_spread(r.tokens)}{longer}; columns {columns}; {looked}{dropped}",
+                    f"  {_lengths(r.tokens)}{longer}; columns {columns}; {sampled}{dropped}",
                 )
             )
-            parts += [Text(f"  bad: {reason}") for reason in r.reasons()]
-    return Group(*parts)
+            views += [Text(f"  bad: {reason}") for reason in r.reasons()]
+    return Group(*views)
 
 
-def _spread(tokens: np.ndarray) -> str:
+def _lengths(tokens: np.ndarray) -> str:
     if not len(tokens):
         return "no sample"
     return (
@@ -250,8 +258,9 @@ def _spread(tokens: np.ndarray) -> str:
 
 
 def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
-    """A plan by bucket: cost over the mean as a bar, tokens and samples, and the same by microbatch
-    as far as there is room.
+    """Return a plan by bucket: relative cost as a bar, tokens, samples, and microbatches.
+
+    Microbatches are shown as far as ``width`` allows.
     """
     a, i = plan.main, plan.imbalance()
     shape, flat = (a.n_buckets, a.n_microbatches), a.bins()
@@ -312,21 +321,21 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     more = [f"{what} {shown} to {n - 1}" for what, shown, n in hidden if n > shown]
     table = grid(head, rows)
     table.columns[2].justify = "left"
-    said = [
+    caption = [
         Text(
             "tokens (samples) by microbatch" + (f"; not shown: {', '.join(more)}" if more else ""),
             "dim",
         )
     ]
-    return Group(_facts(facts), Text(""), table, *said)
+    return Group(_facts(facts), Text(""), table, *caption)
 
 
 def _mix(plan: LoadingPlan) -> str:
-    """Samples by source, in the job's order; of many sources only the largest."""
+    """Return samples by source, in the job's order; of many sources only the largest."""
     counts = np.bincount(plan.source, minlength=len(plan.names))
     shown = np.sort(np.argsort(-counts, kind="stable")[:SOURCES])
-    words = ", ".join(f"{plan.names[i]} {counts[i]}" for i in shown.tolist())
-    return words + (
+    named = ", ".join(f"{plan.names[i]} {counts[i]}" for i in shown.tolist())
+    return named + (
         f", and {len(counts) - len(shown)} others {counts.sum() - counts[shown].sum()}"
         if len(counts) > len(shown)
         else ""

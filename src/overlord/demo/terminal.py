@@ -1,6 +1,4 @@
-"""The demonstration in a terminal: live figures while it runs, then the same batch side by side,
-and tables.
-"""
+"""Terminal output of the demo: live progress, then one step before and after planning, tables."""
 
 from __future__ import annotations
 
@@ -10,16 +8,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from overlord.demo.figures import COMPARED, Figures
-from overlord.demo.pages import (
+from overlord.demo.report import (
     BY_MICROBATCH,
     BY_RANK,
     MIX_HEAD,
     PLACING_HEAD,
     mix_rows,
     placing_rows,
-    stand_in,
+    stand_in_note,
 )
+from overlord.demo.result import COMPARED, DemoResult
 from overlord.observe.tables import bar, grid
 
 if TYPE_CHECKING:
@@ -32,6 +30,7 @@ SOURCE_COLORS = ("blue", "green", "yellow", "cyan", "magenta", "red")
 
 
 def progress_line(meter: Meter, steps: int, imbalance: float) -> str:
+    """Return progress, speed, imbalance and wait of the last step."""
     done = f"step {meter.steps}/{steps}"
     return (
         f"{done:<12} {meter.tokens_per_s / 1e3:6.0f}k tokens/s   imbalance {imbalance:.3f}   "
@@ -40,7 +39,7 @@ def progress_line(meter: Meter, steps: int, imbalance: float) -> str:
 
 
 def live_view(plan: LoadingPlan, meter: Meter, steps: int, width: int) -> RenderableType:
-    """One frame: where we are, the mix so far, and the load of every rank in this step."""
+    """Return one frame: progress, the mix so far, and the load of every rank in this step."""
     loads = plan.loads().sum(axis=1)
     ratio = loads / (loads.mean() or 1.0)
     wanted, realised = meter.wanted / meter.steps, meter.samples / meter.samples.sum()
@@ -74,8 +73,8 @@ def live_view(plan: LoadingPlan, meter: Meter, steps: int, width: int) -> Render
     return Group(head, Text(""), mix, Text("load of every rank in this step, mean 1", "dim"), ranks)
 
 
-def side_by_side(f: Figures, width: int) -> RenderableType:
-    """Bars of cost per rank of one step, before and after."""
+def side_by_side(f: DemoResult, width: int) -> RenderableType:
+    """Return bars of the cost per rank in one step, without and with planning."""
     k = f.shown
     before, after = (f.compared[n].loads[k].sum(axis=1) for n in ("vanilla", "llm_balance"))
     mean, most = before.sum() / f.ranks, max(before.max(), after.max())
@@ -95,21 +94,22 @@ def side_by_side(f: Figures, width: int) -> RenderableType:
     limit = bar(f.bound[k] * mean, most, long)
     table.add_row(
         *(
-            Text(words, "dim")
-            for words in ("bound", limit, f"{f.bound[k]:.3f}", limit, f"{f.bound[k]:.3f}")
+            Text(cell, "dim")
+            for cell in ("bound", limit, f"{f.bound[k]:.3f}", limit, f"{f.bound[k]:.3f}")
         )
     )
-    says = (
+    result = (
         f"slowest rank over the mean: {f.compared['vanilla'].bucket[k]:.3f} unplanned, "
         f"{f.compared['llm_balance'].bucket[k]:.3f} planned; "
         f"no placement can go below {f.bound[k]:.3f}"
     )
     title = Text(f"Step {k}, the same {f.samples} samples, cost of every rank (mean 1):", "bold")
-    why = Text(f"Step {k} is the one of median imbalance without planning.", "dim")
-    return Group(title, table, Text(says), why)
+    why = Text(f"Step {k} has the median imbalance without planning.", "dim")
+    return Group(title, table, Text(result), why)
 
 
-def summary(f: Figures, width: int) -> RenderableType:
+def summary(f: DemoResult, width: int) -> RenderableType:
+    """Return tables of the mix and the imbalance, and the measured speed and memory."""
     memory = (
         f"{f.peak_bytes / 2**20:,.0f} MB (PSS of the whole process; "
         f"{f.before_bytes / 2**20:,.0f} MB before the job was launched)"
@@ -117,13 +117,12 @@ def summary(f: Figures, width: int) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
         "tokens",
-        f"{f.tokens:,} in {f.steps} steps, {f.tokens_per_s:,.0f} tokens/s, the trainer's "
-        "time included",
+        f"{f.tokens:,} in {f.steps} steps, {f.tokens_per_s:,.0f} tokens/s including the time of "
+        "the trainer",
     )
     facts.add_row(
         "wait of the trainer",
-        f"{f.wait_ms:.1f} ms/step after the first, beside {f.compute_ms:.0f} ms/step of "
-        "stand-in compute",
+        f"{f.wait_ms:.1f} ms per step after the first; it computes {f.compute_ms:.0f} ms per step",
     )
     facts.add_row("memory", memory)
     head = (
@@ -131,15 +130,15 @@ def summary(f: Figures, width: int) -> RenderableType:
         if width >= 98
         else [{"quarantined": "bad", "lost tokens": "lost"}.get(name, name) for name in MIX_HEAD]
     )
-    changed = "" if f.changed_at is None else f", which changed at step {f.changed_at}"
+    changed = "" if f.changed_at is None else f" (it changed at step {f.changed_at})"
     return Group(
-        Text(f"The mix, over all steps{changed}:", "bold"),
+        Text(f"Mixture over all steps{changed}:", "bold"),
         grid(head, mix_rows(f)),
         Text(""),
-        Text(f"Imbalance, the same {f.steps} draws placed by {len(COMPARED)} strategies:", "bold"),
+        Text(f"Imbalance of {len(COMPARED)} strategies on the same {f.steps} steps:", "bold"),
         grid(PLACING_HEAD, placing_rows(f)),
         Text(f"{BY_RANK} {BY_MICROBATCH}", "dim"),
         Text(""),
         facts,
-        Text(stand_in(f), "dim"),
+        Text(stand_in_note(f), "dim"),
     )

@@ -1,22 +1,23 @@
-"""The figures of a demonstration as rows of text and as a report: the terminal and the page show
-the same strings.
+"""The result of the demo as rows of text and as an HTML report.
+
+The terminal and the page show the same strings.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from overlord.demo.figures import COMPARED, Figures
-from overlord.drill.show import STRIKE_HEAD, strike_rows
+from overlord.demo.result import COMPARED, DemoResult
+from overlord.drill.tables import STRIKE_HEAD, strike_rows
 from overlord.observe.report import Picture, Report, Sheet
 from overlord.observe.svg import Line, Panel, Ridge, bars, lines, ridges, series_color
 from overlord.observe.tables import tokens_lost
 
 COLORS = {"vanilla": series_color(5), "packed": series_color(2), "llm_balance": series_color(0)}
-WAYS = {
+STRATEGIES = {
     "vanilla": "sample i goes to rank i mod ranks",
-    "packed": "the stream cut into microbatches of equal tokens, dealt out in turn",
-    "llm_balance": "placed by cost over ranks and microbatches",
+    "packed": "the stream is split into microbatches of equal tokens, assigned in turn",
+    "llm_balance": "samples are placed by cost over ranks and microbatches",
 }
 MIX_HEAD = (
     "source",
@@ -30,22 +31,23 @@ MIX_HEAD = (
     "quarantined",
 )
 LONG = {
-    "split": "were split into pieces of it",
-    "truncate": "were cut to it",
+    "split": "were split into pieces of that length",
+    "truncate": "were truncated to it",
     "drop": "were dropped",
     "quarantine": "went to quarantine",
 }
 PLACING_HEAD = ("strategy", "by rank", "worst step", "by microbatch", "worst step", "filled")
 BY_RANK = (
-    "Imbalance by rank: cost of the slowest rank over the mean rank. 1 is perfect; a step "
-    "lasts as long as its slowest rank."
+    "Imbalance by rank: cost of the slowest rank divided by the mean. 1 is perfect; a step "
+    "takes as long as its slowest rank."
 )
-BY_MICROBATCH = "By microbatch: the same when ranks wait for each other after every microbatch."
+BY_MICROBATCH = "By microbatch: the same if ranks wait for each other after every microbatch."
 
 
-def mix_rows(f: Figures) -> list[tuple[str, ...]]:
-    """Means over all steps. The draw is exact, so wanted and realised differ by less than a sample,
-    not by chance.
+def mix_rows(f: DemoResult) -> list[tuple[str, ...]]:
+    """Return the rows of the mixture table: means over all steps.
+
+    The draw is exact, so wanted and realised shares differ by less than one sample.
     """
     return [
         (
@@ -63,7 +65,8 @@ def mix_rows(f: Figures) -> list[tuple[str, ...]]:
     ]
 
 
-def placing_rows(f: Figures) -> list[tuple[str, ...]]:
+def placing_rows(f: DemoResult) -> list[tuple[str, ...]]:
+    """Return the rows of the imbalance table: one per strategy, and the lower bound."""
     rows = [
         (
             name,
@@ -78,14 +81,15 @@ def placing_rows(f: Figures) -> list[tuple[str, ...]]:
     return [*rows, ("bound", f"{f.bound.mean():.3f}", f"{f.bound.max():.3f}", "", "", "")]
 
 
-def tiles(f: Figures) -> list[tuple[str, str]]:
+def tiles(f: DemoResult) -> list[tuple[str, str]]:
+    """Return the main numbers with their labels."""
     before, after = f.compared["vanilla"].bucket.mean(), f.compared["llm_balance"].bucket.mean()
     return [
         (f"{before:.2f} → {after:.3f}", "imbalance by rank, vanilla → llm_balance"),
-        (f"{f.tokens_per_s:,.0f}", "tokens/s, the stand-in trainer's time included"),
+        (f"{f.tokens_per_s:,.0f}", "tokens/s, including the time of the stand-in trainer"),
         (
             f"{f.wait_ms:.1f} ms",
-            f"wait of the trainer per step, beside {f.compute_ms:.0f} ms of stand-in compute",
+            f"wait of the trainer per step; it computes {f.compute_ms:.0f} ms per step",
         ),
         (
             f"{f.peak_bytes / 2**20:,.0f} MB",
@@ -94,23 +98,24 @@ def tiles(f: Figures) -> list[tuple[str, str]]:
     ]
 
 
-def stand_in(f: Figures) -> str:
+def stand_in_note(f: DemoResult) -> str:
+    """Describe the stand-in trainer and the meaning of its wait."""
     return (
-        "The trainer is a stand-in: every step it sleeps in proportion to the cost of "
+        "The trainer is a stand-in: in every step it sleeps in proportion to the cost of "
         f"its slowest rank, {f.compute_ms:.0f} ms on average. "
-        f"Its wait is the time from asking for a step until the last of {f.ranks} ranks "
-        "has it; the first step "
-        f"took {f.first_wait_ms:,.0f} ms."
+        f"Its wait is the time from the request of a step until the last of {f.ranks} ranks "
+        f"has received it; the first step took {f.first_wait_ms:,.0f} ms."
     )
 
 
-def report(f: Figures, job_yaml: str) -> Report:
+def report(f: DemoResult, job_yaml: str) -> Report:
+    """Return the HTML report of a demo run."""
     lead = (
         f"{f.steps} steps of {f.samples} samples from {len(f.names)} sources to {f.ranks} "
         f"ranks, {f.tokens:,} tokens in all, loaded, "
-        f"planned and packed in one process. {stand_in(f)} Every figure comes from this run."
+        f"planned and packed in one process. {stand_in_note(f)} Every number comes from this run."
     )
-    parts: list[Picture | Sheet] = [
+    sections: list[Picture | Sheet] = [
         _load_picture(f),
         _imbalance_picture(f),
         _placing_sheet(f),
@@ -124,12 +129,12 @@ def report(f: Figures, job_yaml: str) -> Report:
         lead=lead,
         command=f.command,
         tiles=tiles(f),
-        parts=parts,
+        sections=sections,
         attached=[("job.yaml", job_yaml)],
     )
 
 
-def _load_picture(f: Figures) -> Picture:
+def _load_picture(f: DemoResult) -> Picture:
     k = f.shown
     mean = float(f.compared["vanilla"].loads[k].sum()) / f.ranks
     bound = float(f.bound[k])
@@ -144,14 +149,13 @@ def _load_picture(f: Figures) -> Picture:
     ]
     return Picture(
         title="The same batch, unplanned and planned",
-        shows=f"Cost of every rank in step {k}, in units of the mean rank; the pieces of a bar "
-        f"are its microbatches. Step {k} is the one "
-        "of median imbalance without planning. No placement can bring the slowest rank "
-        "below the dashed line: the mean, the dearest "
-        "single sample, or the dearest few that must share a rank.",
+        shows=f"Cost of every rank in step {k}, in units of the mean rank; the segments of a bar "
+        f"are its microbatches. Step {k} has the median imbalance without planning. "
+        "No placement can bring the slowest rank below the dashed line: the mean, the most "
+        "expensive single sample, or the most expensive few that must share a rank.",
         svg=bars(
             panels,
-            about="cost per rank before and after planning",
+            about="cost per rank without and with planning",
             bar_name="rank",
             y_label="cost / mean",
             mean=mean,
@@ -161,10 +165,9 @@ def _load_picture(f: Figures) -> Picture:
     )
 
 
-def _imbalance_picture(f: Figures) -> Picture:
-    series = [
-        Line(label="bound", color="var(--faint)", y=f.bound, kind="bound")
-    ]  # first, so that a line that keeps to it stays visible
+def _imbalance_picture(f: DemoResult) -> Picture:
+    # The bound comes first, so that a series that equals it is drawn over it.
+    series = [Line(label="bound", color="var(--faint)", y=f.bound, kind="bound")]
     series += [Line(label=name, color=COLORS[name], y=f.compared[name].bucket) for name in COMPARED]
     top = max(float(s.y.max()) for s in series)
     return Picture(
@@ -184,7 +187,7 @@ def _imbalance_picture(f: Figures) -> Picture:
     )
 
 
-def _mix_picture(f: Figures) -> Picture:
+def _mix_picture(f: DemoResult) -> Picture:
     series = [
         Line(
             label=name, color=series_color(i), y=100 * f.realised[:, i], wanted=100 * f.wanted[:, i]
@@ -195,14 +198,14 @@ def _mix_picture(f: Figures) -> Picture:
     change = (
         ""
         if f.changed_at is None
-        else f" At step {f.changed_at} the running job was given another mixture."
+        else f" At step {f.changed_at} set_mixture() changed the mixture of the running job."
     )
     return Picture(
-        title="Mix over steps, expected and realised",
-        shows="Share of each source in the samples of a step: expected dashed, realised "
+        title="Mixture over steps, wanted and realised",
+        shows="Share of each source in the samples of a step: wanted dashed, realised "
         f"solid.{change} A step of {f.samples} samples "
-        "cannot hold parts of a sample, so a step may be one sample off, and the steps "
-        "after it make up for that.",
+        "cannot hold a fraction of a sample, so a step may be one sample off; later steps "
+        "compensate for that.",
         svg=lines(
             np.arange(f.steps),
             series,
@@ -218,7 +221,7 @@ def _mix_picture(f: Figures) -> Picture:
     )
 
 
-def _length_picture(f: Figures) -> Picture:
+def _length_picture(f: DemoResult) -> Picture:
     rows = [
         Ridge(
             label=name,
@@ -230,7 +233,7 @@ def _length_picture(f: Figures) -> Picture:
         if len(n)
     ]
     return Picture(
-        title="Lengths: why placing matters",
+        title="Sample lengths: why placement matters",
         shows="Tokens of the samples drawn in this run, by source, on a logarithmic axis; each "
         "row is scaled to its own highest bar. "
         f"Documents longer than the context of {f.context:,} tokens {LONG[f.on_long]}.",
@@ -244,43 +247,44 @@ def _length_picture(f: Figures) -> Picture:
     )
 
 
-def _placing_sheet(f: Figures) -> Sheet:
+def _placing_sheet(f: DemoResult) -> Sheet:
     return Sheet(
         title="Imbalance of three strategies over the same steps",
-        shows=f"{BY_RANK} {BY_MICROBATCH} Means over {f.steps} steps beside the worst step; "
-        "filled: share of the microbatches' room that "
-        "holds tokens. " + "; ".join(f"{name}: {way}" for name, way in WAYS.items()) + ".",
+        shows=f"{BY_RANK} {BY_MICROBATCH} Means over {f.steps} steps, and the worst step; "
+        "filled: share of the microbatches' capacity that holds tokens. "
+        + "; ".join(f"{name}: {text}" for name, text in STRATEGIES.items())
+        + ".",
         head=PLACING_HEAD,
         rows=placing_rows(f),
     )
 
 
-def _mix_sheet(f: Figures) -> Sheet:
+def _mix_sheet(f: DemoResult) -> Sheet:
     return Sheet(
-        title="What was delivered, by source",
-        shows="Shares of samples over the whole run, and how long samples are. Quarantined: "
+        title="Delivered samples by source",
+        shows="Shares of samples over the whole run, and their lengths. Quarantined: "
         "rows that could not be read or tokenized. "
-        f"Lost tokens: those that on_long={f.on_long!r} cut or dropped, of documents "
-        "longer than the context.",
+        f"Lost tokens: tokens of documents longer than the context that on_long={f.on_long!r} "
+        "truncated or dropped.",
         head=MIX_HEAD,
         rows=mix_rows(f),
     )
 
 
-def _fault_sheet(f: Figures) -> list[Sheet]:
+def _fault_sheet(f: DemoResult) -> list[Sheet]:
     if f.drill is None:
         return []
     shows = (
-        "The job again, its planner, loaders and constructors in processes of their own, "
-        f"for {f.drill.drill.steps} steps; some "
-        "were killed. Every byte that every rank got is compared with an undisturbed run "
+        "The same job with planner, loaders and constructors in processes of their own, "
+        f"for {f.drill.drill.steps} steps; some processes were killed. "
+        "Every byte that every rank received is compared with an undisturbed run "
         f"in one process. {f.drill.sentence()}."
     )
     return [
         Sheet(
-            title="Parts killed in mid-run",
+            title="Workers killed during the run",
             shows=shows,
             head=STRIKE_HEAD,
-            rows=[tuple(r) for r in strike_rows(f.drill.hit)],
+            rows=[tuple(r) for r in strike_rows(f.drill.disturbed)],
         )
     ]

@@ -1,5 +1,6 @@
-"""What the ranks of a run were handed, written down to the byte, and how two runs differ. Knows
-nothing of plans.
+"""Record the bytes that the ranks of a run receive, and compare two runs.
+
+Only delivered steps count; plans are not consulted.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Delivered:
-    """Every step of every rank: a digest of its bytes, and which samples it held."""
+    """For every step of every rank: a digest of its bytes, and its samples."""
 
     marks: dict[tuple[int, int], str] = field(default_factory=dict)  # (rank, step) -> digest
     samples: Counter[tuple[int, Any]] = field(default_factory=Counter)  # (rank, sample)
-    order: dict[int, list[int]] = field(default_factory=dict)  # rank -> steps as they came
+    order: dict[int, list[int]] = field(default_factory=dict)  # rank -> steps in arrival order
 
     def add(self, rank: int, step: Step) -> None:
-        parts: list[Any] = [f"{step.step} {step.global_valid_tokens}"]
+        """Record a step of a rank."""
+        content: list[Any] = [f"{step.step} {step.global_valid_tokens}"]
         for microbatch in (*step, *step.encoder):
-            parts += [item for name in sorted(microbatch) for item in (name, microbatch[name])]
-        self.marks[rank, step.step] = digest(*parts)
+            content += [item for name in sorted(microbatch) for item in (name, microbatch[name])]
+        self.marks[rank, step.step] = digest(*content)
         self.order.setdefault(rank, []).append(step.step)
         for microbatch in step:
             self.samples.update((rank, piece.sample) for piece in microbatch.samples)
 
     @property
     def chain(self) -> str:
-        """One digest of all of it."""
+        """One digest of all steps of all ranks."""
         return digest(
             *(f"{rank}/{step} {mark}" for (rank, step), mark in sorted(self.marks.items()))
         )
@@ -41,20 +43,19 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Between an undisturbed run and a disturbed one."""
+    """Differences between an undisturbed run and a disturbed one; false if there are none."""
 
-    lost: int  # samples of the first that did not come in the second
-    repeated: int  # that came more often
-    changed: tuple[
-        tuple[int, int], ...
-    ]  # (rank, step) whose bytes differ, are missing, or came though they should not
-    disordered: tuple[int, ...]  # ranks whose steps came in another order
+    lost: int  # samples of the first run that are missing in the second
+    repeated: int  # samples that are delivered more often in the second
+    changed: tuple[tuple[int, int], ...]  # (rank, step) with different, missing or extra bytes
+    disordered: tuple[int, ...]  # ranks whose steps arrived in another order
 
     def __bool__(self) -> bool:
         return bool(self.lost or self.repeated or self.changed or self.disordered)
 
 
 def compare(wanted: Delivered, found: Delivered) -> Difference:
+    """Compare an undisturbed run with a disturbed one."""
     lost, repeated = wanted.samples - found.samples, found.samples - wanted.samples
     changed = [
         at

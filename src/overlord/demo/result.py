@@ -1,6 +1,4 @@
-"""What the demonstration measured: every number it prints or draws is here, and comes from the
-run.
-"""
+"""The measurements of a demo run: every number that the demo prints or draws."""
 
 from __future__ import annotations
 
@@ -16,64 +14,61 @@ from overlord.planning.strategies import STRATEGIES
 from overlord.sample import Buffer
 
 if TYPE_CHECKING:
-    from overlord.drill.run import Report
+    from overlord.drill.run import DrillReport
 
 COMPARED = ("vanilla", "packed", "llm_balance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Compared:
-    """One strategy over all steps of the run."""
+class StrategyResult:
+    """The placements of one strategy over all steps of the run."""
 
-    loads: tuple[np.ndarray, ...]  # cost by [rank, microbatch], one for each step
-    bucket: np.ndarray  # imbalance by rank, one for each step
-    microbatch: np.ndarray
-    fill: np.ndarray  # share of the microbatches' room that holds tokens
+    loads: tuple[np.ndarray, ...]  # cost by [rank, microbatch], one array per step
+    bucket: np.ndarray  # imbalance by rank, per step
+    microbatch: np.ndarray  # imbalance by microbatch, per step
+    fill: np.ndarray  # share of the microbatches' capacity that holds tokens, per step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Figures:
-    """A finished run."""
+class DemoResult:
+    """The measurements of a finished run."""
 
     command: str
     names: tuple[str, ...]
     ranks: int
-    samples: int  # of one step
+    samples: int  # per step
     context: int
     changed_at: int | None  # step at which the mixture changed
     lengths: Mapping[str, np.ndarray]  # tokens of every sample drawn, by source
     wanted: np.ndarray  # [step, source]: share of samples
     realised: np.ndarray
-    bound: np.ndarray  # by step: imbalance that no placement can pass
-    compared: Mapping[str, Compared]
+    bound: np.ndarray  # by step: a lower bound of the imbalance of any placement
+    compared: Mapping[str, StrategyResult]  # by strategy
     quarantined: Mapping[str, int]
     on_long: str  # of the job
-    lost: Mapping[str, int]  # tokens that it cut or dropped, by source
+    lost: Mapping[str, int]  # tokens that on_long truncated or dropped, by source
     tokens: int
     tokens_per_s: float
     wait_ms: float  # mean of the steps after the first
     first_wait_ms: float
-    compute_ms: float  # mean time that the stand-in for a trainer slept
+    compute_ms: float  # mean time that the stand-in trainer slept
     peak_bytes: int
     before_bytes: int  # of the process, before the job was launched
-    drill: Report | None = None  # the same job in processes, with faults
+    drill: DrillReport | None = None  # the same job in several processes, with faults
 
     @property
     def steps(self) -> int:
+        """The number of steps."""
         return len(self.wanted)
 
     @property
     def shown(self) -> int:
-        """The step whose imbalance without planning is the median: neither the best nor the worst
-        case.
-        """
+        """The step with the median imbalance without planning: neither best nor worst case."""
         return int(np.argsort(self.compared["vanilla"].bucket, kind="stable")[self.steps // 2])
 
 
 def buffer_of(plan: LoadingPlan, job: Job) -> Buffer:
-    """The drawn samples of a plan as a strategy sees them, so that another strategy can place the
-    same samples.
-    """
+    """Return the samples of a plan as the input of a strategy, to place them by another one."""
     return Buffer(
         names=plan.names,
         source=plan.source,
@@ -90,8 +85,8 @@ def buffer_of(plan: LoadingPlan, job: Job) -> Buffer:
     )
 
 
-def compare(plans: Sequence[LoadingPlan], job: Job) -> dict[str, Compared]:
-    """The same draws placed by every strategy: no job is run twice."""
+def compare(plans: Sequence[LoadingPlan], job: Job) -> dict[str, StrategyResult]:
+    """Place the same samples by every strategy; the job is not run again."""
     buffers = [buffer_of(plan, job) for plan in plans]
     return {
         name: _summary([STRATEGIES[name](buffer, job.place) for buffer in buffers])
@@ -99,9 +94,9 @@ def compare(plans: Sequence[LoadingPlan], job: Job) -> dict[str, Compared]:
     }
 
 
-def _summary(plans: Sequence[LoadingPlan]) -> Compared:
+def _summary(plans: Sequence[LoadingPlan]) -> StrategyResult:
     found = [plan.imbalance() for plan in plans]
-    return Compared(
+    return StrategyResult(
         loads=tuple(plan.loads() for plan in plans),
         bucket=np.array([f["bucket"] for f in found]),
         microbatch=np.array([f["microbatch"] for f in found]),
@@ -110,7 +105,7 @@ def _summary(plans: Sequence[LoadingPlan]) -> Compared:
 
 
 def mixes(plans: Sequence[LoadingPlan]) -> tuple[np.ndarray, np.ndarray]:
-    """Wanted and realised share of samples, by [step, source]."""
+    """Return the wanted and the realised share of samples, by [step, source]."""
     wanted = np.array(
         [[plan.extra["weights"][name] for name in plan.names] for plan in plans], float
     )
@@ -121,6 +116,7 @@ def mixes(plans: Sequence[LoadingPlan]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lengths_by_source(plans: Sequence[LoadingPlan]) -> dict[str, np.ndarray]:
+    """Return the lengths of all samples in tokens, by source."""
     source = np.concatenate([plan.source for plan in plans])
     tokens = np.concatenate([plan.tokens for plan in plans])
     return {name: tokens[source == i] for i, name in enumerate(plans[0].names)}

@@ -1,6 +1,4 @@
-"""Storage of the demonstration's texts: with the packages that are installed, or as ready token
-ids.
-"""
+"""File formats of the demo corpus, by the optional packages that are installed."""
 
 from __future__ import annotations
 
@@ -12,37 +10,39 @@ from zlib import crc32
 from overlord.demo.texts import Kind
 from overlord.extras import pip_install
 
-IDS = "tokens"  # the column of ready token ids
+IDS = "tokens"  # the column of token ids, if there is no tokenizer
 _PIECES = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclass(frozen=True, slots=True)
-class Storing:
-    """Which optional packages the demonstration can use."""
+class DemoFormats:
+    """The optional packages that the demo can use."""
 
     tokenizers: bool
     zstandard: bool
 
     @classmethod
-    def installed(cls) -> Storing:
+    def installed(cls) -> DemoFormats:
+        """Detect the installed packages."""
         return cls(find_spec("tokenizers") is not None, find_spec("zstandard") is not None)
 
     def format(self, kind: Kind) -> str:
-        """Return the file format: tar files hold no ids, and `.zst` needs a package."""
+        """Return the file format: tar files cannot hold ids, and `.zst` needs a package."""
         if kind.format == "tar" and not self.tokenizers:
             return "parquet"
         return "jsonl.gz" if kind.format == "jsonl.zst" and not self.zstandard else kind.format
 
     def column(self, kind: Kind) -> str:
+        """Return the column of the texts, or of their ids."""
         return kind.column if self.tokenizers else IDS
 
     @property
     def note(self) -> str:
-        """Return what the missing packages change, or an empty text."""
+        """A sentence about the effect of missing packages, or an empty text."""
         effects = {
             "tokenizers": ""
             if self.tokenizers
-            else "words become ids by a hash instead of a trained tokenizer",
+            else "a hash maps words to ids instead of a trained tokenizer",
             "zstandard": "" if self.zstandard else "one source is .gz instead of .zst",
         }
         missing = [f"without {name} {effect}" for name, effect in effects.items() if effect]

@@ -1,0 +1,72 @@
+"""``overlord explain``: print which rows a step holds, or which step holds a sample."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from overlord.cli.common import (
+    FAILED,
+    debug_option,
+    error,
+    import_option,
+    job_argument,
+    make_console,
+    note,
+    read_job,
+    run_guarded,
+)
+
+
+@click.command()
+@job_argument
+@click.option("--step", type=click.IntRange(min=0), help="The step to explain, counted from 0.")
+@click.option(
+    "--sample", metavar="WEB/E0/F2/R17", help="The sample to find: source, epoch, file, row."
+)
+@click.option(
+    "--within",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="Number of steps to search for the sample.",
+)
+@import_option
+@debug_option
+def explain(
+    job_yaml: Path,
+    step: int | None,
+    sample: str | None,
+    within: int,
+    modules: tuple[str, ...],
+    debug: bool,
+) -> None:
+    """Print which rows a step holds, or which step holds a sample, and why."""
+    if (step is None) == (sample is None):
+        raise click.UsageError("give either --step K or --sample ID")
+
+    def act() -> None:
+        from overlord.cli.plan_step import find_sample, planned
+        from overlord.observe.sample_lookup import parse_id
+        from overlord.observe.tables import progress_bar
+
+        wanted = None if sample is None else parse_id(sample)
+        job, err = read_job(job_yaml, modules), make_console(stderr=True)
+        if wanted is None:
+            assert step is not None
+            with (
+                progress_bar(err, "planned", step + 1) as advance,
+                planned(job, step, advance, note=note) as session,
+            ):
+                click.echo(str(session.explain(step)))
+            return
+        with progress_bar(err, "searched", within) as advance:
+            found = find_sample(job, wanted, within, advance, note=note)
+        click.echo(str(found))
+        if found.status in ("ahead", "undecided"):
+            error(f"the sample is not in the first {within} steps; --within N searches more")
+            sys.exit(FAILED)
+
+    run_guarded(act, debug)

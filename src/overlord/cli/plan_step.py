@@ -1,0 +1,223 @@
+"""Plan one step without running the job up to it.
+
+Samples of earlier steps are drawn and skipped; no batch is built for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from overlord.cli.job_position import JobPosition, RecordedSteps
+from overlord.errors import JobError, PlanError, StateMismatch
+from overlord.mesh import AXES, ClientPlaceTree
+from overlord.observe.explain import SampleExplanation, explain_sample, find
+from overlord.planning.events import skipped
+
+if TYPE_CHECKING:
+    from overlord.job.job import Job
+    from overlord.messages.control import PlannedStep
+    from overlord.plan.plan import LoadingPlan
+    from overlord.sample import SampleId
+    from overlord.session.session import Session
+
+
+Note = Callable[[str], None]
+# Options of a session that only plans: it measures nothing and stores nothing.
+PLANNING_ONLY: dict[str, Any] = {"prefetch": 1, "partition": "off", "watch_s": 0.0}
+MANY = 4  # differences that are named
+
+
+def no_note(text: str) -> None:
+    """Ignore a remark."""
+
+
+def parse_place(text: str, base: ClientPlaceTree) -> ClientPlaceTree:
+    """Parse ``dp=64`` or ``dp=8,cp=2``; axes that are not named keep the job's degree."""
+    degrees: dict[str, int] = {}
+    for word in text.replace(" ", "").split(","):
+        axis, _, degree = word.partition("=")
+        if axis not in AXES or not degree.isdigit():
+            raise JobError(
+                [
+                    f"expected axis=number with one of {', '.join(AXES)}, as in dp=64 or "
+                    f"dp=8,tp=2, got {word!r}"
+                ],
+                "--place",
+            )
+        degrees[axis] = int(degree)
+    return base.replace(**degrees)
+
+
+@contextmanager
+def planned(
+    job: Job,
+    step: int,
+    progress: Callable[[int], None] | None = None,
+    *,
+    what_if: bool = False,
+    note: Note = no_note,
+) -> Iterator[Session]:
+    """Yield a session that has planned a step as a run of the job plans it. ``progress`` receives
+    the number of planned steps.
+
+    With a journal, planning begins at the state that the journal has before the step. Nothing is
+    written and nothing is locked. ``what_if``: the job has another place or strategy than its run.
+    ``note`` receives remarks for the reader of the answer.
+    """
+    begin = RecordedSteps.of(job).at(step)
+    allow = ("strategy",) if what_if else ()
+    with _planning_session(job, begin, note, allow=allow) as (session, first):
+        if step > first:
+            session.skip(range(first, step))
+        taker = _StepTaker(session)
+        while taker.waits():
+            if progress:
+                progress(min(step + 1, int(session.metrics()["planned_steps"])))
+        if taker.ended and (ends := int(session.metrics()["planned_steps"])) <= step:
+            raise PlanError(f"the job has no such step: it ends after {ends} steps", step)
+        if not what_if and first == begin.first:
+            _compare(session, step, begin, note)
+        yield session
+
+
+def plan_step(job: Job, step: int, progress: Callable[[int], None] | None = None) -> LoadingPlan:
+    """Return the plan of a step as a run of the job would make it."""
+    with planned(job, step, progress) as session:
+        return session.plan(step)
+
+
+def find_sample(
+    job: Job,
+    sample: SampleId,
+    within: int,
+    progress: Callable[[int], None] | None = None,
+    *,
+    note: Note = no_note,
+) -> SampleExplanation:
+    """Find the place of a sample within the first ``within`` steps of a run of the job.
+
+    The search ends as soon as the stream has passed the row. With a journal it begins at the
+    oldest state; a row that the stream had passed by then is searched from the job file alone.
+    """
+    recorded = RecordedSteps.of(job)
+    answer = _search(job, sample, within, progress, recorded.oldest_state(), note)
+    if answer.status != "gone":
+        return answer
+    note(
+        f"journal {recorded.shown}: expected the step of {sample}, got steps from "
+        f"{recorded.oldest} on; the answer follows from the job file alone"
+    )
+    return _search(job, sample, within, progress, JobPosition(), note)
+
+
+def _search(
+    job: Job,
+    sample: SampleId,
+    within: int,
+    progress: Callable[[int], None] | None,
+    begin: JobPosition,
+    note: Note,
+) -> SampleExplanation:
+    with _planning_session(job, begin, note) as (session, first):
+        # Refuse an id that no step can hold before anything is read.
+        explain_sample(sample, session._known())
+        found: list[PlannedStep] = []
+        session._host.on_stage.append(
+            lambda stage: found.append(stage) if find(sample, stage.plan) >= 0 else None
+        )
+        session.skip(range(first, first + within))
+        taker, over = _StepTaker(session), False
+        while True:
+            # Taken before `found` is read, so that `found` holds every step the state counts.
+            known = session._pump.ask(session._known, "the planner")
+            if progress:
+                progress(min(within, known.state.step - first))
+            # All steps were watched, so none counts as forgotten. Every step is skipped here;
+            # only those that the job itself skips count as skipped.
+            watched = [
+                replace(s, skipped=skipped(begin.skipped, s.plan.step, s.plan.step + 1))
+                for s in found
+            ]
+            answer = explain_sample(sample, replace(known, stages=watched))
+            if over or answer.status not in ("ahead", "undecided"):
+                return answer
+            over = not taker.waits()
+
+
+@contextmanager
+def _planning_session(
+    job: Job, begin: JobPosition, note: Note, allow: tuple[str, ...] = ()
+) -> Iterator[tuple[Session, int]]:
+    """Yield a session without a journal or a profile, and the step at which it begins."""
+    import overlord as ov
+
+    quiet, first = replace(job, journal=None), begin.first
+    try:
+        session = ov.launch(quiet, resume=begin.state, allow=allow, **PLANNING_ONLY)
+    except StateMismatch as fault:
+        fields = ", ".join(sorted(fault.differences)[:MANY]) + (
+            f" and {n} more" if (n := len(fault.differences) - MANY) > 0 else ""
+        )
+        note(
+            f"journal: expected this job's, got one that differs in {fields}; the answer "
+            "follows from the job file alone"
+        )
+        session, first = ov.launch(quiet, **PLANNING_ONLY), 0
+    else:
+        if begin.note:
+            note(begin.note)
+    with session:
+        yield session, first
+
+
+def _compare(session: Session, step: int, begin: JobPosition, note: Note) -> None:
+    """Report a plan that differs from the one in the journal.
+
+    Its files have changed since, or the job file has another mesh or sync.
+    """
+    from overlord.journal.job_journal import slots_of  # needed only here
+
+    made = session.plan(step).digest()
+    if begin.digest and begin.digest != made:
+        slots = slots_of(session.job)
+        elsewhere = (
+            ""
+            if begin.place == slots
+            else f": the run had {begin.place}, and the job file has {slots}"
+        )
+        note(
+            f"step {step}: expected digest {begin.digest} as in the journal, got {made}{elsewhere}"
+        )
+
+
+class _StepTaker:
+    """Takes the next step of rank 0 in a thread, so that the main thread handles Ctrl-C."""
+
+    def __init__(self, session: Session):
+        client = session.client(0)
+        self.ended = False
+        self._fault: BaseException | None = None
+
+        def take() -> None:
+            try:
+                next(client)
+            except StopIteration:
+                self.ended = True
+            except BaseException as fault:
+                self._fault = fault
+
+        self._thread = threading.Thread(target=take, name="overlord-plan", daemon=True)
+        self._thread.start()
+
+    def waits(self) -> bool:
+        """Wait 0.1 s; return True if the step is still missing. Raise what the job raised."""
+        self._thread.join(0.1)
+        if self._thread.is_alive():
+            return True
+        if self._fault is not None:
+            raise self._fault
+        return False

@@ -1,0 +1,197 @@
+"""Take the steps of a job, show progress and print what was delivered: ``overlord run``."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import overlord as ov
+from overlord.errors import JobError, StateMismatch
+from overlord.hashing import digest
+from overlord.observe.explain_text import time_over_mean
+from overlord.observe.progress import Meter, Taken, watch
+from overlord.observe.tables import run_view
+from overlord.planning.state_json import no_state
+from overlord.uris import is_uri
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from overlord.job.job import Job
+    from overlord.session.session import Session
+
+PLAIN_EVERY_S = 2.0  # between two progress lines when stderr is not a terminal
+
+Show = Callable[[Taken, Meter], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """The arguments of ``overlord run``."""
+
+    job: Job
+    steps: int | None = None
+    rank: int | None = None
+    resume: dict[str, Any] | str | None = None
+    save: Path | None = None
+    allow: tuple[str, ...] = ()
+    digest: bool = False
+    runtime: str = "local"
+    options: Mapping[str, Any] = field(default_factory=dict)  # further options of ``launch``
+
+
+def never_ends(job: Job) -> bool:
+    """True if the data of a job has no end; ``until`` decides which sources may repeat forever."""
+    weights = (
+        job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
+    )
+    drawn = [s.epochs is None for s in job.sources if weights.get(s.name, 0) > 0]
+    return (job.until == "all" and any(drawn)) or (job.until == "first" and all(drawn))
+
+
+def run_job(run: RunRequest, console: Console, err: Console) -> Meter:
+    """Run a job; print progress to ``err`` and results to ``console``."""
+    if run.steps is None and never_ends(run.job):
+        endless = [s.name for s in run.job.sources if s.epochs is None]
+        who = (
+            f"{endless[0]} repeats"
+            if len(endless) == 1
+            else f"{', '.join(endless[:5])}{' and others' * (len(endless) > 5)} repeat"
+        )
+        raise JobError(
+            [f"the job never ends, because {who} forever; give --steps N or epochs, or set until"],
+            "run",
+        )
+    if run.save is not None:
+        check_writable(run.save)
+    meter, chain = Meter(), ""
+    # Autoscaling is off: no trainer computes here, so every source would count as too slow.
+    options = {"watch_s": 0.0, **run.options}
+    with ov.launch(
+        run.job, runtime=run.runtime, resume=run.resume, allow=run.allow, **options
+    ) as session:
+        print_resumed(session, err)
+        ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
+        try:
+            with _progress(err, run.steps, run.job.sync) as show:
+                for taken in watch(session, ranks, run.steps):
+                    meter.add(taken)
+                    show(taken, meter)
+                    if run.digest:
+                        mark = step_digest(taken)
+                        chain = digest(chain, mark)
+                        console.print(f"step {taken.plan.step} {mark}", soft_wrap=True)
+        finally:
+            if run.save is not None:
+                save_state(run.save, session)
+                err.print(f"state saved: {run.save}", soft_wrap=True)
+        meter.stop()
+        console.print(run_view(run.job, meter, session.metrics(), session.quarantine()))
+    if run.digest:
+        console.print(f"digest of all steps {chain}")
+    return meter
+
+
+def step_digest(taken: Taken) -> str:
+    """Return a digest of every byte that the watched ranks received in this step."""
+    parts: list[Any] = []
+    for step in taken.steps:
+        parts += [f"{step.step}/{step.rank}"]
+        for microbatch in step:
+            parts += [item for name in sorted(microbatch) for item in (name, microbatch[name])]
+    return digest(*parts)
+
+
+def resume_from(given: Path) -> dict[str, Any] | str:
+    """Return a saved state, or "auto"; write ./auto for a file of that name."""
+    return "auto" if str(given) == "auto" else read_state(given)
+
+
+def print_resumed(session: Session, err: Console) -> None:
+    """Print the step from which a session was resumed, if it was."""
+    if session.resumed is not None:
+        err.print(str(session.resumed), soft_wrap=True, markup=False)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path that cannot hold a state, before the run instead of after it."""
+    _refuse_uri(path)
+    if not path.absolute().parent.is_dir():
+        raise JobError([f"expected a folder, got none at {path.absolute().parent}"], str(path))
+
+
+def _refuse_uri(path: Path) -> None:
+    if is_uri(str(path)):  # the error does not repeat it: a URI may hold a secret
+        raise JobError(
+            [
+                "expected a file on this machine, got a URI; a journal may be in an object "
+                "store: Job.journal"
+            ],
+            "state",
+        )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read a state that ``overlord run --save`` wrote."""
+    _refuse_uri(path)
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as fault:
+        raise JobError([f"cannot be read: {fault.strerror or fault}"], str(path)) from fault
+    except ValueError as fault:
+        raise JobError(
+            [f"expected a state as JSON, got a file that is not JSON: {fault}"], str(path)
+        ) from fault
+    # `launch` reports the state of a trainer, which holds "stream".
+    of_trainer = isinstance(state, dict) and "stream" in state
+    if (problem := no_state(state)) and not of_trainer:
+        raise StateMismatch(
+            {},
+            "give a file that `overlord run --save` wrote, or --resume auto",
+            f"{path}: {problem}",
+        )
+    found: dict[str, Any] = state
+    return found
+
+
+def save_state(path: Path, session: Session) -> None:
+    """Write the session's state atomically: to a new file that is then renamed."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        new.write_text(json.dumps(session.state_dict()), encoding="utf-8")
+        os.replace(new, path)
+    except OSError as fault:
+        raise JobError([f"cannot be written: {fault.strerror or fault}"], str(path)) from fault
+
+
+@contextmanager
+def _progress(err: Console, steps: int | None, sync: str) -> Iterator[Show]:
+    """Show progress: a live line on a terminal, otherwise a line every ``PLAIN_EVERY_S``."""
+
+    def text(taken: Taken, meter: Meter) -> str:
+        of = f"/{steps}" if steps else ""
+        return (
+            f"step {taken.plan.step} ({meter.steps}{of})  "
+            f"{meter.tokens_per_s / 1e3:,.0f}k tokens/s  "
+            f"imbalance {time_over_mean(sync, taken.plan.imbalance()):.3f}  wait "
+            f"{meter.last_wait_s * 1e3:.1f} ms"
+        )
+
+    if not err.is_terminal:
+        last = [time.monotonic()]
+
+        def show(taken: Taken, meter: Meter) -> None:
+            if time.monotonic() - last[0] >= PLAIN_EVERY_S:
+                last[0] = time.monotonic()
+                err.print(text(taken, meter))
+
+        yield show
+        return
+    with err.status("opening sources") as status:
+        yield lambda taken, meter: status.update(text(taken, meter))

@@ -1,0 +1,182 @@
+"""Launch a job for trainers in other processes and show their progress: ``overlord serve``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import overlord as ov
+from overlord.cli.run_job import PLAIN_EVERY_S, check_writable, print_resumed, save_state
+from overlord.errors import JobError, OverlordError
+from overlord.observe.tables import placement_facts, scaling_facts
+from overlord.transport.address import is_loopback
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from overlord.job.job import Job
+    from overlord.session.session import Session
+
+POLL_S = 0.25  # between two progress lines on a terminal
+LINGER_S = 10.0  # for trainers to disconnect by themselves, once they have every step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeRequest:
+    """The arguments of ``overlord serve``."""
+
+    job: Job
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = None
+    resume: dict[str, Any] | str | None = None
+    save: Path | None = None
+    allow: tuple[str, ...] = ()
+    runtime: str = "local"
+    cluster: str | None = None  # host:port of a Ray cluster's head
+    start_s: float | None = None  # seconds for a detached job to start
+    options: Mapping[str, Any] = field(default_factory=dict)  # further options of ``launch``
+
+
+def serve_job(wanted: ServeRequest, output: Callable[[str], None], err: Console) -> None:
+    """Serve a job; pass the address to ``output`` and print progress to ``err``.
+
+    Return when the job has ended and every client has taken every step, or when all clients have
+    disconnected. Raise the error that ended the job.
+    """
+    if wanted.save is not None:
+        check_writable(wanted.save)
+    settings = {"address": wanted.cluster, **wanted.options}
+    with ov.launch(
+        wanted.job, runtime=wanted.runtime, resume=wanted.resume, allow=wanted.allow, **settings
+    ) as session:
+        print_resumed(session, err)
+        try:
+            served = session.serve(host=wanted.host, port=wanted.port, token=wanted.token)
+            # The caller knows a token that it gave; a log should not hold it.
+            output(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
+            with _progress(err) as show:
+                wait_for_clients(session, show)
+            finish = session._host.planner.finished
+            err.print(
+                "all clients have disconnected"
+                if finish is None
+                else f"the job has ended: {finish.step} steps in all",
+                soft_wrap=True,
+            )
+            with suppress(OverlordError):  # the planner may have exited
+                metrics = session.metrics()
+                for what, text in scaling_facts(metrics["scaling"]) + placement_facts(
+                    metrics["placement"]
+                ):
+                    err.print(f"{what}: {text}", soft_wrap=True, markup=False)
+        finally:
+            if wanted.save is not None:
+                save_state(wanted.save, session)
+                err.print(f"state saved: {wanted.save}", soft_wrap=True)
+
+
+def submit_job(wanted: ServeRequest, output: Callable[[str], None], err: Console) -> None:
+    """Submit a job to a Ray cluster and return when trainers can connect; it keeps running."""
+    from overlord.cli.detached_jobs import START_S, submit
+
+    # Ray may place the job on any node, and trainers run on others: loopback cannot serve them.
+    host = "" if is_loopback(wanted.host) else wanted.host
+    served = submit(
+        wanted.job,
+        address=wanted.cluster,
+        host=host,
+        port=wanted.port,
+        token=wanted.token,
+        resume=wanted.resume,
+        allow=wanted.allow,
+        start_s=START_S if wanted.start_s is None else wanted.start_s,
+        **wanted.options,
+    )
+    if served.resumed:
+        err.print(served.resumed, soft_wrap=True, markup=False)
+    output(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
+
+
+def read_token(path: Path | None) -> str | None:
+    """Read the token from a file or the environment.
+
+    It is not an argument: the arguments of a process are visible in the list of processes.
+    """
+    if path is None:
+        return os.environ.get("OVERLORD_TOKEN") or None
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise JobError([f"cannot be read: {fault}"], str(path)) from fault
+    if not token:
+        raise JobError(["expected a token, got an empty file"], str(path))
+    return token
+
+
+def wait_for_clients(session: Session, show: Callable[[str], None]) -> None:
+    """Wait until every client has taken every step, or all have disconnected, or the job failed.
+
+    ``show`` receives a progress line every ``POLL_S``. Raise the error that ended the job.
+    """
+    serving = session._serving
+    assert serving is not None
+    total = len(serving.ranks)
+    while serving.seats and not serving.finished and session._pump.broken is None:
+        show(progress_line(session, total))
+        time.sleep(POLL_S)
+    finish = session._host.planner.finished
+    if finish is not None:
+        serving.wait_until_left(LINGER_S)
+    if finish is not None and finish.error is not None:
+        raise finish.error
+    if session._pump.broken is not None:
+        raise OverlordError(f"the session stopped: {session._pump.broken}")
+
+
+def progress_line(session: Session, total: int) -> str:
+    """Return the taken steps, the number of clients, and the client that others wait for."""
+    serving = session._serving
+    assert serving is not None
+    clients = serving.seats
+    connected = sum(client.there for client in clients)
+    took = [client.steps for client in clients]
+    steps = (
+        f"{min(took)} to {max(took)}"
+        if took and min(took) != max(took)
+        else f"{max(took, default=0)}"
+    )
+    closed = f", {total - len(clients)} closed" if len(clients) < total else ""
+    slowest = min(clients, key=lambda client: (client._state.step, client.rank), default=None)
+    waits = ""
+    if slowest is not None and slowest.absent:
+        waits = f"  waiting for rank {slowest.rank}, {slowest.absent}"
+    elif slowest is not None and connected == len(clients):
+        waits = (
+            f"  next step {slowest._state.step}, longest wait of a trainer "
+            f"{max((client.waited_s for client in clients), default=0.0):.1f} s"
+        )
+    return f"steps taken {steps}  clients {connected}/{len(clients)}{closed}{waits}"
+
+
+@contextmanager
+def _progress(err: Console) -> Iterator[Callable[[str], None]]:
+    """Show progress: a live line on a terminal, otherwise a changed line every 2 s at most."""
+    if err.is_terminal:
+        with err.status("waiting for clients") as status:
+            yield status.update
+        return
+    last = (0.0, "")
+
+    def show(text: str) -> None:
+        nonlocal last
+        if text != last[1] and time.monotonic() - last[0] >= PLAIN_EVERY_S:
+            last = (time.monotonic(), text)
+            err.print(text, soft_wrap=True, markup=False)
+
+    yield show

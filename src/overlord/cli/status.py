@@ -1,0 +1,92 @@
+"""``overlord status``: list the jobs of a Ray cluster and the nodes of their workers."""
+
+from __future__ import annotations
+
+import click
+
+from overlord.cli.common import address_option, debug_option, make_console, run_guarded
+
+
+def without_cores(workers: list[str]) -> str:
+    """Describe the workers for which Ray reserved no core.
+
+    The reason is the same for all: whether nodes with ranks had idle cores is unknown here.
+    """
+    why = (
+        "because no node had a spare core that they may use (on nodes with ranks, sidecar= sets "
+        "how many)"
+    )
+    return f"workers without a reserved core, {why}: {', '.join(workers)}"
+
+
+@click.command()
+@address_option
+@click.option(
+    "--token",
+    "whose",
+    metavar="NAME",
+    help="Print OVERLORD_ADDRESS and OVERLORD_TOKEN of this job instead, as `overlord serve "
+    "--detach` did. No other command prints a token.",
+)
+@debug_option
+def status(address: str | None, whose: str | None, debug: bool) -> None:
+    """List the jobs of a Ray cluster, and the nodes of their workers."""
+
+    def act() -> None:
+        from rich.table import Table
+
+        from overlord.cli.detached_jobs import jobs, served
+
+        if whose is not None:
+            click.echo(str(served(whose, address)))
+            return
+        found, console = jobs(address), make_console()
+        for job in found:
+            console.print(
+                f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} "
+                f"taken by all; {job.clients} clients",
+                markup=False,
+            )
+            if not job.workers:
+                continue
+            console.print(f"  trainers connect to {job.address}", markup=False, soft_wrap=True)
+            kinds = sorted(
+                {kind for worker in job.workers for kind in worker["asked"]} - {"cores", "memory"}
+            )
+            table = Table(
+                "worker",
+                "node",
+                "cores",
+                "memory MB",
+                *kinds,
+                "process",
+                "state",
+                box=None,
+                pad_edge=False,
+            )
+            for worker in job.workers:
+                asked = {**worker["asked"], "memory": worker["asked"].get("memory", 0.0) // 2**20}
+                reserved = [
+                    f"{asked[kind]:g}" if asked.get(kind) else ""
+                    for kind in ("cores", "memory", *kinds)
+                ]
+                table.add_row(
+                    f"  {worker['name']}",
+                    worker["node"],
+                    *reserved,
+                    str(worker["pid"]),
+                    worker["state"],
+                )
+            console.print(table)
+            if crowded := [
+                worker["name"]
+                for worker in job.workers
+                if worker["name"] != "planner" and not worker["asked"].get("cores")
+            ]:
+                console.print(f"  {without_cores(crowded)}", markup=False)
+            for line in (*job.placement, *job.scaling):
+                console.print(f"  {line}", markup=False, soft_wrap=True)
+        if not found:
+            console.print("no jobs on this cluster: none was submitted, or all were stopped")
+
+    run_guarded(act, debug)
