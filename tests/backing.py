@@ -53,8 +53,8 @@ class ByHand:
 
 
 class HostByHand:
-    """A ``LoaderService`` and the loop around it. Announcements of its own loaders come to ``said``;
-    those of shadows to nobody.
+    """A ``LoaderService`` and the loop around it. Announcements of its own loaders come to
+    ``said``; those of shadows to nobody.
     """
 
     def __init__(self, blueprint: PreparedJob, *, keeps: bool = True):

@@ -22,6 +22,7 @@ from overlord.journal.directory import DirectoryStorage
 from overlord.journal.job_journal import entries
 from overlord.journal.log import read_all
 from overlord.journal.replay import Recovered
+from overlord.journal.timeouts import Timeouts
 from tests.corpus import write_rows
 from tests.processes import WAIT_S, until
 
@@ -231,9 +232,8 @@ def small_segments() -> None:
 
 def child(order: dict[str, Any]) -> None:
     small_segments()
-    launcher.LEAVE_S = job_journal.CLOSE_S = (
-        WAIT_S  # what was taken is perhaps written when the session is left, and looked for then
-    )
+    # An acknowledgement may be written only when the session closes, and the test reads it then.
+    launcher.LEAVE_S, job_journal.TIMEOUTS = WAIT_S, Timeouts(close_s=WAIT_S)
     if order["number"] >= 0:
         die_at(order["number"], order["moment"])
     out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -97,7 +97,7 @@ def test_a_second_writer_takes_over_and_the_first_is_shut_out_for_good(uri):
     assert len(before) == 1
     with pytest.raises(
         JournalError,
-        match=r"process \d+ on \S+ with generation 2 has taken over; .* generation 1; stop this process",
+        match=r"process \d+ on \S+ with generation 2 has taken over; .* generation 1; stop this",
     ):
         old.append([plan(1)])
     new.append([plan(1)])

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 import overlord as ov
 from overlord.cli.main import cli
 from overlord.journal import job_journal
+from overlord.journal.timeouts import Timeouts
 from overlord.loader.reader import ReaderStats
 from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.setup import partition, profile_store
@@ -35,7 +36,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journals are opened again by the process that closed them: a sync that takes longer than a
     second must not be in the way.
     """
-    monkeypatch.setattr(job_journal, "CLOSE_S", 30.0)
+    monkeypatch.setattr(job_journal, "TIMEOUTS", Timeouts(close_s=30.0))
 
 
 def busy(row: dict[str, Any]) -> dict[str, Any]:
