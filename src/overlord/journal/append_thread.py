@@ -180,8 +180,8 @@ class AppendThread:
             )
             self.unpruned = (
                 f"journal {where}: {self._log.doomed} pruned segments stay: {why}; "
-                "let the job remove them (in a store: DeleteObject). The job continues, the journal "
-                "grows, and the next pruning tries again"
+                "let the job remove them (in a store: DeleteObject). The job continues, the "
+                "journal grows, and the next pruning tries again"
             )
         if self.unpruned and not before:
             log.warning("%s", self.unpruned)
