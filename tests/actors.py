@@ -1,5 +1,5 @@
-"""Actors for the tests of the control plane. A module without pytest: every process of a test
-imports it.
+"""Actors for the tests of RPC. The module does not import pytest: every process of a test imports
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from overlord.transport.codec import register
 
 
 class Strange(Exception):
-    """An exception that the channel does not know."""
+    """An exception that the transport does not know."""
 
 
 class OnlyThere(NamedTuple):
@@ -32,7 +32,7 @@ class OnlyThere(NamedTuple):
 
 
 class Worker:
-    """Does what tests want of an actor."""
+    """An actor with one method for each behaviour that tests need."""
 
     def __init__(self, closed: str = "") -> None:
         self.log: list[Any] = []
@@ -92,7 +92,7 @@ class Worker:
         return ["a" * 1000] * n
 
     def only_there(self) -> Any:
-        """A record that is known in this process and not where it goes."""
+        """Return a record that is registered in this process and not in the receiver."""
         register(OnlyThere)
         return OnlyThere(1)
 
@@ -122,13 +122,13 @@ class Worker:
             pass
 
     def hold_the_lock(self) -> int:
-        return sum(range(10**12))  # one C function: no other thread of the process runs meanwhile
+        return sum(range(10**12))  # one C function: no other thread runs meanwhile
 
     def leave(self, code: int) -> None:
         raise SystemExit(code)
 
     def transforms(self) -> list[int]:
-        """A grandchild: its pid, and that of whoever started it for the system."""
+        """Start a transform process; return its pid and the pid of its parent."""
         self.worker = TransformWorker(
             Pipeline("web", [Map(shout)], seed=0, context=8, on_long="truncate")
         )
@@ -150,7 +150,7 @@ class Worker:
 
 
 class Sent:
-    """An actor that is started here and called from elsewhere."""
+    """An actor that is started here and called from another process."""
 
     def __init__(self, name: str, factory: Any, args: Any) -> None:
         self._sibling = RpcEndpoint(name, factory(*args))
@@ -169,7 +169,7 @@ def broken(problem: str) -> Worker:
 
 
 def when_allowed(path: str) -> Worker:
-    """An actor that is not there before the file is."""
+    """Return an actor once the file exists."""
     until_there(path)
     return Worker()
 

@@ -1,5 +1,5 @@
-"""Nodes for Ray's own autoscaler, on one machine: Ray's fake provider, which does not know that a
-node may be asked for memory.
+"""Nodes for Ray's own autoscaler on one machine: Ray's fake provider, which cannot request memory
+for a node.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeP
 
 
 class Provider(FakeMultiNodeProvider):
-    """Loaded by the autoscaler by its name. A node has the memory of the machine."""
+    """A node provider that the autoscaler loads by name. Every node has the memory of the
+    machine.
+    """
 
     def _create_node_with_resources_and_labels(
         self, node_config: Any, tags: Any, count: int, resources: Any, labels: Any
@@ -20,7 +22,9 @@ class Provider(FakeMultiNodeProvider):
 
 
 def config(address: str, nodes: int) -> dict[str, Any]:
-    """What the autoscaler is told: up to so many nodes of one core, beside a head that has none."""
+    """Return the configuration of the autoscaler: up to ``nodes`` nodes of one core, and a head
+    without cores.
+    """
     kinds = {
         "worker": {
             "resources": {"CPU": 1, "memory": 2**31, "object_store_memory": 80 * 2**20},

@@ -1,5 +1,6 @@
-"""A source, its loaders on one or two hosts, and a stand-in for the planner that draws, forgets and
-goes back: for tests of going back.
+"""Tests of rollbacks: a source, its loaders on one or two workers, and a stand-in for the planner.
+
+The stand-in draws, acknowledges and rolls back.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ STRIDE = 2**20
 
 
 class ByHand:
-    """An executor whose work is done when the test says so."""
+    """An executor that runs a piece of work when the test calls ``end``."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[Any, Any]] = []
@@ -53,15 +54,15 @@ class ByHand:
 
 
 class HostByHand:
-    """A ``LoaderService`` and the loop around it. Announcements of its own loaders come to ``said``;
-    those of shadows to nobody.
+    """A ``LoaderService`` and the loop around it. Announcements of its own loaders are appended to
+    ``said``; those of standbys are dropped.
     """
 
     def __init__(self, blueprint: PreparedJob, *, keeps: bool = True):
         self.blueprint, self.executor = blueprint, ByHand()
         self.loading = LoaderService(self.executor, self._run, keeps=keeps)
         self.said: deque[Announce] = deque()
-        self.opened: list[LoaderStart] = []  # afresh
+        self.opened: list[LoaderStart] = []  # loaders that were opened, not replayed
 
     def _run(self, commands: Any) -> None:
         queue = deque(commands)
@@ -104,7 +105,7 @@ class HostByHand:
 
 @dataclass
 class Step:
-    """What a step drew, and how things stood behind it."""
+    """The samples that a step drew, and the position after it."""
 
     cursor: Cursor
     passed: np.ndarray  # rows dropped, documents that lost tokens, these tokens
@@ -115,8 +116,9 @@ class Step:
 
 
 class Drawing:
-    """The planner's part: one source's stream, drawn step by step. ``hosts[home[k]]`` has loader k,
-    the others may follow it.
+    """A stand-in for the planner: one source's stream, drawn step by step.
+
+    ``hosts[home[k]]`` runs loader k; the other workers may run a standby of it.
     """
 
     def __init__(
@@ -138,9 +140,9 @@ class Drawing:
         self.home = {self.first + k: k % hosts for k in range(loaders)}
         self.generation, self.acked, self.passed = 0, -1, np.zeros(3, np.int64)
         self.steps = [Step(cursor or Cursor(), self.passed)]  # steps[0] is step -1
-        self.late: deque[tuple[int, dict[int, int]]] = deque()  # parts that did not arrive yet
+        self.late: deque[tuple[int, dict[int, int]]] = deque()  # steps that were not delivered yet
         self.payload: dict[tuple[int, ...], list[bytes]] = {}
-        self._words: list[tuple[Rollback, list[LoaderStart]]] = []  # the last Back, for each host
+        self._words: list[tuple[Rollback, list[LoaderStart]]] = []  # the last rollback, by worker
         self._begin(self.steps[0].cursor)
         for opening in self.openings(self.steps[0].cursor):
             self.hosts[self.home[opening.loader]].open(opening)
@@ -164,10 +166,10 @@ class Drawing:
             for o in self.blueprint.openings(self.source, cursor)
         ]
 
-    # what happens
+    # events
 
     def hear(self, n: int | None = None) -> None:
-        """The next n announcements of each host come in."""
+        """Receive the next n announcements of each worker."""
         for host in self.hosts:
             for _ in range(len(host.said) if n is None else min(n, len(host.said))):
                 news = host.said.popleft()
@@ -176,8 +178,8 @@ class Drawing:
                     self.stream.check()
 
     def refill(self, must: int, level: int) -> None:
-        """All loaders hold so much; without a horizon one whose rows are all dropped would read for
-        ever.
+        """Refill all loaders to a level. Without a horizon a loader whose rows are all dropped
+        would read for ever.
         """
         for loader in self.home:
             for host in self.hosts:
@@ -188,7 +190,7 @@ class Drawing:
             host.executor.end(k)
 
     def go_on(self, n: int) -> None:
-        """A whole step, as when nothing is slow."""
+        """Draw and deliver one whole step without delays."""
         self.refill(n, 2 * n)
         for host in self.hosts:
             while host.executor.begun:
@@ -198,7 +200,7 @@ class Drawing:
         self.arrive(len(self.late))
 
     def draw(self, n: int) -> None:
-        """A step of up to n samples; its part is on its way."""
+        """Draw a step of up to n samples; its loader plans are queued in ``late``."""
         n = min(n, self.stream.ready)
         if not n:
             return
@@ -222,7 +224,7 @@ class Drawing:
         return len(self.steps) - 2
 
     def arrive(self, n: int = 1) -> None:
-        """The next n parts come to all hosts."""
+        """Deliver the next n queued steps to all workers."""
         for _ in range(min(n, len(self.late))):
             step, pops = self.late.popleft()
             for h, host in enumerate(self.hosts):
@@ -240,11 +242,11 @@ class Drawing:
             host.loading.acked(self.acked)
 
     def back(self, step: int, *, afresh: bool = False) -> None:
-        """All hosts go back to a step; those that only follow are told where to go on."""
+        """Roll all workers back to a step; standbys receive their new starting point."""
         step = max(self.acked, min(step, self.last))
         self.generation += STRIDE
         del self.steps[step + 2 :]
-        self.late.clear()  # a part of before leads to nothing
+        self.late.clear()  # steps from before the rollback do not count
         self.passed = self.steps[-1].passed
         cursor = self.steps[-1].cursor
         self._begin(cursor)
@@ -263,7 +265,7 @@ class Drawing:
         self.say_again()
 
     def say_again(self) -> None:
-        """The last Back once more; the first time is one of them."""
+        """Send the last rollback to all workers; the first send calls it too."""
         for host, (back, others) in zip(self.hosts, self._words, strict=False):
             host.back(back)
             for o in others:
@@ -272,7 +274,7 @@ class Drawing:
     # at the end
 
     def to_the_end(self, samples: int = 10**9) -> None:
-        """Draw all that there is, or so many samples from here on."""
+        """Draw all samples, or up to ``samples`` more."""
         idle, group = 0, -1
         for _ in range(100_000):
             self.arrive(len(self.late))
@@ -299,7 +301,7 @@ class Drawing:
                 )
 
     def outcome(self) -> tuple[Any, ...]:
-        """All that was drawn and listed, and how it ended."""
+        """Return everything that was drawn and quarantined, and the error at the end."""
         ids = [i for s in self.steps for i in s.ids]
         bad = [b for s in self.steps for b in s.bad]
         before = np.array(self.stream.passed)
@@ -333,7 +335,7 @@ def holders(pieces: list[Piece]) -> list[int]:
 
 
 def payload_rows(pieces: list[Content]) -> list[bytes]:
-    """Each document's tokens and items, as bytes."""
+    """Return each document's tokens and items as bytes."""
     rows = []
     for piece in pieces:
         first = None if piece.items is None else piece.items.first

@@ -1,7 +1,7 @@
-"""Settings for the whole suite: no deadline on examples (machines are noisy), a cache of its own
+"""Settings of the whole suite: no deadline on examples (machines are noisy), and a cache of its own
 for every run.
 
-The examples of the laws are the same in every run, so that a change is what turns the suite red;
+The examples of properties are the same in every run, so that only a change makes the suite fail.
 ``make laws`` draws new ones.
 """
 
@@ -34,22 +34,20 @@ settings.register_profile(
 settings.load_profile("overlord")
 
 if importlib.util.find_spec("dateutil") is None:
-    # pyarrow looks for it with every column of Python values. Where there is none, looking, through
-    # the hooks of pytest at that, would be
-    # a fifth of the time of most laws.
+    # pyarrow imports it for every column of Python values. Where it is missing, the search through
+    # pytest's import hooks takes a fifth of the time of most properties.
     sys.modules["dateutil"] = None  # type: ignore[assignment]
 
 multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell starts what is followed by "&" so, and children would not hear Ctrl-C
+# A shell ignores SIGINT in commands that end in "&", and their children would not receive Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Indexes of test files must not land in the user's cache."""
+    """Keep indexes of test files out of the user's cache."""
     path = tmp_path_factory.mktemp("cache")
     before = os.environ.get("OVERLORD_CACHE")
     os.environ["OVERLORD_CACHE"] = str(path)
@@ -62,8 +60,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _imported_for_good() -> None:
-    """What was there before the tests of a file stays: with torch and Ray loaded, to look through
-    it takes half a second every time.
+    """Freeze all objects that exist before the tests of a file. With torch and Ray loaded, each
+    garbage collection of them takes half a second.
     """
     gc.collect()
     gc.freeze()
@@ -71,7 +69,7 @@ def _imported_for_good() -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small real tokenizer: bytes, and a few merges."""
+    """Write a small real tokenizer: bytes, and a few merges."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -85,10 +83,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-# Ray: one small cluster of this machine for all tests that want it, since to start one takes five
-# seconds. They come first, and it ends
-# behind the last of them: idle, with processes that wait for an actor of their name, it would take
-# a tenth of a core to the end.
+# Ray: one small cluster of this machine for all tests that need it, since starting one takes five
+# seconds. These tests run first, and the cluster ends after the last of them. An idle cluster, with
+# processes that wait for an actor of their name, would take a tenth of a core.
 
 _cluster = contextlib.ExitStack()
 _running: list[object] = []

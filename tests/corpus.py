@@ -1,4 +1,4 @@
-"""The same rows in every format, for tests."""
+"""Files with the same rows in every format, for tests."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ FORMATS = tuple(SUFFIX)
 def write_rows(
     directory: str | Path, format: str, rows: Sequence[dict[str, Any]], files: int = 2, **kw: Any
 ) -> str:
-    """Writes rows into ``files`` files of equal share, in order, and returns the glob that names
-    them.
+    """Write rows in order into ``files`` files of equal size, and return their glob.
 
-    ``row_group_size`` (parquet), ``batch_rows`` (arrow). In a tar every value becomes a member
-    ``<row number>.<column>``, text as UTF-8 and anything else as JSON.
+    ``row_group_size`` is for parquet, ``batch_rows`` for arrow. In a tar every value becomes a
+    member ``<row number>.<column>``, text as UTF-8 and anything else as JSON.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -80,7 +79,7 @@ def _write(
 
 
 def pack(text: bytes, format: str) -> bytes:
-    """Text as it stands in a file of the JSONL formats."""
+    """Return text as it is stored in a file of the JSONL formats."""
     if format == "jsonl.gz":
         return gzip.compress(text, mtime=0)
     if format == "jsonl.zst":

@@ -1,5 +1,6 @@
-"""Strategies and schedules that end, or hold up, the process they run in. A module without pytest:
-the planner's process imports it.
+"""Strategies and schedules that end or block the process they run in.
+
+The module does not import pytest: the coordinator process imports it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FATAL_STEP = 6
 
 
 def deadly(buffer: Any, place: Any) -> Any:
-    """Crashes whoever plans that step, every time."""
+    """Crash the process that plans that step, every time."""
     if buffer.step == FATAL_STEP:
         os._exit(3)
     return llm_balance(buffer, place)
@@ -27,9 +28,9 @@ def deadly(buffer: Any, place: Any) -> Any:
 
 @dataclass(frozen=True)
 class Stuck:
-    """Does not come to an end at that step; once, or whenever it is planned."""
+    """A strategy that never returns at one step, once or every time."""
 
-    flag: Path  # there since it was stuck
+    flag: Path  # exists once it was stuck
     always: bool = False
 
     def __call__(self, buffer: Any, place: Any) -> Any:
@@ -40,8 +41,8 @@ class Stuck:
 
 
 class HeldUp:
-    """A schedule in whose planner's process a journal is not written while there is a file of that
-    name: a disk that hangs.
+    """A schedule that blocks the journal of its coordinator process while a file exists, like a
+    disk that hangs.
     """
 
     def __init__(self, flag: Path, launcher: int = 0):
@@ -67,8 +68,8 @@ class HeldUp:
 
 
 class Halting:
-    """A transform that stops the process it is sent to (``SIGSTOP``), once, where there is such a
-    file: in the midst of its start.
+    """A transform that stops the process it is sent to (``SIGSTOP``), once, if a file exists: in
+    the middle of its start.
     """
 
     def __init__(self, flag: Path, launcher: int = 0):
@@ -88,7 +89,7 @@ class Halting:
 
 
 class Slow(Halting):
-    """The same with a start that takes as long as the file is there."""
+    """A transform whose process start takes as long as the file exists."""
 
     def __init__(self, flag: Path, launcher: int = 0):
         self.flag, self.launcher = flag, launcher or os.getpid()
@@ -97,7 +98,7 @@ class Slow(Halting):
 
 
 class HaltingStrategy(Halting):
-    """The same for the process of a planner."""
+    """A strategy that stops the coordinator process during its start."""
 
     def __call__(self, buffer: Any, place: Any) -> Any:  # type: ignore[override]
         return llm_balance(buffer, place)

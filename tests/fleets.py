@@ -1,6 +1,7 @@
-"""The real cores of a job over several loader hosts, by hand: planner, cutter, loaders and what
-reads for them, with a queue to every host and one back. There is no process, thread or clock; who
-moves next is drawn from a seed. Hosts come and go as sources are spread.
+"""The real cores of a job over several loader workers, without processes, threads or a clock.
+
+Planner, router, loaders and readers exchange messages through one queue to and one queue from every
+worker. A seed decides which of them runs next. Workers start and stop as sources are scaled.
 """
 
 from __future__ import annotations
@@ -37,14 +38,13 @@ from overlord.scaling.shards import kept, spread
 from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.transport.state_codec import seal
 
-MOST_MOVES = 100_000  # far more than any of these jobs takes
-Delivered = list[
-    tuple[tuple[Any, ...], list[int]]
-]  # of a step, in the order of its plan: the sample, its tokens
+MOST_MOVES = 100_000  # far more than any of these jobs needs
+# The samples of a step in the order of its plan: (id, tokens).
+Delivered = list[tuple[tuple[Any, ...], list[int]]]
 
 
 class Reading:
-    """A loader host: loaders, and the work that they have begun."""
+    """A loader worker: loaders, and the work that they have started."""
 
     def __init__(self, blueprint: PreparedJob):
         self._blueprint = blueprint
@@ -132,8 +132,9 @@ class Reading:
 
 
 class Fleet:
-    """All loaders are on one host to begin with. ``changes``: after so many moves, read this source
-    in so many hosts.
+    """A job whose loaders are all on one worker at first.
+
+    ``changes`` has (moves, source, workers): after these moves, read the source in as many workers.
     """
 
     def __init__(
@@ -151,23 +152,21 @@ class Fleet:
         self._buckets = len(list(blueprint.job.place.buckets("DP")))
         self.cutter = PlanRouter([0] * sum(self.shares), [0] * self._buckets)
         self.hosts = {0: Reading(blueprint)}
-        self._change: tuple[int, dict[int, int]] | None = (
-            None  # a source that is on its way, and where its loaders go
-        )
+        # The source that is being moved, and the new workers of its loaders.
+        self._change: tuple[int, dict[int, int]] | None = None
         self._moves: dict[int, int] = {}
         self.placed: dict[int, ConstructorPlan] = {}
         self.states: dict[int, StreamState] = {}
         self.finish: EndOfJob | None = None
-        self.degrees: Counter[tuple[int, int]] = (
-            Counter()
-        )  # hosts of a source before and after, for each change
+        # Workers of a source before and after, for each change.
+        self.degrees: Counter[tuple[int, int]] = Counter()
         cursors = [Cursor(*c) for c in self.planner.state().cursors.tolist()]
         for i in range(n):
             for opening in blueprint.openings(i, cursors[i]):
                 self.hosts[0].open(opening)
 
     def run(self, last: int | None = None) -> Fleet:
-        """To the end of the job, or until a step is planned."""
+        """Run to the end of the job, or until a step is planned."""
         ranks, moves = range(self.blueprint.job.place.world_size), 0
         for rank in ranks:
             self._do(self.planner.handle(Attach(rank)))
@@ -226,7 +225,7 @@ class Fleet:
             self._spread(source % len(self.shares), n)
 
     def _spread(self, source: int, n: int) -> None:
-        """As ``cluster/rebalance.py`` does, but that hosts are there at once."""
+        """Scale a source as ``cluster/rebalance.py`` does, with workers that start at once."""
         now, n = self.hosts_of(source), min(n, self.shares[source])
         others = Counter(
             self.cutter.host(k) for k in range(sum(self.shares)) if k not in self._numbers(source)
@@ -244,9 +243,8 @@ class Fleet:
         }
         self.degrees[len(now), len(set(to))] += 1
         self._change = source, moves
-        if (
-            self._random.random() < 0.7 and not self.planner.holds_over
-        ):  # a host that follows first; else they are opened there
+        # The new worker first runs standbys of the loaders; otherwise it opens them.
+        if self._random.random() < 0.7 and not self.planner.holds_over:
             self.cutter.follow(moves)
             for k, h in moves.items():
                 cursor, generation, refill = self.planner.opening(k)
@@ -276,7 +274,7 @@ class Fleet:
             opening if self.planner.holds_over else ("stand", command.step, opening)
         )
 
-    # what the planner says
+    # commands of the planner
 
     def _do(self, commands: Sequence[Any]) -> None:
         for command in commands:
@@ -304,10 +302,10 @@ class Fleet:
         for h, part in cuts.parts.items():
             self.hosts[h].inbox.append(part)
 
-    # what came of it
+    # results
 
     def delivered(self) -> list[Delivered]:
-        """Of every step what its constructor would build, from what hosts really sent."""
+        """Return what the constructor would build for every step, from what workers really sent."""
         found = []
         for step, placed in sorted(self.placed.items()):
             payload = [row for h in placed.origins for row in self.hosts[h].sent[step]]

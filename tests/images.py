@@ -1,5 +1,5 @@
 """Small sources with images, written as files: JPEG and PNG in Parquet and tar, some of them broken
-behind their header.
+after their header.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ IMAGES = {
 
 
 def picture(seed: int, kind: str = "JPEG", *, broken: bool = False) -> bytes:
-    """An image of some size; ``broken``: its header and its end are fine, and most of its body is
-    missing.
+    """Return an image of some size. With ``broken`` its header and its end are fine, and most of
+    its body is missing.
     """
     rng = np.random.default_rng(seed)
     width, height = (int(n) for n in rng.integers(20, 90, 2))
@@ -38,7 +38,7 @@ def picture(seed: int, kind: str = "JPEG", *, broken: bool = False) -> bytes:
     Image.fromarray(low).resize((width, height), Image.Resampling.BICUBIC).save(out, kind)
     made = out.getvalue()
     if broken:
-        scan = made.rindex(b"\xff\xda") + 14  # behind the header of a JPEG's pixels
+        scan = made.rindex(b"\xff\xda") + 14  # after the header of a JPEG's pixels
         made = made[: scan + (len(made) - scan) // 3] + made[-2:]
     return made
 
@@ -48,7 +48,7 @@ def tokens(seed: int, n: int) -> list[int]:
 
 
 def parquet(folder: Path, rows: int, *, first: int = 0, broken: tuple[int, ...] = ()) -> str:
-    """Rows of none to three JPEGs; ``broken``: rows whose first one is cut off."""
+    """Write rows of none to three JPEGs; the first JPEG of the ``broken`` rows is truncated."""
     folder.mkdir(parents=True, exist_ok=True)
     table: dict[str, list[Any]] = {"tokens": [], "images": []}
     for i in range(first, first + rows):
@@ -66,7 +66,7 @@ def parquet(folder: Path, rows: int, *, first: int = 0, broken: tuple[int, ...] 
 
 
 def tar(folder: Path, rows: int, *, first: int = 0) -> str:
-    """Samples of a PNG and its text, in two shards."""
+    """Write samples of a PNG and its text, in two shards."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(2):
         with tarfile.open(folder / f"{shard}.tar", "w") as out:
@@ -98,7 +98,7 @@ def text(folder: Path, rows: int) -> str:
 def sources(
     folder: Path, *, broken: tuple[int, ...] = (), epochs: int | None = None, **images: Any
 ) -> list[ov.Source]:
-    """Photos with several images a sample, drawings with one, and text."""
+    """Return sources: photos with several images a sample, drawings with one, and text."""
     how = IMAGES | images
     return [
         ov.Source(

@@ -1,5 +1,5 @@
-"""A job with a journal whose process dies where it is told to: for tests that kill it at every
-write, and look at what is left.
+"""A job with a journal whose process dies at a given point, for tests that kill it at every write
+and read what is left.
 """
 
 from __future__ import annotations
@@ -22,24 +22,19 @@ from overlord.journal.directory import DirectoryStorage
 from overlord.journal.job_journal import entries
 from overlord.journal.log import read_all
 from overlord.journal.replay import Recovered
+from overlord.journal.timeouts import Timeouts
 from tests.corpus import write_rows
 from tests.processes import WAIT_S, until
 
 STEPS = 9
-SAY, AT = (
-    2,
-    6,
-)  # when so many steps were taken, the mixture is changed from that step on; and one is skipped
-SKIPPED = 7
-MOMENTS = (
-    "before",
-    "torn",
-    "after",
-)  # what was written and not synced outlives a process as what was
+SAY, AT = 2, 6  # after SAY steps the mixture is changed from step AT on
+SKIPPED = 7  # and this step is skipped
+# Bytes that were written and not synced survive the process as synced ones do.
+MOMENTS = ("before", "torn", "after")
 
 
 class Learner:
-    """A schedule with a memory: what was reported must reach it, once."""
+    """A schedule with a memory: each report must reach it exactly once."""
 
     def __init__(self) -> None:
         self.seen = {"a": 1.0, "b": 1.0}
@@ -86,7 +81,7 @@ def job(directory: Path, journal: str | None, **changes: Any) -> ov.Job:
 
 
 def told(rank: int, step: int) -> dict[str, float]:
-    """What a trainer reports of a step: the same every time it is asked."""
+    """Return the report of a trainer for a step, the same at every call."""
     x = (step * 2654435761 + rank) % 1000
     return {"loss/a": x / 500, "loss/b": (999 - x) / 400}
 
@@ -100,16 +95,17 @@ def digest(step: ov.Step) -> str:
 
 
 def train(made: ov.Job, note: Callable[[list[Any]], Any], **options: Any) -> None:
-    """All steps that come; ``note`` is told of each when the trainer has it, and of what was said
-    and acknowledged. ``then``: done before the session is left.
+    """Train on all steps.
+
+    ``note`` receives each step that the trainer has, and each event that was acknowledged. The
+    option ``then`` is called before the session closes.
     """
     said, then = options.pop("said", False), options.pop("then", lambda session: None)
     with ov.launch(made, prefetch=2, stall_limit_s=WAIT_S, **options) as session:
         client = session.client(0)
         first = session._start_state.step
-        for step in range(
-            max(0, first - 2), first
-        ):  # what the journal may not have: a report is written with the next plan
+        # The journal may lack these: a report is written with the next plan.
+        for step in range(max(0, first - 2), first):
             client.report(step, told(0, step))
         note(["begins", first, session.resumed and session.resumed.why])
         for step in client:
@@ -128,7 +124,7 @@ def train(made: ov.Job, note: Callable[[list[Any]], Any], **options: Any) -> Non
 
 
 def die_at(number: int, moment: str) -> None:
-    """In this process: at that write of the journal, counted from 0, or where it removes
+    """Let this process die at a write of the journal, counted from 0, or where it removes
     segments.
     """
     left = [number]
@@ -141,7 +137,7 @@ def die_at(number: int, moment: str) -> None:
 
 
 def _die_by(how: Callable[[], str]) -> None:
-    """At every write or removal of this process that is not to be "whole"."""
+    """Let this process die at every write or removal for which ``how`` does not return "whole"."""
     write, remove = DirectoryStorage._write, DirectoryStorage.remove
 
     def dying_write(self: DirectoryStorage, name: str, data: bytes, at: int) -> None:
@@ -163,15 +159,15 @@ def _die_by(how: Callable[[], str]) -> None:
     DirectoryStorage._write, DirectoryStorage.remove = dying_write, dying_remove  # type: ignore[method-assign]
 
 
-# What is done at a write, one try after the other, and at those behind it: the last try gets
-# through, so that some planners come to
-# their second and third write (a snapshot, a segment's end) before they die.
+# The actions at a write, one try after the other, and at later writes. The last try succeeds, so
+# that some coordinators reach their second and third write (a snapshot, a segment's end) before
+# they die.
 TRIES = (("before", "torn", "whole"), ("torn", "whole"), ("after",))
 
 
 class Dying(Learner):
-    """The same schedule, which brings death to the process of the planner it is sent to: at every
-    write that a run comes to.
+    """A learning schedule that lets the coordinator process it is sent to die, at every write that
+    a run reaches.
     """
 
     def __init__(self, ledger: Path, launcher: int = 0):
@@ -182,12 +178,12 @@ class Dying(Learner):
         return _sent, (self.ledger, self.launcher, self.seen)
 
     def tried(self) -> list[tuple[int, str]]:
-        """Writes by number, and what was done at them, by all planners of the run."""
+        """Return the writes of all coordinators of the run by number, and what was done at them."""
         lines = self.ledger.read_text().split("\n")[:-1] if self.ledger.exists() else []
         return [(int(number), how) for number, how in (line.split() for line in lines)]
 
 
-_to_die: list[int] = []  # schedules are also copied within a process, which dies once
+_to_die: list[int] = []  # a schedule is also copied within a process, which dies once
 
 
 def _sent(ledger: Path, launcher: int, seen: dict[str, float]) -> Dying:
@@ -224,16 +220,17 @@ def _die() -> None:
 
 
 def small_segments() -> None:
-    """Snapshots every few plans, and a segment for each: pruning is part of what may be cut."""
+    """Write a snapshot every few plans, and a segment for each, so that pruning may be cut off
+    too.
+    """
     job_journal.SEGMENT_BYTES = 400
     job_journal.Interval = lambda: Interval(ratio=2, most_plans=3)  # type: ignore[assignment,misc]
 
 
 def child(order: dict[str, Any]) -> None:
     small_segments()
-    launcher.LEAVE_S = job_journal.CLOSE_S = (
-        WAIT_S  # what was taken is perhaps written when the session is left, and looked for then
-    )
+    # An acknowledgement may be written only when the session closes, and the test reads it then.
+    launcher.LEAVE_S, job_journal.TIMEOUTS = WAIT_S, Timeouts(close_s=WAIT_S)
     if order["number"] >= 0:
         die_at(order["number"], order["moment"])
     out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -245,8 +242,8 @@ def child(order: dict[str, Any]) -> None:
             _die()
 
     def heard(session: ov.Session) -> None:
-        """A planner in another process hears a moment later what was taken; what it has not heard
-        it does not write.
+        """Wait until the coordinator has received the last acknowledgement. It does not write one
+        that it has not received.
         """
         if order["runtime"] != "local":
             until(lambda: session._host._parts.acked == STEPS - 1)  # type: ignore[attr-defined]
@@ -257,11 +254,11 @@ def child(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Orders come by lines; each is carried out by a child of its own, which may die. Nothing here
-    has a thread, so it may fork.
+    """Execute orders from standard input, one a line, each in a child of its own, which may die.
+    This process has no threads, so it may fork.
     """
     for name in ("overlord.session.runtime", "overlord.session.session", "tests.preloaded"):
-        importlib.import_module(name)  # not in each of them again
+        importlib.import_module(name)  # imported once, not in every child
     print("ready", flush=True)
     for line in sys.stdin:
         pid = os.fork()
@@ -279,7 +276,7 @@ def main() -> None:
 
 
 def notes(path: Path) -> list[list[Any]]:
-    """What a child noted; the last line may be cut."""
+    """Return the notes of a child; the last line may be incomplete."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 

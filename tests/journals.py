@@ -1,6 +1,4 @@
-"""Shared by the tests of the journal: a place in memory that fails on command, and what a journal
-holds.
-"""
+"""Helpers for tests of the journal: a storage in memory that fails on command."""
 
 from __future__ import annotations
 
@@ -18,15 +16,17 @@ JOB = Header(job="demo", fingerprint={"draw": "exact-1", "web": "abc"})
 
 
 class Memory:
-    """Segments as bytes. ``fault`` is asked before every write: how many of its bytes arrive before
-    it fails; None: all is well.
+    """A storage that holds segments as bytes.
+
+    ``fault`` is called before every write. It returns how many bytes arrive before the write fails;
+    None: the write succeeds.
     """
 
     def __init__(self, whole: bool = False):
         self.shown, self.whole = "memory", whole
         self.files: dict[str, bytes] = {}
         self.fault: Callable[[bytes], int | None] = lambda data: None
-        self.stays = False  # what is left of a segment that could not be created cannot be removed
+        self.stays = False  # a segment that could not be created is not removed
 
     def hold(self) -> None: ...
     def close(self) -> None: ...
@@ -70,7 +70,7 @@ class Memory:
 
 
 def written(appends: Sequence[Sequence[Record]], segment_bytes: int = 2**24) -> Memory:
-    """A journal with these appends."""
+    """Return a journal with these appends."""
     place = Memory()
     log = JournalLog.create(place, JOB, segment_bytes=segment_bytes)
     for records in appends:

@@ -1,6 +1,4 @@
-"""How many examples a law is tried on: one number for the suite, in which a law says what share of
-it it needs.
-"""
+"""The number of examples for a property: one number for the suite, which a property scales."""
 
 from __future__ import annotations
 
@@ -8,10 +6,10 @@ import os
 
 from hypothesis import settings
 
-USUAL = 60  # examples of a law that says nothing, where laws say how many they need
-EXAMPLES = int(os.environ.get("OVERLORD_EXAMPLES", "40"))  # the same in this run
+USUAL = 60  # the number that ``examples`` is relative to
+EXAMPLES = int(os.environ.get("OVERLORD_EXAMPLES", "40"))  # the usual number in this run
 
 
 def examples(n: int) -> settings:
-    """So many where 60 are usual."""
+    """Return settings for ``n`` examples, scaled to the usual number of this run."""
     return settings(max_examples=max(1, n * EXAMPLES // USUAL))

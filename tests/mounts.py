@@ -1,5 +1,5 @@
-"""A file system that fails as a mount does when it is told to: for faults that no real disk can be
-made to have.
+"""A file system that fails on command like a mount, for faults that a real disk cannot be made to
+have.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import pyarrow.fs as pafs
 
 from overlord.sources.files import Files
 
-HANGS = "hangs"  # a pipe: whoever opens it waits until somebody writes to it
+HANGS = "hangs"  # a pipe: opening it blocks until a process writes to it
 
 
 class Mount(pafs.FileSystemHandler):
-    """The files of this machine by way of a directory of switches: a file there named after an
-    errno (or "short") makes reads fail so, in this and in every other process; a number in it says
-    how often.
+    """The files of this machine, with faults from a directory of switches.
+
+    A file there that is named after an errno (or "short") makes reads fail that way, in this and in
+    every other process. A number in it limits how often.
     """
 
     def __init__(self, switches: str):
@@ -52,7 +53,7 @@ class Mount(pafs.FileSystemHandler):
         return path
 
     def fault(self) -> str:
-        """What is to fail now, if anything; counted down."""
+        """Return the fault of the next read, if any, and count it down."""
         for switch in sorted(Path(self.switches).iterdir()):
             if switch.is_file():
                 left = int(switch.read_text())
@@ -102,14 +103,14 @@ def mounted(switches: Path) -> Files:
 
 
 def fail(switches: Path, fault: str, times: int) -> None:
-    """At once: readers look at any moment."""
+    """Set a fault atomically: readers check at any moment."""
     new = switches.with_name(f"{fault}-{times}")
     new.write_text(str(times))
     new.rename(switches / fault)
 
 
 def hang(switches: Path, under: Path | str = "") -> None:
-    """From here on, whoever opens a file of that folder hangs."""
+    """Let every open of a file in that folder block."""
     new = switches.with_name("new")
     new.mkdir()
     (new / "under").write_text(str(under))
@@ -118,12 +119,12 @@ def hang(switches: Path, under: Path | str = "") -> None:
 
 
 def let_go(switches: Path) -> None:
-    """Whoever hangs goes on, and nobody hangs any more."""
+    """Release blocked readers, and let no later one block."""
     (switches / HANGS).rename(switches / "was")
     pipe = switches / "was" / "pipe"
     try:
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
     except OSError as error:
-        if error.errno != errno.ENXIO:  # nobody hung
+        if error.errno != errno.ENXIO:  # no reader is blocked
             raise
     shutil.rmtree(switches / "was")

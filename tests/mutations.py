@@ -1,11 +1,10 @@
-"""Do the tests notice? One small fault at a time is put into a copy of the repository, and the
-tests are run on it.
+"""Mutation tests: put one small fault at a time into a copy of the repository, and run the tests.
 
-    PYTHONPATH=src .venv/bin/python -m tests.mutations            # all of them, two at a time: some minutes
-    PYTHONPATH=src .venv/bin/python -m tests.mutations draw may   # those whose file or words contain one of these
+    PYTHONPATH=src .venv/bin/python -m tests.mutations            # all, two at a time: minutes
+    PYTHONPATH=src .venv/bin/python -m tests.mutations draw may   # those whose file or text match
 
-A fault that no test notices is a hole in the tests, or no fault. Not collected by pytest; never
-touches the working tree.
+A fault that no test detects is a gap in the tests, or not a fault. pytest does not collect this
+module, and it never changes the working tree.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600
-# The tests that should notice, by the part a fault is in; cheap ones first, since a run ends with
-# the first failure.
+# The tests that should detect a fault, by its package; cheap ones first, since a run ends with the
+# first failure.
 LAWS = (
     "properties/test_look_ahead.py",
     "properties/test_cores.py",
@@ -83,11 +82,12 @@ TESTS = {
         "properties/test_images.py",
     ),
 }
-# Finding a fault is enough here; to shrink the example takes minutes. The database would carry
-# finds from one fault to the next.
+# Detecting a fault is enough; shrinking the example takes minutes. The database would carry
+# examples from one fault to the next.
 QUICK = """
 from hypothesis import Phase
-settings.register_profile("mutations", settings.get_profile("overlord"), phases=[Phase.explicit, Phase.generate], database=None)
+usual, phases = settings.get_profile("overlord"), [Phase.explicit, Phase.generate]
+settings.register_profile("mutations", usual, phases=phases, database=None)
 settings.load_profile("mutations")
 """
 
@@ -96,7 +96,7 @@ settings.load_profile("mutations")
 class Mutation:
     what: str
     file: str  # below src/overlord
-    old: str  # stands there once
+    old: str  # occurs there once
     new: str
 
 
@@ -989,8 +989,8 @@ MUTATIONS = [
 
 
 def snapshot(root: Path) -> Path:
-    """The repository as it is now. Others may go on editing: all faults are put into this one
-    state, which passes without them.
+    """Return a copy of the repository. All faults are put into this one state, which passes without
+    them, although the working tree may change meanwhile.
     """
     for part in ("src", "tests", "docs", "examples"):
         shutil.copytree(
@@ -1003,9 +1003,10 @@ def snapshot(root: Path) -> Path:
 
 
 def tests_on(root: Path, mutation: Mutation | None) -> tuple[str, str, float]:
-    """(verdict, the first test that failed, seconds) of a copy with this fault. Only a failed test,
-    or one that never ends, is a fault caught: a copy that does not even import says nothing about
-    the tests.
+    """Return (verdict, the first test that failed, seconds) of a copy with this fault.
+
+    A fault is caught only by a test that fails or never ends. A copy that cannot be imported shows
+    nothing about the tests.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="overlord-mutation-") as scratch:

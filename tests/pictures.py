@@ -12,7 +12,7 @@ from PIL import Image
 
 
 def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Smooth colours with some noise, as a photograph has: bytes [height, width, 3]."""
+    """Return smooth colours with some noise, as a photograph has: bytes [height, width, 3]."""
     rng = np.random.default_rng(seed)
     small = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), np.uint8)
     smooth = np.asarray(
@@ -59,7 +59,7 @@ def png_of(
     interlace: int = 0,
     more: bytes = b"",
 ) -> bytes:
-    """A PNG by hand: for sizes and kinds that Pillow does not write."""
+    """Return a hand-made PNG, of sizes and kinds that Pillow does not write."""
     head = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, interlace)
     return (
         b"\x89PNG\r\n\x1a\n"
@@ -71,7 +71,7 @@ def png_of(
 
 
 def interlaced(height: int = 20, width: int = 30, seed: int = 0) -> bytes:
-    """An Adam7 PNG of ``photo``; Pillow reads them and does not write them."""
+    """Return an Adam7 PNG of ``photo``; Pillow reads such files and does not write them."""
     image, rows = photo(height, width, seed), b""
     for x, y, dx, dy in (
         (0, 0, 8, 8),
@@ -88,9 +88,7 @@ def interlaced(height: int = 20, width: int = 30, seed: int = 0) -> bytes:
 
 
 def deep(height: int = 20, width: int = 30, colour: int = 0) -> bytes:
-    """A PNG of 16 bits a channel whose lower bytes are noise and whose upper bytes are
-    ``photo``.
-    """
+    """Return a PNG of 16 bits a channel: upper bytes are ``photo``, lower bytes are noise."""
     channels = {0: 1, 2: 3, 4: 2, 6: 4}[colour]
     upper = np.concatenate([photo(height, width), photo(height, width, 1)], axis=2)[:, :, :channels]
     lower = np.random.default_rng(7).integers(0, 256, upper.shape, np.uint8)

@@ -1,6 +1,7 @@
-"""Loaded once by the fork server of the tests, for all hosts that it starts: functions of tests are
-sent to them, and what their modules import would otherwise be imported again in each. Nothing here
-starts a thread.
+"""Modules that the fork server of the tests imports once, for all workers that it starts.
+
+Tests send functions to workers. Their modules would otherwise be imported in each worker. Nothing
+here starts a thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ for name in (
 ):
     importlib.import_module(name)
 
-pa.array(
-    [0]
-)  # at the first column of Python values pyarrow imports pandas, where that is installed
+# At the first column of Python values pyarrow imports pandas, where that is installed.
+pa.array([0])
 gc.freeze()

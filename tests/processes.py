@@ -1,5 +1,5 @@
-"""Shared by the tests of the process runtime: runs written down to the byte, programs of their own,
-and who is left of them.
+"""Helpers for tests of the process runtime: recorded runs, child programs, and checks for leftover
+processes.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ from overlord.errors import DataStall
 from overlord.messages.control import SetMixture, Skip
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = os.environ.get(
-    "OVERLORD_TEST_RUNTIME", "process"
-)  # where tests of parts have them, unless they say: `make ray` has them on Ray
-# What those that os.kill hit are said to have died of: Ray does not tell a signal from a crash.
+# The runtime of workers in tests that do not choose one: `make ray` runs them on Ray.
+PARTS = os.environ.get("OVERLORD_TEST_RUNTIME", "process")
+# The reported reason of workers that os.kill hit: Ray does not distinguish a signal from a crash.
 KILLED = (
     "killed by signal 9"
     if PARTS == "process"
     else "its process died without a word: it was killed, crashed or ran out of memory"
 )
 EXITED = "exit code 3" if PARTS == "process" else KILLED
-ASKED = "killed by signal 9" if PARTS == "process" else "killed"  # of those that session.kill hit
+ASKED = "killed by signal 9" if PARTS == "process" else "killed"  # the reason after session.kill
 RUNTIMES = ["local", PARTS]
-# For whatever must come; nothing waits so long that goes well. A machine that others load heavily
-# may need more for starts of Ray's.
+# The limit of every wait; a test that passes never waits so long. A heavily loaded machine may need
+# more for starts of Ray.
 WAIT_S = float(os.environ.get("OVERLORD_TEST_WAIT_S", "30"))
 
 
 def written(step: ov.Step) -> tuple[Any, ...]:
-    """All that a trainer can see of a step."""
+    """Return everything that a trainer can see of a step."""
     both = (step, step.encoder)
     arrays, encoder = (
         [[(k, str(mb[k].dtype), mb[k].shape, mb[k].tobytes()) for k in sorted(mb)] for mb in part]
@@ -58,13 +57,13 @@ def written(step: ov.Step) -> tuple[Any, ...]:
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state without reports: those of the last steps are in it or not yet, as it happens."""
+    """Return a state without reports: those of the last steps may or may not have arrived."""
     return {key: value for key, value in json.loads(json.dumps(state)).items() if key != "reports"}
 
 
 @dataclass
 class Played:
-    """What every rank got, the states behind it, and how it ended."""
+    """The steps of every rank, the states after them, and the error at the end."""
 
     steps: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
     states: list[dict[str, Any]] = field(default_factory=list)
@@ -87,7 +86,7 @@ def play(
     report: Callable[[int, int], Any] | None = None,
     act: Mapping[int, Callable[[ov.Session], None]] | None = None,
 ) -> Played:
-    """Trains on all ranks in turn. ``act[k]`` is done when k steps were taken."""
+    """Train on all ranks in turn. ``act[k]`` is called after k steps."""
     wanted = list(range(session.job.place.world_size)) if ranks is None else ranks
     clients = {rank: session.client(rank) for rank in wanted}
     done = Played(steps={rank: [] for rank in wanted})
@@ -114,7 +113,7 @@ def play(
 def run(
     job: ov.Job, runtime: str, *, said: list[Any] | None = None, resume: Any = None, **settings: Any
 ) -> Played:
-    """A whole run, with what is said before it begins."""
+    """Launch a job, apply the events ``said``, and train to the end."""
     ways = {
         key: settings.pop(key) for key in ("ranks", "steps", "report", "act") if key in settings
     }
@@ -137,18 +136,16 @@ def launch(job: ov.Job, runtime: str = PARTS, **options: Any) -> ov.Session:
     return ov.launch(job, runtime=runtime, **{"check": True, "stall_limit_s": WAIT_S, **options})
 
 
-# who runs
+# processes
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and not just waiting to be reaped by whoever adopted it."""
+    """Return whether a process runs and is not a zombie."""
     return state_of(Path(f"/proc/{pid}/stat")) not in "ZX"
 
 
 def state_of(stat: Path) -> str:
-    """Of a process or a thread; X where it is gone, be it between opening the file and reading
-    it.
-    """
+    """Return the state of a process or thread; X if it has exited, even while the file is read."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -156,7 +153,7 @@ def state_of(stat: Path) -> str:
 
 
 def command_of(pid: int | str) -> str:
-    """Its command line; nothing where it is gone."""
+    """Return the command line of a process; empty if it has exited."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -164,8 +161,8 @@ def command_of(pid: int | str) -> str:
 
 
 def halt(pid: int, seconds: float = WAIT_S) -> None:
-    """Stops a process and returns when all its threads stand: a signal is only on its way when
-    ``os.kill`` returns.
+    """Stop a process and return when all its threads have stopped: ``os.kill`` returns before
+    that.
     """
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + seconds
@@ -175,7 +172,7 @@ def halt(pid: int, seconds: float = WAIT_S) -> None:
 
 
 def left_after(pids: list[int], seconds: float) -> list[int]:
-    """Those of them that still run then; returns as soon as there is none."""
+    """Return the processes that still run after that time, or as soon as none does."""
     deadline = time.monotonic() + seconds
     while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -183,20 +180,23 @@ def left_after(pids: list[int], seconds: float) -> list[int]:
 
 
 def hosts_left(pids: list[int], seconds: float) -> list[int]:
-    """Of a session that is closed; on a cluster that others use too they may wait for a host of
-    their name.
+    """Return the workers of a closed session that still run.
+
+    On a shared cluster idle worker processes may wait for a worker of their name, so none are
+    returned.
     """
     return left_after(pids, seconds) if PARTS == "process" else []
 
 
 def hosts_of(session: ov.Session) -> dict[str, int]:
-    """Processes of a session by name."""
+    """Return the worker processes of a session by name."""
     return {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "host"}
 
 
 def heard(session: ov.Session, *, lost: Collection[str] = ()) -> dict[str, Any]:
-    """Metrics to which every host has answered, but for those that are lost: of one that stands for
-    longer than it is waited for nothing is in them.
+    """Return metrics that contain all workers except lost ones.
+
+    Metrics lack a worker that is blocked for longer than the poll waits.
     """
 
     def all_of(found: dict[str, Any]) -> bool:
@@ -211,15 +211,15 @@ def heard(session: ov.Session, *, lost: Collection[str] = ()) -> dict[str, Any]:
 
 
 def but_for_late(err: str) -> str:
-    """What a program said on stderr, without those of its processes that had to be killed at its
-    end: they get half a second to leave.
+    """Return stderr of a program without messages about processes that were killed at its end.
+    Processes have half a second to exit.
     """
     return "".join(line for line in err.splitlines(keepends=True) if "did not leave in" not in line)
 
 
 def in_shared_memory() -> set[str]:
-    """Files that lie in the machine's shared memory, but for those of others: locks of Python's,
-    tensors of torch's, a store of Ray's.
+    """Return files in shared memory, except locks of Python, tensors of torch and the object store
+    of Ray.
     """
     return {
         name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_", "plasma"))
@@ -227,8 +227,8 @@ def in_shared_memory() -> set[str]:
 
 
 def parts_lost(recoveries: list[dict[str, Any]], hit: set[str]) -> set[str]:
-    """Parts that are back, but for those that nobody hit and that were taken for dead: on a busy
-    machine one may stand for too long.
+    """Return the recovered workers, except those that were not killed and were silent for too long:
+    a busy machine may block one.
     """
     silent = ("it answered nothing for ", "it plans, and does not come to an end for ")
     return {
@@ -239,7 +239,7 @@ def parts_lost(recoveries: list[dict[str, Any]], hit: set[str]) -> set[str]:
 
 
 def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:
-    """The first true answer; fails after that time."""
+    """Return the first true result; fail after that time."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "it never came"
@@ -248,8 +248,10 @@ def until(what: Callable[[], Any], seconds: float = WAIT_S) -> Any:
 
 
 def stalls_for(client: ov.Client, words: str, seconds: float = WAIT_S) -> None:
-    """It gets no step, and says these words of what it waits for: at once, or when those that it
-    asks and that stood for a moment, and for whom it does not wait long, can answer.
+    """Check that the client gets no step and that its error contains ``words``.
+
+    The words may come late: workers that the client polls, and does not wait for long, may be
+    blocked for a moment.
     """
     deadline, said = time.monotonic() + seconds, ""
     while words not in said:
@@ -263,7 +265,7 @@ def stalls_for(client: ov.Client, words: str, seconds: float = WAIT_S) -> None:
 
 
 class Program:
-    """A Python program of its own, in a process group of its own, that talks by lines."""
+    """A Python program in a process group of its own, which communicates by lines."""
 
     def __init__(
         self, directory: Path, body: str, *, guarded: bool = True, name: str = "program.py"
@@ -294,7 +296,7 @@ class Program:
         self.pid = self.process.pid
 
     def line(self) -> str:
-        """The next line it says; all it said at its end if there is none."""
+        """Return the next line of the program; fail with all its output if there is none."""
         assert self.process.stdout is not None
         found = self.process.stdout.readline()
         assert found, f"it ended: {self.end()}"

@@ -1,5 +1,5 @@
-"""Code as users write it, that raises: processes of other runtimes import it by name. Every line
-that raises ends in ``# here``.
+"""User code that raises. Processes of other runtimes import it by name. Every line that raises ends
+in ``# here``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rows_of(shard: int) -> Iterator[dict[str, Any]]:
 
 
 class Shelf:
-    """A dataset, one row of which cannot be had."""
+    """A dataset with one row that cannot be read."""
 
     def __len__(self) -> int:
         return 8
@@ -92,9 +92,7 @@ def assembled(assembly: ov.Assembly) -> Any:
 
 
 def place_of(mark: str) -> str:
-    """File and line of the code that a comment marks."""
+    """Return the file and line of the code that a comment marks."""
     lines = linecache.getlines(__file__)
-    return (
-        f"{__file__}:{next(n for n, line in enumerate(lines, 1) if line.rstrip().endswith(f'# here: {mark}'))}, "
-        "in "
-    )
+    found = (n for n, line in enumerate(lines, 1) if line.rstrip().endswith(f"# here: {mark}"))
+    return f"{__file__}:{next(found)}, in "

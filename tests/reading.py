@@ -1,4 +1,4 @@
-"""Reads a whole source through the index and the handle cache, as tests want it."""
+"""Reading of a whole source through the index and the cache of open chunks, for tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Everything:
 def read_all(
     path: Any, format: str | None = None, cache: OpenChunkCache | None = None, **options: Any
 ) -> Everything:
-    """Every slice of every chunk in order, with the rules checked that hold for any slice."""
+    """Read every slice of every chunk in order, and check the rules of any slice."""
     wanted = ReadOptions(**options)
     index = build_index("src", path, format, wanted)
     reader, out = ChunkReader(index, wanted, cache or OpenChunkCache()), Everything(index)

@@ -1,8 +1,8 @@
 """The reference stream: docs/stream.md as a plain, slow program that holds everything in memory.
 
-It shares no code with the package (``overlord.job.job`` describes the job, nothing more), so that
-the stream is written down twice and the two can be compared. Sections follow the page's headings;
-how raw rows come out of files, and ids out of rows, is in ``reference_rows.py``.
+It shares no code with the package (``overlord.job.job`` only describes the job), so that the two
+implementations can be compared. Sections follow the page's headings. Reading of rows and ids is in
+``reference_rows.py``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def reference_stream(
     joins: dict[str, int] | None = None,
     long: dict[str, list[int]] | None = None,
 ) -> Iterator[list[Sample]]:
-    """The samples of each step in the order of the draw. `quarantine` gets (source, epoch, file,
-    row), as far as the draw had to look. `score` is what the strategy prefers among look-ahead
-    candidates, `reports` what was reported of each step by each rank, and `joins` says of sources
-    that were added in mid-run at which step. `long` gets, by source, the tokens that each document
-    lost to `on_long`: a document that is cut loses them with its sample, one that is dropped when
-    the draw passes it.
+    """Return the samples of each step in the order of the draw.
+
+    `quarantine` receives (source, epoch, file, row), as far as the draw read. `score` is the
+    preference of the strategy among look-ahead candidates. `reports` holds the reports of each step
+    by rank. `joins` has the step of each source that was added in mid-run. `long` receives, by
+    source, the tokens that each document lost to `on_long`. A truncated document loses them with
+    its sample, a dropped one when the draw passes it.
     """
     mixer = Mixer(
         job,
@@ -178,21 +179,19 @@ class Mixer:
     ):
         self.job = job
         self.mixture, self.reports, self.joins = copy.deepcopy(job.mixture), reports, joins
-        self.asked: tuple[int, Any] = (-1, None)  # the last step, and what the mixture said
+        self.asked: tuple[int, Any] = (-1, None)  # the last step, and the mixture's result for it
         self.streams = [samples(job, source, quarantine, long) for source in job.sources]
         self.active = [True] * len(self.streams)
         self.owed = [0] * len(self.streams)
         self.picks = 0  # random picks made in this step
         self.stop = False  # until="first", and a source ran out
-        self.ahead: list[list[list[Any]]] = [
-            [] for _ in self.streams
-        ]  # look-ahead: [sample, steps it was passed over], in stream order
-        self.spoken: list[int] = [0] * len(
-            self.streams
-        )  # of these, how many the step being drawn takes
+        # Look-ahead: [sample, steps that passed it over], in stream order.
+        self.ahead: list[list[list[Any]]] = [[] for _ in self.streams]
+        # The number of these that the step being drawn takes.
+        self.spoken: list[int] = [0] * len(self.streams)
 
     def weights(self, step: int) -> list[int]:
-        """Whole weights of the active sources, 0 for the others."""
+        """Return the integer weights of the active sources, 0 for the others."""
         if self.asked[0] < step:
             assert self.job.mix_every != "epoch" or not callable(self.mixture), (
                 "not in the reference"
@@ -253,8 +252,8 @@ class Mixer:
         return missing
 
     def promised(self, i: int, wanted: int) -> list[Any]:
-        """Look-ahead: how many the source gives is settled first; which ones, when the step's
-        counts are known.
+        """Decide how many samples the source gives; which ones is decided when the step's counts
+        are known.
         """
         self.fill(i, self.spoken[i] + wanted)
         got = min(wanted, len(self.ahead[i]) - self.spoken[i])
@@ -269,7 +268,7 @@ class Mixer:
     def choose(
         self, step: int, order: list[int], score: Callable[[int, Sample], float]
     ) -> list[Sample]:
-        """`order` names the source of each place of the step."""
+        """Choose the samples of a step; `order` names the source of each position."""
         chosen = []
         for i, n in enumerate(self.spoken):
             self.fill(i, self.job.look_ahead * n)
@@ -353,7 +352,9 @@ def averaged(ranks: dict[int, dict[str, float]]) -> dict[str, float]:
 
 
 def whole(weights: list[Any]) -> list[int]:
-    """Whole numbers that sum to U, in proportion to the given real ones; all 0 if those are."""
+    """Return integers that sum to U, in proportion to the given real numbers; all 0 if those
+    are.
+    """
     exact = [Fraction(w) for w in weights]
     total = sum(exact)
     if not total:

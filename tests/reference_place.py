@@ -13,14 +13,14 @@ Placed = list[list[list[int]]]  # [rank][microbatch], the numbers of its samples
 
 
 def vanilla(sizes: list[int], ranks: int, microbatches: int, context: int) -> Placed:
-    """Sample i goes to rank i mod ranks; a rank's samples are cut by count."""
+    """Assign sample i to rank i mod ranks; split a rank's samples by count."""
     mine = [list(range(r, len(sizes), ranks)) for r in range(ranks)]
     m = max([microbatches, *(len(next_fit([sizes[i] for i in own], context)) for own in mine)])
     return [cut(own, sizes, m, context, by_count=True) for own in mine]
 
 
 def packed(sizes: list[int], ranks: int, microbatches: int, context: int) -> Placed:
-    """The stream is cut by tokens into as many pieces as ranks have microbatches; pieces go to
+    """Split the stream by tokens into as many pieces as ranks have microbatches; assign pieces to
     ranks in turn.
     """
     m = max(microbatches, -(-len(next_fit(sizes, context)) // ranks))
@@ -29,7 +29,9 @@ def packed(sizes: list[int], ranks: int, microbatches: int, context: int) -> Pla
 
 
 def next_fit(sizes: list[int], context: int) -> list[int]:
-    """What each microbatch holds if a new one begins wherever the next sample does not fit."""
+    """Return the size of each microbatch if a new one begins wherever the next sample does not
+    fit.
+    """
     held: list[int] = []
     for size in sizes:
         if held and held[-1] + size <= context:
@@ -60,7 +62,7 @@ def cut(
 
 
 def marks(sizes: list[int], m: int, *, by_count: bool, least: int = 1) -> list[int]:
-    """Where each of m microbatches begins, and the end."""
+    """Return the start of each of m microbatches, and the end."""
     n, total = len(sizes), sum(sizes)
     if by_count or n <= least * m:
         return [k * (n // m) + min(k, n % m) for k in range(m + 1)]

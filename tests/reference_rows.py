@@ -1,7 +1,6 @@
-"""Raw rows of files and ids of rows, for the reference stream: read and transformed in the plainest
-way, nothing from the package.
+"""Raw rows of files and ids of rows, for the reference stream, without code of the package.
 
-Damaged containers (a cut .gz, a flipped page) are left to the tests of the formats.
+Damaged containers (a truncated .gz, a flipped page) are left to the tests of the formats.
 """
 
 from __future__ import annotations
@@ -127,8 +126,8 @@ def read_arrow(name: str) -> Any:
 
 
 def read_tar(name: str, max_bytes: int) -> list[Row]:
-    """Consecutive members with one key (the path up to the first dot of its last part) are a
-    sample; a field per extension.
+    """Return the samples of a tar. Consecutive members with one key are a sample, with one field
+    for each extension. A key is the path up to the first dot of its last component.
     """
     rows, last = [], None
     with tarfile.open(name) as tar:
@@ -151,7 +150,7 @@ def read_tar(name: str, max_bytes: int) -> list[Row]:
 
 
 def transform(source: Source, rows: list[Row]) -> list[Any]:
-    """Token ids of each row, or FAILED, or DROPPED."""
+    """Return the token ids of each row, or FAILED, or DROPPED."""
     live = {i: dict(fields) for i, (_, fields) in enumerate(rows) if fields is not None}
     outcome: list[Any] = [FAILED] * len(rows)
     for step in source.transforms:
@@ -168,7 +167,7 @@ def transform(source: Source, rows: list[Row]) -> list[Any]:
 
 
 def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
-    """One transform: new fields by row, or FAILED, or DROPPED."""
+    """Apply one transform: return new fields by row, or FAILED, or DROPPED."""
     kind = type(step).__name__
     if kind == "Tokens":
         return [{**fields, "tokens": fields.get(step.column)} for fields in rows]
@@ -184,7 +183,7 @@ def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
         result = (
             [step.fn(dict(fields)) for fields in rows] if step.rows else step.fn(columns_of(rows))
         )
-    except Exception:  # the rows that fail when they stand alone
+    except Exception:  # find the rows that fail by themselves
         return (
             [FAILED]
             if len(rows) == 1
@@ -202,7 +201,7 @@ def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
 
 
 def is_meta(value: Any) -> bool:
-    """A number, or a list of numbers that are not negative."""
+    """Return whether a value is a number, or a list of numbers that are not negative."""
     if isinstance(value, (list, tuple, np.ndarray)):
         return all(v is not None and is_meta(v) and v >= 0 for v in value)
     return isinstance(value, (int, float, np.number)) and bool(np.isfinite(value))
@@ -255,7 +254,7 @@ def tokenize(step: Any, fields: dict[str, Any]) -> Any:
 
 
 def ids(value: Any) -> Any:
-    """A flat list of whole numbers from 0 to 2**31 - 1, or FAILED."""
+    """Return a flat list of integers from 0 to 2**31 - 1, or FAILED."""
     try:
         values = list(value)
     except TypeError:

@@ -12,9 +12,8 @@ from tests.worlds import decode
 S3 = f"s3://{BUCKET}/corpus"
 FORMATS = ("parquet", "jsonl.zst", "tar", "arrow")
 ROWS = [{"n": k, "tokens": [k % 997, k % 13, *range(k % 23)]} for k in range(120)]
-BIG = [
-    {"n": k, "tokens": [(k * 7919 + j) % 50_000 for j in range(400)]} for k in range(1600)
-]  # some 2 MB a file
+# About 2 MB a file.
+BIG = [{"n": k, "tokens": [(k * 7919 + j) % 50_000 for j in range(400)]} for k in range(1600)]
 
 
 def source(name: str, where: str, format: str, **fields: Any) -> ov.Source:
@@ -28,7 +27,9 @@ def source(name: str, where: str, format: str, **fields: Any) -> ov.Source:
 
 
 def job(where: str, formats: tuple[str, ...] = FORMATS, **changes: Any) -> ov.Job:
-    """A source for each format, under ``where``: a directory, or a prefix in the bucket."""
+    """Return a job with a source for each format below ``where``: a directory, or a prefix in the
+    bucket.
+    """
     settings = {
         "name": "stores",
         "sources": [source(f.replace(".", "-"), f"{where}/{f}", f) for f in formats],

@@ -1,6 +1,4 @@
-"""A real S3 server on loopback, and a proxy before it that breaks what goes through it on
-command.
-"""
+"""A real S3 server on loopback, and a proxy in front of it that fails requests on command."""
 
 from __future__ import annotations
 
@@ -28,19 +26,19 @@ from urllib.parse import unquote
 
 START_S = 60.0
 BUCKET = "corpus"
-# Whatever the machine has set for its own stores must not reach the tests, and nothing but loopback
-# is to be spoken to.
+# Settings of the machine for its own stores must not reach the tests, and tests connect only to
+# loopback.
 FOREIGN = ("AWS_", "GOOGLE_", "AZURE_", "OVERLORD_STORE_")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 class CannotRun(Exception):
-    """Why there is no server on this machine; tests skip with it."""
+    """The reason why no server runs on this machine; tests skip with it."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Made anew for every run: what must never be seen in anything a job writes or says."""
+    """Random keys of one run, which must never appear in anything that a job writes or logs."""
 
     access: str
     secret: str
@@ -70,9 +68,7 @@ class S3Server:
         }
 
     def filesystem(self) -> Any:
-        """pyarrow's client, which can do what the other one cannot: make buckets, and objects that
-        stand for folders.
-        """
+        """Return pyarrow's client, which can create buckets and objects that stand for folders."""
         import pyarrow.fs as pafs
 
         return pafs.S3FileSystem(
@@ -85,7 +81,7 @@ class S3Server:
         )
 
     def bucket(self) -> Any:
-        """The library's own client, by which tests write data."""
+        """Return the library's own client, with which tests write data."""
         from obstore.store import S3Store
 
         return S3Store(
@@ -106,8 +102,8 @@ class S3Server:
 
 @contextmanager
 def s3_server(directory: Path) -> Iterator[S3Server]:
-    """SeaweedFS in one process, in a directory of its own, on free ports of loopback; ended by its
-    process id.
+    """Run SeaweedFS in one process, in a directory of its own, on free ports of loopback; kill it
+    by process id.
     """
     binary = shutil.which(
         "weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -141,7 +137,7 @@ def s3_server(directory: Path) -> Iterator[S3Server]:
         finally:
             process.kill()
             process.wait()
-            for role, port in grpc.items():  # what it leaves behind, wherever it is told to live
+            for role, port in grpc.items():  # files that it leaves in a fixed place
                 Path(f"/tmp/seaweedfs-{role}-grpc-{port}.sock").unlink(missing_ok=True)
 
 
@@ -166,7 +162,7 @@ def _command(binary: str, directory: Path, port: int, grpc: Mapping[str, int]) -
 
 
 def _die_with_us() -> None:
-    """The server must not outlive tests that were killed."""
+    """Let the kernel kill the server when this process is killed."""
     with suppress(OSError, AttributeError):
         import ctypes
 
@@ -201,16 +197,16 @@ def free_port() -> int:
 
 @dataclass
 class Fault:
-    """What happens to the next ``times`` requests whose method and path fit, after ``after`` that
-    go through.
+    """A fault of the next ``times`` requests whose method and path match, after ``after`` that
+    succeed.
 
-    ``kind``: a status (503), or "short" (fewer bytes than promised, then the connection ends),
-    "less" (promised fewer than asked for), "elsewhere" (another range than asked for), "whole" (200
-    and the whole object, whatever range was asked for), "unconditional" (If-Match is not looked
-    at), "reset", "stall" (half, then nothing), "unanswered" (carried out, then a reset instead of
-    an answer), "overwrites" (a put as if it had no condition), "kept" (objects that are to be
-    removed are refused one by one, in an answer that is none of a failure). With ``tells`` the
-    error quotes the request's signature and keys.
+    ``kind`` is a status (503) or one of these. "short": fewer bytes than announced, then the
+    connection ends. "less": fewer bytes announced than requested. "elsewhere": another range than
+    requested. "whole": 200 and the whole object, whatever range was requested. "unconditional":
+    If-Match is ignored. "reset". "stall": half, then nothing. "unanswered": executed, then a reset
+    instead of a response. "overwrites": a put without its condition. "kept": removals are refused
+    one by one, in a response with a success status. With ``tells`` the error quotes the request's
+    signature and keys.
     """
 
     kind: str | int
@@ -227,17 +223,19 @@ class Seen:
     method: str
     path: str
     range: str
-    status: str  # what was answered: a number, or the kind of fault
+    status: str  # of the response: a number, or the kind of fault
 
 
 class Proxy:
-    """Passes requests on to the server, as they are, and answers back; keeps a list of them."""
+    """A proxy that passes requests to the server unchanged, returns its responses, and keeps a list
+    of them.
+    """
 
     def __init__(self, server: S3Server):
         self.server = server
         self.faults: list[Fault] = []
         self.seen: list[Seen] = []
-        self.released = threading.Event()  # ends stalls, so that no thread is left
+        self.released = threading.Event()  # ends stalls, so that no thread stays
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"proxy": self})
         self._http = _Server(("127.0.0.1", 0), handler)
@@ -277,9 +275,8 @@ class Proxy:
 
 
 class _Server(ThreadingHTTPServer):
-    request_queue_size = (
-        128  # many connect at once: those that a full queue drops come again after a second
-    )
+    # Many clients connect at once. Those that a full queue drops try again only after a second.
+    request_queue_size = 128
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -312,7 +309,7 @@ class _Handler(BaseHTTPRequestHandler):
             if kind == "unanswered":
                 self._ask()
             self.proxy.note(self, kind)
-            # No lingering: the peer sees a reset, not an orderly end.
+            # No lingering: the peer receives a reset, not an orderly close.
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             self.close_connection = True
@@ -337,11 +334,19 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_PUT = do_DELETE = do_POST = do_GET  # noqa: N815
 
     def _told(self) -> str:
-        """What a careless server or proxy might say: header, signed address, and the very keys."""
+        """Return what a careless server or proxy might quote: header, signed address, and the
+        keys.
+        """
         keys, signature = self.proxy.server.keys, self.headers.get("Authorization", "")
-        signed = f"http://{keys.access}:{keys.secret}@host{self.path}?X-Amz-Credential={keys.access}&amp;X-Amz-Signature=0123456789abcdef"
+        signed = (
+            f"http://{keys.access}:{keys.secret}@host{self.path}?X-Amz-Credential={keys.access}"
+            "&amp;X-Amz-Signature=0123456789abcdef"
+        )
         header = f"Authorization: {signature} {keys.secret}"
-        return f"<AWSAccessKeyId>{keys.access}</AWSAccessKeyId><Resource>{signed}</Resource><Hint>{header}</Hint>"
+        return (
+            f"<AWSAccessKeyId>{keys.access}</AWSAccessKeyId><Resource>{signed}</Resource>"
+            f"<Hint>{header}</Hint>"
+        )
 
     def _kept(self) -> bytes:
         keys = re.findall("<Key>.*?</Key>", self._sent().decode())

@@ -1,4 +1,4 @@
-"""Small random jobs over real files: the worlds in which the laws of the stream are tried."""
+"""Small random jobs over real files, on which the properties of the stream are tested."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.corpus import FORMATS, write_rows
 
 
 def some_steps(n: int, seed: int, most: int = 10) -> list[int]:
-    """All of n steps, or where they are many the first, the last and some between: whoever restores
-    at each of them takes n * n.
+    """Return all of n steps, or if they are many the first, the last and some in between.
+
+    A test that restores at each of n steps takes n * n steps.
     """
     return (
         list(range(n))
@@ -28,7 +29,7 @@ def some_steps(n: int, seed: int, most: int = 10) -> list[int]:
 
 
 def decode(row: dict[str, Any]) -> dict[str, Any]:
-    """Members of a tar are bytes; the token ids stand in one as JSON, and so do the images."""
+    """Decode a row of a tar, whose members are bytes: token ids and images are JSON there."""
     lists = {name: row[name] for name in ("tokens", "image_patches") if name in row}
     lists = {
         name: json.loads(value) if isinstance(value, (bytes, str)) else value
@@ -46,7 +47,7 @@ def only_odd(row: dict[str, Any]) -> bool:
 
 
 def picky(row: dict[str, Any]) -> dict[str, Any]:
-    """Fails on some rows, always the same ones."""
+    """Fail on some rows, always the same ones."""
     if row["n"] % 7 == 3:
         raise ValueError(f"row {row['n']} is not to my liking")
     return row
@@ -66,7 +67,7 @@ class Rows:
 
 
 class Shard:
-    """A factory's function: the rows of a shard, the same every time."""
+    """The function of a factory: it returns the rows of a shard, the same every time."""
 
     def __init__(self, rows: list[dict[str, Any]], shards: int):
         self.rows, self.shards = rows, shards
@@ -77,12 +78,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class World:
-    """How to make a job and its files; Hypothesis shrinks this and prints it."""
+    """The description of a job and its files; Hypothesis shrinks and prints it."""
 
     seed: int
-    sources: tuple[
-        tuple[str, int, int, float, int | None, bool, str], ...
-    ]  # format, rows, files, weight, epochs, shuffle, extra
+    # format, rows, files, weight, epochs, shuffle, extra
+    sources: tuple[tuple[str, int, int, float, int | None, bool, str], ...]
     fields: tuple[tuple[str, Any], ...]
     batch: tuple[tuple[str, Any], ...]
     dp: int

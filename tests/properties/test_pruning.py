@@ -261,7 +261,7 @@ def test_plans_of_which_no_snapshot_is_left_at_all_are_no_journal() -> None:
     )
     found: Entry = plan(made, first, -1)
     with pytest.raises(
-        JournalError, match="expected a snapshot before the plan of step 0, or behind it, got none"
+        JournalError, match="expected a snapshot before the plan of step 0, or after it, got none"
     ):
         Recovered.of([found])
     assert not Recovered.of([found, snapshot(made.after, 0)]).empty

@@ -179,7 +179,7 @@ def test_a_launch_that_takes_the_lock_when_a_planner_is_lost_keeps_the_journal(
         assert [isinstance(end, JournalError) for end in ends] == [True] * 2, ends
         with pytest.raises(
             JournalError,
-            match=TAKEN if ended else r"process \d+ on \S+ writes to it; stop that one first",
+            match=TAKEN if ended else r"process \d+ on \S+ writes to it; stop that process first",
         ):
             raise ends[0]
         for steps in got.values():

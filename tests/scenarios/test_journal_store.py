@@ -97,7 +97,7 @@ def test_a_second_writer_takes_over_and_the_first_is_shut_out_for_good(uri):
     assert len(before) == 1
     with pytest.raises(
         JournalError,
-        match=r"process \d+ on \S+ with generation 2 has taken over; .* generation 1; stop this process",
+        match=r"process \d+ on \S+ with generation 2 has taken over; .* generation 1; stop this",
     ):
         old.append([plan(1)])
     new.append([plan(1)])
@@ -270,4 +270,4 @@ def test_what_sources_cost_is_kept_beside_it_for_whoever_starts_the_job_next(
         assert session.profile() == found
     proxy.faults[:] = [Fault("reset", method="PUT", times=5)]
     assert not profile_store.save(f"{uri}/profile.json", found)
-    assert "profile.json is not kept: " in caplog.text
+    assert "profile.json is not saved: " in caplog.text

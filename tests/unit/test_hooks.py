@@ -14,7 +14,7 @@ import pytest
 import overlord as ov
 from overlord.job.hooks import CONTRACT
 from overlord.planning.balance.binpack import best_fit
-from overlord.setup.prepared_job import _source_of
+from overlord.setup.fingerprint import code_text
 from tests.processes import until
 from tests.worlds import Rows
 
@@ -200,9 +200,9 @@ def test_a_plan_for_another_place_is_refused() -> None:
 
 def test_raw_plans_are_told_apart_by_the_text_of_the_function() -> None:
     other = ov.plan_raw(lambda columns, place, batch, step: by_row(columns, place, batch, step))
-    assert _source_of(ov.plan_raw(by_row)) == _source_of(ov.plan_raw(by_row)) != _source_of(other)
-    assert _source_of(ov.plan_raw(by_row)) != _source_of(ov.plan_raw(by_row, broadcast=("CP",)))
-    assert "0x" not in _source_of(ov.plan_raw(by_row))
+    assert code_text(ov.plan_raw(by_row)) == code_text(ov.plan_raw(by_row)) != code_text(other)
+    assert code_text(ov.plan_raw(by_row)) != code_text(ov.plan_raw(by_row, broadcast=("CP",)))
+    assert "0x" not in code_text(ov.plan_raw(by_row))
 
 
 # what the planner sees

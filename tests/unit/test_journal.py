@@ -85,8 +85,8 @@ def test_a_directory_with_other_things_in_it_is_told_of_once(tmp_path, caplog):
     (tmp_path / "a.parquet").write_bytes(b"")
     JournalLog.create(tmp_path, JOB).close()
     assert [r.message for r in caplog.records] == [
-        f"journal {tmp_path}: there are other things in this directory (a.parquet, web); "
-        "a journal had better have its own"
+        f"journal {tmp_path}: the directory also holds other files (a.parquet, web); give the "
+        "journal a directory of its own"
     ]
     JournalLog.open(tmp_path, JOB)[0].close()
     JournalLog.create(tmp_path / "new", JOB).close()
@@ -132,7 +132,7 @@ def test_a_second_writer_is_refused_with_who_holds_it_and_readers_are_not(tmp_pa
         for attempt in (JournalLog.open, JournalLog.create):
             with pytest.raises(
                 JournalError,
-                match=rf"process {os.getpid()} on \S+ writes to it; stop that one first",
+                match=rf"process {os.getpid()} on \S+ writes to it; stop that process first",
             ):
                 attempt(tmp_path, JOB)
         assert numbers(tmp_path) == [0]
@@ -141,7 +141,7 @@ def test_a_second_writer_is_refused_with_who_holds_it_and_readers_are_not(tmp_pa
     assert len(before) == 2
     log.close()
     log.close()
-    with pytest.raises(JournalError, match="it was closed"):
+    with pytest.raises(JournalError, match="the journal was closed"):
         log.append([plan(2)])
 
 
@@ -186,15 +186,12 @@ def test_a_segment_that_is_missing_renamed_or_of_another_journal_is_named(tmp_pa
         r"000000000001.ovj: byte 0: expected 000000000000.ovj as the first segment": {
             n: files[n] for n in names[1:]
         },
-        r"expected segment 2, as its name says, got segment 1": {
-            **files,
-            names[2]: files[names[1]],
-        },
+        r"expected segment 2, as it is named, got segment 1": {**files, names[2]: files[names[1]]},
         r"expected a segment of journal \w+ \(job 'demo'\), got one of": {
             **files,
             names[2]: other[names[2]],
         },
-        r"000000000001.ovj: byte \d+: expected whole records up to byte \d+, as the next segment says": {
+        r"000000000001.ovj: byte \d+: expected whole records up to byte \d+, as the next": {
             **files,
             names[1]: files[names[1]][:-1],
         },
@@ -238,7 +235,7 @@ def test_a_writer_learns_that_its_files_were_taken_away(tmp_path):
     with JournalLog.create(tmp_path, JOB) as log:
         (tmp_path / name_of(0)).unlink()
         with pytest.raises(
-            JournalError, match=r"got that it was removed; somebody else changes the journal"
+            JournalError, match=r"got a file that was removed; another process changes the journal"
         ):
             log.append([plan(0)])
 
@@ -310,7 +307,7 @@ def test_a_launch_goes_on_only_where_the_last_writer_was_its_own_and_else_shuts_
     files = dict(place.files)
     with pytest.raises(
         JournalTaken,
-        match=r'process \d+ on \S+ with generation 3 has taken over: .*stop this job.*resume="auto"',
+        match=r'process \d+ on \S+ with generation 3 has taken over: .*stop this .*resume="auto"',
     ):
         JournalLog.open(place, of("a"), goes_on=True)
     assert place.files == files, "it has looked, and written nothing"
@@ -336,9 +333,7 @@ def test_one_who_takes_over_between_the_look_and_the_claim_is_found_by_the_next_
     assert numbers(place) == [0, 1]
 
 
-def test_a_launch_goes_on_where_nobody_has_written_yet_and_from_a_journal_that_names_no_launch_it_does_not(
-    monkeypatch,
-):
+def test_a_launch_continues_an_empty_journal_and_not_one_that_names_no_launch(monkeypatch):
     place = Memory()
     JournalLog.open(place, of("a"), goes_on=True)[0].append([plan(0)])
     JournalLog.open(place, of("a"), goes_on=True)[0].close()

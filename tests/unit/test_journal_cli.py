@@ -92,7 +92,7 @@ def test_a_record_that_this_version_cannot_decode_is_a_fault_of_verify(tmp_path)
         log.append([plan(0), Record("plan", 1, b"no frame", 1)])
     report = verify(tmp_path)
     assert report.first_fault.startswith("000000000000.ovj, byte")
-    assert "is whole, but no value that this version knows" in report.first_fault
+    assert "is whole, but is not a value that this version knows" in report.first_fault
     assert plain(read_all(tmp_path)[:1]) == [("plan", 0, bytes(20))]
 
 
@@ -149,7 +149,7 @@ def test_verify_goes_through_the_steps_of_a_job(written):
     found = overlord("journal", "verify", written)
     assert found.exit_code == 1
     assert re.search(
-        r"expected a plan of step 99, got what cannot be one: ValueError: expected the plan of step \d",
+        r"expected a plan of step 99, got another record: ValueError: expected the plan of step \d",
         " ".join(found.stderr.split()),
     )
 

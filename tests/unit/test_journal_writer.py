@@ -49,7 +49,10 @@ def test_a_file_that_its_server_has_lost_is_a_failure_as_any_other(
         made.append([plan(0)])
         monkeypatch.setattr(directory.os, "fstat", _stale)
         monkeypatch.setattr(directory.os, "close", _closing_stale(os.close))
-        says = rf"{tmp_path}/000000000000.ovj: could not be looked at before an append at byte \d+: .*\(ESTALE\); the server .* resume"
+        says = (
+            rf"{tmp_path}/000000000000.ovj: could not be checked before an append at byte \d+: "
+            r".*\(ESTALE\); the server .* resume"
+        )
         with pytest.raises(JournalError, match=says):
             made.append([plan(1)])
         monkeypatch.undo()
@@ -77,7 +80,7 @@ def test_whatever_is_raised_while_it_writes_is_told_to_all_who_wait(
         monkeypatch.setattr(log, "pack", _no_memory)
         says = (
             rf"journal {tmp_path}: expected an append, got MemoryError: no room for 3 GiB; "
-            r".*acknowledged is kept: mend that, and resume"
+            r".*acknowledged is kept: fix the cause, and resume"
         )
         with pytest.raises(JournalError, match=says):
             writer.wait(writer.put([plan(1)]), 30)
@@ -143,7 +146,7 @@ def segments(path: Path) -> int:
     return len(list(path.glob("*.ovj")))
 
 
-def test_a_removal_that_is_refused_is_told_once_and_tried_again_and_nothing_is_lost_or_read_meanwhile(
+def test_a_refused_removal_is_logged_once_and_tried_again_and_nothing_is_lost_or_read_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with _three_segments(tmp_path) as made:
@@ -155,12 +158,11 @@ def test_a_removal_that_is_refused_is_told_once_and_tried_again_and_nothing_is_l
         assert (writer.failed, segments(tmp_path)) == (None, 4)
         (warned,) = [r.getMessage() for r in caplog.records if r.name == "overlord"]
         assert warned == (
-            f"journal {tmp_path}/000000000000.ovj: 1 segments that are not expected any "
-            "more stay: could not be removed: Operation not "
-            "permitted (EPERM); let the job remove them (in a store: DeleteObject). "
-            "It goes on, the journal grows, and the next pruning tries again"
+            f"journal {tmp_path}/000000000000.ovj: 1 pruned segments stay: could not be removed: "
+            "Operation not permitted (EPERM); let the job remove them (in a store: DeleteObject). "
+            "The job continues, the journal grows, and the next pruning tries again"
         )
-        assert writer.unpruned == warned.replace("1 segments", "2 segments", 1)
+        assert writer.unpruned == warned.replace("1 pruned", "2 pruned", 1)
         monkeypatch.undo()
         writer.put([plan(6)])
         assert segments(tmp_path) == 4
@@ -204,9 +206,7 @@ def test_who_waits_does_not_wait_for_a_removal_and_a_refused_one_does_not_end_th
     assert numbers(tmp_path) == [2, 3, 4]
 
 
-def test_a_note_of_what_goes_that_cannot_be_written_is_a_failure_and_what_was_durable_before_it_counts() -> (
-    None
-):
+def test_a_pruning_note_that_cannot_be_written_is_a_failure_and_earlier_records_count() -> None:
     place = Memory()
     made = JournalLog.create(place, JOB)
     for k in range(3):

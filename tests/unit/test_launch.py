@@ -60,12 +60,12 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
     [
         (
             {"partition": "atuo"},
-            "partition: expected how loaders are given to sources, got 'atuo'; did you "
+            "partition: expected a rule for the number of loaders, got 'atuo'; did you "
             "mean 'auto'?",
         ),
         (
             {"partition": 3},
-            "partition: expected how loaders are given to sources, got 3; there are auto, off",
+            "partition: expected a rule for the number of loaders, got 3; there are auto, off",
         ),
         ({"autoscale": 2}, "autoscale: expected True, False, or limits by name, got 2"),
         (
@@ -82,12 +82,12 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"shadows": "hevy"},
-            "shadows: expected whose loaders have a stand-by, got 'hevy'; did you mean 'heavy'",
+            "shadows: expected which loaders have a standby, got 'hevy'; did you mean 'heavy'",
         ),
         ({"shadows": 3}, "got 3; there are none, heavy, all"),
         (
             {"shadows": "all", "failover": False},
-            "shadows: 'all' takes the place of what is lost, and without failover nothing does",
+            "shadows: expected 'none' without failover, got 'all'; leave it out",
         ),
         ({"failover": "yes"}, "failover: expected True or False, got 'yes'"),
         ({"lost_after_s": 0}, "lost_after_s: expected a number of seconds above 0, got 0"),
@@ -151,11 +151,11 @@ def stream(made: ov.Job, **options: Any) -> list[tuple[str, list[dict[str, bytes
         ),
         (
             {"runtime": "ray", "node_resources": {"disk": -1}},
-            "node_resources: expected amounts of the cluster's own kinds, as in {'scratch'",
+            "node_resources: expected amounts of the cluster's custom resources, as in {'scratch'",
         ),
         (
             {"runtime": "ray", "node_resources": {"CPU": 2}},
-            "node_resources: 'CPU' is asked for by itself (hosts=, memory=) or not at all",
+            "node_resources: expected custom resources, got 'CPU'; leave it out",
         ),
         ({"runtime": "ray", "reserve": "all"}, "reserve: expected True or False, got 'all'"),
         ({"resume": "auto"}, "resume: 'auto' goes on from the job's journal, and it has none"),

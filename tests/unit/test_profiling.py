@@ -17,12 +17,14 @@ from click.testing import CliRunner, Result
 import overlord as ov
 from overlord.cli.main import cli
 from overlord.journal import job_journal
+from overlord.journal.timeouts import Timeouts
 from overlord.loader.reader import ReaderStats
 from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.setup import partition, profile_store
 from overlord.setup.measure import Bounds, fingerprint_of, measure
 from overlord.setup.partition import hosting_of, loads_of, partition_of, profiled
 from overlord.setup.prepared_job import Options, PreparedJob
+from overlord.setup.timeouts import Timeouts as SetupTimeouts
 from tests.corpus import write_rows
 from tests.worlds import Rows
 
@@ -35,7 +37,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journals are opened again by the process that closed them: a sync that takes longer than a
     second must not be in the way.
     """
-    monkeypatch.setattr(job_journal, "CLOSE_S", 30.0)
+    monkeypatch.setattr(job_journal, "TIMEOUTS", Timeouts(close_s=30.0))
 
 
 def busy(row: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +265,7 @@ def test_a_profile_that_cannot_be_kept_costs_a_warning(
 ) -> None:
     (corpus / "file").write_text("")
     assert not profile_store.save(corpus / "file" / "profile.json", JobProfile())
-    assert "is not kept" in caplog.text
+    assert "is not saved" in caplog.text
 
 
 # the quick look
@@ -280,7 +282,9 @@ def watched(columns: dict[str, Any]) -> list[bool]:
 def test_launch_looks_at_sources_that_may_be_heavy_and_runs_no_code_of_the_users(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile_store, "ALL_S", 20.0)  # a machine that is busy with other things
+    monkeypatch.setattr(
+        profile_store, "TIMEOUTS", SetupTimeouts(probe_s=20.0)
+    )  # a machine that is busy with other things
     monkeypatch.setattr(profile_store, "QUICK", Bounds(rows=64, seconds=20.0, memory=False))
     seen = ov.Source.from_dataset("held", Rows(rows(20)), transforms=[text(corpus)])
     code = source(corpus, "code", ov.Filter(watched), text(corpus))
@@ -468,7 +472,7 @@ def test_a_source_that_joins_is_looked_at_and_measured_as_the_others_are(
 ) -> None:
     monkeypatch.setattr(partition, "WORTH_S", 0.0)  # what is read here is next to nothing
     monkeypatch.setattr(partition, "n_cores", lambda: 4)  # one core does not look
-    monkeypatch.setattr(profile_store, "ALL_S", 30.0)
+    monkeypatch.setattr(profile_store, "TIMEOUTS", SetupTimeouts(probe_s=30.0))
     made, late = job(source(corpus), until=60), source(corpus, "late", text(corpus))
     with ov.launch(made, cache_dir=corpus / "c") as session:
         client = session.client(0)
@@ -500,7 +504,7 @@ def test_a_source_that_joins_gets_loaders_by_what_is_known_of_it_unless_it_is_sa
             assert len(list(session.client(0))) == 6
 
 
-def test_without_partition_a_source_that_joins_has_one_loader_or_where_it_is_scaled_one_for_each_thread(
+def test_without_partition_an_added_source_has_one_loader_or_where_scaled_one_for_each_thread(
     corpus: Path,
 ) -> None:
     heavy = source(corpus, "late", ov.Map(busy, rows=True), ov.Tokens("tokens"))

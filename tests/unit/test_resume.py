@@ -23,6 +23,7 @@ from overlord.journal.checkpoint import Interval, changes, samples_of, snapshot
 from overlord.journal.directory import DirectoryStorage
 from overlord.journal.record import Record
 from overlord.journal.storage import refusal
+from overlord.journal.timeouts import Timeouts
 from tests.journaled import recovered
 from tests.processes import until
 
@@ -74,7 +75,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Journals are opened again by the process that closed them: a sync that takes longer than a
     second must not be in the way.
     """
-    monkeypatch.setattr(job_journal, "CLOSE_S", 30.0)
+    monkeypatch.setattr(job_journal, "TIMEOUTS", Timeouts(close_s=30.0))
 
 
 # who is let in
@@ -109,7 +110,7 @@ def test_two_jobs_cannot_write_to_one_journal(tmp_path: Path) -> None:
         for resume in (None, "auto"):
             with pytest.raises(
                 ov.JournalError,
-                match=rf"process {os.getpid()} on .* writes to it; stop that one first",
+                match=rf"process {os.getpid()} on .* writes to it; stop that process first",
             ):
                 ov.launch(job(tmp_path), resume=resume)
         assert len(take(session, 3)) == 3
@@ -131,7 +132,7 @@ def test_the_journal_of_another_job_is_refused_by_the_parts_that_differ(tmp_path
     for resume in ("auto", state):  # of the batch a digest is kept: what is in it is said
         with pytest.raises(
             ov.StateMismatch,
-            match=r"batch: saved .*, a digest of samples, .*found .*, which is samples=4, "
+            match=r"batch: saved .*, a digest of samples, .*got .*, which is samples=4, "
             r"tokens=None",
         ) as caught:
             ov.launch(job(tmp_path, batch=ov.Batch(samples=4, context=64)), resume=resume)
@@ -178,7 +179,10 @@ def test_it_goes_on_behind_the_last_step_that_all_ranks_took_and_says_so(
         assert session.resumed.step == 3
         clients = [session.client(rank) for rank in range(2)]
         assert [next(client).step for client in clients] == [3, 3]
-    why = r"job 'resumed' goes on with step 3: step 2 is the last that all ranks took; steps up to \d+ were planned, and come again as"
+    why = (
+        r"job 'resumed' goes on with step 3: step 2 is the last that all ranks took; "
+        r"steps up to \d+ were planned, and come again as"
+    )
     assert any(re.search(why, record.getMessage()) for record in caplog.records)
 
 
@@ -310,7 +314,7 @@ def _full(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
     return left
 
 
-def test_a_step_that_was_written_just_before_the_disk_was_full_is_handed_out_though_it_was_not_known_yet(
+def test_a_step_written_just_before_the_disk_was_full_is_delivered_though_it_was_not_known_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pump is busy when one plan becomes durable, and hears of that when the next one has
@@ -467,7 +471,7 @@ def test_a_disk_that_takes_longer_than_the_closing_is_let_go_of_behind_it(
             next(session.client(0))
 
     with ov.launch(job(tmp_path)) as session:
-        monkeypatch.setattr(job_journal, "CLOSE_S", 0.01)
+        monkeypatch.setattr(job_journal, "TIMEOUTS", Timeouts(close_s=0.01))
         monkeypatch.setattr(directory, "_sync_data", slow)
         trainer = threading.Thread(target=drain)
         trainer.start()

@@ -15,6 +15,7 @@ from rich.console import Console
 import overlord as ov
 from overlord.job.job import SYNCS
 from overlord.journal import job_journal
+from overlord.journal.timeouts import Timeouts
 from overlord.observe.tables import plan_view
 from overlord.setup.job_agreement import difference, parts_of
 from overlord.setup.prepared_job import Options, PreparedJob
@@ -26,7 +27,7 @@ PLACE = ov.ClientPlaceTree(dp=2)
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that closed a journal opens it again: a slow sync must not be in the way."""
-    monkeypatch.setattr(job_journal, "CLOSE_S", 30.0)
+    monkeypatch.setattr(job_journal, "TIMEOUTS", Timeouts(close_s=30.0))
 
 
 def job(**changes: Any) -> ov.Job:

@@ -1,3 +1,1 @@
-"""A durable log of records: what must be known after everything was killed. It does not know what
-its records mean.
-"""
+"""The journal of a job: a durable log of plans and events, from which a killed job resumes."""

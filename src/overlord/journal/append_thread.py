@@ -1,9 +1,9 @@
-"""Appends beside whoever has something to write: a disk takes milliseconds, a store takes many, and
-neither is to hold up the rest.
+"""A thread that appends to the journal, so that the event loop does not wait for a disk or a store.
 
-What waits together is written together, with one sync; in order, always. After an error nothing
-more is written, and whatever it was it is told: who waits for an append would wait for ever. What
-cannot be removed is no such error: it is not read any more, and only takes room.
+An append takes milliseconds on a disk and longer in a store. Appends that wait at the same time are
+written together, in order, with one sync. After an error nothing more is written, and every waiting
+caller receives that error. A segment that cannot be removed is not such an error: it is not read
+any more, and only takes room.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ from dataclasses import dataclass
 from overlord.errors import JournalError
 from overlord.journal.log import JournalLog
 from overlord.journal.record import Record
+from overlord.journal.timeouts import TIMEOUTS
 
 log = logging.getLogger("overlord")
-
-WAIT_S = 600.0  # for one append: a store is tried for long, and a disk that takes longer is lost
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
+    """Records that are appended together, and the pruning after them."""
+
     records: Sequence[Record]
-    rolls: bool = False  # they begin a new segment
-    before: int | None = None  # then what has lower numbers goes
-    anew: bool = False  # they begin a new segment, and all before it goes
+    rolls: bool = False  # the records begin a new segment
+    before: int | None = None  # afterwards, records with lower numbers are pruned
+    anew: bool = False  # the records begin a new segment, and all segments before it are pruned
 
 
 class AppendThread:
-    """One log's writer. ``told`` is called, in a thread of its own, when something became durable
-    or failed; without it everything is written at once, by the caller.
+    """The writer of one log.
+
+    ``told`` is called in the writer's thread whenever an append became durable or failed. Without
+    it there is no thread: the caller writes.
     """
 
     def __init__(self, log: JournalLog, told: Callable[[], None] | None = None):
         self._log, self._told = log, told
         self._orders: deque[_Order] = deque()
-        self._given = self.done = 0  # orders; ``done``: so many are durable
+        self._given = self.done = 0  # orders accepted, and orders that are durable
         self.failed: JournalError | None = None
-        self.unpruned = ""  # what could not be removed at the last pruning, why, and what to do
+        self.unpruned = ""  # segments that the last pruning could not remove, why, and the remedy
         self.appends, self.seconds = 0, 0.0
         self._changed = threading.Condition(threading.RLock())
-        self._closed = self._ended = False  # ended: its thread has
-        self._late = (
-            False  # it is closed, and its thread has still to write: then that one closes the log
-        )
+        self._closed = self._ended = False  # ended: the thread has exited
+        self._late = False  # closed while the thread still writes: the thread then closes the log
         self._thread: threading.Thread | None = None
         self._sweeping: threading.Thread | None = None
 
@@ -60,8 +61,9 @@ class AppendThread:
         before: int | None = None,
         anew: bool = False,
     ) -> int:
-        """Have records written, then segments pruned; returns the number by which to ask whether it
-        is done.
+        """Queue records to be written, then segments to be pruned.
+
+        Returns the order's number, for ``wait`` and for comparison with ``done``.
         """
         order = _Order(records, rolls or anew, before, anew)
         with self._changed:
@@ -81,8 +83,8 @@ class AppendThread:
             self._changed.notify_all()
             return self._given
 
-    def wait(self, number: int, timeout_s: float = WAIT_S) -> None:
-        """Until that is durable; if it cannot be, why."""
+    def wait(self, number: int, timeout_s: float = TIMEOUTS.append_s) -> None:
+        """Wait until an order is durable; raise the error of an append that failed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.done >= number or self.failed is not None, timeout_s
@@ -92,8 +94,8 @@ class AppendThread:
             if self.done < number:
                 raise JournalError(
                     self._log.shown,
-                    f"an append took longer than {timeout_s:g} s",
-                    "look at the disk or the store, then resume",
+                    f"expected an append within {timeout_s:g} s, got none",
+                    "check the disk or the store, then resume",
                 )
 
     def _run(self) -> None:
@@ -119,10 +121,10 @@ class AppendThread:
             except JournalError:
                 return
             finally:
-                self._say()
+                self._notify()
             self._sweep(orders)
 
-    def _say(self) -> None:
+    def _notify(self) -> None:
         if self._told is not None:
             self._told()
 
@@ -149,23 +151,23 @@ class AppendThread:
             self.seconds += time.perf_counter() - start
 
     def _sweep(self, orders: Sequence[_Order]) -> None:
-        """After a pruning: what nobody wants any more goes, when all who wait were told. A place
-        may take writes and refuse removals.
+        """Remove pruned segments, after all waiting callers were notified.
+
+        A storage may accept writes and refuse removals.
         """
         if orders[-1].before is None and not orders[0].anew:
             return
         if not self._log.removes_slowly or self._thread is None:
             self._sweep_now()
-        elif (
-            self._sweeping is None or not self._sweeping.is_alive()
-        ):  # plans must not wait for a store that does not answer
+        elif self._sweeping is None or not self._sweeping.is_alive():
+            # In a thread of its own: plans must not wait for a store that does not answer.
             self._sweeping = threading.Thread(
                 target=self._sweep_now, name="overlord-journal-sweep", daemon=True
             )
             self._sweeping.start()
 
     def _sweep_now(self) -> None:
-        start, said = time.perf_counter(), self.unpruned
+        start, before = time.perf_counter(), self.unpruned
         try:
             self._log.sweep()
             self.unpruned = ""
@@ -177,30 +179,31 @@ class AppendThread:
                 else f"{type(error).__name__}: {error}"
             )
             self.unpruned = (
-                f"journal {where}: {self._log.doomed} segments that are not expected any "
-                f"more stay: {why}; let the job remove them (in a "
-                "store: DeleteObject). It goes on, the journal grows, and the next "
-                "pruning tries again"
+                f"journal {where}: {self._log.doomed} pruned segments stay: {why}; "
+                "let the job remove them (in a store: DeleteObject). The job continues, the "
+                "journal grows, and the next pruning tries again"
             )
-        if self.unpruned and not said:
+        if self.unpruned and not before:
             log.warning("%s", self.unpruned)
         self.seconds += time.perf_counter() - start
 
     def _unforeseen(self, error: Exception) -> JournalError:
-        """What no place has words for: no memory, a fault of our own."""
+        """Return the error of an append that failed outside the storage, as for lack of memory."""
         log.error("journal %s: an append failed", self._log.shown, exc_info=error)
         what = f"expected an append, got {type(error).__name__}: {error}"
         remedy = (
-            "nothing is written any more, and all that was acknowledged is kept: mend that, "
-            "and resume; the log has where it was raised"
+            "nothing is written any more, and all that was acknowledged is kept: fix the cause, "
+            "and resume; the log has the traceback"
         )
         failed = JournalError(self._log.shown, what, remedy)
         failed.__cause__ = error
         return failed
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits, and stop; whether that was done in time. Then the log is still open;
-        else it is closed when that is done, so that this process, too, can open the journal again.
+        """Write the queued orders and stop; return whether that finished in time.
+
+        If it did, the log is still open. If not, the thread closes the log when it finishes, so
+        that this process can open the journal again.
         """
         with self._changed:
             self._closed = True
@@ -208,9 +211,7 @@ class AppendThread:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
             if self._sweeping is not None:
-                self._sweeping.join(
-                    timeout_s
-                )  # what it does not come to is left to the next pruning
+                self._sweeping.join(timeout_s)  # the next pruning removes what is left
             with self._changed:
                 self._late = not self._ended
             return not self._late

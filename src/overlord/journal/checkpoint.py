@@ -1,10 +1,9 @@
-"""What is written down of a stream, so that the state behind any step is there after everything was
-killed. Pure.
+"""The entries of a journal, from which the state after any step can be restored. Pure.
 
-Differential checkpoints (the Overlord paper, section 6.1): the whole state seldom, as a *snapshot*;
-with every plan only what it changed in the state. A snapshot and the plans since give the state
-behind each of them, bit for bit, and no data is read for it. A snapshot is a change as well: one
-from the empty state.
+Checkpoints are differential (the Overlord paper, section 6.1). The whole state is written seldom,
+as a *snapshot*; every plan holds only what it changed in the state. A snapshot and the plans since
+give the state after each of them, bit for bit, without reading any data. A snapshot is a change as
+well: one from the empty state.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SNAPSHOT, PLAN, EVENT, REPORT, ACKED, REWIND, BACK, JOB = (
     "job",
 )
 KINDS = (SNAPSHOT, PLAN, EVENT, REPORT, ACKED, REWIND, BACK, JOB)
-MOST_SOURCES = 2**20  # more are not believed: nothing is allocated on the word of a file
+MOST_SOURCES = 2**20  # a file with more is refused before anything is allocated for it
 MOST_AGES = 2**26
 N_CURSOR = len(Cursor())
 
@@ -47,8 +46,8 @@ Body = dict[str, Any]  # texts, whole numbers, bytes, lists and dicts of them
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record by what it means. ``number``: a step; ``where``: segment and byte, of one that was
-    read.
+    """The meaning of a record. ``number`` is a step. ``where`` is the segment and byte of an entry
+    that was read.
     """
 
     kind: str
@@ -59,12 +58,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """When the next snapshot is due: as soon as the plans since the last one hold ``ratio`` times
-    its bytes.
+    """The rule for the next snapshot: it is due when the plans since the last one hold ``ratio``
+    times its bytes.
 
-    Then snapshots add one part in ``ratio`` to what is written, whatever the number of sources, and
-    reading the plans again costs at most so many times as much as reading the snapshot.
-    ``most_bytes`` and ``most_plans`` bound what a restart holds in memory and folds.
+    Then snapshots add 1/``ratio`` to the bytes written, whatever the number of sources. Replaying
+    the plans costs at most ``ratio`` times as much as reading the snapshot. ``most_bytes`` and
+    ``most_plans`` bound the plans that a restart holds in memory and replays.
     """
 
     ratio: int = 64
@@ -81,13 +80,15 @@ class Interval:
 
 
 def snapshot(state: StreamState, acked: int) -> Entry:
-    """The whole state, under the number of the next step."""
+    """Return an entry with the whole state, under the number of the next step."""
     return Entry(SNAPSHOT, state.step, {"acked": acked, **changes(None, state)})
 
 
 def rewind(state: StreamState, floor: int = 0) -> Entry:
-    """A snapshot that opens anew: what was planned before does not count any more. ``floor``: the
-    first step that events may still change, where steps that are planned again were seen by some.
+    """Return a snapshot that starts the stream anew: earlier plans do not count any more.
+
+    ``floor`` is the first step that events may still change. It is above the state's step where
+    some ranks have already received steps that are replanned.
     """
     return Entry(
         REWIND,
@@ -97,8 +98,9 @@ def rewind(state: StreamState, floor: int = 0) -> Entry:
 
 
 def plan(stage: PlannedStep, before: StreamState, acked: int) -> Entry:
-    """A planned step: what is needed to know it again, and what it changed in the state. ``acked``:
-    the last step that all took by then.
+    """Return the entry of a planned step: its digest, and what it changed in the state.
+
+    ``acked`` is the last step that all ranks had acknowledged by then.
     """
     assert isinstance(stage.after, StreamState)
     body = {
@@ -110,30 +112,34 @@ def plan(stage: PlannedStep, before: StreamState, acked: int) -> Entry:
     return Entry(PLAN, stage.plan.step, body)
 
 
-def event(said: Event, step: int) -> Entry:
-    """``step``: the first that was not planned when it was said."""
-    return Entry(EVENT, step, event_out(said))
+def event(applied: Event, step: int) -> Entry:
+    """Return the entry of an event; ``step`` is the first that was not planned when it arrived."""
+    return Entry(EVENT, step, event_out(applied))
 
 
-def report(said: Report) -> Entry:
-    return Entry(REPORT, said.step, {"rank": said.rank, "metrics": dict(said.metrics)})
+def report(received: Report) -> Entry:
+    return Entry(REPORT, received.step, {"rank": received.rank, "metrics": dict(received.metrics)})
 
 
 def acked(step: int) -> Entry:
-    """Every rank took this step, and no plan is there to say so."""
+    """Return the entry of a step that all ranks acknowledged, where no later plan records it."""
     return Entry(ACKED, step, {})
 
 
-def back(step: int, generation: int, reason: str) -> Entry:
-    """A part was lost, and what lies behind ``step`` was planned again. For people: the same plans
-    came again.
+def rollback(step: int, generation: int, reason: str) -> Entry:
+    """Return the entry of a rollback: a worker was lost, and all steps after ``step`` were
+    replanned.
+
+    It is for people only: replanning gives the same plans.
     """
     return Entry(BACK, step, {"generation": generation, "reason": reason})
 
 
 def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: str) -> Entry:
-    """Whose stream it is: beside the first snapshot of a segment, and when a source joins.
-    ``place``: under another mesh or ``sync`` the same samples have other slots, and plans other
+    """Return the entry that identifies the job of a stream.
+
+    It is written next to the first snapshot of a segment, and when a source is added. ``place`` is
+    part of it: under another mesh or ``sync`` the same samples have other slots, and plans other
     digests.
     """
     return Entry(
@@ -156,8 +162,9 @@ def report_of(entry: Entry) -> Report:
 
 
 def changes(before: StreamState | None, after: StreamState) -> Body:
-    """What makes ``after`` of ``before``; of nothing, where that is None. Numbers as differences,
-    which are small.
+    """Return the difference from ``before`` to ``after``; from the empty state where it is None.
+
+    Numbers are written as differences, which are small.
     """
     n, full = len(after.active), before is None
     before = _empty(n, tuple(after.counts)) if before is None else widened(before, n)
@@ -188,8 +195,9 @@ def changes(before: StreamState | None, after: StreamState) -> Body:
 
 
 def changed(before: StreamState | None, body: Body) -> StreamState:
-    """``after``, of ``before`` and what ``changes`` gave. What does not fit is a ValueError, a
-    TypeError or a KeyError.
+    """Return ``after`` from ``before`` and the result of ``changes``.
+
+    A body that does not fit is a ValueError, a TypeError or a KeyError.
     """
     n = _whole(body["sources"], MOST_SOURCES)
     before = _empty(n, ()) if before is None else widened(before, n)
@@ -228,14 +236,17 @@ def changed(before: StreamState | None, body: Body) -> StreamState:
     )
 
 
-def with_report(state: StreamState, said: Report) -> StreamState:
-    """A state whose later plans may use a report: the last word of a rank counts."""
-    known = {(r.step, r.rank): r for r in state.reports} | {(said.step, said.rank): said}
+def with_report(state: StreamState, received: Report) -> StreamState:
+    """Return the state with a report that later plans may use; a rank's last report of a step
+    counts.
+    """
+    known = {(r.step, r.rank): r for r in state.reports}
+    known[received.step, received.rank] = received
     return replace(state, reports=tuple(known[key] for key in sorted(known)))
 
 
 def samples_of(body: Body) -> np.ndarray:
-    """How many samples each source gave to the step of a plan."""
+    """Return the number of samples that each source gave to the step of a plan."""
     n = _whole(body["sources"], MOST_SOURCES)
     rows = _rows(body, n)
     out, table = np.zeros(n, np.int64), unpacked(body["columns"], len(rows))
@@ -260,15 +271,16 @@ def _counted(state: StreamState, names: tuple[str, ...]) -> dict[str, np.ndarray
 
 
 def _fits(owed: Sequence[int]) -> bool:
-    """Whether accounts are numbers of 64 bits. In tokens, after a change of weights, they may be
-    more.
+    """Return whether all accounts fit into 64 bits. In tokens, after a change of weights, they may
+    not.
     """
     return not owed or (min(owed) >= -(2**63) and max(owed) < 2**63)
 
 
 def _table(state: StreamState) -> np.ndarray:
-    """All that is a whole number for every source: cursor, account, counts. Differences wrap
-    around, and back.
+    """Return the integers of every source as a table: cursor, account, counts.
+
+    Differences of tables may overflow; adding them wraps back to the same values.
     """
     owed = (
         np.array(state.owed, np.int64) if _fits(state.owed) else np.zeros(len(state.owed), np.int64)
@@ -279,7 +291,7 @@ def _table(state: StreamState) -> np.ndarray:
 
 
 def _ages_out(ahead: Sequence[np.ndarray]) -> list[Any]:
-    """Look-ahead: how many ages each source has, and all of them."""
+    """Return the ages of look-ahead samples: their number by source, and all of them."""
     if not ahead:
         return []
     lengths = np.array([len(a) for a in ahead], np.int64)
@@ -297,7 +309,7 @@ def _ages_in(saved: Sequence[Any], n: int) -> tuple[np.ndarray, ...]:
 
 
 def _reports_left(before: Sequence[Report], after: Sequence[Report]) -> list[Any]:
-    """As a rule a plan uses up the oldest ones, and nothing else happens to them."""
+    """Return the change of the reports. Usually a plan uses the oldest ones and keeps the rest."""
     first = after[0].step if after else (before[-1].step + 1 if before else 0)
     if tuple(r for r in before if r.step >= first) == tuple(after):
         return [first]
@@ -317,7 +329,7 @@ def _flags(data: bytes, n: int) -> np.ndarray:
 
 
 def _rows(body: Body, n: int) -> np.ndarray:
-    """The sources in which something changed."""
+    """Return the sources in which something changed."""
     return np.flatnonzero(_flags(body["rows"], n)) if "rows" in body else np.arange(n)
 
 

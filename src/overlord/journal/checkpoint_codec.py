@@ -1,5 +1,6 @@
-"""Whole numbers in as few bytes as they take, column by column: what a plan writes at every
-step.
+"""Tables of integers in few bytes: each column has the smallest integer type that holds it.
+
+A plan writes such a table at every step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LIMITS = [(form, np.iinfo(dtype).min, np.iinfo(dtype).max) for form, dtype in F
 
 
 def packed(table: np.ndarray) -> list[Any]:
-    """An int64 table [rows, columns] as one letter and some bytes for every column."""
+    """Return an int64 table [rows, columns] as one letter and some bytes for every column."""
     if not len(table):
         return [ZERO * table.shape[1], b""]
     low, high = table.min(axis=0).tolist(), table.max(axis=0).tolist()
@@ -40,7 +41,9 @@ def _form(low: int, high: int) -> str:
 
 
 def unpacked(saved: Sequence[Any], rows: int) -> np.ndarray:
-    """The table that ``packed`` was given; bytes are never trusted."""
+    """Return the table that ``packed`` was given; a form or length that is wrong is a
+    ValueError.
+    """
     form, data = saved
     if unknown := set(form) - {ZERO, *FORMS}:
         raise ValueError(

@@ -1,5 +1,7 @@
-"""A journal in a directory: files that are only ever appended to, one writer at a time, nothing
-acknowledged before the disk has it.
+"""A journal in a directory.
+
+Files are only ever appended to, by one writer at a time. No append is acknowledged before it is on
+the disk.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ log = logging.getLogger("overlord")
 LOCK = "journal.lock"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 _sync_data = getattr(os, "fdatasync", os.fsync)  # it also makes a file's new length durable
-_held: set[DirectoryStorage] = (
-    set()
-)  # not weak: who drops a log without closing it still has its files open
+# Storages that hold a lock. Not weak references: a log that is dropped without being closed still
+# has its files open.
+_held: set[DirectoryStorage] = set()
 
 
 class DirectoryStorage:
-    """The lock is the kernel's (flock): it ends with the process that holds it, however that ends.
-    The file it is on stays.
+    """Segments as files of one directory.
+
+    The lock is the kernel's (flock): it is released when its process exits, however that happens.
+    The lock file stays.
     """
 
     whole = False
@@ -66,9 +70,9 @@ class DirectoryStorage:
             raise JournalError(
                 self.shown,
                 f"{holder} writes to it",
-                "stop that one first, or give this job another journal",
+                "stop that process first, or give this job another journal",
             ) from None
-        with suppress(OSError):  # only for people; a full disk shows itself soon enough
+        with suppress(OSError):  # only for people; the first append detects a full disk
             os.ftruncate(fd, 0)
             os.pwrite(fd, whoami().encode(), 0)
         self._lock = fd
@@ -76,14 +80,14 @@ class DirectoryStorage:
         if others:
             words = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}"
             log.warning(
-                "journal %s: there are other things in this directory (%s); a journal "
-                "had better have its own",
+                "journal %s: the directory also holds other files (%s); give the journal a "
+                "directory of its own",
                 self.shown,
                 words,
             )
 
     def _make(self) -> None:
-        """The directory, and every one above it that is missing, each durable in the one above."""
+        """Create the directory and its missing parents, each durable in its own parent."""
         missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for made in reversed(missing):
@@ -126,7 +130,7 @@ class DirectoryStorage:
         self._sync_names()
 
     def create(self, name: str, data: bytes) -> None:
-        self._leave()
+        self._close_file()
         path = self.path / name
         try:
             self._file = os.open(path, _NEW, 0o644)
@@ -139,49 +143,50 @@ class DirectoryStorage:
             self._write(name, data, 0)
             self._sync_names()
         except BaseException:
-            self._leave()
-            # What was never acknowledged may go; where it cannot, the next segment leaves it out.
+            self._close_file()
+            # The segment was never acknowledged. If it stays, the next segment leaves it out.
             with suppress(OSError):
                 path.unlink()
             raise
 
     def prove(self, name: str, data: bytes) -> None:
-        """The kernel refuses it, and the lock stands before that."""
+        """Do nothing: the lock excludes other writers, and the kernel refuses a second file."""
 
     def append(self, name: str, data: bytes, at: int) -> None:
         assert name == self._name, (
             f"expected an append to {self._name or 'none'}, got one to {name}"
         )
         assert self._file >= 0
-        self._unchanged(name, at)
+        self._check_unchanged(name, at)
         try:
             self._write(name, data, at)
         except BaseException:
-            self._leave()
+            self._close_file()
             raise
 
-    def _unchanged(self, name: str, at: int) -> None:
-        """The file must be there, and as it was left: a journal that was removed takes every write
-        and keeps none.
+    def _check_unchanged(self, name: str, at: int) -> None:
+        """Check that the file exists and has the size it had after the last append.
+
+        A file that was removed accepts every write and keeps none.
         """
         try:
             found = os.fstat(self._file)
-        except OSError as error:  # the server of a network's file system has lost it
-            self._leave()
+        except OSError as error:  # the server of a network file system has lost the file
+            self._close_file()
             raise refusal(
-                f"{self.shown}/{name}", f"be looked at before an append at byte {at}", error
+                f"{self.shown}/{name}", f"be checked before an append at byte {at}", error
             ) from None
         if found.st_nlink and found.st_size == at:
             return
-        self._leave()
+        self._close_file()
         what = (
             f"expected a file of {at} bytes, got "
-            f"{f'one of {found.st_size}' if found.st_nlink else 'that it was removed'}"
+            f"{f'one of {found.st_size}' if found.st_nlink else 'a file that was removed'}"
         )
         raise JournalError(
             f"{self.shown}/{name}",
             what,
-            "somebody else changes the journal: stop that, then resume",
+            "another process changes the journal: stop it, then resume",
         )
 
     def _write(self, name: str, data: bytes, at: int) -> None:
@@ -190,25 +195,25 @@ class DirectoryStorage:
             while view:
                 view = view[os.write(self._file, view) :]
         except OSError as error:
-            with suppress(OSError):  # for those who look at the file; readers know where it ends
+            with suppress(OSError):  # only for people; readers know where the records end
                 os.ftruncate(self._file, at)
             raise refusal(f"{self.shown}/{name}", doing, error) from None
         try:
             _sync_data(self._file)
         except OSError as error:
-            # The kernel may have dropped the bytes and call them clean: a second sync would succeed
-            # and mean nothing.
+            # The kernel may have dropped the bytes and marked them clean. A second sync would then
+            # succeed without writing them.
             raise refusal(f"{self.shown}/{name}", f"{doing} and make them durable", error) from None
 
-    def _leave(self) -> None:
-        """No more appends to the file that is open."""
+    def _close_file(self) -> None:
+        """Close the open file; nothing more is appended to it."""
         if self._file >= 0:
-            with suppress(OSError):  # it is closed all the same, and what counts was synced
+            with suppress(OSError):  # the file is closed all the same, and its appends were synced
                 os.close(self._file)
         self._file, self._name = -1, ""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Oldest first: what is left after a kill is a run without holes."""
+        """Remove segments, oldest first: after a kill the rest is a sequence without gaps."""
         for name in names:
             try:
                 (self.path / name).unlink(missing_ok=True)
@@ -224,7 +229,7 @@ class DirectoryStorage:
             raise refusal(self.shown, "make its list of segments durable", error) from None
 
     def close(self) -> None:
-        self._leave()
+        self._close_file()
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
@@ -239,12 +244,12 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _let_go() -> None:
-    """In a child after fork: it must neither write nor keep the lock alive when its parent is
-    dead.
+def _close_in_child() -> None:
+    """Close all storages in a forked child: it must not write, nor keep the lock when its parent
+    exits.
     """
-    for place in list(_held):
-        place.close()
+    for storage in list(_held):
+        storage.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,10 +1,9 @@
-"""A job's journal: every plan and event is written down before anyone acts on it. What is written
-is decided by ``journal/checkpoint.py``.
+"""A job's journal: every plan and event is written before it is executed.
 
-The pump calls it, and a thread of its own writes: plans wait for that in
-``journal/write_ahead.py``, events in the call that says them. Once an append has failed nothing is
-written any more, so that the journal never says less than what was acted upon: the job ends before
-the step that could not be written.
+``journal/checkpoint.py`` decides what is written. The event loop calls the journal, and a thread of
+its own writes. Plans wait for the write in ``journal/write_ahead.py``, events in the call that
+applies them. Once an append has failed nothing more is written, so that the journal always holds
+everything that was executed. The job then ends before the step that could not be written.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
 from overlord.journal.segment import Header
 from overlord.journal.storage import JournalStorage, place_of
+from overlord.journal.timeouts import TIMEOUTS
 from overlord.journal.write_ahead import NullJournal
 from overlord.messages.control import (
     AddSource,
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.setup.prepared_job import PreparedJob
 
-SEGMENT_BYTES = (
-    2**22
-)  # a snapshot begins a new segment behind so many bytes: what pruning frees at a time
-CLOSE_S = 1.0  # that closing waits for an append under way
+# A snapshot begins a new segment after this many bytes: the amount that pruning frees at a time.
+SEGMENT_BYTES = 2**22
 
 
 class JobJournal(NullJournal):
-    """Of a fresh job (``JobJournal.fresh``) or of one that goes on (``JobJournal.resumed``); ``begin``
-    before the first plan.
+    """The journal of a fresh job (``JobJournal.fresh``) or of one that resumes
+    (``JobJournal.resumed``).
+
+    ``begin`` is called before the first plan.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class JobJournal(NullJournal):
         interval: Interval | None = None,
         launch: str = "",
     ):
-        """Not for callers: see ``fresh`` and ``resumed``."""
+        """Use ``fresh`` or ``resumed`` instead."""
         self.launch = launch or token_hex(8)
         self._place, self._header, self._log, self._interval = (
             place,
@@ -69,21 +69,20 @@ class JobJournal(NullJournal):
         )
         self._told: Callable[[], None] | None = None
         self._writer: AppendThread | None = None
+        # Simulations replace it by a writer without threads.
         self.make_writer: Callable[[JournalLog, Callable[[], None] | None], AppendThread] = (
-            AppendThread  # simulations have one that knows no threads
+            AppendThread
         )
-        self._last: StreamState | None = (
-            None  # behind the last plan that was handed over, with the reports since
-        )
-        self._next = 0  # the first step that was not handed over to be written
-        self._durable = 0  # the first that is not written
-        self._orders: deque[tuple[int, int]] = (
-            deque()
-        )  # (step, order of the writer): with it all before the step are durable
-        self._acked = -1  # as it is written
-        self._digests: dict[int, str] = {}  # of steps that are written and come again
-        self._pending: list[Entry] = []  # reports: nobody acts on them before the next plan
-        self._whose: Entry | None = None
+        # The state after the last plan that was queued for writing, with the reports since.
+        self._last: StreamState | None = None
+        self._next = 0  # the first step that was not queued for writing
+        self._durable = 0  # the first step that is not durable
+        # (step, order of the writer): once the order is done, all steps before it are durable
+        self._orders: deque[tuple[int, int]] = deque()
+        self._acked = -1  # the last acknowledged step, as written
+        self._digests: dict[int, str] = {}  # of written steps that are planned again
+        self._pending: list[Entry] = []  # reports and rollbacks, written with the next plan
+        self._job: Entry | None = None
         self._snapshots: deque[int] = deque()
         self._snapshot_bytes = self._bytes_since = self._plans_since = self._segment_bytes = 0
         self._counts = {"bytes": 0, "plans": 0, "snapshots": 0}
@@ -95,14 +94,15 @@ class JobJournal(NullJournal):
 
     @staticmethod
     def fresh(where: Where, name: str) -> JobJournal:
-        """A new journal; refused where there is one. Nothing is written before ``begin``: a launch
-        that fails leaves none behind.
+        """Return a new journal; an existing one is an error.
+
+        Nothing is written before ``begin``: a launch that fails leaves no journal.
         """
         place = place_of(where) if isinstance(where, (str, os.PathLike)) else where
         try:
             place.hold()
             if place.names():
-                JournalLog.create(place, Header(job=name))  # it says what is there
+                JournalLog.create(place, Header(job=name))  # raises, and names the existing journal
         except BaseException:
             place.close()
             raise
@@ -112,9 +112,10 @@ class JobJournal(NullJournal):
     def resumed(
         where: Where, name: str, allow: Sequence[str] = (), launch: str = ""
     ) -> tuple[JobJournal, Recovered]:
-        """The journal of a job, which may be empty, and what it says. Older writers are shut out.
-        ``launch``: as it is known already; then the journal must be empty, or that launch's: a job
-        that was shut out must not come back by another of its processes.
+        """Open the journal of a job, which may be empty, and return it with its content.
+
+        Older writers are fenced off. With ``launch`` the journal must be empty or of that launch: a
+        job that was fenced off must not return through another of its processes.
         """
         place = place_of(where) if isinstance(where, (str, os.PathLike)) else where
         header = Header(job=name, launch=launch or token_hex(8))
@@ -122,13 +123,14 @@ class JobJournal(NullJournal):
         try:
             found = Recovered.of(entries(records))
             journal = JobJournal(place, name, log, launch=header.launch)
-            journal._go_on(found, records)
+            journal.continue_after(found, records)
         except BaseException:
             log.close()
             raise
         return journal, found
 
-    def _go_on(self, found: Recovered, records: Sequence[Record]) -> None:
+    def continue_after(self, found: Recovered, records: Sequence[Record]) -> None:
+        """Continue after the records of an existing journal."""
         if found.empty:
             return
         self._last, self._acked, self._digests = found.front(), found.acked, dict(found.planned)
@@ -142,30 +144,31 @@ class JobJournal(NullJournal):
                     self._bytes_since + len(record.data),
                     self._plans_since + 1,
                 )
-        self._segment_bytes = SEGMENT_BYTES  # the next snapshot begins a segment
+        self._segment_bytes = SEGMENT_BYTES  # the next snapshot begins a new segment
 
     def begin(self, state: StreamState, blueprint: PreparedJob) -> None:
-        """Before anything is planned: where the stream begins. A journal that says so already is
-        left as it is.
+        """Record the start of the stream, before anything is planned.
+
+        A journal that has a start already is left as it is.
         """
-        self._whose = _whose(blueprint, state.step)
+        self._job = _job_entry(blueprint, state.step)
         if self._last is None:
             self._open_anew(checkpoint.snapshot(state, state.step - 1), state)
 
-    # what happens
+    # plans and events
 
     def planned(self, stages: Sequence[PlannedStep], taken: int | None) -> None:
-        """These steps are planned, and nobody knows it yet. ``taken``: the last step that all ranks
-        took; None: nobody takes part.
+        """Queue planned steps for writing, before any process receives them.
 
-        Steps that are written already are planned again: they must come out as they were.
+        ``taken`` is the last step that all ranks acknowledged; None where no rank takes part. Steps
+        that are written already and are planned again must have the same plans.
         """
         acked, found = (
             self._acked if taken is None else max(taken, self._acked),
             list(self._pending),
         )
         for stage in stages:
-            if self._again(stage):
+            if self._is_written(stage):
                 continue
             assert self._last is not None
             assert isinstance(stage.after, StreamState)
@@ -182,62 +185,70 @@ class JobJournal(NullJournal):
             self._snapshot()
         self._prune()
 
-    def _again(self, stage: PlannedStep) -> bool:
+    def _is_written(self, stage: PlannedStep) -> bool:
+        """Return whether the plan is written already; another plan of its step is a
+        ``PlanError``.
+        """
         if stage.plan.step >= self._next:
             return False
         first = self._digests.get(stage.plan.step)
         if first is not None and first != stage.digest:
             what = (
-                f"the journal has another plan of this step: it came out as {stage.digest}, "
-                f"and before as {first}"
+                f"the journal has another plan of this step: expected {first}, got {stage.digest}"
             )
             raise PlanError(what, stage.plan.step, NO_FUNCTION)
         return True
 
     def said(self, event: Any) -> None:
-        """An event that the planner has accepted, before anyone is told so. Anything else is no
-        event of the log.
+        """Write an event that the planner has accepted, and wait until it is durable.
+
+        Messages that are not events of the stream are ignored.
         """
         if isinstance(event, (SetMixture, Skip, SourceLost)):
             self._settle(self._append([*self._pending, checkpoint.event(event, self._next)]))
 
     def joined(self, event: AddSource, blueprint: PreparedJob) -> None:
-        """A source has joined: the same for it. By name and fingerprint; its code is in the job."""
-        self._whose = _whose(blueprint, self._next)
-        self._settle(
-            self._append([*self._pending, self._whose, checkpoint.event(event, self._next)])
-        )
+        """Write that a source was added, and wait until it is durable.
+
+        The source is recorded by name and fingerprint; its code is in the job.
+        """
+        self._job = _job_entry(blueprint, self._next)
+        self._settle(self._append([*self._pending, self._job, checkpoint.event(event, self._next)]))
 
     def reported(self, report: Report) -> None:
-        """A report that came in time. It is written with what comes next: nothing depends on it
-        before a plan does.
+        """Record a report that arrived in time.
+
+        It is written with the next append: the next plan is the first that depends on it.
         """
         if self._last is not None:
             self._pending.append(checkpoint.report(report))
             self._last = checkpoint.with_report(self._last, report)
 
     def took(self, step: int | None, last: bool) -> None:
-        """All ranks took a step. The next plan says so, unless there is none to come (``last``), or
-        is long in coming.
+        """Record that all ranks acknowledged a step.
+
+        The next plan records it too. It is written by itself if no plan follows (``last``), or if
+        at least two steps were acknowledged since the last one written.
         """
         if step is not None and step > self._acked + (not last):
             self._append([*self._pending, checkpoint.acked(step)])
             self._acked = step
 
     def went_back(self, step: int, generation: int, reason: str) -> None:
-        """A part was lost, and steps behind this one are planned again: for people, so it is
-        written with what comes next.
+        """Record a rollback: a worker was lost, and the steps after this one are planned again.
+
+        It is for people only, so it is written with the next append.
         """
-        self._pending.append(checkpoint.back(step, generation, reason))
+        self._pending.append(checkpoint.rollback(step, generation, reason))
 
     def rewound(self, state: StreamState, blueprint: PreparedJob, floor: int = 0) -> None:
-        """The stream begins anew at a state: trainers loaded it, or the mesh is another. What was
-        planned before does not count.
+        """Start the stream anew at a state: trainers loaded it, or the mesh changed.
+
+        Earlier plans do not count any more. They are pruned, although their steps may have higher
+        numbers.
         """
-        self._whose, self._digests = _whose(blueprint, state.step), {}
-        self._open_anew(
-            checkpoint.rewind(state, floor), state
-        )  # with it goes all before, whose steps may have higher numbers
+        self._job, self._digests = _job_entry(blueprint, state.step), {}
+        self._open_anew(checkpoint.rewind(state, floor), state)
 
     # writing
 
@@ -251,20 +262,20 @@ class JobJournal(NullJournal):
         return None if self._writer is None else self._writer.failed
 
     def _open_anew(self, entry: Entry, state: StreamState) -> None:
-        assert self._whose is not None
+        assert self._job is not None
         self._last, self._next, self._acked, self._pending = state, state.step, state.step - 1, []
-        self._settle(self._append([self._whose, entry], rolls=True, anew=entry.kind == REWIND))
+        self._settle(self._append([self._job, entry], rolls=True, anew=entry.kind == REWIND))
         self._orders, self._durable, self._snapshots = deque(), state.step, deque([state.step])
         self._counts["snapshots"] += 1
 
     def _snapshot(self) -> None:
-        """What is pending comes before it: it stands for all that was said so far."""
+        """Write a snapshot, after the pending entries: it contains their effect."""
         assert self._last is not None
-        assert self._whose is not None
+        assert self._job is not None
         rolls = self._place.whole or self._segment_bytes >= SEGMENT_BYTES
-        whose = [Entry(JOB, self._next, self._whose.body)] if rolls else []
+        job = [Entry(JOB, self._next, self._job.body)] if rolls else []
         self._append(
-            [*self._pending, *whose, checkpoint.snapshot(self._last, self._acked)], rolls=rolls
+            [*self._pending, *job, checkpoint.snapshot(self._last, self._acked)], rolls=rolls
         )
         self._snapshots.append(self._next)
         self._counts["snapshots"] += 1
@@ -277,7 +288,7 @@ class JobJournal(NullJournal):
         before: int | None = None,
         anew: bool = False,
     ) -> int:
-        """Hand entries over to be written; returns the order by which to wait for it."""
+        """Queue entries for writing; return the number of the order, to wait for it."""
         if self._writer is None:
             self._log = self._log or JournalLog.create(self._place, self._header)
             self._writer = self.make_writer(self._log, self._told)
@@ -288,6 +299,7 @@ class JobJournal(NullJournal):
         return order
 
     def _settle(self, order: int) -> None:
+        """Wait until an order is durable."""
         assert self._writer is not None
         self.settling = True
         try:
@@ -311,8 +323,9 @@ class JobJournal(NullJournal):
                 )
 
     def _prune(self) -> None:
-        """Nobody goes back behind the last step that all ranks took: of what lies before the newest
-        snapshot up to it nothing is needed.
+        """Prune everything before the newest snapshot that all ranks have passed.
+
+        No rollback goes beyond the last step that all ranks acknowledged.
         """
         passed = False
         while len(self._snapshots) > 1 and self._snapshots[1] <= self._acked + 1:
@@ -324,7 +337,7 @@ class JobJournal(NullJournal):
             }
             self._append([], before=self._snapshots[0])
 
-    # the end
+    # metrics and close
 
     def figures(self) -> dict[str, Any]:
         writer = self._writer
@@ -333,35 +346,37 @@ class JobJournal(NullJournal):
             if writer is None
             else {"appends": writer.appends, "seconds": writer.seconds}
         )
-        wrong = {} if self.failed is None else {"failed": str(self.failed)}
+        problems = {} if self.failed is None else {"failed": str(self.failed)}
         if writer is not None and writer.unpruned:
-            wrong["unpruned"] = writer.unpruned
-        told = {
+            problems["unpruned"] = writer.unpruned
+        progress = {
             "snapshot_bytes": self._snapshot_bytes,
             "acked": self._acked,
             "planned": self._next - 1,
         }
-        return {**self._counts, **done, **told, **wrong}
+        return {**self._counts, **done, **progress, **problems}
 
     def close(self, taken: int = -1) -> None:
-        """Say how far all ranks came, and let go. From a signal's handler, too; nothing that counts
-        is lost without it.
+        """Record the last step that all ranks acknowledged, and close the log.
+
+        A signal handler may call it. Without it nothing is lost that a resumed job needs.
         """
         if self._writer is None:
             (self._log or self._place).close()
             return
         if self._last is not None and (taken > self._acked or self._pending):
-            with contextlib.suppress(JournalError):  # it only says what is sure
+            with contextlib.suppress(JournalError):  # this entry is not needed to resume
                 self._append([*self._pending, checkpoint.acked(max(taken, self._acked))])
                 self._acked = max(taken, self._acked)
-        if (
-            self._writer.close(CLOSE_S) and self._log is not None
-        ):  # else it is closed behind the append
+        in_time = self._writer.close(TIMEOUTS.close_s)
+        if in_time and self._log is not None:  # otherwise the writer closes it after its append
             self._log.close()
 
 
 def entries(records: Sequence[Record]) -> list[Entry]:
-    """Records by what they mean; bodies that this version does not know are a ``JournalError``."""
+    """Return the meaning of records; a body that this version does not know is a
+    ``JournalError``.
+    """
     found = []
     for record in records:
         body = record.body
@@ -369,18 +384,18 @@ def entries(records: Sequence[Record]) -> list[Entry]:
             raise JournalError(
                 record.where,
                 f"expected the fields of a {record.kind}, got {type(body).__name__}",
-                "no job wrote this journal",
+                "this journal was not written by a job",
             )
         found.append(Entry(record.kind, record.number, dict(body), record.where))
     return found
 
 
-def _whose(blueprint: PreparedJob, step: int) -> Entry:
-    return checkpoint.job(step, blueprint.job.names, blueprint.fingerprint, slots_of(blueprint.job))
+def _job_entry(prepared: PreparedJob, step: int) -> Entry:
+    return checkpoint.job(step, prepared.job.names, prepared.fingerprint, slots_of(prepared.job))
 
 
 def slots_of(job: Job) -> str:
-    """Return what decides the slots of a step and not its samples: plans of the same samples differ
-    with it.
+    """Return a text of the job's mesh and ``sync``: they decide the slots of a step's samples, and
+    so its plan, but not the samples.
     """
     return f"{job.place!r}, sync={job.sync!r}"

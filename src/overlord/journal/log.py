@@ -1,9 +1,9 @@
-"""The log: records that are durable when ``append`` returns, read back after a crash exactly as far
-as they were written.
+"""The log: records that are durable when ``append`` returns. After a crash it reads back exactly
+what was written.
 
-One writer, one thread at a time; nothing here waits but for the disk or the store. A writer never
-goes on in a segment of another one: it begins its own, whose header says where the records before
-it end. So nothing that was once read is ever changed.
+A log has one writer, which uses it from one thread at a time. Calls wait only for the disk or the
+store. A writer never appends to a segment of another writer. It begins a segment of its own, whose
+header records where the records before it end. So nothing that was once read ever changes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from overlord.journal.segments import Reading, SegmentChain, Truncation, pruned
 from overlord.journal.storage import JournalStorage, NameTaken, place_of, whoami
 from overlord.version import __version__
 
-SEGMENT_BYTES = 2**24  # read whole when the journal is opened, and what pruning frees at a time
-# of what another process may disturb: a list that changes while it is read, a number that is taken
+SEGMENT_BYTES = 2**24  # a segment is read whole, and pruning frees one segment at a time
+# For an operation that another process may disturb: a list that changes while it is read, a number
+# that is taken.
 TRIES = 10
 T = TypeVar("T")
 Where = str | os.PathLike[str] | JournalStorage
@@ -52,17 +53,18 @@ class _Tip:
 
 @dataclass(slots=True)
 class _Kept:
-    """A segment that is there, and the highest number in it (None: no records)."""
+    """A segment that is not pruned, and the highest number in it (None: no records)."""
 
     name: str
     ordinal: int
     top: int | None
-    opens: bool = False  # a writer shut out those before it by this one
+    opens: bool = False  # a writer fenced off the writers before it with this segment
 
 
 class JournalLog:
-    """A journal open for writing. After an append that failed the next one begins a new segment,
-    which leaves the failed one out.
+    """A journal open for writing.
+
+    After an append that failed the next one begins a new segment, which leaves out the failed one.
     """
 
     def __init__(
@@ -74,12 +76,11 @@ class JournalLog:
         reading: Reading | None,
         segment_bytes: int,
     ):
-        """Not for callers: see ``create`` and ``open``."""
+        """Use ``create`` or ``open`` instead."""
         self.generation = generation
         self.segment_bytes = segment_bytes
-        self.cuts: list[Truncation] = (
-            reading.cuts if reading else []
-        )  # what was left out when it was opened
+        # Bytes that were left out when the journal was opened.
+        self.cuts: list[Truncation] = reading.cuts if reading else []
         self._place, self._header, self._journal = place, header, journal
         self._claim, self._writer = token_hex(8), whoami()
         self._after: After = reading.after if reading else NOTHING_BEFORE
@@ -102,7 +103,7 @@ class JournalLog:
     def create(
         cls, where: Where, header: Header, *, segment_bytes: int = SEGMENT_BYTES
     ) -> JournalLog:
-        """A new journal; refused where there is one."""
+        """Create a new journal; an existing one is an error."""
         place = _place(where)
         return _closing(place, lambda: cls._create(place, header, segment_bytes))
 
@@ -117,7 +118,7 @@ class JournalLog:
                 'go on from it with resume="auto", or give the job another journal',
             )
         log = cls(place, header, token_hex(8), 1, None, segment_bytes)
-        log._begin([], claiming=True)
+        log.claim()
         return log
 
     @classmethod
@@ -130,12 +131,12 @@ class JournalLog:
         goes_on: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> tuple[JournalLog, list[Record]]:
-        """A journal and its records so far; a new one where there is none. Older writers are shut
-        out.
+        """Open a journal, or create it, and return it with its records. Older writers are fenced
+        off.
 
-        A journal of another job is a ``StateMismatch``; ``allow`` names parts of the fingerprint
-        that may differ. ``goes_on``: only if the last writer was of the launch that the header
-        names; else nobody is shut out, and it is a ``JournalTaken``.
+        A journal of another job is a ``StateMismatch``; ``allow`` names entries of the fingerprint
+        that may differ. With ``goes_on`` the last writer must be of the header's launch. Otherwise
+        no writer is fenced off, and it is a ``JournalTaken``.
         """
         place = _place(where)
         return _closing(place, lambda: cls._open(place, header, allow, goes_on, segment_bytes))
@@ -157,9 +158,8 @@ class JournalLog:
             found = reading.header
             if found is not None:
                 _same_job(found, header, allow)
-                if (
-                    goes_on and found.launch != header.launch
-                ):  # one that takes the next number behind this look is found by the next look
+                # A writer that takes the next number after this check is found by the next try.
+                if goes_on and found.launch != header.launch:
                     raise _of_another_launch(place, found)
                 place.settle(name_of(reading.after.ordinal))
             log = cls(
@@ -171,12 +171,12 @@ class JournalLog:
                 segment_bytes,
             )
             try:
-                log._begin([], claiming=True)
-            except NameTaken:  # somebody appended after we had read: it is read, too
+                log.claim()
+            except NameTaken:  # another writer appended after the read: read that, too
                 if not tries_left:
                     raise JournalError(
                         place.shown,
-                        f"another writer took the next segment, {TRIES} times",
+                        f"expected a free next segment, got one of another writer, {TRIES} times",
                         "stop the other writer first",
                     ) from None
                 continue
@@ -185,12 +185,16 @@ class JournalLog:
 
     # writing
 
-    def append(self, records: Sequence[Record], *, anew: bool = False) -> None:
-        """Durable when it returns, with one sync for all. If it raises, they may be read back or
-        not, but each whole or not at all.
+    def claim(self) -> None:
+        """Begin the first segment of this writer, which fences off older writers."""
+        self._begin([], claiming=True)
 
-        ``anew``: they begin a segment, and once they are durable nothing before it is wanted,
-        whatever its numbers; ``sweep`` removes it.
+    def append(self, records: Sequence[Record], *, anew: bool = False) -> None:
+        """Write records, with one sync; they are durable when it returns.
+
+        If it raises, each record may be read back or not, but never a part of one. With ``anew``
+        the records begin a segment. Once they are durable all segments before it are pruned,
+        whatever their numbers; ``sweep`` removes them.
         """
         if notes := [record.kind for record in records if record.is_note]:
             raise ValueError(f"expected records of the caller, got the log's own {notes[0]!r}")
@@ -211,7 +215,7 @@ class JournalLog:
             self._begin(records, anew=anew)
             return
         data = pack(records, tip.end, tip.seed)
-        self._tip = None  # whatever happens now, a segment in doubt is not written again
+        self._tip = None  # if this append fails, nothing is appended to its segment again
         self._place.append(tip.name, data, tip.end)
         tip.end += len(data)
         self._tip, self._after = tip, After(tip.ordinal, tip.end, 0)
@@ -220,9 +224,11 @@ class JournalLog:
     def _begin(
         self, records: Sequence[Record], *, claiming: bool = False, anew: bool = False
     ) -> None:
-        """A new segment with these records in it. That all before it goes is noted behind them, in
-        the same append: where that is cut, the note is not there without them, and what lies before
-        still counts.
+        """Begin a new segment with these records.
+
+        With ``anew`` a note after them, in the same append, prunes everything before. If that
+        append is cut off, the note never exists without the records, and the older segments still
+        count.
         """
         self._tip = None
         for _ in range(TRIES):
@@ -240,12 +246,13 @@ class JournalLog:
                     self._ended = self._replaced(taken)
                     raise self._ended from None
                 self._kept.append(_Kept(name, self._next, None))
-                # an append of ours that failed, and yet is there: the next segment leaves it out
+                # An append of this writer failed and was yet written: the next segment leaves it
+                # out.
                 self._next += 1
         else:
             raise JournalError(
                 self._place.shown,
-                f"{TRIES} segments from earlier tries are in the way",
+                f"expected a free next segment, got {TRIES} of failed appends",
                 "resume the job",
             )
         if claiming:
@@ -277,18 +284,17 @@ class JournalLog:
         found = open_header(taken.data, taken.name)
         if isinstance(found, Opened):
             return found.header.claim == self._claim
-        return (
-            not self._place.whole
-        )  # under the lock, what has no whole header is what our own failed write left
+        # Under the lock, a segment without a whole header is of a failed write of this writer.
+        return not self._place.whole
 
     def _replaced(self, taken: NameTaken) -> JournalError:
         found = open_header(taken.data, taken.name)
-        who = (
+        writer = (
             f"{found.header.writer} with generation {found.header.generation}"
             if isinstance(found, Opened)
             else "another writer"
         )
-        what = f"{who} has taken over; this is {self._writer} with generation {self.generation}"
+        what = f"{writer} has taken over; this is {self._writer} with generation {self.generation}"
         return JournalTaken(
             f"{self._place.shown}/{taken.name}",
             what,
@@ -302,23 +308,26 @@ class JournalLog:
             kept.top = max(numbers) if kept.top is None else max(kept.top, *numbers)
 
     def roll(self) -> None:
-        """The next append begins a new segment: before a snapshot, so that all before it can be
-        pruned.
+        """Let the next append begin a new segment.
+
+        A snapshot begins one, so that all segments before it can be pruned.
         """
         self._tip = None
 
     def prune(self, before: int) -> int:
-        """Removes segments from the oldest on, as long as all their records have lower numbers; the
-        one being written stays. Returns how many ended: from here on they are not read, also where
-        the place refuses to remove them.
+        """Prune and remove the oldest segments whose records all have lower numbers.
+
+        The segment being written stays. Returns the number of pruned segments. They are not read
+        any more, even if the storage refuses to remove them.
         """
-        ended = self.give_up(before)
+        pruned_segments = self.give_up(before)
         self.sweep()
-        return ended
+        return pruned_segments
 
     def give_up(self, before: int) -> int:
-        """The first half of it: that they are no longer wanted is noted durably. A segment that is
-        gone without a note was lost.
+        """Prune without removing: write a durable note that the segments do not count any more.
+
+        A segment that is missing without such a note was lost.
         """
         going = []
         for kept in self._kept:
@@ -334,8 +343,10 @@ class JournalLog:
         return len(going)
 
     def _drop(self, n: int) -> None:
-        """The oldest so many were given up. Of a store's those stay for ever by which writers were
-        shut out: one that wakes late must find its next number taken.
+        """Move the ``n`` oldest segments to those that ``sweep`` removes.
+
+        In a store the first segment of each writer stays for ever: a fenced-off writer that wakes
+        up late must find its next number taken.
         """
         self._doomed += [
             kept.name for kept in self._kept[:n] if not (kept.opens and self._place.whole)
@@ -343,27 +354,28 @@ class JournalLog:
         del self._kept[:n]
 
     def sweep(self) -> None:
-        """The second half: what was given up goes, also what an earlier writer did not remove. What
-        is refused is tried again next time.
+        """Remove pruned segments, also those that an earlier writer did not remove.
+
+        A removal that is refused is tried again next time.
         """
-        doomed = list(self._doomed)  # more may be given up meanwhile
+        doomed = list(self._doomed)  # more may be pruned meanwhile
         if doomed:
             self._place.remove(doomed)
             del self._doomed[: len(doomed)]
 
     @property
     def removes_slowly(self) -> bool:
-        """It asks a store, which may not answer for long."""
+        """Whether removals are requests to a store, which may take long."""
         return self._place.whole
 
     @property
     def doomed(self) -> int:
-        """Segments that were given up and are still there."""
+        """The number of pruned segments that are not yet removed."""
         return len(self._doomed)
 
     @property
     def shown(self) -> str:
-        """Where it is, for people."""
+        """The location of the journal, for people."""
         return self._place.shown
 
     @property
@@ -371,11 +383,11 @@ class JournalLog:
         return len(self._kept)
 
     def close(self) -> None:
-        """Lets go of the journal. Nothing is lost without it."""
+        """Release the journal. Without it nothing is lost."""
         self._tip = None
         self._place.close()
         self._ended = self._ended or JournalError(
-            self._place.shown, "it was closed", "open it again"
+            self._place.shown, "the journal was closed", "open it again"
         )
 
     def __enter__(self) -> Self:
@@ -394,7 +406,7 @@ class JournalLog:
 
 
 def read(where: Where) -> Reading:
-    """All of a journal, faults and all, whether or not somebody writes to it."""
+    """Read a whole journal with its faults, also while a job writes to it."""
     place = _place(where)
     reading = _load(place)
     if not reading.parts:
@@ -403,7 +415,7 @@ def read(where: Where) -> Reading:
 
 
 def read_all(where: Where) -> list[Record]:
-    """The records of a journal; a fault is an error."""
+    """Return the records of a journal; a fault is an error."""
     place = _place(where)
     reading = read(place)
     if reading.faults:
@@ -432,21 +444,23 @@ def _load(place: JournalStorage) -> Reading:
         except FileNotFoundError:
             continue  # pruned meanwhile
     raise JournalError(
-        place.shown, f"its segments changed while they were read, {TRIES} times", "try again"
+        place.shown,
+        f"expected the same segments during one read, got others, {TRIES} times",
+        "try again",
     )
 
 
 def summary(reading: Reading) -> str:
-    """What a journal holds, in one line."""
+    """Return the contents of a journal in one line."""
     records, header = reading.records, reading.header
     last = f", the last with number {records[-1].number}" if records else ""
-    whose = (
+    job = (
         f" of job {header.job!r}, generation {header.generation} by {header.writer}"
         if header
         else ""
     )
-    wrong = f", and {len(reading.faults)} faults" if reading.faults else ""
-    return f"{len(records)} records{last}{whose}, in {len(reading.parts)} segments{wrong}"
+    faults = f", and {len(reading.faults)} faults" if reading.faults else ""
+    return f"{len(records)} records{last}{job}, in {len(reading.parts)} segments{faults}"
 
 
 def _damaged(place: JournalStorage, reading: Reading) -> JournalError:
@@ -471,7 +485,7 @@ def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> N
     if differ:
         raise StateMismatch(
             differ,
-            "the journal is another job's: give this one a journal of its own, or mend the job",
+            "the journal is another job's: give this one a journal of its own, or fix the job",
         )
 
 
@@ -492,14 +506,14 @@ def _place(where: Where) -> JournalStorage:
 
 
 def _closing(place: JournalStorage, opening: Callable[[], T]) -> T:
-    """A place that could not be opened must not stay locked."""
+    """Open a log; a storage whose log could not be opened must not stay locked."""
     try:
         return opening()
     except NameTaken as taken:
         place.close()
         raise JournalError(
             f"{place.shown}/{taken.name}",
-            "another writer made it at the same time",
+            "another writer created it at the same time",
             "stop the other writer first",
         ) from None
     except BaseException:

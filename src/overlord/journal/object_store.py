@@ -1,8 +1,8 @@
-"""A journal in an object store: an object for every append, each created where none is.
+"""A journal in an object store: one object for every append, created only if none has its name.
 
-A store cannot append and has no locks. But it can refuse to write over an object, and segments are
-numbered: the writer that creates the next number goes on, and the one that finds it taken has been
-replaced. So a new writer shuts out the old one by its first object.
+A store cannot append and has no locks. But it can refuse to overwrite an object, and segments are
+numbered. The writer that creates the next number continues, and a writer that finds it taken has
+been replaced. So a new writer fences off the old one with its first object.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from overlord.sources.base import File, Unreachable
 from overlord.sources.object_store import RemoteStore
 
 T = TypeVar("T")
-READERS = 16  # requests at a time when a journal is read: each takes some ten milliseconds
-AT_ONCE = 256  # objects that are held while the first of them are looked at
+READERS = 16  # concurrent requests while a journal is read: each takes some ten milliseconds
+AT_ONCE = 256  # objects held in memory while the first of them are parsed
 _NO_CONDITIONS = (
-    "the journal needs a store that refuses to write over an object (If-None-Match); use "
+    "the journal needs a store that refuses to overwrite an object (If-None-Match); use "
     "another store, or a directory"
 )
 
 
 class ObjectStoreStorage:
+    """Segments as objects below one prefix of a store."""
+
     whole = True
 
     def __init__(self, uri: str):
@@ -35,7 +37,7 @@ class ObjectStoreStorage:
         self._files: dict[str, File] = {}
 
     def hold(self) -> None:
-        """Nobody is asked: the first object of a writer shuts out those before it."""
+        """Do nothing: the first object of a writer fences off the writers before it."""
 
     def names(self) -> list[str]:
         listed = self._ask("", lambda: self._remote.list(self._base, recursive=False))
@@ -70,25 +72,25 @@ class ObjectStoreStorage:
         raise self._refused(name, fault)
 
     def settle(self, name: str) -> None:
-        """What a store lists, it keeps."""
+        """Do nothing: an object that a store lists is durable."""
 
     def create(self, name: str, data: bytes) -> None:
         if self._put(name, data):
             return
-        # There already. It may be this very object: a request whose answer was lost has still been
-        # carried out.
+        # The name is taken. It may be this very object: a request whose response was lost may have
+        # been executed.
         found = self._look(name)
-        if found is None and self._put(
-            name, data
-        ):  # the store spoke of a conflict, and the other one lost too
+        # A store may report a conflict of two requests of which neither succeeded.
+        if found is None and self._put(name, data):
             return
         found = self._look(name) if found is None else found
         if found != data:
             raise NameTaken(name, found or b"")
 
     def prove(self, name: str, data: bytes) -> None:
-        """That the store refuses a second object of that name: one that does not would let two
-        writers go on side by side.
+        """Check that the store refuses a second object of that name.
+
+        A store that does not would let two writers continue concurrently.
         """
         if self._put(name, data):
             raise JournalError(
@@ -104,7 +106,7 @@ class ObjectStoreStorage:
         self._ask("", lambda: self._remote.delete([self._path(name) for name in names]))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no file or lock is held."""
 
     def _put(self, name: str, data: bytes) -> bool:
         return self._ask(name, lambda: self._remote.create(self._path(name), data))
@@ -123,7 +125,7 @@ class ObjectStoreStorage:
         return f"{self._base}/{name}"
 
     def _ask(self, name: str, ask: Callable[[], T]) -> T:
-        """What a store refuses, as errors of a journal."""
+        """Execute a request; a refusal of the store is a ``JournalError``."""
         try:
             return ask()
         except Unreachable as error:
@@ -131,7 +133,7 @@ class ObjectStoreStorage:
 
     def _refused(self, name: str, error: Unreachable) -> JournalError:
         remedy = (
-            "segments are never changed by Overlord: find out who does"
+            "Overlord never changes a segment: find and stop what does"
             if error.kind == "changed"
             else error.remedy
         )

@@ -1,15 +1,15 @@
-"""One record as bytes, and back. No file is touched here, and nothing that is read is run.
+"""One record as bytes, and back. No file is touched here, and nothing that is read is executed.
 
 mark | version, form, length of kind, 0 | number | start of the append | length | checksum of kind
 and body | checksum of head | kind | body
 
-The head's checksum begins with that of the segment's header and the record's own position, so that
-a record is good in one place only: none can be moved, swapped or taken over from another journal.
-The length is in the head and so is believed only when the head is whole.
+The head's checksum begins with that of the segment's header and the record's own position. So a
+record is valid in one position only: none can be moved, swapped or copied from another journal. The
+length is in the head, and is used only if the head's checksum is right.
 
-After the mark every byte is stored XOR 0xA5. A disk that lost power gives zeros where it never
-wrote; bodies are full of zeros too (columns of plans), and stored as they are they could not be
-told from these.
+After the mark every byte is stored XOR 0xA5. A disk that lost power returns zeros where it never
+wrote. Bodies are full of zeros too (columns of plans); stored as they are, they could not be
+distinguished from those.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ from overlord.transport.frame import unpack as unpack_frame
 
 MARK = b"\xf5OVR"
 VERSION = 1
-BYTES, VALUE = 0, 1  # forms of a body: as it was given; a frame of the channel
+BYTES, VALUE = 0, 1  # forms of a body: raw bytes; a frame of the transport
 MAX_BODY_BYTES = 2**30
-SECTOR = 512  # what a disk writes whole or not at all
-FEWEST_ZEROS = 4  # of a sector's part: fewer may be data
+SECTOR = 512  # bytes that a disk writes whole or not at all
+FEWEST_ZEROS = 4  # in a piece of a sector: fewer may be data
 
-_HEAD = struct.Struct(
-    "<BBBBqQII"
-    # version, form, bytes of the kind, 0, number, start of the append, bytes of the body, their
-    # checksum
-)
+# version, form, bytes of the kind, 0, number, start of the append, bytes of the body, their
+# checksum
+_HEAD = struct.Struct("<BBBBqQII")
 _CRC, _POSITION = struct.Struct("<I"), struct.Struct("<Q")
 HEAD_BYTES = len(MARK) + _HEAD.size + _CRC.size
 _CRC_AT = len(MARK) + _HEAD.size
@@ -57,15 +55,17 @@ NEWER = "it was written by another version of Overlord: read it with that one"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``data`` is the body in bytes, made when the record is: what the caller changes later is not
-    what is written.
+    """One record of the log.
+
+    ``data`` is the body as bytes. It is encoded when the record is made, so later changes by the
+    caller are not written.
     """
 
-    kind: str  # one that begins with a dot is a note of the log's own
-    number: int  # a step, as a rule; several records may have the same, and numbers may go back
+    kind: str  # a kind that begins with a dot is a note of the log itself
+    number: int  # usually a step; several records may have the same, and numbers may decrease
     data: bytes
     form: int = BYTES
-    where: str = field(default="", compare=False)  # segment and byte, of one that was read
+    where: str = field(default="", compare=False)  # segment and byte, of a record that was read
 
     def __post_init__(self) -> None:
         if not _KIND.fullmatch(self.kind):
@@ -84,7 +84,9 @@ class Record:
 
     @staticmethod
     def of(kind: str, number: int, body: Any) -> Record:
-        """Bytes are kept as they are; anything else must be what the channel's codec can encode."""
+        """Make a record. Bytes are kept as they are; other values must be known to the transport's
+        codec.
+        """
         if isinstance(body, bytes):
             return Record(kind, number, body)
         return Record(kind, number, b"".join(pack_frame(*encode(body))), VALUE)
@@ -95,7 +97,7 @@ class Record:
 
     @property
     def body(self) -> Any:
-        """What was given to ``of``; made anew each time. Arrays are read-only."""
+        """The value that was given to ``of``, decoded at each call. Arrays are read-only."""
         if self.form == BYTES:
             return self.data
         try:
@@ -103,7 +105,7 @@ class Record:
             return decode(frame.header, frame.columns)
         except FrameError as error:
             what = (
-                f"the body of {self.kind!r} {self.number} is whole, but no value that this "
+                f"the body of {self.kind!r} {self.number} is whole, but is not a value that this "
                 f"version knows: {error}"
             )
             raise JournalError(self.where or "record", what, NEWER) from error
@@ -111,11 +113,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Bytes that cannot be what was written."""
+    """Bytes that differ from what was written."""
 
     segment: str
     offset: int
-    problem: str  # what was wanted, what was found
+    problem: str  # what was expected, and what was read
     remedy: str = DAMAGED
 
     def __str__(self) -> str:
@@ -128,7 +130,7 @@ class Fault:
 
 
 class PlacedRecord(NamedTuple):
-    """A record and where it lies in its segment."""
+    """A record and its position in the segment."""
 
     start: int
     end: int
@@ -136,8 +138,9 @@ class PlacedRecord(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What the bytes behind a segment's header hold. ``end``: where whole records end; behind it
-    ``torn`` bytes of one cut in writing.
+    """The content of a segment after its header.
+
+    Whole records end at ``end``. After it there are ``torn`` bytes of a write that was cut off.
     """
 
     records: list[PlacedRecord]
@@ -158,8 +161,9 @@ class _Head(NamedTuple):
 
 
 def pack(records: Iterable[Record], at: int, seed: int) -> bytes:
-    """The bytes of records that are appended together, at this position of the segment whose header
-    has that checksum.
+    """Return the bytes of records that are appended together at a position of a segment.
+
+    ``seed`` is the checksum of the segment's header.
     """
     pieces, position = [], at
     for record in records:
@@ -175,8 +179,9 @@ def pack(records: Iterable[Record], at: int, seed: int) -> bytes:
 
 
 def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
-    """All records from ``start`` on. After a fault it goes on with the next record that is whole,
-    so that all faults are told.
+    """Read all records from ``start`` on.
+
+    After a fault the scan continues with the next whole record, so that all faults are listed.
     """
     records, faults, at = list[PlacedRecord](), list[Fault](), start
     while at < len(data):
@@ -186,8 +191,8 @@ def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
             at = found.end
             continue
         later = _next_head(data, at + 1, seed) if found else -1
-        # A later append shows that this one was acknowledged; without one, zeros that were never
-        # written show that it was not.
+        # A later append proves that this one was acknowledged. Without one, a sector that was never
+        # written (zeros) proves that it was not.
         acknowledged = later >= 0 and _head_at(data, later).append_at > at
         if found is None or (not acknowledged and unwritten(data, at)):
             return Scan(records, at, len(data) - at, faults)
@@ -199,7 +204,7 @@ def scan(data: bytes, start: int, seed: int, segment: str) -> Scan:
 
 
 def _read(data: bytes, at: int, seed: int, segment: str) -> PlacedRecord | Fault | None:
-    """The record at that place; None where the bytes end before it does."""
+    """Read the record at a position; None where the bytes end before the record does."""
     if len(data) - at < HEAD_BYTES:
         return None
     if data[at : at + len(MARK)] != MARK:
@@ -241,7 +246,7 @@ def _read(data: bytes, at: int, seed: int, segment: str) -> PlacedRecord | Fault
             end,
             Record(kind, head.number, rest[head.kind_bytes :], head.form, f"{segment}, byte {at}"),
         )
-    except ValueError as error:  # whole, but nothing that this version writes
+    except ValueError as error:  # whole, but this version does not write such a record
         return Fault(segment, at, str(error), NEWER)
 
 
@@ -263,7 +268,7 @@ def _head_at(data: bytes, at: int) -> _Head:
 
 
 def _next_head(data: bytes, at: int, seed: int) -> int:
-    """Where the next head that is whole begins; -1 where there is none."""
+    """Return the position of the next whole head; -1 where there is none."""
     while (at := data.find(MARK, at)) >= 0 and at + HEAD_BYTES <= len(data):
         if _stored_crc(data, at) == _head_crc(_unmasked_head(data, at), at, seed):
             return at
@@ -272,8 +277,9 @@ def _next_head(data: bytes, at: int, seed: int) -> int:
 
 
 def unwritten(data: bytes, start: int) -> bool:
-    """Whether some sector from there on has nothing but zeros: it was never written, though the
-    file is long enough.
+    """Return whether some sector after ``start`` holds only zeros.
+
+    Such a sector was never written, although the file is long enough.
     """
     bounds = [start, *range((start // SECTOR + 1) * SECTOR, len(data), SECTOR), len(data)]
     return any(b - a >= FEWEST_ZEROS and not any(data[a:b]) for a, b in pairwise(bounds))

@@ -1,5 +1,5 @@
-"""What a journal says: where the stream stands, what was planned, and the state behind every step
-that anyone may go back to. Pure.
+"""Replay of a journal: the position of the stream, the planned steps, and the state after every
+step that a rollback may return to. Pure.
 """
 
 from __future__ import annotations
@@ -36,37 +36,33 @@ NOT_A_RUN = (
 
 @dataclass(slots=True)
 class Recovered:
-    """A journal's records, folded. Steps are meant as "behind step k": ``state(k)`` is where a
-    stream goes on with step k + 1.
+    """The replayed records of a journal.
+
+    ``state(k)`` is the state after step k: a stream continues from it with step k + 1.
     """
 
-    names: tuple[str, ...] = ()  # of the sources, those that joined last
+    names: tuple[str, ...] = ()  # of the sources; those added in mid-run are last
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     place: str = ""
-    acked: int = -1  # the last step that all ranks took
-    next_step: int = 0  # the first that was never planned
-    planned: dict[int, str] = field(
-        default_factory=dict
-    )  # digests, of the steps behind the oldest state that is kept
+    acked: int = -1  # the last step that all ranks acknowledged
+    next_step: int = 0  # the first step that was never planned
+    # Digests of the steps after the oldest state that is kept.
+    planned: dict[int, str] = field(default_factory=dict)
     empty: bool = True
-    checking: bool = False  # every snapshot must be what the plans before it give
-    # all states stay, also those before the step that all ranks took: for readers, who never prune
+    checking: bool = False  # compare every snapshot with the result of the plans before it
+    # Keep all states, also those before the last acknowledged step: for readers, which never prune.
     keeping: bool = False
-    _astray: Entry | None = (
-        None  # the first that stands before any snapshot: the one it was a change of was pruned
-    )
-    _front: StreamState | None = None  # where checking stands
-    _states: dict[int, StreamState] = field(
-        default_factory=dict
-    )  # snapshots by the step they are behind
-    _entries: list[Entry] = field(
-        default_factory=list
-    )  # all since the oldest of them, which is the first
+    # The first entry before any snapshot, if there is one: the snapshot it followed was pruned.
+    orphan: Entry | None = None
+    _front: StreamState | None = None  # the state that ``checking`` has reached
+    _states: dict[int, StreamState] = field(default_factory=dict)  # snapshots by the step before
+    _entries: list[Entry] = field(default_factory=list)  # all since the oldest snapshot, inclusive
 
     @staticmethod
     def of(entries: Iterable[Entry], *, checking: bool = False, keeping: bool = False) -> Recovered:
-        """From records in the order in which they were written; what cannot be is a
-        ``JournalError`` that says where it lies.
+        """Replay records in the order in which they were written.
+
+        A record that does not fit is a ``JournalError`` with its position.
         """
         found = Recovered(checking=checking, keeping=keeping)
         for entry in entries:
@@ -81,30 +77,31 @@ class Recovered:
                 OverflowError,
             ) as error:
                 what = (
-                    f"expected a {entry.kind} of step {entry.number}, got what cannot be one: "
+                    f"expected a {entry.kind} of step {entry.number}, got another record: "
                     f"{type(error).__name__}: {error}"
                 )
                 raise JournalError(entry.where or "journal", what, NOT_A_RUN) from error
-        if found.empty and (astray := found._astray) is not None:
+        if found.empty and (orphan := found.orphan) is not None:
             what = (
-                f"expected a snapshot before the {astray.kind} of step {astray.number}, or "
-                "behind it, got none"
+                f"expected a snapshot before the {orphan.kind} of step {orphan.number}, or "
+                "after it, got none"
             )
-            raise JournalError(astray.where or "journal", what, NOT_A_RUN)
+            raise JournalError(orphan.where or "journal", what, NOT_A_RUN)
         return found
 
     def add(self, entry: Entry) -> None:
-        """One record more. What does not fit is a ValueError, a TypeError or a KeyError.
+        """Replay one more record. A record that does not fit is a ValueError, TypeError or
+        KeyError.
 
-        Pruning ends with the first segment that holds a step of a number that may be wanted. Where
-        a job went back, or was restarted, that segment may be older than the snapshot that is
-        wanted and newer than the one it follows. What comes before the first snapshot says nothing
-        that is not in it, then.
+        Pruning stops at the first segment with a step number that may still be needed. After a
+        rollback or a restart that segment may be older than the needed snapshot, and newer than the
+        snapshot it followed. Then the entries before the first snapshot hold nothing that is not in
+        it.
         """
         if entry.kind in (SNAPSHOT, REWIND):
             self._add_snapshot(entry)
         elif self.empty and entry.kind in (PLAN, EVENT, REPORT, ACKED):
-            self._astray = self._astray or entry
+            self.orphan = self.orphan or entry
         elif entry.kind == PLAN:
             self._add_plan(entry)
         elif entry.kind == JOB:
@@ -120,12 +117,12 @@ class Recovered:
         elif entry.kind == ACKED:
             self.acked = max(self.acked, entry.number)
         elif entry.kind != BACK:
-            raise ValueError(f"nothing is called {entry.kind!r} here")
+            raise ValueError(f"expected a known kind of record, got {entry.kind!r}")
 
     def _add_snapshot(self, entry: Entry) -> None:
         state = changed(None, entry.body)
         if state.step != entry.number:
-            raise ValueError(f"the state is that of step {state.step}")
+            raise ValueError(f"expected the state before step {entry.number}, got {state.step}")
         if entry.kind == REWIND or self.empty:
             self.acked, self.next_step = (
                 int(entry.body["acked"]),
@@ -133,7 +130,7 @@ class Recovered:
             )
             self.planned, self._states, self._entries, self.empty = {}, {}, [], False
         elif state.step != self._planned_to + 1:
-            raise ValueError(f"expected the state behind step {self._planned_to}")
+            raise ValueError(f"expected the state after step {self._planned_to}")
         elif self._front is not None:
             _same(self._front, state)
         self._front = state if self.checking else None
@@ -151,16 +148,16 @@ class Recovered:
         self._entries.append(entry)
         self.acked = max(self.acked, int(entry.body["acked"]))
         self.next_step = max(self.next_step, step + 1)
-        self._let_go()
+        self._drop_passed()
 
     @property
     def _planned_to(self) -> int:
-        """The last step behind which there is a state."""
+        """The last step after which there is a state."""
         return max([*list(self._states)[-1:], *list(self.planned)[-1:]])
 
-    def _let_go(self) -> None:
-        """Nothing is wanted of what lies before the newest snapshot that all ranks have passed: all
-        that was said by then is in it.
+    def _drop_passed(self) -> None:
+        """Drop everything before the newest snapshot that all ranks have passed, which contains its
+        effect.
         """
         passed = [] if self.keeping else [step for step in self._states if step <= self.acked]
         if len(passed) > 1:
@@ -169,55 +166,53 @@ class Recovered:
             self.planned = {step: digest for step, digest in self.planned.items() if step > oldest}
             self._entries = self._entries[self._index(oldest) :]
 
-    def _index(self, behind: int) -> int:
+    def _index(self, step: int) -> int:
+        """Return the index of the snapshot after a step."""
         return next(
             k
             for k, e in enumerate(self._entries)
-            if e.kind in (SNAPSHOT, REWIND) and e.number == behind + 1
+            if e.kind in (SNAPSHOT, REWIND) and e.number == step + 1
         )
 
     @property
     def snapshots(self) -> list[int]:
-        """Steps of the snapshots that are kept: each the next step of its state."""
-        return sorted(behind + 1 for behind in self._states)
+        """The step numbers of the kept snapshots: each is the next step of its state."""
+        return sorted(step + 1 for step in self._states)
 
     @property
     def open_step(self) -> int:
-        """The first step that has no plan since the last rewind: the newest state stands before
-        it.
-        """
+        """The first step without a plan since the last rewind: that of the newest state."""
         return self._planned_to + 1
 
     @property
     def events(self) -> list[Event]:
-        """What people said since the oldest snapshot that is kept, also what came to pass and is in
-        force no more.
-        """
+        """All events since the oldest kept snapshot, also those that are no longer in force."""
         return [event_of(entry) for entry in self._entries if entry.kind == EVENT]
 
     # states
 
     def state(self, step: int) -> StreamState:
-        """The stream behind a step, with all that was said since: plans made from it are those that
-        were made. Reports of later steps stay, too: what was accepted counts, whether or not
-        trainers say it again.
+        """Return the state after a step, with all later events: it gives the same plans again.
+
+        Reports of later steps stay, too: an accepted report counts, whether or not trainers send it
+        again.
         """
         bare = self.bare(step)
-        said = EventLog(int(self.fingerprint.get("feedback_lag", 0)))
+        events = EventLog(int(self.fingerprint.get("feedback_lag", 0)))
         for entry in self._entries:
             if entry.kind == EVENT:
-                said.add(event_of(entry), bare.step)
+                events.add(event_of(entry), bare.step)
             elif entry.kind == REPORT:
-                said.report(report_of(entry), bare.step)
-        return said.completed(bare, self.names, ahead=True)
+                events.report(report_of(entry), bare.step)
+        return events.completed(bare, self.names, ahead=True)
 
     def bare(self, step: int) -> StreamState:
-        """The state as the planner had it when it had planned that step."""
-        base = max((behind for behind in self._states if behind <= step), default=None)
+        """Return the state that the planner had when it had planned that step."""
+        base = max((after for after in self._states if after <= step), default=None)
         if base is None or step > self._planned_to:
             kept = f"of steps {min(self._states)} to {self._planned_to}" if self._states else "none"
             raise PlanError(
-                f"the journal has no state behind step {step}", step, f"those it keeps: {kept}"
+                f"the journal has no state after step {step}", step, f"those it keeps: {kept}"
             )
         state = self._states[base]
         for entry in self._entries[self._index(base) + 1 :]:
@@ -227,8 +222,8 @@ class Recovered:
         return state
 
     def front(self) -> StreamState:
-        """The state behind the last planned step, with the reports that came since: what the next
-        plan is a change of.
+        """Return the state after the last planned step, with later reports: the base of the next
+        plan's change.
         """
         last = max(self._states)
         state = self._states[last]
@@ -238,7 +233,7 @@ class Recovered:
 
     @property
     def why(self) -> str:
-        """Why the stream goes on behind the step it does."""
+        """The reason why the stream continues at its step, for people."""
         if self.empty:
             return "the journal has no step yet"
         planned = f"steps up to {self.next_step - 1} were planned, and come again as they were"
@@ -250,8 +245,7 @@ class Recovered:
             )
         if self.acked + 1 == self.next_step:
             return (
-                f"step {self.acked} is the last that all ranks took, and nothing was planned "
-                "behind it"
+                f"step {self.acked} is the last that all ranks took, and no later step was planned"
             )
         return f"step {self.acked} is the last that all ranks took; {planned}"
 
@@ -263,7 +257,7 @@ def _with(state: StreamState, entry: Entry) -> StreamState:
 
 
 def _same(folded: StreamState, snapshot: StreamState) -> None:
-    """A snapshot is a short cut, and leads where the plans do."""
+    """Check that a snapshot equals the state that the plans before it give."""
     if (one := changes(None, folded)) != (other := changes(None, snapshot)):
-        parts = [part for part in sorted({*one, *other}) if one.get(part) != other.get(part)]
-        raise ValueError(f"it differs from what the plans before it give in {', '.join(parts)}")
+        differ = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+        raise ValueError(f"it differs from what the plans before it give in {', '.join(differ)}")

@@ -1,9 +1,9 @@
-"""A segment: a run of records under one name, behind a header that says whose they are. No file is
-touched here.
+"""A segment: a sequence of records under one name, after a header that identifies the writer. No
+file is touched here.
 
 Segments are numbered 0, 1, 2, ... and the number alone is the name. A name that holds the writer's
-generation would let two writers each write "the next" segment; like this only one of them can
-create it, and the other learns that it has been replaced.
+generation would let two writers each write "the next" segment. With the number alone only one of
+them can create it, and the other detects that it has been replaced.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ MAGIC = b"OVJL"
 VERSION = 2
 MAX_HEADER_BYTES = 2**20
 _START = struct.Struct("<4sHHI")  # magic, version, 0, bytes of the text
-_CRCS = struct.Struct(
-    "<II"
-)  # of the start and of the text: the length is believed only when the first is right
+# Checksums of the start and of the text. The length is used only if the first is right.
+_CRCS = struct.Struct("<II")
 PREFIX_BYTES = _START.size + _CRCS.size
 _NAME = re.compile(r"(\d{12})\.ovj")
 SUFFIX = ".ovj"
@@ -32,9 +31,11 @@ SUFFIX = ".ovj"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Whose journal it is. ``fingerprint``: a digest for each part of the job that must stay the
-    same. ``launch``: what all writers of one launch share, drawn by lot: a job whose writer is lost
-    must not take its journal back from another launch.
+    """The job and launch of a journal.
+
+    ``fingerprint`` has a digest for each entry of the job that must stay the same. ``launch`` is a
+    random text that all writers of one launch share. A job whose writer is lost must not take its
+    journal back from another launch.
     """
 
     job: str
@@ -52,37 +53,38 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """Where the records before a segment end: at this byte of that one. What lies behind it, or in
-    segments between, does not count.
+    """The end of the records before a segment: byte ``end`` of segment ``ordinal``.
+
+    Bytes after it, and segments in between, do not count.
     """
 
-    ordinal: int  # -1: nothing is before
+    ordinal: int  # -1: there is no segment before
     end: int
-    torn: int  # bytes behind the end that were found when this was written
+    torn: int  # bytes after the end, at the time when this was written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentHeader:
-    """The header of one segment: all that is needed to read it, to trust it, and to know who wrote
-    it.
+    """The header of one segment: everything needed to read it, to verify it, and to identify its
+    writer.
     """
 
     ordinal: int
     generation: int  # raised each time that a writer opens the journal
-    opened: int  # the first segment of this generation: by it the writers before were shut out
-    journal: str  # drawn when the journal was made: segments of two journals cannot be mixed up
-    claim: str  # drawn when the writer opened it
+    opened: int  # the first segment of this generation, which fenced off the writers before
+    journal: str  # random, drawn when the journal was created: segments of two cannot be mixed up
+    claim: str  # random, drawn when the writer opened the journal
     job: str
     fingerprint: dict[str, str]
     after: After
     writer: str  # process and host, for people
     version: str  # of Overlord
-    launch: str = ""  # of which the writer is one; empty in journals of before there was this
+    launch: str = ""  # of the writer; empty in journals from before this field existed
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A header that was read, where the records begin, and what their checksums begin with."""
+    """A header that was read, the position of the first record, and the seed of the checksums."""
 
     header: SegmentHeader
     end: int
@@ -97,7 +99,7 @@ def name_of(ordinal: int) -> str:
 
 
 def ordinal_of(name: str) -> int:
-    """The number in a name; -1 where it is none of a segment."""
+    """Return the number in a name; -1 where it is not the name of a segment."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else -1
 
@@ -107,19 +109,19 @@ def header_bytes(header: SegmentHeader) -> bytes:
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
             f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(text)}: "
-            "give digests, not whole parts"
+            "give digests, not whole texts"
         )
     start = _START.pack(MAGIC, VERSION, 0, len(text))
     return start + _CRCS.pack(zlib.crc32(start), zlib.crc32(text)) + text
 
 
 def seed_of(data: bytes) -> int:
-    """What the checksums of the records behind this header begin with."""
+    """Return the seed of the checksums of all records after this header."""
     return zlib.crc32(data)
 
 
 def open_header(data: bytes, segment: str) -> Opened | Fault | None:
-    """The header at the start of a segment; None where the bytes end before it does."""
+    """Read the header of a segment; None where the bytes end before the header does."""
     if len(data) < PREFIX_BYTES:
         return None
     magic, version, zero, size = _START.unpack_from(data)
@@ -162,30 +164,30 @@ def open_header(data: bytes, segment: str) -> Opened | Fault | None:
 
 
 def _header(found: Any) -> SegmentHeader:
-    """From JSON, every field looked at: a header comes from a file."""
+    """Return a header from JSON. Every field is checked, because it comes from a file."""
     texts = {key: found[key] for key in ("journal", "claim", "job", "writer", "version")} | {
         "launch": found.get("launch", "")
     }
     fingerprint, after = found["fingerprint"], found["after"]
     if wrong := [key for key, value in texts.items() if not _text(value)]:
-        raise TypeError(f"{wrong[0]} is no text")
+        raise TypeError(f"{wrong[0]}: expected a text, got {texts[wrong[0]]!r:.40}")
     if not isinstance(fingerprint, dict) or not all(
         _text(word) for part in fingerprint.items() for word in part
     ):
-        raise TypeError("fingerprint is no map of texts")
-    told = After(_whole(after["ordinal"], -1), _whole(after["end"]), _whole(after["torn"]))
+        raise TypeError(f"fingerprint: expected a map of texts, got {fingerprint!r:.40}")
+    end = After(_whole(after["ordinal"], -1), _whole(after["end"]), _whole(after["torn"]))
     return SegmentHeader(
         ordinal=_whole(found["ordinal"]),
         generation=_whole(found["generation"]),
         opened=_whole(found["opened"]),
         fingerprint=fingerprint,
-        after=told,
+        after=end,
         **texts,
     )
 
 
 def _text(value: Any) -> bool:
-    """A text that a terminal may be given."""
+    """Return whether a value is a text that is safe to print to a terminal."""
     return isinstance(value, str) and value.isprintable()
 
 

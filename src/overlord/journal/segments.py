@@ -1,9 +1,9 @@
-"""The segments of a journal, one after another, as one log: which records count, where it was cut,
-what is wrong. No file is touched here.
+"""The segments of a journal in order, as one log: the records that count, the writes that were cut
+off, and the faults. No file is touched here.
 
-Every segment says where the records before it end. So what a writer left behind its last
-acknowledged append (half a record, an append that failed, a segment that never got its header) is
-kept as it is and never read again; and acknowledged bytes cannot go missing unseen.
+Every segment records where the records before it end. So the bytes after a writer's last
+acknowledged append are left as they are and never read again. They may be half a record, a failed
+append, or a segment that never got its header. Acknowledged bytes cannot go missing unnoticed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from overlord.journal.segment import (
     ordinal_of,
 )
 
-PRUNED = ".pruned"  # the note that segments before one are no longer wanted
+PRUNED = ".pruned"  # the kind of the note that segments before one are pruned
 MISSING = (
-    "segments were taken away: restore them from a copy, or resume the trainers' state with "
-    "a new journal"
+    "segments were removed: restore them from a copy, or resume the trainers' state with a new "
+    "journal"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Bytes at the end of a segment that are no part of the log: a write was cut there, or
+    """Bytes at the end of a segment that do not belong to the log: a write was cut off there, or
     failed.
     """
 
@@ -49,38 +49,37 @@ class Truncation:
 
 @dataclass(slots=True)
 class SegmentData:
-    """One segment as it was read."""
+    """One segment that was read."""
 
     name: str
     ordinal: int
     nbytes: int
-    header: SegmentHeader | None  # None: cut, or damaged
+    header: SegmentHeader | None  # None: cut off, or damaged
     begin: int = 0
     records: list[PlacedRecord] = field(default_factory=list)
     end: int = 0
     torn: int = 0
     faults: list[Fault] = field(default_factory=list)
-    told: bool = False  # a later segment says where it ends
     void: bool = False  # a later segment leaves it out
 
     @property
     def opens(self) -> bool:
-        """Whether a writer shut out those before it by this segment."""
+        """Whether a writer fenced off the writers before it with this segment."""
         return self.header is not None and self.header.opened == self.ordinal
 
     @property
     def top(self) -> int | None:
-        """The highest number among records that are no notes."""
+        """The highest number among records that are not notes."""
         return max((p.record.number for p in self.records if not p.record.is_note), default=None)
 
     def close_at(self, end: int) -> None:
-        """Cut it where its successor says; everything before must be whole."""
-        self.told, known = True, {self.begin, *(p.end for p in self.records)}
+        """Truncate the segment at the end that its successor records; all before must be whole."""
+        known = {self.begin, *(p.end for p in self.records)}
         self.faults = [fault for fault in self.faults if fault.offset < end]
         self.records = [p for p in self.records if p.end <= end]
         if end not in known and not self.faults:
             what = (
-                f"expected whole records up to byte {end}, as the next segment says, got them "
+                f"expected whole records up to byte {end}, as the next segment records, got them "
                 f"up to byte {self.end}"
             )
             self.faults.append(Fault(self.name, self.end, what))
@@ -88,7 +87,7 @@ class SegmentData:
 
 
 def read_part(name: str, data: bytes) -> SegmentData:
-    """One segment by itself."""
+    """Read one segment by itself."""
     part = SegmentData(name, ordinal_of(name), len(data), None)
     found = open_header(data, name)
     if isinstance(found, Opened):
@@ -96,10 +95,10 @@ def read_part(name: str, data: bytes) -> SegmentData:
         part.records, part.end, part.torn, part.faults = scan(data, found.end, found.seed, name)
         if found.header.ordinal != part.ordinal:
             what = (
-                f"expected segment {part.ordinal}, as its name says, got segment "
+                f"expected segment {part.ordinal}, as it is named, got segment "
                 f"{found.header.ordinal}"
             )
-            part.faults.insert(0, Fault(name, 0, what, "a file was renamed: give it its name back"))
+            part.faults.insert(0, Fault(name, 0, what, "a file was renamed: restore its name"))
     elif found is None:
         part.torn = len(data)
     else:
@@ -108,7 +107,7 @@ def read_part(name: str, data: bytes) -> SegmentData:
 
 
 class SegmentChain:
-    """Fed with segments in order; then asked."""
+    """Links segments, which are fed in order, into one log."""
 
     def __init__(self) -> None:
         self.parts: list[SegmentData] = []
@@ -137,8 +136,8 @@ class SegmentChain:
                         part.name,
                         0,
                         what,
-                        "segments of two journals lie in one place: take those of the "
-                        "other one away",
+                        "segments of two journals are in one place: move those of the other one "
+                        "away",
                     )
                 )
                 return
@@ -157,7 +156,7 @@ class SegmentChain:
         return next((p for p in reversed(self.parts) if p.header is not None and not p.void), None)
 
     def settle(self) -> Reading:
-        """What all of it comes to."""
+        """Return the log of all segments that were fed."""
         kept = self._kept()
         parts = [p for p in self.parts if p.ordinal >= kept]
         faults = [f for f in self.faults if ordinal_of(f.segment) > kept]
@@ -166,9 +165,8 @@ class SegmentChain:
             faults.insert(0, Fault(parts[0].name, 0, what, MISSING))
         counted = [p for p in parts if not p.void]
         last = self.last
-        for (
-            part
-        ) in counted:  # one that was just being made may lie at the end, where no other follows
+        for part in counted:
+            # Only the last segment may lack its header: its writer may be creating it.
             if (
                 part.header is None
                 and not part.faults
@@ -191,7 +189,7 @@ class SegmentChain:
         )
 
     def _kept(self) -> int:
-        """The first segment that was not pruned, by the last note that says so."""
+        """Return the first segment that is not pruned, by the notes in the segments."""
         kept = 0
         for part in self.parts:
             for placed in part.records:
@@ -206,7 +204,7 @@ class SegmentChain:
 
 
 def pruned(before: int, kept: int) -> Record:
-    """The note that records before a number were given up, with all segments before that one."""
+    """Return the note that records before a number, and segments before ``kept``, are pruned."""
     return Record.of(PRUNED, before, {"kept": kept})
 
 
@@ -226,11 +224,11 @@ class Reading:
     parts: list[SegmentData]
     faults: list[Fault]
     cuts: list[Truncation]
-    doomed: list[SegmentData]  # segments that were pruned and are still there
+    doomed: list[SegmentData]  # segments that were pruned and not yet removed
 
     @property
     def records(self) -> list[Record]:
-        """All that count, in order, without the log's own notes."""
+        """All records that count, in order, without the log's own notes."""
         return [
             p.record
             for part in self.parts
@@ -249,12 +247,12 @@ class Reading:
 
     @property
     def generation(self) -> int:
-        """The highest that was ever seen, also in what does not count: none is used twice."""
+        """The highest generation of all segments, also of void ones: none is used twice."""
         return max((p.header.generation for p in self.parts if p.header is not None), default=0)
 
     @property
     def after(self) -> After:
-        """What the next segment is to say about those before it."""
+        """The end of the records before the next segment."""
         last = self.last
         return NOTHING_BEFORE if last is None else After(last.ordinal, last.end, last.torn)
 

@@ -1,5 +1,5 @@
-"""Where segments lie: what the log asks of a place, which place a URI names, and what is said when
-one refuses.
+"""The storage of segments: the protocol that the log uses, the storage that a URI names, and the
+errors of a storage that refuses.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _DENIED = "let the job write there, or give it another journal"
 _REMEDIES = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f) or make segments smaller: all that "
-    "was acknowledged is kept",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f) or make segments smaller: all "
+    "that was acknowledged is kept",
     errno.EROFS: _DENIED,
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
     errno.EIO: "the disk fails: copy the journal to another one and resume there; the segment is "
     "not written again",
-    errno.ESTALE: "the server of the file system has lost the file: mount it anew, see that the "
+    errno.ESTALE: "the server of the file system has lost the file: mount it again, check that the "
     "segments are there, and resume",
     errno.ENOTDIR: "name a directory",
     errno.EEXIST: "name a directory",
-    errno.ENOENT: "name a directory that is there",
+    errno.ENOENT: "name a directory that exists",
 }
 
 
 class NameTaken(Exception):
-    """There is a segment of that name, and it is not this one. ``data``: what it holds."""
+    """Another segment already has that name. ``data`` is its content."""
 
     def __init__(self, name: str, data: bytes):
         super().__init__(name)
@@ -46,38 +46,39 @@ class NameTaken(Exception):
 
 
 class JournalStorage(Protocol):
-    """Everything that is written is durable when the call returns; whatever goes wrong is a
-    ``JournalError``.
+    """A place for segments. Everything written is durable when the call returns; every failure is
+    a ``JournalError``.
     """
 
     shown: str  # for people: no secrets
     whole: bool  # a segment is written once and cannot be appended to
 
     def hold(self) -> None:
-        """Become the writer, or say who is."""
+        """Become the writer; a ``JournalError`` names the current writer where there is one."""
 
     def names(self) -> list[str]:
-        """Segments that are there, in order."""
+        """Return the names of the segments, in order."""
 
     def fetch(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-        """What they hold. One that went away meanwhile is a ``FileNotFoundError``."""
+        """Read segments. One that was removed meanwhile is a ``FileNotFoundError``."""
 
     def settle(self, name: str) -> None:
-        """Make durable what can be read of a segment: another process may have written it and
-        died.
+        """Make the readable content of a segment durable: its writer may have died before it
+        synced.
         """
 
     def create(self, name: str, data: bytes) -> None:
-        """A new segment; ``NameTaken`` where there is one."""
+        """Create a segment; ``NameTaken`` where one has that name."""
 
     def prove(self, name: str, data: bytes) -> None:
-        """That a second segment of that name would be refused; these are the bytes it was created
+        """Check that a second segment of that name is refused; ``data`` is what it was created
         with.
         """
 
     def append(self, name: str, data: bytes, at: int) -> None:
-        """To the segment that was created last, which has so many bytes. After an error it is never
-        appended to again.
+        """Append to the segment that was created last, which has ``at`` bytes.
+
+        After an error nothing is appended to that segment again.
         """
 
     def remove(self, names: Sequence[str]) -> None: ...
@@ -86,7 +87,7 @@ class JournalStorage(Protocol):
 
 
 def place_of(uri: str | os.PathLike[str]) -> JournalStorage:
-    """The place of a directory's path or a store's URI. Nothing is opened yet."""
+    """Return the storage of a directory's path or a store's URI. Nothing is opened yet."""
     text = os.fspath(uri)
     if problems := uri_problems(text):
         raise JournalError("URI", problems[0])
@@ -117,11 +118,12 @@ def place_of(uri: str | os.PathLike[str]) -> JournalStorage:
 
 
 def refusal(path: str, doing: str, error: OSError) -> JournalError:
-    """What the operating system said, with what to do."""
+    """Return the error of the operating system as a ``JournalError`` with a remedy."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-    remedy = _REMEDIES.get(error.errno or 0, "mend it, and resume")
+    remedy = _REMEDIES.get(error.errno or 0, "fix the cause, and resume")
     return JournalError(path, f"could not {doing}: {error.strerror or error} ({name})", remedy)
 
 
 def whoami() -> str:
+    """Return the name of this process, for people."""
     return f"process {os.getpid()} on {socket.gethostname()}"

@@ -1,4 +1,4 @@
-"""Whether a journal can be trusted: every byte read, every record decoded, every fault told."""
+"""Verification of a journal: every byte is read, every record decoded, every fault listed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from overlord.journal.segments import Reading
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalReport:
-    """What was found in a journal."""
+    """The contents and faults of a journal."""
 
     uri: str
     job: str
@@ -20,8 +20,8 @@ class JournalReport:
     segments: int
     nbytes: int
     records: int
-    torn: int  # bytes behind the last whole record: a write that was cut, or is just going on
-    cuts: tuple[str, ...]  # every place where one was cut
+    torn: int  # bytes after the last whole record: of a write that was cut off, or is in progress
+    cuts: tuple[str, ...]  # every position where a write was cut off
     faults: tuple[str, ...]
 
     @property
@@ -30,7 +30,7 @@ class JournalReport:
 
 
 def verify(uri: Where) -> JournalReport:
-    """Reads every byte, and decodes every record."""
+    """Read every byte of a journal and decode every record."""
     return report_of(str(uri), read(uri), decoding=True)
 
 

@@ -1,5 +1,7 @@
-"""Whether all ranks joined with the same job. Rank 0's is the one that runs, and the others would
-take parts of it for their own.
+"""Check that all ranks joined with the same job.
+
+Only the job of rank 0 runs. The other ranks receive their steps of it, so a job that differs there
+would go unnoticed.
 """
 
 from __future__ import annotations
@@ -14,58 +16,45 @@ from overlord.errors import JobError
 from overlord.hashing import digest
 from overlord.job.job import Job
 from overlord.mesh import AXES
-from overlord.setup.prepared_job import _mixture_text, _source_of
+from overlord.setup.fingerprint import STREAM_FIELDS, code_text, mixture_text, reading_text
 from overlord.transforms.tokenize import Tokenize
 
-PLAIN = (
-    "seed",
-    "until",
-    "draw",
-    "mix_every",
-    "look_ahead",
-    "max_age",
-    "overflow",
-    "shuffle_chunks",
-    "slice_rows",
-    "chunk_bytes",
-    "feedback_lag",
-    "on_long",
-    "sync",
-)
-SHOWN = 120  # longer texts are compared, and shown, as digests
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in some process
+COMPARED = ("seed", *STREAM_FIELDS, "sync")
+MAX_TEXT = 120  # longer texts are compared, and shown, as digests
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # the memory address in the repr of an object
 
 
 def parts_of(job: Job) -> dict[str, str]:
-    """What shapes the stream and who gets what of it, part by part. Nothing is read: files and
-    tokenizers are looked at by rank 0 alone.
+    """Return a text for every property of a job that decides the stream and its distribution.
+
+    Nothing is read: only rank 0 opens files and tokenizers.
     """
-    parts = {name: repr(getattr(job, name)) for name in PLAIN}
-    parts |= {f"batch.{f.name}": repr(getattr(job.batch, f.name)) for f in fields(Batch)}
-    parts |= {f"place.{axis}": repr(getattr(job.place, axis)) for axis in AXES}
-    parts["strategy"] = (
+    texts = {name: repr(getattr(job, name)) for name in COMPARED}
+    texts |= {f"batch.{f.name}": repr(getattr(job.batch, f.name)) for f in fields(Batch)}
+    texts |= {f"place.{axis}": repr(getattr(job.place, axis)) for axis in AXES}
+    texts["strategy"] = (
         repr(job.strategy) if isinstance(job.strategy, str) else _function(job.strategy)
     )
-    parts["mixture"] = _short(_mixture_text(job))
-    parts["hooks"] = ", ".join(map(_function, job.hooks)) or "none"
-    parts["sources"] = _short(", ".join(job.names))
+    texts["mixture"] = _short(mixture_text(job))
+    texts["hooks"] = ", ".join(map(_function, job.hooks)) or "none"
+    texts["sources"] = _short(", ".join(job.names))
     for source in job.sources:
-        parts[f"source {source.name}: transforms"] = digest(*map(_transform, source.transforms))
-        parts[f"source {source.name}: reading"] = (
-            f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes "
-            f"{source.max_sample_bytes}"
-        )
-    return parts
+        texts[f"source {source.name}: transforms"] = digest(*map(_transform, source.transforms))
+        texts[f"source {source.name}: reading"] = reading_text(source)
+    return texts
 
 
-def difference(job: Job, rank: int, said: Mapping[str, str]) -> JobError | None:
-    """What is to be said on a rank whose job is not the one of rank 0, whose parts these are."""
+def difference(job: Job, rank: int, expected: Mapping[str, str]) -> JobError | None:
+    """Return the error of a rank whose job differs from that of rank 0; None where they agree.
+
+    ``expected`` are the texts of rank 0.
+    """
     mine = parts_of(job)
     problems = [
-        f"{part}: expected {said.get(part, 'nothing')}, as on rank 0, got "
-        f"{mine.get(part, 'nothing')} on rank {rank}"
-        for part in sorted({*said, *mine})
-        if said.get(part) != mine.get(part)
+        f"{name}: expected {expected.get(name, 'nothing')}, as on rank 0, got "
+        f"{mine.get(name, 'nothing')} on rank {rank}"
+        for name in sorted({*expected, *mine})
+        if expected.get(name) != mine.get(name)
     ]
     if not problems:
         return None
@@ -78,8 +67,8 @@ def difference(job: Job, rank: int, said: Mapping[str, str]) -> JobError | None:
     )
 
 
-def _function(given: Any) -> str:
-    return f"function {digest(ADDRESS.sub('', _source_of(given)))}"
+def _function(function: Any) -> str:
+    return f"function {digest(ADDRESS.sub('', code_text(function)))}"
 
 
 def _transform(transform: Any) -> str:
@@ -89,4 +78,4 @@ def _transform(transform: Any) -> str:
 
 def _short(text: str) -> str:
     text = ADDRESS.sub("", text)
-    return text if len(text) <= SHOWN else f"digest {digest(text)}"
+    return text if len(text) <= MAX_TEXT else f"digest {digest(text)}"

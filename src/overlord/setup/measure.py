@@ -1,9 +1,9 @@
-"""Measuring a source: its real reader and its real transforms on a few slices, within bounds on
-rows and seconds.
+"""Measurement of a source: its real reader and transforms on a few slices, within bounds on rows
+and seconds.
 
-Seconds are by the clock, and beside them what cores were busy with of them, here and in a worker
-process: cores are what is divided among sources, and the rest is what storage, or a transform that
-asks somebody else, lets one wait for.
+Both wall-clock seconds and core seconds are measured, here and in the transform process. Cores are
+divided among sources. The rest of the time is spent waiting for storage, or for a service that a
+transform calls.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from overlord.sources.parquet import SMALL_ROW_GROUP, forget_footers
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.transform_process import TransformWorker
 
-BLOCK = 64  # rows that are transformed between two looks at the clock
-TRANSFERS = 4  # times that samples are handed over, to be seen above the clock's grain
+BLOCK = 64  # rows that are transformed between two readings of the clock
+TRANSFERS = 4  # copies of the samples, so that their time exceeds the clock's resolution
 
-Clock = Callable[[], np.ndarray]  # seconds by the clock, and of cores
+Clock = Callable[[], np.ndarray]  # wall-clock seconds, and core seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How much of a source is looked at. ``memory``: whether it is measured too, which takes the
-    process to itself.
+    """Bounds on the measurement of one source.
+
+    ``memory``: also measure its memory, which needs a process without other work.
     """
 
     rows: int = 2048
@@ -50,22 +51,22 @@ class Bounds:
     memory: bool = True
 
 
-def fingerprint_of(kit: ReaderSpec) -> str:
-    """Return a digest of all that costs depend on: files, transforms, the size of a slice, the
-    context and ``on_long``.
+def fingerprint_of(spec: ReaderSpec) -> str:
+    """Return a digest of everything that costs depend on: files, transforms, slice size, context
+    and ``on_long``.
     """
-    pipeline = kit.pipeline
+    pipeline = spec.pipeline
     return digest(
-        kit.index.fingerprint,
+        spec.index.fingerprint,
         pipeline.fingerprint,
-        str(kit.read.slice_rows),
+        str(spec.read.slice_rows),
         str(pipeline.context),
         pipeline.on_long,
     )
 
 
 def machine() -> str:
-    """What seconds were measured on."""
+    """Return a description of the machine that seconds were measured on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         model = next(
@@ -78,8 +79,9 @@ def machine() -> str:
 
 @dataclass(slots=True)
 class _Timed:
-    """Stages that say how long user code took, which runs while a window is opened and is no
-    reading, and how many rows it dropped.
+    """Stages that count the seconds of the slice stage and the rows it dropped.
+
+    The slice stage runs while a window is opened, and does not count as reading.
     """
 
     stages: Stages
@@ -101,20 +103,21 @@ class _Timed:
 
 
 def measure(
-    kit: ReaderSpec, bounds: Bounds, over: Callable[[], bool] = lambda: False
+    spec: ReaderSpec, bounds: Bounds, over: Callable[[], bool] = lambda: False
 ) -> SourceProfile:
-    """The profile of one source; without samples where none came within the bounds. ``over``:
-    whether to stop before they are reached. What is wrong with the source is raised as reading it
-    would.
+    """Return the profile of one source; it has no samples where none came within the bounds.
+
+    ``over`` returns whether to stop before the bounds are reached. An error of the source is raised
+    as in reading it.
     """
     cache = OpenChunkCache(max_open=64)
-    worker = TransformWorker(kit.pipeline) if kit.processes else None
+    worker = TransformWorker(spec.pipeline) if spec.processes else None
     try:
-        slice_rows = max(1, min(kit.read.slice_rows, bounds.rows))
-        chunks = ChunkReader(kit.index, replace(kit.read, slice_rows=slice_rows), cache)
-        probe = _Probe(kit, chunks, worker or kit.pipeline, bounds, over)
+        slice_rows = max(1, min(spec.read.slice_rows, bounds.rows))
+        chunks = ChunkReader(spec.index, replace(spec.read, slice_rows=slice_rows), cache)
+        probe = _Probe(spec, chunks, worker or spec.pipeline, bounds, over)
         probe.run()
-        return probe.profile(_file_bytes(kit, bounds) if bounds.memory and probe.samples else 0)
+        return probe.profile(_file_bytes(spec, bounds) if bounds.memory and probe.samples else 0)
     finally:
         cache.close()
         if worker is not None:
@@ -122,30 +125,30 @@ def measure(
 
 
 class _Probe:
-    """Windows of single chunks in stream order, until the bounds are reached, and what they
-    took.
+    """Reads windows of single chunks in stream order until the bounds are reached, and adds up
+    their costs.
     """
 
     def __init__(
         self,
-        kit: ReaderSpec,
+        spec: ReaderSpec,
         chunks: ChunkReader,
         stages: Stages,
         bounds: Bounds,
         over: Callable[[], bool],
     ):
-        self._kit, self._bounds, self._over = kit, bounds, over
+        self._spec, self._bounds, self._over = spec, bounds, over
         self._clock: Clock = lambda: np.array([time.perf_counter(), core_s(stages)])
         self._stages = _Timed(stages, self._clock)
-        self._reader = SourceReader(kit.order, chunks, self._stages)
+        self._reader = SourceReader(spec.order, chunks, self._stages)
         self._began = time.perf_counter()
         self._pieces: list[Content] = []
         self.samples = self._tokens = self._evaluated = self._raw_bytes = 0
-        self._rows = self._covered = 0  # raw rows that were read, and that what was read pays for
+        self._rows = self._covered = 0  # raw rows read, and raw rows whose read time is counted
         self._read_s = self._transform_s = np.zeros(2)
 
     def run(self) -> None:
-        for chunk in self._kit.order.chunk_order(0).tolist():
+        for chunk in self._spec.order.chunk_order(0).tolist():
             t, last = 0, False
             while not last and self._rows < self._bounds.rows and not self._late():
                 last = self._window(chunk, t)
@@ -157,7 +160,7 @@ class _Probe:
         return time.perf_counter() - self._began >= self._bounds.seconds or self._over()
 
     def _window(self, chunk: int, t: int) -> bool:
-        """One slice of a chunk, read and transformed. Whether it was the last one."""
+        """Read and transform one slice of a chunk; return whether it was the last one."""
         start, before, dropped = self._clock(), self._stages.seconds, self._stages.dropped
         window = self._reader.read(Read(0, 0, 0, t, (chunk,)))
         staged = self._stages.seconds - before
@@ -168,7 +171,7 @@ class _Probe:
         self._covered += (
             rows
             if not self._whole(chunk)
-            else int(self._kit.index.chunks.rows[chunk])
+            else int(self._spec.index.chunks.rows[chunk])
             if not t
             else 0
         )
@@ -179,12 +182,13 @@ class _Probe:
         return chunk in window.over
 
     def _whole(self, chunk: int) -> bool:
-        """Whether the first slice of a chunk pays for all of them: small row groups are decoded in
-        one go.
+        """Return whether reading the first slice of a chunk reads all of it.
+
+        Small row groups are decoded at once.
         """
         return (
-            self._kit.index.format == "parquet"
-            and 0 <= int(self._kit.index.chunks.nbytes[chunk]) <= SMALL_ROW_GROUP
+            self._spec.index.format == "parquet"
+            and 0 <= int(self._spec.index.chunks.nbytes[chunk]) <= SMALL_ROW_GROUP
         )
 
     def _evaluate(self, most: int) -> int:
@@ -198,25 +202,31 @@ class _Probe:
         return evaluated.rows
 
     def profile(self, file_bytes: int) -> SourceProfile:
-        kit, n, fingerprint = self._kit, self.samples, fingerprint_of(self._kit)
+        spec, n, fingerprint = self._spec, self.samples, fingerprint_of(self._spec)
         if not n:
             return SourceProfile(
-                name=kit.index.source,
+                name=spec.index.source,
                 fingerprint=fingerprint,
                 samples=0,
                 read_s=0.0,
                 transform_s=0.0,
                 tokens=0.0,
             )
-        window = min(kit.order.group_size, len(kit.index.chunks)) * kit.read.slice_rows
-        window = min(window, kit.index.rows) if kit.index.rows is not None else window
+        window = min(spec.order.group_size, len(spec.index.chunks)) * spec.read.slice_rows
+        window = min(window, spec.index.rows) if spec.index.rows is not None else window
         row_bytes = (
             self._raw_bytes / self._rows + sum(p.nbytes for p in self._pieces) / self._evaluated
         )
-        read = np.maximum(0.0, self._read_s) / max(1, self._covered) * self._rows / n * self._part
+        read = (
+            np.maximum(0.0, self._read_s)
+            / max(1, self._covered)
+            * self._rows
+            / n
+            * self._evaluated_fraction
+        )
         transform = np.maximum(0.0, self._transform_s) / n
         return SourceProfile(
-            name=kit.index.source,
+            name=spec.index.source,
             fingerprint=fingerprint,
             samples=n,
             tokens=self._tokens / n,
@@ -229,8 +239,8 @@ class _Probe:
         )
 
     @property
-    def _part(self) -> float:
-        """Of the rows that were read, those that were looked at: time may be up in the middle of a
+    def _evaluated_fraction(self) -> float:
+        """The fraction of the rows read that were transformed: time may end in the middle of a
         window.
         """
         kept = self._rows - self._stages.dropped
@@ -238,9 +248,7 @@ class _Probe:
 
 
 def _transfer_s(pieces: list[Content]) -> float:
-    """What it takes to pick samples and lay them side by side for whoever builds: the copy into a
-    slot, without what wakes the other.
-    """
+    """Return the seconds to copy one sample for the constructor, without waking it up."""
     content = Content.concat(pieces)
     rows = np.arange(len(content))[::-1]
     start = time.thread_time()
@@ -252,16 +260,17 @@ def _transfer_s(pieces: list[Content]) -> float:
 # memory
 
 
-def _file_bytes(kit: ReaderSpec, bounds: Bounds) -> int:
-    """What stays in memory while the chunks of a group are open between two slices: footers,
-    handles, decompressors, decoded row groups. Measured: what allocators have given out before and
-    after, all rows dropped.
+def _file_bytes(spec: ReaderSpec, bounds: Bounds) -> int:
+    """Return the bytes that open chunks of a group hold between two slices.
+
+    They are footers, handles, decompressors and decoded row groups. The measure is the difference
+    of allocated bytes before and after, with all rows dropped.
     """
     cache = OpenChunkCache(max_open=1024)
-    reader, began, opened = ChunkReader(kit.index, kit.read, cache), time.perf_counter(), 0
-    chunks = kit.order.chunk_order(0)[: kit.order.group_size].tolist()
+    reader, began, opened = ChunkReader(spec.index, spec.read, cache), time.perf_counter(), 0
+    chunks = spec.order.chunk_order(0)[: spec.order.group_size].tolist()
     try:
-        forget_footers(kit.index.files)
+        forget_footers(spec.index.files)
         before = heap_bytes()
         for chunk in chunks:
             reader.slice(chunk, 0)
@@ -293,8 +302,8 @@ class _Mallinfo(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes that allocators of this process have given out; all its memory where the C library does
-    not tell.
+    """Return the bytes allocated in this process; all its memory where the C library does not count
+    them.
     """
     try:
         mallinfo2: Any = ctypes.CDLL(None).mallinfo2

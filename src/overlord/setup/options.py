@@ -1,4 +1,4 @@
-"""Launch options: how a job is run, never what it gives."""
+"""Launch options: they decide how a job runs, never which samples it gives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from overlord.scaling.scaler import Limits
 
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _HOST_PORT = re.compile(r".+:[0-9]{1,5}")
-# one builds a hundred million tokens a second; with several, loaders must sort payload by host
+# One constructor builds a hundred million tokens a second. With several, loaders must sort payload
+# by worker.
 CORES_PER_CONSTRUCTOR = 16
 REMOVED = {  # options of earlier versions: the error says why they are unknown
     "constructors": "constructors: this option was removed, constructors always run; leave it out"
@@ -30,94 +31,80 @@ PARTITION = ("auto", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Launch options: none of them changes the stream."""
+    """Launch options. None of them changes the stream."""
 
     prefetch: int = 4
-    build_ahead: int | None = (
-        # steps of the window that are built; None: all in one process, 2 in several, the others
-        # wait as payload
-        None
-    )
-    loaders: Mapping[str, int] | None = None  # loaders per source; 1 where not named
+    # Steps of the window that are built ahead; the others wait as payload. None: all of them in one
+    # process, 2 in several.
+    build_ahead: int | None = None
+    loaders: Mapping[str, int] | None = None  # loaders by source; 1 where not named
     workers: int | None = None  # threads that read, transform and build
-    # Steps' worth of samples held ready beyond the draw; None: 2 where one process reads, 8 where
-    # several do. All sources must have theirs
-    # before a step can be drawn, so hosts that work side by side need room to differ: 16 of them
-    # were 55 % busy with 2, 92 % with 16.
+    # Steps' worth of samples held ready beyond the draw. None: 2 where one process reads, 8 where
+    # several do. All sources must have theirs before a step can be drawn, so workers that run
+    # concurrently need room to differ: 16 of them were 55 % busy with 2, 92 % with 16.
     read_ahead: int | None = None
     buffer_bytes: int = 2**30  # of samples held ready beyond the draw, over all sources
     open_bytes: int = 2**28  # of files held open in the middle of a chunk
     open_files: int = 512
-    # Of this machine, "64GB": split over what loading holds there. What buffer_bytes, open_bytes
-    # and ring_bytes say can only make it less.
+    # Memory of this machine for loading, as "64GB", split over all that loading holds there.
+    # buffer_bytes, open_bytes and ring_bytes can only lower it.
     memory: int | str | None = None
     cache_dir: str | Path | None = None
     stall_warn_s: float = 30.0
-    stall_limit_s: float = (
-        540.0  # below the ten minutes after which NCCL ends a job without saying why
-    )
-    on_stall: Callable[[str, float], None] | None = (
-        None  # told (what is waited for, seconds) in place of the warning
-    )
+    # Below the ten minutes after which NCCL ends a job without a reason.
+    stall_limit_s: float = 540.0
+    # Called with (what is waited for, seconds) instead of the warning.
+    on_stall: Callable[[str, float], None] | None = None
     check: bool = False  # check every core's invariants after every command (slow; for tests)
-    progress: Callable[[int, int], None] | None = None  # told (sources indexed, of how many)
-    sources_per_host: int | None = (
-        None  # sources that share a loader host; None: about 25, fewer hosts than cores
-    )
-    hosts: int | None = None  # cores that loader hosts may use; None: all of this machine
-    constructor_hosts: int | None = (
-        None  # processes that constructors share; None: one for sixteen cores
-    )
-    ring_bytes: int | None = (
-        None  # of shared memory that one host may use; None: a quarter of the memory that there is
-    )
-    broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts say
-    failover: bool = True  # False: a part that is lost ends the job
-    lost_after_s: float = (
-        15.0  # a part that answers nothing for so long is taken for dead, killed and replaced
-    )
-    # of one part without a step taken by all in between: then the job ends with what it died of
+    # Called with (indexed sources, all sources).
+    progress: Callable[[int, int], None] | None = None
+    # Sources that share a loader worker. None: about 25, and fewer workers than cores.
+    sources_per_host: int | None = None
+    hosts: int | None = None  # cores that loader workers may use; None: all of this machine
+    # Processes that constructors share. None: one for sixteen cores.
+    constructor_hosts: int | None = None
+    # Bytes of shared memory that one worker may use. None: a quarter of all memory.
+    ring_bytes: int | None = None
+    broadcast: bool = True  # False: every rank fetches its own, whatever the plan's broadcasts
+    failover: bool = True  # False: a lost worker ends the job
+    # A worker that does not answer for this long is considered dead, killed and replaced.
+    lost_after_s: float = 15.0
+    # Restarts of one worker without a step acknowledged by all ranks in between. After them the job
+    # ends with the worker's last error.
     max_restarts: int = 3
-    # loaders with a stand-by in another host: those of the sources that cost most ("heavy"), or
-    # "all"
+    # Loaders with a standby in another worker: those of the sources that cost most ("heavy"), or
+    # "all".
     shadows: str = "none"
-    address: str | None = (
-        # of a Ray cluster's head, host:port; None: one of this machine, that ends with the job
-        None
-    )
-    rank_nodes: Sequence[str] | None = (
-        # of the cluster, by rank: name, address or id; constructors and loaders go there first
-        None
-    )
-    # of the idle cores of those nodes, for constructors and then loaders; beyond it these go to
-    # nodes without ranks
+    # Address of a Ray cluster's head, as host:port. None: a cluster on this machine, which ends
+    # with the job.
+    address: str | None = None
+    # Nodes of the cluster by rank: name, address or id. Constructors and loaders are placed there
+    # first.
+    rank_nodes: Sequence[str] | None = None
+    # Share of the idle cores of those nodes, for constructors and then loaders. Others are placed
+    # on nodes without ranks.
     sidecar: float = 0.5
-    node_labels: Mapping[str, str] | None = (
-        # of nodes for hosts that need not be beside ranks, as Ray writes them: {"pool": "cpu"}
-        None
-    )
-    node_resources: Mapping[str, float] | None = (
-        None  # of the cluster's own kinds, that each of those hosts asks for: {"scratch": 1}
-    )
-    # True: hosts for which no node has room wait for Ray, and its autoscaler, to find one
+    # Labels of nodes for workers that need not be near ranks, in Ray's form: {"pool": "cpu"}.
+    node_labels: Mapping[str, str] | None = None
+    # Custom resources of the cluster that each of those workers requests: {"scratch": 1}.
+    node_resources: Mapping[str, float] | None = None
+    # True: workers for which no node has room wait until Ray, or its autoscaler, finds one.
     reserve: bool = False
-    ports: str | None = (
-        None  # "7000-7099": TCP ports at which hosts listen for others; None: any that is free
-    )
-    partition: str | None = (
-        "auto"  # loaders by what sources cost, as measured; "off" or None: by what their index says
-    )
-    # between two looks at loaders and trainers: who is to be read further ahead, who cannot keep
-    # up; 0: nobody looks
+    # TCP ports on which workers listen, as "7000-7099". None: any free port.
+    ports: str | None = None
+    # "auto": loaders by the measured costs of sources. "off" or None: by estimates from their
+    # index.
+    partition: str | None = "auto"
+    # Seconds between two polls of loaders and trainers, which detect sources that must be read
+    # further ahead or cannot keep up. 0: no polls.
     watch_s: float = 2.0
-    autoscale: bool | Mapping[str, Any] = (
-        # hosts for a source as it needs them; a mapping: True, with other limits (scaling.Limits)
-        False
-    )
+    # Start and stop workers of a source as needed. A mapping: True, with other limits
+    # (scaling.Limits).
+    autoscale: bool | Mapping[str, Any] = False
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
-        """Options by name; unknown ones are told with those there are."""
+        """Return options by name; an unknown name is a ``JobError`` with similar names."""
         known = [f.name for f in fields(Options)]
         if unknown := [name for name in given if name not in known]:
             raise JobError(
@@ -130,6 +117,7 @@ class Options:
         return Options(**given)
 
     def problems(self, job: Job) -> list[str]:
+        """Return the problems of these options for a job, one sentence each."""
         found: list[str] = []
         for name, least in (
             ("prefetch", 1),
@@ -184,7 +172,7 @@ class Options:
                 else f"; there are {', '.join(PARTITION)}"
             )
             found.append(
-                "partition: expected how loaders are given to sources, got "
+                "partition: expected a rule for the number of loaders, got "
                 f"{self.partition!r}{known}"
             )
         for name in ("reserve", "broadcast"):
@@ -199,12 +187,12 @@ class Options:
             found.append(f"cache_dir: expected a directory, got {self.cache_dir!r}")
         if self.on_stall is not None and not callable(self.on_stall):
             found.append(
-                "on_stall: expected a function of (what is waited for, seconds), got "
+                "on_stall: expected a function of (what the job waits for, seconds), got "
                 f"{self.on_stall!r}"
             )
         if self.progress is not None and not callable(self.progress):
             found.append(
-                "progress: expected a function of (sources indexed, of how many), got "
+                "progress: expected a function of (indexed sources, all sources), got "
                 f"{self.progress!r}"
             )
         found += self._loader_problems(job) + self._scaling_problems() + self._memory_problems()
@@ -231,7 +219,7 @@ class Options:
             isinstance(resources, Mapping) and all(map(_is_amount, resources, resources.values()))
         ):
             found.append(
-                "node_resources: expected amounts of the cluster's own kinds, as in "
+                "node_resources: expected amounts of the cluster's custom resources, as in "
                 f"{{'scratch': 1}}, got {resources!r:.200}"
             )
         elif common := [
@@ -240,8 +228,8 @@ class Options:
             if name.lower() in ("cpu", "cpus", "gpu", "memory", "object_store_memory")
         ]:
             found.append(
-                f"node_resources: {common[0]!r} is asked for by itself (hosts=, memory=) "
-                "or not at all: leave it out"
+                f"node_resources: expected custom resources, got {common[0]!r}; leave it out: CPUs "
+                "and memory follow from hosts= and memory="
             )
         return found
 
@@ -309,62 +297,70 @@ class Options:
                 else f"; there are {', '.join(SHADOWS)}"
             )
             found.append(
-                f"shadows: expected whose loaders have a stand-by, got {self.shadows!r}{known}"
+                f"shadows: expected which loaders have a standby, got {self.shadows!r}{known}"
             )
         elif self.shadows != "none" and not self.failover:
             found.append(
-                f"shadows: {self.shadows!r} takes the place of what is lost, and without "
-                "failover nothing does: leave it out"
+                f"shadows: expected 'none' without failover, got {self.shadows!r}; leave it out: a "
+                "standby replaces a lost loader, and without failover nothing is replaced"
             )
         elif self.shadows != "none" and (job.look_ahead > 1 or job.overflow == "defer"):
             found.append(
-                f"shadows: {self.shadows!r} is of no use with look_ahead or "
-                "overflow='defer': there all loaders read again"
+                f"shadows: expected 'none' with look_ahead or overflow='defer', got "
+                f"{self.shadows!r}; leave it out: there all loaders reread after a loss"
             )
         return found
 
     def _lag_problems(self, job: Job) -> list[str]:
-        """A plan must not be made before the report it uses can have come; jobs without feedback
-        have no such bound.
+        """Check that a plan is not made before the report it uses can have arrived.
+
+        Jobs without feedback have no such bound.
         """
         if not learns(job.mixture) or job.feedback_lag >= self.prefetch + 2:
             return []
         return [
             f"feedback_lag: expected at least prefetch + 2 = {self.prefetch + 2}, got "
             f"{job.feedback_lag}; plans are made {self.prefetch} "
-            "steps ahead, and reports must have come before the plan that uses them: "
+            "steps ahead, and reports must arrive before the plan that uses them: "
             "raise the job's feedback_lag, or lower prefetch"
         ]
 
 
-def address_problems(said: object) -> list[str]:
-    """Of a cluster's head. Ray itself takes other words too, and what it finds for them may be of a
-    cluster that is dead.
+def address_problems(address: object) -> list[str]:
+    """Return the problems of the address of a cluster's head.
+
+    Ray itself accepts other values too, and may resolve them to a cluster that is dead.
     """
-    if isinstance(said, str) and _HOST_PORT.fullmatch(said):
+    if isinstance(address, str) and _HOST_PORT.fullmatch(address):
         return []
     return [
-        f"address: expected host:port of a Ray cluster's head, as in '10.0.0.1:6379', got {said!r}"
+        "address: expected host:port of a Ray cluster's head, as in '10.0.0.1:6379', got "
+        f"{address!r}"
     ]
 
 
-def port_range(said: object) -> range | None:
-    """Of ``"7000-7099"``; None: it is no such thing."""
-    found = _PORTS.fullmatch(said) if isinstance(said, str) else None
+def port_range(text: object) -> range | None:
+    """Return the ports of ``"7000-7099"``; None for anything else."""
+    found = _PORTS.fullmatch(text) if isinstance(text, str) else None
     first, last = map(int, found.groups()) if found else (1, 0)
     return range(first, last + 1) if 1 <= first <= last <= 65535 else None
 
 
 def n_cores() -> int:
+    """Return the number of cores of this machine, or of the cgroup that the job runs in."""
     return cgroup.cores()
 
 
 def ring_bytes(options: Options) -> int:
-    """Slots are made as they are needed and used again, so this is a bound and no reservation."""
+    """Return the bound on shared memory of one worker.
+
+    Segments are created as needed and reused, so it is not a reservation.
+    """
     return options.ring_bytes or cgroup.memory_bytes() // 4
 
 
 def n_workers(options: Options) -> int:
+    """Return the number of threads that read, transform and build."""
     return options.workers or max(2, min(8, n_cores()))
 
 

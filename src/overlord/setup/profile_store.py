@@ -1,7 +1,7 @@
-"""Where profiles are kept, and how they come: from a file, from a quick probe at launch, from what
-loaders measure while a job runs.
+"""Profiles of a job's sources: their file, a quick measurement at launch, and updates while the job
+runs.
 
-A profile that cannot be read or written costs a probe, never a job.
+A profile that cannot be read or written is measured again; it never fails a job.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from overlord.scaling.profile import PROFILE, BadProfile, JobProfile, SourceProf
 from overlord.setup.measure import Bounds, fingerprint_of, machine, measure
 from overlord.setup.options import n_cores
 from overlord.setup.prepared_job import PreparedJob
+from overlord.setup.timeouts import TIMEOUTS
 from overlord.sources.file_errors import is_disk
 from overlord.sources.index import default_cache_dir
 from overlord.uris import OBJECT_STORES, SCHEME, scrub
@@ -34,22 +35,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overlord")
 
-LARGEST = 2**26  # bytes of a file that may be a profile: a hundred thousand sources have less
+LARGEST = 2**26  # bytes of a profile's file: a hundred thousand sources have less
 QUICK = Bounds(rows=64, seconds=0.1, memory=False)  # of one source, at launch
-ALL_S = 0.4  # of all of them together: a start is not to be felt
-FEWEST = (
-    64  # samples of a source between two refreshes: fewer tell more of chance than of the source
-)
-LEAVE_S = 0.2  # for a refresh that is under way when the job ends; it is left behind then
-EVERY_S = (15.0, 600.0)  # between two refreshes: the first, and as it doubles the last
+# Samples of a source between two refreshes: the cost of fewer is mostly chance.
+FEWEST = 64
 
 
 # files
 
 
 def path_of(job: Job, cache_dir: str | Path | None) -> Path | str:
-    """In the job's journal, a directory or a store (then as a URI); without one in the cache, by
-    the names of job and sources.
+    """Return the location of a job's profile.
+
+    It is in the job's journal, a directory or a store (then as a URI). Without a journal it is in
+    the cache, by the names of job and sources.
     """
     journal = None if job.journal is None else os.fspath(job.journal)
     if journal is not None and not SCHEME.match(journal):
@@ -65,25 +64,23 @@ def path_of(job: Job, cache_dir: str | Path | None) -> Path | str:
 
 
 def load(path: Path | str) -> JobProfile:
-    """What is there; nothing, and a warning, where that is broken."""
+    """Read a profile; a missing or damaged one is empty, with a warning if it is damaged."""
     try:
         text = _fetched(path) if isinstance(path, str) else _read(path)
         if len(text) > LARGEST:
             raise BadProfile(f"expected at most {LARGEST} bytes")
         return JobProfile.from_plain(json.loads(text))
     except FileNotFoundError:
-        pass  # nothing was kept yet
+        pass  # no profile was saved yet
     except (OSError, ValueError, RecursionError) as error:
         log.warning(
-            "profile %s is not used, and sources are measured again: %s",
-            shown(path),
-            f"{error}"[:300],
+            "profile %s is not used, sources are measured again: %s", shown(path), f"{error}"[:300]
         )
     return JobProfile()
 
 
 def shown(path: Path | str) -> str:
-    """For people: no secrets."""
+    """Return a location for people, without secrets."""
     return scrub(os.fspath(path))
 
 
@@ -93,7 +90,9 @@ def _read(path: Path) -> bytes:
 
 
 def _fetched(uri: str) -> bytes:
-    """As patiently as the journal is read, without which the job does not begin anyway."""
+    """Read a profile from a store, with the same retries as the journal, which the job needs
+    anyway.
+    """
     from overlord.sources.object_store import RemoteStore
 
     remote, path = RemoteStore.of(uri)
@@ -112,21 +111,20 @@ def _put(uri: str, profile: JobProfile) -> bool:
 
     try:
         remote, path = RemoteStore.of(uri)
-        remote.tally.hasty = True  # it is asked once: the next refresh comes anyway
+        remote.tally.hasty = True  # a single try: the next refresh writes it again
         remote.replace(path, json.dumps(profile.to_plain()).encode())
     except (OSError, ValueError, WouldBlock) as error:
         log.warning(
-            "profile %s is not kept: %s",
-            shown(uri),
-            str(error) or "the store did not answer as it should",
+            "profile %s is not saved: %s", shown(uri), str(error) or "the store did not accept it"
         )
         return False
     return True
 
 
 def save(path: Path | str, profile: JobProfile) -> bool:
-    """Into a file of its own first: a reader never sees half a profile. Whether it could be
-    written.
+    """Write a profile, to a temporary file first, so that a reader never sees half of it.
+
+    Returns whether it could be written.
     """
     if isinstance(path, str):
         return _put(path, profile)
@@ -134,57 +132,56 @@ def save(path: Path | str, profile: JobProfile) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-profile-")
     except OSError as error:
-        log.warning("profile %s is not kept: %s", path, error)
+        log.warning("profile %s is not saved: %s", path, error)
         return False
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             json.dump(profile.to_plain(), out, indent=1)
         os.replace(name, path)
     except OSError as error:
-        log.warning("profile %s is not kept: %s", path, error)
+        log.warning("profile %s is not saved: %s", path, error)
         with suppress(OSError):
             os.unlink(name)
         return False
     return True
 
 
-def fingerprints(blueprint: PreparedJob) -> dict[str, str]:
-    return {name: fingerprint_of(blueprint.kit(i)) for i, name in enumerate(blueprint.job.names)}
+def fingerprints(prepared: PreparedJob) -> dict[str, str]:
+    """Return the cost fingerprints of all sources by name."""
+    return {name: fingerprint_of(prepared.kit(i)) for i, name in enumerate(prepared.job.names)}
 
 
 # at launch
 
 
-def known(blueprint: PreparedJob) -> JobProfile:
-    """What is kept of the job's sources as they are now."""
-    return load(path_of(blueprint.given, blueprint.options.cache_dir)).known(
-        fingerprints(blueprint)
-    )
+def known(prepared: PreparedJob) -> JobProfile:
+    """Return the saved profiles of the job's sources whose files and transforms are unchanged."""
+    return load(path_of(prepared.given, prepared.options.cache_dir)).known(fingerprints(prepared))
 
 
 def quick(
-    blueprint: PreparedJob,
+    prepared: PreparedJob,
     loads: Sequence[SourceLoad],
     have: JobProfile,
     only: Container[str] | None = None,
 ) -> JobProfile:
-    """What is known, and a quick look at the others that may be heavy, the heaviest first, side by
-    side, within ``ALL_S`` for all. ``only``: at none but these.
+    """Return the known profiles, and quick measurements of other sources that may be heavy.
 
-    Only what is safe and cheap is run: transforms of this package over files on a disk of this
-    machine. Code of yours, stores, mounts and datasets are measured by ``overlord profile``, or
-    while the job runs.
+    The heaviest are measured first, concurrently, within ``TIMEOUTS.probe_s`` for all. ``only``
+    restricts it to some sources. Only safe and cheap code is run: transforms of this package over
+    files on a local disk. User code, stores, mounts and datasets are measured by ``overlord
+    profile``, or while the job runs.
     """
-    news = [
+    unknown = [
         i
         for i, load in enumerate(loads)
         if load.cost > 0 and load.name not in have.sources and (only is None or load.name in only)
     ]
-    wanted = [i for i in news if _probed(blueprint, i)]
+    wanted = [i for i in unknown if _is_measurable(prepared, i)]
     if not wanted:
         return have
-    todo = sorted(wanted, key=lambda i: -loads[i].cost)[::-1]  # taken from the end
-    deadline, found = time.monotonic() + ALL_S, list[SourceProfile]()
+    todo = sorted(wanted, key=lambda i: -loads[i].cost)[::-1]  # popped from the end
+    deadline, found = time.monotonic() + TIMEOUTS.probe_s, list[SourceProfile]()
 
     def work() -> None:
         while time.monotonic() < deadline:
@@ -193,9 +190,9 @@ def quick(
             except IndexError:
                 return
             try:
-                made = measure(blueprint.kit(i), QUICK, lambda: time.monotonic() >= deadline)
-            except Exception as error:  # whoever reads it next says so, by name
-                log.debug("source %r cannot be probed: %s", loads[i].name, error)
+                made = measure(prepared.kit(i), QUICK, lambda: time.monotonic() >= deadline)
+            except Exception as error:  # its loader raises the same error later
+                log.debug("source %r not measured: %s", loads[i].name, error)
                 continue
             found.append(made)
 
@@ -205,20 +202,19 @@ def quick(
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(
-            max(0.0, deadline - time.monotonic()) + 0.1
-        )  # one that hangs in a read is left behind
+    for thread in threads:  # a thread that hangs in a read is abandoned
+        thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
     return have.merge(JobProfile.of([p for p in list(found) if p.samples], machine()))
 
 
-def _probed(blueprint: PreparedJob, i: int) -> bool:
-    pipeline, index = blueprint.pipelines[i], blueprint.indexes[i]
+def _is_measurable(prepared: PreparedJob, i: int) -> bool:
+    """Return whether a source is worth a quick measurement, and safe to measure at launch."""
+    pipeline, index = prepared.pipelines[i], prepared.indexes[i]
     kinds = {t.kind for t in pipeline.transforms}
     if (
         not kinds & {"tokenize", "images"}
         or any(t.user_code for t in pipeline.transforms)
-        or blueprint.kit(i).processes
+        or prepared.kit(i).processes
     ):
         return False
     if index.access.fs is None or not index.access.local or not index.files:
@@ -233,56 +229,55 @@ def _probed(blueprint: PreparedJob, i: int) -> bool:
 
 
 class Refresher:
-    """Merges what loaders measured since the last time into the job's profile, every now and then,
-    and keeps it.
-    """
+    """Periodically merges what loaders measured into the job's profile, and saves it."""
 
-    def __init__(self, blueprint: PreparedJob, figures: Callable[[], Mapping[str, Any]]):
-        self._path, self._figures = path_of(blueprint.given, blueprint.options.cache_dir), figures
-        self._fingerprints, self._machine = fingerprints(blueprint), machine()
-        self.profile: JobProfile = blueprint.profile or JobProfile()
-        self._before: dict[
-            tuple[str, int], dict[str, float]
-        ] = {}  # what each loader had counted when it was asked last
-        self._sums: dict[str, dict[str, float]] = {}  # of sources, since they were last merged
+    def __init__(self, prepared: PreparedJob, figures: Callable[[], Mapping[str, Any]]):
+        self._path, self._figures = path_of(prepared.given, prepared.options.cache_dir), figures
+        self._fingerprints, self._machine = fingerprints(prepared), machine()
+        self.profile: JobProfile = prepared.profile or JobProfile()
+        # The counters of each loader at the last refresh.
+        self._before: dict[tuple[str, int], dict[str, float]] = {}
+        self._sums: dict[str, dict[str, float]] = {}  # by source, since it was last merged
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="overlord-profile", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def joined(self, blueprint: PreparedJob) -> None:
-        """A source takes part that was not there: what it was seen to cost counts, and it is
-        measured as the others are. From here on all is kept where the job that lists it finds it.
+    def joined(self, prepared: PreparedJob) -> None:
+        """Include a source that was added: its measured cost counts, and it is refreshed like the
+        others.
+
+        From here on the profile is saved where a job that lists the source finds it.
         """
-        marks, name = fingerprints(blueprint), blueprint.job.names[-1]
+        marks, name = fingerprints(prepared), prepared.job.names[-1]
         with self._lock:
             self._path, self._fingerprints = (
-                path_of(blueprint.given, blueprint.options.cache_dir),
+                path_of(prepared.given, prepared.options.cache_dir),
                 marks,
             )
-            seen = None if blueprint.profile is None else blueprint.profile.sources.get(name)
-            if seen is not None and name not in self.profile.sources:
+            added = None if prepared.profile is None else prepared.profile.sources.get(name)
+            if added is not None and name not in self.profile.sources:
                 self.profile = self.profile.merge(
-                    JobProfile.of([seen], self.profile.machine or self._machine)
+                    JobProfile.of([added], self.profile.machine or self._machine)
                 )
 
     def close(self) -> None:
         self._over.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(LEAVE_S)
+            self._thread.join(TIMEOUTS.close_s)
 
     def _loop(self) -> None:
-        wait = EVERY_S[0]
+        wait = TIMEOUTS.refresh_first_s
         while not self._over.wait(wait):
             try:
                 self.refresh()
-            except Exception as error:  # a part that is away; it is asked again
-                log.debug("profiles are not refreshed: %s", error)
-            wait = min(2 * wait, EVERY_S[1])
+            except Exception as error:  # a worker that does not answer; it is polled again
+                log.debug("profiles not refreshed: %s", error)
+            wait = min(2 * wait, TIMEOUTS.refresh_most_s)
 
     def refresh(self) -> JobProfile:
-        """The profile with what was measured since the last time."""
+        """Merge what was measured since the last refresh, and return the profile."""
         rows = self._figures()["loaders"]
         with self._lock:
             new = self._since(rows)
@@ -292,19 +287,15 @@ class Refresher:
             return self.profile
 
     def _since(self, rows: Sequence[Mapping[str, Any]]) -> list[SourceProfile]:
-        """Of sources of which enough has come together; what there is of the others is kept until
-        then.
-        """
+        """Return profiles of the sources with enough new samples; the others keep accumulating."""
         buffers: dict[str, int] = {}
         for row in rows:
             now = {n: float(row.get(n, 0)) for n in ("samples", "tokens", "core_s")}
             now["read_s"], now["transform_s"] = row.get("of_samples_s", (0.0, 0.0))
-            if not now["samples"]:  # nothing yet, or its host does not answer
+            if not now["samples"]:  # nothing yet, or its worker does not answer
                 continue
             before = self._before.get((row["source"], row["loader"]), {})
-            if now["samples"] < before.get(
-                "samples", 0.0
-            ):  # it was started again, and counts from nothing
+            if now["samples"] < before.get("samples", 0.0):  # it was restarted, and counts from 0
                 before = {}
             self._before[row["source"], row["loader"]] = now
             mine = self._sums.setdefault(row["source"], dict.fromkeys(now, 0.0))

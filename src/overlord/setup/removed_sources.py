@@ -1,4 +1,4 @@
-"""Sources that have left the job whose state is resumed."""
+"""Sources that were removed from a job before the state that is resumed."""
 
 from __future__ import annotations
 
@@ -11,25 +11,19 @@ from overlord.sources.index import RemovedSource
 
 
 def left_behind(saved: Mapping[str, Any], shuffle_chunks: int) -> dict[str, RemovedSource]:
-    """Sources that have left by the step of a saved state: their storage was given up."""
+    """Return the sources whose storage was given up by the step of a saved state."""
     try:
-        gone = [
+        lost = [
             e
             for e in map(event_in, saved["events"])
             if isinstance(e, SourceLost) and e.at <= saved["step"]
         ]
-        groups = {e.name: int(saved["cursors"][e.name][1]) + 1 for e in gone}
+        groups = {e.name: int(saved["cursors"][e.name][1]) + 1 for e in lost}
         return {
             e.name: RemovedSource(
                 saved["fingerprint"][f"source {e.name}: files"], groups[e.name] * shuffle_chunks
             )
-            for e in gone
+            for e in lost
         }
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-    ):  # no state at all: to be said by ``restore``
-        return {}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        return {}  # not a state: ``restore`` raises the error

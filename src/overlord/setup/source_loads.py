@@ -1,4 +1,4 @@
-"""Estimated load of a source (seconds and bytes per row) from its index and transforms, before
+"""Estimated load of a source (seconds and bytes of a row) from its index and transforms, before
 anything is measured.
 """
 
@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING
 from overlord.scaling.loader_placement import SourceLoad
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from overlord.job.job import Source
     from overlord.sources.index import Index
     from overlord.transforms.pipeline import Pipeline
+
+
+# Rough costs on one core. Tokenizing costs a hundred times what reading does; the third digit does
+# not matter.
+READ_S = 4e-9  # of a byte in memory, in a columnar file
+PARSE_S = 2e-8  # of a byte of text lines or tar members, decompressed
+TOKENIZE_S = 4e-7  # of a byte of text: 2.45 MB in a CPU second
+CODE_S = 2e-5  # of a row, for each transform with user code
+# A cheaper row never needs a second process: ten thousand a second come from one.
+HEAVY_ROW_S = 1e-4
+ROW_BYTES = 2048  # of a row, where the number of rows is unknown
+OWN_CODE = ("dataset", "factory")  # formats whose rows come from objects of the user
+HANDLES = 3 * 2**20  # bytes of an active source besides its rows: footers, handles, codecs
 
 
 def load_of(
@@ -27,12 +37,12 @@ def load_of(
     shuffle_chunks: int = 8,
     slice_rows: int = 256,
 ) -> SourceLoad:
-    """A source's load from its index alone. Rough: it assumes that rows are alike, that all their
-    bytes are text where they are tokenized, and that compressed lines are a third of what they
-    hold; a row is 2 kB where only reading tells how many there are.
+    """Return a source's load, estimated from its index alone.
 
-    Windows take one slice of each chunk of a group, and loaders own whole chunks: more loaders than
-    a group has chunks would wait.
+    The estimate is rough. It assumes that rows are alike and that all bytes of tokenized rows are
+    text. Compressed lines are taken as a third of their content. A row is taken as 2 kB where only
+    reading can count the rows. Windows take one slice of each chunk of a group, and loaders own
+    whole chunks: more loaders than a group has chunks would wait.
     """
     held, row_bytes = _held(index)
     kinds, code = (
@@ -58,7 +68,7 @@ def load_of(
 
 
 def _held(index: Index) -> tuple[int, float]:
-    """Bytes of a source in memory, and of a row of it."""
+    """Return the bytes of a source in memory, and those of one row."""
     held = max(index.nbytes, int(index.chunks.nbytes.clip(0).sum()))
     if any(f.path.endswith((".gz", ".zst")) for f in index.files):
         held = 3 * index.nbytes
@@ -66,33 +76,5 @@ def _held(index: Index) -> tuple[int, float]:
 
 
 def row_tokens(index: Index) -> float:
-    """Tokens of a row, where nobody has looked: four bytes each, of text and of ids alike."""
+    """Return the estimated tokens of a row: four bytes each, of text and of ids alike."""
     return max(1.0, _held(index)[1] / 4)
-
-
-# One core, roughly: what matters is that tokenizing costs a hundred times what reading does, not
-# the third digit.
-READ_S = 4e-9  # per byte in memory, of a columnar file
-
-
-PARSE_S = 2e-8  # per byte of text lines or tar members, decompressed
-
-
-TOKENIZE_S = 4e-7  # per byte of text: 2.45 MB per CPU second
-
-
-CODE_S = 2e-5  # per row and transform of the user's
-
-
-HEAVY_ROW_S = (
-    1e-4  # a row that costs less never needs a second process: ten thousand a second come from one
-)
-
-
-ROW_BYTES = 2048  # of a row, where nobody knows how many rows there are
-
-
-OWN_CODE = ("dataset", "factory")  # formats whose rows come from objects of the user's
-
-
-HANDLES = 3 * 2**20  # bytes of an active source besides its rows: footers, handles, codecs

@@ -54,7 +54,7 @@ class SimWriter(AppendThread):
             orders.append(self._orders.popleft())
         with contextlib.suppress(JournalError):
             self._write(orders)
-        self._say()
+        self._notify()
         if self.failed is None:
             self._sweep(orders)
 

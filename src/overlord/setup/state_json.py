@@ -1,0 +1,250 @@
+"""A ``StreamState`` as plain JSON values, and back, with the errors of a state that does not fit.
+
+Names and numbers only: nothing in a state is ever executed. Events and reports have their JSON form
+in ``planning/state_json.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from overlord.errors import MOST, StateMismatch
+from overlord.job.job import Job
+from overlord.loader.order import SourceOrder
+from overlord.messages.control import AddSource, Cursor, StreamState
+from overlord.planning.schedule.base import has_state
+from overlord.planning.state_json import (
+    event_in,
+    event_out,
+    fingerprint_in,
+    fingerprint_out,
+    no_state,
+    reports_in,
+    reports_out,
+)
+from overlord.setup.fingerprint import batch_fields, source_mark
+from overlord.user_code import told
+
+STATE_VERSION = 1
+OTHER_VERSION = "resume it with the version of Overlord that saved it"
+NOT_A_STATE = "give what state_dict() returned, or a file that `overlord run --save` wrote"
+DATASET_STATE = (
+    "it is one of a Dataset or StatefulLoader: load it there, or json.loads its 'stream'"
+)
+
+
+def exported(
+    state: StreamState, job: str, names: Sequence[str], fingerprint: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a state as plain JSON values, by the names of its sources."""
+    return {
+        "version": STATE_VERSION,
+        "job": job,
+        "fingerprint": fingerprint_out(fingerprint, names),
+        "step": state.step,
+        "cursors": dict(zip(names, state.cursors.tolist(), strict=True)),
+        "owed": dict(zip(names, state.owed, strict=True)),
+        "active": dict(zip(names, state.active, strict=True)),
+        "events": [event_out(e) for e in state.events],
+        "mix": [state.mix_step, state.mix_epoch],
+        **(
+            {"ahead": ahead}
+            if (
+                ahead := {n: a.tolist() for n, a in zip(names, state.ahead, strict=False) if len(a)}
+            )
+            else {}
+        ),
+        "counts": {
+            k: {name: n for name, n in zip(names, v.tolist(), strict=True) if n}
+            for k, v in state.counts.items()
+        },
+        **({"weights": dict(zip(names, state.weights, strict=True))} if state.weights else {}),
+        **({"schedule": dict(state.schedule)} if state.schedule else {}),
+        **({"reports": reports_out(state.reports)} if state.reports else {}),
+    }
+
+
+def restored(
+    saved: Mapping[str, Any],
+    job: Job,
+    orders: Sequence[SourceOrder],
+    fingerprint: Mapping[str, str],
+    allow: tuple[str, ...] = (),
+) -> StreamState:
+    """Return the state that ``saved`` holds, after checking that it belongs to this job.
+
+    A difference is a ``StateMismatch``, unless ``allow`` names its entry.
+    """
+    _check_form(saved)
+    try:
+        _check_fingerprint(saved, job, fingerprint, allow)
+        state = _state_of(saved, job, orders)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
+        damage = {"form": ("damaged", f"{type(e).__name__}: {e}")}
+        raise StateMismatch(
+            damage, "save and load what state_dict() gave, unchanged", "the state is damaged"
+        ) from e
+    _check_ahead(state, job)
+    return _with_schedule(state, job, allow)
+
+
+def _check_form(saved: Any) -> None:
+    if problem := no_state(saved):
+        of_dataset = isinstance(saved, Mapping) and "stream" in saved
+        raise StateMismatch({}, DATASET_STATE if of_dataset else NOT_A_STATE, problem)
+    if saved["version"] != STATE_VERSION:
+        raise StateMismatch(
+            {"version": (str(saved["version"]), str(STATE_VERSION))},
+            OTHER_VERSION,
+            "the state has another form",
+        )
+
+
+def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder]) -> StreamState:
+    names = job.names
+    cursors = [Cursor(*map(int, saved["cursors"].get(n, Cursor()))) for n in names]
+    if any(len(c) != len(Cursor()) for c in saved["cursors"].values()):
+        raise ValueError("a cursor is six numbers")
+    # Where fewer files are left than the cursor has passed (``allow``), its epoch is over.
+    cursors = [
+        c if c.group < o.n_groups else Cursor(c.epoch + 1)
+        for c, o in zip(cursors, orders, strict=True)
+    ]
+    return StreamState(
+        step=int(saved["step"]),
+        cursors=np.array(cursors, np.int64),
+        owed=tuple(int(saved["owed"].get(n, 0)) for n in names),
+        active=tuple(bool(saved["active"].get(n, True)) for n in names),
+        events=tuple(
+            e
+            for e in map(event_in, saved["events"])
+            if not isinstance(e, AddSource) or e.name in names
+        ),
+        mix_step=int(saved["mix"][0]),
+        mix_epoch=int(saved["mix"][1]),
+        ahead=tuple(np.array(saved["ahead"].get(n, ()), np.int32) for n in names)
+        if saved.get("ahead")
+        else (),
+        counts={
+            k: np.array([v.get(n, 0) for n in names], np.int64) for k, v in saved["counts"].items()
+        },
+        weights=tuple(float(saved["weights"].get(n, 0.0)) for n in names)
+        if "weights" in saved
+        else (),
+        schedule=dict(saved["schedule"])
+        if "schedule" in saved and has_state(job.mixture)
+        else None,
+        reports=reports_in(saved.get("reports", {})),
+    )
+
+
+def _check_ahead(state: StreamState, job: Job) -> None:
+    """Refuse a state with passed-over samples where the batch is counted in tokens."""
+    if job.batch.tokens is None or not any(map(len, state.ahead)):
+        return
+    raise StateMismatch(
+        {
+            "ahead": (
+                "samples that were passed over",
+                "a batch in tokens, which takes none but the first",
+            )
+        },
+        "go on with a batch in samples and look_ahead=1 until a state has no 'ahead', and change "
+        "the batch there",
+    )
+
+
+def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> StreamState:
+    """Return the state, without its schedule's state where that does not fit and ``allow`` permits
+    a new start.
+    """
+    if state.schedule is None:
+        return state
+    try:  # on a copy: a state that does not fit must change nothing
+        copy.deepcopy(job.mixture).load_state_dict(copy.deepcopy(state.schedule))
+    except Exception as e:
+        if {"mixture", "schedule"} & set(allow):  # another mixture, which starts to learn
+            return replace(state, schedule=None)
+        raise StateMismatch(
+            {"schedule": ("what it had learned", told(e))},
+            "pass allow=('schedule',) to let it begin anew",
+        ) from e
+    return state
+
+
+# mismatches
+
+
+def _check_fingerprint(
+    saved: Mapping[str, Any], job: Job, now: Mapping[str, str], allow: tuple[str, ...]
+) -> None:
+    differ, absent = _differences(saved, job, now)
+    differ = {entry: pair for entry, pair in differ.items() if entry not in allow}
+    if not differ:
+        return
+    if "batch" in differ:
+        differ["batch"] = batch_in_words(*differ["batch"], job)
+    entries = (
+        f"({', '.join(repr(entry) for entry in sorted(differ))},)"
+        if len(differ) <= MOST
+        else "tuple(error.differences)"
+    )
+    remedy = f"pass allow={entries}; the stream then goes on, but is not the one that was saved"
+    problem = "the state belongs to another job"
+    if saved["job"] != job.name:
+        problem += f", {saved['job']!r}; this is {job.name!r}"
+    if absent:
+        known = (
+            f"a state holds no code: list what was added in mid-run ({', '.join(absent)}) "
+            "last in Job.sources"
+        )
+        raise StateMismatch(differ, f"{known}; or, to go on without, {remedy}", problem)
+    raise StateMismatch(differ, f"if this is meant, {remedy}", problem)
+
+
+def _differences(
+    saved: Mapping[str, Any], job: Job, now: Mapping[str, str]
+) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """Return entries of the fingerprint that differ (saved, now), and added sources that the job
+    does not list.
+    """
+    then = fingerprint_in(saved["fingerprint"], list(saved["cursors"]))
+    differ = {
+        entry: (then.get(entry, "nothing"), now.get(entry, "nothing"))
+        for entry in sorted({*then, *now})
+        if then.get(entry) != now.get(entry)
+    }
+    absent = []
+    for event in map(event_in, saved["events"]):
+        if not isinstance(event, AddSource):
+            continue
+        if event.name not in job.names:
+            absent.append(event.name)
+            differ[f"source {event.name}: added"] = (
+                f"at step {event.at}",
+                "not among the job's sources",
+            )
+        elif not any(
+            entry.startswith(f"source {event.name}: ") for entry in differ
+        ) and event.fingerprint != source_mark(now, event.name):
+            differ[f"source {event.name}: added"] = (
+                event.fingerprint,
+                source_mark(now, event.name),
+            )
+    return differ, absent
+
+
+def batch_in_words(saved: str, found: str, job: Job) -> tuple[str, str]:
+    """Return both sides of a difference in the batch as text for an error.
+
+    The saved state has only a digest of the batch, so the current batch is shown in full next to
+    its digest.
+    """
+    here = batch_fields(job)
+    values = ", ".join(f"{k}={v!r}" for k, v in here.items())
+    return f"{saved}, a digest of {', '.join(here)}", f"{found}, which is {values}"
