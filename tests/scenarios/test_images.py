@@ -524,8 +524,6 @@ def test_a_job_is_told_what_goes_with_images_and_what_does_not(tmp_path: Path) -
         job(tmp_path, sources=[photos, other])
     with pytest.raises(ov.JobError, match=r"cp=2 cuts microbatches.*broadcast_at"):
         job(tmp_path, place=ov.ClientPlaceTree(cp=2))
-    with pytest.raises(ov.JobError, match="images are decoded by constructors only"):
-        ov.launch(job(tmp_path), runtime="process", constructors=False)
     plain = job(
         tmp_path,
         sources=[

@@ -1,8 +1,7 @@
 """Payload of planned steps on its way from several loader hosts: a step is staged when all of it is
 here.
 
-Where microbatches are built there is one of these: in constructor hosts, and without constructors
-in every client.
+Every constructor worker has one.
 
 When some part was lost, the planner goes back and plans steps again under a new *generation*. A
 step that is complete here stays; of one that is not, all comes again, and what still comes of the
