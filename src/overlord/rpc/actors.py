@@ -4,7 +4,7 @@ has more than one part is built on it.
 An actor is whatever ``factory(*args)`` returns. It lives somewhere else (a thread, a process, later
 another machine), its methods run one at a time, and only data travels: what a call carries is
 encoded by ``channel.codec`` on every backend, so what works on one works on all.
-``docs/control.md`` is the contract; ``tests/scenarios/test_control.py`` is its proof.
+``docs/rpc.md`` is the contract; ``tests/scenarios/test_control.py`` is its proof.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Somewhere = str | Mapping[str, str] | None  # a node by its name, any that has t
 
 
 class ActorSystem(Protocol):
-    """What a backend does; ``docs/control.md`` says each word of it."""
+    """What a backend does; ``docs/rpc.md`` says each word of it."""
 
     def spawn(
         self,

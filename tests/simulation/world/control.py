@@ -1,4 +1,4 @@
-"""The control plane of the virtual world: the contract of ``docs/control.md``, with delays from the
+"""The control plane of the virtual world: the contract of ``docs/rpc.md``, with delays from the
 seed and no codec in between.
 """
 
