@@ -208,8 +208,8 @@ class Checked(JobJournal):
         self.log.report(report, 0)
 
     def check(self) -> None:
-        assert isinstance(self._place, Memory)
-        found = Recovered.of(entries(read_all(self._place.copy())), checking=True)
+        assert isinstance(self._storage, Memory)
+        found = Recovered.of(entries(read_all(self._storage.copy())), checking=True)
         oldest = min(found.snapshots) - 1
         if found.next_step - 1 != max(self.truth):
             self.wrong.append(f"planned up to {found.next_step - 1}, expected {max(self.truth)}")
