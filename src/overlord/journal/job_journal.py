@@ -67,7 +67,7 @@ class JobJournal(NullJournal):
             log,
             interval or Interval(),
         )
-        self._told: Callable[[], None] | None = None
+        self._on_change: Callable[[], None] | None = None
         self._writer: AppendThread | None = None
         # Simulations replace it by a writer without threads.
         self.make_writer: Callable[[JournalLog, Callable[[], None] | None], AppendThread] = (
@@ -88,7 +88,7 @@ class JobJournal(NullJournal):
         self._counts = {"bytes": 0, "plans": 0, "snapshots": 0}
 
     def start(self, post: Callable[[Callable[[], None]], None]) -> None:
-        self._told = lambda: post(lambda: self.heard())
+        self._on_change = lambda: post(lambda: self.heard())
 
     # opening
 
@@ -293,7 +293,7 @@ class JobJournal(NullJournal):
         """Queue entries for writing; return the number of the order, to wait for it."""
         if self._writer is None:
             self._log = self._log or JournalLog.create(self._storage, self._header)
-            self._writer = self.make_writer(self._log, self._told)
+            self._writer = self.make_writer(self._log, self._on_change)
         records = [Record.of(entry.kind, entry.number, entry.body) for entry in found]
         order = self._writer.put(records, rolls=rolls, before=before, anew=anew)
         self._pending = []
