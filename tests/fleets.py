@@ -152,8 +152,9 @@ class Fleet:
         self._buckets = len(list(blueprint.job.place.buckets("DP")))
         self.cutter = PlanRouter([0] * sum(self.shares), [0] * self._buckets)
         self.hosts = {0: Reading(blueprint)}
-        # The source that is being moved, and the new workers of its loaders.
-        self._change: tuple[int, dict[int, int]] | None = None
+        self._change: tuple[int, dict[int, int]] | None = (
+            None  # a source that is on its way, and where its loaders go
+        )
         self._moves: dict[int, int] = {}
         self.placed: dict[int, ConstructorPlan] = {}
         self.states: dict[int, StreamState] = {}
@@ -243,8 +244,9 @@ class Fleet:
         }
         self.degrees[len(now), len(set(to))] += 1
         self._change = source, moves
-        # The new worker first runs standbys of the loaders; otherwise it opens them.
-        if self._random.random() < 0.7 and not self.planner.holds_over:
+        if (
+            self._random.random() < 0.7 and not self.planner.holds_over
+        ):  # a host that follows first; else they are opened there
             self.cutter.follow(moves)
             for k, h in moves.items():
                 cursor, generation, refill = self.planner.opening(k)

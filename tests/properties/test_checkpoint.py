@@ -33,7 +33,8 @@ from overlord.messages.control import (
 from overlord.planning.events import EventLog
 from overlord.session.session import Session
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import PreparedJob, exported
+from overlord.setup.prepared_job import PreparedJob
+from overlord.setup.state_json import state_to_json
 from tests.journals import Memory
 from tests.laws import examples
 from tests.properties.test_feedback import Chaser, trainer
@@ -45,7 +46,7 @@ OFTEN = Interval(ratio=2, most_plans=4)
 
 def text(state: StreamState) -> str:
     names = [f"s{i}" for i in range(len(state.active))]
-    return json.dumps(exported(state, "job", names, {}))
+    return json.dumps(state_to_json(state, "job", names, {}))
 
 
 # numbers
@@ -208,8 +209,8 @@ class Checked(JobJournal):
         self.log.report(report, 0)
 
     def check(self) -> None:
-        assert isinstance(self._place, Memory)
-        found = Recovered.of(entries(read_all(self._place.copy())), checking=True)
+        assert isinstance(self._storage, Memory)
+        found = Recovered.of(entries(read_all(self._storage.copy())), checking=True)
         oldest = min(found.snapshots) - 1
         if found.next_step - 1 != max(self.truth):
             self.wrong.append(f"planned up to {found.next_step - 1}, expected {max(self.truth)}")

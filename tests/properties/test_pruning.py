@@ -20,7 +20,7 @@ from overlord.journal.job_journal import JobJournal, entries
 from overlord.journal.log import read, read_all
 from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
-from overlord.journal.segments import read_part
+from overlord.journal.segments import read_segment
 from overlord.messages.control import AddSource, StreamState
 from overlord.planning.events import widened
 from tests.journals import Memory
@@ -134,7 +134,7 @@ class Writing:
 
 
 def _opens(name: str, place: Memory) -> bool:
-    return read_part(name, place.files[name]).opens
+    return read_segment(name, place.files[name]).opens
 
 
 class Torn(Writing):

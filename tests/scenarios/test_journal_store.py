@@ -236,7 +236,7 @@ def test_a_bucket_that_lets_nothing_be_removed_is_told_of_and_written_to_all_the
     proxy.faults = [Fault(kind, times=99, method="POST", code="AccessDenied")]
     writer.wait(writer.put([plan(4)], before=2))
     writer.wait(writer.put([plan(5)], before=3))
-    assert "3 segments that are not expected any more stay: could not be removed" in writer.unpruned
+    assert "3 pruned segments stay: could not be removed" in writer.unpruned
     assert "AccessDenied" in writer.unpruned
     assert len([r for r in caplog.records if "could not be removed" in r.getMessage()]) == 1
     assert numbers(uri) == [3, 4, 5]

@@ -12,7 +12,7 @@ from overlord.journal.job_journal import entries
 from overlord.journal.log import read_if_any
 from overlord.journal.replay import Recovered
 from overlord.messages.control import Skip
-from overlord.setup.prepared_job import exported
+from overlord.setup.state_json import state_to_json
 from overlord.uris import scrub
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class RecordedSteps:
     def _from(self, first: int, digest: str, note: str) -> JobPosition:
         state = self.found.state(first - 1)
         return JobPosition(
-            state=exported(state, self.job.name, self.found.names, self.found.fingerprint),
+            state=state_to_json(state, self.job.name, self.found.names, self.found.fingerprint),
             first=first,
             digest=digest,
             place=self.found.place,

@@ -36,12 +36,12 @@ class _Order:
 class AppendThread:
     """The writer of one log.
 
-    ``told`` is called in the writer's thread whenever an append became durable or failed. Without
-    it there is no thread: the caller writes.
+    ``on_change`` is called in the writer's thread whenever an append became durable or failed.
+    Without it there is no thread: the caller writes.
     """
 
-    def __init__(self, log: JournalLog, told: Callable[[], None] | None = None):
-        self._log, self._told = log, told
+    def __init__(self, log: JournalLog, on_change: Callable[[], None] | None = None):
+        self._log, self._on_change = log, on_change
         self._orders: deque[_Order] = deque()
         self._given = self.done = 0  # orders accepted, and orders that are durable
         self.failed: JournalError | None = None
@@ -70,7 +70,7 @@ class AppendThread:
             if self.failed is not None:
                 raise self.failed
             self._given += 1
-            if self._told is None:
+            if self._on_change is None:
                 self._write([order])
                 self._sweep([order])
                 return self._given
@@ -125,8 +125,8 @@ class AppendThread:
             self._sweep(orders)
 
     def _notify(self) -> None:
-        if self._told is not None:
-            self._told()
+        if self._on_change is not None:
+            self._on_change()
 
     def _write(self, orders: Sequence[_Order]) -> None:
         start = time.perf_counter()

@@ -78,12 +78,12 @@ class DirectoryStorage:
         self._lock = fd
         _held.add(self)
         if others:
-            words = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}"
+            names = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}"
             log.warning(
                 "journal %s: the directory also holds other files (%s); give the journal a "
                 "directory of its own",
                 self.shown,
-                words,
+                names,
             )
 
     def _make(self) -> None:

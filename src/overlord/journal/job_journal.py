@@ -53,7 +53,7 @@ class JobJournal(NullJournal):
 
     def __init__(
         self,
-        place: JournalStorage,
+        storage: JournalStorage,
         name: str,
         log: JournalLog | None,
         interval: Interval | None = None,
@@ -61,13 +61,13 @@ class JobJournal(NullJournal):
     ):
         """Use ``fresh`` or ``resumed`` instead."""
         self.launch = launch or token_hex(8)
-        self._place, self._header, self._log, self._interval = (
-            place,
+        self._storage, self._header, self._log, self._interval = (
+            storage,
             Header(job=name, launch=self.launch),
             log,
             interval or Interval(),
         )
-        self._told: Callable[[], None] | None = None
+        self._on_change: Callable[[], None] | None = None
         self._writer: AppendThread | None = None
         # Simulations replace it by a writer without threads.
         self.make_writer: Callable[[JournalLog, Callable[[], None] | None], AppendThread] = (
@@ -88,7 +88,7 @@ class JobJournal(NullJournal):
         self._counts = {"bytes": 0, "plans": 0, "snapshots": 0}
 
     def start(self, post: Callable[[Callable[[], None]], None]) -> None:
-        self._told = lambda: post(lambda: self.heard())
+        self._on_change = lambda: post(lambda: self.heard())
 
     # opening
 
@@ -98,15 +98,17 @@ class JobJournal(NullJournal):
 
         Nothing is written before ``begin``: a launch that fails leaves no journal.
         """
-        place = place_of(where) if isinstance(where, (str, os.PathLike)) else where
+        storage = place_of(where) if isinstance(where, (str, os.PathLike)) else where
         try:
-            place.hold()
-            if place.names():
-                JournalLog.create(place, Header(job=name))  # raises, and names the existing journal
+            storage.hold()
+            if storage.names():
+                JournalLog.create(
+                    storage, Header(job=name)
+                )  # raises, and names the existing journal
         except BaseException:
-            place.close()
+            storage.close()
             raise
-        return JobJournal(place, name, None)
+        return JobJournal(storage, name, None)
 
     @staticmethod
     def resumed(
@@ -117,12 +119,12 @@ class JobJournal(NullJournal):
         Older writers are fenced off. With ``launch`` the journal must be empty or of that launch: a
         job that was fenced off must not return through another of its processes.
         """
-        place = place_of(where) if isinstance(where, (str, os.PathLike)) else where
+        storage = place_of(where) if isinstance(where, (str, os.PathLike)) else where
         header = Header(job=name, launch=launch or token_hex(8))
-        log, records = JournalLog.open(place, header, allow=tuple(allow), goes_on=bool(launch))
+        log, records = JournalLog.open(storage, header, allow=tuple(allow), goes_on=bool(launch))
         try:
             found = Recovered.of(entries(records))
-            journal = JobJournal(place, name, log, launch=header.launch)
+            journal = JobJournal(storage, name, log, launch=header.launch)
             journal.continue_after(found, records)
         except BaseException:
             log.close()
@@ -272,7 +274,7 @@ class JobJournal(NullJournal):
         """Write a snapshot, after the pending entries: it contains their effect."""
         assert self._last is not None
         assert self._job is not None
-        rolls = self._place.whole or self._segment_bytes >= SEGMENT_BYTES
+        rolls = self._storage.whole or self._segment_bytes >= SEGMENT_BYTES
         job = [Entry(JOB, self._next, self._job.body)] if rolls else []
         self._append(
             [*self._pending, *job, checkpoint.snapshot(self._last, self._acked)], rolls=rolls
@@ -290,8 +292,8 @@ class JobJournal(NullJournal):
     ) -> int:
         """Queue entries for writing; return the number of the order, to wait for it."""
         if self._writer is None:
-            self._log = self._log or JournalLog.create(self._place, self._header)
-            self._writer = self.make_writer(self._log, self._told)
+            self._log = self._log or JournalLog.create(self._storage, self._header)
+            self._writer = self.make_writer(self._log, self._on_change)
         records = [Record.of(entry.kind, entry.number, entry.body) for entry in found]
         order = self._writer.put(records, rolls=rolls, before=before, anew=anew)
         self._pending = []
@@ -362,7 +364,7 @@ class JobJournal(NullJournal):
         A signal handler may call it. Without it nothing is lost that a resumed job needs.
         """
         if self._writer is None:
-            (self._log or self._place).close()
+            (self._log or self._storage).close()
             return
         if self._last is not None and (taken > self._acked or self._pending):
             with contextlib.suppress(JournalError):  # this entry is not needed to resume

@@ -69,7 +69,7 @@ class JournalLog:
 
     def __init__(
         self,
-        place: JournalStorage,
+        storage: JournalStorage,
         header: Header,
         journal: str,
         generation: int,
@@ -81,7 +81,7 @@ class JournalLog:
         self.segment_bytes = segment_bytes
         # Bytes that were left out when the journal was opened.
         self.cuts: list[Truncation] = reading.cuts if reading else []
-        self._place, self._header, self._journal = place, header, journal
+        self._storage, self._header, self._journal = storage, header, journal
         self._claim, self._writer = token_hex(8), whoami()
         self._after: After = reading.after if reading else NOTHING_BEFORE
         self._next = reading.next_ordinal if reading else 0
@@ -92,7 +92,7 @@ class JournalLog:
             else []
         )
         self._doomed = (
-            [p.name for p in reading.doomed if not (p.opens and place.whole)] if reading else []
+            [p.name for p in reading.doomed if not (p.opens and storage.whole)] if reading else []
         )
         self._tip: _Tip | None = None
         self._ended: JournalError | None = None
@@ -104,20 +104,20 @@ class JournalLog:
         cls, where: Where, header: Header, *, segment_bytes: int = SEGMENT_BYTES
     ) -> JournalLog:
         """Create a new journal; an existing one is an error."""
-        place = _place(where)
-        return _closing(place, lambda: cls._create(place, header, segment_bytes))
+        storage = _storage_of(where)
+        return _closing(storage, lambda: cls._create(storage, header, segment_bytes))
 
     @classmethod
-    def _create(cls, place: JournalStorage, header: Header, segment_bytes: int) -> JournalLog:
-        place.hold()
-        if place.names():
-            what = f"expected an empty journal, got {summary(_load(place))}"
+    def _create(cls, storage: JournalStorage, header: Header, segment_bytes: int) -> JournalLog:
+        storage.hold()
+        if storage.names():
+            what = f"expected an empty journal, got {summary(_load(storage))}"
             raise JournalError(
-                place.shown,
+                storage.shown,
                 what,
                 'go on from it with resume="auto", or give the job another journal',
             )
-        log = cls(place, header, token_hex(8), 1, None, segment_bytes)
+        log = cls(storage, header, token_hex(8), 1, None, segment_bytes)
         log.claim()
         return log
 
@@ -138,32 +138,32 @@ class JournalLog:
         that may differ. With ``goes_on`` the last writer must be of the header's launch. Otherwise
         no writer is fenced off, and it is a ``JournalTaken``.
         """
-        place = _place(where)
-        return _closing(place, lambda: cls._open(place, header, allow, goes_on, segment_bytes))
+        storage = _storage_of(where)
+        return _closing(storage, lambda: cls._open(storage, header, allow, goes_on, segment_bytes))
 
     @classmethod
     def _open(
         cls,
-        place: JournalStorage,
+        storage: JournalStorage,
         header: Header,
         allow: Collection[str],
         goes_on: bool,
         segment_bytes: int,
     ) -> tuple[JournalLog, list[Record]]:
-        place.hold()
+        storage.hold()
         for tries_left in reversed(range(TRIES)):
-            reading = _load(place)
+            reading = _load(storage)
             if reading.faults:
-                raise _damaged(place, reading)
+                raise _damaged(storage, reading)
             found = reading.header
             if found is not None:
                 _same_job(found, header, allow)
                 # A writer that takes the next number after this check is found by the next try.
                 if goes_on and found.launch != header.launch:
-                    raise _of_another_launch(place, found)
-                place.settle(name_of(reading.after.ordinal))
+                    raise _of_another_launch(storage, found)
+                storage.settle(name_of(reading.after.ordinal))
             log = cls(
-                place,
+                storage,
                 header,
                 found.journal if found else token_hex(8),
                 reading.generation + 1,
@@ -175,7 +175,7 @@ class JournalLog:
             except NameTaken:  # another writer appended after the read: read that, too
                 if not tries_left:
                     raise JournalError(
-                        place.shown,
+                        storage.shown,
                         f"expected a free next segment, got one of another writer, {TRIES} times",
                         "stop the other writer first",
                     ) from None
@@ -209,14 +209,14 @@ class JournalLog:
         if (
             tip is None
             or anew
-            or self._place.whole
+            or self._storage.whole
             or (tip.end >= self.segment_bytes and tip.end > tip.begin)
         ):
             self._begin(records, anew=anew)
             return
         data = pack(records, tip.end, tip.seed)
         self._tip = None  # if this append fails, nothing is appended to its segment again
-        self._place.append(tip.name, data, tip.end)
+        self._storage.append(tip.name, data, tip.end)
         tip.end += len(data)
         self._tip, self._after = tip, After(tip.ordinal, tip.end, 0)
         self._note_numbers(records)
@@ -237,7 +237,7 @@ class JournalLog:
             notes = [pruned(records[-1].number, self._next)] if anew else []
             data = head + pack([*records, *notes], len(head), seed)
             try:
-                self._place.create(name, data)
+                self._storage.create(name, data)
                 break
             except NameTaken as taken:
                 if not self._is_ours(taken) and claiming:
@@ -251,12 +251,12 @@ class JournalLog:
                 self._next += 1
         else:
             raise JournalError(
-                self._place.shown,
+                self._storage.shown,
                 f"expected a free next segment, got {TRIES} of failed appends",
                 "resume the job",
             )
         if claiming:
-            self._place.prove(name, data)
+            self._storage.prove(name, data)
         self._tip = _Tip(name, self._next, seed, len(head), len(data))
         self._after = After(self._next, len(data), 0)
         self._kept.append(_Kept(name, self._next, None, claiming))
@@ -285,7 +285,7 @@ class JournalLog:
         if isinstance(found, Opened):
             return found.header.claim == self._claim
         # Under the lock, a segment without a whole header is of a failed write of this writer.
-        return not self._place.whole
+        return not self._storage.whole
 
     def _replaced(self, taken: NameTaken) -> JournalError:
         found = open_header(taken.data, taken.name)
@@ -296,7 +296,7 @@ class JournalLog:
         )
         what = f"{writer} has taken over; this is {self._writer} with generation {self.generation}"
         return JournalTaken(
-            f"{self._place.shown}/{taken.name}",
+            f"{self._storage.shown}/{taken.name}",
             what,
             "stop this process: nothing it writes counts any more",
         )
@@ -349,7 +349,7 @@ class JournalLog:
         up late must find its next number taken.
         """
         self._doomed += [
-            kept.name for kept in self._kept[:n] if not (kept.opens and self._place.whole)
+            kept.name for kept in self._kept[:n] if not (kept.opens and self._storage.whole)
         ]
         del self._kept[:n]
 
@@ -360,13 +360,13 @@ class JournalLog:
         """
         doomed = list(self._doomed)  # more may be pruned meanwhile
         if doomed:
-            self._place.remove(doomed)
+            self._storage.remove(doomed)
             del self._doomed[: len(doomed)]
 
     @property
     def removes_slowly(self) -> bool:
         """Whether removals are requests to a store, which may take long."""
-        return self._place.whole
+        return self._storage.whole
 
     @property
     def doomed(self) -> int:
@@ -376,7 +376,7 @@ class JournalLog:
     @property
     def shown(self) -> str:
         """The location of the journal, for people."""
-        return self._place.shown
+        return self._storage.shown
 
     @property
     def segments(self) -> int:
@@ -385,9 +385,9 @@ class JournalLog:
     def close(self) -> None:
         """Release the journal. Without it nothing is lost."""
         self._tip = None
-        self._place.close()
+        self._storage.close()
         self._ended = self._ended or JournalError(
-            self._place.shown, "the journal was closed", "open it again"
+            self._storage.shown, "the journal was closed", "open it again"
         )
 
     def __enter__(self) -> Self:
@@ -407,19 +407,19 @@ class JournalLog:
 
 def read(where: Where) -> Reading:
     """Read a whole journal with its faults, also while a job writes to it."""
-    place = _place(where)
-    reading = _load(place)
+    storage = _storage_of(where)
+    reading = _load(storage)
     if not reading.parts:
-        raise JournalError(place.shown, "expected a journal, got no segment", "check the name")
+        raise JournalError(storage.shown, "expected a journal, got no segment", "check the name")
     return reading
 
 
 def read_all(where: Where) -> list[Record]:
     """Return the records of a journal; a fault is an error."""
-    place = _place(where)
-    reading = read(place)
+    storage = _storage_of(where)
+    reading = read(storage)
     if reading.faults:
-        raise _damaged(place, reading)
+        raise _damaged(storage, reading)
     return reading.records
 
 
@@ -427,24 +427,24 @@ def read_if_any(where: Where) -> list[Record]:
     """Return the records of a journal without holding it; an empty list where there is no journal.
     A fault is an error.
     """
-    place = _place(where)
-    reading = _load(place)
+    storage = _storage_of(where)
+    reading = _load(storage)
     if reading.faults:
-        raise _damaged(place, reading)
+        raise _damaged(storage, reading)
     return reading.records
 
 
-def _load(place: JournalStorage) -> Reading:
+def _load(storage: JournalStorage) -> Reading:
     for _ in range(TRIES):
         chain = SegmentChain()
         try:
-            for name, data in place.fetch(place.names()):
+            for name, data in storage.fetch(storage.names()):
                 chain.feed(name, data)
             return chain.settle()
         except FileNotFoundError:
             continue  # pruned meanwhile
     raise JournalError(
-        place.shown,
+        storage.shown,
         f"expected the same segments during one read, got others, {TRIES} times",
         "try again",
     )
@@ -463,8 +463,8 @@ def summary(reading: Reading) -> str:
     return f"{len(records)} records{last}{job}, in {len(reading.parts)} segments{faults}"
 
 
-def _damaged(place: JournalStorage, reading: Reading) -> JournalError:
-    error = reading.faults[0].as_error(place.shown)
+def _damaged(storage: JournalStorage, reading: Reading) -> JournalError:
+    error = reading.faults[0].as_error(storage.shown)
     more = len(reading.faults) - 1
     remedy = f"{error.remedy}; `overlord journal verify` lists all" + (
         f" (there are {more} more)" if more else ""
@@ -489,7 +489,7 @@ def _same_job(found: SegmentHeader, wanted: Header, allow: Collection[str]) -> N
         )
 
 
-def _of_another_launch(place: JournalStorage, found: SegmentHeader) -> JournalTaken:
+def _of_another_launch(storage: JournalStorage, found: SegmentHeader) -> JournalTaken:
     what = (
         f"{found.writer} with generation {found.generation} has taken over: another launch of "
         "this job has gone on with its journal"
@@ -498,24 +498,24 @@ def _of_another_launch(place: JournalStorage, found: SegmentHeader) -> JournalTa
         "stop this job: nothing it does counts any more; to have it instead of the other, "
         'stop that one and launch with resume="auto"'
     )
-    return JournalTaken(f"{place.shown}/{name_of(found.ordinal)}", what, remedy)
+    return JournalTaken(f"{storage.shown}/{name_of(found.ordinal)}", what, remedy)
 
 
-def _place(where: Where) -> JournalStorage:
+def _storage_of(where: Where) -> JournalStorage:
     return place_of(where) if isinstance(where, str | os.PathLike) else where
 
 
-def _closing(place: JournalStorage, opening: Callable[[], T]) -> T:
+def _closing(storage: JournalStorage, opening: Callable[[], T]) -> T:
     """Open a log; a storage whose log could not be opened must not stay locked."""
     try:
         return opening()
     except NameTaken as taken:
-        place.close()
+        storage.close()
         raise JournalError(
-            f"{place.shown}/{taken.name}",
+            f"{storage.shown}/{taken.name}",
             "another writer created it at the same time",
             "stop the other writer first",
         ) from None
     except BaseException:
-        place.close()
+        storage.close()
         raise

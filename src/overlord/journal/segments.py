@@ -2,8 +2,9 @@
 off, and the faults. No file is touched here.
 
 Every segment records where the records before it end. So the bytes after a writer's last
-acknowledged append are left as they are and never read again. They may be half a record, a failed
-append, or a segment that never got its header. Acknowledged bytes cannot go missing unnoticed.
+acknowledged append are left as they are and never read again. They may be half a record, a
+failed append, or a segment that never got its header. Acknowledged bytes cannot go missing
+unnoticed.
 """
 
 from __future__ import annotations
@@ -86,43 +87,46 @@ class SegmentData:
         self.end, self.torn = end, max(0, self.nbytes - end)
 
 
-def read_part(name: str, data: bytes) -> SegmentData:
+def read_segment(name: str, data: bytes) -> SegmentData:
     """Read one segment by itself."""
-    part = SegmentData(name, ordinal_of(name), len(data), None)
+    segment = SegmentData(name, ordinal_of(name), len(data), None)
     found = open_header(data, name)
     if isinstance(found, Opened):
-        part.header, part.begin = found.header, found.end
-        part.records, part.end, part.torn, part.faults = scan(data, found.end, found.seed, name)
-        if found.header.ordinal != part.ordinal:
+        segment.header, segment.begin = found.header, found.end
+        segment.records, segment.end, segment.torn, segment.faults = scan(
+            data, found.end, found.seed, name
+        )
+        if found.header.ordinal != segment.ordinal:
             what = (
-                f"expected segment {part.ordinal}, as it is named, got segment "
+                f"expected segment {segment.ordinal}, as it is named, got segment "
                 f"{found.header.ordinal}"
             )
-            part.faults.insert(0, Fault(name, 0, what, "a file was renamed: restore its name"))
+            segment.faults.insert(0, Fault(name, 0, what, "a file was renamed: restore its name"))
     elif found is None:
-        part.torn = len(data)
+        segment.torn = len(data)
     else:
-        part.faults.append(found)
-    return part
+        segment.faults.append(found)
+    return segment
 
 
 class SegmentChain:
     """Links segments, which are fed in order, into one log."""
 
     def __init__(self) -> None:
-        self.parts: list[SegmentData] = []
+        self.segments: list[SegmentData] = []
         self.faults: list[Fault] = []  # between segments
 
     def feed(self, name: str, data: bytes) -> None:
-        part = read_part(name, data)
-        if self.parts and part.ordinal != self.parts[-1].ordinal + 1:
-            what = f"expected {name_of(self.parts[-1].ordinal + 1)} before it, got no such segment"
+        segment = read_segment(name, data)
+        if self.segments and segment.ordinal != self.segments[-1].ordinal + 1:
+            missing = name_of(self.segments[-1].ordinal + 1)
+            what = f"expected {missing} before it, got no such segment"
             self.faults.append(Fault(name, 0, what, MISSING))
-        if part.header is not None:
-            self._link(part, part.header)
-        self.parts.append(part)
+        if segment.header is not None:
+            self._link(segment, segment.header)
+        self.segments.append(segment)
 
-    def _link(self, part: SegmentData, header: SegmentHeader) -> None:
+    def _link(self, segment: SegmentData, header: SegmentHeader) -> None:
         before = self.last
         if before is not None and before.header is not None:
             was = before.header
@@ -131,9 +135,9 @@ class SegmentChain:
                     f"expected a segment of journal {was.journal} (job {was.job!r}), got one "
                     f"of {header.journal} (job {header.job!r})"
                 )
-                part.faults.append(
+                segment.faults.append(
                     Fault(
-                        part.name,
+                        segment.name,
                         0,
                         what,
                         "segments of two journals are in one place: move those of the other one "
@@ -143,8 +147,8 @@ class SegmentChain:
                 return
             if header.generation < was.generation:
                 what = f"expected generation {was.generation} or later, got {header.generation}"
-                part.faults.append(Fault(part.name, 0, what, DAMAGED))
-        for other in self.parts:
+                segment.faults.append(Fault(segment.name, 0, what, DAMAGED))
+        for other in self.segments:
             if header.after.ordinal < other.ordinal:
                 other.void = True
             elif other.ordinal == header.after.ordinal:
@@ -153,52 +157,52 @@ class SegmentChain:
     @property
     def last(self) -> SegmentData | None:
         """The last segment that counts."""
-        return next((p for p in reversed(self.parts) if p.header is not None and not p.void), None)
+        whole = (p for p in reversed(self.segments) if p.header is not None and not p.void)
+        return next(whole, None)
 
     def settle(self) -> Reading:
         """Return the log of all segments that were fed."""
         kept = self._kept()
-        parts = [p for p in self.parts if p.ordinal >= kept]
+        unpruned = [p for p in self.segments if p.ordinal >= kept]
         faults = [f for f in self.faults if ordinal_of(f.segment) > kept]
-        if parts and parts[0].ordinal > kept:
+        if unpruned and unpruned[0].ordinal > kept:
             what = f"expected {name_of(kept)} as the first segment, got no such segment"
-            faults.insert(0, Fault(parts[0].name, 0, what, MISSING))
-        counted = [p for p in parts if not p.void]
+            faults.insert(0, Fault(unpruned[0].name, 0, what, MISSING))
+        counted = [p for p in unpruned if not p.void]
         last = self.last
-        for part in counted:
+        for segment in counted:
             # Only the last segment may lack its header: its writer may be creating it.
             if (
-                part.header is None
-                and not part.faults
+                segment.header is None
+                and not segment.faults
                 and last is not None
-                and part.ordinal < last.ordinal
+                and segment.ordinal < last.ordinal
             ):
-                part.faults.append(
-                    Fault(part.name, 0, f"expected a whole header, got {part.nbytes} bytes of one")
-                )
+                what = f"expected a whole header, got {segment.nbytes} bytes of one"
+                segment.faults.append(Fault(segment.name, 0, what))
         faults += [fault for p in counted for fault in p.faults]
         faults.sort(key=lambda f: (f.segment, f.offset))
         cuts = [Truncation(p.name, p.end, p.torn) for p in counted if p.torn] + [
-            Truncation(p.name, 0, p.nbytes) for p in parts if p.void
+            Truncation(p.name, 0, p.nbytes) for p in unpruned if p.void
         ]
         return Reading(
-            parts,
+            unpruned,
             faults,
             sorted(cuts, key=lambda c: c.segment),
-            [p for p in self.parts if p.ordinal < kept],
+            [p for p in self.segments if p.ordinal < kept],
         )
 
     def _kept(self) -> int:
         """Return the first segment that is not pruned, by the notes in the segments."""
         kept = 0
-        for part in self.parts:
-            for placed in part.records:
-                if placed.record.kind == PRUNED and not part.void:
+        for segment in self.segments:
+            for placed in segment.records:
+                if placed.record.kind == PRUNED and not segment.void:
                     try:
                         kept = max(kept, kept_from(placed.record))
                     except JournalError as error:
-                        part.faults.append(
-                            Fault(part.name, placed.start, error.problem, error.remedy)
+                        segment.faults.append(
+                            Fault(segment.name, placed.start, error.problem, error.remedy)
                         )
         return kept
 

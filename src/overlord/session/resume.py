@@ -18,8 +18,9 @@ from overlord.messages.control import StreamState
 from overlord.session.session import Session
 from overlord.setup.options import Options
 from overlord.setup.partition import profiled
-from overlord.setup.prepared_job import PreparedJob, batch_in_words, exported
+from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.removed_sources import left_behind
+from overlord.setup.state_json import describe_batches, state_to_json
 from overlord.sources.index import RemovedSource
 
 log = logging.getLogger("overlord")
@@ -67,7 +68,7 @@ def _left(
     saved = (
         {}
         if found.empty
-        else exported(found.state(found.acked), job.name, found.names, found.fingerprint)
+        else state_to_json(found.state(found.acked), job.name, found.names, found.fingerprint)
     )
     return left_behind(saved, job.shuffle_chunks)
 
@@ -83,7 +84,9 @@ def _by_journal(
     """
     if found.empty:
         return blueprint, None, JournalStart(journal)
-    saved = exported(found.state(found.acked), blueprint.job.name, found.names, found.fingerprint)
+    saved = state_to_json(
+        found.state(found.acked), blueprint.job.name, found.names, found.fingerprint
+    )
     blueprint = blueprint.fitting(saved)
     state = blueprint.restore(saved, allow)
     if (
@@ -141,5 +144,5 @@ def _same_job(then: Mapping[str, str], blueprint: PreparedJob, allow: Sequence[s
         )
         differ = {p: (then[p], now[p]) for p in parts}
         if "batch" in differ:
-            differ["batch"] = batch_in_words(*differ["batch"], blueprint.job)
+            differ["batch"] = describe_batches(*differ["batch"], blueprint.job)
         raise StateMismatch(differ, remedy)

@@ -88,7 +88,8 @@ def _corrections(
 ) -> dict[tuple[str, ...], float]:
     """Return the median ratio of measured to estimated cost, by kind of source.
 
-    Without it a measured source would look dearer, or cheaper, than an estimated one of its kind.
+    Without it a measured source would look more or less expensive than an estimated one of its
+    kind.
     """
     ratios: dict[tuple[str, ...], list[float]] = {}
     for i, estimate in enumerate(estimates):

@@ -26,9 +26,7 @@ from overlord.planning.strategies import resolve
 from overlord.scaling.profile import JobProfile
 from overlord.setup.fingerprint import job_fingerprint, source_mark
 from overlord.setup.options import Options, n_workers
-from overlord.setup.state_json import batch_in_words as batch_in_words
-from overlord.setup.state_json import exported as exported
-from overlord.setup.state_json import restored
+from overlord.setup.state_json import state_from_json, state_to_json
 from overlord.sources.base import ReadOptions
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import (
@@ -357,11 +355,11 @@ class PreparedJob:
 
     def export(self, state: StreamState) -> dict[str, Any]:
         """Return a state of this job as plain JSON values."""
-        return exported(state, self.job.name, self.job.names, self.fingerprint)
+        return state_to_json(state, self.job.name, self.job.names, self.fingerprint)
 
     def restore(self, saved: Mapping[str, Any], allow: tuple[str, ...] = ()) -> StreamState:
         """Return the state of a JSON form; a ``StateMismatch`` where it is not of this job."""
-        return restored(saved, self.job, self.orders, self.fingerprint, allow)
+        return state_from_json(saved, self.job, self.orders, self.fingerprint, allow)
 
 
 def _order(job: Job, source: Source, index: Index) -> SourceOrder:

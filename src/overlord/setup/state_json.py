@@ -38,7 +38,7 @@ DATASET_STATE = (
 )
 
 
-def exported(
+def state_to_json(
     state: StreamState, job: str, names: Sequence[str], fingerprint: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return a state as plain JSON values, by the names of its sources."""
@@ -69,7 +69,7 @@ def exported(
     }
 
 
-def restored(
+def state_from_json(
     saved: Mapping[str, Any],
     job: Job,
     orders: Sequence[SourceOrder],
@@ -188,7 +188,7 @@ def _check_fingerprint(
     if not differ:
         return
     if "batch" in differ:
-        differ["batch"] = batch_in_words(*differ["batch"], job)
+        differ["batch"] = describe_batches(*differ["batch"], job)
     entries = (
         f"({', '.join(repr(entry) for entry in sorted(differ))},)"
         if len(differ) <= MOST
@@ -239,7 +239,7 @@ def _differences(
     return differ, absent
 
 
-def batch_in_words(saved: str, found: str, job: Job) -> tuple[str, str]:
+def describe_batches(saved: str, found: str, job: Job) -> tuple[str, str]:
     """Return both sides of a difference in the batch as text for an error.
 
     The saved state has only a digest of the batch, so the current batch is shown in full next to
