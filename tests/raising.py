@@ -21,9 +21,9 @@ def map_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def map_columns(columns: dict[str, Any]) -> dict[str, Any]:
-    return (
-        json.loads("{") if any(len(ids) == 3 for ids in columns["tokens"]) else columns
-    )  # here: map_columns
+    if any(len(ids) == 3 for ids in columns["tokens"]):
+        return json.loads("{")  # here: map_columns
+    return columns
 
 
 def keep_row(row: dict[str, Any]) -> bool:

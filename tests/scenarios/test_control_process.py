@@ -365,7 +365,7 @@ def test_ctrl_c_ends_everything_within_a_second(tmp_path: Path, scoped: bool) ->
     body = FAMILY + "    time.sleep(100)"
     if scoped:
         body = body.replace(
-            "control = ProcessControl()", "with ProcessControl() as control:"
+            "control = ProcessActorSystem()", "with ProcessActorSystem() as control:"
         ).replace("\n    ", "\n        ")
         body = body.replace("\n        with", "\n    with")
     with Program(tmp_path / "program.py", body) as program:

@@ -136,7 +136,7 @@ def test_a_loader_host_that_sends_anything_but_its_payload_is_cut_off(
     for value in NO_PAYLOAD:
         with peer(session, role="loader", host=9) as link:
             link.send(value)
-            assert "wanted" in end_of(link)
+            assert "expected" in end_of(link)
     course.go_on()
 
 
@@ -297,5 +297,5 @@ def test_documents_that_lie_elsewhere_than_in_their_payload_end_the_link(
             StepPayload(0, 9, Ragged(DOCUMENTS.values, np.array(offsets, np.int64))),
             monkeypatch,
         )
-        assert "wanted" in end_of(link)
+        assert "expected" in end_of(link)
     Course(session, alone).go_on()

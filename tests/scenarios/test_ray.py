@@ -368,7 +368,7 @@ JOINS = """
     import overlord as ov
     from overlord.ray import cluster as ray_cluster
     from overlord.cli import detached_jobs as ray_jobs
-    from overlord.ray.launcher import RayControl
+    from overlord.ray.launcher import RayActorSystem
     from tests.processes import halt, left_after
     from tests.scenarios.test_process import job
     from tests.scenarios.test_ray import Crashes
@@ -411,14 +411,14 @@ JOINS = """
         before, said = dict(os.environ), []
         logging.getLogger("overlord").addFilter(lambda record: said.append(record.getMessage()))
         with ray_cluster.cluster(open_one.address):
-            with RayControl(open_one.address) as control:
+            with RayActorSystem(open_one.address) as control:
                 actor = control.spawn(dict, name="actor")
                 print(control.address, control.get(control.call(actor, "copy"), 60.0), flush=True)
                 waits = control.pid_here(actor)
                 crashes = control.spawn(Crashes, name="crashes")
                 print(control.call(crashes, "end").exception(60.0), flush=True)
             os.environ["OVERLORD_INTERFACE"] = "127.0.0.3"
-            with RayControl(open_one.address) as control:
+            with RayActorSystem(open_one.address) as control:
                 print(control.address, flush=True)
             del os.environ["OVERLORD_INTERFACE"]
             kills, ends = ray_cluster.kill, ray_cluster.CLUSTER._end

@@ -74,7 +74,7 @@ PLACES = """
             print(session._host._control.asked(), flush=True)
             logging.getLogger("overlord").addHandler(logging.StreamHandler(sys.stdout))
             ray_control.PROCESS_S = 1.0
-            with ray_control.RayControl(cluster.address) as control:  # what was idle is taken between the look and the start
+            with ray_control.RayActorSystem(cluster.address) as control:  # what was idle is taken between the look and the start
                 late = control.spawn(dict, name="late", node="gpu-0", resources={"cpus": 3.0, "memory": 2.0**20})
                 print(control.get(control.call(late, "copy"), 60), control.asked(), flush=True)
         cluster.shutdown()
