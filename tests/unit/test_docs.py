@@ -36,7 +36,8 @@ PAGES = sorted(
 CURRENT = [
     p
     for p in PAGES
-    if p.name not in ("CHANGELOG.md", "frameworks.md") and p.parent.name not in ("results", "deploy")
+    if p.name not in ("CHANGELOG.md", "frameworks.md")
+    and p.parent.name not in ("results", "deploy")
 ]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
