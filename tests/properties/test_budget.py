@@ -267,7 +267,7 @@ def sizes(held: Held) -> dict[str, int]:
         "built": len(host.building._built),
         "queue": len(host._queue),
         "plans": len(host.plans),
-        "slabs": len(host.slabs._slabs),
+        "slabs": len(host.slabs._buffers),
         "slab bytes": host.slabs.nbytes,
         "handles": len(held.blueprint.handles._handles),
         "outstanding": len(planner._outstanding),
