@@ -119,6 +119,6 @@ def asked(
         raise PlanError(f"{what} function {name}: expected {n} numbers, got shape {numbers.shape}")
     if n and not (np.isfinite(numbers).all() and numbers.min() >= 0):
         raise PlanError(
-            f"{what} function {name} gave a number that is negative, infinite or none at all"
+            f"{what} function {name} gave a number that is negative, infinite or NaN"
         )
     return numbers
