@@ -273,7 +273,7 @@ def sizes(held: Held) -> dict[str, int]:
         "outstanding": len(planner._outstanding),
         "events": len(planner.state().events),
         "segments": sum(len(s._segments) for s in streams),
-        "shares": sum(len(s._shares) for s in streams),
+        "shares": sum(len(s._announced) for s in streams),
         "lasts": sum(len(s._lasts) for s in streams),
         "shelves": sum(len(h.shelf._blocks) for h in host.loading.hosted.values()),
         "assembling": sum(len(a._steps) for a in host.assemblers),

@@ -204,7 +204,8 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
             and not (np.isfinite(column).all() and column.min() >= 0)
         ):
             raise PlanError(
-                f"a {what} is negative, infinite or no number", remedy=f"mend the {what} function"
+                f"a {what} is negative, infinite or no number",
+                remedy=f"correct the {what} function",
             )
     if p.capacity and len(p.sizes) and int(p.sizes.max()) > p.capacity:
         i = int(p.sizes.argmax())

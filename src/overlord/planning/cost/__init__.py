@@ -118,7 +118,5 @@ def asked(
     if numbers.shape != (n,):
         raise PlanError(f"{what} function {name}: expected {n} numbers, got shape {numbers.shape}")
     if n and not (np.isfinite(numbers).all() and numbers.min() >= 0):
-        raise PlanError(
-            f"{what} function {name} gave a number that is negative, infinite or NaN"
-        )
+        raise PlanError(f"{what} function {name} gave a number that is negative, infinite or NaN")
     return numbers

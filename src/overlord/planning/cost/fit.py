@@ -77,7 +77,9 @@ def fit(
     try:
         times = [float(t) for t in seconds]
     except (TypeError, ValueError) as e:
-        raise PlanError(f"cost.fit: a time is no number: {e}; expected seconds above 0") from None
+        raise PlanError(
+            f"cost.fit: a time is not a number: {e}; expected seconds above 0"
+        ) from None
     if len(rows) != len(times):
         raise PlanError(f"cost.fit: {len(rows)} microbatches and {len(times)} times")
     if bad := [t for t in times if not 0 < t < math.inf]:
@@ -133,7 +135,7 @@ def _terms(lengths: Any) -> tuple[float, float, float]:
             f"cost.fit: expected the lengths of a microbatch's documents, got {lengths!r:.80}"
         ) from None
     if not len(length) or not (np.isfinite(length).all() and length.min() >= 0):
-        raise PlanError("cost.fit: a microbatch has no documents, or one whose length is no length")
+        raise PlanError("cost.fit: a microbatch has no documents, or one without a valid length")
     return math.fsum(length.tolist()), math.fsum((length * length).tolist()), 1.0
 
 
@@ -144,8 +146,8 @@ def _check_apart(gram: list[list[Fraction]]) -> None:
         explained = _determinant(gram, others) * gram[i][i]
         if explained == 0 or _determinant(gram, [0, 1, 2]) / explained < APART:
             raise PlanError(
-                f"cost.fit: {term} cannot be told apart from the rest in these measurements",
-                remedy="measure microbatches of different tokens, each cut into short and into "
+                f"cost.fit: {term} cannot be separated from the rest in these measurements",
+                remedy="measure microbatches of different tokens, each divided into short and into "
                 "long documents",
             )
 

@@ -119,8 +119,8 @@ def transformer(
         )
     if head_dim is None and hidden % heads:
         raise PlanError(
-            f"cost.transformer: hidden={hidden} is no multiple of heads={heads}",
-            remedy="say head_dim=",
+            f"cost.transformer: hidden={hidden} is not a multiple of heads={heads}",
+            remedy="give head_dim=",
         )
     if window and not causal:
         raise PlanError("cost.transformer: a window goes with causal=True")
@@ -166,7 +166,7 @@ def vit(
         {"ffn": ffn or 0},
     )
     if hidden % heads:
-        raise PlanError(f"cost.vit: hidden={hidden} is no multiple of heads={heads}")
+        raise PlanError(f"cost.vit: hidden={hidden} is not a multiple of heads={heads}")
     return Transformer(
         hidden=hidden,
         layers=layers,

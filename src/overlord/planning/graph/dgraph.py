@@ -360,7 +360,7 @@ class DGraph:
                 f"sample {self.buffer[int(self.sample[i])]} takes "
                 f"{float(self.memory[i]):.12g} of memory, a microbatch has {capacity:.12g}",
                 self.buffer.step,
-                "raise memory_capacity, or let on_long cut or split long samples",
+                "raise memory_capacity, or let on_long truncate or split long samples",
             )
 
     def placed(self, placement: Placement, what: str, capacity: int) -> DGraph:
@@ -578,7 +578,7 @@ class DGraph:
                 f"sample {self.buffer[int(self.sample[i])]} has {int(sizes[i])} tokens "
                 f"with padding, a microbatch holds {capacity}",
                 self.buffer.step,
-                "raise the context, or let on_long cut or split long samples",
+                "raise the context, or let on_long truncate or split long samples",
             )
 
     def _before(self, primitive: str, other: str, done: object) -> None:
