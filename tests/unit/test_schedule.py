@@ -302,7 +302,7 @@ def test_a_state_of_another_schedule_is_refused():
     with pytest.raises(KeyError):
         S.odm(B).load_state_dict({})
     state = S.odm(B).state_dict() | {"reward": {"web": math.nan}}
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="not a number"):
         S.odm(B).load_state_dict(state)
 
 

@@ -2,7 +2,7 @@
 changes.
 
 The schedule is called once for every planned step, in step order, whether or not its weights are
-used. What it learns must not depend on ``set_mixture`` or ``mix_every``, nor on how often a blocked
+used. Its learning must not depend on ``set_mixture`` or ``mix_every``, nor on how often a blocked
 draw is repeated.
 """
 
