@@ -10,6 +10,7 @@ from overlord import import_path  # isort: skip  # noqa: F401 - before any impor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from overlord import late_binding
 from overlord.version import __version__
 
 _ERRORS = (
@@ -85,32 +86,24 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOME[name]), name)
     else:
         raise AttributeError(f"module 'overlord' has no attribute {name!r}")
-    if name == "Job":
-        _bind_files(value)
     globals()[name] = value
     return value
 
 
-def _bind_files(job: Any) -> None:
-    """Bind ``Job.from_yaml`` and ``Job.to_yaml`` to a package above ``job``. PyYAML is imported at
-    the first call.
-    """
+def _read_job(path: Any) -> Any:
+    from overlord.jobfile.yaml_file import read_job  # imports PyYAML
 
-    def from_yaml(path: Any) -> Any:
-        """Read a job from one YAML file with the same names. Relative paths are relative to the
-        file.
-        """
-        from overlord.jobfile.yaml_file import read_job
+    return read_job(path)
 
-        return read_job(path)
 
-    def to_yaml(self: Any) -> str:
-        """Write the job as YAML, without fields that have their default."""
-        from overlord.jobfile.yaml_file import write_job
+def _write_job(job: Any) -> str:
+    from overlord.jobfile.yaml_file import write_job  # imports PyYAML
 
-        return write_job(self)
+    return write_job(job)
 
-    job.from_yaml, job.to_yaml = staticmethod(from_yaml), to_yaml
+
+late_binding.bind("read_job", _read_job)
+late_binding.bind("write_job", _write_job)
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,9 @@ def by_key(keys: np.ndarray, bound: int) -> np.ndarray:
     """Return a stable order by integer keys below ``bound``."""
     if len(keys) < RADIX_FROM:
         return np.argsort(keys, kind="stable")
-    return _radix(np.ascontiguousarray(keys, np.uint64), -(-max(1, (bound - 1).bit_length()) // 16))
+    return radix_order(
+        np.ascontiguousarray(keys, np.uint64), -(-max(1, (bound - 1).bit_length()) // 16)
+    )
 
 
 def number_inside(keys: np.ndarray, bound: int, dtype: type = np.int64) -> np.ndarray:
@@ -22,7 +24,8 @@ def number_inside(keys: np.ndarray, bound: int, dtype: type = np.int64) -> np.nd
     return number
 
 
-def _radix(keys: np.ndarray, digits: int) -> np.ndarray:
+def radix_order(keys: np.ndarray, digits: int) -> np.ndarray:
+    """Return a stable order by uint64 keys of ``digits`` 16-bit digits."""
     order = None
     for i in range(digits):
         digit = (keys >> np.uint64(16 * i)).astype(np.uint16)

@@ -268,9 +268,9 @@ class Mesh:
 
     def seats(self, axis: str = "DP", broadcast: str | Sequence[str] = ()) -> np.ndarray:
         """Return for every rank the rank whose step queue holds its microbatches: int64
-        [world_size]. It is the lowest rank of its bucket that has the same fetcher. That is the
-        fetcher itself, unless the trainer broadcasts across buckets: then the fetcher opens a
-        client for each.
+        [world_size]. It is the lowest rank of its bucket that has the same fetcher: the fetcher
+        itself, unless the trainer broadcasts across buckets. Then the fetcher opens a client for
+        each.
         """
         group = self.bucket_of(axis) * self.world_size + self.served_by(broadcast)
         _, lowest, number = np.unique(group, return_index=True, return_inverse=True)

@@ -882,5 +882,5 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_costs_that_are_no_costs_are_refused(bad: float) -> None:
-    with pytest.raises(PlanError, match="negative, infinite or no number"):
+    with pytest.raises(PlanError, match="negative, infinite or NaN"):
         place(PackingProblem(costs=np.array([1.0, bad]), sizes=np.ones(2, np.int64), n_buckets=2))

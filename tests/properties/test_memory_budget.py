@@ -150,7 +150,7 @@ def test_in_a_run_nothing_is_held_beyond_the_budget(
     def look() -> None:
         nonlocal largest, full
         slabs, handles = held.host.building.slabs, held.blueprint.handles.metrics()
-        largest = max([largest, *(slab.nbytes for slab in slabs._slabs)])
+        largest = max([largest, *(slab.nbytes for slab in slabs._buffers)])
         assert options.ring_bytes is not None
         assert slabs.nbytes <= max(options.ring_bytes, largest)
         assert handles["bytes"] <= options.open_bytes or handles["open"] == 1

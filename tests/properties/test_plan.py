@@ -324,7 +324,7 @@ def broken(**changes) -> LoadingPlan:
         ({"memory": np.full(4, 3.0)}, "different length"),
         (
             {"memory": np.array([1, 2, np.nan, 4, 5])},
-            "memory has a number that is negative, infinite or none at all",
+            "memory has a number that is negative, infinite or NaN",
         ),
         ({"cost": np.array([1, 2, -3.0, 4, 5])}, "cost has a number that is negative"),
         ({"out": np.full(5, 0.5)}, "expected whole numbers in out"),
@@ -498,7 +498,7 @@ def test_a_plan_without_samples_has_a_summary_too() -> None:
 
 
 def test_a_plan_made_by_hand_cannot_say_who_fetches() -> None:
-    with pytest.raises(PlanError, match="knows no place"):
+    with pytest.raises(PlanError, match="has no place"):
         replace(SMALL, place=None).fetchers()
 
 

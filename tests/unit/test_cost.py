@@ -94,7 +94,7 @@ def test_models_of_the_paper_cost_what_their_shapes_say() -> None:
         ({"heads": 0}, "heads=0"),
         ({"layers": 1.5}, "layers=1.5"),
         ({"heads": 4, "kv_heads": 3}, "kv_heads that divide the 4 heads"),
-        ({"heads": 3}, "say head_dim="),
+        ({"heads": 3}, "give head_dim="),
         ({"window": 4, "causal": False}, "a window goes with causal"),
         ({"ffn": -1}, "ffn=-1"),
     ],
@@ -211,11 +211,11 @@ def test_a_fit_has_no_negative_coefficients() -> None:
     [
         ([[8], [9], [10]], [1.0, 1.1, 1.2], "at least 4 different microbatches, got 3"),
         ([[8]] * 9, [1.0] * 9, "at least 4 different microbatches, got 1"),
-        ([[64] * k for k in range(1, 9)], [0.1 * k for k in range(1, 9)], "cannot be told apart"),
+        ([[64] * k for k in range(1, 9)], [0.1 * k for k in range(1, 9)], "cannot be separated"),
         (
             [[4096], [2048] * 2, [1024] * 4, [512] * 8],
             [1.0, 0.9, 0.8, 0.7],
-            "cannot be told apart.*different tokens",
+            "cannot be separated.*different tokens",
         ),
         (BATCHES, SECONDS[:-1], "15 microbatches and 14 times"),
         (BATCHES, [0.0, *SECONDS[1:]], "expected seconds above 0"),

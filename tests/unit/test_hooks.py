@@ -164,7 +164,7 @@ def test_a_raw_function_may_say_slots_and_costs() -> None:
         (lambda p: p | {"bucket": p["bucket"] + 1}, r"bucket is outside 0\.\.1"),
         (lambda p: p | {"microbatch": p["microbatch"] - 1}, "microbatch is outside"),
         (lambda p: p | {"slot": p["bucket"] * 0}, "share a slot"),
-        (lambda p: p | {"cost": p["bucket"] * np.nan}, "negative, infinite or none at all"),
+        (lambda p: p | {"cost": p["bucket"] * np.nan}, "negative, infinite or NaN"),
         (lambda p: 1 / 0, "division by zero"),
     ],
 )

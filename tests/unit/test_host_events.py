@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from overlord.cluster.worker import QUIET_S, EventQueue
-from overlord.planning.demand import STRIDE, Demand
+from overlord.planning.demand import HORIZON_STRIDE, Demand
 
 
 def test_what_nobody_waits_for_is_told_with_what_comes_after_it() -> None:
@@ -39,7 +39,7 @@ def test_the_horizon_is_told_in_strides_and_a_loader_always_has_groups_to_open()
     for group in range(1, 40):
         for refill in demand.move_horizon(0, group):
             told, words = refill.horizon, words + 1
-        assert group + 8 <= told <= group + 8 + STRIDE
-    assert words <= 2 * (1 + 40 // STRIDE)
+        assert group + 8 <= told <= group + 8 + HORIZON_STRIDE
+    assert words <= 2 * (1 + 40 // HORIZON_STRIDE)
     demand.restarted(0)
     assert len(demand.move_horizon(0, 39)) == 2

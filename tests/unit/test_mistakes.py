@@ -197,7 +197,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "seconds in words": (
         lambda: ov.cost.fit([[1], [2], [3], [5]], ["1 s"] * 4),
-        "a time is no number",
+        "a time is not a number",
     ),  # type: ignore[list-item]
     "measurements without the column": (
         lambda: ov.cost.fit([{"tokens": [1]}], [1.0], column="length"),

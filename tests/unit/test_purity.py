@@ -17,7 +17,17 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
-VALUES = ("array_order", "batch", "checks", "errors", "hashing", "mesh", "sample", "user_code")
+VALUES = (
+    "array_order",
+    "batch",
+    "checks",
+    "errors",
+    "hashing",
+    "late_binding",
+    "mesh",
+    "sample",
+    "user_code",
+)
 CORES = (
     "loader.order",
     "loader.loader",

@@ -135,8 +135,8 @@ def test_the_owner_is_the_first_rank_of_the_replica_whatever_the_order_of_ranks(
     ("ask", "said"),
     [
         (lambda plan: plan.routes("audio"), "no module 'audio'; known: backbone, encoder"),
-        (lambda plan: plan.routes("backbone"), "has samples, no items to route"),
-        (lambda plan: replace(plan, place=None).routes(), "knows no place"),
+        (lambda plan: plan.routes("backbone"), "has samples, not items to route"),
+        (lambda plan: replace(plan, place=None).routes(), "has no place"),
         (lambda plan: plan.routes().for_rank(4), "rank 4 is outside 0..3"),
         (lambda plan: plan.routes().for_rank(0, 1), "slot 1 is outside 0..0"),
     ],
@@ -158,11 +158,11 @@ PLAN = by_hand(PHOTOS, TWO, ranks=[3, 1, 1])
         ),
         (
             {"offset": np.array([0, 3, 0])},
-            "two items of sample seen/e0/f0/r0 stand on the same token",
+            "two items of sample seen/e0/f0/r0 share a token",
         ),
         (
             {"sample": np.array([0, 0, 0])},
-            "two items of sample seen/e0/f0/r0 stand on the same token",
+            "two items of sample seen/e0/f0/r0 share a token",
         ),
         ({"out": None}, "out and offset go together"),
         ({"out": np.array([4, 6])}, "different length"),

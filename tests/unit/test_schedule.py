@@ -302,7 +302,7 @@ def test_a_state_of_another_schedule_is_refused():
     with pytest.raises(KeyError):
         S.odm(B).load_state_dict({})
     state = S.odm(B).state_dict() | {"reward": {"web": math.nan}}
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="not a number"):
         S.odm(B).load_state_dict(state)
 
 
@@ -433,8 +433,8 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
         (
             lambda: S.staged({5: A, 9: 1}),
             [
-                "stages: the first stage begins at step 5; say what steps before it "
-                "draw, from 0 on",
+                "stages: the first stage begins at step 5; give weights for steps before it, "
+                "from 0 on",
                 "stages[9]: expected weights by source name or a schedule, got 1",
             ],
         ),
@@ -459,7 +459,7 @@ def test_a_saved_state_tells_schedules_apart(tmp_path: Path):
             lambda: S.cosine(A, S.length_warmup(1, 2, 3, A), 5),
             [
                 "end: length_warmup(start=1, end=2, steps=3, weights={'web': 1.0}) "
-                "chooses samples, so it stands outermost; "
+                "chooses samples, so it must be the outermost; "
                 "give it this schedule as its weights"
             ],
         ),

@@ -142,7 +142,7 @@ def test_a_trainer_that_keeps_everything_does_not_make_the_search_long() -> None
     pool = BufferPool()
     kept = [pool(1000) for _ in range(500)]
     assert len({address(a) for a in kept}) == 500
-    assert len(pool._slabs) <= 64
+    assert len(pool._buffers) <= 64
 
 
 @pytest.mark.filterwarnings(

@@ -108,8 +108,8 @@ def constructor_do_plan(fn: Callable[[Assembly], list[dict[str, np.ndarray]]]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Popped:
-    """The samples of one source in one step: ids and tokens, row by row, in the plan's order. That
-    is the order of the stream, unless look-ahead chooses samples.
+    """The samples of one source in one step: ids and tokens, row by row, in the plan's order. It is
+    the order of the stream, unless look-ahead chooses samples.
     """
 
     step: int

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from overlord import late_binding
 from overlord.batch import Batch
 from overlord.checks import did_you_mean, is_int, is_real, one_of
 from overlord.errors import JobError
@@ -283,13 +284,6 @@ class Job:
     on_long: str = "split"
     hooks: Sequence[Hook] = ()
 
-    # ``overlord/__init__.py`` binds both to ``jobfile``, a package above this one.
-    if TYPE_CHECKING:
-
-        @staticmethod
-        def from_yaml(path: str | PathLike[str]) -> Job: ...
-        def to_yaml(self) -> str: ...
-
     def __post_init__(self) -> None:
         if isinstance(self.sources, (list, tuple)):
             object.__setattr__(self, "sources", tuple(self.sources))
@@ -309,6 +303,19 @@ class Job:
             f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, "
             f"{how}, seed {self.seed})"
         )
+
+    @staticmethod
+    def from_yaml(path: str | PathLike[str]) -> Job:
+        """Read a job from one YAML file with the same names. Relative paths are relative to the
+        file.
+        """
+        job: Job = late_binding.call("read_job", path)
+        return job
+
+    def to_yaml(self) -> str:
+        """Return the job as YAML, without fields that have their default."""
+        text: str = late_binding.call("write_job", self)
+        return text
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A plan as bytes: small, without pickle, and never trusted when read."""
+"""Binary form of a plan: small, without pickle, and fully validated when read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DAMAGE = (
 
 
 def write(plan: LoadingPlan) -> bytes:
-    """A JSON header, then raw little-endian columns."""
+    """Return a JSON header, then raw little-endian columns."""
     columns: list[np.ndarray] = []
 
     def put(array: np.ndarray | None) -> list[Any] | None:
@@ -63,17 +63,19 @@ def write(plan: LoadingPlan) -> bytes:
 
 
 def read(data: bytes) -> LoadingPlan:
-    """What ``write`` wrote, validated; whatever is wrong with the bytes is a ``PlanError``."""
+    """Return the validated plan of bytes that ``write`` made. Every problem of the bytes is a
+    ``PlanError``.
+    """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise PlanError(f"expected the bytes of a plan, got {type(data).__name__}")
     if data[: len(MAGIC)] != MAGIC:
-        raise PlanError(f"these {len(data)} bytes are no plan: they do not start with {MAGIC!r}")
+        raise PlanError(f"these {len(data)} bytes are not a plan: they do not start with {MAGIC!r}")
     try:
         return _read(data).validate()
     except DAMAGE as e:
         raise PlanError(
             f"the bytes of a plan are damaged: {type(e).__name__}: {e}",
-            remedy="the file is cut or damaged",
+            remedy="the file is truncated or damaged",
         ) from e
 
 
@@ -99,7 +101,7 @@ def _read(data: bytes) -> LoadingPlan:
         items = {n: get(m["columns"][n]) for n in (*ITEM_COLUMNS, *OPTIONAL_COLUMNS)}
         modules[str(name)] = _assignment(str(name), m, items)
     if at != len(data):
-        raise ValueError(f"{len(data)} bytes where the header tells of {at}")
+        raise ValueError(f"{len(data)} bytes where the header announces {at}")
     if any(columns[n] is None for n in SAMPLE_COLUMNS if n != "substep"):
         raise ValueError("a sample column is missing")
     place = Mesh(**head["place"]) if "place" in head else None
@@ -119,7 +121,7 @@ def _assignment(name: str, head: dict[str, Any], columns: dict[str, Any]) -> Ass
     if any(columns[n] is None for n in ITEM_COLUMNS):
         raise ValueError(f"module {name!r} lacks a column")
     counts: dict[str, Any] = {n: operator.index(head[n]) for n in NUMBERS}
-    # before any is allocated
+    # before any memory is allocated
     if (
         counts["n_buckets"] < 1
         or not 0 < counts["n_buckets"] * counts["n_microbatches"] <= MAX_BINS

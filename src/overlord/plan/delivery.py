@@ -1,5 +1,5 @@
-"""What a plan costs to deliver: who fetches, who is served by a broadcast, and how many bytes go to
-whom. Pure.
+"""Delivery of a plan: the ranks that fetch, the ranks served by a broadcast, and the bytes for
+each. Pure.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ DOCUMENT_BYTES = {"cu_seqlens": 4, "cu_seqlens_padded": 4, "source_ids": 4}
 
 
 def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
-    """``clients``: how many fetch, one for each bucket and fetcher; ``fetchers``: the ranks whose
-    processes do; ``served``: ranks that the trainer broadcasts to; ``bytes_by_client``: of arrays
-    in this step, by the rank whose microbatches they are, without pixels; and their sum.
+    """Return the clients, ranks and bytes of a step's delivery.
+
+    ``clients``: number of clients that fetch, one for each bucket and fetcher. ``fetchers``: the
+    ranks whose processes fetch. ``served``: number of ranks that the trainer broadcasts to.
+    ``bytes_by_client``: bytes of arrays in this step, by the rank that gets the microbatches,
+    without pixels. ``bytes``: their sum.
     """
     place, main = plan.tree, plan.main
     dims = main.broadcast if broadcast else ()
@@ -50,8 +53,8 @@ def delivery(plan: LoadingPlan, batch: Batch, broadcast: bool = True) -> dict[st
 
 
 def _loads(main: Assignment, batch: Batch, place: Mesh) -> tuple[np.ndarray, np.ndarray]:
-    """Places for tokens and documents of every bucket, all its microbatches together. An empty one
-    is a document of padding.
+    """Return the tokens (with padding) and documents of every bucket, over all its microbatches. An
+    empty microbatch is one document of padding.
     """
     shape = (main.n_buckets, main.n_microbatches)
     counts = np.bincount(main.bins(), minlength=main.n_buckets * main.n_microbatches).reshape(shape)
@@ -68,5 +71,5 @@ def _nbytes(view: View, tokens: int, documents: int, microbatches: int, batch: B
         batch.layout == "padded"
     )
     per_document = sum(n for key, n in DOCUMENT_BYTES.items() if view.has(key))
-    # one more sum each, and max_seqlen
+    # per microbatch: one more entry of both cu_seqlens, and max_seqlen
     return tokens // view.cp * per_token + documents * per_document + microbatches * (2 * 4 + 4)

@@ -1,6 +1,6 @@
-"""LoadingPlan: which sample goes to which bucket, microbatch and slot. Arrays, not objects.
+"""LoadingPlan: the bucket, microbatch and slot of every sample. Arrays, not objects.
 
-A plan is a value: it can be validated, digested, printed, sent and replayed. It knows nothing of
+A plan is a value: it can be validated, digested, printed, sent and replayed. It does not depend on
 how it was made.
 """
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from overlord.batch import Batch
     from overlord.plan.routes import Routes
 
-MODULES = ("backbone", "encoder")  # what constructors deliver
+MODULES = ("backbone", "encoder")  # that constructors deliver
 SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
 ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
 OPTIONAL_COLUMNS = ("memory", "out", "offset")  # of items; None where absent
 # microbatches over all buckets: far above any mesh, far below what would exhaust memory
 MAX_BINS = 2**26
-# over a capacity of memory: sums of real numbers differ by the order of addition
+# factor on a memory capacity: sums of floats depend on the order of addition
 ROUNDING = 1 + 1e-9
-MOST = 2**53  # of a size: sums of whole numbers must neither wrap round nor be rounded
+MOST = 2**53  # limit of a size: sums of integers must neither overflow nor be rounded
 
 
 def check_modules(names: Iterable[str], step: int) -> None:
-    """Refuse modules that no constructor delivers."""
+    """Raise for modules that no constructor delivers."""
     if unknown := [name for name in names if name not in MODULES]:
         problem = (
             f"module {unknown[0]!r}: expected {' or '.join(map(repr, MODULES))}, since no "
@@ -44,32 +44,32 @@ def check_modules(names: Iterable[str], step: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
-    """Where the items of one module (backbone, encoder) go. Item i belongs to sample ``sample[i]``
-    of the plan.
+    """The placement of the items of one module (backbone, encoder). Item i belongs to sample
+    ``sample[i]`` of the plan.
     """
 
-    axis: str  # whose buckets: "DP", "CP", "WORLD", "PP", "TP"
+    axis: str  # of the buckets: "DP", "CP", "WORLD", "PP", "TP"
     n_buckets: int
     n_microbatches: int
     sample: np.ndarray  # int64: row of the plan's sample columns
     bucket: np.ndarray  # int32
     microbatch: np.ndarray  # int32
-    slot: np.ndarray  # int32: place inside the microbatch
-    size: np.ndarray  # int64: tokens that count against the capacity, document padding included
+    slot: np.ndarray  # int32: position in the microbatch
+    size: np.ndarray  # int64: tokens that count against the capacity, with document padding
     cost: np.ndarray  # float64
     capacity: int = 0  # tokens of one microbatch; 0: none
     # axes along which the trainer broadcasts: one rank of each group fetches
     broadcast: tuple[str, ...] = ()
-    # float64: what an item takes of memory_capacity; None: only tokens count
+    # float64: share of memory_capacity of each item; None: only tokens count
     memory: np.ndarray | None = None
     memory_capacity: float = 0.0  # of one microbatch, in the unit of ``memory``; 0: none
-    # int64: tokens of the backbone that an item of an encoder becomes
+    # int64: number of backbone tokens that an encoder's item becomes
     out: np.ndarray | None = None
-    offset: np.ndarray | None = None  # int64: where in its sample's tokens those begin
+    offset: np.ndarray | None = None  # int64: position of the first of them in its sample
 
     def order(self) -> np.ndarray:
-        """Items sorted by (bucket, microbatch, slot): the way a constructor walks them. Slots are
-        dense, so nothing is sorted.
+        """Return items by (bucket, microbatch, slot), the order of a constructor. Slots are dense,
+        so no sort is needed.
         """
         bins = self.bins()
         counts = np.bincount(bins, minlength=self.n_buckets * self.n_microbatches)
@@ -78,12 +78,14 @@ class Assignment:
         return order
 
     def bins(self) -> np.ndarray:
-        """Number of each item's microbatch, counted over all buckets."""
+        """Return the number of each item's microbatch, counted over all buckets."""
         return self.bucket.astype(np.int64) * self.n_microbatches + self.microbatch
 
 
 def _is_whole(column: np.ndarray) -> bool:
-    """Unsigned 64 bits are none: with signed ones beside them numpy makes floats of both."""
+    """Return whether a column holds integers. uint64 is rejected: numpy promotes uint64 with int64
+    to float64.
+    """
     return column.dtype.kind in "iu" and np.can_cast(column.dtype, np.int64)
 
 
@@ -103,8 +105,8 @@ class LoadingPlan:
     tokens: np.ndarray  # int64
     modules: Mapping[str, Assignment]
     substep: np.ndarray | None = None
-    place: Mesh | None = None  # the mesh it was placed on; None: a plan made by hand
-    # JSON values for people (strategy name, wanted weights)
+    place: Mesh | None = None  # the mesh of its buckets; None: a plan made by hand
+    # JSON values for people (strategy name, target weights)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -115,9 +117,7 @@ class LoadingPlan:
         return self.modules["backbone"]
 
     def module(self, name: str) -> Assignment:
-        """Where the items of a module go; one that the plan has not is refused with those it
-        has.
-        """
+        """Return the placement of a module; the error for an unknown name lists the known ones."""
         if name not in self.modules:
             known = ", ".join(self.modules)
             raise PlanError(
@@ -150,8 +150,8 @@ class LoadingPlan:
         )
 
     def validate(self) -> LoadingPlan:
-        """Every sample in exactly one slot of the backbone, slots dense, capacities kept, every
-        rank served; returns itself.
+        """Check that every sample has exactly one slot of the backbone, slots are dense, capacities
+        hold and every rank is served. Return the plan itself.
         """
         if "backbone" not in self.modules:
             raise PlanError("no module 'backbone'", self.step, "end the strategy with .plan()")
@@ -233,8 +233,7 @@ class LoadingPlan:
                 and not 0 <= column.min() <= column.max() < top
             ):
                 raise PlanError(
-                    f"module {name!r}: {label} has a number that is negative, infinite or "
-                    "none at all",
+                    f"module {name!r}: {label} has a number that is negative, infinite or NaN",
                     self.step,
                 )
         for label, column, bound in (
@@ -246,9 +245,8 @@ class LoadingPlan:
                 raise PlanError(f"module {name!r}: {label} outside 0..{bound - 1}", self.step)
 
     def _validate_served(self, name: str, a: Assignment) -> None:
-        """Each rank is in one bucket of its axis and has one fetcher along the broadcasts: that is
-        how a tree is made. What can be wrong is that the plan was made for another tree, or for
-        axes that are none.
+        """Check that every rank has a bucket and a fetcher. A mesh gives each rank one of both. So
+        the plan can only be wrong if it was made for another mesh or for unknown axes.
         """
         try:
             broadcast_dims(a.broadcast)
@@ -286,7 +284,7 @@ class LoadingPlan:
             )
 
     def _validate_slots(self, name: str, a: Assignment, bins: np.ndarray) -> None:
-        # Slots are dense when none reaches its bin's count and none stands twice.
+        # Slots are dense if none reaches the count of its bin and none occurs twice.
         counts = np.bincount(bins, minlength=a.n_buckets * a.n_microbatches)
         place = (np.cumsum(counts) - counts)[bins] + a.slot
         if len(bins) and (
@@ -299,8 +297,8 @@ class LoadingPlan:
             )
 
     def _validate_placeholders(self, name: str, a: Assignment) -> None:
-        """What an item becomes stands in its own document, and no two items on one token: none is
-        encoded twice.
+        """Check that the tokens of an item are in its own document, and that no two items share a
+        token: then none is encoded twice.
         """
         if (a.out is None) != (a.offset is None):
             raise PlanError(f"module {name!r}: out and offset go together", self.step)
@@ -326,21 +324,20 @@ class LoadingPlan:
         if shared.any():
             i = int(sample[int(shared.argmax())])
             raise PlanError(
-                f"module {name!r}: two items of sample {self.sample_id(i)} stand on the same token",
-                self.step,
+                f"module {name!r}: two items of sample {self.sample_id(i)} share a token", self.step
             )
 
     def routes(self, module: str = "encoder") -> Routes:
-        """Which rank encodes which item, and all that one exchange of the outputs needs, for every
-        rank.
+        """Return the encoding rank of every item, and everything that one exchange of the outputs
+        needs, for every rank.
         """
         from overlord.plan.routes import make_routes  # it imports this module
 
         return make_routes(self, module)
 
     def digest(self) -> str:
-        """Equal deliveries, equal digest, on every machine. A broadcast along an axis of one rank
-        changes none.
+        """Return a digest that is equal for equal deliveries, on every machine. A broadcast along
+        an axis of one rank does not change it.
         """
         parts: list[str | np.ndarray] = [str(self.step), "\x1f".join(self.names)]
         parts += [self.source, self.epoch, self.file, self.row, self.part, self.tokens]
@@ -364,26 +361,27 @@ class LoadingPlan:
             ]
             parts += [f"broadcast {','.join(dims)}"] if dims else []
         if self.place is not None and self.place.world_size > self.place.dp:
-            parts.append(f"place {self.place}")  # else the number of buckets says it all
+            # otherwise the number of buckets determines the mesh
+            parts.append(f"place {self.place}")
         return digest(*parts)
 
-    # who fetches
+    # fetchers
 
     def fetchers(self, module: str = "backbone") -> list[int]:
-        """Ranks that take this module's microbatches from the loader; the others are served by the
-        trainer's broadcasts.
+        """Return the ranks that take this module's microbatches from the loader. The trainer's
+        broadcasts serve the others.
         """
         return self.tree.fetchers(self.module(module).broadcast)
 
     def served_by(self, module: str = "backbone") -> np.ndarray:
-        """For every rank the one that fetches for it, itself where it fetches: int64
+        """Return for every rank the rank that fetches for it, which may be itself: int64
         [world_size].
         """
         return self.tree.served_by(self.module(module).broadcast)
 
     def fetches(self, rank: int, module: str = "backbone") -> list[int]:
-        """Buckets whose microbatches a rank fetches: its own and those of the ranks it serves; none
-        if it is served.
+        """Return the buckets whose microbatches a rank fetches: its own and those of the ranks it
+        serves. The list is empty if another rank fetches for it.
         """
         if problem := self.tree.rank_problem(rank):
             raise PlanError(problem, self.step)
@@ -391,8 +389,8 @@ class LoadingPlan:
         return sorted(set(buckets[self.served_by(module) == rank].tolist()))
 
     def delivery(self, batch: Batch, broadcast: bool = True) -> dict[str, Any]:
-        """How many clients fetch, whom they serve, and how many bytes of arrays this step is to
-        each; without broadcasts, if asked.
+        """Return the number of clients that fetch, the ranks they serve, and the bytes of arrays
+        for each. With ``broadcast=False`` every rank fetches.
         """
         from overlord.plan.delivery import delivery
 
@@ -402,18 +400,18 @@ class LoadingPlan:
     def tree(self) -> Mesh:
         if self.place is None:
             raise PlanError(
-                "the plan was made by hand and knows no place",
+                "the plan was made by hand and has no place",
                 self.step,
                 "give LoadingPlan(place=...)",
             )
         return self.place
 
-    # how good it is
+    # quality
 
     def imbalance(self, module: str = "backbone") -> dict[str, float]:
-        """Over the mean bucket's cost: ``bucket``, the dearest bucket, and ``microbatch``, the
-        dearest of each slot summed; ``bound`` and ``slot_bound`` are what no placement of these
-        samples can pass.
+        """Return costs relative to the mean bucket. ``bucket``: the most expensive bucket.
+        ``microbatch``: the sum over slots of the most expensive microbatch. ``bound`` and
+        ``slot_bound``: lower bounds of both for every placement of these samples.
         """
         from overlord.plan.summary import bounds
 
@@ -429,21 +427,21 @@ class LoadingPlan:
         return found | dict(zip(("bound", "slot_bound"), bounds(self.module(module)), strict=True))
 
     def summary(self) -> dict[str, Any]:
-        """What a person asks of a plan, as plain values: balance beside its bound, predicted time,
-        peak, fill, mixture.
+        """Return a summary as plain values: balance next to its bound, predicted time, peak, fill,
+        mixture.
         """
         from overlord.plan.summary import summary
 
         return summary(self)
 
     def to_json(self, samples: bool = True) -> str:
-        """The summary as JSON for people; with ``samples``, every sample and where it went."""
+        """Return the summary as JSON; with ``samples``, every sample and its slot."""
         from overlord.plan.summary import to_json
 
         return to_json(self, samples)
 
     def loads(self, module: str = "backbone") -> np.ndarray:
-        """Cost by [bucket, microbatch]."""
+        """Return the cost by [bucket, microbatch]."""
         a = self.module(module)
         flat = a.bins()
         return np.bincount(flat, weights=a.cost, minlength=a.n_buckets * a.n_microbatches).reshape(
@@ -451,13 +449,13 @@ class LoadingPlan:
         )
 
     def fill(self) -> float:
-        """Share of the microbatches' capacity that holds tokens."""
+        """Return the share of the microbatches' capacity that holds tokens."""
         a = self.main
         room = a.capacity * a.n_buckets * a.n_microbatches
         return float(a.size.sum()) / room if room else 1.0
 
     def to_table(self) -> str:
-        """Cost, tokens and samples by bucket and microbatch, for people."""
+        """Return a table of cost, tokens and samples by bucket and microbatch."""
         a = self.main
         flat = a.bins()
         shape, n = (a.n_buckets, a.n_microbatches), a.n_buckets * a.n_microbatches
@@ -485,14 +483,16 @@ class LoadingPlan:
         return "\n".join(lines)
 
     def to_bytes(self) -> bytes:
-        """A small binary form without pickle: a JSON header, then raw little-endian columns."""
+        """Return a small binary form without pickle: a JSON header, then raw little-endian
+        columns.
+        """
         from overlord.plan import codec  # it needs the classes of this file
 
         return codec.write(self)
 
     @staticmethod
     def from_bytes(data: bytes) -> LoadingPlan:
-        """What ``to_bytes`` wrote. Bytes are never trusted: whatever is wrong with them is a
+        """Return the plan of bytes that ``to_bytes`` made. Every problem of the bytes is a
         ``PlanError``.
         """
         from overlord.plan import codec

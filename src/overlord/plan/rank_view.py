@@ -1,4 +1,4 @@
-"""Views: the part of a bucket's microbatches that a rank receives, derived from mesh, axis and
+"""Views: the share of a bucket's microbatches that a rank receives. It follows from mesh, axis and
 broadcasts. Pure.
 """
 
@@ -12,19 +12,15 @@ import numpy as np
 from overlord.mesh import BUCKET_AXES, Mesh
 
 SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
-
-
 FIRST = ("tokens", "position_ids")  # keys of the first pipeline stage
-
-
 # keys of the last one; all other keys go to every stage
 LAST = ("labels", "loss_mask", "source_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Which part of a bucket's microbatches. ``cp > 1``: slice ``cp_rank`` of so many; ``nothing``:
-    no arrays at all.
+    """The share of a bucket's microbatches for a rank. ``cp > 1``: slice ``cp_rank`` of ``cp``
+    slices. ``nothing``: no arrays at all.
     """
 
     first: bool = True  # with the keys of the first pipeline stage
@@ -45,45 +41,44 @@ class View:
 
 
 ALL = View()
-
-
 NOTHING = View(first=False, last=False, nothing=True)
 
 
 def view_of(place: Mesh, axis: str, broadcast: tuple[str, ...], rank: int, split: str) -> View:
-    """What the rank is handed. Along cp slices are cut, and stages get their own keys only, where
-    cp and pp are no axes of buckets.
+    """Return the view of a rank. If cp is not an axis of buckets, the rank gets a slice along cp.
+    If pp is not one, each stage gets only its own keys.
 
-    A rank that fetches for others of its bucket gets the union of what they need; those others get
-    nothing. Without ``broadcast`` it is the rank's own view: what ``narrow`` makes of the union.
+    A rank that fetches for others of its bucket gets the union of their keys and slices; the others
+    get nothing. Without ``broadcast`` it is the rank's own view, which ``narrow`` makes of the
+    union.
     """
     return views_of(place, axis, broadcast, split)[rank]
 
 
 @lru_cache(maxsize=64)
 def views_of(place: Mesh, axis: str, broadcast: tuple[str, ...], split: str) -> tuple[View, ...]:
-    """The same of every rank; equal views are one object."""
-    seats = place.seats(axis, broadcast)
+    """Return the views of all ranks (``view_of``). Equal views are one object."""
+    queue_of = place.seats(axis, broadcast)
     stage, slice_ = place.along("pp"), place.along("cp")
-    staged, cut = (
+    staged, sliced = (
         place.pp > 1 and "pp" not in BUCKET_AXES[axis],
         place.cp > 1 and "cp" not in BUCKET_AXES[axis] and split != "none",
     )
-    first, last = np.zeros(len(seats), bool), np.zeros(len(seats), bool)
-    np.logical_or.at(first, seats, not staged or stage == 0)
-    np.logical_or.at(last, seats, not staged or stage == place.pp - 1)
-    lowest, highest = np.full(len(seats), place.cp), np.full(len(seats), -1)
-    np.minimum.at(lowest, seats, slice_)
-    np.maximum.at(highest, seats, slice_)
+    first, last = np.zeros(len(queue_of), bool), np.zeros(len(queue_of), bool)
+    np.logical_or.at(first, queue_of, not staged or stage == 0)
+    np.logical_or.at(last, queue_of, not staged or stage == place.pp - 1)
+    lowest, highest = np.full(len(queue_of), place.cp), np.full(len(queue_of), -1)
+    np.minimum.at(lowest, queue_of, slice_)
+    np.maximum.at(highest, queue_of, slice_)
     made: dict[View, View] = {}
     views = []
-    for rank, seat in enumerate(seats.tolist()):
+    for rank, queue in enumerate(queue_of.tolist()):
         view = NOTHING
-        if seat == rank:
+        if queue == rank:
             stages = bool(first[rank]), bool(last[rank])
             view = (
                 View(*stages, place.cp, int(slice_[rank]), split)
-                if cut and lowest[rank] == highest[rank]
+                if sliced and lowest[rank] == highest[rank]
                 else View(*stages)
             )
         views.append(made.setdefault(view, view))
@@ -92,7 +87,7 @@ def views_of(place: Mesh, axis: str, broadcast: tuple[str, ...], split: str) -> 
 
 @lru_cache(maxsize=32)
 def served_ranks(place: Mesh, axis: str, broadcast: tuple[str, ...]) -> frozenset[int]:
-    """Ranks that are handed nothing: another one fetches for them."""
+    """Return the ranks that get no arrays, since another rank fetches for them."""
     return frozenset(
         np.flatnonzero(place.seats(axis, broadcast) != np.arange(place.world_size)).tolist()
     )

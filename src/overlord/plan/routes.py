@@ -1,20 +1,22 @@
-"""Routes: how the output of an encoder comes to the ranks that run the backbone, for one
-differentiable all-to-all.
+"""Routes of encoder outputs to the ranks that run the backbone, for one differentiable all-to-all.
 
     route = plan.routes("encoder").for_rank(rank, slot)
-    rows = torch.cat([o[:n] for o, n in zip(outputs_of(route.items), route.send_lens)])            # encoder's side
-    got = all_to_all_single(rows, route.recv_splits, route.send_splits)                            # every rank calls it
-    embeddings[route.image_token_index] = got[route.recv_rows]                                     # backbone's side
+    # the encoder's rank
+    rows = torch.cat([o[:n] for o, n in zip(outputs_of(route.items), route.send_lens)])
+    # every rank
+    got = all_to_all_single(rows, route.recv_splits, route.send_splits)
+    # the backbone's rank
+    embeddings[route.image_token_index] = got[route.recv_rows]
 
-``slot`` is a microbatch of the encoder: the backbone's own when items kept their slots
-(``follow(per="microbatch")``), 0 when the encoder is balanced once per step. Then rows of all the
-step's microbatches come in one exchange: ``route.microbatch(m)`` cuts out what belongs to one.
+``slot`` is a microbatch of the encoder. It is the backbone's own if items kept their slots
+(``follow(per="microbatch")``), and 0 if the encoder is balanced once per step. In that case rows of
+all microbatches of the step come in one exchange; ``route.microbatch(m)`` selects the rows of one.
 
-An *owner* is the rank that gets an item's rows: the first of the bucket that its sample went to
-(pipeline stage 0, and coordinate 0 along CP and TP where those are no bucket's axes). It holds the
-whole microbatch, puts the rows in and then slices or broadcasts embeddings as it does tokens. All
-other ranks receive nothing and take part with zeros: a rank without items has empty arrays and must
-still call the collective, forward and backward.
+An *owner* is the rank that gets an item's rows: the first rank of the bucket of its sample. That is
+pipeline stage 0, and coordinate 0 along CP and TP where those are not axes of buckets. The owner
+holds the whole microbatch, inserts the rows, and then slices or broadcasts embeddings as it does
+tokens. All other ranks receive nothing and take part with zeros. A rank without items has empty
+arrays and must still call the collective, forward and backward.
 """
 
 from __future__ import annotations
@@ -30,38 +32,39 @@ from overlord.plan.plan import Assignment, LoadingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Route:
-    """What one rank sends and receives in one exchange. Rows are tokens of the encoder's output."""
+    """The sends and receives of one rank in one exchange. Rows are tokens of the encoder's
+    output.
+    """
 
     rank: int
     slot: int
-    # int64 [n]: items of the module that this rank encodes, in the order in which their rows are
-    # sent
+    # int64 [n]: items of the module that this rank encodes, in sending order
     items: np.ndarray
-    # int32 [n]: rows sent of each, the first ones; fewer than it has where its document was cut
+    # int32 [n]: rows sent of each, the first ones; fewer than it has if its document was truncated
     send_lens: np.ndarray
     send_splits: np.ndarray  # int32 [world]: rows to every rank
     recv_splits: np.ndarray  # int32 [world]: rows from every rank
-    recv_items: np.ndarray  # int64 [k]: items whose rows come, in the order of their placeholders
-    # int64 [k]: of each, its number in the order of arrival (by sender, then placeholders)
+    recv_items: np.ndarray  # int64 [k]: received items, in the order of their placeholders
+    # int64 [k]: number of each in the order of arrival (by sender, then placeholders)
     recv_perm: np.ndarray
     out_lens: np.ndarray  # int32 [k]: rows of each
     recv_rows: np.ndarray  # int64 [rows]: received[recv_rows] is in the order of the placeholders
-    # int64 [rows]: where each goes in the un-sliced packed microbatch
+    # int64 [rows]: position of each in the un-sliced packed microbatch
     image_token_index: np.ndarray
     microbatches: np.ndarray  # int32 [k]: the backbone's microbatch of each item
     docs: np.ndarray  # int32 [k]: its document in the microbatch, for the padded layout
     offsets: np.ndarray  # int64 [k]: its first placeholder in the document
 
     def microbatch(self, m: int) -> tuple[np.ndarray, np.ndarray]:
-        """(recv_rows, image_token_index) of one microbatch of the backbone."""
+        """Return (recv_rows, image_token_index) of one microbatch of the backbone."""
         mine = np.repeat(self.microbatches == m, self.out_lens)
         return self.recv_rows[mine], self.image_token_index[mine]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routes:
-    """The routes of a whole step as columns by item, and three orders of the items; ``for_rank``
-    cuts out one rank's part.
+    """The routes of a whole step as columns by item, and three orders of the items. ``for_rank``
+    selects one rank.
     """
 
     module: str
@@ -69,9 +72,9 @@ class Routes:
     n_slots: int  # exchanges in a step
     per: str  # "microbatch": slot m brings the rows of microbatch m; else "iteration"
     encoder: np.ndarray  # int64: rank that encodes each item
-    owner: np.ndarray  # int64: rank that gets its rows
-    slot: np.ndarray  # int32: the exchange they come in
-    number: np.ndarray  # int64: which item of its sample it is
+    owner: np.ndarray  # int64: rank that receives its rows
+    slot: np.ndarray  # int32: the exchange of its rows
+    number: np.ndarray  # int64: number of the item in its sample
     out: np.ndarray  # int64: rows
     microbatch: np.ndarray  # int32: of the backbone
     doc: np.ndarray  # int32: its document there
@@ -80,9 +83,9 @@ class Routes:
     sent: np.ndarray  # items by slot, encoder, owner, placeholder
     received: np.ndarray  # items by slot, owner, encoder, placeholder
     wanted: np.ndarray  # items by slot, owner, placeholder
-    # int64 [slots * world + 1]: where each encoder's part of ``sent`` begins
+    # int64 [slots * world + 1]: first index of each encoder in ``sent``
     sent_bounds: np.ndarray
-    owned_bounds: np.ndarray  # the same of each owner, in ``received`` and ``wanted``
+    owned_bounds: np.ndarray  # the same for each owner, in ``received`` and ``wanted``
 
     def __len__(self) -> int:
         return len(self.out)
@@ -132,8 +135,8 @@ class Routes:
         )
 
     def validate(self) -> Routes:
-        """Every item is sent once, received once and wanted once, and both ends of every pair of
-        ranks agree on the order.
+        """Check that every item is sent, received and wanted exactly once, and that both ranks of
+        every pair agree on the order.
         """
         n, w = len(self), self.world_size
         for name in ("sent", "received", "wanted"):
@@ -152,8 +155,8 @@ class Routes:
                 raise PlanError(
                     f"routes of {self.module!r}: an item is {name} by another rank than its own"
                 )
-        # The rows that a rank sends to another must be the ones that the other takes from it, one
-        # by one.
+        # The rows that a rank sends to another must be exactly the rows that the other expects from
+        # it.
         as_sent = self.received[by_key(self.encoder[self.received], w)]
         as_sent = as_sent[by_key(self.slot[as_sent], self.n_slots)]
         if not np.array_equal(as_sent, self.sent):
@@ -165,17 +168,17 @@ class Routes:
 
 
 def make_routes(plan: LoadingPlan, module: str) -> Routes:
-    """The routes of a module's items to the ranks that hold their samples; validated."""
+    """Return the validated routes of a module's items to the ranks that hold their samples."""
     a, b, place = plan.module(module), plan.main, plan.place
     if a.out is None or a.offset is None:
         raise PlanError(
-            f"module {module!r} has samples, no items to route",
+            f"module {module!r} has samples, not items to route",
             plan.step,
             "select a ragged column: .select('image_patches')",
         )
     if place is None:
         raise PlanError(
-            "the plan was made by hand and knows no place", plan.step, "give LoadingPlan(place=...)"
+            "the plan was made by hand and has no place", plan.step, "give LoadingPlan(place=...)"
         )
     w, node = place.world_size, np.empty(len(plan), np.int64)
     node[b.sample] = np.arange(len(b.sample))
@@ -216,12 +219,12 @@ def make_routes(plan: LoadingPlan, module: str) -> Routes:
 
 
 def _first_rank(bucket_of: np.ndarray) -> np.ndarray:
-    """The first rank of every bucket: coordinate 0 along all other axes."""
+    """Return the first rank of every bucket: coordinate 0 along all other axes."""
     return np.unique(bucket_of, return_index=True)[1]
 
 
 def _placed(a: Assignment, b: Assignment, owners: np.ndarray) -> np.ndarray:
-    """Items by owner, microbatch, document and placeholder."""
+    """Return items by owner, microbatch, document and placeholder."""
     assert a.offset is not None
     walk = b.order()
     if (owners[1:] < owners[:-1]).any():
@@ -233,8 +236,8 @@ def _placed(a: Assignment, b: Assignment, owners: np.ndarray) -> np.ndarray:
 
 
 def starts(b: Assignment, size: np.ndarray | None = None) -> np.ndarray:
-    """Where each document begins in its packed microbatch, where documents take ``size`` (default:
-    what was planned).
+    """Return the first position of each document in its packed microbatch. ``size``: tokens of each
+    document (default: as planned).
     """
     order, bins = b.order(), b.bins()
     size = (b.size if size is None else size)[order]
@@ -252,6 +255,6 @@ def _bounds(slot: np.ndarray, ranks: np.ndarray, n_slots: int, w: int) -> np.nda
 
 
 def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """start[i], start[i] + 1, ... for every i, joined."""
+    """Return start[i], start[i] + 1, ... for every i, concatenated."""
     before = np.cumsum(length) - length
     return np.repeat(start - before, length) + np.arange(int(length.sum()))

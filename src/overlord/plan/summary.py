@@ -1,5 +1,5 @@
-"""What a plan promises, in numbers for people: balance beside what is possible, predicted time,
-peak memory, mixture.
+"""Human-readable numbers of a plan: balance next to its bound, predicted time, peak memory,
+mixture.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from overlord.plan.plan import ITEM_COLUMNS, Assignment, LoadingPlan
 
 
 def bounds(a: Assignment) -> tuple[float, float]:
-    """What no placement can pass, over the mean bucket: for the dearest bucket, and for the slots'
-    dearest ones summed.
+    """Return lower bounds for every placement, relative to the mean bucket: for the most expensive
+    bucket, and for the sum over slots of the most expensive microbatch.
 
-    Of the k*D + 1 dearest items, some bucket of D holds k + 1, at least the cheapest of them (k =
-    0: the dearest item alone). Items larger than half a microbatch stand alone in theirs, D to a
-    slot: the j-th slot cannot be cheaper than item j*D.
+    Of the k*D + 1 most expensive items, some bucket of D holds k + 1, at least the cheapest of them
+    (k = 0: the most expensive item alone). Items larger than half a microbatch are alone in theirs,
+    D to a slot. So the j-th slot cannot be cheaper than item j*D.
     """
     total, d = float(a.cost.sum()), a.n_buckets
     if total <= 0:
@@ -37,7 +37,7 @@ def bounds(a: Assignment) -> tuple[float, float]:
 
 
 def summary(plan: LoadingPlan) -> dict[str, Any]:
-    """See ``LoadingPlan.summary``. Plain values throughout."""
+    """Return plain values: see ``LoadingPlan.summary``."""
     return {
         "step": plan.step,
         "digest": plan.digest(),
@@ -61,14 +61,15 @@ def _module(plan: LoadingPlan, name: str) -> dict[str, Any]:
         "microbatches": a.n_microbatches,
         "items": len(a.sample),
         "imbalance": plan.imbalance(name),
-        "by_bucket": (loads.sum(axis=1) / mean).tolist(),  # each bucket's cost over the mean one
+        "by_bucket": (loads.sum(axis=1) / mean).tolist(),  # cost of each bucket over the mean
         "by_slot": np.where(
             loads.max(axis=0) > 0, loads.max(axis=0) / slot_mean, 1.0
-        ).tolist(),  # a slot's dearest over its mean
+        ).tolist(),  # most expensive bucket of a slot over the slot's mean
         "predicted": {
             "unit": str(unit[name]) if isinstance(unit, dict) and name in unit else "cost",
-            "iteration": float(loads.sum(axis=1).max()),  # ranks meet once per step
-            "microbatch": float(loads.max(axis=0).sum()),  # ranks meet after every microbatch
+            "iteration": float(loads.sum(axis=1).max()),  # ranks wait for each other once per step
+            # ranks wait for each other after every microbatch
+            "microbatch": float(loads.max(axis=0).sum()),
         },
         "peak": _peak(plan, a),
     }
@@ -78,14 +79,16 @@ def _module(plan: LoadingPlan, name: str) -> dict[str, Any]:
 
 
 def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
-    """The fullest microbatch of every bucket, and the one that would run out of memory first."""
+    """Return the fullest microbatch of every bucket, and the one that would run out of memory
+    first.
+    """
     shape, bins = (a.n_buckets, a.n_microbatches), a.bins()
     tokens = (
         np.bincount(bins, weights=a.size, minlength=a.n_buckets * a.n_microbatches)
         .astype(np.int64)
         .reshape(shape)
     )
-    # Buckets of an axis with cp in it get their microbatches unsliced.
+    # Buckets of an axis that includes cp get their microbatches unsliced.
     cut = plan.place.cp if plan.place is not None and "cp" not in BUCKET_AXES[a.axis] else 1
     found: dict[str, Any] = {
         "tokens_by_bucket": tokens.max(axis=1).tolist(),
@@ -114,7 +117,7 @@ def _peak(plan: LoadingPlan, a: Assignment) -> dict[str, Any]:
 
 
 def _sources(plan: LoadingPlan) -> dict[str, dict[str, Any]]:
-    """Wanted share of every source beside what the step holds."""
+    """Return the target share of every source and its actual share of the step."""
     n = len(plan.names)
     samples = np.bincount(plan.source, minlength=n)
     tokens = np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
@@ -133,7 +136,7 @@ def _sources(plan: LoadingPlan) -> dict[str, dict[str, Any]]:
 
 
 def to_json(plan: LoadingPlan, samples: bool = True) -> str:
-    """See ``LoadingPlan.to_json``."""
+    """Return JSON text: see ``LoadingPlan.to_json``."""
     found = summary(plan)
     if samples:
         found["placed"] = {name: _placed(plan, a) for name, a in plan.modules.items()}
@@ -141,7 +144,7 @@ def to_json(plan: LoadingPlan, samples: bool = True) -> str:
 
 
 def _placed(plan: LoadingPlan, a: Assignment) -> list[dict[str, Any]]:
-    """Every item and where it went, in the order of the slots."""
+    """Return every item and its slot, in the order of the slots."""
     order = a.order()
     columns = {name: getattr(a, name)[order].tolist() for name in ITEM_COLUMNS}
     ids = [str(plan.sample_id(i)) for i in columns.pop("sample")]

@@ -47,7 +47,8 @@ class Joined:
     def holders(self, first_loader: np.ndarray) -> np.ndarray:
         """Return the loader of every sample; those of source i start at ``first_loader[i]``."""
         first = np.repeat(first_loader[self.where], self.sizes)
-        if len(first_loader) == int(first_loader[-1]) + 1 or not self.parts:  # one loader each
+        # one loader per source
+        if len(first_loader) == int(first_loader[-1]) + 1 or not self.parts:
             return first
         shares = zip(self.sizes, self.parts, strict=True)
         return first + np.concatenate(
@@ -116,13 +117,13 @@ def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
                 buffer.step,
                 'call .distribute("DP")',
             )
-        # more would never be delivered
+        # more buckets would never be delivered
         if plan.main.n_buckets != (wanted := place.n_buckets(axis)):
             problem = (
                 f"the plan has {plan.main.n_buckets} buckets, {place} has {wanted} along {axis}"
             )
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
-    if plan.place is not None and plan.place != place:  # who fetches would be told wrong
+    if plan.place is not None and plan.place != place:  # the fetchers would be wrong
         raise PlanError(
             f"the plan is for {plan.place}, the job has {place}",
             buffer.step,

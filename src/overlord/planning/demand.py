@@ -1,7 +1,8 @@
-"""What loaders are asked to hold: as much as a blocked draw lacks, and beyond that a few steps'
-worth. Pure.
+"""Requests to loaders: the samples that a blocked draw lacks, and beyond that samples for a few
+steps. Pure.
 
-Loaders of all sources are numbered through; source i's are ``first[i]`` to ``first[i + 1] - 1``.
+Loaders of all sources are numbered consecutively; those of source i are ``first[i]`` to ``first[i +
+1] - 1``.
 """
 
 from __future__ import annotations
@@ -12,28 +13,29 @@ import numpy as np
 
 from overlord.messages.control import GROUPS_AHEAD, Refill
 
-STRIDE = 4  # groups by which the horizon moves on
+HORIZON_STRIDE = 4  # groups by which the horizon advances
 
 
 class Demand:
-    """Counts what every loader holds and was told to hold; answers with Refills."""
+    """Counts the samples that every loader holds and should hold, and returns Refills."""
 
     def __init__(
         self, loaders: Sequence[int], read_ahead: int, of_source: Mapping[int, int] | None = None
     ):
-        """``of_source``: steps that sources are read ahead which are not read as far ahead as the
-        others.
+        """Start with no requests. ``of_source``: steps to read ahead for sources that differ from
+        ``read_ahead``.
         """
         self._loaders, self._read_ahead, self._of_source = (
             list(loaders),
             read_ahead,
             dict(of_source or {}),
         )
-        # samples each source's loaders were last asked to hold
+        # samples that each source's loaders were last requested to hold
         self._level = [0] * len(self._loaders)
-        self._horizon = [-1] * len(self._loaders)  # the last group that they were told to open
+        self._horizon = [-1] * len(self._loaders)  # the last group that they may open
         self._number()
-        self._must = np.zeros(self.n_loaders, np.int64)  # what each loader was last told to reach
+        # number of samples last requested of each loader
+        self._must = np.zeros(self.n_loaders, np.int64)
         self._held = np.zeros(self.n_loaders, np.int64)  # announced and not yet popped
 
     def _number(self) -> None:
@@ -45,7 +47,7 @@ class Demand:
         return int(self.first[-1])
 
     def grow(self, loaders: int) -> None:
-        """One more source, behind all others."""
+        """Add a source after all others."""
         self._loaders.append(loaders)
         self._level.append(0)
         self._horizon.append(-1)
@@ -57,7 +59,7 @@ class Demand:
         )
 
     def restarted(self, i: int) -> list[Refill]:
-        """The loaders of a source begin again: they hold nothing, and have heard nothing."""
+        """Reset the loaders of a source: they hold nothing, and have received no request."""
         self._held[self.of(i)] = self._must[self.of(i)] = 0
         self._horizon[i] = -1
         return (
@@ -68,15 +70,15 @@ class Demand:
         self._held[loader] += samples
 
     def popped(self, pops: np.ndarray) -> None:
-        """A step was staged: what was asked for it is asked no more."""
+        """Remove the samples of a planned step, and the requests for it."""
         self._held -= pops
         self._must = np.zeros_like(self._must)
 
     def nudge(self, i: int, lacking: int, behind: Sequence[int]) -> list[Refill]:
-        """Ask the loaders that hold the source up, if they have done what they were asked
+        """Send a request to the loaders that delay the source, if they have fulfilled the one
         before.
         """
-        # they share it about equally; who still holds the source up is asked again
+        # about equal shares; a loader that still delays the source gets another request
         commands, lacking = ([], -(-lacking // self._loaders[i]))
         for loader in (int(self.first[i]) + k for k in behind):
             if self._held[loader] >= self._must[loader]:
@@ -85,17 +87,17 @@ class Demand:
         return commands
 
     def move_horizon(self, i: int, group: int) -> list[Refill]:
-        """The stream has come to another group: its loaders may open groups further on. They are
-        told of some at once, since each word wakes a process.
+        """Let loaders open later groups: the stream has reached another group. The horizon advances
+        by several groups at once, since each message wakes a process.
         """
         if group + GROUPS_AHEAD <= self._horizon[i]:
             return []
-        self._horizon[i] = group + GROUPS_AHEAD + STRIDE
+        self._horizon[i] = group + GROUPS_AHEAD + HORIZON_STRIDE
         return [Refill(loader, 0, self._share(i), self._horizon[i]) for loader in self.of(i)]
 
     def keep_ahead(self, counts: np.ndarray) -> list[Refill]:
-        """Keep loaders a few steps ahead. They refill by themselves; they hear only of a level that
-        changed.
+        """Keep loaders a few steps ahead. They refill by themselves; they get a Refill only for a
+        level that changed.
         """
         commands: list[Refill] = []
         for i in np.flatnonzero(counts).tolist():
@@ -106,11 +108,13 @@ class Demand:
         return commands
 
     def hold(self, i: int, steps: int) -> None:
-        """From the next step on; a level that is less is told when it is much less."""
+        """Read a source ``steps`` steps ahead from the next step on. A lower level is sent only if
+        it is much lower.
+        """
         self._of_source[i] = steps
 
     def last_refill(self, loader: int) -> Refill:
-        """What a loader was told, for one that is to follow it."""
+        """Return the request that is in force for a loader, for its standby."""
         source = self.source_of[loader]
         return Refill(loader, 0, self._share(source), self._horizon[source])
 

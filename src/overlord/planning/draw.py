@@ -1,8 +1,8 @@
-"""The draw: how many samples each source gives to a step, in exact integers (``docs/stream.md``,
+"""The draw: the number of samples of each source in a step, in exact integers (``docs/stream.md``,
 "The draw").
 
-Weights are whole numbers that sum to 2^40 and accounts count in the same unit, so every machine
-draws the same step for ever; floating point would drift. Work is per source, never per sample.
+Weights are integers that sum to 2^40, and accounts count in the same unit. So every machine draws
+the same step; floating point would drift. Work is per source, never per sample.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ class Front(Protocol):
     @property
     def ready(self) -> int: ...  # samples known
     @property
-    def ended(self) -> bool: ...  # nothing comes after them
+    def ended(self) -> bool: ...  # no more samples follow
     def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
-        """(how many samples from ``start`` on reach ``tokens``, what they hold); all known ones if
-        they do not reach it.
+        """Return how many samples from ``start`` on reach ``tokens``, and their tokens; all known
+        ones if they do not.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One step's draw: per sub-draw and source how many samples come from the front; the accounts
+    """One step's draw: the number of samples per sub-draw and source, and the accounts
     afterwards.
     """
 
     counts: tuple[tuple[int, ...], ...]  # [sub-draw][source]
     owed: tuple[int, ...]
     active: tuple[bool, ...]
-    short: bool  # some source could not give what it should
+    short: bool  # some source had too few samples
 
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """The draw needs to know more: source -> samples its front must hold (or end before)."""
+    """The draw lacks samples: source -> samples its front must hold (or end before)."""
 
     need: dict[int, int]
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Weights as whole numbers that sum to 2^40 (all zero stays all zero): largest remainder over
+    """Return weights as integers that sum to 2^40 (all zero stays all zero): largest remainder over
     exact rationals.
     """
     exact = [Fraction(w) for w in weights]
@@ -75,16 +75,16 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 def owed_after(
     owed: Sequence[int], left: Sequence[int], weights: Sequence[float], active: Sequence[bool]
 ) -> tuple[int, ...]:
-    """The accounts when some drawn samples were left for later: the step was so much smaller, and
-    so are the targets. Without that a job that overflows at every step owes ever more, and what is
-    owed outweighs any mixture that is set later.
+    """Return the accounts after some drawn samples were left for later: the step was smaller by
+    their number, and so are the targets. Otherwise a job that overflows at every step would owe
+    ever more, and the debt would outweigh any later mixture.
     """
     whole = whole_weights([w if a else 0.0 for w, a in zip(weights, active, strict=True)])
     return tuple(o + n * UNIT - sum(left) * w for o, n, w in zip(owed, left, whole, strict=True))
 
 
 def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
-    """How many of n samples each source gives; brings ``owed`` up to date. Earliest deadline
+    """Return the number of samples of each source among n, and update ``owed``. Earliest deadline
     first.
     """
     for i, w in enumerate(weights):
@@ -94,8 +94,7 @@ def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
     if missing < 0:  # only after weights changed: the latest deadlines wait
         counts = _earliest(n, counts, weights, owed)
     while missing > 0:
-        # One more each for those that may have one (their target is above their count); without
-        # that rule a heavy source
+        # One more for each source whose target is above its count; without that rule a heavy source
         # would run ahead. a/w as an exact integer key: unequal rationals differ by at least 2^-80.
         weighted = [i for i, w in enumerate(weights) if w]
         may = [i for i in weighted if owed[i] > UNIT * counts[i]] or weighted
@@ -109,7 +108,9 @@ def draw_counts(n: int, weights: Sequence[int], owed: list[int]) -> list[int]:
 
 
 def _earliest(n: int, musts: list[int], weights: Sequence[int], owed: Sequence[int]) -> list[int]:
-    """The n earliest of all must-samples; the k-th of source i is due at (k*U - owed_i)/w_i."""
+    """Return the n earliest of all due samples; the k-th of source i is due at (k*U -
+    owed_i)/w_i.
+    """
     counts = [0] * len(musts)
     heap = [(((UNIT - owed[i]) << SHIFT) // weights[i], i) for i, m in enumerate(musts) if m]
     heapq.heapify(heap)
@@ -126,7 +127,9 @@ def _earliest(n: int, musts: list[int], weights: Sequence[int], owed: Sequence[i
 
 
 def random_counts(n: int, weights: Sequence[int], seed: int, step: int, first: int) -> list[int]:
-    """Seeded multinomial counts: pick j of the step is a pure function of (seed, step, j)."""
+    """Return seeded multinomial counts: pick j of the step is a pure function of (seed, step,
+    j).
+    """
     h = keyed_hash(key64("draw", seed), np.full(n, step, np.int64), np.arange(first, first + n))
     picks = h >> np.uint64(24)  # (h * 2^40) >> 64
     source = np.searchsorted(np.cumsum(np.array(weights, np.uint64)), picks, side="right")
@@ -134,10 +137,10 @@ def random_counts(n: int, weights: Sequence[int], seed: int, step: int, first: i
 
 
 def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(source, k) of every sample of a draw in its order: the k-th of n (from 0) stands at (k +
-    1/2)/n, ties by source.
+    """Return (source, k) of every sample of a draw in its order: the k-th of n (from 0) has the
+    position (k + 1/2)/n, ties by source.
 
-    float64 division is correctly rounded, so equal rationals give equal keys and, below 2^25
+    float64 division is correctly rounded. So equal rationals give equal keys and, below 2^25
     samples, unequal ones differ.
     """
     n = np.asarray(counts, np.int64)
@@ -148,8 +151,8 @@ def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Order of a step over samples listed source by source, and the sub-draw of each if there are
-    several: ``counts[draw][source]``.
+    """Return the order of a step over samples listed source by source, and the sub-draw of each if
+    there are several: ``counts[draw][source]``.
     """
     totals = np.sum(counts, axis=0)
     first = np.cumsum(totals) - totals
@@ -166,8 +169,8 @@ def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
 
 
 class Drawer:
-    """Draws steps from the fronts of the streams. Holds rules, no state: accounts come in and go
-    out.
+    """Draws steps from the fronts of the streams. It holds rules, not state: accounts are arguments
+    and results.
     """
 
     def __init__(
@@ -211,8 +214,8 @@ class Drawer:
         return Drawn(tuple(counts), tuple(run.owed), tuple(run.active), run.short)
 
     def _weights(self, run: _Run) -> list[int]:
-        """Whole weights over the active sources; kept, since they change only when a source leaves
-        or the mix does.
+        """Return integer weights over the active sources. They are cached, since they change only
+        when a source leaves or the mixture does.
         """
         active = tuple(run.active)
         if self._whole is None or self._whole[:2] != (run.weights, active):
@@ -275,7 +278,7 @@ class Drawer:
 
 
 class _Run:
-    """The accounts while one step is drawn; thrown away if the draw turns out short."""
+    """The accounts while one step is drawn; discarded if the draw lacks samples."""
 
     def __init__(
         self,

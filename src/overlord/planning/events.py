@@ -1,5 +1,5 @@
-"""What people change in mid-run. Each event names its step; a state keeps those that still matter,
-not the history.
+"""Events that change a running job. Each event names its step. A state keeps those that still
+matter, not the history.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Event = SetMixture | Skip | AddSource | SourceLost
 
 
 def last_step(event: Event) -> int:
-    """The last step at which an event does something new: behind it, it is folded into the state or
-    forgotten.
+    """Return the last step at which an event has a new effect. After it, the event is folded into
+    the state or dropped.
     """
     return event.last if isinstance(event, Skip) else event.at
 
 
 def latest(events: Sequence[Event], after: int, step: int) -> list[SetMixture]:
-    """The change of mixture that holds at a step, of those behind ``after``: that of the latest
-    step, the last said of equals.
+    """Return the change of mixture in force at a step, among those after ``after``: that of the
+    latest step, the last one added of equals.
     """
     changes = [e for e in events if isinstance(e, SetMixture) and after < e.at <= step]
     return sorted(changes, key=lambda e: e.at)[-1:]
@@ -40,12 +40,10 @@ def latest(events: Sequence[Event], after: int, step: int) -> list[SetMixture]:
 def still_in_force(
     events: Sequence[Event], step: int, mix_step: int, lag: int = 0
 ) -> tuple[Event, ...]:
-    """The folded log behind a step: sources that were added, the mixture in force and what is still
-    to come.
+    """Return the folded log after a step: added sources, the mixture in force and future events.
 
     Under ``mix_every="epoch"`` the mixture in force is that of ``mix_step``, and a later one waits
-    for the next epoch. A skip is remembered for ``lag`` steps more: feedback from before it is not
-    used.
+    for the next epoch. A skip stays for ``lag`` steps more: feedback from before it is not used.
     """
     coming = (
         e
@@ -63,22 +61,22 @@ def still_in_force(
 
 
 def joined(events: Sequence[Event]) -> tuple[AddSource, ...]:
-    """Sources that were added, in their order. Kept for ever: the job lists them too, but not since
-    when.
+    """Return added sources in their order. They are never dropped: the job lists them, too, but not
+    their steps.
     """
     return tuple(e for e in events if isinstance(e, AddSource))
 
 
 def lost(events: Sequence[Event]) -> tuple[SourceLost, ...]:
-    """Sources that were given up. Kept for ever, with their reasons: that they are not drawn from
-    does not say why.
+    """Return lost sources. They are never dropped, since an inactive source does not show the
+    reason.
     """
     return tuple(e for e in events if isinstance(e, SourceLost))
 
 
 def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
-    """As states hold them, whenever they were said: who joined, who was lost, and the rest, each as
-    they were said.
+    """Return events in the order of states: added sources, lost sources, and the rest, each in the
+    order they were added.
     """
     every = tuple(events)
     return (
@@ -89,8 +87,8 @@ def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def present(names: Sequence[str], events: Sequence[Event], step: int) -> tuple[str, ...]:
-    """The sources that a plan of a step knows: whether one that joins later was announced already
-    must not be seen in it.
+    """Return the sources that the plan of a step contains. It must not depend on whether a source
+    that joins later has been added already.
     """
     n, coming = len(names), {e.name for e in joined(events) if e.at > step}
     while coming and names[n - 1] in coming:
@@ -99,13 +97,13 @@ def present(names: Sequence[str], events: Sequence[Event], step: int) -> tuple[s
 
 
 def skipped(events: Sequence[Event], first: int, stop: int) -> bool:
-    """Whether one of steps first to stop - 1 is not delivered."""
+    """Return whether one of steps first to stop - 1 is not delivered."""
     return any(e.between(first, stop) for e in events if isinstance(e, Skip))
 
 
 def said_of_all(change: SetMixture, names: Sequence[str]) -> SetMixture:
-    """A change of mixture with a weight for every source there is, so that a source added later is
-    one it does not name.
+    """Return a change of mixture with a weight for every existing source, so that it does not name
+    sources added later.
     """
     if all(name in change.weights for name in names):
         return change
@@ -113,7 +111,7 @@ def said_of_all(change: SetMixture, names: Sequence[str]) -> SetMixture:
 
 
 def widened(state: StreamState, n: int) -> StreamState:
-    """A state with room for sources that were added behind it: at their beginning, nothing owed."""
+    """Return a state with room for sources that were added later: at their start, nothing owed."""
     more = n - len(state.owed)
     if more <= 0:
         return state
@@ -131,8 +129,8 @@ def widened(state: StreamState, n: int) -> StreamState:
 
 
 class EventLog:
-    """What was said lately: states of steps planned before it do not hold it, since prefetch runs
-    ahead of what people say.
+    """Recent events. States of steps planned before an event do not contain it, since prefetch runs
+    ahead of events.
     """
 
     def __init__(self, lag: int):
@@ -140,17 +138,17 @@ class EventLog:
         self._events: tuple[Event, ...] = ()
         self._reports: dict[tuple[int, int], Report] = {}
         self._unheard: dict[tuple[int, int], Report] = {}
-        self._many = 64  # reports at which old ones are let go
+        self._many = 64  # number of reports at which old ones are dropped
 
     def add(self, event: Event, first: int) -> None:
-        """``first``: the lowest step at which some client's state stands; what lies behind it is in
+        """Add an event. ``first``: the lowest step of any client's state; earlier events are in
         every state.
         """
         self._events = (*(e for e in self._events if last_step(e) >= first), event)
 
     def report(self, report: Report, first: int) -> None:
-        """Of reports only those that came in time, or a resumed run would know what this one did
-        not.
+        """Add a report that came in time. Late reports are left out, or a resumed run would use
+        what this run did not.
         """
         self._reports[report.step, report.rank] = report
         if len(self._reports) >= self._many:
@@ -160,32 +158,33 @@ class EventLog:
             self._many = 64 + 2 * len(self._reports)
 
     def expect(self, report: Report) -> None:
-        """One that is in time whenever the planner hears of it: it may be on its way for long, and
-        a state that is saved meanwhile must hold it, since trainers do not say it again.
+        """Add a report that is in time whenever the planner receives it. It may take long to
+        arrive. A state saved meanwhile must contain it, since trainers do not repeat it.
         """
         self._unheard[report.step, report.rank] = report
 
     def heard(self, report: Report) -> None:
-        """The planner knows of it, and has said what becomes of it."""
-        # else the rank has said something else since
+        """Remove an expected report: the planner has received it and decided on it."""
+        # otherwise the rank has sent another report since
         if self._unheard.get((report.step, report.rank)) is report:
             del self._unheard[report.step, report.rank]
 
     def completed(
         self, state: StreamState, names: Sequence[str], *, ahead: bool = False
     ) -> StreamState:
-        """A state of the sources of these names with all that was said since its step was planned.
-        ``ahead``: also what was reported of steps behind it, for trainers that stand where they are
-        and say nothing twice.
+        """Return a state of these sources with all events since its step was planned. ``ahead``:
+        also with reports of later steps, for trainers that keep their position and do not repeat
+        them.
         """
         late, held = list[Event](), list(state.events)
-        # what was said twice is there twice; a state that came from another process has copies
+        # equal events may occur twice; a state from another process has copies
         for e in self._events:
             if e in held:
                 held.remove(e)
             elif last_step(e) >= state.step:
                 late.append(e)
-        # before those that were heard: what is in neither place now was nowhere
+        # copied before the received reports are read: a report that moves meanwhile is then in one
+        # of them
         unheard = dict(self._unheard)
         every = {**self._reports, **unheard}
         since = {

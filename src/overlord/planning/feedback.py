@@ -1,8 +1,8 @@
-"""What trainers report, and when a plan may use it.
+"""Reports of trainers, and the plans that use them.
 
-Plan t sees the reports of step t - ``feedback_lag`` alone, so that the prefetch window never
-decides what a schedule knew. Values stay apart by rank until then and are joined without regard to
-who came first: equal reports, equal stream.
+Plan t uses the reports of step t - ``feedback_lag`` alone, so that the prefetch window never
+decides what a schedule receives. Values are stored by rank until then and joined whatever their
+order of arrival: equal reports give equal streams.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ COUNTS = ("received", "used", "late")
 
 
 def promised(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
-    """Whether no plan that uses it can have been made when a rank says it that was not handed
-    ``next_step`` yet: planning is at most ``prefetch`` steps ahead of that rank.
+    """Return whether no plan that uses the report can exist yet. The rank that sends it has not
+    taken ``next_step``, and planning is at most ``prefetch`` steps ahead of that rank.
     """
     return report.step + lag >= next_step + prefetch
 
 
 def reduced(reports: Iterable[Report]) -> dict[str, float]:
-    """One value for every metric of a step: the mean over the ranks that gave it, by their
-    ``tokens/<source>`` where all gave those; token counts themselves are summed. Exactly rounded
-    sums, so the order of the ranks does not matter.
+    """Return one value for every metric of a step: the mean over the ranks that gave it. It is
+    weighted by ``tokens/<source>`` if all gave those; token counts themselves are summed. Sums are
+    exactly rounded, so the order of the ranks does not matter.
     """
     ranks = list(reports)
     names = sorted({name for r in ranks for name in r.metrics})
@@ -42,12 +42,12 @@ def _joined(name: str, ranks: list[Mapping[str, float]]) -> float:
     most = max(tokens, default=0.0)
     if len(tokens) < len(values) or not most > 0:
         return math.fsum(values) / len(values)
-    shares = [t / most for t in tokens]  # so that no product is too small to be told from nothing
+    shares = [t / most for t in tokens]  # so that no product underflows
     return math.fsum(v * t for v, t in zip(values, shares, strict=True)) / math.fsum(shares)
 
 
 class Feedback:
-    """Reports on their way to the plans that use them."""
+    """Reports until the plans that use them."""
 
     def __init__(self, lag: int, takes: bool, reports: Iterable[Report] = (), floor: int = 0):
         self._lag, self.takes, self._floor = lag, takes, floor
@@ -57,27 +57,27 @@ class Feedback:
             self._steps.setdefault(report.step, {})[report.rank] = report
 
     def in_time(self, report: Report, planned: int) -> bool:
-        """Whether the plan that uses it is still to come, ``planned`` being the last step whose
-        weights were asked for.
+        """Return whether the plan that uses a report is still to come. ``planned``: the last step
+        with known weights.
         """
         return self.takes and report.step + self._lag > planned
 
     def add(self, report: Report, planned: int) -> None:
         self._counts["received"] += 1
         if self.in_time(report, planned):
-            # the last word of a rank counts
+            # the last report of a rank counts
             self._steps.setdefault(report.step, {})[report.rank] = report
         elif self.takes:
             self._counts["late"] += 1
 
     def use(self, step: int, skipped: bool) -> dict[str, float]:
-        """What the plan of a step is told, which nothing that comes later can change.
+        """Return the feedback for the plan of a step; later reports cannot change it.
 
-        Where a step was ``skipped`` meanwhile nothing is: planning then runs ahead of what trainers
-        can have said, by as much as they happen to be fast.
+        If a step was ``skipped`` meanwhile, the feedback is empty. Planning then runs ahead of the
+        reports, by an amount that depends on the speed of the trainers.
         """
         reports = self._steps.pop(step - self._lag, {})
-        if step >= self._floor:  # else it is counted already
+        if step >= self._floor:  # otherwise it is counted already
             self._counts["late" if skipped else "used"] += len(reports)
         if skipped:
             return {}

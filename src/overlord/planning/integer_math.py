@@ -1,9 +1,9 @@
-"""Exponential, logarithm and cosine in whole numbers, so that every machine gets the same bits.
+"""Exponential, logarithm and cosine in integers, so that every machine gets the same bits.
 
-Weights become whole numbers of 2^40 (``draw.py``), so a last bit that differs between two maths
+Weights become integers of 2^40 (``draw.py``). So a last bit that differs between two maths
 libraries can change the stream. Rounding a library's result makes that rare, never impossible: a
-value close to a rounding border still falls to either side. Here everything is integer arithmetic
-in units of 2^-80 and one correctly rounded division at the end.
+value close to a rounding border still falls to either side. This module uses integer arithmetic in
+units of 2^-80, and one correctly rounded division at the end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PI = 4 * (4 * _arctan_of_one_over(5) - _arctan_of_one_over(239)) >> 16
 
 
 def exp_down(x: float) -> float:
-    """``exp(x)`` for x of at most 0, right to 2^-70: what is smaller is 0, and no weight in units
-    of 2^-40 can tell.
+    """Return ``exp(x)`` for x of at most 0, exact to 2^-70. Smaller values are 0, which no weight
+    in units of 2^-40 can show.
     """
     assert x <= 0, "softmax and powers are taken relative to their largest term"
     if x < -64:
@@ -37,8 +37,8 @@ def exp_down(x: float) -> float:
 
 
 def _exp_down(y: int) -> int:
-    """``exp(-y)``: halvings by ln 2, then the series at a sixteenth of the rest, squared four
-    times.
+    """Return ``exp(-y)``: halvings by ln 2, then the series at a sixteenth of the rest, squared
+    four times.
     """
     halvings, rest = divmod(y, LN2)
     z = rest >> 4
@@ -52,14 +52,14 @@ def _exp_down(y: int) -> int:
 
 
 def log(x: float) -> int:
-    """The natural logarithm of x > 0, in units of 2^-80 (right to about 2^-60)."""
+    """Return the natural logarithm of x > 0, in units of 2^-80 (exact to about 2^-60)."""
     n, d = x.as_integer_ratio()
     whole = n.bit_length() - d.bit_length()
     m = (n << BITS) // (d << whole) if whole >= 0 else (n << BITS - whole) // d
     if m < ONE:
         m, whole = m << 1, whole - 1
     bits = 0
-    for _ in range(64):  # squaring doubles the logarithm: one binary digit of it a round
+    for _ in range(64):  # squaring doubles the logarithm: each round gives one binary digit
         m = m * m >> BITS
         bits <<= 1
         if m >= 2 * ONE:
@@ -68,8 +68,8 @@ def log(x: float) -> int:
 
 
 def power_below_one(log_ratio: int, exponent: float) -> float:
-    """``ratio ** exponent`` for a ratio of at most 1, given by its logarithm, and an exponent of at
-    least 0.
+    """Return ``ratio ** exponent`` for a ratio of at most 1, given by its logarithm, and an
+    exponent of at least 0.
     """
     assert log_ratio <= 0 <= exponent
     n, d = exponent.as_integer_ratio()
@@ -78,9 +78,9 @@ def power_below_one(log_ratio: int, exponent: float) -> float:
 
 
 def half_cosine(k: int, n: int) -> float:
-    """``(1 - cos(pi k/n)) / 2`` for 0 <= k <= n: the smooth way from 0 to 1."""
+    """Return ``(1 - cos(pi k/n)) / 2`` for 0 <= k <= n, a smooth curve from 0 to 1."""
     assert 0 <= k <= n
-    # the curve is its own mirror image, and its lower half is where the sine's series is short
+    # the curve is symmetric, and the series of the sine is short in its lower half
     if 2 * k > n:
         return 1.0 - half_cosine(n - k, n)
     x = PI * k // (2 * n)

@@ -1,5 +1,5 @@
-"""Sources that lose more than a small share of their tokens to ``Job.on_long``: found once each,
-for a warning. Pure.
+"""Warnings for sources that lose more than a small share of their tokens to ``Job.on_long``, one
+for each source. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SHARE = 0.01  # of a source's tokens so far, delivered and lost
 
 
 class TokenLosses:
-    """Finds sources whose losses pass ``SHARE``. A source is found once, also when steps are
+    """Finds sources whose losses exceed ``SHARE``. Each source is found once, also when steps are
     planned again after a fault.
     """
 
@@ -20,7 +20,7 @@ class TokenLosses:
         self._found: set[int] = set()
 
     def found(self, counts: Mapping[str, np.ndarray]) -> list[int]:
-        """Return the numbers of the sources that pass it now and did not before. ``counts``: of a
+        """Return the numbers of the sources that exceed it now and did not before. ``counts``: of a
         ``StreamState``.
         """
         if (lost := counts.get("lost_tokens")) is None or not lost.any():
@@ -43,7 +43,7 @@ class TokenLosses:
 
 
 def share(tokens: int, lost: int) -> float:
-    """Return the part of a source's tokens that were lost."""
+    """Return the share of a source's tokens that were lost."""
     return lost / (tokens + lost) if lost else 0.0
 
 

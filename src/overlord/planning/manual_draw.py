@@ -1,5 +1,5 @@
-"""The draw of a buffer made by hand: one step from the front of its candidates, with nothing owed
-from before.
+"""The draw of a buffer made by hand: one step from the front of its candidates, with empty
+accounts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from overlord.user_code import cannot_take
 
 
 class _Front:
-    """The candidates of one source, all known: what the draw asks of a stream."""
+    """The candidates of one source, all known, with the interface of a stream's front."""
 
     ended = True
 
@@ -33,7 +33,7 @@ class _Front:
 def draw_by_hand(
     buffer: Buffer, schedule: Schedule | Weights, draw: str, seed: int, look_ahead: int
 ) -> Buffer:
-    """The candidates of step ``buffer.step``, drawn with nothing owed by the exact rule of
+    """Return the candidates of step ``buffer.step``, drawn with empty accounts by the exact rule of
     docs/stream.md.
     """
     if (

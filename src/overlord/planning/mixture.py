@@ -1,9 +1,9 @@
-"""The weights in force, step by step: what the schedule says, what trainers reported, what people
-changed.
+"""The weights in force, step by step: from the schedule, the trainers' reports and the user's
+changes.
 
-The schedule is asked once for every planned step, in step order, whether or not its answer is used:
-what it learns must not depend on ``set_mixture`` or ``mix_every``, nor on how often a blocked draw
-is tried again.
+The schedule is called once for every planned step, in step order, whether or not its weights are
+used. Its learning must not depend on ``set_mixture`` or ``mix_every``, nor on how often a blocked
+draw is repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Schedule = Callable[[int, Mapping[str, float]], Weights]
 
 
 class Mixture:
-    """Weights for one step after another. It owns its schedule: nobody else may call it."""
+    """Weights for one step after another. It owns its schedule: no other code may call it."""
 
     def __init__(
         self,
@@ -43,17 +43,17 @@ class Mixture:
         if self._stateful and state.schedule is not None:
             schedule.load_state_dict(state.schedule)  # type: ignore[union-attr]
         self._lag = lag if takes_feedback else 0
-        # the last step the schedule was asked for; the first it never was
+        # the last step the schedule was called for; the first it never was
         self._asked, self._floor = (state.step - 1, floor)
         self._said: Weights = ()
-        # weights that fixed numbers gave, kept: they seldom change
+        # cache of weights from fixed numbers, which seldom change
         self._known: tuple[Any, tuple[str, ...], list[float]] | None = None
         self.feedback = Feedback(lag, takes_feedback, state.reports, floor)
         self.weights: list[float] = list(state.weights)
 
     @property
     def lag(self) -> int:
-        """Steps for which feedback looks back; 0 where there is none."""
+        """Number of steps that feedback looks back; 0 if there is none."""
         return self._lag
 
     def report(self, report: Report) -> None:
@@ -63,8 +63,8 @@ class Mixture:
         return self.feedback.in_time(report, max(self._asked, self._floor - 1))
 
     def at(self, state: StreamState, own: Mapping[str, float]) -> StreamState:
-        """Bring the weights up to date for the state's step. ``own``: every source's own weight, in
-        source order.
+        """Update the weights for the state's step. ``own``: every source's own weight, in source
+        order.
         """
         self._ask(state)
         if self._every != "epoch":
@@ -72,12 +72,12 @@ class Mixture:
             return replace(state, mix_step=state.step)
         joins = any(e.at == state.step for e in joined(state.events))
         epoch = self._lowest_epoch(state)
-        # a blocked draw is tried again: its epoch was looked at
+        # a blocked draw is repeated: its epoch was checked already
         again = state.mix_step == state.step
         if self.weights and not again and not joins and epoch <= state.mix_epoch:
             return state
         self.weights = self._weigh(state, own)
-        if joins:  # a source that joins brings its own first epoch
+        if joins:  # a source that joins starts with its own first epoch
             epoch = self._lowest_epoch(state)
         return replace(
             state, mix_step=state.step, mix_epoch=state.mix_epoch if again and not joins else epoch
@@ -118,16 +118,16 @@ class Mixture:
                 as_shares=not change and not self._fixed,
             )
         except JobError as e:
-            raise PlanError("; ".join(e.problems), state.step, "mend the schedule") from None
+            raise PlanError("; ".join(e.problems), state.step, "correct the schedule") from None
         self._known = (given, here, weights) if change or self._fixed else None
         return weights
 
     def foreseen(
         self, state: StreamState, step: int, own: Mapping[str, float]
     ) -> list[float] | None:
-        """The weights of a later step, where they follow from its number and from what was said;
-        else None. Schedules that people wrote are asked once for every step, in order, and so not
-        before their time.
+        """Return the weights of a later step if they follow from its number and from events; else
+        None. A user's schedule is called once for every step, in order, so it is not called in
+        advance.
         """
         change = latest(state.events, -1, step)
         if not change and (
@@ -145,25 +145,27 @@ class Mixture:
             return beside(
                 given, own, joined(state.events), step, as_shares=not change and not self._fixed
             )
-        except JobError:  # it will be told when the step comes
+        except JobError:  # the error is raised when the step comes
             return None
 
     def _lowest_epoch(self, state: StreamState) -> int:
-        """Among sources that give samples: one that has left would hold it down for ever."""
+        """Return the lowest epoch of active sources with a weight. An inactive source would keep it
+        low for ever.
+        """
         rows = zip(state.cursors[:, 0].tolist(), self.weights, state.active, strict=False)
         return min((epoch for epoch, weight, active in rows if weight and active), default=0)
 
     def widen(self, n: int) -> None:
-        """Sources were added: they weigh nothing until the next step says what they do."""
+        """Make room for added sources: they have no weight until the next step."""
         self.weights = [*self.weights, *(0.0,) * (n - len(self.weights))] if self.weights else []
 
     def saved(self) -> dict[str, Any]:
-        """Its fields of a StreamState, behind a planned step."""
+        """Return the fields of a StreamState that it owns, after a planned step."""
         weights = tuple(self.weights) if self._every == "epoch" else ()
         return {"weights": weights, "schedule": self._learned(), "reports": self.feedback.pending()}
 
     def _learned(self) -> dict[str, Any] | None:
-        """The schedule's state in its JSON form, so that it is the same whether it was written down
+        """Return the schedule's state in its JSON form, so that it is the same whether it was saved
         meanwhile or not.
         """
         if not self._stateful:
@@ -172,7 +174,7 @@ class Mixture:
         try:
             made: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
         except (TypeError, ValueError) as e:
-            what = f"the schedule's state_dict() is no plain JSON: {e}"
+            what = f"the schedule's state_dict() is not plain JSON: {e}"
             raise PlanError(
                 what, self._asked, "it must hold numbers, text, lists and dicts"
             ) from None
@@ -186,10 +188,10 @@ def beside(
     step: int,
     as_shares: bool = False,
 ) -> list[float]:
-    """One weight for every source. A source added in mid-run weighs nothing before its step; from
-    then on what the mixture gives it, and its own weight beside the others' where the mixture does
-    not name it. ``as_shares``: a schedule's numbers have a scale of their own that may change from
-    step to step, so there the share counts that its weight has among the sources' own.
+    """Return one weight for every source. A source added in mid-run has weight 0 before its step.
+    From then on it has the weight of the mixture, or its own weight if the mixture does not name
+    it. ``as_shares``: a schedule's numbers have a scale of their own that may change from step to
+    step. So the source's share among the sources' own weights counts.
     """
     names = tuple(own)
     if not added:
@@ -215,17 +217,15 @@ def beside(
 
 
 def _scale(given: Sequence[Any], own: Sequence[float]) -> float:
-    """What a weight of 1 among the sources' own is among a schedule's; what is wrong with those is
-    said when they are checked.
+    """Return the factor from the sources' own weights to a schedule's. Invalid weights are reported
+    by the check that follows.
     """
     said = sum(w for w in given if isinstance(w, float) and 0 < w < math.inf)
     return said / total if said and (total := sum(own)) > 0 else 1.0
 
 
 def nothing_to_draw(weights: Mapping[str, float], events: Sequence[Event], step: int) -> list[str]:
-    """Sources that a mixture weighs and that have not joined at its step, where it weighs no
-    other.
-    """
+    """Return the sources of a mixture, if all of them join after its step; else an empty list."""
     coming = {e.name for e in joined(events) if e.at > step}
     weighed = [name for name, weight in weights.items() if weight]
     return weighed if all(name in coming for name in weighed) else []

@@ -1,9 +1,9 @@
-"""The Planner core: announcements and demand in, plans out. Pure: no clock, file, thread or
+"""The planner core: announcements and demand in, plans out. Pure: no clock, file, thread or
 runtime.
 
-A step is planned when the prefetch window is open and the draw's samples are known; it waits for
-what the draw needs and for nothing else. Every input that changes the stream is an event with its
-first step, kept in the state.
+A step is planned when the prefetch window is open and the draw's samples are known. It waits for
+the samples of the draw and for nothing else. Every input that changes the stream is an event with
+its first step, kept in the state.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Command = Refill | PlannedStep | EndOfJob | DropHeldSamples | RestartLoader | So
 
 
 class Handover(NamedTuple):
-    """What a planner takes over from the one it replaces."""
+    """State that a planner takes over from the one it replaces."""
 
     stop: EndOfJob | None
     ended: EndOfJob | None

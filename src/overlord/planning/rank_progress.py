@@ -1,5 +1,5 @@
-"""How far every rank is, and the slowest of them without a look at all: each of ten thousand ranks
-that takes a step asks for it. Pure.
+"""Progress of every rank, and the slowest rank without a search: each of ten thousand ranks needs
+it at every step. Pure.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 
 
 class RankProgress(dict[int, int]):
-    """Rank -> last step it was handed. Ranks stand at few different steps at a time, so those are
-    counted.
+    """Rank -> last step it took. Ranks are at few different steps at a time, so the ranks at each
+    step are counted.
     """
 
     def __init__(self, taken: Mapping[int, int] | Iterable[tuple[int, int]] = ()):
@@ -19,7 +19,7 @@ class RankProgress(dict[int, int]):
 
     @property
     def slowest(self) -> int:
-        """The last step that all have taken; there must be one."""
+        """The last step that all ranks have taken; at least one rank must exist."""
         return min(self._at)
 
     def __setitem__(self, rank: int, step: int) -> None:

@@ -21,17 +21,19 @@ from overlord.user_code import checked_function, name_of
 
 
 def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("TP",)) -> RawPlan:
-    """A strategy from a function over raw arrays: ``fn(columns, place, batch, step) -> {"bucket":
-    ..., "microbatch": ...}``.
+    """Make a strategy of a function over raw arrays: ``fn(columns, place, batch, step) ->
+    {"bucket": ..., "microbatch": ...}``.
 
-    It goes in as ``Job(strategy=ov.plan_raw(fn))`` and is called once per step. ``columns`` has a
-    read-only array per column, one row per drawn sample in the order of the draw: ``tokens`` and
-    your metadata (a ``Ragged`` where a sample has several values), the identity ``source`` (number
-    in the job's order), ``epoch``, ``file``, ``row``, ``part``, and ``substep`` under
-    ``mix_every="microbatch"``. It returns a whole number per sample for ``bucket`` (0 to
-    ``place.n_buckets(axis) - 1``) and ``microbatch`` (as many as the highest says,
-    ``batch.microbatches`` at least); optionally ``slot``, the place inside the microbatch (default:
-    the order of the draw), and ``cost`` (default: tokens), which only reports use.
+    Use it as ``Job(strategy=ov.plan_raw(fn))``; it is called once per step. ``columns`` has a
+    read-only array per column, with one row per drawn sample in the order of the draw. The columns
+    are ``tokens`` and your metadata (a ``Ragged`` if a sample has several values), and the identity
+    ``source`` (number in the job's order), ``epoch``, ``file``, ``row``, ``part``.
+    ``mix_every="microbatch"`` adds ``substep``.
+
+    The function returns an integer per sample for ``bucket`` (0 to ``place.n_buckets(axis) - 1``)
+    and ``microbatch`` (the highest determines their number, at least ``batch.microbatches``).
+    Optional keys are ``slot``, the position in the microbatch (default: the order of the draw), and
+    ``cost`` (default: tokens), which only reports use.
 
         def by_row(columns, place, batch, step):
             return {"bucket": columns["row"] % place.dp, "microbatch": np.zeros(len(columns["row"]),
@@ -47,7 +49,7 @@ def plan_raw(fn: RawFn, *, axis: str = "DP", broadcast: str | Sequence[str] = ("
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawPlan:
-    """What ``plan_raw`` gives: a strategy."""
+    """The strategy that ``plan_raw`` returns."""
 
     fn: RawFn
     axis: str
@@ -60,7 +62,8 @@ class RawPlan:
 
     def __call__(self, buffer: Buffer, place: Mesh) -> LoadingPlan:
         graph = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute(self.axis)
-        # look-ahead has chosen from candidates, overflow="defer" has left out what does not fit
+        # look-ahead has chosen among candidates, and overflow="defer" has left out what does not
+        # fit
         buffer = graph.buffer
         columns: dict[str, Any] = Columns(
             {n: getattr(buffer, n) for n in IDS} | dict(buffer.meta), buffer.step

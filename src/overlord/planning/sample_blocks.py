@@ -1,5 +1,5 @@
-"""Announced samples as values: taken, joined, cut at a key, and ranked in the order of a window.
-Pure.
+"""Operations on announced samples: select, concatenate, split at a key, and rank in the order of a
+window. Pure.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def sorted_found(found: SampleBlock) -> tuple[SampleBlock, np.ndarray]:
 
 
 def take(found: SampleBlock, rows: np.ndarray, bad: np.ndarray) -> SampleBlock:
-    """Return some of the samples and of the quarantined rows; what was dropped, and long documents,
-    stay as they are.
+    """Return some of the samples and of the quarantined rows. Dropped rows and long documents stay
+    as they are.
     """
     return SampleBlock(
         found.key[rows],
@@ -47,7 +47,7 @@ def take(found: SampleBlock, rows: np.ndarray, bad: np.ndarray) -> SampleBlock:
 
 
 def concat(parts: Sequence[SampleBlock]) -> SampleBlock:
-    """Return all of them as one, in the order given."""
+    """Return the concatenation of all blocks."""
 
     def join(name: str) -> np.ndarray:
         return np.concatenate([getattr(p, name) for p in parts])
@@ -96,8 +96,8 @@ def last_key(parts: Sequence[SampleBlock]) -> int | None:
 def split(
     parts: list[SampleBlock], bound: int | None
 ) -> tuple[list[SampleBlock], list[SampleBlock]]:
-    """Parts before a key, and the rest. Rows of the key itself wait: a row of equal key may still
-    be announced before them.
+    """Return the parts before a key, and the rest. Rows of the key itself wait: a row of equal key
+    that precedes them may still be announced.
     """
     if bound is None:
         return parts, []
@@ -127,13 +127,13 @@ def split(
 
 
 def rank_of_bad(found: SampleBlock) -> np.ndarray:
-    """Return how many samples stand before each quarantined row: by key, then file and row."""
+    """Return the number of samples before each quarantined row: by key, then file and row."""
     return _rank(found, found.bad_key, found.bad_file, found.bad_row)
 
 
 def rank_of_long(found: SampleBlock) -> np.ndarray:
-    """Return how many samples stand before each long document; where it was cut, this is the number
-    of its own sample.
+    """Return the number of samples before each long document. For a truncated document this is the
+    number of its own sample.
     """
     return (
         NO_ROWS
@@ -145,7 +145,7 @@ def rank_of_long(found: SampleBlock) -> np.ndarray:
 def _rank(found: SampleBlock, key: np.ndarray, file: np.ndarray, row: np.ndarray) -> np.ndarray:
     if not len(key):
         return NO_ROWS
-    order = np.lexsort(  # stable: a row stands before the sample that was made of it
+    order = np.lexsort(  # stable: a row precedes the sample that was made of it
         (
             np.concatenate([row, found.row]),
             np.concatenate([file, found.file]),

@@ -1,10 +1,10 @@
-"""Choosing among look-ahead candidates: which of a source's first ``look_ahead * n`` samples make
-up its n of this step.
+"""Choice among look-ahead candidates: which of a source's first ``look_ahead * n`` samples are its
+n of this step.
 
-How many each source gives is the draw's; which ones may be chosen, by a score for each candidate:
-those passed over for ``max_age`` steps come first, then the lowest scores, ties in stream order.
-The chosen stand in the step as if they had been a prefix: in stream order, the k-th of n at (k +
-1/2)/n.
+The draw determines how many samples each source gives. A score for each candidate may determine
+which ones. Candidates passed over for ``max_age`` steps come first, then the lowest scores, ties in
+stream order. The chosen samples have the positions of a prefix: in stream order, the k-th of n at
+(k + 1/2)/n.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IDENTITY = ("source", "epoch", "file", "row", "part")
 
 
 def choose(candidates: Buffer, scores: np.ndarray | None) -> Buffer:
-    """The step's samples, drawn from candidates that stand source by source in stream order."""
+    """Return the step's samples, chosen from candidates in stream order, source by source."""
     rows = _picked(candidates, None if scores is None else checked_scores(scores, candidates))
     order, substep = step_positions(candidates.wanted)
     return replace(
@@ -42,19 +42,18 @@ def checked_scores(scores: np.ndarray, candidates: Buffer) -> np.ndarray:
     try:
         found = np.asarray(scores, np.float64)
     except (TypeError, ValueError):
-        found = np.zeros(0) if len(candidates) else np.zeros(1)  # of no shape that could be right
+        found = np.zeros(0) if len(candidates) else np.zeros(1)  # a shape that is never valid
     if found.shape != candidates.source.shape or np.isnan(found).any():
         raise PlanError(
             f"prefer: expected {len(candidates)} numbers, one for each candidate, got "
-            f"shape {found.shape}"
-            + (" with some that are no number" if np.isnan(found).any() else ""),
+            f"shape {found.shape}" + (" with NaN in it" if np.isnan(found).any() else ""),
             candidates.step,
         )
     return found
 
 
 def preferred(prefer: Any, candidates: Buffer, place: Mesh) -> np.ndarray:
-    """What the strategy's own function says of the candidates, checked."""
+    """Return the checked scores of the strategy's own function for the candidates."""
     problem = (
         cannot_take(prefer, ("candidates", "place"))
         if callable(prefer)
@@ -66,7 +65,7 @@ def preferred(prefer: Any, candidates: Buffer, place: Mesh) -> np.ndarray:
 
 
 def overdue(candidates: Buffer) -> np.ndarray:
-    """Which candidates were passed over as often as they may be."""
+    """Return which candidates have reached ``max_age``."""
     return (
         np.zeros(len(candidates), bool)
         if candidates.age is None
@@ -75,7 +74,7 @@ def overdue(candidates: Buffer) -> np.ndarray:
 
 
 def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
-    """Rows of the chosen candidates, source by source, in stream order."""
+    """Return the rows of the chosen candidates, source by source, in stream order."""
     wanted = np.sum(candidates.wanted, axis=0)
     counts = np.bincount(candidates.source, minlength=len(wanted))
     if (counts < wanted).any():
@@ -93,10 +92,10 @@ def _picked(candidates: Buffer, scores: np.ndarray | None) -> np.ndarray:
 
 
 def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np.ndarray:
-    """Rows of a drawn step that can be packed into so many bins, those left longest first; what is
-    left out waits for a later step.
+    """Return the rows of a drawn step that can be packed into ``n_bins`` bins, oldest first. The
+    others wait for a later step.
 
-    Packing is best fit, the last resort of every balance method, so that whatever fits here fits
+    Packing is best fit, the last resort of every balance method. So everything that fits here fits
     there without more microbatches.
     """
     first = (
@@ -113,8 +112,8 @@ def fitting(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np
 
 
 def rows_of(plan: LoadingPlan, buffer: Buffer) -> np.ndarray:
-    """The row of the buffer that each sample of a plan is; refuses a plan with a sample of its own,
-    or one twice.
+    """Return the buffer row of each sample of a plan. Raise for a plan with a sample of its own, or
+    with one twice.
     """
     if len(plan) == len(buffer) and all(getattr(plan, n) is getattr(buffer, n) for n in IDENTITY):
         rows, known = np.arange(len(buffer)), True
@@ -145,8 +144,8 @@ def _hashes(columns: Buffer | LoadingPlan) -> np.ndarray:
 
 
 def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
-    """A plan's rows must be a whole choice in the order of the step; with ``left_allowed`` some may
-    be missing, but not all.
+    """Raise unless a plan's rows are a complete choice in the order of the step. With
+    ``left_allowed`` some may be missing, but not all.
     """
     if not buffer.wanted:
         if (
@@ -183,16 +182,18 @@ def check_choice(rows: np.ndarray, buffer: Buffer, left_allowed: bool) -> None:
 
 
 def _unavoidable(buffer: Buffer, wanted: np.ndarray) -> int:
-    """Overdue samples that cannot all be taken, since the draw wants fewer of their source."""
+    """Return the number of overdue samples that cannot be taken, since the draw wants fewer of
+    their source.
+    """
     late = np.bincount(buffer.source[overdue(buffer)], minlength=len(wanted))
     return int(np.maximum(late - wanted, 0).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class HoldLong:
-    """Lets samples dearer than a whole rank's share wait for each other: a step that holds one is
-    as slow as it is, so several in one step cost what one does. They go together when there is one
-    for every rank, or when the oldest may wait no longer.
+    """Hold back samples that cost more than a rank's whole share until several can share a step. A
+    step with one such sample is as slow as the sample, so several in one step cost as much as one.
+    They are taken when there is one for every rank, or when the oldest reaches ``max_age``.
     """
 
     cost: CostFn | str
@@ -202,7 +203,7 @@ class HoldLong:
         n, ranks = int(np.sum(candidates.wanted)), place.n_buckets("DP")
         share = binpack.total(cost) / len(cost) * n / ranks if len(cost) else 0.0
         long, late = cost > share, overdue(candidates)
-        paid = float(cost[late & long].max(initial=0.0))  # the step is as slow as this already
+        paid = float(cost[late & long].max(initial=0.0))  # the least time of the step in any case
         if int(long.sum()) >= ranks:
             paid = max(paid, float(np.sort(cost[long])[-ranks]))
         return np.where(long, np.where(cost <= paid, -1.0, 1.0), 0.0)
@@ -217,5 +218,5 @@ def hold_long(cost: CostFn | str) -> HoldLong:
 
 
 def counts_of(wanted: Sequence[Sequence[int]], look_ahead: int) -> list[int]:
-    """How many candidates each source may show."""
+    """Return the number of candidates of each source."""
     return [look_ahead * n for n in np.sum(wanted, axis=0).tolist()]

@@ -1,6 +1,4 @@
-"""What the planner is given, and the records it keeps: the job as it sees it, running counts, the
-rows it could not use.
-"""
+"""The planner's view of the job, and its records: running counts and quarantined rows."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ from overlord.planning.mixture import Schedule
 from overlord.planning.stream import BadRow
 from overlord.sample import Buffer
 
-KEPT_BAD = 200_000  # quarantined rows that are listed, the latest; all are counted. About 60 MB.
-KEPT_MIX = 64  # steps whose mix is kept, wanted and realised
+KEPT_BAD = 200_000  # latest quarantined rows that are listed; all are counted. About 60 MB.
+KEPT_MIX = 64  # steps whose target and actual mixture are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """What the planner must know of a source."""
+    """The planner's view of a source."""
 
     name: str
     n_groups: int
@@ -35,8 +33,9 @@ class SourceSpec:
     loaders: int = 1
     files: tuple[str, ...] = ()  # paths, for errors
     meta: tuple[str, ...] = ()  # names of its own metadata
-    leaves: bool = False  # when its storage is given up, it leaves and the job goes on
-    # its own: what counts where it was added in mid-run and the mixture does not name it
+    # if its storage fails for good, it leaves the mixture and the job continues
+    leaves: bool = False
+    # used if the source was added in mid-run and the mixture does not name it
     weight: float = 0.0
 
 
@@ -48,7 +47,7 @@ class PlannerSpec:
     batch: Batch
     place: Mesh
     strategy: Callable[[Buffer, Mesh], LoadingPlan]
-    schedule: Schedule | Mapping[str, float]  # the planner's own: it may learn
+    schedule: Schedule | Mapping[str, float]  # used by this planner only: it may learn
     seed: int = 0
     until: str | int = "all"
     draw: str = "exact"
@@ -56,7 +55,7 @@ class PlannerSpec:
     feedback_lag: int = 8
     takes_feedback: bool = False
     prefetch: int = 4
-    # steps' worth of samples that loaders hold ready beyond the step being drawn
+    # number of steps for which loaders hold samples beyond the step being drawn
     read_ahead: int = 2
     # the same for sources whose reads are slow now and then
     ahead_of: Mapping[int, int] = field(default_factory=dict)
@@ -67,14 +66,14 @@ class PlannerSpec:
     # "defer": what does not fit a step's microbatches is left for a later one
     overflow: str = "grow"
     sync: str = "microbatch"  # when ranks wait for each other
-    images: bool = False  # some source has images: every plan must say who encodes them
+    images: bool = False  # some source has images: every plan must assign them to encoders
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(s.name for s in self.sources)
 
     def ends_at(self, step: int) -> bool:
-        """Return whether the job has no step of this number: a state may be past the end of a job
+        """Return whether the job has no step of this number. A state may be past the end of a job
         that was shortened.
         """
         return isinstance(self.until, int) and step >= self.until
@@ -87,8 +86,8 @@ class PlannerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A row that never reached a plan, and why; or a sample one of whose images could not be
-    decoded.
+    """A row without a sample, or a sample with an image that could not be decoded, and the
+    reason.
     """
 
     source: int
@@ -101,7 +100,7 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSource:
-    """A source that joins: the event of the log, and what the planner must know of it besides."""
+    """A source that joins: the event of the log, and the planner's view of the source."""
 
     event: AddSource
     source: SourceSpec
@@ -109,7 +108,7 @@ class NewSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixed:
-    """What one step was mixed of, per source: shares wanted, samples and tokens drawn."""
+    """The mixture of one step, per source: target shares, samples and tokens drawn."""
 
     step: int
     wanted: np.ndarray
@@ -118,13 +117,13 @@ class Mixed:
 
 
 COUNTS = ("samples", "tokens", "quarantined", "dropped", "long", "lost_tokens")
-# counted by streams as they are passed: rows, documents, tokens
+# counted by streams when the draw passes them: rows, documents, tokens
 PASSED = ("dropped", "long", "lost_tokens")
 
 
 class Ledger:
-    """Running counts per source, part of the state so that they survive a restart; the last mixes;
-    the rows that failed.
+    """Running counts per source, the last mixtures and the failed rows. The counts are in the
+    state, so that they survive a restart.
     """
 
     def __init__(self, state: StreamState, n_sources: int):
@@ -133,14 +132,14 @@ class Ledger:
         )
         self.mixed: deque[Mixed] = deque(maxlen=KEPT_MIX)
         self.quarantine: deque[Quarantined] = deque(maxlen=KEPT_BAD)
-        # with the step; heard of late, so in no count of a state
+        # with the step; they arrive late, so no state counts them
         self.spoiled: dict[tuple[int, Quarantined], None] = {}
-        self.listed = int(self.quarantined.sum())  # rows up to the last one listed, in all
-        # what streams count starts at 0
+        self.listed = int(self.quarantined.sum())  # total number of rows up to the last one listed
+        # counts of streams start at 0
         self._before = np.stack([self.dropped, self.long, self.lost_tokens], axis=1)
 
     def widen(self) -> None:
-        """One more source."""
+        """Make room for one more source."""
         for name in COUNTS:
             setattr(self, name, np.append(getattr(self, name), 0))
         self._before = np.append(self._before, np.zeros((1, len(PASSED)), np.int64), axis=0)
@@ -158,8 +157,8 @@ class Ledger:
             self.mixed.append(Mixed(plan.step, wanted / (wanted.sum() or 1.0), samples, tokens))
 
     def list_bad(self, i: int, rows: list[BadRow]) -> None:
-        """Rows that failed, in the order of planning: where steps are planned again, the same come
-        again.
+        """List failed rows, in the order of planning. When steps are planned again, the same rows
+        come again and are not listed twice.
         """
         known = max(0, self.listed - int(self.quarantined.sum()))
         self.quarantine += [Quarantined(i, *row) for row in rows[known:]]
@@ -167,25 +166,27 @@ class Ledger:
         self.listed = max(self.listed, int(self.quarantined.sum()))
 
     def spoil(self, event: DecodeFailures) -> None:
-        """Samples that were delivered with an image missing. They count for the record only, never
-        for ``max_bad``: when a step is built must not decide where the stream ends.
+        """Record samples that were delivered with a missing image. They never count for
+        ``max_bad``: the time of building must not decide where the stream ends.
         """
         for (source, epoch, file, row, part), reason in zip(
             event.ids.tolist(), event.reasons, strict=True
         ):
-            # a step may be built twice
+            # a dict, since a step may be built twice
             self.spoiled[event.step, Quarantined(source, epoch, file, row, reason, part)] = None
         while len(self.spoiled) > KEPT_BAD:
             del self.spoiled[next(iter(self.spoiled))]
 
     def adopt(self, before: Ledger) -> None:
-        """Go on behind a ledger that was further: what it lists is not listed again."""
+        """Take over the lists of a ledger that was further on, so that its rows are not listed
+        again.
+        """
         self.quarantine, self.listed = before.quarantine, before.listed
         self.mixed, self.spoiled = before.mixed, before.spoiled
 
     def bad_rows(self) -> list[Quarantined]:
-        """All that is listed, late news behind the rest and in one order: constructors are not
-        heard in any.
+        """Return all listed rows. Decode failures come last and sorted, since constructors send
+        them in any order.
         """
         late = sorted(
             self.spoiled,
@@ -202,15 +203,13 @@ class Ledger:
         return [*self.quarantine, *(bad for _, bad in late)]
 
     def counted_before(self, i: int, passed: Sequence[int], sign: int = 1) -> None:
-        """Leave out what the stream of a source has passed so far: it was counted before the
-        restart. ``sign=-1``: keep it, since another stream takes its place and counts from 0.
+        """Exclude the counts of a source's stream so far: they were counted before the restart.
+        ``sign=-1``: include them, since a new stream replaces this one and counts from 0.
         """
         self._before[i] -= sign * np.array(passed, np.int64)
 
     def see_passed(self, passed: Sequence[tuple[int, ...]]) -> None:
-        """Bring the counts of ``PASSED`` up to date with what the stream of every source has
-        passed.
-        """
+        """Update the counts of ``PASSED`` from the stream of every source."""
         counts = np.fromiter(chain.from_iterable(passed), np.int64, self._before.size).reshape(
             self._before.shape
         )

@@ -1,5 +1,5 @@
-"""Events and reports as the plain JSON of a saved state. Names and numbers only: nothing in a state
-is ever executed.
+"""Events and reports as the plain JSON of a saved state. A state holds names and numbers only:
+nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 from overlord.messages.control import AddSource, Report, SetMixture, Skip, SourceLost
 from overlord.planning.events import Event
 
-# of the keys of a state, those by which it is known for one
+# keys by which a state is recognised
 KEYS = ("version", "job", "fingerprint", "step", "cursors")
 EACH = ("files", "transforms", "reading")  # parts of a fingerprint that every source has
 
 
 def no_state(saved: Any) -> str:
-    """Say why a value is not a state of an Overlord job; empty if it has the form of one."""
+    """Return why a value is not a state of an Overlord job; "" if it has the form of one."""
     wanted = f"expected a mapping with {', '.join(KEYS)} and more, as state_dict() gives it, got"
     if not isinstance(saved, Mapping):
         return f"not an Overlord state: {wanted} {type(saved).__name__}"
@@ -53,7 +53,7 @@ def event_in(saved: Mapping[str, Any]) -> Event:
 
 
 def reports_out(reports: Sequence[Report]) -> dict[str, dict[str, dict[str, float]]]:
-    """By step, rank and metric: what JSON has are texts for keys."""
+    """Return metrics by step, rank and metric name; keys of JSON are text."""
     out: dict[str, dict[str, dict[str, float]]] = {}
     for report in reports:
         out.setdefault(str(report.step), {})[str(report.rank)] = dict(report.metrics)
@@ -69,8 +69,8 @@ def reports_in(saved: Mapping[str, Mapping[str, Mapping[str, float]]]) -> tuple[
 
 
 def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """The parts of a fingerprint with what most sources have in common said once: of hundreds all
-    but the files are mostly alike.
+    """Return the parts of a fingerprint, with values that most sources share stored once. Hundreds
+    of sources mostly differ in their files alone.
     """
     out = dict(parts)
     for part in EACH:
@@ -86,7 +86,7 @@ def fingerprint_out(parts: Mapping[str, str], names: Sequence[str]) -> dict[str,
 
 
 def fingerprint_in(saved: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """All parts, each source's spelled out."""
+    """Return all parts, with a value for each source."""
     out = {
         part: value
         for part, value in saved.items()

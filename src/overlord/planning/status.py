@@ -20,7 +20,7 @@ SHOWN = 5  # sources that ``waiting_for`` lists
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerStatus:
-    """What blocks the next plan."""
+    """The progress of a planner, and the cause that blocks its next plan."""
 
     step: int  # the next step to plan
     finished: EndOfJob | None

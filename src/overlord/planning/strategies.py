@@ -1,4 +1,4 @@
-"""The strategies that come with the package: each turns a step's drawn samples into a plan.
+"""The strategies of the package: each turns the drawn samples of a step into a plan.
 
 Write your own as a function ``(buffer, place) -> LoadingPlan`` from the same primitives.
 """
@@ -28,20 +28,20 @@ from overlord.sample import Buffer, Ragged
 Strategy = Callable[[Buffer, Mesh], LoadingPlan]
 # the backbone of the Overlord paper (arXiv 2504.09844); only ratios matter
 DENSE_12B = transformer(hidden=4608, layers=45, heads=36)
-VIT_1B = vit_1b  # its encoder
-IMAGES = "image_patches"  # the metadata that says how many patches each image of a sample has
+VIT_1B = vit_1b  # the encoder of the same paper
+IMAGES = "image_patches"  # metadata column with the number of patches of each image of a sample
 
 
 def vanilla(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """No planning: sample i goes to rank i mod D, and each rank's samples in stream order into
-    microbatches of equal counts.
+    """Place samples without balancing: sample i goes to rank i mod D. Each rank's samples go in
+    stream order into microbatches of equal counts.
     """
     return _plan(_samples(buffer, place).balance("none"))
 
 
 def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """Token packing: one global stream cut into microbatches of about equal tokens, dealt out to
-    ranks in turn.
+    """Pack tokens: divide one global stream into microbatches of about equal tokens, and give them
+    to ranks in turn.
     """
     graph, n, context = _samples(buffer, place), place.n_buckets("DP"), buffer.batch.context
     graph.check_sizes(context)
@@ -64,27 +64,25 @@ def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
 
 
 def llm_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """Equal cost over ranks, at every microbatch or over the step, as ``Job.sync`` says."""
+    """Balance cost over ranks, for every microbatch or for the step, as ``Job.sync`` says."""
     return _plan(_samples(buffer, place).balance("greedy"))
 
 
 def look_ahead_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """``llm_balance`` that lets samples dearer than a rank's share wait for each other; needs
-    ``Job(look_ahead=...)`` above 1 to choose.
+    """Balance like ``llm_balance``, and hold back samples that cost more than a rank's share until
+    several can share a step. The choice needs ``Job(look_ahead=...)`` above 1.
     """
     graph = DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=hold_long(DENSE_12B))
     return _plan(graph.distribute("DP").cost(DENSE_12B).balance("greedy"))
 
 
 def backbone_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """Equal cost over ranks, as ``Job.sync`` says; inside a rank samples stay in stream order."""
+    """Balance cost over ranks, as ``Job.sync`` says; within a rank samples stay in stream order."""
     return _plan(_samples(buffer, place).balance("greedy", level="inter"))
 
 
 def encoder_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
-    """Equal encoder cost over all ranks, once per step; the samples themselves are dealt out as
-    they come.
-    """
+    """Balance encoder cost over all ranks, once per step; samples go to ranks in turn."""
     images = (
         DGraph.from_buffer(buffer, place)
         .mix()
@@ -107,14 +105,14 @@ def vlm(
     method: str = "greedy",
     objective: str | None = None,
 ) -> Strategy:
-    """A strategy for models with an encoder: images are balanced over all ranks, samples over
-    replicas.
+    """Return a strategy for models with an encoder: images are balanced over all ranks, samples
+    over replicas.
 
-    ``encoder`` and ``backbone`` are what an image and a sample cost, in one unit. ``per``: the
-    encoder runs once per step (``"iteration"``: best balance, outputs of the whole step in memory)
-    or before every microbatch (``"microbatch"``). ``joint``: one cost for a sample and its images,
-    which stay with the ranks of its replica, so that no output leaves it; ``None`` does so where
-    replicas are single ranks or CP groups. ``merge``: see ``DGraph.select``. ``objective``: when
+    ``encoder`` and ``backbone`` are the costs of an image and of a sample, in one unit. ``per``:
+    the encoder runs once per step (``"iteration"``: best balance, outputs of the whole step in
+    memory) or before every microbatch (``"microbatch"``). ``joint``: one cost for a sample and its
+    images, which stay with the ranks of its replica, so that no output leaves it. ``None`` does so
+    if replicas are single ranks or CP groups. ``merge``: see ``DGraph.select``. ``objective``: when
     replicas wait for each other, by default as ``Job.sync`` says, see ``DGraph.balance``.
     """
     if per not in PER:
@@ -127,7 +125,7 @@ def vlm(
         texts = drawn.select("tokens").distribute("DP").cost(backbone)
         weighed = _weighed_with(texts, items) if together else texts
         samples = weighed.balance(method, objective=objective).broadcast_at("TP")
-        # what is told of the backbone is its own cost
+        # the plan reports the backbone's own cost
         samples = replace(samples, costs=texts.costs)
         everywhere = per == "iteration" and not together
         return samples.plan(
@@ -144,7 +142,7 @@ def vlm(
 
 
 def _weighed_with(samples: DGraph, items: DGraph) -> DGraph:
-    """Samples that cost what they and their items cost."""
+    """Return samples whose costs include those of their items."""
     assert samples.costs is not None
     assert items.costs is not None
     return replace(
@@ -162,9 +160,7 @@ def _samples(buffer: Buffer, place: Mesh) -> DGraph:
 
 
 def _plan(samples: DGraph) -> LoadingPlan:
-    """Samples as placed. Their images, where they have any, are encoded by the ranks of their
-    replica in turn.
-    """
+    """Return the plan of placed samples. The ranks of a replica encode its images in turn."""
     buffer, samples = samples.buffer, samples.broadcast_at("TP")
     if not isinstance(buffer.meta.get(IMAGES), Ragged) and IMAGES not in buffer.absent:
         return samples.plan()
@@ -192,7 +188,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
 
 
 def resolve(strategy: Any) -> Strategy:
-    """A strategy by its name, or the function itself."""
+    """Return a strategy by its name, or the function itself."""
     if callable(strategy):
         return strategy
     if strategy not in STRATEGIES:

@@ -1,8 +1,8 @@
 """The front of one source's stream: announcements of its loaders, merged into one order.
 
-Loaders own whole chunks, so each announces its share of a window in the window's order; a sample is
-final when every loader that is not done with the window has announced one behind it. The order
-never depends on who announces first.
+Loaders own whole chunks, so each announces its shard of a window in the window's order. A sample is
+final when every loader that is not done with the window has announced a later one. The order never
+depends on which loader announces first.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class _Segment:
 
     at: Cursor  # epoch, group, window
     found: SampleBlock
-    loader: np.ndarray | int  # who holds each sample
+    loader: np.ndarray | int  # that holds each sample
     tokens: np.ndarray  # running sum, with a leading 0
-    bad_at: np.ndarray  # how many samples of the segment stand before each quarantined row
-    # int64 [n, 3]: file, row and part of each, side by side, since steps are joined of hundreds of
+    bad_at: np.ndarray  # number of samples of the segment before each quarantined row
+    # int64 [n, 3]: file, row and part of each; one array, since steps are joined from hundreds of
     # short runs
     ids: np.ndarray
     size: int
-    long_at: np.ndarray  # how many samples of the segment stand before each long document
+    long_at: np.ndarray  # number of samples of the segment before each long document
     start: int = 0  # samples already taken
 
     @property
@@ -51,22 +51,22 @@ class _Segment:
 
     @property
     def trails(self) -> bool:
-        """Return whether rows without a sample may follow its last sample."""
+        """Whether rows without a sample may follow its last sample."""
         return len(self.bad_at) > 0 or (
             len(self.long_at) > 0 and int(self.long_at[-1]) >= self.size
         )
 
 
 @dataclass(slots=True, eq=False)
-class _Share:
-    """What one loader has announced of the window being merged."""
+class _Announced:
+    """The announcements of one loader for the window being merged."""
 
     parts: list[SampleBlock] = field(default_factory=list)
     closed: bool = False
 
 
 class Piece(NamedTuple):
-    """Samples ``start`` to ``stop`` of a run: what a draw takes, without a copy."""
+    """Samples ``start`` to ``stop`` of a run, without a copy."""
 
     at: Cursor  # epoch, group, window
     found: SampleBlock
@@ -80,7 +80,7 @@ BadRow = tuple[int, int, int, str]  # epoch, file, row, reason
 
 
 class SourceStream:
-    """One source's front. A pure value machine: announcements in, samples out."""
+    """The front of one source: announcements in, samples out. Pure."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SourceStream:
         cursor: Cursor,
         files: Sequence[str] = (),
     ):
-        self._files = files  # their paths, for errors
+        self._files = files  # paths, for errors
         self.name, self._n_loaders, self._n_groups, self._epochs, self._max_bad = (
             name,
             loaders,
@@ -102,22 +102,22 @@ class SourceStream:
             max_bad,
         )
         self._at = Cursor(cursor.epoch, cursor.group, cursor.window)  # the window being merged
-        self._shares: dict[tuple[int, int, int], list[_Share]] = {}
+        self._announced: dict[tuple[int, int, int], list[_Announced]] = {}
         # (epoch, group) -> the last window of each loader, once known
         self._lasts: dict[tuple[int, int], list[int | None]] = {}
         self._segments: deque[_Segment] = deque()
         self._ready = 0
         self._epoch_has_sample = cursor.file >= 0
         self._epoch_long = 0  # documents of the epoch being merged that lost tokens
-        self._bad_run, self._bad_said = 0, ""  # failures in a row; what was wrong with the last
+        self._bad_run, self._last_bad = 0, ""  # consecutive failures; text of the last one
         self._exhausted = epochs is not None and cursor.epoch >= epochs
-        # loader -> the window it cannot go on from, and why
+        # loader -> the window at which it failed, and its error
         self._failed: dict[int, tuple[tuple[int, int, int], Exception]] = {}
-        # rows that filters dropped in windows not yet behind the samples taken
+        # rows that filters dropped, in windows that the draw has not passed
         self._drops: deque[tuple[Cursor, int]] = deque()
-        self.error: Exception | None = None  # the stream breaks behind the ready samples
-        self.dropped = 0  # in windows behind the samples taken
-        # documents that lost tokens up to the last sample taken, and how many tokens
+        self.error: Exception | None = None  # the stream breaks after the ready samples
+        self.dropped = 0  # in windows that the draw has passed
+        # documents that lost tokens up to the last sample taken, and the number of these tokens
         self.long = self.lost = 0
 
     @property
@@ -126,8 +126,8 @@ class SourceStream:
 
     @property
     def passed(self) -> tuple[int, int, int]:
-        """Rows that filters dropped, documents that lost tokens to ``on_long``, and these tokens:
-        so far (``spec.PASSED``).
+        """Counts so far: rows that filters dropped, documents that lost tokens to ``on_long``, and
+        these tokens (``spec.PASSED``).
         """
         return self.dropped, self.long, self.lost
 
@@ -156,21 +156,21 @@ class SourceStream:
         return count, held
 
     def add(self, news: Announce, ordinal: int) -> None:
-        """Take in an announcement of the source's loader number ``ordinal``."""
+        """Add an announcement of the source's loader number ``ordinal``."""
         if self.error is not None or self._exhausted:
             return
         if news.error is not None:
-            # The stream breaks where it comes to this window, not now: what was final when the news
-            # came depends on timing.
+            # The stream breaks when it reaches this window, not now: the samples that are final at
+            # this moment depend on timing.
             self._failed[ordinal] = ((news.epoch, news.group, news.window), news.error)
             self._advance()
             return
-        shares = self._shares.setdefault(
-            (news.epoch, news.group, news.window), [_Share() for _ in range(self._n_loaders)]
+        announced = self._announced.setdefault(
+            (news.epoch, news.group, news.window), [_Announced() for _ in range(self._n_loaders)]
         )
         if news.found is not None:
-            shares[ordinal].parts.append(news.found)
-        shares[ordinal].closed |= news.closes
+            announced[ordinal].parts.append(news.found)
+        announced[ordinal].closed |= news.closes
         if news.last:
             self._lasts.setdefault((news.epoch, news.group), [None] * self._n_loaders)[ordinal] = (
                 news.window
@@ -180,14 +180,17 @@ class SourceStream:
     def _advance(self) -> None:
         while not self._exhausted and self.error is None:
             at = (self._at.epoch, self._at.group, self._at.window)
-            shares = self._shares.setdefault(at, [_Share() for _ in range(self._n_loaders)])
+            announced = self._announced.setdefault(
+                at, [_Announced() for _ in range(self._n_loaders)]
+            )
             lasts = self._lasts.get(at[:2], [None] * self._n_loaders)
-            # A loader done with the group has nothing in later windows and says no more about them.
+            # A loader that is done with the group has no rows in later windows and does not
+            # announce them.
             closed = [
                 s.closed or (last is not None and at[2] > last)
-                for s, last in zip(shares, lasts, strict=True)
+                for s, last in zip(announced, lasts, strict=True)
             ]
-            self._merge(shares, closed)
+            self._merge(announced, closed)
             if not all(closed):
                 broken = [
                     self._failed[k][1]
@@ -195,32 +198,32 @@ class SourceStream:
                     if not over and self._fails_at(k, at)
                 ]
                 if len(broken) == closed.count(False) and self.error is None:
-                    # nobody is left to wait for: samples behind these can never be ordered
+                    # no loader is left to wait for: later samples can never be ordered
                     self.error = broken[0]
                 return
-            del self._shares[at]
+            del self._announced[at]
             self._next_window(lasts)
 
     def _fails_at(self, loader: int, at: tuple[int, int, int]) -> bool:
         return loader in self._failed and self._failed[loader][0] == at
 
-    def _merge(self, shares: list[_Share], closed: list[bool]) -> None:
-        """Move what is final from the shares to the ready segments."""
+    def _merge(self, announced: list[_Announced], closed: list[bool]) -> None:
+        """Move final samples from the loaders' announcements to the ready segments."""
         if self._n_loaders == 1:
-            for found in shares[0].parts:
+            for found in announced[0].parts:
                 self._append(found, 0)
-            shares[0].parts = []
+            announced[0].parts = []
             return
         bound = None  # the smallest last key among loaders that may still announce
-        for share, is_closed in zip(shares, closed, strict=True):
+        for one, is_closed in zip(announced, closed, strict=True):
             if not is_closed:
-                last = last_key(share.parts)
+                last = last_key(one.parts)
                 if last is None:
                     return
                 bound = last if bound is None else min(bound, last)
         picked, loaders = [], []
-        for ordinal, share in enumerate(shares):
-            final, share.parts = split(share.parts, bound)
+        for ordinal, one in enumerate(announced):
+            final, one.parts = split(one.parts, bound)
             picked += final
             loaders += [np.full(len(f), ordinal) for f in final]
         if picked:
@@ -229,7 +232,7 @@ class SourceStream:
 
     def _append(self, found: SampleBlock, loader: np.ndarray | int) -> None:
         if self.error is not None:
-            return  # the stream broke in a part before this one
+            return  # the stream broke before this block
         if found.dropped:
             self._drops.append((self._at, found.dropped))
         if not len(found) and not len(found.bad_key) and found.long is None:
@@ -253,13 +256,13 @@ class SourceStream:
         self._epoch_has_sample |= len(found) > 0
 
     def _check_bad(self, found: SampleBlock, bad_at: np.ndarray) -> tuple[int, int] | None:
-        """Count failures in a row, in stream order; (samples, failures) up to where the job must
-        stop, or None.
+        """Count consecutive failures, in stream order. Return (samples, failures) up to the end of
+        the job, or None.
         """
         if not len(bad_at):
             self._bad_run = self._bad_run if not len(found) else 0
             return None
-        self._bad_said = f"; the last: row {int(found.bad_row[-1])}: {found.bad_reason[-1]}"
+        self._last_bad = f"; the last: row {int(found.bad_row[-1])}: {found.bad_reason[-1]}"
         previous = 0
         for j, goods in enumerate(bad_at.tolist()):
             self._bad_run = self._bad_run + 1 if goods == previous else 1
@@ -271,8 +274,8 @@ class SourceStream:
                     f"{self._bad_run} rows in a row could not be used; the last: row "
                     f"{row}: {found.bad_reason[j]}",
                     self._files[file] if file < len(self._files) else f"file {file}",
-                    remedy="mend the source (overlord inspect shows it), filter these rows, or "
-                    f"raise max_bad{_tokenize(self._bad_said)}",
+                    remedy="correct the source (overlord inspect shows it), filter these rows, or "
+                    f"raise max_bad{_tokenize(self._last_bad)}",
                 )
                 return goods, j + 1
         if previous < len(found):
@@ -297,29 +300,32 @@ class SourceStream:
     def _no_sample(self, epoch: int) -> SourceError:
         lost = f"epoch {epoch} gave no sample: every row was quarantined or dropped by a filter"
         remedy = (
-            f"look at session.quarantine() and at the source's filters{_tokenize(self._bad_said)}"
+            f"look at session.quarantine() and at the source's filters{_tokenize(self._last_bad)}"
         )
         if n := self._epoch_long:
             lost += (
                 f", or is longer than the context (on_long='drop'; {n:,} document{'s' * (n > 1)})"
             )
             remedy = "raise the context, or let on_long split long documents; " + remedy
-        return SourceError(self.name, lost + self._bad_said, remedy=remedy)
+        return SourceError(self.name, lost + self._last_bad, remedy=remedy)
 
     def behind(self) -> list[int]:
-        """Loaders whose word is missing before more samples become final, those that will never
-        speak again among them.
+        """Return the loaders that must announce before more samples become final, including those
+        that failed.
         """
         at = (self._at.epoch, self._at.group, self._at.window)
-        shares, lasts = self._shares.get(at), self._lasts.get(at[:2], [None] * self._n_loaders)
+        announced, lasts = (
+            self._announced.get(at),
+            self._lasts.get(at[:2], [None] * self._n_loaders),
+        )
         return [
             k
             for k, last in enumerate(lasts)
-            if (shares is None or not shares[k].closed) and (last is None or at[2] <= last)
+            if (announced is None or not announced[k].closed) and (last is None or at[2] <= last)
         ]
 
     def take(self, n: int) -> tuple[list[Piece], list[BadRow]]:
-        """The next n samples, and the quarantined rows passed on the way."""
+        """Take the next n samples, and the quarantined rows before them."""
         pieces: list[Piece] = []
         bad: list[BadRow] = []
         self._ready -= n
@@ -335,22 +341,22 @@ class SourceStream:
                 )
             self._count_long(segment, a, b)
             n -= b - a
-            # A used-up segment is left only to reach the next sample, so that failures behind the
-            # last one stay unlisted.
+            # An exhausted segment is removed only to reach the next sample, so that failures after
+            # the last one stay unlisted.
             if b == segment.size and (n > 0 or not segment.trails):
                 bad += _bad_rows(segment, np.flatnonzero(segment.bad_at >= b))
                 self._count_long(segment, b)
                 self._segments.popleft()
-        # A window's drops count when a later one is drawn from: a restored stream reads the window
-        # of its cursor again.
+        # Dropped rows of a window count when a later window is drawn from: a restored stream reads
+        # the window of its cursor again.
         while pieces and self._drops and self._drops[0][0] < pieces[-1].at:
             self.dropped += self._drops.popleft()[1]
         return pieces, bad
 
     def _count_long(self, segment: _Segment, start: int, stop: int | None = None) -> None:
         """Count the documents that lost tokens before samples ``start`` to ``stop`` of a segment,
-        or up to its end. One that was cut counts with its sample, one that was dropped with the
-        next sample: so a restored stream counts each once.
+        or up to its end. A truncated document counts with its sample, a dropped one with the next
+        sample. So a restored stream counts each once.
         """
         if (long := segment.found.long) is None:
             return
@@ -361,15 +367,15 @@ class SourceStream:
         self.lost += int(long.lost[mine].sum())
 
     def ahead(self) -> list[Piece]:
-        """Everything that is ready, left where it is."""
+        """Return all ready samples without taking them."""
         return [
             Piece(s.at, s.found, s.loader, s.ids, s.start, s.size) for s in self._segments if s.left
         ]
 
     def rest(self) -> list[BadRow]:
-        """Failures behind the last sample taken: of an exhausted source those at its end, of a
-        broken one those that broke it. Said once, at the end; drops are counted to the end too, and
-        long documents if no sample is left untaken.
+        """Return the failures after the last sample taken: those at the end of an exhausted source,
+        or those that broke a stream. Called once, at the end. Dropped rows are then counted to the
+        end, and long documents if all samples are taken.
         """
         if self.error is None and (self._ready or not self._exhausted):
             return []
@@ -386,7 +392,7 @@ class SourceStream:
 
 
 def _tokenize(said: str) -> str:
-    """Token ids that are missing in every row are most often text that nobody tokenizes."""
+    """Return a hint if the token ids are missing: most often nothing tokenizes the text."""
     return (
         "; text becomes token ids by Tokenize in the source's transforms"
         if said.endswith(": tokens is null or missing")
@@ -395,10 +401,10 @@ def _tokenize(said: str) -> str:
 
 
 def step_meta(pieces: Sequence[Piece]) -> dict[str, Column]:
-    """Metadata of all pieces, joined.
+    """Return the metadata of all pieces, joined.
 
-    A number that only some sources have cannot be balanced on; it is left out rather than invented.
-    A list is another matter: a source without image_patches has no images.
+    A number that only some sources have cannot be balanced on, so it is left out. A list is
+    different: a source without image_patches has no images.
     """
     meta: dict[str, Column] = {}
     first = pieces[0].found.meta

@@ -1,16 +1,19 @@
-"""Balancing: which bucket and microbatch each item goes to, so that no rank waits for another.
+"""Balancing: the bucket and microbatch of each item, so that ranks wait for each other as little as
+possible.
 
-A *method* (``methods.py``) is one function from costs to bins; a *way* (``ways.py``) applies it to
-buckets and microbatches. ``place`` chooses the way. Cost (what a bin takes to compute) and size
-(tokens it must hold) are separate arrays.
+A *method* (``methods.py``) is one function from costs to bins. A *way* (``placement.py``) applies
+it to buckets and microbatches. ``place`` chooses the way. Cost (the time to compute a bin) and size
+(the tokens in it) are separate arrays.
 
-Objectives: ``iteration`` for ranks that meet once per step (level buckets first, then the
-microbatches inside each), ``microbatch`` for ranks that meet after every microbatch (level all bins
-of an index). Levels: ``both``; ``inter`` (buckets only, stream order inside; with ``microbatch``
-the stream is cut into runs, each balanced by itself), ``intra`` (buckets in turn, balanced inside),
-``interleaved`` (indices of equal cost, then each over the buckets, poorest first: bucket totals
-almost as level as with ``iteration``, indices almost as level as with ``microbatch``). No
-microbatch stays empty beside one that can give a sample.
+Objectives: ``iteration`` for ranks that wait for each other once per step: level buckets first,
+then the microbatches in each. ``microbatch`` for ranks that wait after every microbatch: level all
+bins of an index.
+
+Levels: ``both``. ``inter``: buckets only, stream order inside; with ``microbatch`` the stream is
+divided into runs, each balanced by itself. ``intra``: items go to buckets in turn, balanced inside.
+``interleaved``: indices of equal cost, then each over the buckets, lightest first. Its bucket
+totals are almost as level as with ``iteration``, its indices almost as level as with
+``microbatch``. No microbatch stays empty while another of its bucket can give a sample.
 """
 
 from __future__ import annotations
@@ -54,11 +57,12 @@ __all__ = [
 
 LEVELS = ("both", "inter", "intra", "interleaved")
 OBJECTIVES = ("iteration", "microbatch")
-ONCE = ("intra", "interleaved")  # levels that have no objective of their own: "iteration"
-WORTH = 0.005  # of the step: what one microbatch more must win at least
-# of a microbatch: what one more costs by itself (1.2 ms of 43, measured at 4k on one H200)
+ONCE = ("intra", "interleaved")  # levels without an objective of their own: "iteration"
+WORTH = 0.005  # share of the step that an additional microbatch must save at least
+# share of a microbatch that an additional one costs by itself (1.2 ms of 43, measured at 4k on one
+# H200)
 ONE_MORE = 0.03
-FINE = 24  # bits of the unit that tokens and memory are both counted in
+FINE = 24  # bits of the common unit of tokens and memory
 
 
 def place(
@@ -68,13 +72,13 @@ def place(
     objective: str = "iteration",
     keep_order: bool = False,
 ) -> Placement:
-    """Buckets and microbatches for all items; capacity and memory are kept whatever the method
-    does.
+    """Return buckets and microbatches for all items. Capacity and memory are kept whatever the
+    method does.
     """
     _check(problem, level, objective, keep_order)
     if problem.memory is None:
         return _place(problem, level, objective, keep_order)
-    # Memory that does not bind changes no plan; only where it does are both counted as one size.
+    # Memory that does not bind changes no plan. Only if it binds are both counted as one size.
     found = _place(replace(problem, memory=None), level, objective, keep_order)
     if not within_memory(problem, found):
         found = _place(joined(problem), level, objective, keep_order)
@@ -115,7 +119,7 @@ def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> P
 
 
 def _by_method(p: PackingProblem, level: str, objective: str) -> Placement | None:
-    """A method that was asked for is kept to, with one microbatch more if need be, before greedy
+    """Place by the requested method, with one additional microbatch if necessary, before greedy
     takes over.
     """
     way = (
@@ -142,8 +146,8 @@ def _or_one_more(
     way: placement.Way,
     time: Callable[[PackingProblem, Placement], float],
 ) -> Placement:
-    """A step so full that ranks come out uneven gets one microbatch more than it needs, where that
-    is worth it and M grows anyway.
+    """Add one microbatch to a step that is so full that ranks are uneven, if that is worth it and M
+    grows anyway.
     """
     bound = p.bound()
     worth = bound * max(WORTH, ONE_MORE / found.n_microbatches)
@@ -164,18 +168,18 @@ def within_memory(p: PackingProblem, found: Placement) -> bool:
 
 
 def joined(p: PackingProblem) -> PackingProblem:
-    """Tokens and memory as one size: of each item the larger of its two shares, in units of a
-    microbatch.
+    """Return the problem with tokens and memory as one size: of each item the larger of its two
+    shares, in units of a microbatch.
 
-    Shares add up, so neither bound can be broken. What it gives away: items that need much of one
-    and little of the other could share a bin and are counted as if each needed both, so at worst
+    Shares add up, so neither bound can be broken. The loss: items that need much of one and little
+    of the other could share a bin, but are counted as if each needed both. So at worst there are
     twice the microbatches.
     """
     assert p.memory is not None
     unit = 2 ** max(0, FINE - max(1, p.capacity).bit_length())
     whole = max(1, p.capacity) * unit
     share = np.ceil(p.memory * (whole / p.memory_capacity))
-    share += share * (p.memory_capacity / whole) < p.memory  # one more where rounding lost some
+    share += share * (p.memory_capacity / whole) < p.memory  # one more if rounding lost some
     sizes = np.maximum(share.astype(np.int64), p.sizes * unit if p.capacity else 0)
     return replace(p, sizes=np.minimum(sizes, whole), capacity=whole, memory=None)
 
@@ -204,7 +208,7 @@ def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> N
             and not (np.isfinite(column).all() and column.min() >= 0)
         ):
             raise PlanError(
-                f"a {what} is negative, infinite or no number", remedy=f"mend the {what} function"
+                f"a {what} is negative, infinite or NaN", remedy=f"correct the {what} function"
             )
     if p.capacity and len(p.sizes) and int(p.sizes.max()) > p.capacity:
         i = int(p.sizes.argmax())

@@ -3,10 +3,10 @@ machine.
 
 LPT (longest processing time first) takes items by falling cost and puts each into the lightest bin.
 One heap step per item is too slow in Python for a quarter of a million samples, so rounds place
-many items at once: with bins sorted by load ``l`` and the next items' costs ``c``, item j goes to
-bin j as long as ``l[j] < min over i < j of l[i] + c[i]``, for until then no bin that was just
-filled is the lightest again. Every sort is stable and every tie goes to the lowest bin, so heap and
-rounds give the same bins, here and on any other host.
+many items at once. Let bins be sorted by load ``l``, and ``c`` the costs of the next items. Item j
+goes to bin j as long as ``l[j] < min over i < j of l[i] + c[i]``: until then no bin that was just
+filled is the lightest again. Every sort is stable and every tie goes to the lowest bin. So heap and
+rounds give the same bins, on every machine.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from overlord.array_order import RADIX_FROM, _radix, by_key
+from overlord.array_order import RADIX_FROM, by_key, radix_order
 
 # below this a heap step per item is cheaper than numpy rounds (measured with 16 and 64 items a bin)
 FEW_BINS = 24
-MANY_BINS = 12  # from here on one pass over all bins is cheaper than one pass each
-# rounds that place fewer items than this on average lose against the heap
+MANY_BINS = 12  # from this number on one pass over all bins is cheaper than one pass for each
+# rounds that place fewer items than this on average are slower than the heap
 FEW_ROUNDS, WORTH_A_ROUND = (64, 32)
-NOWHERE = -1  # the bin of an item that found no room
+NOWHERE = -1  # bin of an item without room
 
 
 def by_falling(values: np.ndarray) -> np.ndarray:
-    """Stable order by falling value, for non-negative float64: twice as fast as argsort.
+    """Return the stable order by falling value of non-negative float64: twice as fast as argsort.
 
-    The bits of non-negative floats sort like the floats; numpy radix-sorts 16-bit keys, so four
-    passes do it.
+    The bits of non-negative floats sort like the floats. numpy radix-sorts 16-bit keys, so four
+    passes suffice.
     """
     if len(values) < RADIX_FROM:
         return np.argsort(-np.asarray(values, np.float64), kind="stable")
     # + 0.0 turns -0.0 into 0.0
     bits = ~(np.ascontiguousarray(values, np.float64) + 0.0).view(np.uint64)
-    return _radix(bits, 4)
+    return radix_order(bits, 4)
 
 
 def total(values: np.ndarray) -> float:
-    """Added one by one: ``sum`` adds in an order of numpy's choice, and the last digit could decide
-    a plan.
+    """Return the sum in the given order. ``sum`` adds in an order of numpy's choice, and the last
+    digit could change a plan.
     """
     return float(np.cumsum(values)[-1]) if len(values) else 0.0
 
@@ -53,24 +53,23 @@ def lpt(
     sizes: np.ndarray | None = None,
     start: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Bin of every item; with a capacity, the lightest bin that has room (NOWHERE from the first
-    item on that finds none).
+    """Return the bin of every item. With a capacity, it is the lightest bin with room, and NOWHERE
+    from the first item on that finds none.
 
-    ``start``: a load that bins have to begin with.
+    ``start``: initial loads of the bins.
     """
     order = by_falling(costs)
     c = costs[order]
     loads = np.zeros(n_bins) if start is None else start.copy()
     bins = np.empty(len(c), np.int32)
-    # items that cost nothing change no load: spread them evenly instead
+    # items without cost change no load: distribute them evenly instead
     n = int(np.searchsorted(-c, 0.0))
     place = _by_heap if n_bins < FEW_BINS else _by_rounds
     ranked = np.concatenate(
         [place(c[:n], loads), np.arange(len(c) - n, dtype=np.int32) % np.int32(n_bins)]
     )
     bins[order] = ranked
-    # Where the free choice keeps the capacity it is also the choice under the capacity, and cheaper
-    # to find.
+    # A choice without the capacity that keeps it is also the choice with it, and cheaper to find.
     if (
         capacity
         and sizes is not None
@@ -85,8 +84,8 @@ def lpt(
 
 
 def _with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Items as they come, by falling cost; those that cost nothing count a little, or they would
-    all go into one bin.
+    """Place items by falling cost. Items without cost count a little, or they would all go into one
+    bin.
     """
     crowded = _by_heap_with_room if len(loads) < FEW_BINS else _by_rounds_with_room
     return crowded(np.maximum(c, max(float(c[0]), 1.0) * 2.0**-40), s, loads, room)
@@ -95,8 +94,8 @@ def _with_room(c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray
 def settle(
     bins: np.ndarray, costs: np.ndarray, sizes: np.ndarray, n_bins: int, capacity: int
 ) -> np.ndarray:
-    """Bins of a method that overflowed some: the cheapest of a bin that is too full go to the
-    lightest bin with room.
+    """Return the bins of a method that overflowed some: the cheapest items of an overfull bin go to
+    the lightest bin with room.
     """
     order = by_falling(costs)
     order = order[by_key(bins[order] + 1, n_bins + 1)]  # NOWHERE comes first
@@ -131,7 +130,7 @@ def _by_rounds(c: np.ndarray, loads: np.ndarray) -> np.ndarray:
     bins, at, rounds = np.empty(len(c), np.int32), 0, 0
     while at < len(c):
         rounds += 1
-        # loads so uneven that only few bins take what is left
+        # loads so uneven that only few bins take the rest
         if rounds > FEW_ROUNDS and at < WORTH_A_ROUND * rounds:
             bins[at:] = _by_heap(c[at:], loads)
             break
@@ -171,7 +170,7 @@ def _by_heap_with_room(
 def _by_rounds_with_room(
     c: np.ndarray, s: np.ndarray, loads: np.ndarray, room: np.ndarray
 ) -> np.ndarray:
-    """As ``_by_rounds``, over the bins that have room for the round's first item.
+    """Place like ``_by_rounds``, over the bins that have room for the round's first item.
 
     A fuller bin may have room for a smaller item of the same round and be lighter; it waits for the
     next round. Ending the round there instead took 16 times as many rounds (262k items) and won
@@ -181,7 +180,7 @@ def _by_rounds_with_room(
     smallest = np.minimum.accumulate(s[::-1])[::-1]
     alive = np.arange(len(loads))
     while at < len(c):
-        alive = alive[room[alive] >= smallest[at]]  # too full for all that is to come
+        alive = alive[room[alive] >= smallest[at]]  # too full for all later items
         order = alive[room[alive] >= s[at]]
         order = order[np.argsort(loads[order], kind="stable")][: len(c) - at]
         if not len(order):
@@ -209,8 +208,8 @@ def pack_inside(
     capacity: int = 0,
     tight: bool = False,
 ) -> np.ndarray:
-    """LPT into ``n_bins`` bins inside every parent at once: round r places the r-th item of each
-    parent that has one.
+    """Place by LPT into ``n_bins`` bins in every parent at once: round r places the r-th item of
+    each parent that has one.
 
     ``tight``: by falling size into the fullest bin with room, for parents that are almost full.
     """
@@ -244,8 +243,8 @@ def pack_inside(
 def _choose(
     load: np.ndarray, room: np.ndarray, k: int, size: np.ndarray, tight: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The lightest (or tightest) bin with room of each of the first k parents; where ``found`` is
-    False there is none.
+    """Return the lightest (or tightest) bin with room of each of the first k parents. There is none
+    where ``found`` is False.
     """
     score = room if tight else load
     if len(load) >= MANY_BINS:
@@ -270,12 +269,12 @@ def fill_up(
     capacity: int,
     most: float,
 ) -> np.ndarray:
-    """Bins as full as they get, of items ``left`` (by falling size): bin of each, NOWHERE for those
-    that are not taken.
+    """Fill bins as far as possible with items ``left`` (by falling size). Return the bin of each,
+    NOWHERE for items that are not taken.
 
-    In every round each bin takes the largest item left that it has room for, none costing more than
-    ``most`` in all. Long items end up together, so that bins hold as much work as bins of this
-    capacity can.
+    In every round each bin takes the largest item left that it has room for; no bin costs more than
+    ``most`` in total. Long items are placed together, so that bins hold as much work as bins of
+    this capacity can.
     """
     bins, room, slack = (
         np.arange(n_bins),
@@ -283,7 +282,7 @@ def fill_up(
         np.full(n_bins, most),
     )
     size, cost = sizes[left], costs[left]
-    # the dearest from here on: it falls like the sizes
+    # the most expensive from this item on: it falls like the sizes
     small, cheap = (-size, -np.maximum.accumulate(cost[::-1])[::-1])
     taken, at = np.full(len(left), NOWHERE, np.int32), np.arange(len(left))
     while len(at):
@@ -299,11 +298,11 @@ def fill_up(
             if wants.any()
             else _sure_rounds(room, slack, int(size[at[0]]), -float(cheap[at[0]]), len(at))
         )
-        if rounds > 1:  # all take what comes next
+        if rounds > 1:  # all bins take the next items
             order, pick = np.arange(len(bins)), np.arange(rounds * len(bins)).reshape(rounds, -1)
         else:
             order = np.argsort(wants, kind="stable")
-            # where two want one, the next
+            # if two want one item, the second takes the next
             pick = np.maximum.accumulate(wants[order] - np.arange(len(bins))) + np.arange(len(bins))
             order, pick = order[pick < len(at)], pick[None, pick < len(at)]
         taken[at[pick]] = bins[order]
@@ -314,17 +313,17 @@ def fill_up(
 
 
 def _sure_rounds(room: np.ndarray, slack: np.ndarray, size: int, cost: float, n_items: int) -> int:
-    """Rounds in which every bin has room for the next item, when none is larger or dearer than
-    this: 1 at least.
+    """Return the number of rounds in which every bin has room for the next item, if none is larger
+    or more expensive than this; at least 1.
     """
     by_size = int(room.min()) // size if size else n_items
-    # a little less: slack is rounded as it shrinks
+    # a little less: slack is rounded when it shrinks
     by_cost = int(min(0.999 * float(slack.min()) / cost, n_items)) if cost else n_items
     return max(1, min(n_items // len(room), by_size, by_cost))
 
 
 def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Bins of consecutive items, a new one whenever the next item does not fit."""
+    """Return bins of consecutive items, a new bin whenever the next item does not fit."""
     ends = np.cumsum(sizes).tolist()
     cuts, at, base = [0], 0, 0
     while at < len(ends):
@@ -338,7 +337,7 @@ def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 def next_fit_inside(
     parent: np.ndarray, sizes: np.ndarray, n_parents: int, capacity: int
 ) -> np.ndarray:
-    """``next_fit`` inside every parent, in arrival order; one search per bin number for all
+    """Apply ``next_fit`` in every parent, in arrival order, with one search per bin number for all
     parents.
     """
     order = by_key(parent, n_parents)
@@ -346,7 +345,7 @@ def next_fit_inside(
     stop = np.cumsum(counts)
     at = stop - counts
     ends = np.concatenate([[0], np.cumsum(sizes[order])])
-    opens = np.zeros(len(order) + 1, np.int32)  # where a new bin begins
+    opens = np.zeros(len(order) + 1, np.int32)  # first items of bins
     while (going := at < stop).any():
         at = np.where(
             going,
@@ -366,10 +365,11 @@ def next_fit_inside(
 
 
 def best_fit(sizes: np.ndarray, n_bins: int, capacity: int, *, lowest: bool = False) -> np.ndarray:
-    """By falling size into the fullest bin with room: packs tightest (fill .995) and balances
+    """Place by falling size into the fullest bin with room: packs tightest (fill .995) and balances
     worst, the last resort.
 
-    Of bins with equal room that which came to it last, or the ``lowest``, as ``pack_inside`` does.
+    Of bins with equal room it takes the one that reached it last, or the ``lowest``, as
+    ``pack_inside`` does.
     """
     order = by_falling(sizes.astype(np.float64))
     bins = np.full(len(sizes), NOWHERE, np.int32)

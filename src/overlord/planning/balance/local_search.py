@@ -1,8 +1,7 @@
-"""Local search: items exchanged between heavy and light rows, after a packing that left them
-uneven.
+"""Local search: exchange of items between heavy and light rows after an uneven packing.
 
-Every round looks at many pairs of rows at once and every choice is the first of the best, so it is
-the same on every machine.
+Every round examines many pairs of rows at once, and every choice is the first of the best. So the
+result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import numpy as np
 from overlord.array_order import by_key
 from overlord.planning.balance import binpack
 
-# of the local search; eight samples a rank need up to 40 to come within 0.1 percent
+# rounds; eight samples a rank need up to 40 to come within 0.1 percent
 SWAP_ROUNDS = 64
-SWAP_LAST = 16  # exchanges of the heaviest row alone, when the rounds find no more
-SWAP_MISSES = 8  # rounds in a row without an exchange
-# exchanges looked at in a round: few rows at a time where rows are long, which need it least
+SWAP_LAST = 16  # exchanges of the heaviest row alone, after the rounds find no more
+SWAP_MISSES = 8  # consecutive rounds without an exchange
+# exchanges examined in a round: few rows at a time if rows are long, since those need it least
 SWAP_CELLS = 1 << 18
-# of a row that are looked at, the dearest: with an empty place two rows of them are SWAP_CELLS
-# exchanges
+# items of a row that are examined, the most expensive; with an empty place, two such rows have
+# SWAP_CELLS exchanges
 SWAP_ITEMS = 511
 
 
@@ -33,12 +32,12 @@ def even_out(
     capacity: int = 0,
     moves: bool = True,
 ) -> np.ndarray:
-    """Local search: rows heavier than ``aim`` swap an item with a light row (or give one away)
-    until none is, or nothing helps.
+    """Let rows heavier than ``aim`` swap an item with a light row (or give one away) until none is
+    heavier, or no exchange helps.
 
-    A round pairs the heaviest rows with the lightest, after rounds without an exchange with the
-    next lightest, and takes, for every pair, the exchange that comes nearest to the middle. A row
-    keeps within ``capacity``.
+    A round pairs the heaviest rows with the lightest; after rounds without an exchange, with the
+    next lightest. For every pair it takes the exchange that comes nearest to the middle. A row
+    stays within ``capacity``.
     """
     loads = np.bincount(rows, weights=costs, minlength=n_rows)
     if n_rows < 2 or not len(rows) or loads.max() <= aim:
@@ -57,7 +56,7 @@ def even_out(
             break
         light = order[::-1][(np.arange(len(heavy)) + missed * len(heavy)) % (n_rows // 2)]
         missed = 0 if _swap(held, c, s, loads, room, heavy, light) else missed + 1
-    for _ in range(SWAP_LAST):  # those that found no partner: with the best of many
+    for _ in range(SWAP_LAST):  # rows without a partner: with the best of many
         heaviest = int(loads.argmax())
         light = np.argsort(loads, kind="stable")[
             : max(1, min(n_rows // 2, SWAP_CELLS // (8 * width * width)))
@@ -72,8 +71,8 @@ def even_out(
 
 
 def _held(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool) -> np.ndarray:
-    """The items of every row, of a long row the dearest, in stream order; ``len(rows)`` stands for
-    none, once at least for moves.
+    """Return the items of every row, in stream order; of a long row the most expensive.
+    ``len(rows)`` means none, at least once if ``moves``.
     """
     counts = np.bincount(rows, minlength=n_rows)
     order = by_key(rows, n_rows)
@@ -89,7 +88,7 @@ def _held(rows: np.ndarray, costs: np.ndarray, n_rows: int, moves: bool) -> np.n
 
 
 def _number(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... up to each count, one after another."""
+    """Return 0, 1, ... up to each count, concatenated."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
@@ -104,8 +103,8 @@ def _swap(
     *,
     one: bool = False,
 ) -> bool:
-    """The best exchange of every pair (heavy, light), or of all pairs, done in place; whether there
-    was any.
+    """Apply the best exchange of every pair (heavy, light), or of all pairs, in place. Return
+    whether there was one.
     """
     a, b = held[heavy], held[light]
     gap = (loads[heavy] - loads[light])[:, None, None]

@@ -1,6 +1,4 @@
-"""Balance methods: each is one function from costs to bins. ``register_balance`` adds yours beside
-them.
-"""
+"""Balance methods: each is one function from costs to bins. ``register_balance`` adds yours."""
 
 from __future__ import annotations
 
@@ -21,14 +19,16 @@ BalanceFn = Callable[[np.ndarray, int, int, np.ndarray], np.ndarray]
 
 
 def greedy(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """LPT: dearest first into the lightest bin with room. Within 0.7 % of the bound from 16 samples
-    a bin on.
+    """LPT: most expensive first into the lightest bin with room. Within 0.7 % of the bound from 16
+    samples a bin on.
     """
     return binpack.lpt(costs, n_bins, capacity, sizes)
 
 
 def zigzag(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """Dearest first, to and fro over the bins: equal counts, worse balance. Knows no capacity."""
+    """Place the most expensive first, back and forth over the bins: equal counts, worse balance.
+    Capacity is ignored.
+    """
     r = np.arange(len(costs)) % (2 * n_bins)
     bins = np.empty(len(costs), np.int32)
     bins[binpack.by_falling(costs)] = np.where(r < n_bins, r, 2 * n_bins - 1 - r)
@@ -36,17 +36,17 @@ def zigzag(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> 
 
 
 def none(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """Round robin in stream order."""
+    """Place items round robin, in stream order."""
     return (np.arange(len(costs)) % n_bins).astype(np.int32)
 
 
 def karmarkar_karp(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """Largest differencing. Knows no capacity; equals LPT wherever the dearest item sticks out
-    (offered for parity with the paper).
+    """Largest differencing. It ignores the capacity, and equals LPT if the most expensive item
+    dominates (offered for parity with the paper).
 
-    A partial solution keeps its sums that are not zero, rising, as (sum, node). Joining two pairs
-    the largest sums of one with the smallest of the other; a node remembers the two it was made of,
-    and the tree is walked back at the end.
+    A partial solution keeps its non-zero sums, rising, as (sum, node). Joining two solutions pairs
+    the largest sums of one with the smallest of the other. A node stores the two nodes it was made
+    of, and the tree is walked back at the end.
     """
     n = len(costs)
     left, right = [-1] * n, [-1] * n
@@ -59,7 +59,7 @@ def karmarkar_karp(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndar
         if len(b) > len(a):
             a, b = b, a
         zeros = n_bins - len(a)
-        # b's smallest sums meet a's smallest; the others meet zeros
+        # b's smallest sums are paired with a's smallest; the others with zeros
         paired = max(0, len(b) - zeros)
         fresh = b[paired:]
         for (x, p), (y, q) in zip(a[:paired], reversed(b[:paired]), strict=True):
@@ -89,12 +89,13 @@ METHODS: Mapping[str, BalanceFn] = MappingProxyType(_METHODS)
 def register_balance(
     name: str, fn: Callable[..., np.ndarray], *, capacity_aware: bool = True
 ) -> None:
-    """Make a method known as ``name``.
+    """Register a method as ``name``.
 
-    ``fn(costs, n_bins, capacity, sizes) -> bins``: 0..n_bins-1 for every item, -1 where nothing has
-    room; a capacity of 0 is none. ``capacity_aware=False``: ``fn(costs, n_bins) -> bins``. Whatever
-    a method does, the capacity is kept: what it puts into a full bin goes to the lightest bin with
-    room. Give the same answer to the same arrays, on every machine: no chance, no clock.
+    ``fn(costs, n_bins, capacity, sizes) -> bins``: 0..n_bins-1 for every item, -1 if no bin has
+    room; a capacity of 0 means none. ``capacity_aware=False``: ``fn(costs, n_bins) -> bins``. The
+    capacity is kept whatever a method does: items in a full bin move to the lightest bin with room.
+    The function must return the same result for the same arrays on every machine: no randomness, no
+    clock.
     """
     if not isinstance(name, str) or not name or not callable(fn):
         raise PlanError(
@@ -133,8 +134,8 @@ def method_named(name: str) -> BalanceFn:
 def bins_by(
     name: str, costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray
 ) -> np.ndarray:
-    """What a method says, checked, since methods are the user's own code; what overflows is settled
-    elsewhere if it can be.
+    """Return the checked bins of a method, which may be user code. Items of overfull bins move to
+    others if possible.
     """
     fn: Any = method_named(name)
     if not len(costs):
@@ -161,7 +162,7 @@ def bins_by(
 
 
 def fits(bins: np.ndarray, sizes: np.ndarray, n_bins: int, capacity: int) -> bool:
-    """Every item has a bin, and no bin holds more than the capacity."""
+    """Return whether every item has a bin, and no bin holds more than the capacity."""
     if not len(bins):
         return True
     return int(bins.min()) >= 0 and (

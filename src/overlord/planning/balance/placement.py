@@ -1,4 +1,4 @@
-"""Ways to place: from a problem and a number of microbatches to a placement, or None where the
+"""Ways to place: from a problem and a number of microbatches to a placement, or None if the
 capacity is not kept.
 
 They differ in what they level: bucket totals first (two-level), all bins at once (flat), one
@@ -20,23 +20,17 @@ from overlord.planning.balance.local_search import even_out
 from overlord.planning.balance.methods import bins_by, fits, loads_of, none
 from overlord.planning.balance.spread import cut_inside, even_marks, none_empty, spread
 
-LEVEL = 1.0005  # over the bound: good enough to stop searching
+LEVEL = 1.0005  # over the bound: good enough to stop the search
 NEAR = 4  # microbatches above the least number that are tried one by one
-MUCH = (
-    1 << 25
-    # items times indices; above this indices are not filled one by one, which takes more than
-    # seconds
-)
-MANY = (
-    1 << 16
-    # items; above this the last percent of the room is not searched for: one microbatch more costs
-    # less
-)
+# items times indices above which indices are not filled one by one: that takes more than seconds
+MUCH = 1 << 25
+# items above which the last percent of the room is not searched: one microbatch more costs less
+MANY = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placement:
-    """Bucket and microbatch of every item, and by which way they were found."""
+    """Bucket and microbatch of every item, and the way that found them."""
 
     bucket: np.ndarray  # int32
     microbatch: np.ndarray  # int32
@@ -46,8 +40,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingProblem:
-    """Items to place into ``n_buckets`` x M bins of ``capacity``; M is at least ``microbatches``
-    and grows until all fits.
+    """Items to place into ``n_buckets`` x M bins of ``capacity``. M is at least ``microbatches``
+    and grows until all items fit.
     """
 
     costs: np.ndarray  # float64, none negative
@@ -60,14 +54,14 @@ class PackingProblem:
     # float64: a second size of every item, against memory_capacity
     memory: np.ndarray | None = None
     memory_capacity: float = 0.0
-    # sub-draw of every item, rising: what keep_order keeps together
+    # sub-draw of every item, rising: keep_order keeps it together
     substep: np.ndarray | None = None
-    # where M grows anyway, one microbatch more than needed may be taken if that levels the ranks
+    # if M grows anyway, one more microbatch than needed is allowed if it levels the ranks
     spare: bool = True
 
     def least_microbatches(self) -> int:
-        """No placement needs fewer: all tokens must fit, and items above half the capacity share no
-        bin.
+        """Return a number of microbatches that every placement needs: all tokens must fit, and
+        items above half the capacity share no bin.
         """
         if not self.capacity or not len(self.sizes):
             return self.microbatches
@@ -76,13 +70,13 @@ class PackingProblem:
         return max(self.microbatches, by_tokens, by_large)
 
     def may_add(self, m: int) -> bool:
-        """Whether m microbatches may become m + 1 without need: never beyond the number that was
-        asked for, if that holds the draw.
+        """Return whether m microbatches may become m + 1 without need: never beyond the requested
+        number, if that holds the draw.
         """
         return self.spare and self.capacity > 0 and m > self.microbatches
 
     def bound(self) -> float:
-        """No heaviest bucket is lighter: the mean, or the dearest item."""
+        """Return a lower bound of the heaviest bucket: the mean, or the most expensive item."""
         return max(binpack.total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
 
 
@@ -90,10 +84,11 @@ Way = Callable[[PackingProblem, int], Placement | None]
 
 
 def first(p: PackingProblem, ways: Iterable[Way]) -> Placement:
-    """The first way that keeps the capacity, with as few microbatches as any of them needs.
+    """Return the placement of the first way that keeps the capacity, with as few microbatches as
+    any of them needs.
 
-    Far above the least number, as with many items of just over a third of the capacity, M is
-    searched for by doubling and halving.
+    If that is far above the least number, as with many items of just over a third of the capacity,
+    M is searched by doubling and halving.
     """
     ways, failed, ahead = tuple(ways), p.least_microbatches() - 1, 1
     while (found := _at(p, ways, failed + ahead)) is None:
@@ -110,27 +105,29 @@ def _at(p: PackingProblem, ways: Iterable[Way], m: int) -> Placement | None:
 
 
 def heaviest(p: PackingProblem, found: Placement) -> float:
-    """Time of a step whose ranks meet once: the slowest rank."""
+    """Return the time of a step whose ranks wait for each other once: the slowest rank."""
     return float(loads_of(found.bucket, p.costs, p.n_buckets).max())
 
 
 def waited(p: PackingProblem, found: Placement) -> float:
-    """Time of a step whose ranks meet after every microbatch: the slowest of each index, summed."""
+    """Return the time of a step whose ranks wait after every microbatch: the sum of the slowest of
+    each index.
+    """
     flat = found.microbatch.astype(np.int64) * p.n_buckets + found.bucket
     loads = loads_of(flat, p.costs, p.n_buckets * found.n_microbatches).reshape(-1, p.n_buckets)
     return float(np.cumsum(loads.max(axis=1))[-1])
 
 
 def two_level(p: PackingProblem, m: int) -> Placement | None:
-    """Buckets by cost, then the microbatches of each bucket: the bucket totals come out within a
+    """Level buckets by cost, then the microbatches of each bucket: bucket totals differ by a
     fraction of a percent.
     """
     return _then_inside(p, buckets(p, m), m, "two-level")
 
 
 def whole(p: PackingProblem, m: int) -> Placement | None:
-    """One microbatch: ranks meet once a step, whatever the objective, and nothing is left to
-    cut.
+    """Place into one microbatch: ranks wait for each other once a step, whatever the objective, and
+    there is nothing to divide.
     """
     return two_level(p, m) if m == 1 else None
 
@@ -146,8 +143,8 @@ def _then_inside(p: PackingProblem, bucket: np.ndarray, m: int, way: str) -> Pla
 
 
 def buckets(p: PackingProblem, m: int) -> np.ndarray:
-    """Bucket of every item. With groups: first over groups, then inside each, which loses nothing
-    against one pass.
+    """Return the bucket of every item. With groups: first over groups, then in each, as level as
+    one pass.
     """
     room = m * p.capacity
     if p.group_size is None or p.group_size == p.n_buckets:
@@ -167,7 +164,9 @@ def buckets(p: PackingProblem, m: int) -> np.ndarray:
 
 
 def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
-    """Microbatches inside every bucket; a bucket that LPT cannot pack is packed tightly instead."""
+    """Return the microbatches in every bucket. A bucket that LPT cannot pack is packed tightly
+    instead.
+    """
     bins = nested(p, bucket, p.n_buckets, m, p.capacity)
     if not p.capacity:
         return bins
@@ -182,7 +181,7 @@ def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
     if not over.any():
         return bins
     redo, n_over = np.flatnonzero(over[bucket]), int(over.sum())
-    number = (np.cumsum(over) - 1)[bucket[redo]]  # overfull buckets, counted
+    number = (np.cumsum(over) - 1)[bucket[redo]]  # overfull buckets, numbered
     if m <= n_over:
         bins[redo] = binpack.pack_inside(
             number,
@@ -202,8 +201,8 @@ def _inside(p: PackingProblem, bucket: np.ndarray, m: int) -> np.ndarray | None:
 def nested(
     p: PackingProblem, parent: np.ndarray, n_parents: int, n_bins: int, capacity: int = 0
 ) -> np.ndarray:
-    """Bins inside every parent, by the method. Greedy does all parents in one sweep when they are
-    many and their bins few.
+    """Return bins in every parent, by the method. Greedy handles all parents in one sweep if they
+    are many and their bins few.
     """
     if n_bins == 1:
         return np.zeros(len(parent), np.int32)
@@ -218,20 +217,20 @@ def nested(
 
 
 def _rows_by(part: np.ndarray, n_parts: int) -> list[np.ndarray]:
-    """The items of every part, in stream order."""
+    """Return the items of every part, in stream order."""
     return np.split(by_key(part, n_parts), np.cumsum(np.bincount(part, minlength=n_parts))[:-1])
 
 
 def inside_round_robin(p: PackingProblem, m: int) -> Placement | None:
-    """Buckets in turn; only the microbatches of each are balanced."""
+    """Give items to buckets in turn; only the microbatches of each are balanced."""
     return _then_inside(
         p, none(p.costs, p.n_buckets, 0, p.sizes), m, "round robin, balanced inside"
     )
 
 
 def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> Placement:
-    """Keep stream order inside every bucket, cut evenly: by count where nothing is balanced, else
-    by size.
+    """Keep stream order in every bucket, divided evenly: by count if nothing is balanced, else by
+    size.
     """
     needed = (
         int(binpack.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity).max(initial=0)) + 1
@@ -253,22 +252,20 @@ def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> Placement:
 
 
 def runs(p: PackingProblem, m: int) -> np.ndarray:
-    """Cut the stream into m consecutive runs of about equal size, each with a sample for every
-    bucket if there are as many.
+    """Divide the stream into m consecutive runs of about equal size, each with a sample for every
+    bucket if there are enough.
     """
     marks = even_marks(p.sizes, np.array([len(p.sizes)]), m, by_count=False, least=p.n_buckets)
     return np.repeat(np.arange(m, dtype=np.int32), np.diff(marks[0]))
 
 
 def in_runs(p: PackingProblem, m: int) -> Placement | None:
-    """Microbatch k of all buckets together is the k-th run of the stream; only buckets are
-    chosen.
-    """
+    """Use the k-th run of the stream as microbatch k of all buckets; only buckets are chosen."""
     return _dealt(p, runs(p, m), m, "runs of the stream")
 
 
 def by_substep(p: PackingProblem) -> Placement:
-    """Microbatch k of all buckets together is sub-draw k; one that does not fit takes as many
+    """Use sub-draw k as microbatch k of all buckets. A sub-draw that does not fit takes as many
     microbatches as it needs.
     """
     assert p.substep is not None
@@ -290,8 +287,8 @@ def by_substep(p: PackingProblem) -> Placement:
 
 
 def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> Placement | None:
-    """Every index balanced over the buckets, its heaviest bin going to the bucket that has least so
-    far.
+    """Balance every index over the buckets; its heaviest bin goes to the bucket with the lowest
+    total so far.
     """
     bins = np.empty(len(slot), np.int64)
     for k, rows in enumerate(_rows_by(slot, m)):
@@ -304,8 +301,8 @@ def _dealt(p: PackingProblem, slot: np.ndarray, m: int, way: str) -> Placement |
 
 
 def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(bucket of every bin, total of every bucket) for loads by [index, bin]: poorest bucket,
-    heaviest bin of the index.
+    """Return (bucket of every bin, total of every bucket) for loads by [index, bin]: the lightest
+    bucket gets the heaviest bin of the index.
     """
     bucket_of, total = np.empty(loads.shape, np.int32), np.zeros(loads.shape[1])
     for k, row in enumerate(loads):
@@ -316,7 +313,9 @@ def _deal(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
-    """These items in one microbatch of every bucket: by the method, else greedily, else tightly."""
+    """Place these items in one microbatch of every bucket: by the method, else greedily, else
+    tightly.
+    """
     costs, sizes = p.costs[rows], p.sizes[rows]
     tries: Sequence[Callable[[], np.ndarray]] = (
         lambda: bins_by(p.method, costs, p.n_buckets, p.capacity, sizes),
@@ -329,17 +328,17 @@ def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
 
 
 def flat(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
-    """LPT over all bins at once."""
+    """Place by LPT over all bins at once."""
     return _arranged(
         p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once
     )
 
 
 def levelled(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
-    """Indices that cannot be low are filled with as much work as they hold; what is left is level
-    enough for LPT.
+    """Fill indices that cannot be low with as much work as they hold; the rest is level enough for
+    LPT.
 
-    Where LPT finds no room for what is left, more indices are filled up: that packs tighter.
+    If LPT finds no room for the rest, more indices are filled: that packs tighter.
     """
     if _hurried(p) and p.sizes.sum() > 0.99 * p.n_buckets * m * p.capacity:
         return None
@@ -364,9 +363,9 @@ class PartialPacking:
 def _filled(
     p: PackingProblem, m: int, before: PartialPacking | None = None, at_least: int = 0
 ) -> PartialPacking | None:
-    """One index after the other, as long as the dearest item left costs more than the mean bin: no
-    placement can make its index lower. None where so little went in that the indices left cannot
-    hold the rest, or where it would take too long.
+    """Fill one index after the other, as long as the most expensive item left costs more than the
+    mean bin: no placement can make its index lower. Return None if the remaining indices cannot
+    hold the rest, or if it would take too long.
     """
     if len(p.costs) * m > MUCH:
         return None
@@ -399,8 +398,8 @@ def _filled(
 def _with_the_rest(
     p: PackingProblem, m: int, filled: PartialPacking, start: np.ndarray | None = None
 ) -> np.ndarray:
-    """Bins of all items: those left by LPT into the indices that are not filled yet, whose bins
-    have ``start`` to begin with.
+    """Return the bins of all items. LPT places the items left into the indices that are not filled
+    yet, whose bins have the initial loads ``start``.
     """
     bins, left, first = filled.bins.copy(), np.sort(filled.left), filled.indices * p.n_buckets
     if len(left) and filled.indices < m:
@@ -410,17 +409,17 @@ def _with_the_rest(
 
 
 def alternating(p: PackingProblem, m: int) -> Placement | None:
-    """Intra and inter in turn, for ranks that meet at both: the least of slowest rank plus slowest
-    of every index.
+    """Alternate intra and inter, for ranks that wait at both: the least sum of the slowest rank and
+    the slowest of every index.
 
-    Either all bins at once, as for ranks that meet often, or with bucket totals in mind.
+    Either all bins at once, as for ranks that wait often, or with regard to bucket totals.
     """
     found = [f for f in (_with_totals(p, m), flat(p, m), levelled(p, m)) if f is not None]
     return min(found, key=lambda f: heaviest(p, f) + waited(p, f)) if found else None
 
 
 def _with_totals(p: PackingProblem, m: int) -> Placement | None:
-    """As levelled, but a bucket whose bins came out light gets more in its other microbatches."""
+    """Place as ``levelled``, but give a bucket with light bins more in its other microbatches."""
     n, filled = p.n_buckets, _filled(p, m)
     if filled is None:
         return None
@@ -447,7 +446,7 @@ def _numbered(
     way: str,
     once: bool,
 ) -> Placement:
-    """Indices for bins that have a bucket: heavy ones first in every bucket, so that the
+    """Assign indices to bins that have a bucket: heavy ones first in every bucket, so that the
     microbatches of an index are alike.
     """
     order = binpack.by_falling(loads)
@@ -462,19 +461,19 @@ def _numbered(
 
 
 def own_bins(p: PackingProblem, m: int, once: bool = False) -> Placement | None:
-    """All bins by a method that is not greedy."""
+    """Place all bins by a method that is not greedy."""
     bins = bins_by(p.method, p.costs, p.n_buckets * m, p.capacity, p.sizes)
     return _arranged(p, bins, m, f"bins of {p.method}", once)
 
 
 def own_bins_swapped(p: PackingProblem, m: int) -> Placement | None:
-    """As ``own_bins``, then bins swapped between buckets until those are level."""
+    """Place as ``own_bins``, then swap bins between buckets until those are level."""
     return own_bins(p, m, once=True)
 
 
 def better_flat(p: PackingProblem, m: int) -> Placement | None:
-    """All bins at once: the better of flat and levelled. With one microbatch ranks meet once a
-    step, whatever the objective.
+    """Place all bins at once: the better of flat and levelled. With one microbatch, ranks wait for
+    each other once a step, whatever the objective.
     """
     if m == 1:
         return whole(p, m) or tight(p, m)
@@ -485,8 +484,8 @@ def better_flat(p: PackingProblem, m: int) -> Placement | None:
 
 
 def tight(p: PackingProblem, m: int) -> Placement | None:
-    """For steps too full for two levels: all bins at once, then bins swapped between buckets until
-    those are level.
+    """Place steps that are too full for two levels: all bins at once, then swap bins between
+    buckets until those are level.
     """
     found = [f for f in (flat(p, m, once=True), levelled(p, m, once=True)) if f is not None]
     return min(found, key=lambda f: heaviest(p, f)) if found else _best_fit(p, m, once=True)
@@ -505,10 +504,11 @@ def _hurried(p: PackingProblem) -> bool:
 def _arranged(
     p: PackingProblem, bins: np.ndarray, m: int, way: str, once: bool = False
 ) -> Placement | None:
-    """Bins sorted by load and cut into microbatch indices, the heaviest of each going to the bucket
-    that has least so far.
+    """Sort bins by load and divide them into microbatch indices; the heaviest of each goes to the
+    bucket with the lowest total so far.
 
-    ``once``: ranks meet once a step, so bins may change their bucket whatever their index.
+    ``once``: ranks wait for each other once a step, so bins may change their bucket whatever their
+    index.
     """
     n = p.n_buckets
     if not fits(bins, p.sizes, n * m, p.capacity):

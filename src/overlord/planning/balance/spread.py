@@ -1,9 +1,8 @@
-"""Spread a step over its microbatches: even cuts of the stream, and no microbatch empty beside one
-that can give a sample.
+"""Distribution of a step over its microbatches: even runs of the stream, and no empty microbatch
+while another can give a sample.
 
-A cut keeps stream order. Its marks divide the items of a parent (a bucket, or the whole step)
-evenly by count or by size. Where a mark breaks the capacity it moves as little as the capacity
-demands.
+Runs keep stream order. Marks divide the items of a parent (a bucket, or the whole step) evenly by
+count or by size. A mark that breaks the capacity moves as little as the capacity demands.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from overlord.array_order import by_key, number_inside
 from overlord.planning.balance import binpack
 
-LITTLE = 0.005  # of the step: what samples in otherwise empty microbatches may cost
+LITTLE = 0.005  # share of the step that samples in otherwise empty microbatches may cost
 
 
 def cut_inside(
@@ -27,11 +26,11 @@ def cut_inside(
     capacity: int = 0,
     by_count: bool,
 ) -> np.ndarray:
-    """Return the bin of every item: consecutive items of each parent, cut evenly into ``n_bins``
-    bins.
+    """Return the bin of every item: consecutive items of each parent, divided evenly into
+    ``n_bins`` bins.
 
-    ``n_bins`` must be at least what next fit needs in every parent. A capacity of 0 is none. A
-    parent with at least ``n_bins`` items has no empty bin; in a parent with fewer, every item has a
+    ``n_bins`` must be at least what next fit needs in every parent. A capacity of 0 means none. A
+    parent with at least ``n_bins`` items has no empty bin. In a parent with fewer, every item has a
     bin of its own.
     """
     order, counts = by_key(parent, n_parents), np.bincount(parent, minlength=n_parents)
@@ -54,11 +53,10 @@ def cut_inside(
 def even_marks(
     size: np.ndarray, counts: np.ndarray, n_bins: int, *, by_count: bool, least: int = 1
 ) -> np.ndarray:
-    """Return where each bin of each parent begins among the parent's items: int64 [parents, n_bins
-    + 1].
+    """Return the first item of each bin in each parent: int64 [parents, n_bins + 1].
 
-    ``size`` holds the items parent by parent. Every bin gets at least ``least`` items; where these
-    do not suffice, equal counts.
+    ``size`` holds the items parent by parent. Every bin gets at least ``least`` items; if there are
+    too few, counts are equal.
     """
     k, n = np.arange(n_bins + 1), counts[:, None]
     equal = k * (n // n_bins) + np.minimum(k, n % n_bins)
@@ -77,11 +75,11 @@ def even_marks(
 
 
 def _within(ends: list[int], marks: list[int], capacity: int) -> list[int]:
-    """Move the marks of one parent as little as the capacity demands; ``ends`` has its running size
+    """Move the marks of one parent as little as the capacity demands. ``ends`` has its running size
     from 0 on.
     """
     n, m = len(ends) - 1, len(marks) - 1
-    low = [0] * m + [n]  # no bin k may begin earlier, or the rest does not fit
+    low = [0] * m + [n]  # an earlier start of bin k leaves no room for the rest
     for k in range(m - 1, 0, -1):
         low[k] = bisect_left(ends, ends[low[k + 1]] - capacity, 0, low[k + 1])
     found = [0] * m + [n]
@@ -101,11 +99,11 @@ def spread(
     m: int,
     bound: float | None = None,
 ) -> np.ndarray:
-    """Return microbatches of which none is empty beside one of the same bucket that holds several
+    """Return microbatches of which none is empty while another of the same bucket holds several
     samples.
 
-    Bucket totals stay as they are. ``bound``: the time of a step whose ranks meet after every
-    microbatch. A sample then moves only where it makes no index slower, or all indices together by
+    Bucket totals stay as they are. ``bound``: the time of a step whose ranks wait after every
+    microbatch. A sample then moves only if it makes no index slower, or all indices together by
     LITTLE of the step at most.
     """
     bins, limit = bucket.astype(np.int64) * m + microbatch, None
@@ -125,8 +123,8 @@ def none_empty(
 ) -> np.ndarray:
     """Give empty bins a sample of their parent: the cheapest that does not leave its own bin empty.
 
-    ``bins`` counts through the parents: bin b of parent p is ``p * n_bins + b``. One item fits any
-    bin, so no capacity is broken. ``limit``: bin b of any parent takes no item dearer than
+    ``bins`` counts over the parents: bin b of parent p is ``p * n_bins + b``. One item fits any
+    bin, so no capacity is broken. ``limit``: bin b of any parent takes no item more expensive than
     ``limit[b]``.
     """
     counts = np.bincount(bins, minlength=n_parents * n_bins)
@@ -137,14 +135,15 @@ def none_empty(
     order = binpack.by_falling(costs)
     order = order[by_key(bins[order], n_parents * n_bins)]
     spare = gives[bins[order] // n_bins]
-    spare[(np.cumsum(counts) - counts)[counts > 0]] = False  # the dearest of each bin stays
+    # the most expensive item of each bin stays
+    spare[(np.cumsum(counts) - counts)[counts > 0]] = False
     items = np.sort(order[spare])
     items = items[binpack.by_falling(costs[items])[::-1]]
     parent = bins[items] // n_bins
     nth, wanted = number_inside(parent, n_parents), empty.sum(axis=1)
     taken = nth < wanted[parent]
     items, parent, nth = items[taken], parent[taken], nth[taken]
-    # the cheapest go where most is allowed
+    # the cheapest go to the bins with the highest limits
     column = np.arange(n_bins) if limit is None else binpack.by_falling(limit)
     nth_empty = np.argsort(~empty[:, column], axis=1, kind="stable")
     bin_of = column[nth_empty[parent, nth]]

@@ -1,12 +1,12 @@
-"""Cost functions: what a sample costs to compute, from its metadata.
+"""Cost functions: the compute cost of a sample, from its metadata.
 
 A cost function takes a mapping of metadata columns and returns one float64 array: ``cost({"tokens":
-lengths})``. Only ratios matter. All of these use one rounding per operation and nothing of a maths
-library, so costs, and with them plans, are equal on every machine. Costs can be added and scaled:
+lengths})``. Only ratios matter. The library's functions use one rounding per operation and no maths
+library. So costs, and with them plans, are equal on every machine. Costs can be added and scaled:
 ``cost.llama_12b + cost.vit_2b``, ``3 * cost.tokens``.
 
-Yours may be any function, also by a name (``register_cost``); give it a ``fingerprint`` if its
-parameters change, and a ``unit`` of ``"s"`` if it tells seconds.
+Yours may be any function, also by a name (``register_cost``). Give it a ``fingerprint`` if its
+parameters change, and a ``unit`` of ``"s"`` if it returns seconds.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _REGISTERED: dict[str, CostFn] = {}
 
 
 def register_cost(name: str, fn: CostFn) -> None:
-    """Make ``fn(columns) -> one number each`` known as ``name``, for ``.cost(name)``."""
+    """Register ``fn(columns) -> one number each`` as ``name``, for ``.cost(name)``."""
     if not isinstance(name, str) or not name or not callable(fn):
         raise PlanError(f"register_cost: expected a name and a function, got {name!r} and {fn!r}")
     if name in _BUILT_IN:
@@ -90,7 +90,7 @@ def register_cost(name: str, fn: CostFn) -> None:
 
 
 def named(cost: CostFn | str) -> CostFn:
-    """A cost by its name, or the function itself."""
+    """Return a cost by its name, or the function itself."""
     if callable(cost):
         return cost
     known = {**_BUILT_IN, **_REGISTERED}
@@ -104,7 +104,7 @@ def named(cost: CostFn | str) -> CostFn:
 def asked(
     cost: CostFn | str, columns: Mapping[str, Column], n: int, what: str = "cost"
 ) -> np.ndarray:
-    """What a cost says of n nodes, checked: it is the user's own code."""
+    """Return the checked costs of n nodes from a function, which may be user code."""
     fn, name = named(cost), getattr(cost, "__name__", None) or repr(cost)
     if problem := cannot_take(fn, ("columns",)):
         raise PlanError(f"{what}: {problem}")
@@ -118,7 +118,5 @@ def asked(
     if numbers.shape != (n,):
         raise PlanError(f"{what} function {name}: expected {n} numbers, got shape {numbers.shape}")
     if n and not (np.isfinite(numbers).all() and numbers.min() >= 0):
-        raise PlanError(
-            f"{what} function {name} gave a number that is negative, infinite or none at all"
-        )
+        raise PlanError(f"{what} function {name} gave a number that is negative, infinite or NaN")
     return numbers

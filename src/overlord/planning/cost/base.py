@@ -1,6 +1,4 @@
-"""What every cost function can do: be called on metadata columns, be added, be scaled, tell its
-unit and its fingerprint.
-"""
+"""Base of cost functions: call on metadata columns, addition, scaling, unit and fingerprint."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ CostFn = Callable[[Mapping[str, Any]], np.ndarray]
 
 
 class Cost:
-    """``2 * a + b`` is a cost too: a backbone and its encoder in one plan, forward and backward, a
-    slower card.
+    """A cost function. ``2 * a + b`` is a cost, too: a backbone and its encoder in one plan,
+    forward and backward, a slower card.
     """
 
     __slots__ = ()
-    unit: str  # "s", "FLOPs", "tokens", or "" where only ratios mean something
+    unit: str  # "s", "FLOPs", "tokens", or "" if only ratios have a meaning
 
     def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
         raise NotImplementedError
@@ -49,18 +47,18 @@ class Cost:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal costs, in every process: what the cost is made of, as text."""
+        """Text of the cost's parameters: equal for equal costs, in every process."""
         return repr(self)
 
     @property
     def title(self) -> str:
-        """For people, who know a model by a few of its numbers."""
+        """Short text, with the few numbers by which people know a model."""
         return repr(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Sum(Cost):
-    """Costs of one sample that are paid one after the other, in one unit."""
+    """The sum of several costs of one sample, in one unit."""
 
     parts: tuple[CostFn, ...]
 
@@ -105,14 +103,14 @@ class Scaled(Cost):
         return unit_of(self.of)
 
     def __repr__(self) -> str:
-        # every digit: plans follow it
+        # every digit, since plans depend on it
         inner, factor = (fingerprint_of(self.of), repr(self.factor).removesuffix(".0"))
         return f"{factor} * ({inner})" if isinstance(self.of, Sum) else f"{factor} * {inner}"
 
 
 @dataclass(frozen=True, slots=True)
 class LengthCost(Cost):
-    """``linear * length + square * length ** 2``. On a ragged column (images) it is the sum over a
+    """``linear * length + square * length ** 2``. For a ragged column (images) it is the sum over a
     sample's items.
     """
 
@@ -132,8 +130,8 @@ class LengthCost(Cost):
 def over_lengths(
     columns: Mapping[str, Any], name: str, cost_of: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """A cost of each length of a metadata column; of a ragged one, summed over the items of every
-    sample.
+    """Return the cost of each length of a metadata column; for a ragged one, the sum over the items
+    of every sample.
     """
     if not isinstance(columns, Mapping):
         raise PlanError(
@@ -160,7 +158,7 @@ def unit_of(fn: CostFn) -> str:
 
 
 def fingerprint_of(fn: CostFn) -> str:
-    """A cost of yours may have a ``fingerprint``; without one it is known by its name."""
+    """Return the ``fingerprint`` of a cost, or its name if it has none."""
     mine = getattr(fn, "fingerprint", None)
     return (
         str(mine)

@@ -1,12 +1,12 @@
-"""A cost from measured times: what a microbatch takes, by the lengths of its documents.
+"""Fit of a cost to measured times of microbatches, by the lengths of their documents.
 
     measured = cost.fit([[512] * 8, [4096], [64] * 64, [2048, 1024], [8192]], [0.045, 0.050, 0.043,
     0.036, 0.112])
 
 Least squares of the relative error over ``linear * sum(len) + square * sum(len ** 2) + constant``,
 none of them negative. The sums are exact before they are rounded (``math.fsum``) and the equations
-are solved in fractions, so that a fit made again on another machine gives the same cost and the
-same plans.
+are solved in fractions. So a fit repeated on another machine gives the same cost and the same
+plans.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from overlord.errors import PlanError
 from overlord.planning.cost.base import Cost, over_lengths
 
 TERMS = ("the tokens of a microbatch", "the squares of its lengths", "the constant")
-LEAST = 4  # one more than there are coefficients
-# of a column's square that the others must leave unexplained; the measurements of
+LEAST = 4  # one more than the number of coefficients
+# share of a column's square that the others must leave unexplained; the measurements of
 # tests/unit/test_cost.py leave 0.17
 APART = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted(Cost):
-    """Seconds of a document: ``linear * length + square * length ** 2``. ``constant`` is paid once
-    a microbatch, by every rank alike: it changes no plan, and is told for predictions. Errors are
+    """Seconds of a document: ``linear * length + square * length ** 2``. Every rank pays
+    ``constant`` once per microbatch: it changes no plan, and is kept for predictions. Errors are
     relative, over the measurements.
     """
 
@@ -54,7 +54,7 @@ class Fitted(Cost):
         )
 
     def seconds(self, lengths: Any) -> float:
-        """Of one microbatch with documents of these lengths."""
+        """Return the seconds of one microbatch with documents of these lengths."""
         a, b, one = _terms(lengths)
         return self.linear * a + self.square * b + self.constant * one
 
@@ -62,11 +62,11 @@ class Fitted(Cost):
 def fit(
     samples: Sequence[Any], seconds: Sequence[float] | np.ndarray, *, column: str = "tokens"
 ) -> Fitted:
-    """From microbatches, as arrays of lengths or as mappings of columns, and what each took, in
-    seconds.
+    """Fit a cost to microbatches, given as arrays of lengths or as mappings of columns, and their
+    times in seconds.
 
-    Measure microbatches that differ in tokens and in how these are cut into documents: 64 short
-    ones, a few long ones, one as long as the context. Take the median of some runs after a warm-up.
+    Measure microbatches that differ in tokens and in the lengths of their documents: 64 short ones,
+    a few long ones, one as long as the context. Take the median of some runs after a warm-up.
     """
     if not all(hasattr(given, "__len__") for given in (samples, seconds)):
         raise PlanError(
@@ -77,7 +77,9 @@ def fit(
     try:
         times = [float(t) for t in seconds]
     except (TypeError, ValueError) as e:
-        raise PlanError(f"cost.fit: a time is no number: {e}; expected seconds above 0") from None
+        raise PlanError(
+            f"cost.fit: a time is not a number: {e}; expected seconds above 0"
+        ) from None
     if len(rows) != len(times):
         raise PlanError(f"cost.fit: {len(rows)} microbatches and {len(times)} times")
     if bad := [t for t in times if not 0 < t < math.inf]:
@@ -96,7 +98,7 @@ def fit(
     ]
     _check_apart(gram)
     found = [float(x) / s for x, s in zip(_not_negative(table, gram), scale, strict=True)]
-    # added one by one: what sum() gives depends on the version of Python
+    # added one by one: the result of sum() depends on the version of Python
     linear, square, constant = found
     errors = [
         abs((linear * a + square * b + constant * one) / t - 1)
@@ -133,26 +135,26 @@ def _terms(lengths: Any) -> tuple[float, float, float]:
             f"cost.fit: expected the lengths of a microbatch's documents, got {lengths!r:.80}"
         ) from None
     if not len(length) or not (np.isfinite(length).all() and length.min() >= 0):
-        raise PlanError("cost.fit: a microbatch has no documents, or one whose length is no length")
+        raise PlanError("cost.fit: a microbatch has no documents, or one without a valid length")
     return math.fsum(length.tolist()), math.fsum((length * length).tolist()), 1.0
 
 
 def _check_apart(gram: list[list[Fraction]]) -> None:
-    """Refuse measurements from which the terms cannot be told apart."""
+    """Raise for measurements from which the terms cannot be separated."""
     for i, term in enumerate(TERMS):
         others = [j for j in range(3) if j != i]
         explained = _determinant(gram, others) * gram[i][i]
         if explained == 0 or _determinant(gram, [0, 1, 2]) / explained < APART:
             raise PlanError(
-                f"cost.fit: {term} cannot be told apart from the rest in these measurements",
-                remedy="measure microbatches of different tokens, each cut into short and into "
+                f"cost.fit: {term} cannot be separated from the rest in these measurements",
+                remedy="measure microbatches of different tokens, each divided into short and into "
                 "long documents",
             )
 
 
 def _not_negative(table: list[list[float]], gram: list[list[Fraction]]) -> list[Fraction]:
-    """Least squares without negative coefficients: of all choices of terms, the best one whose
-    solution has none.
+    """Return least squares without negative coefficients: of all subsets of terms, the best
+    solution without any.
     """
     right = [Fraction(math.fsum(row[i] for row in table)) for i in range(3)]
     solutions = [
@@ -160,8 +162,8 @@ def _not_negative(table: list[list[float]], gram: list[list[Fraction]]) -> list[
         for size in (3, 2, 1)
         for chosen in combinations(range(3), size)
     ]
-    # What a least-squares solution explains is its product with the right side; the first of equals
-    # has the most terms.
+    # The explained variance of a least-squares solution is its product with the right side. The
+    # first of equals has the most terms.
     return max(
         (s for s in solutions if min(s) >= 0),
         key=lambda s: sum(x * r for x, r in zip(s, right, strict=True)),
@@ -169,7 +171,7 @@ def _not_negative(table: list[list[float]], gram: list[list[Fraction]]) -> list[
 
 
 def _solve(gram: list[list[Fraction]], right: list[Fraction], chosen: list[int]) -> list[Fraction]:
-    """Cramer's rule for the chosen terms; the others are zero."""
+    """Solve by Cramer's rule for the chosen terms; the others are zero."""
     whole, solution = _determinant(gram, chosen), [Fraction(0)] * 3
     for i in chosen:
         swapped = [[right[r] if c == i else gram[r][c] for c in range(3)] for r in range(3)]

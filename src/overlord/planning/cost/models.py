@@ -1,9 +1,9 @@
 """Forward FLOPs of models by their layer shapes, and the models of the Overlord paper's Table 1
 (arXiv 2504.09844).
 
-Backward costs about twice the forward pass in both terms, so that only the forward pass need be
-counted. FLOPs weigh attention too little (about 2x on one H200, where its kernels reach less of the
-peak): ``cost.fit`` takes measured times instead.
+The backward pass costs about twice the forward pass in both terms, so only the forward pass is
+counted. FLOPs underestimate attention (by about 2x on one H200, where its kernels reach less of the
+peak). ``cost.fit`` uses measured times instead.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from overlord.planning.cost.base import Cost, over_lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer(Cost):
-    """Projections and feed-forward by token, attention by pair of tokens that see each other."""
+    """Projections and feed-forward by token, attention by pair of tokens that attend to each
+    other.
+    """
 
     hidden: int
     layers: int
     heads: int
     kv_heads: int  # fewer than heads: grouped queries share keys and values
     head_dim: int
-    ffn: int  # width of the feed-forward; of one expert where there are several
+    ffn: int  # width of the feed-forward; of one expert if there are several
     gated: bool = True  # three feed-forward matrices (SwiGLU) instead of two
     causal: bool = True
-    window: int = 0  # tokens back that a token sees; 0: all
-    active_experts: int = 1  # top-k: routed feed-forwards that each token passes
-    shared_experts: int = 0  # that every token passes beside them
-    experts: int = 0  # all of them: the router scores each
-    # numbers that one token is projected from, where it is no row of a table: a patch
+    window: int = 0  # tokens back that a token attends to; 0: all
+    active_experts: int = 1  # top-k: routed feed-forwards of each token
+    shared_experts: int = 0  # additional feed-forwards of every token
+    experts: int = 0  # total number: the router scores each
+    # input size of one token that is projected, such as a patch, instead of looked up in a table
     inputs: int = 0
-    vocab: int = 0  # the output layer counts where this is given
+    vocab: int = 0  # the output layer counts if this is given
     column: str = "tokens"
     unit: str = "FLOPs"
 
@@ -48,10 +50,10 @@ class Transformer(Cost):
         return f"Transformer(hidden={self.hidden}, layers={self.layers}, heads={self.heads})"
 
     def of(self, length: np.ndarray) -> np.ndarray:
-        """FLOPs of documents of these lengths."""
+        """Return the FLOPs of documents of these lengths."""
         if not self.window:
             return self.per_token * length + self.per_pair * (length * length)
-        # Tokens up to the window see all before them, later ones the window.
+        # Tokens up to the window attend to all before them, later ones to the window.
         near = np.minimum(length, float(self.window))
         return self.per_token * length + self.per_pair * (
             near * near + 2.0 * near * (length - near)
@@ -74,8 +76,8 @@ class Transformer(Cost):
 
     @property
     def per_pair(self) -> float:
-        """By length squared. Scores and weighted sum are 2 FLOPs each by channel; a causal mask
-        leaves half of the pairs.
+        """FLOPs per length squared. Scores and weighted sum are 2 FLOPs each by channel; a causal
+        mask leaves half of the pairs.
         """
         return (2.0 if self.causal else 4.0) * self.heads * self.head_dim * self.layers
 
@@ -97,8 +99,8 @@ def transformer(
     vocab: int = 0,
     column: str = "tokens",
 ) -> Transformer:
-    """The cost of a model by its layer shapes. ``ffn`` defaults to 8/3 of hidden (4 without a
-    gate), ``head_dim`` to hidden / heads.
+    """Return the cost of a model by its layer shapes. ``ffn`` defaults to 8/3 of hidden (4 without
+    a gate), ``head_dim`` to hidden / heads.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     positive = {
@@ -119,8 +121,8 @@ def transformer(
         )
     if head_dim is None and hidden % heads:
         raise PlanError(
-            f"cost.transformer: hidden={hidden} is no multiple of heads={heads}",
-            remedy="say head_dim=",
+            f"cost.transformer: hidden={hidden} is not a multiple of heads={heads}",
+            remedy="give head_dim=",
         )
     if window and not causal:
         raise PlanError("cost.transformer: a window goes with causal=True")
@@ -157,8 +159,8 @@ def vit(
     channels: int = 3,
     column: str = "image_patches",
 ) -> Transformer:
-    """The cost of an image encoder by its patches, all of which see each other; ``patch`` pixels
-    wide and high.
+    """Return the cost of an image encoder by its patches, which all attend to each other; ``patch``
+    is their width and height in pixels.
     """
     _check(
         "vit",
@@ -166,7 +168,7 @@ def vit(
         {"ffn": ffn or 0},
     )
     if hidden % heads:
-        raise PlanError(f"cost.vit: hidden={hidden} is no multiple of heads={heads}")
+        raise PlanError(f"cost.vit: hidden={hidden} is not a multiple of heads={heads}")
     return Transformer(
         hidden=hidden,
         layers=layers,

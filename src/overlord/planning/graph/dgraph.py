@@ -1,11 +1,11 @@
-"""DGraph: a step's samples on their way to ranks, as a value that every primitive turns into a new
+"""DGraph: a step's samples on their way to ranks. It is a value, and every primitive returns a new
 one.
 
     DGraph.from_buffer(buffer,
     place).mix().distribute("DP").cost(fn).balance("greedy").broadcast_at("TP").plan()
 
-The nodes are rows of arrays: a sample each, or an item each (an image) after ``select`` of a ragged
-column.
+The nodes are rows of arrays: one per sample, or one per item (an image) after ``select`` of a
+ragged column.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.array_order import number_inside
 from overlord.errors import JobError, PlanError
 from overlord.mesh import Mesh, broadcast_dims
-from overlord.plan.plan import Assignment, LoadingPlan, check_modules
+from overlord.plan.plan import LoadingPlan, check_modules
 from overlord.planning.balance.balance import ONCE, PackingProblem, Placement, method_named, place
 from overlord.planning.cost import Cost, CostFn, asked, named, unit_of
+from overlord.planning.graph.assignment import assignment_of, check_memory, check_module
 from overlord.planning.graph.lineage import Binding, Bound, Edge, edges_of, read_only, unbound
 from overlord.planning.images.items import (
     Placeholders,
@@ -43,29 +43,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DGraph:
-    """Immutable. ``sample`` says which row of the buffer each node belongs to; ``columns`` is the
-    nodes' metadata.
+    """Immutable. ``sample`` is the buffer row of each node; ``columns`` is the metadata of the
+    nodes.
     """
 
     buffer: Buffer
     tree: Mesh
     sample: np.ndarray  # int64
     columns: Mapping[str, np.ndarray]
-    meta: tuple[str, ...] = ()  # as selected; empty: every column that has one value a sample
+    meta: tuple[str, ...] = ()  # as selected; empty: every column with one value per sample
     items: bool = False  # a node per item of a ragged column
-    merge: int = 1  # items: patches along a side that become one output token
+    merge: int = 1  # items: side length, in patches, of one output token
     sources: tuple[str, ...] | None = None  # as selected; None: all
     mixed: bool = False
     axis: str | None = None
     group_size: int | None = None
     costs: np.ndarray | None = None
-    memory: np.ndarray | None = None  # of each node, where cost(memory=) was given
+    memory: np.ndarray | None = None  # of each node, if cost(memory=) was given
     memory_capacity: float = 0.0
-    unit: str = ""  # of the costs, where the cost function says it ("s")
+    unit: str = ""  # of the costs, if the cost function has one ("s")
     capacity: int = 0
     placement: Placement | None = None
     broadcast: tuple[str, ...] = ()
-    trail: tuple[str, ...] = field(default=())  # what was done, for people
+    trail: tuple[str, ...] = field(default=())  # applied primitives, for display
     bound: Bound | None = None  # of a planned step only: loaders, constructors, the plan itself
 
     def __post_init__(self) -> None:
@@ -101,11 +101,11 @@ class DGraph:
     def select(
         self, *meta: str, sources: str | Sequence[str] | None = None, merge: int = 1
     ) -> DGraph:
-        """The graph over these metadata columns (a ragged one gives a node per item), and over
-        these sources only.
+        """Return the graph over these metadata columns (a ragged one gives a node per item), and
+        over these sources only.
 
-        ``merge``: the encoder makes one output token of ``merge`` x ``merge`` patches, where no
-        metadata says how many it makes.
+        ``merge``: the encoder makes one output token of ``merge`` x ``merge`` patches, unless
+        metadata gives the number.
         """
         self._before("select", "balance", self.placement)
         if not isinstance(merge, int) or merge < 1:
@@ -124,7 +124,7 @@ class DGraph:
             if sources is None
             else tuple(s for s in sources if s not in buffer.names or s in before)
         )
-        if narrowed is not None and not buffer.drawn:  # candidates: what is left out is not drawn
+        if narrowed is not None and not buffer.drawn:  # candidates that are left out are not drawn
             buffer = buffer.take(of_sources(buffer, narrowed))
         sample, columns, items = nodes(buffer, names, narrowed)
         what = ", ".join((*names, *(() if sources is None else (f"sources {', '.join(sources)}",))))
@@ -152,12 +152,12 @@ class DGraph:
         look_ahead: int = 1,
         prefer: Prefer | None = None,
     ) -> DGraph:
-        """The job's draw; on a hand-made buffer, the step that this mixture draws from the
-        candidates.
+        """Return the graph with the job's draw; for a hand-made buffer, with the step that this
+        mixture draws from the candidates.
 
         With look-ahead, ``prefer(candidates, place)`` scores each candidate and the lowest are
-        taken; by default what the job's schedule prefers, and without that the first ones, as if
-        there were no look-ahead.
+        taken. The default is the preference of the job's schedule; without that, the first ones are
+        taken, as without look-ahead.
         """
         self._before("mix", "mix", self.mixed or None)
         given, drawn_by_job = self.buffer, self.buffer.drawn or bool(self.buffer.wanted)
@@ -166,7 +166,7 @@ class DGraph:
             raise PlanError("the job's mixture has drawn this step already", given.step, remedy)
         if given.drawn and given.overflow == "grow":
             return replace(self, mixed=True, trail=(*self.trail, "mix()"))
-        self._before("mix", "balance", self.placement)  # of other nodes
+        self._before("mix", "balance", self.placement)  # the placement of other nodes
         self._before("mix", "cost", self.costs)
         if not drawn_by_job:
             if schedule is None:
@@ -183,7 +183,8 @@ class DGraph:
                 given.batch.context,
                 self.tree.n_buckets("DP") * given.batch.microbatches,
             )
-            whole = DGraph.from_buffer(given, self.tree)  # all samples, whatever this graph is over
+            # all samples, whatever the nodes of this graph
+            whole = DGraph.from_buffer(given, self.tree)
             whole.check_sizes(context)
             buffer = given.take(fitting(given, whole.sizes(), n_bins, context))
         else:
@@ -208,8 +209,8 @@ class DGraph:
         )
 
     def distribute(self, axis: str, group_size: int | None = None) -> DGraph:
-        """Which ranks consume as one: ``DP``, ``CP``, ``WORLD``, ``PP`` or ``TP``. ``group_size``:
-        balance over groups of buckets first.
+        """Return the graph with buckets of ranks that consume the same samples: ``DP``, ``CP``,
+        ``WORLD``, ``PP`` or ``TP``. ``group_size``: balance over groups of buckets first.
         """
         self._before("distribute", "balance", self.placement)
         try:
@@ -225,12 +226,12 @@ class DGraph:
         )
 
     def cost(self, fn: CostFn | str, memory: CostFn | str | None = None) -> DGraph:
-        """What each node costs. ``fn`` gets the nodes' metadata columns and returns one number
-        each; or a name known to ``ov.cost``.
+        """Return the graph with the cost of each node. ``fn`` gets the metadata columns of the
+        nodes and returns one number each; or it is a name known to ``ov.cost``.
 
-        ``memory``: what each node takes of a microbatch's memory, in any unit;
-        ``balance(memory_capacity=)`` bounds it. Ragged columns of samples come as they are (the
-        costs of ``ov.cost`` sum over a sample's items), unless ``meta`` was selected.
+        ``memory``: share of each node in a microbatch's memory, in any unit;
+        ``balance(memory_capacity=)`` bounds it. Ragged columns of samples are passed as they are
+        (the costs of ``ov.cost`` sum over a sample's items), unless ``meta`` was selected.
         """
         self._before("cost", "balance", self.placement)
         whole, n = len(self.sample) == len(self.buffer), len(self.sample)
@@ -264,16 +265,17 @@ class DGraph:
         capacity: int | None = None,
         memory_capacity: float | None = None,
     ) -> DGraph:
-        """Buckets and microbatches for all nodes.
+        """Return the graph with buckets and microbatches for all nodes.
 
         ``method``: ``greedy``, ``karmarkar_karp``, ``zigzag``, ``none``, or one of
-        ``register_balance``. ``objective``: ranks meet once an ``iteration`` or after every
-        ``microbatch``; by default as ``Job.sync`` says. ``level``: ``both``; ``inter`` (buckets
-        only), ``intra`` (inside buckets only), ``interleaved`` (both objectives at once).
-        ``capacity`` is that of one microbatch, by default the batch's context for samples and none
-        for items, which are then placed once for the whole step. ``memory_capacity`` bounds the sum
-        of ``cost(memory=)`` of a microbatch beside it. ``keep_order``: microbatch k of all buckets
-        together is the stream's k-th run, or its k-th sub-draw.
+        ``register_balance``. ``objective``: ranks wait for each other once an ``iteration`` or
+        after every ``microbatch``; by default as ``Job.sync`` says. ``level``: ``both``; ``inter``
+        (buckets only), ``intra`` (inside buckets only), ``interleaved`` (both objectives at once).
+
+        ``capacity`` is that of one microbatch. The default is the batch's context for samples, and
+        none for items, which are then placed once for the whole step. ``memory_capacity`` also
+        bounds the sum of ``cost(memory=)`` of a microbatch. ``keep_order``: microbatch k of all
+        buckets together is the stream's k-th run, or its k-th sub-draw.
         """
         self._before("balance", "balance", self.placement)
         method_named(method)
@@ -295,10 +297,10 @@ class DGraph:
                 self.buffer.step,
             )
         self.check_sizes(capacity)
-        self._check_memory(memory_capacity)
+        check_memory(self, memory_capacity)
         assert graph.costs is not None
         substep = self.buffer.substep if keep_order else None
-        # what is placed once for the whole step has no microbatches to wait at
+        # items placed once for the whole step have no microbatches to wait at
         if objective is None:
             objective = "iteration" if level in ONCE or not capacity else self.buffer.objective
         problem = PackingProblem(
@@ -313,7 +315,7 @@ class DGraph:
             memory_capacity=memory_capacity or 0.0,
             substep=None if substep is None else substep[self.sample],
             spare=batch.layout == "packed"
-            and self.buffer.overflow == "grow",  # one more padded microbatch is one more to compute
+            and self.buffer.overflow == "grow",  # an additional padded microbatch costs compute
         )
         try:
             found = place(problem, level=level, objective=objective, keep_order=keep_order)
@@ -328,43 +330,8 @@ class DGraph:
             capacity,
         )
 
-    def _check_memory(self, capacity: float | None) -> None:
-        """Memory has a function and a bound, or neither; a node that alone breaks the bound is
-        named.
-        """
-        if capacity is not None and (
-            not isinstance(capacity, (int, float, np.integer)) or not 0 < capacity < float("inf")
-        ):
-            raise PlanError(
-                f"memory_capacity: expected a number above 0, got {capacity!r}", self.buffer.step
-            )
-        if (self.memory is None) != (capacity is None):
-            lacks = (
-                "balance(memory_capacity=) was not given"
-                if capacity is None
-                else "cost(memory=) was not given"
-            )
-            raise PlanError(
-                f"a memory function and a bound go together, but {lacks}",
-                self.buffer.step,
-                "give both, or neither",
-            )
-        if (
-            self.memory is not None
-            and capacity is not None
-            and len(self.memory)
-            and float(self.memory.max()) > capacity
-        ):
-            i = int(self.memory.argmax())
-            raise PlanError(
-                f"sample {self.buffer[int(self.sample[i])]} takes "
-                f"{float(self.memory[i]):.12g} of memory, a microbatch has {capacity:.12g}",
-                self.buffer.step,
-                "raise memory_capacity, or let on_long cut or split long samples",
-            )
-
     def placed(self, placement: Placement, what: str, capacity: int) -> DGraph:
-        """With a placement made elsewhere: for strategies that do not balance."""
+        """Return the graph with a given placement, for strategies that do not balance."""
         done = f"{what}: {placement.way}, M={placement.n_microbatches}"
         return replace(self, placement=placement, capacity=capacity, trail=(*self.trail, done))
 
@@ -376,14 +343,15 @@ class DGraph:
         per: str = "microbatch",
         stay: bool = False,
     ) -> DGraph:
-        """Buckets for items by where their samples went, instead of ``balance``.
+        """Return the graph with buckets for items by the placement of their samples, instead of
+        ``balance``.
 
         ``per="microbatch"``: items of one slot over all buckets are balanced together and keep the
-        slot, for a trainer that encodes before each microbatch; ``"iteration"``: all together.
+        slot, for a trainer that encodes before each microbatch. ``"iteration"``: all together.
         ``stay``: items stay on the ranks of their sample's bucket.
         """
         self._before("follow", "balance", self.placement)
-        self._check_module("follow(): the other graph", samples)
+        check_module(self, "follow(): the other graph", samples)
         if self.axis is None or samples.axis is None or samples.placement is None or samples.items:
             raise PlanError(
                 "follow() wants distributed items and balanced samples",
@@ -425,11 +393,11 @@ class DGraph:
         return graph.placed(found, f"follow({method}, {per}{', stay' if stay else ''})", 0)
 
     def broadcast_at(self, *dims: str) -> DGraph:
-        """Axes along which the trainer broadcasts: ``TP``, ``CP``, ``PP``, ``DP``, nested in any
-        order.
+        """Return the graph with axes along which the trainer broadcasts: ``TP``, ``CP``, ``PP``,
+        ``DP``, nested in any order.
 
-        One rank of each group fetches (coordinate 0), for all it serves; the others get nothing.
-        ``plan.fetchers()`` names them.
+        One rank of each group (coordinate 0) fetches for all it serves; the others get nothing.
+        ``plan.fetchers()`` lists them.
         """
         try:
             both = broadcast_dims((*self.broadcast, *dims))
@@ -440,7 +408,7 @@ class DGraph:
         )
 
     def plan(self, **modules: DGraph) -> LoadingPlan:
-        """The validated plan; other balanced graphs of the same samples become modules:
+        """Return the validated plan. Other balanced graphs of the same samples become modules:
         ``plan(encoder=images)``.
         """
         b = self.buffer
@@ -452,7 +420,7 @@ class DGraph:
             )
         check_modules(modules, b.step)
         for name, graph in modules.items():
-            self._check_module(f"module {name!r}", graph)
+            check_module(self, f"module {name!r}", graph)
         tokens = b.column("tokens")
         assert isinstance(tokens, np.ndarray)
         units = {
@@ -473,8 +441,8 @@ class DGraph:
             substep=b.substep,
             place=self.tree,
             modules={
-                "backbone": self._assignment("backbone"),
-                **{n: g._assignment(n, ends[n]) for n, g in modules.items()},
+                "backbone": assignment_of(self, "backbone"),
+                **{n: assignment_of(g, n, ends[n]) for n, g in modules.items()},
             },
             extra={
                 "trail": list(self.trail),
@@ -483,78 +451,18 @@ class DGraph:
             },
         ).validate()
 
-    def _check_module(self, what: str, graph: Any) -> None:
-        """Another graph of the same samples; or why it cannot stand beside this one."""
-        if not isinstance(graph, DGraph):
-            raise PlanError(
-                f"{what}: expected a DGraph, got {type(graph).__name__}",
-                self.buffer.step,
-                "give the graph, not its plan",
-            )
-        if not all(
-            np.array_equal(getattr(graph.buffer, n), getattr(self.buffer, n))
-            for n in ("source", "epoch", "file", "row", "part")
-        ):
-            raise PlanError(
-                f"{what} was made from other samples",
-                self.buffer.step,
-                "start both graphs from one mixed graph",
-            )
-        if graph.tree != self.tree:
-            problem = f"{what}: expected a graph on {self.tree}, got one on {graph.tree}"
-            raise PlanError(
-                problem, self.buffer.step, "give both graphs the place that the strategy is given"
-            )
-
-    def _assignment(self, name: str, ends: Placeholders | None = None) -> Assignment:
-        if not self.mixed:
-            raise PlanError(
-                f"module {name!r} was never mixed",
-                self.buffer.step,
-                "call .mix() after from_buffer",
-            )
-        if self.axis is None or self.placement is None:
-            missing = "distribute" if self.axis is None else "balance"
-            raise PlanError(
-                f"module {name!r} was never given {missing}()",
-                self.buffer.step,
-                'balance("none") keeps stream order',
-            )
-        p, n = self.placement, self.tree.n_buckets(self.axis)
-        costs = self.sizes().astype(np.float64) if self.costs is None else self.costs
-        slot = number_inside(
-            p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch,
-            n * p.n_microbatches,
-            np.int32,
-        )
-        return Assignment(
-            axis=self.axis,
-            n_buckets=n,
-            n_microbatches=p.n_microbatches,
-            sample=self.sample,
-            bucket=p.bucket,
-            microbatch=p.microbatch,
-            slot=slot,
-            size=self.sizes(),
-            cost=costs,
-            capacity=self.capacity,
-            broadcast=self.broadcast,
-            memory=self.memory,
-            memory_capacity=self.memory_capacity,
-            out=None if ends is None else ends.out,
-            offset=None if ends is None else ends.offset,
-        )
-
     def placeholders(self) -> Placeholders | None:
-        """Where the output of each item goes in the tokens of its sample; None for samples."""
+        """Return the position of each item's output in the tokens of its sample; None for
+        samples.
+        """
         if not self.items:
             return None
         column = next(iter(self.columns))
         return placeholders(self.buffer, self.sample, self.columns[column], column, self.merge)
 
     def sizes(self) -> np.ndarray:
-        """What counts against the capacity: a document's tokens with its padding; for items, the
-        first ragged column.
+        """Return the sizes that count against the capacity: a document's tokens with its padding;
+        for items, the first ragged column.
         """
         if self.items:
             return next(iter(self.columns.values())).astype(np.int64)
@@ -570,7 +478,7 @@ class DGraph:
         )
 
     def check_sizes(self, capacity: int) -> None:
-        """Refuse a sample that no microbatch can hold, by its name."""
+        """Raise for a sample that no microbatch can hold; the error names it."""
         sizes = self.sizes()
         if capacity and len(sizes) and int(sizes.max()) > capacity:
             i = int(sizes.argmax())
@@ -578,7 +486,7 @@ class DGraph:
                 f"sample {self.buffer[int(self.sample[i])]} has {int(sizes[i])} tokens "
                 f"with padding, a microbatch holds {capacity}",
                 self.buffer.step,
-                "raise the context, or let on_long cut or split long samples",
+                "raise the context, or let on_long truncate or split long samples",
             )
 
     def _before(self, primitive: str, other: str, done: object) -> None:
@@ -603,8 +511,8 @@ class DGraph:
 
     @property
     def loader(self) -> Binding:
-        """Which loader held each node. Only a planned step tells (``session.graph(step)``); a
-        strategy is refused.
+        """The loader of each node. Only a planned step has it (``session.graph(step)``); in a
+        strategy it raises.
         """
         if self.bound is None:
             raise loader_is_hidden("graph.loader", self.buffer.step)
@@ -613,25 +521,27 @@ class DGraph:
 
     @property
     def constructor(self) -> tuple[str, ...]:
-        """The constructor of each bucket, by bucket number. Bound by planning."""
+        """The constructor of each bucket, by bucket number. Planning sets it."""
         if self.bound is None:
             raise unbound(self.buffer.step)
         return self.bound.constructor
 
     def edges(self) -> list[Edge]:
-        """The way of the nodes so far: (state before, state after, which transform or grouping)."""
+        """Return the states of the nodes so far: (state before, state after, transform or
+        grouping).
+        """
         return edges_of(self.trail, self.bound is not None)
 
     def to_mermaid(self) -> str:
-        """A flowchart: sources, loaders, primitives, buckets, microbatches with their load over the
-        mean; elided where many.
+        """Return a flowchart of sources, loaders, primitives, buckets and microbatches with their
+        load over the mean; long lists are shortened.
         """
         from overlord.planning.graph.mermaid import flowchart
 
         return flowchart(self)
 
     def to_html(self, path: str | PathLike[str], **modules: DGraph) -> None:
-        """One page that stands alone: where every sample went and what it costs. ``modules`` as in
+        """Write one self-contained page with the slot and cost of every sample. ``modules`` as in
         ``plan``.
         """
         from overlord.planning.graph.page import write_page

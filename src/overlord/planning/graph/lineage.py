@@ -1,8 +1,8 @@
-"""What the nodes of a DGraph are bound to once their step is planned: a loader each, a constructor
-for every bucket.
+"""Bindings of the nodes of a DGraph once their step is planned: a loader for each node, a
+constructor for every bucket.
 
-A strategy sees none of it: a plan that depended on which loader holds a sample would change with
-the number of loaders.
+A strategy cannot read them: a plan that depended on the loader of a sample would change with the
+number of loaders.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATES = {
 
 
 class Edge(NamedTuple):
-    """One transform or grouping that took all nodes from one processing state to the next."""
+    """One transform or grouping that took all nodes from one state to the next."""
 
     before: str
     after: str
@@ -42,9 +42,11 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Binding:
-    """Who holds each node: ``names[index[i]]`` holds node i, and so does ``binding[i]`` say."""
+    """The holder of each node: ``names[index[i]]`` holds node i; ``binding[i]`` returns the
+    same.
+    """
 
-    index: np.ndarray  # int32, not writeable
+    index: np.ndarray  # int32, read-only
     names: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -54,15 +56,15 @@ class Binding:
         return self.names[int(self.index[i])]
 
     def counts(self) -> dict[str, int]:
-        """Nodes by holder, those that hold none left out."""
+        """Return the number of nodes by holder, without holders of none."""
         n = np.bincount(self.index, minlength=len(self.names)).tolist()
         return {name: count for name, count in zip(self.names, n, strict=True) if count}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bound:
-    """What planning added to a graph. ``loader`` is by sample of the plan, whatever the nodes
-    are.
+    """Bindings that planning added to a graph. ``loader`` is by sample of the plan, whatever the
+    nodes are.
     """
 
     plan: LoadingPlan
@@ -71,9 +73,7 @@ class Bound:
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """The same memory, not writeable through what is returned: the owner may be a user's
-    function.
-    """
+    """Return a read-only view: the owner may be a user function."""
     if not array.flags.writeable:
         return array
     view = array.view()
@@ -90,8 +90,8 @@ def unbound(step: int) -> PlanError:
 
 
 def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
-    """The states that nodes went through. What is no primitive of its own (balance, pack, yours)
-    places.
+    """Return the states of the nodes. An operation that is not a primitive of its own (balance,
+    pack, yours) places.
     """
     edges, state = [], "buffered"
     for what in trail:
@@ -102,7 +102,7 @@ def edges_of(trail: Sequence[str], planned: bool) -> list[Edge]:
 
 
 def constructors_of(place: Mesh, axis: str) -> tuple[str, ...]:
-    """The constructor that serves each bucket of an axis: that of the data-parallel group of its
+    """Return the constructor of each bucket of an axis: that of the data-parallel group of its
     ranks.
     """
     if axis == "DP":
@@ -119,8 +119,8 @@ def planned_graph(
     loaders: tuple[str, ...],
     sync: str = "microbatch",
 ) -> DGraph:
-    """The graph of a planned step: its backbone's nodes with what they are bound to. For people;
-    metadata is what the plan holds.
+    """Return the graph of a planned step: the nodes of its backbone with their bindings. For
+    display; it has the metadata of the plan only.
     """
     from overlord.planning.graph.dgraph import DGraph
 

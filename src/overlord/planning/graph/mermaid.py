@@ -1,5 +1,5 @@
-"""A graph as a Mermaid flowchart: small enough to paste into a page, so what is many is elided and
-said to be.
+"""A graph as a Mermaid flowchart: small enough to paste into a page, so long lists are shortened
+with a note.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from overlord.planning.balance.balance import Placement
     from overlord.planning.graph.dgraph import DGraph
 
-SHOWN = 8  # sources, loaders and buckets that get a box of their own
+SHOWN = 8  # sources, loaders and buckets with a box of their own
 CELLS = 4  # microbatches of a bucket
 _CODES = str.maketrans({c: f"#{ord(c)};" for c in '#"<>&`'})  # the entity codes of Mermaid
 
 
 def escaped(text: str) -> str:
-    """Text that stands inside a quoted label whatever it holds: names of sources are the user's."""
+    """Return text that is valid in a quoted label: names of sources are the user's."""
     return "".join(c if c.isprintable() else " " for c in text.translate(_CODES))
 
 
 def flowchart(graph: DGraph) -> str:
-    """Sources, loaders (of a planned step), primitives, buckets, microbatches; loads are costs over
-    the mean.
+    """Return a chart of sources, loaders (of a planned step), primitives, buckets and microbatches;
+    loads are costs over the mean.
     """
     lines = ["flowchart LR", *_fronts(graph)]
     steps = graph.trail or ("samples",)
@@ -40,7 +40,7 @@ def flowchart(graph: DGraph) -> str:
 
 
 def _fronts(graph: DGraph) -> list[str]:
-    """Where nodes come from: sources, and behind them the loaders that held them."""
+    """Return the lines of the origins of nodes: sources, then the loaders that held them."""
     names, of = graph.buffer.names, graph.buffer.source[graph.sample]
     counts = np.bincount(of, minlength=len(names))
     shown = _largest(counts)
@@ -73,8 +73,8 @@ def _loaders(graph: DGraph, of: np.ndarray, counts: np.ndarray, shown: list[int]
 
 
 def _buckets(graph: DGraph, p: Placement, n: int, origin: str) -> list[str]:
-    """All buckets where there are few; of many, the dearest and the lightest, which is where an
-    imbalance is seen.
+    """Return the lines of all buckets if there are few. Of many, return the most expensive and the
+    lightest, which show an imbalance.
     """
     costs = graph.sizes().astype(np.float64) if graph.costs is None else graph.costs
     flat = p.bucket.astype(np.int64) * p.n_microbatches + p.microbatch
@@ -102,5 +102,5 @@ def _buckets(graph: DGraph, p: Placement, n: int, origin: str) -> list[str]:
 
 
 def _largest(counts: np.ndarray) -> list[int]:
-    """Those with the most nodes, in their own order."""
+    """Return the indices of the largest counts, in their own order."""
     return sorted(np.argsort(-counts, kind="stable")[:SHOWN].tolist())

@@ -1,8 +1,7 @@
-"""A step as one interactive page that stands alone: no address outside it, no library; light and
-dark.
+"""A step as one self-contained interactive page: no external address, no library; light and dark.
 
-The page is ``assets/graph.html`` with its style, its scripts and the facts of the step
-(``graphdata.py``) put in.
+The page is ``assets/graph.html`` with its style, its scripts and the data of the step
+(``page_data.py``) inserted.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from overlord.planning.graph.page_data import Step, facts
 if TYPE_CHECKING:
     from overlord.planning.graph.dgraph import DGraph
 
-# in this order: each uses what stands before it
+# in this order: each uses those before it
 SCRIPTS = ("data.js", "chart.js", "flow.js", "panels.js", "main.js")
 
 
 def write_page(
     graph: DGraph, path: str | os.PathLike[str], modules: Mapping[str, DGraph] | None = None
 ) -> None:
-    """Write the page of a graph; other graphs of the same samples are its further modules."""
+    """Write the page of a graph. Other graphs of the same samples are its further modules."""
     text = page(step_of(graph, modules or {}))
     try:
         with open(path, "w", encoding="utf-8") as out:
@@ -39,8 +38,8 @@ def write_page(
 
 
 def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> Step:
-    """A planned graph as it was planned; any other is planned here, which says what is missing to
-    be placed.
+    """Return a planned graph as it was planned. Any other graph is planned here; the error names
+    the missing call.
     """
     if graph.bound is not None and not modules:
         return Step(
@@ -50,7 +49,7 @@ def step_of(graph: DGraph, modules: Mapping[str, DGraph]) -> Step:
 
 
 def page(step: Step) -> str:
-    """The page as text."""
+    """Return the page as text."""
     assets = files("overlord.planning.graph") / "assets"
     text = (assets / "graph.html").read_text(encoding="utf-8")
     scripts = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -68,7 +67,7 @@ def page(step: Step) -> str:
 
 
 def in_script(value: Any) -> str:
-    """JSON that can stand inside a script element: no name of a source can end it, or open a
+    """Return JSON that is safe in a script element: no name of a source can end it, or open a
     comment.
     """
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))

@@ -1,9 +1,9 @@
-"""What the page of a step shows, as JSON values. Columns are base64 of little-endian arrays: a page
+"""Data of the page of a step, as JSON values. Columns are base64 of little-endian arrays: a page
 may hold 30,000 samples.
 
-A page stays below three megabytes. Where a step is too large for that, loads are summed
-(microbatches first, then the sources that weigh least) and only the dearest samples are listed; the
-page says so.
+A page stays below three megabytes. If a step is too large for that, loads are summed:
+microbatches first, then the lightest sources. Only the most expensive samples are listed. The page
+says so.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from overlord.plan.plan import Assignment, LoadingPlan
     from overlord.planning.graph.lineage import Binding, Edge
 
-BUDGET = 2_600_000  # characters of all columns together; names and the page itself come on top
+BUDGET = 2_600_000  # characters of all columns; names and the page itself are extra
 CELLS = 60_000  # loads by (bucket, microbatch, source), over all modules
 GRID = 32_768  # loads by (bucket, microbatch), over all modules
-SOURCES = 12  # that keep loads of their own where sources are summed
+SOURCES = 12  # sources with loads of their own if sources are summed
 ID_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens")
 ITEM_COLUMNS = ("bucket", "microbatch", "slot", "size", "cost")
 # boxes of the flow picture, at most
@@ -36,9 +36,7 @@ BINS = 24  # of the histograms of lengths: powers of two
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """One planned step as a page needs it. ``loader`` is by sample; None where no loader is
-    known.
-    """
+    """One planned step for a page. ``loader`` is by sample; None if no loader is known."""
 
     plan: LoadingPlan
     place: Mesh
@@ -47,8 +45,8 @@ class Step:
 
 
 def column(values: np.ndarray) -> list[str]:
-    """[kind, base64]: the smallest kind that holds the values; whole numbers above 2**32 as
-    doubles, exact to 2**53.
+    """Return [kind, base64] with the smallest kind that holds the values. Integers above 2**32
+    become doubles, exact to 2**53.
     """
     if values.dtype.kind == "f":
         kind = "f4"
@@ -59,7 +57,7 @@ def column(values: np.ndarray) -> list[str]:
 
 
 def facts(step: Step) -> dict[str, Any]:
-    """Everything on the page."""
+    """Return everything on the page."""
     plan, n = step.plan, len(step.plan.modules)
     names = ["backbone", *sorted(name for name in plan.modules if name != "backbone")]
     modules = [_module(step, name, CELLS // n, GRID // n) for name in names]
@@ -126,7 +124,9 @@ def _module(step: Step, name: str, most_cells: int, most_grid: int) -> dict[str,
 
 
 def _grid(a: Assignment, per: int) -> dict[str, Any]:
-    """Loads by (bucket, microbatch); ``per`` consecutive microbatches are summed into one."""
+    """Return loads by (bucket, microbatch); ``per`` consecutive microbatches are summed into
+    one.
+    """
     m = -(-a.n_microbatches // per)
     flat, n = a.bucket.astype(np.int64) * m + a.microbatch // per, a.n_buckets * m
     return {"per": per, "columns": m, **_sums(flat, n, a)}
@@ -141,11 +141,9 @@ def _sums(flat: np.ndarray, n: int, a: Assignment) -> dict[str, Any]:
 
 
 def _cells(plan: LoadingPlan, a: Assignment, per: int, most: int) -> dict[str, Any]:
-    """Loads by (bucket, microbatch, source), those that hold something; coarser where they would be
-    too many.
-    """
+    """Return non-empty loads by (bucket, microbatch, source); coarser if there are too many."""
     n, source = len(plan.names), plan.source[a.sample].astype(np.int64)
-    alone: list[int] | None = None  # sources that are not summed up; None: all
+    alone: list[int] | None = None  # sources that are not summed; None: all
     for coarser in ("", "microbatches", "sources"):
         if coarser == "microbatches":
             per = a.n_microbatches
@@ -171,7 +169,9 @@ def _cells(plan: LoadingPlan, a: Assignment, per: int, most: int) -> dict[str, A
 
 
 def _list_samples(step: Step, modules: list[dict[str, Any]], budget: int) -> dict[str, Any]:
-    """Ids and places of all samples, or of as many as there is room for, the dearest first."""
+    """Return ids and slots of all samples, or of as many as there is room for, the most expensive
+    first.
+    """
     plan = step.plan
     whole = _listed(step, np.arange(len(plan)))
     size = _characters(whole["ids"]) + sum(map(_characters, whole["items"]))
@@ -213,7 +213,7 @@ def _characters(columns: dict[str, Any]) -> int:
 
 
 def _flow(step: Step, a: Assignment) -> dict[str, Any]:
-    """Boxes of four layers and the loads between neighbouring ones; what is many is summed into
+    """Return boxes of four layers and the loads between neighbours. Long lists are summed into
     ranges or one last box.
     """
     plan, source = step.plan, step.plan.source[a.sample].astype(np.int64)
@@ -252,8 +252,8 @@ def _flow(step: Step, a: Assignment) -> dict[str, Any]:
 
 
 def _top(of: np.ndarray, cost: np.ndarray, n: int, most: int) -> tuple[list[Any], np.ndarray]:
-    """Boxes by number, the dearest ones in their own order, the others as one box ``-1``; and the
-    box of every item.
+    """Return boxes by number, the most expensive ones in their own order, the others as one box
+    ``-1``; and the box of every item.
     """
     weight, count = np.bincount(of, weights=cost, minlength=n), np.bincount(of, minlength=n)
     there = np.flatnonzero(count)
@@ -265,7 +265,7 @@ def _top(of: np.ndarray, cost: np.ndarray, n: int, most: int) -> tuple[list[Any]
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Ranks as people write them: runs as 0-7, steps as 0, 8, ..., 56."""
+    """Return ranks as text: runs as 0-7, steps as 0, 8, ..., 56."""
     if len(numbers) > 2:
         step = numbers[1] - numbers[0]
         if list(numbers) == list(range(numbers[0], numbers[-1] + 1, step or 1)):

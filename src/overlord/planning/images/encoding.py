@@ -1,5 +1,5 @@
-"""Who encodes which image of a step, as the constructors of some ranks must know it: cut out of the
-plan, once, at the planner. Pure.
+"""The images that some ranks encode in a step, as their constructors need them. They are selected
+from the plan once, at the planner. Pure.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from overlord.plan.routes import Routes, ranges, starts
 from overlord.sample import Buffer, Ragged
 
 ENCODER = "encoder"  # the module whose items are images
-IMAGES = "image_patches"  # the metadata that says how many a sample has
+IMAGES = "image_patches"  # metadata column with the patches of each image of a sample
 REMEDY = 'add .broadcast_at("CP"), or distribute samples over "CP", or set batch.cp_split="none"'
 
 
 class Encodings:
-    """The routes of one step; ``of(ranks)`` cuts out what some ranks need."""
+    """The routes of one step; ``of(ranks)`` selects those of some ranks."""
 
     def __init__(self, plan: LoadingPlan, batch: Batch, multiple: int):
         self.plan, self.routes = plan, plan.routes(ENCODER)
@@ -33,21 +33,25 @@ class Encodings:
         self._home = np.stack([b.bucket[at], b.microbatch[at], b.slot[at]], axis=1).astype(np.int64)
         if batch.layout == "padded":
             first = b.slot[at].astype(np.int64) * batch.context
-        # as the builder lays documents out: the plan's own sizes may be what a strategy likes
+        # as the constructor places documents: the plan's own sizes are the strategy's choice
         else:
             first = starts(b, np.maximum(-(-plan.tokens[b.sample] // multiple), 1) * multiple)[at]
         self._position = first + self.routes.offset
-        # number of each item among those that its owner is sent in its exchange
+        # number of each item among those that its owner receives in its exchange
         self._arrives = np.empty(len(self.routes), np.int64)
         before = np.repeat(self.routes.owned_bounds[:-1], np.diff(self.routes.owned_bounds))
         self._arrives[self.routes.received] = np.arange(len(self.routes)) - before
 
     def encoded_by(self, ranks: Sequence[int]) -> np.ndarray:
-        """Items that these ranks encode, rank by rank, in each exchange by exchange."""
+        """Return the items that these ranks encode, rank by rank, and exchange by exchange for each
+        rank.
+        """
         return self.routes.sent[_rows(self.routes, ranks, self.routes.sent_bounds)[0]]
 
     def of(self, ranks: Sequence[int], at: np.ndarray) -> EncoderPlan:
-        """``at``: where the bytes of each of ``encoded_by(ranks)`` are staged."""
+        """Return the encoder plan of these ranks. ``at``: payload row of each of
+        ``encoded_by(ranks)``.
+        """
         r, p = self.routes, self.plan
         sent, bounds = _rows(r, ranks, r.sent_bounds)
         got, recv_bounds = _rows(r, ranks, r.owned_bounds)
@@ -84,7 +88,9 @@ class Encodings:
 def _rows(
     routes: Routes, ranks: Sequence[int], bounds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of an order of the routes that are these ranks', and where each group of them begins."""
+    """Return the rows of an order of the routes that belong to these ranks, and the first row of
+    each group.
+    """
     groups = (
         np.arange(routes.n_slots)[None, :] * routes.world_size
         + np.asarray(ranks, np.int64)[:, None]
@@ -94,7 +100,7 @@ def _rows(
 
 
 def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) -> np.ndarray:
-    """Rows exchanged with every rank, group by group."""
+    """Return the rows exchanged with every rank, group by group."""
     groups = len(bounds) - 1
     group = np.repeat(np.arange(groups), np.diff(bounds))
     return (
@@ -105,7 +111,7 @@ def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) 
 
 
 def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
-    """Every image is encoded once: one that no rank encodes would leave its placeholders without a
+    """Raise unless every image is encoded once. Otherwise its placeholders would have no
     meaning.
     """
     column = buffer.column(IMAGES) if IMAGES in buffer.meta or IMAGES in buffer.absent else None
@@ -138,7 +144,7 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
             plan.step,
             REMEDY,
         )
-    # Rows go to one rank of a bucket, and only the group that encodes an image hears that it is
+    # Rows go to one rank of a bucket, and only the group that encodes an image learns that it is
     # broken.
     if place is not None and place.dp > 1 and "dp" not in BUCKET_AXES[main.axis]:
         words = (
@@ -149,19 +155,21 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
 
 
 def valid_tokens(plan: LoadingPlan, images: bool) -> int:
-    """Tokens of a step with a loss, over all ranks: of a document all but one, and no placeholder
-    of an image, which is nothing to predict. ``images``: of a job whose images are encoded; else
-    what a plan calls so has no placeholders.
+    """Return the number of tokens of a step with a loss, over all ranks: of a document all but one,
+    without placeholders of images, which are not predicted. ``images``: whether the job's images
+    are encoded; else the plan's encoder module has no placeholders.
     """
     found = int(np.maximum(plan.tokens - 1, 0).sum())
     a = plan.modules.get(ENCODER) if images else None
     if a is None or a.out is None or a.offset is None:
         return found
-    # the first token of a document nothing predicts in any case
+    # the first token of a document is never predicted
     first = (a.offset == 0) & (a.out > 0)
     return found - int(a.out.sum()) + int(first.sum())
 
 
 def sliced(place: Mesh, batch: Batch) -> bool:
-    """Whether context-parallel ranks get slices of a microbatch, unless the plan says otherwise."""
+    """Return whether context-parallel ranks get slices of a microbatch, unless the plan says
+    otherwise.
+    """
     return place.cp > 1 and batch.cp_split != "none"

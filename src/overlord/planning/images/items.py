@@ -1,10 +1,10 @@
-"""Items of samples (images): which rank encodes each, and which tokens of its document its output
-stands for.
+"""Items of samples (images): the rank that encodes each, and the tokens of its document that its
+output replaces.
 
-An item's output is ``out`` rows of the encoder; they stand at tokens ``offset`` to ``offset + out``
+An item's output is ``out`` rows of the encoder. They replace tokens ``offset`` to ``offset + out``
 of its sample, where the document has placeholders. For items selected by ``image_patches``, ``out``
-is the metadata ``image_tokens`` and ``offset`` the metadata ``image_offset`` where they are given.
-Without them an item has a row for every ``merge`` x ``merge`` patches, and the items stand at the
+is the metadata ``image_tokens`` and ``offset`` the metadata ``image_offset`` if they are given.
+Without them an item has a row for every ``merge`` x ``merge`` patches, and the items are at the
 start of their document one after another.
 """
 
@@ -27,7 +27,7 @@ PER = ("iteration", "microbatch")
 def nodes(
     buffer: Buffer, names: Sequence[str], sources: Sequence[str] | None = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray], bool]:
-    """(buffer row of each node, metadata columns, whether nodes are items), of these sources
+    """Return (buffer row of each node, metadata columns, whether nodes are items), of these sources
     only.
     """
     sample, columns, items = _all_nodes(buffer, names)
@@ -74,7 +74,7 @@ def _all_nodes(
 
 
 def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
-    """Rows of the buffer that come from these sources."""
+    """Return the rows of the buffer that come from these sources."""
     unknown = [s for s in sources if s not in buffer.names]
     if unknown:
         raise PlanError(
@@ -85,20 +85,20 @@ def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placeholders:
-    """Of every item: the rows that are sent, and the token of its sample where they go."""
+    """The rows of every item that are sent, and their first token in its sample."""
 
     out: np.ndarray  # int64
     offset: np.ndarray  # int64
-    # items of which fewer rows are sent than they have: their document was cut, or the next item
-    # begins
+    # number of items that are not sent whole: their document was truncated, or the next item begins
     cut: int
 
 
 def placeholders(
     buffer: Buffer, sample: np.ndarray, patches: np.ndarray, column: str, merge: int
 ) -> Placeholders:
-    """What is sent never leaves its document nor reaches into the next item: a document that was
-    cut at the context takes the first rows of an item that it still has room for.
+    """Return the placeholders of all items. Sent rows never leave their document nor overlap the
+    next item: a document truncated at the context takes the first rows of an item that it has room
+    for.
     """
     stem = column.rpartition("_")[0] or column
     out = _given(buffer, sample, f"{stem}_tokens", patches.astype(np.int64) // (merge * merge))
@@ -108,7 +108,7 @@ def placeholders(
     offset = np.minimum(offset, tokens[sample])
     sent = np.minimum(out, tokens[sample] - offset)
     order = in_documents(sample, offset)
-    order = order[sent[order] > 0]  # what sends nothing is in nobody's way
+    order = order[sent[order] > 0]  # items without rows limit no other
     here, at = sample[order], offset[order]
     same = here[1:] == here[:-1]
     sent[order[:-1][same]] = np.minimum(sent[order[:-1][same]], (at[1:] - at[:-1])[same])
@@ -116,14 +116,14 @@ def placeholders(
 
 
 def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray) -> np.ndarray:
-    """A column of the same items by its name, for the samples that have it; the others get what is
-    assumed.
+    """Return a column of the same items by its name, for the samples that have it, and
+    ``otherwise`` for the others.
     """
     if name not in buffer.meta:
         return otherwise
     found, counts = buffer.meta[name], np.bincount(sample, minlength=len(buffer))
     lengths = found.lengths if isinstance(found, Ragged) else np.full(len(buffer), -1)
-    said = (counts > 0) & (lengths != 0)  # a source without this metadata: lists of none
+    said = (counts > 0) & (lengths != 0)  # a source without this metadata has empty lists
     if (lengths[said] != counts[said]).any():
         i = int(np.flatnonzero(said & (lengths != counts))[0])
         problem = (
@@ -143,7 +143,7 @@ def _given(buffer: Buffer, sample: np.ndarray, name: str, otherwise: np.ndarray)
 
 
 def _one_after_another(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Where each item begins when the items of a sample touch."""
+    """Return the first token of each item if the items of a sample are adjacent."""
     before, number = np.cumsum(out) - out, np.arange(len(sample))
     first = (
         np.maximum.accumulate(np.where(np.append(True, sample[1:] > sample[:-1]), number, 0))
@@ -155,7 +155,7 @@ def _one_after_another(sample: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """Where the samples of items went: by item."""
+    """Placements of the samples of items: by item."""
 
     bucket: np.ndarray
     microbatch: np.ndarray
@@ -174,9 +174,8 @@ def follow(
     per: str,
     stay: bool,
 ) -> Placement:
-    """Items balanced by where their samples went. ``per="microbatch"``: those of a slot together,
-    and they keep the slot. ``stay``: an item is encoded by a rank of the group that its sample went
-    to.
+    """Balance items by the placement of their samples. ``per="microbatch"``: items of a slot are
+    balanced together and keep the slot. ``stay``: a rank of the sample's group encodes the item.
     """
     if per not in PER:
         raise PlanError(f"unknown per={per!r}; known: {', '.join(PER)}")
@@ -215,8 +214,8 @@ def follow(
 def _evened(
     costs: np.ndarray, parent: np.ndarray, bins: np.ndarray, n_groups: int, m: int, n_bins: int
 ) -> np.ndarray:
-    """Bins renamed slot by slot, the heaviest to the rank that has done least so far: LPT gives bin
-    0 the dearest item of every slot.
+    """Rename bins slot by slot, the heaviest to the rank with the least work so far: LPT gives bin
+    0 the most expensive item of every slot.
     """
     flat = parent * n_bins + bins
     loads = np.bincount(flat, weights=costs, minlength=n_groups * m * n_bins).reshape(

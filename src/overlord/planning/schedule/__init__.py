@@ -1,12 +1,12 @@
 """Mixing schedules, as ``ov.schedule``: the weights of the sources as a function of the step and of
-what the trainer reported.
+the trainer's reports.
 
-A schedule is any ``schedule(step, feedback) -> weights``, weights by source name (what is not named
-weighs nothing) or one for every source in order. It is called once for every planned step, in step
-order, so it may learn; one that does has ``state_dict()`` (plain JSON values) and
-``load_state_dict(state)``. One with ``prefer(step, candidates) -> scores`` also chooses which of
-the look-ahead candidates a step takes, the lowest scores first. The library's are below;
-``register_schedule`` gives yours a name that job files know.
+A schedule is any ``schedule(step, feedback) -> weights``: weights by source name (others weigh 0),
+or one for every source in order. It is called once for every planned step, in step order, so it may
+learn. A schedule that learns has ``state_dict()`` (plain JSON values) and
+``load_state_dict(state)``. One with ``prefer(step, candidates) -> scores`` also chooses among
+look-ahead candidates, the lowest scores first. The library's schedules are below;
+``register_schedule`` gives yours a name for job files.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ _registered: dict[str, Callable[..., Any]] = {}
 
 
 class Registered:
-    """A schedule made by a registered factory: itself in all it does, and its name and arguments
-    besides, for job files.
+    """A schedule made by a registered factory. It behaves like the schedule, and keeps its name and
+    arguments for job files.
     """
 
     def __init__(self, kind: str, arguments: Mapping[str, Any], made: Any):
@@ -107,22 +107,24 @@ class Registered:
         return self._made(step, feedback)
 
     def __getattr__(self, name: str) -> Any:
-        # while it is being copied there is nothing to ask yet
+        # the attribute does not exist yet while the object is copied
         if name.startswith("__") or "_made" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._made, name)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Registered) and (self.kind, self._arguments) == (
-            other.kind,
-            other._arguments,
+        return (
+            isinstance(other, Registered)
+            and self.kind == other.kind
+            and self._arguments == other.parameters()
         )
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
     def __repr__(self) -> str:
-        return f"{self.kind}({', '.join(f'{name}={value!r}' for name, value in self._arguments.items())})"
+        given = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
+        return f"{self.kind}({given})"
 
     @property
     def fingerprint(self) -> str:
@@ -139,10 +141,10 @@ class Registered:
 
 
 def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., Registered]:
-    """Lets job files say ``mixture: {schedule: name, ...}`` with the factory's arguments; the same
-    in Python by what is returned.
+    """Allow job files to use ``mixture: {schedule: name, ...}`` with the factory's arguments.
+    Return a function that does the same in Python.
 
-    The same name again replaces only the same factory, edited and run anew.
+    A name can be registered again only for the same factory, after it was edited.
     """
     if not isinstance(name, str) or not name or not callable(factory):
         raise JobError(
@@ -160,12 +162,12 @@ def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., R
 
 
 def factories() -> dict[str, Callable[..., Any]]:
-    """All schedules that have a name."""
+    """Return all named schedules."""
     return {**BUILT_IN, **_registered}
 
 
 def make(name: str, /, **arguments: Any) -> Any:
-    """A schedule by its name, as a job file makes it."""
+    """Return a schedule by its name, as for a job file."""
     if name in BUILT_IN:
         return BUILT_IN[name](**arguments)
     if name not in _registered:
@@ -184,8 +186,8 @@ def _place(fn: Any) -> str:
 
 
 def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
-    """What a schedule said, checked, as one weight for every source in order. Numbers of numpy are
-    numbers.
+    """Return the weights of a schedule, checked, one for every source in order. Numbers of numpy
+    are accepted.
     """
     given = weights.tolist() if hasattr(weights, "tolist") else weights
     if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
@@ -202,8 +204,8 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
         given = dict(zip(names, given, strict=True))
     given = {name: plain(weight) for name, weight in given.items()}
     known = [given.get(name, 0.0) for name in names]
-    # Every step asks, so what is right is told at a glance; what is wrong may take its time to be
-    # named.
+    # Called at every step, so valid weights take a fast check. Only invalid ones are examined in
+    # detail.
     right = (
         all(type(w) is float and 0 <= w < math.inf for w in known)
         and any(known)
@@ -215,7 +217,9 @@ def by_source(weights: Weights, names: Sequence[str]) -> list[float]:
 
 
 def plain(weight: Any) -> Any:
-    """A number of whatever library as a float; anything else as it is, for the check to name it."""
+    """Return a number of any library as a float, and other values unchanged, for the check to
+    report.
+    """
     return (
         float(weight)
         if isinstance(weight, (int, float, np.integer, np.floating))

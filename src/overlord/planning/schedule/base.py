@@ -1,5 +1,5 @@
-"""What all schedules of the library share: their parts, their names, their state, and one check
-that lists every problem.
+"""Base of the library's schedules: inner schedules, names, state, and one check that lists every
+problem.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Schedule(Protocol):
     def __call__(self, step: int, feedback: Feedback) -> Weights: ...
 
 
-Part = Mapping[str, float] | Schedule  # what may stand where a schedule asks for weights
+Part = Mapping[str, float] | Schedule  # accepted wherever a schedule needs weights
 
 
 class Base:
-    """A schedule as a frozen dataclass: equal parameters, equal schedules; what it learned is no
-    parameter.
+    """A schedule as a frozen dataclass. Schedules with equal parameters are equal; what they
+    learned is not a parameter.
     """
 
     __slots__ = ()
@@ -40,7 +40,7 @@ class Base:
 
     @property
     def fingerprint(self) -> str:
-        """What a saved state is compared by, the same in every process."""
+        """Text that saved states compare, the same in every process."""
         return self._written(stable)
 
     def _written(self, form: Callable[[Any], str]) -> str:
@@ -51,9 +51,7 @@ class Base:
         return f"{self.kind}({', '.join(f'{name}={form(value)}' for name, value in given.items())})"
 
     def parameters(self) -> dict[str, Any]:
-        """The arguments that make this schedule again, without those that stand at their
-        defaults.
-        """
+        """Return the arguments that make this schedule again, without defaults."""
         given = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.init}  # type: ignore[arg-type]
         return {
             name: value
@@ -62,12 +60,12 @@ class Base:
         }
 
     def parts(self) -> dict[str, Any]:
-        """The schedules inside this one, by the name they have in its state."""
+        """Return the inner schedules, by their name in the state."""
         return {f.name: value for f in fields(self) if callable(value := getattr(self, f.name))}  # type: ignore[arg-type]
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of sources that it weighs, as far as it was told them."""
+        """Names of sources with a weight, as far as the arguments name them."""
         return tuple(
             dict.fromkeys(
                 name for part in self.parts().values() for name in getattr(part, "sources", ())
@@ -75,8 +73,8 @@ class Base:
         )
 
     def bound(self, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Self:
-        """This schedule with what only the job knows filled in: the sources' own weights, and their
-        sizes in rows.
+        """Return this schedule with values that only the job knows: the sources' own weights, and
+        their sizes in rows.
         """
         inner = {name: bind(part, weights, rows) for name, part in self.parts().items()}
         changed = {name: part for name, part in inner.items() if part is not getattr(self, name)}
@@ -84,13 +82,11 @@ class Base:
 
     @property
     def takes_feedback(self) -> bool:
-        """Whether reports change what it says: where they do not, planning need not wait for
-        them.
-        """
+        """Whether reports change its weights. If not, planning need not wait for them."""
         return any(learns(part) for part in self.parts().values())
 
     def state_dict(self) -> dict[str, Any]:
-        """What it learned, as plain JSON values; nothing where it learns nothing."""
+        """Return what it learned, as plain JSON values; empty if it does not learn."""
         kept = {key: part.state_dict() for key, part in self.parts().items() if has_state(part)}
         return {key: state for key, state in kept.items() if state}
 
@@ -106,10 +102,12 @@ class Base:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Constant(Base):
-    """The same weights at every step; also how weights stand inside other schedules."""
+    """The same weights at every step. Plain weights inside other schedules are also of this
+    class.
+    """
 
     kind: ClassVar[str] = "constant"
-    # pairs (name, weight), sorted by name: the order in which they were given means nothing
+    # pairs (name, weight), sorted by name: the given order has no meaning
     weights: Any
 
     def __post_init__(self) -> None:
@@ -136,9 +134,7 @@ class Constant(Base):
 
 
 class Check:
-    """Collects what is wrong with the arguments of a schedule, so that all of it is said at
-    once.
-    """
+    """Collects the problems of a schedule's arguments, so that one error lists all of them."""
 
     def __init__(self, schedule: Base):
         self.schedule = schedule
@@ -149,7 +145,7 @@ class Check:
             raise JobError(self.found, f"schedule.{self.schedule.kind}")
 
     def set(self, name: str, value: Any) -> None:
-        """A field in its checked form; the object is frozen once it is made."""
+        """Set a field to its checked form, although the object is frozen."""
         object.__setattr__(self.schedule, name, value)
 
     def whole(self, least: int, *names: str) -> None:
@@ -176,7 +172,7 @@ class Check:
                 self.found.append(f"{name}: expected a name, got {value!r}")
 
     def mapping(self, name: str, value: Any) -> bool:
-        # A made Constant is copied with pairs in place of the mapping.
+        # A copy of a Constant has pairs in place of the mapping.
         if isinstance(value, Mapping) or (
             isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value)
         ):
@@ -185,7 +181,7 @@ class Check:
         return False
 
     def part(self, name: str, value: Any) -> Any:
-        """Weights as a schedule, or the schedule that stands in their place."""
+        """Return weights as a schedule, or the given schedule itself."""
         if isinstance(value, Mapping):
             try:
                 return Constant(value)
@@ -197,7 +193,7 @@ class Check:
             )
         elif hasattr(value, "prefer"):
             self.found.append(
-                f"{name}: {value!r} chooses samples, so it stands outermost; give it this "
+                f"{name}: {value!r} chooses samples, so it must be the outermost; give it this "
                 "schedule as its weights"
             )
         return value
@@ -208,8 +204,8 @@ class Check:
 
 
 def bind(part: Any, weights: Mapping[str, float], rows: Mapping[str, int | None]) -> Any:
-    """A mixture with what only the job knows filled in; a schedule that asks for nothing stays as
-    it is.
+    """Return a mixture with values that only the job knows. Schedules that need none are returned
+    unchanged.
     """
     return part.bound(weights, rows) if callable(getattr(part, "bound", None)) else part
 
@@ -221,16 +217,16 @@ def has_state(part: Any) -> bool:
 
 
 def learns(part: Any) -> bool:
-    """A schedule says so (``takes_feedback``), or has a state; a plain function of the step does
-    not.
+    """Return whether a schedule learns: it has ``takes_feedback``, or a state. A plain function of
+    the step does not.
     """
     said = getattr(part, "takes_feedback", None)
     return has_state(part) if said is None else bool(said)
 
 
 def follows_from_step(part: Any) -> bool:
-    """Whether its weights are a function of the step alone, with nothing of the user's in it: then
-    it may be asked about any step.
+    """Return whether the weights are a function of the step alone, without user code. Then the
+    schedule may be called for any step.
     """
     return (
         isinstance(part, Base)
@@ -250,8 +246,8 @@ def weight_problems(weights: Any) -> list[str]:
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, float]:
-    """Weights that sum to 1. One rounding per operation and an exactly rounded sum: equal on every
-    machine.
+    """Return weights that sum to 1. One rounding per operation and an exactly rounded sum: equal on
+    every machine.
     """
     top = max(weights.values())
     scaled = {name: weight / top for name, weight in weights.items()}
@@ -260,7 +256,7 @@ def shares(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def named(said: Weights, step: int, where: str) -> Mapping[str, float]:
-    """What a schedule inside another one said, which must be by name: only the job knows the order
+    """Return the weights of an inner schedule, which must be by name: only the job knows the order
     of its sources.
     """
     if not isinstance(said, Mapping):
@@ -283,7 +279,9 @@ def is_real(value: Any) -> bool:
 
 
 def stable(value: Any) -> str:
-    """A value as text without addresses: a function without a ``fingerprint`` goes by its name."""
+    """Return a value as text without addresses. The text of a function without a ``fingerprint`` is
+    its name.
+    """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {stable(inner)}" for key, inner in value.items()) + "}"
     if isinstance(said := getattr(value, "fingerprint", None), str):

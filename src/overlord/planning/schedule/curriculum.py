@@ -1,9 +1,9 @@
 """Curricula: schedules that also choose which of the look-ahead candidates a step takes.
 
-``prefer`` gives every candidate a score, and the lowest are taken first, ties in stream order. The
-score is how far a sample stands above what the step may hold, so all that is easy enough ties and
-comes as the plain stream has it, and when the ramp is over the plain stream is taken as it is. What
-is passed over comes later; nothing is dropped.
+``prefer`` gives every candidate a score; the lowest are taken first, ties in stream order. The
+score is the excess of a sample's difficulty over the limit of the step. So all samples that are
+easy enough tie and keep their order, and after the ramp the plain stream is taken. Samples that are
+passed over come later; nothing is dropped.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Curriculum(Base):
         return _weights_of(self, step, feedback)
 
     def threshold(self, step: int) -> float:
-        """The difficulty that a step may hold: rises evenly from ``low`` at step 0; no limit from
-        ``steps`` on.
+        """Return the highest difficulty of a step: it rises evenly from ``low`` at step 0, without
+        limit from ``steps`` on.
         """
         return _rise(self.low, self.high, step, self.steps)
 
@@ -85,8 +85,8 @@ class LengthWarmup(Base):
         return _weights_of(self, step, feedback)
 
     def threshold(self, step: int) -> float:
-        """The length that a step may hold: rises evenly from ``start`` at step 0; no limit from
-        ``steps`` on.
+        """Return the greatest length of a step: it rises evenly from ``start`` at step 0, without
+        limit from ``steps`` on.
         """
         return _rise(self.start, self.end, step, self.steps)
 
@@ -104,12 +104,12 @@ class LengthWarmup(Base):
 def curriculum(
     column: str, low: float, high: float, steps: int, weights: Part | None = None
 ) -> Curriculum:
-    """Easy samples first: prefers those whose ``column`` is at most a threshold that rises from
-    ``low`` to ``high`` over ``steps``.
+    """Return a schedule that takes easy samples first: those whose ``column`` is at most a
+    threshold, which rises from ``low`` to ``high`` over ``steps``.
 
-    The column is metadata (``ov.Meta``), the same scale in every source. It needs
-    ``Job(look_ahead=...)`` above 1: that many times a step's samples are looked at, so a wider look
-    makes a sharper curriculum.
+    The column is metadata (``ov.Meta``), with the same scale in every source. It needs
+    ``Job(look_ahead=...)`` above 1: a step chooses among ``look_ahead`` times its samples. A larger
+    value makes a sharper curriculum.
     """
     return Curriculum(column, low, high, steps, weights)
 
@@ -117,8 +117,8 @@ def curriculum(
 def length_warmup(
     start: int, end: int, steps: int, weights: Part | None = None, column: str = "tokens"
 ) -> LengthWarmup:
-    """Short samples first: prefers those of at most ``start`` tokens, rising to ``end`` over
-    ``steps``.
+    """Return a schedule that takes short samples first: those of at most ``start`` tokens, rising
+    to ``end`` over ``steps``.
     """
     return LengthWarmup(start, end, steps, weights, column)
 
@@ -145,7 +145,7 @@ def _rise(low: float, high: float, step: int, steps: int) -> float:
 
 
 def _above(candidates: Buffer, column: str, threshold: float) -> np.ndarray:
-    """How far each candidate stands above the threshold. What is no number counts as hardest."""
+    """Return the excess of each candidate over the threshold. NaN counts as hardest."""
     if threshold == math.inf:
         return np.zeros(len(candidates))
     values = candidates.column(column)

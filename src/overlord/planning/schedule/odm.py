@@ -1,10 +1,10 @@
 """Online data mixing: sources with a higher loss are drawn more, learned while training (Exp3, as
 in "Efficient Online Data Mixing").
 
-Every reported step adds each source's loss to its reward, and weights are a softmax of the rewards,
-mixed with some exploration that shrinks with time. Exp3 sees one arm a round and divides its reward
-by the chance of having drawn it; a step of ours draws from all sources, so each reward is added as
-it is, which is what that estimate is on average.
+Every reported step adds each source's loss to its reward. Weights are a softmax of the rewards,
+mixed with some exploration that shrinks with time. Exp3 draws one arm a round and divides its
+reward by the probability of drawing it. A step draws from all sources, so each reward is added
+unchanged, which is the mean of that estimate.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from overlord.planning.schedule.base import (
     weight_problems,
 )
 
-# a larger loss counts as this one: sums stay finite, and nothing else would be drawn either way
+# a larger loss counts as this one: sums stay finite, and only this source would be drawn either way
 LARGEST = 1e6
 
 
 @dataclass(slots=True)
 class Learned:
-    """What the reports have taught so far."""
+    """The state learned from reports."""
 
     updates: int = 0
     reward: dict[str, float] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)  # the last good report of each source
-    # reports that were no loss: not finite, negative, no number
+    # number of invalid reports: not finite, negative, not a number
     ignored: dict[str, int] = field(default_factory=dict)
 
 
@@ -115,7 +115,7 @@ class Odm(Base):
         )
 
     def __call__(self, step: int, feedback: Feedback) -> dict[str, float]:
-        """Learns from the reports of one step and says the weights that follow."""
+        """Learn from the reports of one step and return the resulting weights."""
         prior = shares(self._prior(step, feedback))
         reported = self._observe(list(prior), feedback)
         known = self.learned
@@ -133,7 +133,7 @@ class Odm(Base):
         return prior
 
     def _observe(self, names: list[str], feedback: Feedback) -> bool:
-        """Keep what is a loss, count what is none. Was there any?"""
+        """Keep valid losses, count the others. Return whether there was a valid one."""
         known, any_good = self.learned, False
         for name in names:
             if (key := f"{self.metric}/{name}") not in feedback:
@@ -145,8 +145,8 @@ class Odm(Base):
         return any_good
 
     def _reward(self, names: list[str]) -> None:
-        """One update: a source without a report counts with its last loss, one that never had any
-        with the mean of the others.
+        """Update the rewards once. A source without a report counts with its last loss, one that
+        never had any with the mean of the others.
         """
         known, before = self.learned, self._rewards(names)
         mean = math.fsum(known.loss.values()) / len(known.loss)
@@ -157,14 +157,14 @@ class Odm(Base):
         known.updates += 1
 
     def _rewards(self, names: list[str]) -> dict[str, float]:
-        """A source that came later begins in the middle of the others."""
+        """Return the rewards; a source that was added later starts at the mean of the others."""
         known = self.learned.reward
         middle = math.fsum(known.values()) / len(known) if known else 0.0
         return {name: known.get(name, middle) for name in names}
 
     def _mixed(self, prior: Mapping[str, float]) -> dict[str, float]:
-        """Exp3's rule with the given weights in place of equal ones: they are what it explores and
-        where it begins.
+        """Return the weights of Exp3's rule, with the given weights in place of equal ones: they
+        are the start and the exploration.
         """
         n, t, reward = len(prior), self.learned.updates, self._rewards(list(prior))
         rate = self.rate if self.rate is not None else _exploration(n, t - 1)
@@ -217,15 +217,15 @@ class Odm(Base):
             "loss": {str(name): float(x) for name, x in state["loss"].items()},
         }
         if not all(math.isfinite(x) for column in numbers.values() for x in column.values()):
-            raise ValueError("schedule odm: the state holds what is no number")
+            raise ValueError("schedule odm: the state holds a value that is not a number")
         self.learned.updates = int(state["updates"])
         self.learned.reward, self.learned.loss = numbers["reward"], numbers["loss"]
         self.learned.ignored = {str(name): int(n) for name, n in state["ignored"].items()}
 
 
 def _exploration(n: int, t: int) -> float:
-    """Exp3's share of exploration for each of n sources after t updates. A square root is rounded
-    correctly everywhere.
+    """Return Exp3's exploration share for each of n sources after t updates. A square root is
+    correctly rounded on every machine.
     """
     if t < 1:
         return 1 / n
@@ -241,12 +241,12 @@ def odm(
     rate: float | None = None,
     metric: str = "loss",
 ) -> Odm:
-    """Weights that follow the losses in ``client.report(step, {"loss/web": 2.31, ...})``: what is
-    learned worst is drawn more.
+    """Return a schedule that follows the losses in ``client.report(step, {"loss/web": 2.31,
+    ...})``: sources that are learned worst are drawn more.
 
-    ``weights`` are those of the first ``warmup`` steps and what is explored later; names alone
-    stand for equal ones. No source gets less than ``floor``. A loss counts as ``loss / scale``;
-    ``decay`` below 1 forgets old losses, and ``rate`` fixes the learning rate, which otherwise
-    falls with the number of reports. Reports that are no losses are ignored and counted.
+    ``weights`` are those of the first ``warmup`` steps and of later exploration; a list of names
+    means equal weights. No source gets less than ``floor``. A loss counts as ``loss / scale``.
+    ``decay`` below 1 forgets old losses. ``rate`` fixes the learning rate, which otherwise falls
+    with the number of reports. Invalid losses are ignored and counted.
     """
     return Odm(weights, warmup, floor, scale, decay, rate, metric)

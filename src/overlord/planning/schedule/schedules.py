@@ -1,9 +1,8 @@
 """Schedules by step alone: constant, staged, linear, cosine, temperature.
 
 Weights are relative: only their ratios are drawn. A ramp goes from the shares of one mixture to
-those of another, so that it is even whatever the two sum to; at its ends, and beyond, the weights
-are exactly the ones that were given. Everywhere that weights are asked for, another schedule may
-stand in their place.
+those of another, so that it is even whatever their sums. At its ends, and beyond, the weights are
+exactly the given ones. Every argument that takes weights also takes another schedule.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from overlord.planning.schedule.base import (
 
 
 def constant(weights: Mapping[str, float]) -> Constant:
-    """The same weights at every step."""
+    """Return a schedule with the same weights at every step."""
     return Constant(weights)
 
 
@@ -58,16 +57,16 @@ class Staged(Base):
         ]
         if given and not wrong and 0 not in given:
             check.found.append(
-                f"stages: the first stage begins at step {min(given)}; say what steps "
-                "before it draw, from 0 on"
+                f"stages: the first stage begins at step {min(given)}; give weights for steps "
+                "before it, from 0 on"
             )
         made = {first: check.part(f"stages[{first!r}]", part) for first, part in given.items()}
         check.done()
         check.set("stages", tuple(sorted(made.items(), key=lambda stage: stage[0])))
 
     def __call__(self, step: int, feedback: Feedback) -> Any:
-        # Every stage is asked at every step, so that one that learns from feedback has learned when
-        # its time comes.
+        # Every stage is called at every step, so that one that learns from feedback has learned
+        # when its time comes.
         said = [part(step, feedback) for _, part in self.stages]
         return said[bisect_right([first for first, _ in self.stages], step) - 1]
 
@@ -87,8 +86,8 @@ class Staged(Base):
 
 
 def staged(stages: Mapping[int, Part]) -> Staged:
-    """Weights by step ranges: ``staged({0: {"web": 1}, 1000: {"web": 1, "code": 1}})``; each holds
-    until the next begins.
+    """Return a schedule with weights by step ranges: ``staged({0: {"web": 1}, 1000: {"web": 1,
+    "code": 1}})``. Each entry holds until the next one starts.
     """
     return Staged(stages)
 
@@ -141,7 +140,7 @@ def _ramp_weights(
     """Return the weights of a ramp at a step. ``curve(k, n)``: the part of it, 0 to 1, done after
     k of n steps.
     """
-    # Both ends are asked at every step: one that learns must see every report.
+    # Both ends are called at every step: one that learns must receive every report.
     first = named(ramp.start(step, feedback), step, f"{ramp.kind}.start")
     last = named(ramp.end(step, feedback), step, f"{ramp.kind}.end")
     done = min(max(step - ramp.begin, 0), ramp.steps)
@@ -151,7 +150,7 @@ def _ramp_weights(
 
 
 def _between(first: Mapping[str, float], last: Mapping[str, float], t: float) -> dict[str, float]:
-    """Shares on the way; held between their ends, which rounding could pass by a bit."""
+    """Return interpolated shares, clamped to their ends, which rounding could exceed slightly."""
     out = {}
     for name in sorted({*first, *last}):
         a, b = first.get(name, 0.0), last.get(name, 0.0)
@@ -160,12 +159,16 @@ def _between(first: Mapping[str, float], last: Mapping[str, float], t: float) ->
 
 
 def linear(start: Part, end: Part, steps: int, begin: int = 0) -> Linear:
-    """From ``start`` to ``end`` in equal steps: ``end`` is reached at step ``begin + steps``."""
+    """Return a ramp from ``start`` to ``end`` in equal steps: ``end`` is reached at step ``begin +
+    steps``.
+    """
     return Linear(start, end, steps, begin)
 
 
 def cosine(start: Part, end: Part, steps: int, begin: int = 0) -> Cosine:
-    """From ``start`` to ``end`` along half a cosine: slow at both ends, fastest in the middle."""
+    """Return a ramp from ``start`` to ``end`` along half a cosine: slow at both ends, fastest in
+    the middle.
+    """
     return Cosine(start, end, steps, begin)
 
 
@@ -173,12 +176,12 @@ def cosine(start: Part, end: Part, steps: int, begin: int = 0) -> Cosine:
 class Temperature(Base):
     kind: ClassVar[str] = "temperature"
     tau: float = 1.0
-    # pairs (name, size), sorted; None: rows of the sources, when the job is launched
+    # pairs (name, size), sorted; None: rows of the sources, set at launch
     sizes: Any = None
     end_tau: float | None = None
     steps: int | None = None
     begin: int = 0
-    # logarithm of each size over the largest; None where the size is 0
+    # logarithm of each size over the largest; None if the size is 0
     logs: Any = field(default=(), init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -278,11 +281,11 @@ def temperature(
     steps: int | None = None,
     begin: int = 0,
 ) -> Temperature:
-    """Weights ``size ** (1/tau)``: 1 draws in proportion, more lifts small sources, infinity draws
-    all alike.
+    """Return a schedule with weights ``size ** (1/tau)``: 1 draws in proportion, more favours small
+    sources, infinity draws all equally.
 
-    ``sizes`` are rows, tokens or bytes; left out, the rows of the files, where their format tells
-    them. With ``end_tau`` and ``steps`` the temperature goes from ``tau`` to ``end_tau`` in equal
-    steps from ``begin`` on.
+    ``sizes`` are rows, tokens or bytes. The default is the rows of the files, if their format
+    contains them. With ``end_tau`` and ``steps`` the temperature goes from ``tau`` to ``end_tau``
+    in equal steps from ``begin`` on.
     """
     return Temperature(tau, sizes, end_tau, steps, begin)
