@@ -1,7 +1,6 @@
 """Gathers the payload of planned steps from several loader workers.
 
-A step is ready when all of it has arrived. There is one gatherer in every process that builds
-microbatches: in constructor workers, and without constructors in every client.
+A step is ready when all of it has arrived. Every constructor worker has one gatherer.
 
 After the loss of a worker the coordinator rolls back and plans steps again under a new
 *generation*. A step that is complete here stays. An incomplete step arrives again in full, and late
