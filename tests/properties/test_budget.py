@@ -269,7 +269,7 @@ def sizes(held: Held) -> dict[str, int]:
         "plans": len(host.plans),
         "slabs": len(host.slabs._slabs),
         "slab bytes": host.slabs.nbytes,
-        "handles": len(held.blueprint.handles._handles),
+        "handles": len(held.blueprint.handles._chunks),
         "outstanding": len(planner._outstanding),
         "events": len(planner.state().events),
         "segments": sum(len(s._segments) for s in streams),
