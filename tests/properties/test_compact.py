@@ -18,7 +18,7 @@ from overlord.constructor.compact import IDS, Expander, build_compact, layout_of
 from overlord.constructor.pack import build_arrays, new_buffer
 from overlord.constructor.rank_views import of_stage
 from overlord.plan.rank_view import View
-from tests.properties.test_microbatch import steps
+from tests.properties.test_pack import steps
 
 VIEWS = [View(first=first, last=last) for first in (True, False) for last in (True, False)]
 

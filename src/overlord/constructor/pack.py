@@ -98,11 +98,11 @@ def build_slices(
     cp: int,
     cp_ranks: Sequence[int],
 ) -> list[BatchArrays]:
-    """Build the slices of some context-parallel ranks without building the whole:
-    The result equals ``rank_views.slice_arrays`` of ``build_arrays``.
+    """Build the slices of some context-parallel ranks without building the whole.
 
-    Slices are concatenated rank after rank in one allocation. A run of a document is filled as a
-    document is, so it costs hardly more.
+    The result equals ``rank_views.slice_arrays`` of ``build_arrays``. Slices are concatenated rank
+    after rank in one allocation. A run of a document is filled as a document is, so it costs hardly
+    more.
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     by_row = batch.layout == "padded"
