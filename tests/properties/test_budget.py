@@ -105,21 +105,21 @@ class Held:
         self.blueprint.close()
 
     def bytes_of(self, loader: int) -> int:
-        return exact(self.host.loading.hosted[loader].shelf)
+        return exact(self.host.loading.hosted[loader].buffer)
 
     @property
     def ready(self) -> int:
-        return sum(exact(hosted.shelf) for hosted in self.host.loading.hosted.values())
+        return sum(exact(hosted.buffer) for hosted in self.host.loading.hosted.values())
 
     @property
     def blocks(self) -> int:
         return sum(s.largest for s in self.seen)
 
 
-def exact(shelf: SampleBuffer) -> int:
+def exact(buffer: SampleBuffer) -> int:
     """Bytes of samples not yet popped."""
-    return sum(block.nbytes for block in shelf._blocks) - (
-        shelf._blocks[0].slice(0, shelf._taken).nbytes if shelf._taken else 0
+    return sum(block.nbytes for block in buffer._blocks) - (
+        buffer._blocks[0].slice(0, buffer._taken).nbytes if buffer._taken else 0
     )
 
 
@@ -269,13 +269,13 @@ def sizes(held: Held) -> dict[str, int]:
         "plans": len(host.plans),
         "slabs": len(host.slabs._buffers),
         "slab bytes": host.slabs.nbytes,
-        "handles": len(held.blueprint.handles._handles),
+        "handles": len(held.blueprint.handles._chunks),
         "outstanding": len(planner._outstanding),
         "events": len(planner.state().events),
         "segments": sum(len(s._segments) for s in streams),
         "shares": sum(len(s._announced) for s in streams),
         "lasts": sum(len(s._lasts) for s in streams),
-        "shelves": sum(len(h.shelf._blocks) for h in host.loading.hosted.values()),
+        "shelves": sum(len(h.buffer._blocks) for h in host.loading.hosted.values()),
         "assembling": sum(len(a._steps) for a in host.assemblers),
         "timers": len(held.executor._events),
     }

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from overlord.buffer_pool import BufferPool
 from overlord.constructor import compact as module
 from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.compact import IDS, Expander, build_compact, form_of, narrowest, seen
-from overlord.constructor.pack import build_wide, fresh
+from overlord.constructor.compact import IDS, Expander, build_compact, layout_of, narrowest, seen
+from overlord.constructor.pack import build_arrays, new_buffer
 from overlord.constructor.rank_views import of_stage
 from overlord.plan.rank_view import View
-from tests.properties.test_microbatch import steps
+from tests.properties.test_pack import steps
 
 VIEWS = [View(first=first, last=last) for first in (True, False) for last in (True, False)]
 
@@ -34,12 +34,12 @@ def ways(joined: bool, sliced: bool) -> Iterator[None]:
         module.JOIN_FROM, module.SLICE_FROM = usual
 
 
-def opened(step: Mapping[str, Any], view: View, slab: Any = fresh) -> list[Any]:
+def opened(step: Mapping[str, Any], view: View, slab: Any = new_buffer) -> list[Any]:
     """Through a message and back, as a client gets it."""
-    wide, form = seen(build_compact(**step), form_of(step["batch"]), view)
+    wide, form = seen(build_compact(**step), layout_of(step["batch"]), view)
     n = step["n_microbatches"]
     empty = np.bincount(step["microbatch"], minlength=n) == 0
-    return Expander(form, empty, slab).opened(BatchArrays.of_part(*wide.part(0, n)).cut(0, n))
+    return Expander(form, empty, slab).microbatches(BatchArrays.of_part(*wide.part(0, n)).cut(0, n))
 
 
 @given(
@@ -49,7 +49,7 @@ def test_what_is_widened_equals_what_is_built_wide(
     step: dict[str, Any], view: View, joined: bool, sliced: bool, pad_id: int
 ) -> None:
     step["batch"] = replace(step["batch"], pad_id=pad_id)
-    wanted = of_stage(build_wide(**step), view).cut(0, step["n_microbatches"])
+    wanted = of_stage(build_arrays(**step), view).cut(0, step["n_microbatches"])
     with ways(joined, sliced):
         for a, b in zip(opened(step, view), wanted, strict=True):
             assert list(a) == list(b)
@@ -78,7 +78,7 @@ def test_what_is_kept_stays_what_it_was(
     """Memory is used again for the next microbatch, but never under an array that somebody
     holds.
     """
-    wanted = build_wide(**step).cut(0, step["n_microbatches"])
+    wanted = build_arrays(**step).cut(0, step["n_microbatches"])
     found, kept = opened(step, View(), BufferPool()), []
     for m, key, keeps in asked:
         m %= len(found)

@@ -21,7 +21,7 @@ import overlord as ov
 from overlord.constructor.assembler import Assembler
 from overlord.job.job import UNIT
 from overlord.loader.loader import Loader
-from overlord.loader.reader import SourceReader, _not_before
+from overlord.loader.reader import SourceReader, _at_or_after
 from overlord.messages.constructor import Build, Built, Deliver, EndRank, PayloadReady, Release
 from overlord.messages.control import (
     Attach,
@@ -315,7 +315,7 @@ def walk(loader: Loader, reader: SourceReader, rng: random.Random) -> list[Annou
     """All a loader announces, asked for in random amounts and popped in random amounts."""
     news: list[Announce] = []
     queue: deque[Any] = deque()
-    while loader.doing != "done" or queue:
+    while loader.activity != "done" or queue:
         if not queue:
             if loader.ready and rng.random() < 0.7:
                 queue += loader.handle(Pop(0, rng.randint(1, loader.ready)))
@@ -399,7 +399,9 @@ def test_rows_of_equal_keys_are_told_apart_by_file_and_row() -> None:
     """Keys are hashes: two rows of one window may share one, if once in a lifetime."""
     order: Any = SimpleNamespace(row_keys=lambda epoch, file, row: np.zeros(len(file), np.uint64))
     file, row = np.array([0, 1, 1, 1, 2]), np.array([9, 3, 4, 5, 0])
-    behind = _not_before(np.zeros(5, np.uint64), file, row, Cursor(file=1, row=4, part=0), order, 0)
+    behind = _at_or_after(
+        np.zeros(5, np.uint64), file, row, Cursor(file=1, row=4, part=0), order, 0
+    )
     assert behind.tolist() == [False, False, True, True, True]
 
 

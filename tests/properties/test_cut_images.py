@@ -110,9 +110,9 @@ def test_arrays_of_a_rank_are_its_routes(plan: LoadingPlan) -> None:
         Scattered([Ragged.from_rows(bytes_, np.uint8)], np.zeros(0, np.int64)),
     )
     done = encoder_inputs(staged, ranks[::-1], form, lambda n: np.empty(n, np.uint8))
-    assert done.spoiled is None
+    assert done.failures is None
     for rank in ranks:
-        for slot, arrays in enumerate(done.wides[rank].cut(0, done.wides[rank].n)):
+        for slot, arrays in enumerate(done.arrays[rank].cut(0, done.arrays[rank].n)):
             route = plan.routes().for_rank(rank, slot)
             assert arrays["pixel_values"][:, 0].tolist() == (route.items % 256).tolist()
             assert arrays["image_cu_seqlens"].tolist() == list(range(len(route.items) + 1))

@@ -25,7 +25,7 @@ from overlord.transport.connection import CLOSES, Connection
 from overlord.transport.server import dial
 from tests.processes import WAIT_S, until
 from tests.scenarios.test_serving import by_tcp
-from tests.unit.test_gathering import documents, placed
+from tests.unit.test_payload_gather import documents, placed
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -134,13 +134,13 @@ def test_a_step_comes_along_with_other_buckets_once_and_only_if_its_payload_is_t
     None
 ):
     assembler = Assembler(0, [0], build_ahead=1)
-    assert not assembler.come_along(0)  # nobody is attached
+    assert not assembler.join_build(0)  # nobody is attached
     assembler.handle(Attach(0))
     planned(assembler, 0)
     assembler.handle(stage(1))
-    assert not assembler.come_along(1)  # its payload is on its way
+    assert not assembler.join_build(1)  # its payload is on its way
     assert assembler.handle(PayloadReady(1)) == []
-    assert assembler.come_along(1)
-    assert not assembler.come_along(1)
+    assert assembler.join_build(1)
+    assert not assembler.join_build(1)
     assert assembler.handle(Built(1)) == []
     assert assembler.handle(Built(0)) == [Deliver(0, 0), Deliver(1, 0)]

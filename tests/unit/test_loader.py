@@ -142,7 +142,7 @@ def test_the_last_epoch_is_the_end() -> None:
     ]
     loader.handle(WindowReady(rows=1, over=(0,)))
     assert brief(loader.handle(evaluated(1))) == [(1, 0, 0, 1, True, True)]
-    assert loader.doing == "done"
+    assert loader.activity == "done"
 
 
 def test_a_restored_loader_starts_in_the_middle_of_a_window() -> None:

@@ -16,7 +16,7 @@ from overlord.buffer_pool import BufferPool
 from overlord.client.step import Step
 from overlord.constructor.build import BucketBatch, StepDocuments, build_buckets, build_groups
 from overlord.constructor.compact import IDS
-from overlord.constructor.pack import fresh
+from overlord.constructor.pack import new_buffer
 from overlord.constructor.rank_views import narrow
 from overlord.messages.client import StepInfo
 from overlord.messages.control import PlannedStep, StreamState
@@ -53,13 +53,13 @@ class Slab:
 
     def __call__(self, nbytes: int) -> np.ndarray:
         self.nbytes += nbytes
-        return fresh(nbytes)
+        return new_buffer(nbytes)
 
 
 def built(
     place: ov.ClientPlaceTree,
     ranks: Sequence[int],
-    slab: Any = fresh,
+    slab: Any = new_buffer,
     batch: Mapping[str, Any] | None = None,
     compact: bool = False,
     **how: Any,

@@ -42,10 +42,10 @@ class Assembler:
 
     def __init__(self, bucket: int, ranks: Sequence[int], build_ahead: int = BUILD_AHEAD):
         self.bucket, self.ranks, self._ahead = bucket, tuple(ranks), build_ahead
-        self._wanted: dict[int, int] = {}  # attached rank -> last step it acknowledged
+        self._acked: dict[int, int] = {}  # attached rank -> last step it acknowledged
         self._delivered: dict[int, int] = {}  # attached rank -> last step sent to it
         self._steps: dict[int, str] = {}  # step -> status, in step order
-        self._finish: EndOfJob | None = None
+        self._end: EndOfJob | None = None
         self._ended: set[int] = set()  # ranks that were notified of the end
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
@@ -54,30 +54,30 @@ class Assembler:
                 if not skipped and not self._is_over(plan.step):
                     self._plan(plan.step)
             case PayloadReady(step=step):
-                return self._staged(step)
+                return self._payload_ready(step)
             case Built(step=step):
                 return self._built(step)
             case Attach(rank=rank) if rank in self.ranks:
                 # The window opens at the first step that no rank of the bucket has taken: earlier
                 # steps are gone.
                 first = min(self._steps, default=0) - 1
-                self._wanted.setdefault(rank, first)
+                self._acked.setdefault(rank, first)
                 self._delivered.setdefault(rank, first)
                 return self._deliver()
             case Detach(rank=rank) if rank in self.ranks:
-                self._wanted.pop(rank, None)
+                self._acked.pop(rank, None)
                 self._delivered.pop(rank, None)
                 self._ended.discard(rank)
                 return [*self._release(), *self._build()]
-            case Consumed(rank=rank, step=step) if rank in self._wanted:
-                self._wanted[rank] = max(step, self._wanted[rank])
+            case Consumed(rank=rank, step=step) if rank in self._acked:
+                self._acked[rank] = max(step, self._acked[rank])
                 # Another process may have delivered it.
                 self._delivered[rank] = max(step, self._delivered[rank])
                 return [*self._release(), *self._build(), *self._deliver()]
             case EndOfJob():
-                return self._finished(event)
+                return self._end_of_job(event)
             case Rollback(step=step):
-                return self._back(step)
+                return self._rollback(step)
             case Attach() | Detach() | Consumed():
                 pass
             case _:
@@ -85,7 +85,7 @@ class Assembler:
         return []
 
     def _plan(self, step: int) -> None:
-        if self._wanted and step <= min(self._wanted.values()):
+        if self._acked and step <= min(self._acked.values()):
             return  # a previous process delivered it
         known = self._steps.setdefault(step, PLANNED)
         if known == FAILED:
@@ -93,30 +93,30 @@ class Assembler:
         elif step != next(reversed(self._steps)):  # a replayed step, and later ones are here
             self._steps = dict(sorted(self._steps.items()))
 
-    def _staged(self, step: int) -> list[Command]:
+    def _payload_ready(self, step: int) -> list[Command]:
         status = self._steps.get(step)
         if status in (STAGED, BUILDING, BUILT):
             return []
         if (
             status is None
-            or not self._wanted
+            or not self._acked
             or self._is_over(step)
-            or step <= min(self._wanted.values())
+            or step <= min(self._acked.values())
         ):
-            self._forget(step)
+            self._drop(step)
             return [Release(step, self.bucket), *self._deliver()]
         self._steps[step] = STAGED
         return self._build()
 
     def _built(self, step: int) -> list[Command]:
         # The job ended or every rank detached while it was being built.
-        if step not in self._steps or not self._wanted or self._is_over(step):
-            self._forget(step)
+        if step not in self._steps or not self._acked or self._is_over(step):
+            self._drop(step)
             return [Release(step, self.bucket), *self._deliver()]
         self._steps[step] = BUILT
         return [*self._deliver(), *self._release()]
 
-    def _forget(self, step: int) -> None:
+    def _drop(self, step: int) -> None:
         """Drop a step.
 
         After the end of the job its place stays: the end may be undone, and no later step may
@@ -127,18 +127,18 @@ class Assembler:
         else:
             self._steps.pop(step, None)
 
-    def _finished(self, finish: EndOfJob) -> list[Command]:
+    def _end_of_job(self, finish: EndOfJob) -> list[Command]:
         if not self._is_over(finish.step):
-            self._finish = finish
+            self._end = finish
         # A step that could not be built ends the job before it, although later ones may be planned.
         over = [
             s for s, status in self._steps.items() if self._is_over(s) and status in (STAGED, BUILT)
         ]
         for step in over:
-            self._forget(step)
+            self._drop(step)
         return [*(Release(s, self.bucket) for s in over), *self._deliver()]
 
-    def _back(self, step: int) -> list[Command]:
+    def _rollback(self, step: int) -> list[Command]:
         """Roll back: later steps are planned again. Steps that are here stay.
 
         An end after ``step`` was caused by a fault, or will be reported again.
@@ -146,13 +146,13 @@ class Assembler:
         for s, status in self._steps.items():
             if status == FAILED:
                 self._steps[s] = PLANNED
-        if self._finish is None or self._finish.step <= step:
+        if self._end is None or self._end.step <= step:
             return []
-        self._finish, ended = None, sorted(self._ended)
+        self._end, ended = None, sorted(self._ended)
         self._ended.clear()
         return [Unfinish(rank) for rank in ended]
 
-    def wants(self, step: int) -> bool:
+    def needs_payload(self, step: int) -> bool:
         """Return whether the payload of this step is missing here."""
         return self._steps.get(step, PLANNED) in (PLANNED, FAILED)
 
@@ -170,9 +170,9 @@ class Assembler:
         They are a few beyond the last step of the fastest rank, so that a slow rank blocks no
         other. Payload may arrive out of order; the selection of steps does not depend on it.
         """
-        if not self._wanted:
+        if not self._acked:
             return []
-        taken, commands = max(self._wanted.values()), list[Command]()
+        taken, commands = max(self._acked.values()), list[Command]()
         place = 0  # position of the step among those that the fastest rank has not taken
         for step, status in self._steps.items():
             if status == STAGED and place < self._ahead:
@@ -181,17 +181,17 @@ class Assembler:
             place += step > taken
         return commands
 
-    def come_along(self, step: int) -> bool:
+    def join_build(self, step: int) -> bool:
         """Return whether to build this bucket's step together with another bucket's, although its
         own ranks are not as far yet.
         """
-        if self._wanted and self._steps.get(step) == STAGED:
+        if self._acked and self._steps.get(step) == STAGED:
             self._steps[step] = BUILDING
             return True
         return False
 
     def _is_over(self, step: int) -> bool:
-        return self._finish is not None and step >= self._finish.step
+        return self._end is not None and step >= self._end.step
 
     def _deliver(self) -> list[Command]:
         """Deliver built steps in order; a step that is not built blocks later ones."""
@@ -204,9 +204,9 @@ class Assembler:
                 if last < step:
                     self._delivered[rank] = step
                     commands.append(Deliver(step, rank))
-        if self._finish is not None and all(status == BUILT for _, status in steps):
+        if self._end is not None and all(status == BUILT for _, status in steps):
             commands += [
-                EndRank(rank, self._finish.error)
+                EndRank(rank, self._end.error)
                 for rank in self._delivered
                 if rank not in self._ended
             ]
@@ -218,8 +218,8 @@ class Assembler:
 
         A step that was never built here may have nothing to release.
         """
-        if self._wanted:
-            taken = min(self._wanted.values())
+        if self._acked:
+            taken = min(self._acked.values())
             gone = {
                 s: status for s, status in self._steps.items() if s <= taken and status != BUILDING
             }

@@ -11,16 +11,16 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.compact import Expander, build_compact, form_of, seen
+from overlord.constructor.compact import Expander, build_compact, layout_of, seen
 from overlord.constructor.images import (
     PixelForm,
+    decode_pool,
     encoder_inputs,
-    leave_out,
+    exclude_documents,
+    exclude_targets,
     placeholders,
-    pool,
-    strike_out,
 )
-from overlord.constructor.pack import build_slices, build_wide, fresh
+from overlord.constructor.pack import build_arrays, build_slices, new_buffer
 from overlord.constructor.rank_views import narrow, of_stage
 from overlord.errors import PlanError
 from overlord.job.hooks import Assembly, Hook, assembled_by
@@ -49,8 +49,8 @@ class StepDocuments:
     tokens: Ragged
     items: Scattered | None = None
     # int64 [n, 3]: bucket, microbatch, slot of documents excluded from the loss.
-    masked: np.ndarray | None = None
-    struck: np.ndarray | None = (
+    excluded_documents: np.ndarray | None = None
+    excluded_targets: np.ndarray | None = (
         # int64 [n, 4]: bucket, microbatch, first token and number of tokens excluded as targets.
         None
     )
@@ -87,7 +87,7 @@ class BucketBatch:
     )
     per: str = ""  # "microbatch": exchange m belongs to microbatch m
     form: CompactLayout | None = None  # set if ``wide`` is compact: how to expand it
-    slab: Callable[[int], np.ndarray] = fresh  # allocates memory for expanded arrays
+    slab: Callable[[int], np.ndarray] = new_buffer  # allocates memory for expanded arrays
 
     def for_rank(self, rank: int) -> BucketBatch:
         """Return the batch for the queue of a rank. Ranks with equal content share one object."""
@@ -108,7 +108,7 @@ class BucketBatch:
         return (
             cuts
             if self.form is None
-            else Expander(self.form, np.diff(self.bounds) == 0, self.slab).opened(cuts)
+            else Expander(self.form, np.diff(self.bounds) == 0, self.slab).microbatches(cuts)
         )
 
     def part(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -136,11 +136,11 @@ class BucketBatch:
 
 def build_groups(
     staged: StepDocuments,
-    told: StepInfo,
+    info: StepInfo,
     groups: Mapping[int, Sequence[int]],
     batch: Batch,
     multiple: int,
-    slab: Callable[[int], np.ndarray] = fresh,
+    allocate: Callable[[int], np.ndarray] = new_buffer,
     hooks: Sequence[Hook] = (),
     compact: bool = False,
 ) -> list[BucketBatch]:
@@ -154,30 +154,33 @@ def build_groups(
     compact = (
         compact
         and not hooks
-        and not any(left is not None and len(left) for left in (staged.masked, staged.struck))
+        and not any(
+            left is not None and len(left)
+            for left in (staged.excluded_documents, staged.excluded_targets)
+        )
     )
-    if told.place is None and not compact:
-        return build_buckets(staged, list(groups), batch, multiple, slab, hooks)
-    if told.place is None:
-        return _build_views(staged, list(groups), [ALL], batch, multiple, slab, compact)[ALL]
+    if info.place is None and not compact:
+        return build_buckets(staged, list(groups), batch, multiple, allocate, hooks)
+    if info.place is None:
+        return _build_views(staged, list(groups), [ALL], batch, multiple, allocate, compact)[ALL]
     views, bucket_of = (
-        views_of(told.place, told.axis, told.broadcast, batch.cp_split),
-        _buckets_of_ranks(told.place, told.axis),
+        views_of(info.place, info.axis, info.broadcast, batch.cp_split),
+        _buckets_of_ranks(info.place, info.axis),
     )
     wanted = {(bucket_of[rank], views[rank]): None for ranks in groups.values() for rank in ranks}
     buckets = sorted({bucket for bucket, view in wanted if not view.nothing})
     distinct = list(dict.fromkeys(view for _, view in wanted if not view.nothing))
     found: dict[tuple[int, View], BucketBatch] = {}
     if hooks:
-        whole = build_buckets(staged, buckets, batch, multiple, slab, hooks)
+        whole = build_buckets(staged, buckets, batch, multiple, allocate, hooks)
         for (b, bucket), view in product(zip(buckets, whole, strict=True), distinct):
             if (b, view) in wanted:
                 found[b, view] = replace(
-                    bucket, built=_narrowed(bucket, view, staged.plan.step, hooks)
+                    bucket, built=_for_view(bucket, view, staged.plan.step, hooks)
                 )
     elif buckets:
         for view, made in _build_views(
-            staged, buckets, distinct, batch, multiple, slab, compact
+            staged, buckets, distinct, batch, multiple, allocate, compact
         ).items():
             found |= {(b, view): bucket for b, bucket in zip(buckets, made, strict=True)}
     for b, view in wanted:
@@ -195,13 +198,13 @@ def build_groups(
 
 def build_with_images(
     staged: StepDocuments,
-    told: StepInfo,
+    info: StepInfo,
     groups: Mapping[int, Sequence[int]],
     members: Sequence[int],
     form: PixelForm,
     batch: Batch,
     multiple: int,
-    slab: Callable[[int], np.ndarray] = fresh,
+    allocate: Callable[[int], np.ndarray] = new_buffer,
     hooks: Sequence[Hook] = (),
     compact: bool = False,
     stopped: Callable[[], bool] = lambda: False,
@@ -211,16 +214,18 @@ def build_with_images(
     ``members`` are all ranks of the groups. Images of ranks that are not attached are decoded too:
     whether a sample is excluded from the loss must not depend on attached ranks.
     """
-    if told.place is not None and any(
-        v.cp > 1 for v in views_of(told.place, told.axis, told.broadcast, batch.cp_split)
+    if info.place is not None and any(
+        v.cp > 1 for v in views_of(info.place, info.axis, info.broadcast, batch.cp_split)
     ):
         found = "context parallelism slices microbatches, but rows of images need whole ones"
         raise PlanError(
-            found, told.step, 'launch without broadcast=False, or set batch.cp_split="none"'
+            found, info.step, 'launch without broadcast=False, or set batch.cp_split="none"'
         )
-    encoded = encoder_inputs(staged, members, form, slab, pool(), stopped)
-    staged = replace(staged, masked=encoded.masked, struck=placeholders(staged))
-    built = build_groups(staged, told, groups, batch, multiple, slab, hooks, compact)
+    encoded = encoder_inputs(staged, members, form, allocate, decode_pool(), stopped)
+    staged = replace(
+        staged, excluded_documents=encoded.excluded_documents, excluded_targets=placeholders(staged)
+    )
+    built = build_groups(staged, info, groups, batch, multiple, allocate, hooks, compact)
     none = np.zeros(1, np.int64)
     with_encoder = [
         BucketBatch(
@@ -228,12 +233,12 @@ def build_with_images(
             none,
             None,
             by_rank={
-                r: replace(b.for_rank(r), encoder=encoded.wides[r], per=encoded.per) for r in ranks
+                r: replace(b.for_rank(r), encoder=encoded.arrays[r], per=encoded.per) for r in ranks
             },
         )
         for b, ranks in zip(built, groups.values(), strict=True)
     ]
-    return with_encoder, encoded.spoiled
+    return with_encoder, encoded.failures
 
 
 @lru_cache(maxsize=32)
@@ -241,7 +246,7 @@ def _buckets_of_ranks(place: ClientPlaceTree, axis: str) -> list[int]:
     return place.bucket_of(axis).tolist()
 
 
-def _narrowed(
+def _for_view(
     bucket: BucketBatch, view: View, step: int, hooks: Sequence[Hook]
 ) -> tuple[dict[str, np.ndarray], ...]:
     """Return the microbatches of a hook in the view of a rank."""
@@ -265,7 +270,7 @@ def _build_views(
     views: Sequence[View],
     batch: Batch,
     multiple: int,
-    slab: Callable[[int], np.ndarray],
+    allocate: Callable[[int], np.ndarray],
     compact: bool,
 ) -> dict[View, list[BucketBatch]]:
     """Build the buckets for each view.
@@ -274,30 +279,32 @@ def _build_views(
     """
     rows, bounds, place = _rows(staged.plan.main, buckets)
     m, cp = staged.plan.main.n_microbatches, views[0].cp
-    documents = _gathered(staged, rows, place, m * len(buckets))
+    documents = _gather(staged, rows, place, m * len(buckets))
     forms: dict[View, CompactLayout] = {}
     if cp == 1 and compact:
-        found = build_compact(*documents, batch, multiple, slab), form_of(batch)
+        found = build_compact(*documents, batch, multiple, allocate), layout_of(batch)
         made = {view: seen(*found, view) for view in views}
-        wides, forms = (
+        arrays, forms = (
             {view: wide for view, (wide, _) in made.items()},
             {view: form for view, (_, form) in made.items()},
         )
     elif cp == 1:
-        whole = _left_out(build_wide(*documents, batch, multiple, slab), staged, buckets, 0, batch)
-        wides = {view: of_stage(whole, view) for view in views}
+        whole = _with_exclusions(
+            build_arrays(*documents, batch, multiple, allocate), staged, buckets, 0, batch
+        )
+        arrays = {view: of_stage(whole, view) for view in views}
     else:
         ranks = sorted({view.cp_rank for view in views})
         slices = dict(
-            zip(ranks, build_slices(*documents, batch, multiple, slab, cp, ranks), strict=True)
+            zip(ranks, build_slices(*documents, batch, multiple, allocate, cp, ranks), strict=True)
         )
-        wides = {view: of_stage(slices[view.cp_rank], view) for view in views}
+        arrays = {view: of_stage(slices[view.cp_rank], view) for view in views}
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
     return {
         view: [
             BucketBatch(rows, cut, wide, k * m, form=forms.get(view)) for k, cut in enumerate(cuts)
         ]
-        for view, wide in wides.items()
+        for view, wide in arrays.items()
     }
 
 
@@ -306,7 +313,7 @@ def build_buckets(
     buckets: Sequence[int],
     batch: Batch,
     multiple: int,
-    slab: Callable[[int], np.ndarray] = fresh,
+    allocate: Callable[[int], np.ndarray] = new_buffer,
     hooks: Sequence[Hook] = (),
 ) -> list[BucketBatch]:
     """Gather the documents of some buckets and slice their microbatches.
@@ -317,15 +324,15 @@ def build_buckets(
     rows, bounds, place = _rows(staged.plan.main, buckets)
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
 
-    def wide_of(a: int, b: int, first: int, n: int) -> BatchArrays:
+    def arrays_of(a: int, b: int, first: int, n: int) -> BatchArrays:
         """Build microbatches first to first + n, whose documents are rows a to b."""
-        made = build_wide(
-            *_gathered(staged, rows[a:b], place[a:b] - first, n), batch, multiple, slab
+        made = build_arrays(
+            *_gather(staged, rows[a:b], place[a:b] - first, n), batch, multiple, allocate
         )
-        return _left_out(made, staged, buckets, first, batch)
+        return _with_exclusions(made, staged, buckets, first, batch)
 
     if not hooks:
-        wide = wide_of(0, len(rows), 0, m * len(buckets))
+        wide = arrays_of(0, len(rows), 0, m * len(buckets))
         return [BucketBatch(rows, cut, wide, k * m) for k, cut in enumerate(cuts)]
     built = []
     for k, (bucket, cut) in enumerate(zip(buckets, cuts, strict=True)):
@@ -336,13 +343,13 @@ def build_buckets(
             plan=staged.plan,
             rows=tuple(rows[a:b] for a, b in pairwise(cut.tolist())),
             gather=lambda rows: staged.tokens.take(staged.stage.doc[rows]),
-            build=partial(_cut, wide_of, int(cut[0]), int(cut[-1]), k * m, m),
+            build=partial(_microbatches, arrays_of, int(cut[0]), int(cut[-1]), k * m, m),
         )
         built.append(BucketBatch(rows, cut, None, built=tuple(assembled_by(hooks, assembly))))
     return built
 
 
-def _left_out(
+def _with_exclusions(
     wide: BatchArrays, staged: StepDocuments, buckets: Sequence[int], first: int, batch: Batch
 ) -> BatchArrays:
     """Exclude placeholders of images and samples without their image from the loss.
@@ -350,18 +357,18 @@ def _left_out(
     The microbatches are those of ``buckets`` from number ``first`` on.
     """
     m, number = staged.plan.main.n_microbatches, {b: k for k, b in enumerate(buckets)}
-    if staged.struck is not None and len(staged.struck):
-        runs = staged.struck[np.isin(staged.struck[:, 0], buckets)]
+    if staged.excluded_targets is not None and len(staged.excluded_targets):
+        runs = staged.excluded_targets[np.isin(staged.excluded_targets[:, 0], buckets)]
         k = np.array([number[b] for b in runs[:, 0].tolist()], np.int64) * m + runs[:, 1] - first
         here = (k >= 0) & (k < wide.n)
-        strike_out(wide, np.column_stack((k, runs[:, 2:]))[here], batch.labels)
-    if staged.masked is not None and len(staged.masked):
+        exclude_targets(wide, np.column_stack((k, runs[:, 2:]))[here], batch.labels)
+    if staged.excluded_documents is not None and len(staged.excluded_documents):
         places = [
             (number[b] * m + k - first, slot)
-            for b, k, slot in staged.masked.tolist()
+            for b, k, slot in staged.excluded_documents.tolist()
             if b in number
         ]
-        leave_out(wide, [(k, slot) for k, slot in places if 0 <= k < wide.n])
+        exclude_documents(wide, [(k, slot) for k, slot in places if 0 <= k < wide.n])
     return wide
 
 
@@ -369,11 +376,11 @@ def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndar
     """Return rows of the plan in these buckets, bounds of the microbatches, and the microbatch
     number of each row.
     """
-    rows, place = _walk(main, buckets)
+    rows, place = _in_slot_order(main, buckets)
     return rows, np.searchsorted(place, np.arange(main.n_microbatches * len(buckets) + 1)), place
 
 
-def _gathered(
+def _gather(
     staged: StepDocuments, rows: np.ndarray, microbatch: np.ndarray, n_microbatches: int
 ) -> _Documents:
     docs, offsets = staged.stage.doc[rows], staged.tokens.offsets
@@ -388,13 +395,13 @@ def _gathered(
     )
 
 
-def _cut(
-    wide_of: Callable[[int, int, int, int], BatchArrays], a: int, b: int, first: int, n: int
+def _microbatches(
+    arrays_of: Callable[[int, int, int, int], BatchArrays], a: int, b: int, first: int, n: int
 ) -> list[dict[str, np.ndarray]]:
-    return wide_of(a, b, first, n).cut(0, n)
+    return arrays_of(a, b, first, n).cut(0, n)
 
 
-def _walk(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _in_slot_order(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the documents of these buckets in slot order: rows of the plan, and the microbatch
     number of each.
     """

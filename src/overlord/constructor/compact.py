@@ -2,11 +2,11 @@
 
 All other per-token arrays follow from them. Compact microbatches are stored and sent (2 or 4 bytes
 per token instead of 28). The receiver expands one when it is accessed, into memory that is reused
-for the next one. The result is bit-identical to ``pack.build_wide``.
+for the next one. The result is bit-identical to ``pack.build_arrays``.
 
 Measured on one core, 128 microbatches of 8192 tokens from uint16, in ns of CPU per token at 150,
-424 and 2000 tokens per document. Compact build: 1.6, 0.8, 0.4; expansion: 2.8. ``build_wide``, with
-the arrays of the last steps still held: 3.8, 3.6, 2.5.
+424 and 2000 tokens per document. Compact build: 1.6, 0.8, 0.4; expansion: 2.8. ``build_arrays``,
+with the arrays of the last steps still held: 3.8, 3.6, 2.5.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ import numpy as np
 
 from overlord.batch import Batch
 from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.pack import BLOCK, IGNORE, SLICE_FROM, documents, fresh, ranges, wide_of
+from overlord.constructor.pack import (
+    BLOCK,
+    IGNORE,
+    SLICE_FROM,
+    documents,
+    new_buffer,
+    ranges,
+    with_document_arrays,
+)
 from overlord.constructor.rank_views import PER_TOKEN
 from overlord.messages.client import CompactLayout
 from overlord.plan.rank_view import View
@@ -63,9 +71,9 @@ def build_compact(
     source: np.ndarray,
     batch: Batch,
     multiple: int,
-    slab: Callable[[int], np.ndarray] = fresh,
+    allocate: Callable[[int], np.ndarray] = new_buffer,
 ) -> BatchArrays:
-    """Build the same microbatches as ``build_wide``, as ``IDS`` and the per-document arrays."""
+    """Build the same microbatches as ``build_arrays``, as ``IDS`` and the per-document arrays."""
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     total, holes = int(docs.size.sum()), docs.size - docs.content
     kind = (
@@ -74,19 +82,21 @@ def build_compact(
         else values.dtype
     )
     kind = kind if kind.kind in "iu" else np.dtype(np.int64)
-    ids = slab(max(1, total * kind.itemsize))[: total * kind.itemsize].view(kind)
+    ids = allocate(max(1, total * kind.itemsize))[: total * kind.itemsize].view(kind)
     if total < JOIN_FROM * len(docs.size) and len(values):
-        _lay_by_index(values, docs.start, docs.size, ids)
+        _copy_by_index(values, docs.start, docs.size, ids)
         ids[ranges(np.cumsum(docs.size) - holes, holes)] = batch.pad_id
     else:
         pad = np.full(int(holes.max(initial=0)), batch.pad_id, kind)
         np.concatenate(
-            list(_laid(values, docs.start, docs.content, holes, pad)), out=ids, casting="same_kind"
+            list(_documents_and_padding(values, docs.start, docs.content, holes, pad)),
+            out=ids,
+            casting="same_kind",
         )
-    return wide_of(docs, {IDS: ids}, 1, batch)
+    return with_document_arrays(docs, {IDS: ids}, 1, batch)
 
 
-def _laid(
+def _documents_and_padding(
     values: np.ndarray, start: np.ndarray, content: np.ndarray, holes: np.ndarray, pad: np.ndarray
 ) -> Iterator[np.ndarray]:
     """Yield each document and the padding after it."""
@@ -97,7 +107,9 @@ def _laid(
             yield pad[:hole]
 
 
-def _lay_by_index(values: np.ndarray, start: np.ndarray, size: np.ndarray, ids: np.ndarray) -> None:
+def _copy_by_index(
+    values: np.ndarray, start: np.ndarray, size: np.ndarray, ids: np.ndarray
+) -> None:
     """Copy short documents, some hundred at a time; the values of padding are undefined."""
     offset = np.cumsum(size) - size
     cuts = np.append(np.unique(np.searchsorted(offset, np.arange(0, len(ids), BLOCK))), len(offset))
@@ -110,7 +122,7 @@ def _lay_by_index(values: np.ndarray, start: np.ndarray, size: np.ndarray, ids: 
         ids[a:b] = np.take(values, index, mode="clip")
 
 
-def form_of(batch: Batch) -> CompactLayout:
+def layout_of(batch: Batch) -> CompactLayout:
     """Return how whole microbatches are expanded."""
     padded = batch.layout == "padded"
     return CompactLayout(
@@ -120,14 +132,16 @@ def form_of(batch: Batch) -> CompactLayout:
     )
 
 
-def seen(wide: BatchArrays, form: CompactLayout, view: View) -> tuple[BatchArrays, CompactLayout]:
+def seen(
+    batch: BatchArrays, layout: CompactLayout, view: View
+) -> tuple[BatchArrays, CompactLayout]:
     """Return the arrays of a view of compact microbatches, and its layout: some of the keys.
 
     The view must not be sliced along cp.
     """
-    form = form._replace(keys=tuple(key for key in form.keys if view.has(key)))
-    ids = bool(set(form.keys) - {"attention_mask"})  # a middle stage needs no ids
-    return wide.only(lambda key: view.has(key) and (ids or key != IDS)), form
+    layout = layout._replace(keys=tuple(key for key in layout.keys if view.has(key)))
+    ids = bool(set(layout.keys) - {"attention_mask"})  # a middle stage needs no ids
+    return batch.only(lambda key: view.has(key) and (ids or key != IDS)), layout
 
 
 class ExpandedMicrobatch(Mapping[str, np.ndarray]):
@@ -137,35 +151,35 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
     that takes them in turn needs memory for one or two, and may keep any array it has.
     """
 
-    __slots__ = ("_bucket", "_cut", "_m", "_shown")
+    __slots__ = ("_arrays", "_bucket", "_cut", "_m")
 
     def __init__(
         self,
         bucket: Expander,
         m: int,
         cut: Mapping[str, np.ndarray],
-        shown: dict[str, np.ndarray | None],
+        arrays: dict[str, np.ndarray | None],
     ):
-        self._bucket, self._m, self._cut, self._shown = bucket, m, cut, shown
+        self._bucket, self._m, self._cut, self._arrays = bucket, m, cut, arrays
 
     def __getitem__(self, key: str) -> np.ndarray:
-        found = self._shown[key]
+        found = self._arrays[key]
         if found is not None:
             return found
         last = self._bucket.last
         if last[0] == self._m:
             return last[1][key]
         del last  # otherwise its memory could not be reused
-        return self._bucket.widened(self._m, self._cut)[key]
+        return self._bucket.expand(self._m, self._cut)[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._shown
+        return key in self._arrays
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shown)
+        return iter(self._arrays)
 
     def __len__(self) -> int:
-        return len(self._shown)
+        return len(self._arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies are pickled as plain arrays: reusable memory stays in this process."""
@@ -173,67 +187,69 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
 
     def also(self, more: Mapping[str, np.ndarray]) -> ExpandedMicrobatch:
         """Return the microbatch with additional arrays."""
-        return ExpandedMicrobatch(self._bucket, self._m, self._cut, {**self._shown, **more})
+        return ExpandedMicrobatch(self._bucket, self._m, self._cut, {**self._arrays, **more})
 
 
 class Expander:
     """Expands the microbatches of one bucket one by one."""
 
-    __slots__ = ("_empty", "_form", "_room", "_slab", "last")
+    __slots__ = ("_allocate", "_empty", "_layout", "_room", "last")
 
-    def __init__(self, form: CompactLayout, empty: np.ndarray, slab: Callable[[int], np.ndarray]):
-        self._form, self._empty, self._slab = form, empty.tolist(), slab
+    def __init__(
+        self, layout: CompactLayout, empty: np.ndarray, allocate: Callable[[int], np.ndarray]
+    ):
+        self._layout, self._empty, self._allocate = layout, empty.tolist(), allocate
         self._room = 0  # tokens of the largest microbatch: memory for it fits all
         self.last: tuple[int, dict[str, np.ndarray]] = (-1, {})  # the expanded microbatch
 
-    def opened(self, cuts: Sequence[Mapping[str, np.ndarray]]) -> list[ExpandedMicrobatch]:
+    def microbatches(self, cuts: Sequence[Mapping[str, np.ndarray]]) -> list[ExpandedMicrobatch]:
         ends = [int(cut["cu_seqlens_padded"][-1]) for cut in cuts]
         self._room = max(ends, default=0)
-        later: dict[str, np.ndarray | None] = dict.fromkeys(self._form.keys)
+        later: dict[str, np.ndarray | None] = dict.fromkeys(self._layout.keys)
         return [
             ExpandedMicrobatch(self, m, cut, later | {k: a for k, a in cut.items() if k != IDS})
             for m, cut in enumerate(cuts)
         ]
 
-    def widened(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def expand(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         self.last = (-1, {})  # first, so that its memory can be reused
-        made = widen(cut, self._form, self._empty[m], self._slab, self._room)
+        made = expand(cut, self._layout, self._empty[m], self._allocate, self._room)
         self.last = (m, made)
         return made
 
 
-def widen(
+def expand(
     cut: Mapping[str, np.ndarray],
-    form: CompactLayout,
+    layout: CompactLayout,
     empty: bool,
-    slab: Callable[[int], np.ndarray] = fresh,
+    allocate: Callable[[int], np.ndarray] = new_buffer,
     room: int = 0,
 ) -> dict[str, np.ndarray]:
     """Build the per-token arrays of one microbatch. ``room``: tokens to allocate."""
     true, size = cut["cu_seqlens"], cut["cu_seqlens_padded"]
     total, made, at = int(size[-1]), dict[str, np.ndarray](), 0
-    piece = slab(max(total, room) * sum(ITEMSIZE[key] for key in form.keys))
-    for key in form.keys:
+    piece = allocate(max(total, room) * sum(ITEMSIZE[key] for key in layout.keys))
+    for key in layout.keys:
         end = at + total * ITEMSIZE[key]
         made[key], at = piece[at:end].view(DTYPE[key]), end
     ids = cut[IDS].reshape(-1) if IDS in cut else None
     if "tokens" in made:
         made["tokens"][:] = ids
-        _count(made["position_ids"], size)
+        _fill_positions(made["position_ids"], size)
     if "labels" in made:
         assert ids is not None
-        _targets(made["labels"], made["loss_mask"], ids, true, size, form.labels, empty)
+        _fill_labels(made["labels"], made["loss_mask"], ids, true, size, layout.labels, empty)
     if "attention_mask" in made:
         made["attention_mask"].fill(True)
-        made["attention_mask"][_holes(true, size)] = False
+        made["attention_mask"][_padding(true, size)] = False
     for key, array in made.items():
-        if form.context:
-            made[key] = array = array.reshape(-1, form.context)
+        if layout.context:
+            made[key] = array = array.reshape(-1, layout.context)
         array.flags.writeable = False
     return made
 
 
-def _count(position: np.ndarray, size: np.ndarray) -> None:
+def _fill_positions(position: np.ndarray, size: np.ndarray) -> None:
     """Fill positions that start at 0 in each document."""
     n, total = len(size) - 1, len(position)
     count = _numbers(total)
@@ -246,7 +262,7 @@ def _count(position: np.ndarray, size: np.ndarray) -> None:
             position[a:b] = count[: b - a]
 
 
-def _targets(
+def _fill_labels(
     labels: np.ndarray,
     loss_mask: np.ndarray,
     ids: np.ndarray,
@@ -267,13 +283,13 @@ def _targets(
         labels[:] = ids
     struck = size[:-1] + (true[1:] - true[:-1]) - 1 if shifted else size[:-1]
     if true[-1] != size[-1]:
-        struck = np.concatenate([struck, _holes(true, size)])
+        struck = np.concatenate([struck, _padding(true, size)])
     loss_mask.fill(1)
     labels[struck] = IGNORE
     loss_mask[struck] = 0
 
 
-def _holes(true: np.ndarray, size: np.ndarray) -> np.ndarray:
+def _padding(true: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Return the places of padding after documents."""
     ends = size[:-1].astype(np.int64) + (true[1:] - true[:-1])
     return ranges(ends, size[1:] - ends)

@@ -82,13 +82,13 @@ class PixelForm:
 class Encoded:
     """Encoder inputs of a step for some ranks.
 
-    ``masked``: bucket, microbatch, slot of samples to exclude from the loss.
+    ``excluded_documents``: bucket, microbatch, slot of samples to exclude from the loss.
     """
 
-    wides: dict[int, BatchArrays]
+    arrays: dict[int, BatchArrays]
     per: str
-    spoiled: DecodeFailures | None
-    masked: np.ndarray  # int64 [n, 3]
+    failures: DecodeFailures | None
+    excluded_documents: np.ndarray  # int64 [n, 3]
 
 
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -96,7 +96,7 @@ _lock = threading.Lock()
 cores = functools.cache(cgroup.cores)  # read in every step
 
 
-def pool() -> Executor:
+def decode_pool() -> Executor:
     """Return the only decoding pool of this process.
 
     A worker builds several steps at a time, on the same cores.
@@ -126,7 +126,7 @@ def encoder_inputs(
     staged: StepDocuments,
     ranks: Sequence[int],
     form: PixelForm,
-    slab: Callable[[int], np.ndarray],
+    allocate: Callable[[int], np.ndarray],
     decoders: Executor | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Encoded:
@@ -153,14 +153,14 @@ def encoder_inputs(
         ]
     ).tolist()
     pixels, bad = _decoded(
-        staged, e.at[rows], grids.prod(axis=1), of_rank, form, slab, decoders, stopped
+        staged, e.at[rows], grids.prod(axis=1), of_rank, form, allocate, decoders, stopped
     )
-    received = _received(e)
-    wides = {
-        rank: _wide(e, number[rank], grids[of_rank[k] : of_rank[k + 1]], pixels[k], received)
+    received = _receive_rows(e)
+    arrays = {
+        rank: _rank_arrays(e, number[rank], grids[of_rank[k] : of_rank[k + 1]], pixels[k], received)
         for k, rank in enumerate(ranks)
     }
-    return Encoded(wides, e.per, *_failures(staged, ranks, rows, bad))
+    return Encoded(arrays, e.per, *_failures(staged, ranks, rows, bad))
 
 
 def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.ndarray:
@@ -194,7 +194,7 @@ def _decoded(
     patches: np.ndarray,
     of_rank: list[int],
     form: PixelForm,
-    slab: Callable[[int], np.ndarray],
+    allocate: Callable[[int], np.ndarray],
     decoders: Executor | None,
     stopped: Callable[[], bool],
 ) -> tuple[list[np.ndarray], list[tuple[int, str]]]:
@@ -204,7 +204,7 @@ def _decoded(
     assert staged.items is not None
     sizes = [int(patches[a:b].sum()) * form.row_bytes for a, b in pairwise(of_rank)]
     starts = np.concatenate([[0], np.cumsum([-(-n // ALIGN) * ALIGN for n in sizes])]).tolist()
-    piece = slab(starts[-1]) if starts[-1] else np.zeros(0, np.uint8)
+    piece = allocate(starts[-1]) if starts[-1] else np.zeros(0, np.uint8)
     made = [
         piece[s : s + n].view(form.dtype).reshape(-1, form.patch_dim)
         for s, n in zip(starts, sizes, strict=False)
@@ -296,12 +296,14 @@ def _failures(
     )
 
 
-def leave_out(wide: BatchArrays, places: Sequence[tuple[int, int]]) -> None:
+def exclude_documents(batch: BatchArrays, places: Sequence[tuple[int, int]]) -> None:
     """Exclude all tokens of these documents, (microbatch, slot) each, from the loss."""
     for name, nothing in (("labels", IGNORE), ("loss_mask", 0)):
-        array = wide.arrays[name]
+        array = batch.arrays[name]
         array.flags.writeable = True
-        for (m, slot), (first, rows) in zip(places, _documents(wide, name, places), strict=True):
+        for (m, slot), (first, rows) in zip(
+            places, _document_rows(batch, name, places), strict=True
+        ):
             assert 0 <= first <= first + rows <= len(array), (
                 f"document {slot} of microbatch {m} is not there"
             )
@@ -329,7 +331,7 @@ def placeholders(staged: StepDocuments) -> np.ndarray:
     return found[some].astype(np.int64)
 
 
-def strike_out(wide: BatchArrays, runs: np.ndarray, convention: str) -> None:
+def exclude_targets(batch: BatchArrays, runs: np.ndarray, convention: str) -> None:
     """Exclude the prediction of these tokens from the loss: int64 [n, 3], microbatch, first,
     number.
 
@@ -342,30 +344,30 @@ def strike_out(wide: BatchArrays, runs: np.ndarray, convention: str) -> None:
     k, first, count = runs.T
     if convention == "shifted":
         first, count = np.maximum(first - 1, 0), count - (first == 0)
-    starts = dict(zip(wide.arrays, wide.starts, strict=True))
+    starts = dict(zip(batch.arrays, batch.starts, strict=True))
     for name, nothing in (("labels", IGNORE), ("loss_mask", 0)):
-        array = wide.arrays[name]
+        array = batch.arrays[name]
         array.flags.writeable = True
         width = array.shape[1] if array.ndim == 2 else 1
         array.reshape(-1)[ranges(np.array(starts[name])[k] * width + first, count)] = nothing
         array.flags.writeable = False
 
 
-def _documents(
-    wide: BatchArrays, name: str, places: Sequence[tuple[int, int]]
+def _document_rows(
+    batch: BatchArrays, name: str, places: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """Return the place of documents in an array: first row and number of rows."""
-    starts = dict(zip(wide.arrays, wide.starts, strict=True))
-    if wide.arrays[name].ndim == 2:
+    starts = dict(zip(batch.arrays, batch.starts, strict=True))
+    if batch.arrays[name].ndim == 2:
         return [(starts[name][m] + slot, 1) for m, slot in places]
     ends = [
-        wide.arrays["cu_seqlens_padded"][starts["cu_seqlens_padded"][m] + slot :][:2].tolist()
+        batch.arrays["cu_seqlens_padded"][starts["cu_seqlens_padded"][m] + slot :][:2].tolist()
         for m, slot in places
     ]
     return [(starts[name][m] + a, b - a) for (m, _), (a, b) in zip(places, ends, strict=True)]
 
 
-def _received(e: EncoderPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _receive_rows(e: EncoderPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return recv_rows and image_token_index of all groups, and where each group of rows begins."""
     counts = np.diff(e.recv_bounds)
     lens = e.out_lens.astype(np.int64)
@@ -378,7 +380,7 @@ def _received(e: EncoderPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rows, ranges(e.position, lens), bounds
 
 
-def _wide(
+def _rank_arrays(
     e: EncoderPlan,
     i: int,
     grids: np.ndarray,

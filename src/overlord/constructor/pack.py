@@ -57,11 +57,11 @@ BLOCK = (
 SLICE_FROM = 500
 
 
-def fresh(nbytes: int) -> np.ndarray:
+def new_buffer(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 
-def build_wide(
+def build_arrays(
     values: np.ndarray,
     start: np.ndarray,
     length: np.ndarray,
@@ -70,19 +70,19 @@ def build_wide(
     source: np.ndarray,
     batch: Batch,
     multiple: int,
-    slab: Callable[[int], np.ndarray] = fresh,
+    allocate: Callable[[int], np.ndarray] = new_buffer,
 ) -> BatchArrays:
     """Build all microbatches of one bucket (or of several, one after another) in one step, as
     read-only arrays.
 
-    ``slab`` allocates uninitialized bytes: a pool that reuses memory saves more than the gather
+    ``allocate`` allocates uninitialized bytes: a pool that reuses memory saves more than the gather
     costs. Document i is ``values[start[i] : start[i] + length[i]]`` and not empty. Documents are
     sorted by (microbatch, slot).
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     total = int(docs.size.sum())
-    laid = _Laid(docs.start, docs.content, docs.true, docs.size)
-    return wide_of(docs, _per_token(values, laid, total, batch, slab), 1, batch)
+    layout = _Layout(docs.start, docs.content, docs.true, docs.size)
+    return with_document_arrays(docs, _per_token(values, layout, total, batch, allocate), 1, batch)
 
 
 def build_slices(
@@ -94,21 +94,21 @@ def build_slices(
     source: np.ndarray,
     batch: Batch,
     multiple: int,
-    slab: Callable[[int], np.ndarray],
+    allocate: Callable[[int], np.ndarray],
     cp: int,
     cp_ranks: Sequence[int],
 ) -> list[BatchArrays]:
-    """Build the slices of some context-parallel ranks without building the whole:
-    ``rank_views.cut`` of ``build_wide``.
+    """Build the slices of some context-parallel ranks without building the whole.
 
-    Slices are concatenated rank after rank in one allocation. A run of a document is filled as a
-    document is, so it costs hardly more.
+    The result equals ``rank_views.slice_arrays`` of ``build_arrays``. Slices are concatenated rank
+    after rank in one allocation. A run of a document is filled as a document is, so it costs hardly
+    more.
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
     by_row = batch.layout == "padded"
     doc, base, size = pieces(docs.size, docs.first, cp, cp_ranks, batch.cp_split, by_row=by_row)
     left = docs.content[doc] - base
-    laid = _Laid(
+    layout = _Layout(
         docs.start[doc],
         np.clip(left, 0, size),
         np.clip(docs.true[doc] - base, 0, size),
@@ -116,10 +116,12 @@ def build_slices(
         base,
         left > size,
     )
-    arrays = _per_token(values, laid, int(size.sum()), batch, slab)
+    arrays = _per_token(values, layout, int(size.sum()), batch, allocate)
     n = len(cp_ranks)
     return [
-        wide_of(docs, {key: array.reshape(n, -1)[i] for key, array in arrays.items()}, cp, batch)
+        with_document_arrays(
+            docs, {key: array.reshape(n, -1)[i] for key, array in arrays.items()}, cp, batch
+        )
         for i in range(n)
     ]
 
@@ -135,7 +137,7 @@ class Documents(NamedTuple):
     first: np.ndarray  # first document of each microbatch, and the number of documents
 
 
-class _Laid(NamedTuple):
+class _Layout(NamedTuple):
     """Documents, or runs of them, in the order of the arrays."""
 
     start: np.ndarray  # offset of the document in the payload
@@ -144,7 +146,7 @@ class _Laid(NamedTuple):
     size: np.ndarray
     # Tokens of its document before the run; None: the documents are whole.
     base: np.ndarray | None = None
-    goes_on: np.ndarray | None = None  # the document continues after the run
+    continues: np.ndarray | None = None  # the document continues after the run
 
 
 def documents(
@@ -169,25 +171,40 @@ def documents(
 
 
 def _per_token(
-    values: np.ndarray, laid: _Laid, total: int, batch: Batch, slab: Callable[[int], np.ndarray]
+    values: np.ndarray,
+    layout: _Layout,
+    total: int,
+    batch: Batch,
+    allocate: Callable[[int], np.ndarray],
 ) -> dict[str, np.ndarray]:
     """Build the per-token arrays."""
-    content, size = laid.content, laid.size
+    content, size = layout.content, layout.size
     offset = np.cumsum(size) - size
     # Place of the first token of the document, even if it is not in the run.
-    origin = offset if laid.base is None else offset - laid.base
-    wide = _allocate(total, slab)
+    origin = offset if layout.base is None else offset - layout.base
+    arrays = _allocate(total, allocate)
     fill = _fill_by_index if len(values) and total < SLICE_FROM * len(size) else _fill_by_slices
-    fill(values, laid.start, content, offset, origin, size, wide["tokens"], wide["position_ids"])
+    fill(
+        values,
+        layout.start,
+        content,
+        offset,
+        origin,
+        size,
+        arrays["tokens"],
+        arrays["position_ids"],
+    )
     holes = ranges(offset + content, size - content)
-    wide["tokens"][holes] = batch.pad_id
-    _fill_targets(wide, values, holes, offset, origin, laid, batch.labels)
+    arrays["tokens"][holes] = batch.pad_id
+    _fill_targets(arrays, values, holes, offset, origin, layout, batch.labels)
     if batch.layout == "padded":
-        wide["attention_mask"] = _attention(total, offset + laid.true, size - laid.true)
-    return wide
+        arrays["attention_mask"] = _attention(total, offset + layout.true, size - layout.true)
+    return arrays
 
 
-def wide_of(docs: Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batch) -> BatchArrays:
+def with_document_arrays(
+    docs: Documents, arrays: dict[str, np.ndarray], cp: int, batch: Batch
+) -> BatchArrays:
     """Return these arrays, of one slice of ``cp``, together with the per-document ones."""
     first, n_microbatches = docs.first, len(docs.first) - 1
     if batch.layout == "padded":
@@ -227,11 +244,11 @@ def build(
     source: np.ndarray,
     batch: Batch,
     multiple: int,
-    slab: Callable[[int], np.ndarray] = fresh,
+    allocate: Callable[[int], np.ndarray] = new_buffer,
 ) -> list[dict[str, np.ndarray]]:
     """Build the microbatches as a list of dicts."""
-    return build_wide(
-        values, start, length, microbatch, n_microbatches, source, batch, multiple, slab
+    return build_arrays(
+        values, start, length, microbatch, n_microbatches, source, batch, multiple, allocate
     ).cut(0, n_microbatches)
 
 
@@ -269,12 +286,12 @@ def _with_empty_microbatches(
     return start.astype(np.int64, copy=False), length.astype(np.int64, copy=False), source, first
 
 
-def _allocate(total: int, slab: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
+def _allocate(total: int, allocate: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
     """Allocate the arrays of a step together.
 
     The block is large enough for huge pages, whose first touch costs a fraction.
     """
-    piece = slab(28 * total)
+    piece = allocate(28 * total)
     tokens, position, labels = piece[: 24 * total].view(np.int64).reshape(3, total)
     return {
         "tokens": tokens,
@@ -339,25 +356,25 @@ def _fill_by_slices(
 
 
 def _fill_targets(
-    wide: dict[str, np.ndarray],
+    arrays: dict[str, np.ndarray],
     values: np.ndarray,
     holes: np.ndarray,
     offset: np.ndarray,
     origin: np.ndarray,
-    laid: _Laid,
+    layout: _Layout,
     convention: str,
 ) -> None:
     """Fill labels with a (shifted) copy of all tokens, then exclude the few places without a
     label.
     """
-    tokens, labels, loss_mask = wide["tokens"], wide["labels"], wide["loss_mask"]
+    tokens, labels, loss_mask = arrays["tokens"], arrays["labels"], arrays["loss_mask"]
     if convention == "shifted":
         # The last label is excluded below: it ends a document, or is padding.
         labels[:-1] = tokens[1:]
-        ends, ended = offset + laid.content - 1, laid.content > 0
-        if laid.goes_on is not None:  # the next token of the document is in another run
-            on = laid.goes_on
-            labels[ends[on]] = values[(laid.start + ends - origin + 1)[on]]
+        ends, ended = offset + layout.content - 1, layout.content > 0
+        if layout.continues is not None:  # the next token of the document is in another run
+            on = layout.continues
+            labels[ends[on]] = values[(layout.start + ends - origin + 1)[on]]
             ended &= ~on
         unlabelled = ends[ended]
     else:

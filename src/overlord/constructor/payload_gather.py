@@ -26,7 +26,7 @@ from overlord.sample import Ragged, Scattered
 
 log = logging.getLogger("overlord")
 
-NOBODY = np.zeros(0, np.int64)  # images belong to documents that need not be here
+NO_DOCUMENTS = np.zeros(0, np.int64)  # images belong to documents that need not be here
 # Steps of one loader worker whose payload may arrive before their plan: far above any prefetch
 # window.
 MAX_EARLY = 1024
@@ -37,52 +37,52 @@ Early = dict[tuple[int, int], StepPayload]  # by recovery and step
 class PayloadGatherer:
     """Collects plans and payload, and returns commands for the constructor. Runs on: event loop."""
 
-    def __init__(self, building: ConstructorService, *, failover: bool = False):
-        self._building, self._failover = building, failover
+    def __init__(self, constructors: ConstructorService, *, failover: bool = False):
+        self._constructors, self._failover = constructors, failover
         # Steps whose payload is in transit, by loader worker.
         self._expected: dict[int, tuple[ConstructorPlan, dict[int, StepPayload]]] = {}
         # By loader worker: payload that arrived before the plan of its step.
         self._early: dict[int, Early] = {}
         # loader workers that will send nothing more, and the reason
-        self._gone: dict[int, str] = {}
-        self._over: int | None = None  # the first step that does not exist
+        self._lost_workers: dict[int, str] = {}
+        self._end: int | None = None  # the first step that does not exist
         self._planned = -1
-        self._again: set[int] = set()  # steps up to ``_planned`` that will be planned again
-        self._given_up = not failover  # a lost loader worker will not be restarted
+        self._replanned: set[int] = set()  # steps up to ``_planned`` that will be planned again
+        self._no_restart = not failover  # a lost loader worker will not be restarted
         # Number of rollbacks: messages of an earlier one are ignored.
         self._recovery = 0
 
-    def plan(self, placed: ConstructorPlan) -> list[Any]:
+    def plan(self, routed: ConstructorPlan) -> list[Any]:
         """Add the plan of a step. Some or all of its payload may be here already."""
-        step, recovery = placed.stage.plan.step, placed.generation // STRIDE
+        step, recovery = routed.stage.plan.step, routed.generation // STRIDE
         if recovery < self._recovery:
             log.debug(
                 "plan of step %d of generation %d ignored: a rollback followed",
                 step,
-                placed.generation,
+                routed.generation,
             )
             return []
         # A restarted worker may not have received the rollback.
-        commands = self.back(Rollback(placed.generation, step - 1))
-        if self._over is not None and step >= self._over:
+        commands = self.back(Rollback(routed.generation, step - 1))
+        if self._end is not None and step >= self._end:
             return []
-        if step in self._expected or (step <= self._planned and step not in self._again):
+        if step in self._expected or (step <= self._planned and step not in self._replanned):
             log.debug(
                 "plan of step %d of generation %d ignored: it is complete or in progress",
                 step,
-                placed.generation,
+                routed.generation,
             )
             return []
         self._planned = max(step, self._planned)
-        self._again.discard(step)
-        self._building.plan(placed.stage)
+        self._replanned.discard(step)
+        self._constructors.plan(routed.stage)
         found = {
             origin: early.pop((recovery, step))
             for origin, early in self._early.items()
             if (recovery, step) in early
         }
-        self._expected[step] = (placed, found)
-        return [*commands, *self._see(step)]
+        self._expected[step] = (routed, found)
+        return [*commands, *self._check_step(step)]
 
     def payload(self, payload: StepPayload) -> list[Any]:
         """Add payload that passed ``check_payload``.
@@ -92,7 +92,7 @@ class PayloadGatherer:
         step, recovery = payload.step, payload.generation // STRIDE
         if recovery == self._recovery and step in self._expected:
             self._expected[step][1].setdefault(payload.origin, payload)
-            return self._see(step)
+            return self._check_step(step)
         if self._is_late(step, recovery):
             log.debug(
                 "payload of loader-host/%d for step %d of generation %d ignored: it is late",
@@ -118,20 +118,20 @@ class PayloadGatherer:
         """
         if recovery != self._recovery:
             return recovery < self._recovery
-        return (self._over is not None and step >= self._over) or (
-            step <= self._planned and step not in self._again
+        return (self._end is not None and step >= self._end) or (
+            step <= self._planned and step not in self._replanned
         )
 
     def finish(self, finish: EndOfJob) -> list[Any]:
         self._end_before(finish.step)
-        self._given_up = self._given_up or isinstance(finish.error, ActorLost)
-        return [*self._building.finish(finish), *self._see_all()]
+        self._no_restart = self._no_restart or isinstance(finish.error, ActorLost)
+        return [*self._constructors.finish(finish), *self._check_all()]
 
     def _end_before(self, step: int) -> None:
         """Drop everything from ``step`` on: if the end is undone later, all of it arrives again."""
-        over = self._over = step if self._over is None else min(step, self._over)
+        over = self._end = step if self._end is None else min(step, self._end)
         self._planned = min(self._planned, over - 1)
-        self._again = {s for s in self._again if s < over}
+        self._replanned = {s for s in self._replanned if s < over}
         self._expected = {s: e for s, e in self._expected.items() if s < over}
         self._forget_early(lambda recovery, s: recovery > self._recovery or s < over)
 
@@ -150,76 +150,82 @@ class PayloadGatherer:
         recovery = back.generation // STRIDE
         if recovery <= self._recovery:
             return []  # a repeated or outdated rollback
-        self._recovery, self._over, self._given_up = recovery, None, not self._failover
+        self._recovery, self._end, self._no_restart = recovery, None, not self._failover
         # A step that could not be built must fail again: a lost planner may not have received the
         # failure.
-        self._again.update(
-            self._expected, (s for s in self._building.failed if back.step < s <= self._planned)
+        self._replanned.update(
+            self._expected, (s for s in self._constructors.failed if back.step < s <= self._planned)
         )
         self._expected.clear()
-        self._building.failed.clear()
+        self._constructors.failed.clear()
         # In a restarted worker: no step up to this one will be planned.
         self._planned = max(self._planned, back.step)
         self._forget_early(lambda r, s: r >= recovery)
-        return self._building.back(back)
+        return self._constructors.back(back)
 
     def lost(self, host: int, reason: str) -> list[Any]:
         """Record that a loader worker sends nothing more.
 
         Steps that wait for it fail unless it is restarted and they arrive again.
         """
-        self._gone[host] = reason
-        return self._see_all()
+        self._lost_workers[host] = reason
+        return self._check_all()
 
-    def _see_all(self) -> list[Any]:
+    def _check_all(self) -> list[Any]:
         return (
-            [command for step in sorted(self._expected) for command in self._see(step)]
-            if self._given_up
+            [command for step in sorted(self._expected) for command in self._check_step(step)]
+            if self._no_restart
             else []
         )
 
     def found(self, host: int) -> None:
         """Record that a loader worker is connected."""
-        self._gone.pop(host, None)
+        self._lost_workers.pop(host, None)
 
-    def _see(self, step: int) -> list[Any]:
+    def _check_step(self, step: int) -> list[Any]:
         """Pass the step on if all its payload is here."""
         if step not in self._expected:  # an earlier step failed, which ended the job
             return []
-        placed, found = self._expected[step]
-        missing = [origin for origin in placed.origins if origin not in found]
+        routed, found = self._expected[step]
+        missing = [origin for origin in routed.origins if origin not in found]
         if not missing:
             del self._expected[step]
-            stage, parts = placed.stage, [found[origin] for origin in placed.origins]
+            stage, parts = routed.stage, [found[origin] for origin in routed.origins]
             tokens = Ragged.concat(
                 [p.tokens for p in parts if len(p.tokens)] or [p.tokens for p in parts[:1]]
             )
             items = (
                 None
                 if stage.encoding is None
-                else Scattered([p.items for p in parts if p.items is not None], NOBODY)
+                else Scattered([p.items for p in parts if p.items is not None], NO_DOCUMENTS)
             )
-            if problem := _misfit(placed, tokens, items, parts):
-                return self._cannot(step, PlanError(problem, step, "this is a bug: report it"))
-            return self._building.staged(StepDocuments(stage, tokens, items), StepInfo.of(stage))
-        if self._given_up and (lost := [origin for origin in missing if origin in self._gone]):
-            return self._cannot(step, ActorLost(f"loader-host/{lost[0]}", self._gone[lost[0]]))
+            if problem := _mismatch(routed, tokens, items, parts):
+                return self._fail(step, PlanError(problem, step, "this is a bug: report it"))
+            return self._constructors.staged(
+                StepDocuments(stage, tokens, items), StepInfo.of(stage)
+            )
+        if self._no_restart and (
+            lost := [origin for origin in missing if origin in self._lost_workers]
+        ):
+            return self._fail(
+                step, ActorLost(f"loader-host/{lost[0]}", self._lost_workers[lost[0]])
+            )
         return []
 
-    def _cannot(self, step: int, error: Exception) -> list[Any]:
+    def _fail(self, step: int, error: Exception) -> list[Any]:
         """End the job before this step.
 
         The planner will confirm it; later steps are no longer awaited.
         """
         self._end_before(step)
-        self._building.cannot(step, None, "gathering", error)
+        self._constructors.cannot(step, None, "gathering", error)
         return []
 
     @property
     def complete_until(self) -> int:
         """Return the first step that cannot be built with the payload here."""
-        first = min({*self._expected, *self._again}, default=self._planned + 1)
-        return first if self._over is None else min(first, self._over)
+        first = min({*self._expected, *self._replanned}, default=self._planned + 1)
+        return first if self._end is None else min(first, self._end)
 
     @property
     def wants_plans(self) -> bool:
@@ -227,22 +233,24 @@ class PayloadGatherer:
 
         Only the planner can tell its reason.
         """
-        return bool(self._again) and not self._expected
+        return bool(self._replanned) and not self._expected
 
     def waiting(self) -> str:
         """Describe what the next step waits for; empty if nothing is in transit."""
-        for step, (placed, found) in sorted(self._expected.items()):
-            missing = [self._named(origin) for origin in placed.origins if origin not in found]
+        for step, (routed, found) in sorted(self._expected.items()):
+            missing = [
+                self._worker_text(origin) for origin in routed.origins if origin not in found
+            ]
             return f"step {step}: payload of {', '.join(missing)}"
         return (
-            f"step {min(self._again)}: to be planned again after a worker was lost"
-            if self._again
+            f"step {min(self._replanned)}: to be planned again after a worker was lost"
+            if self._replanned
             else ""
         )
 
-    def _named(self, host: int) -> str:
+    def _worker_text(self, host: int) -> str:
         return f"loader-host/{host}" + (
-            f", which is lost ({self._gone[host]})" if host in self._gone else ""
+            f", which is lost ({self._lost_workers[host]})" if host in self._lost_workers else ""
         )
 
 
@@ -296,30 +304,30 @@ def check_payload(payload: StepPayload, host: int) -> None:
         )
 
 
-def _misfit(
-    placed: ConstructorPlan, tokens: Ragged, items: Scattered | None, parts: list[StepPayload]
+def _mismatch(
+    routed: ConstructorPlan, tokens: Ragged, items: Scattered | None, parts: list[StepPayload]
 ) -> str:
     """Return why payload does not match its plan.
 
     Every document must have its planned length, every image must be there.
     """
-    doc = placed.stage.doc
+    doc = routed.stage.doc
     here = np.flatnonzero(doc >= 0)  # for hooks the plan is complete, but not the payload
-    hosts = ", ".join(f"loader-host/{origin}" for origin in placed.origins)
+    hosts = ", ".join(f"loader-host/{origin}" for origin in routed.origins)
     if len(tokens) != len(here):
         return f"expected {len(here)} documents of {hosts}, got {len(tokens)}"
-    wanted = 0 if placed.stage.encoding is None else len(placed.stage.encoding.item)
+    wanted = 0 if routed.stage.encoding is None else len(routed.stage.encoding.item)
     if wanted != (0 if items is None else len(items)):
         return f"expected {wanted} images of {hosts}, got {0 if items is None else len(items)}"
-    wrong = np.flatnonzero(tokens.lengths[doc[here]] != placed.stage.plan.tokens[here])
+    wrong = np.flatnonzero(tokens.lengths[doc[here]] != routed.stage.plan.tokens[here])
     if not len(wrong):
         return ""
     row = int(here[wrong[0]])
-    origin = placed.origins[
+    origin = routed.origins[
         int(np.searchsorted(np.cumsum([len(p.tokens) for p in parts]), doc[row], side="right"))
     ]
-    wanted, found = int(placed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
+    wanted, found = int(routed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
     return (
-        f"expected {wanted} tokens of {placed.stage.plan.sample_id(row)} from "
+        f"expected {wanted} tokens of {routed.stage.plan.sample_id(row)} from "
         f"loader-host/{origin}, got {found}"
     )

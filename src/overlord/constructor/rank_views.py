@@ -139,17 +139,19 @@ def _is_per_token(key: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
 # All microbatches of a step
 
 
-def cut(wide: BatchArrays, view: View) -> BatchArrays:
+def slice_arrays(batch: BatchArrays, view: View) -> BatchArrays:
     """Return the concatenated microbatches in a view.
 
     Arrays that are not sliced along cp are shared.
     """
-    found = of_stage(wide, view)
+    found = of_stage(batch, view)
     if not view.sliced:
         return found
-    padded = wide.arrays["tokens"].ndim == 2
+    padded = batch.arrays["tokens"].ndim == 2
     units = (
-        np.array([0, wide.arrays["tokens"].shape[1]]) if padded else _wide_units(wide, view.split)
+        np.array([0, batch.arrays["tokens"].shape[1]])
+        if padded
+        else _batch_units(batch, view.split)
     )
     index = _ranges(*_runs(units, view.cp, [view.cp_rank], view.split))
     arrays, starts = {}, []
@@ -161,9 +163,9 @@ def cut(wide: BatchArrays, view: View) -> BatchArrays:
     return BatchArrays(arrays, starts, found.single)
 
 
-def of_stage(wide: BatchArrays, view: View) -> BatchArrays:
+def of_stage(batch: BatchArrays, view: View) -> BatchArrays:
     """Return only the keys of a view."""
-    return wide.only(view.has)
+    return batch.only(view.has)
 
 
 def pieces(
@@ -206,12 +208,12 @@ def _units(ends: np.ndarray, split: str) -> np.ndarray:
     return ends if split == "zigzag" else ends[[0, -1]]
 
 
-def _wide_units(wide: BatchArrays, split: str) -> np.ndarray:
+def _batch_units(batch: BatchArrays, split: str) -> np.ndarray:
     """Return the bounds of what is divided evenly, for concatenated microbatches."""
-    starts = dict(zip(wide.arrays, wide.starts, strict=True))
+    starts = dict(zip(batch.arrays, batch.starts, strict=True))
     if split != "zigzag":
         return np.array(starts["tokens"])
-    sums, at = wide.arrays["cu_seqlens_padded"], starts["cu_seqlens_padded"]
+    sums, at = batch.arrays["cu_seqlens_padded"], starts["cu_seqlens_padded"]
     steps = np.diff(sums.astype(np.int64))
     within = np.ones(len(steps), bool)
     # From the last sum of one microbatch to the first of the next.

@@ -38,7 +38,7 @@ log = logging.getLogger("overlord")
 class RankQueue(Protocol):
     """Queue of the steps of one client."""
 
-    def put(self, told: StepInfo, bucket: BucketBatch) -> None: ...
+    def put(self, info: StepInfo, bucket: BucketBatch) -> None: ...
     def end(self, error: Exception | None) -> None: ...
     def resume(self) -> None: ...
 
@@ -67,7 +67,7 @@ class ConstructorService:
     ):
         self.assemblers = {a.bucket: a for a in assemblers}
         self._batch, self._multiple, self._executor, self._run = batch, multiple, executor, run
-        self._cannot_tell, self._hooks, self._broadcast, self._images = (
+        self._on_failure, self._hooks, self._broadcast, self._images = (
             cannot,
             tuple(hooks),
             broadcast,
@@ -76,10 +76,10 @@ class ConstructorService:
         # built batches are stored and sent in compact form, and expanded by the receiver
         self._compact = compact
         # Set when nobody waits for the steps being built.
-        self._spoiled, self.stopped = (spoiled, False)
+        self._on_decode_failures, self.stopped = (spoiled, False)
         self.slabs: Any = BufferPool() if slabs is None else slabs
         self._staged: dict[int, StepDocuments] = {}
-        self._told: dict[int, StepInfo] = {}
+        self._infos: dict[int, StepInfo] = {}
         self._holders: dict[int, set[int]] = {}  # step -> buckets that still need its payload
         self._built: dict[tuple[int, int], tuple[StepInfo, BucketBatch]] = {}
         self.failed: set[int] = set()  # steps that could not be built: their payload is released
@@ -120,13 +120,16 @@ class ConstructorService:
         for assembler in self.assemblers.values():
             assembler.handle(stage)
 
-    def staged(self, staged: StepDocuments, told: StepInfo) -> list[Any]:
+    def staged(self, staged: StepDocuments, info: StepInfo) -> list[Any]:
         """Add the payload of a step; buckets that already have the step ignore it."""
-        step, wanting = told.step, [a for a in self.assemblers.values() if a.wants(told.step)]
+        step, wanting = (
+            info.step,
+            [a for a in self.assemblers.values() if a.needs_payload(info.step)],
+        )
         if wanting:
-            self._staged[step], self._told[step] = (
+            self._staged[step], self._infos[step] = (
                 staged,
-                told if self._broadcast else told.without_broadcast(),
+                info if self._broadcast else info.without_broadcast(),
             )
             self._holders.setdefault(step, set()).update(a.bucket for a in wanting)
         return [command for a in wanting for command in a.handle(PayloadReady(step))]
@@ -161,13 +164,13 @@ class ConstructorService:
                 self._build(
                     step,
                     sorted(
-                        [*buckets, *(b for b, a in self.assemblers.items() if a.come_along(step))]
+                        [*buckets, *(b for b, a in self.assemblers.items() if a.join_build(step))]
                     ),
                 )
             case Deliver(step=step, rank=rank):
                 if rank in self.mailboxes:
-                    told, built = self._built[step, self.bucket_of[rank]]
-                    self.mailboxes[rank].put(told, built.for_rank(rank))
+                    info, built = self._built[step, self.bucket_of[rank]]
+                    self.mailboxes[rank].put(info, built.for_rank(rank))
             case EndRank(rank=rank, error=error):
                 if rank in self.mailboxes:
                     self.mailboxes[rank].end(error)
@@ -176,20 +179,20 @@ class ConstructorService:
                     self.mailboxes[rank].resume()
             case Release(step=step, bucket=bucket):
                 self._built.pop((step, bucket), None)
-                self._let_go(step, bucket)
+                self._release_payload(step, bucket)
 
     def _build(self, step: int, buckets: list[int]) -> None:
-        staged, told = self._staged[step], self._told[step]
+        staged, info = self._staged[step], self._infos[step]
         groups = {
             b: [rank for rank in self.assemblers[b].ranks if rank in self.mailboxes]
             for b in buckets
         }
-        how = (self._batch, self._multiple, self.slabs, self._hooks, self._compact)
+        options = (self._batch, self._multiple, self.slabs, self._hooks, self._compact)
         if (form := self._images) is None:
             self._executor.submit(
                 "build",
-                lambda: (build_groups(staged, told, groups, *how), None),
-                self._build_done(told, buckets),
+                lambda: (build_groups(staged, info, groups, *options), None),
+                self._build_done(info, buckets),
                 urgent=True,
             )
             return
@@ -197,14 +200,14 @@ class ConstructorService:
         self._executor.submit(
             "build",
             lambda: build_with_images(
-                staged, told, groups, members, form, *how, lambda: self.stopped
+                staged, info, groups, members, form, *options, lambda: self.stopped
             ),
-            self._build_done(told, buckets),
+            self._build_done(info, buckets),
             urgent=True,
         )
 
-    def _build_done(self, told: StepInfo, buckets: Sequence[int]) -> Done:
-        step = told.step
+    def _build_done(self, info: StepInfo, buckets: Sequence[int]) -> Done:
+        step = info.step
 
         def done(outcome: Any, error: BaseException | None) -> None:
             if error is not None:
@@ -215,10 +218,10 @@ class ConstructorService:
             commands: list[Any] = []
             made, spoiled = outcome
             if spoiled is not None:
-                self._spoiled(spoiled)
+                self._on_decode_failures(spoiled)
             for bucket, built in zip(buckets, made, strict=True):
-                self._built[step, bucket] = (told, built)
-                self._let_go(step, bucket)
+                self._built[step, bucket] = (info, built)
+                self._release_payload(step, bucket)
                 commands += self.assemblers[bucket].handle(Built(step))
             self._run(commands)
 
@@ -232,16 +235,16 @@ class ConstructorService:
         if not self.stopped:  # otherwise it was stopped on purpose
             log.error("%s step %d for buckets %s failed: %s", what, step, list(buckets), error)
         for bucket in buckets:
-            self._let_go(step, bucket)
+            self._release_payload(step, bucket)
         self.failed.add(step)
-        self._cannot_tell(EndOfJob(step, as_exception(error)))
+        self._on_failure(EndOfJob(step, as_exception(error)))
 
-    def _let_go(self, step: int, bucket: int) -> None:
+    def _release_payload(self, step: int, bucket: int) -> None:
         holders = self._holders.get(step)
         if holders is not None:
             holders.discard(bucket)
             if not holders:
-                del self._holders[step], self._staged[step], self._told[step]
+                del self._holders[step], self._staged[step], self._infos[step]
 
     # Status
 

@@ -56,13 +56,13 @@ class Loader:
         budget_bytes: int = 2**26,
         generation: int = 0,
     ):
-        self._opened = cursor = cursor or Cursor()
+        self._start = cursor = cursor or Cursor()
         self.generation, self._epochs = generation, epochs
         # generation at creation: results of its own work stay valid after a rollback
         self.life = generation
         self.number, self._order, self._loader, self._loaders = number, order, loader, loaders
         self._block_rows, self._budget = block_rows, budget_bytes
-        self._grown = FIRST_BLOCK // 2
+        self._block_limit = FIRST_BLOCK // 2
         self._groups = order.groups_from(cursor.epoch, cursor.group, epochs)
         self._after: Cursor | None = cursor if cursor.file >= 0 else None
         self._window = cursor.window
@@ -72,21 +72,21 @@ class Loader:
         self._closed = True  # the open window was announced to its end
         self._busy = ""
         self._done = self.failed = False  # failed: something could not be read
-        self._must = self._level = 0
+        self._must_have = self._level = 0
         self._horizon = cursor.epoch * order.n_groups + cursor.group + GROUPS_AHEAD
         # Samples announced and not popped; below 0 if a standby owes samples to its primary.
         self.ready = 0
         self.announced = 0  # samples since it was opened
-        self.memory: ReplayBuffer | None = None  # announcements for a rollback, if enabled
+        self.replay_buffer: ReplayBuffer | None = None  # announcements for a rollback, if enabled
         # Target of the last rollback: samples before it are not announced again.
-        self._since: ReplayCursor | None = None
+        self._rollback_target: ReplayCursor | None = None
         self.ready_bytes = 0
         self._bytes_per_sample = self._row_s = 0.0
         # Samples per row of the last block, at least 1: long documents are split.
-        self._pieces = 1.0
+        self._samples_per_row = 1.0
         self._next_group()
 
-    def again(self, cursor: Cursor, generation: int) -> Loader:
+    def restarted(self, cursor: Cursor, generation: int) -> Loader:
         """Return a new loader that starts at a cursor and holds nothing."""
         return Loader(
             self.number,
@@ -102,63 +102,66 @@ class Loader:
 
     # Rollback
 
-    def remember(self) -> None:
+    def enable_replay(self) -> None:
         """Keep announcements from now on, for a rollback."""
-        self.memory = ReplayBuffer(self._order, self._opened)
+        self.replay_buffer = ReplayBuffer(self._order, self._start)
 
     @property
     def front(self) -> int:
         """Return the number of samples popped since it was opened."""
         return self.announced - self.ready
 
-    def back(self, cursor: Cursor, generation: int) -> list[Command] | None:
+    def rollback(self, cursor: Cursor, generation: int) -> list[Command] | None:
         """Move to the cursor and return the announcements that a loader opened there would make.
 
         Work in progress continues. Returns None, without a change, if the replay buffer does not
         reach back far enough. Afterwards ``ready`` gives the front of the sample buffer.
         """
-        since = ReplayCursor.of(cursor, self._order)
-        if self.memory is None or (found := self.memory.since(since)) is None:
+        target = ReplayCursor.of(cursor, self._order)
+        if self.replay_buffer is None or (found := self.replay_buffer.replay_from(target)) is None:
             return None
-        before, told = found
-        self.generation, self._since = generation, since
+        before, repeated = found
+        self.generation, self._rollback_target = generation, target
         self.ready = self.announced - before
         self.ready_bytes = int(self._bytes_per_sample * self.ready)
-        self._must = 0  # the draw was discarded
+        self._must_have = 0  # the draw was discarded
         self._horizon = max(
             self._horizon, cursor.epoch * self._order.n_groups + cursor.group + GROUPS_AHEAD
         )
-        return [*(replace(news, generation=generation) for news in told), *self._next_work()]
+        return [
+            *(replace(announcement, generation=generation) for announcement in repeated),
+            *self._next_work(),
+        ]
 
     def handle(self, event: Any, now: float = 0.0) -> list[Command]:
         match event:
             case Pop(samples=n):
                 self.ready -= n
                 self.ready_bytes = int(self._bytes_per_sample * self.ready)
-                self._must = max(0, self._must - n)
-                if self.ready >= self._level and self.ready >= self._must:
+                self._must_have = max(0, self._must_have - n)
+                if self.ready >= self._level and self.ready >= self._must_have:
                     return []  # every loader is notified of every step
             case Refill(must=must, level=level, horizon=horizon):
-                self._must, self._level, self._horizon = (
-                    max(self._must, must),
+                self._must_have, self._level, self._horizon = (
+                    max(self._must_have, must),
                     level,
                     max(self._horizon, horizon),
                 )
             case WindowReady():
-                return self._window_read(event) + self._next_work()
+                return self._window_ready(event) + self._next_work()
             case BlockReady():
-                return self._evaluated(event) + self._next_work()
+                return self._block_ready(event) + self._next_work()
             case ReadFailed(error=error):
                 self._busy, self._done, self.failed = "", True, True
                 at = (self._epoch, self._group, self._window)
-                return self._say(
+                return self._record(
                     Announce(self.number, *at, None, error=error, generation=self.generation)
                 )
             case _:
                 raise TypeError(f"expected an event of a loader, got {type(event).__name__}")
         return self._next_work()
 
-    def _window_read(self, event: WindowReady) -> list[Command]:
+    def _window_ready(self, event: WindowReady) -> list[Command]:
         self._busy, self._rows = "", event.rows
         self._chunks = tuple(c for c in self._chunks if c not in event.over)
         self._after = None
@@ -166,11 +169,11 @@ class Loader:
             return []
         return self._announce(SampleBlock.nothing(event.dropped) if event.dropped else None)
 
-    def _evaluated(self, event: BlockReady) -> list[Command]:
+    def _block_ready(self, event: BlockReady) -> list[Command]:
         self._busy = ""
         self._rows -= event.rows
         self._row_s = event.seconds / max(1, event.rows)
-        self._pieces = max(1.0, len(event.found) / max(1, event.rows))
+        self._samples_per_row = max(1.0, len(event.found) / max(1, event.rows))
         self.ready += len(event.found)
         self.announced += len(event.found)
         self.ready_bytes += event.nbytes
@@ -185,7 +188,7 @@ class Loader:
     def _announce(self, found: Any) -> list[Command]:
         closes = self._rows == 0
         last = closes and not self._chunks
-        news = Announce(
+        announcement = Announce(
             self.number,
             self._epoch,
             self._group,
@@ -200,26 +203,30 @@ class Loader:
             self._window += 1
             if not self._chunks:
                 self._next_group()
-        return self._say(news)
+        return self._record(announcement)
 
-    def _say(self, news: Announce) -> list[Command]:
+    def _record(self, announcement: Announce) -> list[Command]:
         """Record an announcement, and return it without samples before the rollback target.
 
         They are already popped.
         """
-        if self.memory is not None:
-            self.memory.add(news)
-        if self._since is None:
-            return [news]
-        told = self._since.cut(news)
-        if news.found is not None:
-            self.ready -= len(news.found) - (
-                0 if told is None or told.found is None else len(told.found)
+        if self.replay_buffer is not None:
+            self.replay_buffer.add(announcement)
+        if self._rollback_target is None:
+            return [announcement]
+        repeated = self._rollback_target.adapt(announcement)
+        if announcement.found is not None:
+            self.ready -= len(announcement.found) - (
+                0 if repeated is None or repeated.found is None else len(repeated.found)
             )
             self.ready_bytes = int(self._bytes_per_sample * self.ready)
-        if (news.epoch, news.group, news.window) > self._since.cursor[:3]:
-            self._since = None
-        return [] if told is None else [told]
+        if (
+            announcement.epoch,
+            announcement.group,
+            announcement.window,
+        ) > self._rollback_target.cursor[:3]:
+            self._rollback_target = None
+        return [] if repeated is None else [repeated]
 
     def _next_group(self) -> None:
         """Move to the next group.
@@ -237,16 +244,18 @@ class Loader:
 
     def _next_work(self) -> list[Command]:
         commands: list[Command] = []
-        while not self._busy and not self._done and self._wanted():
+        while not self._busy and not self._done and self._needs_work():
             if self._rows:
                 self._busy = f"turning rows of window {self._window} into samples"
                 rows = min(self._rows, self._block())
-                commands.append(Evaluate(self.number, rows, self.ready < self._must, self.life))
+                commands.append(
+                    Evaluate(self.number, rows, self.ready < self._must_have, self.life)
+                )
             elif self._chunks:
                 self._busy = (
                     f"reading window {self._window} of group {self._group}, epoch {self._epoch}"
                 )
-                at, urgent = (self._epoch, self._group, self._window), self.ready < self._must
+                at, urgent = (self._epoch, self._group, self._window), self.ready < self._must_have
                 commands.append(
                     Read(self.number, *at, self._chunks, self._after, urgent, self.life)
                 )
@@ -254,10 +263,10 @@ class Loader:
                 commands += self._announce(None)
         return commands
 
-    def _wanted(self) -> bool:
+    def _needs_work(self) -> bool:
         if not self._rows and self._epoch * self._order.n_groups + self._group > self._horizon:
             return False
-        if self.ready < self._must:
+        if self.ready < self._must_have:
             return True
         return self.ready < self._level and self.ready_bytes < self._budget
 
@@ -268,21 +277,21 @@ class Loader:
         milliseconds, since each block costs a round trip. The size affects only what is held ready,
         never the stream: the samples of a row depend on the row alone.
         """
-        if self.ready < self._must:
-            return math.ceil((self._must - self.ready) / self._pieces)
+        if self.ready < self._must_have:
+            return math.ceil((self._must_have - self.ready) / self._samples_per_row)
         worth = max(
             self._block_rows,
             self._level - self.ready,
             int(BLOCK_S / self._row_s) if self._row_s > 0 else 0,
         )
-        self._grown = min(2 * self._grown, 2**20)
+        self._block_limit = min(2 * self._block_limit, 2**20)
         room = (
-            (self._budget - self.ready_bytes) / (self._bytes_per_sample * self._pieces)
+            (self._budget - self.ready_bytes) / (self._bytes_per_sample * self._samples_per_row)
             if self._bytes_per_sample
             else worth
         )
         # A block of images may be a hundred times the budget.
-        return max(1, min(worth, self._grown, int(room)))
+        return max(1, min(worth, self._block_limit, int(room)))
 
     def set_budget(self, nbytes: int) -> None:
         """Set the bytes it may hold ready: all sources share one budget."""
@@ -291,14 +300,14 @@ class Loader:
     @property
     def full(self) -> bool:
         """Return whether it holds as many samples as requested, or all there are."""
-        return self._done or not self._wanted()
+        return self._done or not self._needs_work()
 
     def was_short(self, samples: int) -> bool:
         """Return whether a draw was waiting when ``samples`` were announced."""
-        return self.ready - samples < self._must
+        return self.ready - samples < self._must_have
 
     @property
-    def doing(self) -> str:
+    def activity(self) -> str:
         return self._busy or ("done" if self._done else "idle")
 
     def state(self) -> dict[str, Any]:
@@ -311,9 +320,9 @@ class Loader:
             "group": self._group,
             "window": self._window,
             "ready": self.ready,
-            "doing": self.doing,
+            "doing": self.activity,
         }
 
     def check(self) -> None:
-        assert self.ready >= 0 or self.memory is not None, self.state()
+        assert self.ready >= 0 or self.replay_buffer is not None, self.state()
         assert self._rows >= 0, self.state()

@@ -193,7 +193,7 @@ class SourceReader:
         return bool(getattr(self.chunks, "is_remote", False))
 
     @property
-    def doing(self) -> str:
+    def activity(self) -> str:
         """Return a description of what it waits for, once that takes long."""
         text: str = getattr(self.chunks, "activity", str)()
         if (
@@ -311,7 +311,7 @@ class SourceReader:
             order = np.lexsort((row, file, key))
         if command.after is not None:
             order = order[
-                _not_before(
+                _at_or_after(
                     key[order], file[order], row[order], command.after, self.order, command.epoch
                 )
             ]
@@ -496,7 +496,7 @@ class SourceReader:
         )
 
 
-def _not_before(
+def _at_or_after(
     key: np.ndarray,
     file: np.ndarray,
     row: np.ndarray,

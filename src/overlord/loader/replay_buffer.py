@@ -47,33 +47,31 @@ class ReplayCursor:
         c = self.cursor
         return c.epoch, c.group, c.window, self.key, c.file, c.row, c.part
 
-    def cut(self, news: Announce) -> Announce | None:
-        """Return what a loader opened at the cursor would announce in place of ``news``; None:
-        nothing.
-        """
-        c, at = self.cursor, (news.epoch, news.group, news.window)
+    def adapt(self, announcement: Announce) -> Announce | None:
+        """Return what a loader opened at the cursor would announce instead, or None."""
+        c, at = self.cursor, (announcement.epoch, announcement.group, announcement.window)
         here = (c.epoch, c.group, c.window)
         if at > here:
-            return news
+            return announcement
         if at == here:
             return (
-                news
-                if news.found is None or self.key < 0
-                else replace(news, found=self._rest(news.found))
+                announcement
+                if announcement.found is None or self.key < 0
+                else replace(announcement, found=self._remaining(announcement.found))
             )
-        if news.error is not None:  # the loader would fail before the cursor
-            return replace(news, epoch=c.epoch, group=c.group, window=c.window)
+        if announcement.error is not None:  # the loader would fail before the cursor
+            return replace(announcement, epoch=c.epoch, group=c.group, window=c.window)
         # The loader has nothing in this window either, and it was the last one of the group.
-        if news.last and at[:2] == here[:2]:
-            return replace(news, window=c.window, found=None)
+        if announcement.last and at[:2] == here[:2]:
+            return replace(announcement, window=c.window, found=None)
         return None
 
-    def _rest(self, found: SampleBlock) -> SampleBlock:
+    def _remaining(self, found: SampleBlock) -> SampleBlock:
         """Return the samples after the cursor, and the failures that a read from the cursor on
         would find.
         """
         n, bad = (
-            len(found) - int(self._behind(found).sum()),
+            len(found) - int(self._after(found).sum()),
             int(self._before(found.bad_key, found.bad_file, found.bad_row).sum()),
         )
         long = found.long
@@ -95,7 +93,7 @@ class ReplayCursor:
             long,
         )
 
-    def _behind(self, found: SampleBlock) -> np.ndarray:
+    def _after(self, found: SampleBlock) -> np.ndarray:
         c, key = self.cursor, np.uint64(self.key)
         row = (found.row > c.row) | ((found.row == c.row) & (found.part > c.part))
         return (found.key > key) | (
@@ -116,22 +114,25 @@ class ReplayBuffer:
 
     def __init__(self, order: SourceOrder, since: Cursor):
         self._order = order
-        self._news: deque[Announce] = deque()
+        self._announcements: deque[Announce] = deque()
         self._first = 0  # samples in announcements that are no longer retained
         # Rows that filters dropped in the window of the first announcement, reported in earlier
         # announcements.
         self._dropped = 0
         self._empty = 0  # announcements without a sample
-        self._reach = ReplayCursor.of(since, order).place  # nothing before it is known
+        self._earliest = ReplayCursor.of(since, order).place  # nothing before it is known
         # The last announcement of a group, if it was dropped although it may be needed.
-        self._over: Announce | None = None
+        self._last_of_group: Announce | None = None
         self.released = 0  # samples that will not be needed again
 
-    def add(self, news: Announce) -> None:
-        self._news.append(news)
-        self._empty += not _samples(news)
-        while self._empty > MAX_EMPTY and self._first + _samples(self._news[0]) <= self.released:
-            self._forget_ahead()
+    def add(self, announcement: Announce) -> None:
+        self._announcements.append(announcement)
+        self._empty += not _samples(announcement)
+        while (
+            self._empty > MAX_EMPTY
+            and self._first + _samples(self._announcements[0]) <= self.released
+        ):
+            self._drop_oldest_window()
 
     def release(self, samples: int) -> None:
         """Release the first ``samples``.
@@ -139,62 +140,69 @@ class ReplayBuffer:
         The announcement of the last of them stays: failures may follow it.
         """
         self.released = max(self.released, samples)
-        while self._news and self._first + _samples(self._news[0]) < self.released:
-            self._forget()
+        while (
+            self._announcements and self._first + _samples(self._announcements[0]) < self.released
+        ):
+            self._drop_oldest()
 
-    def _forget(self) -> Announce:
-        news = self._news.popleft()
-        self._first += _samples(news)
-        self._empty -= not _samples(news)
-        stays = self._news and _window(self._news[0]) == _window(news)
+    def _drop_oldest(self) -> Announce:
+        announcement = self._announcements.popleft()
+        self._first += _samples(announcement)
+        self._empty -= not _samples(announcement)
+        stays = self._announcements and _window(self._announcements[0]) == _window(announcement)
         self._dropped = (
-            self._dropped + (news.found.dropped if news.found is not None else 0) if stays else 0
+            self._dropped + (announcement.found.dropped if announcement.found is not None else 0)
+            if stays
+            else 0
         )
-        return news
+        return announcement
 
-    def _forget_ahead(self) -> None:
+    def _drop_oldest_window(self) -> None:
         """Drop the oldest window although it may be needed; whole, so that the buffer begins with a
         complete one.
         """
         while True:
-            news = self._forget()
-            if news.closes or not self._news:
+            announcement = self._drop_oldest()
+            if announcement.closes or not self._announcements:
                 break
-        self._reach = max(self._reach, (*_window(news), END, 0, 0, 0))
-        self._over = news if news.last else None
+        self._earliest = max(self._earliest, (*_window(announcement), END, 0, 0, 0))
+        self._last_of_group = announcement if announcement.last else None
 
-    def since(self, since: ReplayCursor) -> tuple[int, list[Announce]] | None:
+    def replay_from(self, start: ReplayCursor) -> tuple[int, list[Announce]] | None:
         """Return the number of samples before a place, and what a loader opened there would have
         announced.
 
         Returns None if the buffer does not reach back that far.
         """
         before, dropped, announced = self._first, self._dropped, self._first
-        told = (
-            [over] if self._over is not None and (over := since.cut(self._over)) is not None else []
+        repeated = (
+            [over]
+            if self._last_of_group is not None
+            and (over := start.adapt(self._last_of_group)) is not None
+            else []
         )
-        for k, news in enumerate(self._news):
-            cut = since.cut(news)
-            announced += _samples(news)
-            before += _samples(news) - (0 if cut is None else _samples(cut))
-            if cut is None:
+        for k, announcement in enumerate(self._announcements):
+            adapted = start.adapt(announcement)
+            announced += _samples(announcement)
+            before += _samples(announcement) - (0 if adapted is None else _samples(adapted))
+            if adapted is None:
                 continue
-            if k == 0 and dropped and _window(news) == since.cursor[:3]:
+            if k == 0 and dropped and _window(announcement) == start.cursor[:3]:
                 # An announcement without a sample may have failures.
-                found = SampleBlock.nothing(0) if cut.found is None else cut.found
-                cut = replace(cut, found=replace(found, dropped=found.dropped + dropped))
-            told.append(cut)
+                found = SampleBlock.nothing(0) if adapted.found is None else adapted.found
+                adapted = replace(adapted, found=replace(found, dropped=found.dropped + dropped))
+            repeated.append(adapted)
         # A standby may lag the released samples.
         return (
             None
-            if since.place < self._reach or before < min(self.released, announced)
-            else (before, told)
+            if start.place < self._earliest or before < min(self.released, announced)
+            else (before, repeated)
         )
 
 
-def _samples(news: Announce) -> int:
-    return 0 if news.found is None else len(news.found)
+def _samples(announcement: Announce) -> int:
+    return 0 if announcement.found is None else len(announcement.found)
 
 
-def _window(news: Announce) -> tuple[int, int, int]:
-    return news.epoch, news.group, news.window
+def _window(announcement: Announce) -> tuple[int, int, int]:
+    return announcement.epoch, announcement.group, announcement.window

@@ -71,7 +71,7 @@ class SampleBuffer:
                 self._kept.appendleft(piece.slice(n, len(piece)))
             n -= len(piece)
 
-    def unpop(self, n: int) -> None:
+    def restore(self, n: int) -> None:
         """Restore the last n popped rows at the front."""
         assert n <= self.kept_rows, f"expected to restore {n} rows, got {self.kept_rows} retained"
         if n and self._taken:  # the rest of the first block becomes a separate block
@@ -84,9 +84,9 @@ class SampleBuffer:
         while n > 0:
             piece = self._kept.pop()
             first = max(0, len(piece) - n)
-            back = piece.slice(first, len(piece))
+            restored = piece.slice(first, len(piece))
             if first:
                 self._kept.append(piece.slice(0, first))
-            self._blocks.appendleft(back)
-            self.nbytes += back.nbytes
-            n -= len(back)
+            self._blocks.appendleft(restored)
+            self.nbytes += restored.nbytes
+            n -= len(restored)

@@ -26,14 +26,14 @@ NOTHING = Content(Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64)))
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class ReaderQueue:
     """Serializes the work of a reader.
 
     A restarted loader waits for work that its predecessor started.
     """
 
-    working: bool = False
-    then: Callable[[], None] | None = None
+    in_use: bool = False
+    pending: Callable[[], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -47,24 +47,24 @@ class LoaderSlot:
 
     loader: Loader
     reader: SourceReader
-    shelf: SampleBuffer
-    turn: Turn = field(default_factory=Turn)
+    buffer: SampleBuffer
+    queue: ReaderQueue = field(default_factory=ReaderQueue)
     shadow: bool = False
     # Unacknowledged steps, and the front of the loader after each.
     popped: deque[tuple[int, int]] = field(default_factory=deque)
     last: int = -1  # the last step it served, or rolled back to
 
     @property
-    def doing(self) -> str:
+    def activity(self) -> str:
         """Return a description of its activity: a slow read or user code, else the state of the
         loader.
         """
-        return getattr(self.reader, "doing", "") or self.loader.doing
+        return getattr(self.reader, "doing", "") or self.loader.activity
 
     @property
     def nbytes(self) -> int:
         """Return all bytes held for it."""
-        return self.shelf.nbytes + self.shelf.kept_bytes + self.reader.stats.raw_bytes
+        return self.buffer.nbytes + self.buffer.kept_bytes + self.reader.stats.raw_bytes
 
     def pop(self, step: int, n: int) -> tuple[list[Content], list[Any]]:
         """Pop the next n samples.
@@ -72,9 +72,9 @@ class LoaderSlot:
         A standby pops as many as it has, and the others as soon as they are read.
         """
         commands = self.loader.handle(Pop(step, n))
-        pieces = self.shelf.pop(min(n, self.shelf.rows) if self.shadow else n)
+        pieces = self.buffer.pop(min(n, self.buffer.rows) if self.shadow else n)
         self.last = step
-        if self.loader.memory is not None:
+        if self.loader.replay_buffer is not None:
             self.popped.append((step, self.loader.front))
         return pieces, commands
 
@@ -83,11 +83,11 @@ class LoaderSlot:
         front = -1
         while self.popped and self.popped[0][0] <= step:
             front = self.popped.popleft()[1]
-        if front >= 0 and self.loader.memory is not None:
-            self.loader.memory.release(front)
-            self.settle()
+        if front >= 0 and self.loader.replay_buffer is not None:
+            self.loader.replay_buffer.release(front)
+            self.sync_buffer()
 
-    def back(self, opening: LoaderStart, step: int) -> list[Any] | None:
+    def rollback(self, opening: LoaderStart, step: int) -> list[Any] | None:
         """Roll back to the position after a step; None if the replay buffer does not reach back
         that far.
 
@@ -97,31 +97,31 @@ class LoaderSlot:
         commands = (
             None
             if self.shadow and self.loader.failed
-            else self.loader.back(opening.cursor, opening.generation)
+            else self.loader.rollback(opening.cursor, opening.generation)
         )
         if commands is None:
             return None
-        self.settle()
+        self.sync_buffer()
         front = self.loader.front
         self.popped = deque((s, f) for s, f in self.popped if f < front)
         self.popped.append((step, front))
         self.last = step
         return commands
 
-    def settle(self) -> None:
+    def sync_buffer(self) -> None:
         """Move the sample buffer to the position of the loader: its front, and the retained rows
         before it.
         """
-        assert self.loader.memory is not None
+        assert self.loader.replay_buffer is not None
         # Below 0: samples that are popped as soon as they are read.
         ready = max(0, self.loader.ready)
-        if self.shelf.rows > ready:
-            self.shelf.pop(self.shelf.rows - ready)
-        elif self.shelf.rows < ready:
-            self.shelf.unpop(ready - self.shelf.rows)
-        wanted = max(0, self.loader.announced - ready - self.loader.memory.released)
-        if self.shelf.kept_rows > wanted:
-            self.shelf.release(self.shelf.kept_rows - wanted)
+        if self.buffer.rows > ready:
+            self.buffer.pop(self.buffer.rows - ready)
+        elif self.buffer.rows < ready:
+            self.buffer.restore(ready - self.buffer.rows)
+        wanted = max(0, self.loader.announced - ready - self.loader.replay_buffer.released)
+        if self.buffer.kept_rows > wanted:
+            self.buffer.release(self.buffer.kept_rows - wanted)
 
 
 class LoaderService:
@@ -144,22 +144,22 @@ class LoaderService:
 
     def open(self, loader: Loader, reader: SourceReader) -> None:
         """Add or replace a loader; results of the previous one's work are dropped."""
-        self.hosted[loader.number] = self._hosting(loader, reader, Turn())
+        self.hosted[loader.number] = self._slot(loader, reader, ReaderQueue())
         if loader.number != max(self.hosted):
             self.hosted = dict(sorted(self.hosted.items()))
 
     def reopen(self, command: RestartLoader) -> None:
         """Restart a loader at a cursor: its samples and the results of its work are dropped."""
         old = self.hosted[command.loader]
-        old.turn.then = None
-        self.hosted[command.loader] = self._hosting(
-            old.loader.again(command.cursor, command.generation), old.reader, old.turn
+        old.queue.pending = None
+        self.hosted[command.loader] = self._slot(
+            old.loader.restarted(command.cursor, command.generation), old.reader, old.queue
         )
 
-    def _hosting(self, loader: Loader, reader: SourceReader, turn: Turn) -> LoaderSlot:
+    def _slot(self, loader: Loader, reader: SourceReader, queue: ReaderQueue) -> LoaderSlot:
         if self._keeps:
-            loader.remember()
-        return LoaderSlot(loader, reader, SampleBuffer(keeps=self._keeps), turn)
+            loader.enable_replay()
+        return LoaderSlot(loader, reader, SampleBuffer(keeps=self._keeps), queue)
 
     def close(self, number: int) -> None:
         self.hosted.pop(number, None)
@@ -186,28 +186,30 @@ class LoaderService:
         for hosted in self.hosted.values():
             hosted.acked(self._acked)
 
-    def back(self, back: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
+    def back(self, rollback: Rollback, open: Callable[[LoaderStart], None]) -> list[Any]:
         """Roll the named loaders back to a step.
 
         This happens in memory if the replay buffer reaches back, else reopened. Idempotent. Returns
         their announcements and commands.
         """
-        if back.generation < self.generation:
+        if rollback.generation < self.generation:
             return []
-        if back.generation > self.generation:
+        if rollback.generation > self.generation:
             self.generation, self._step, self._acked = (
-                back.generation,
-                back.step,
-                min(self._acked, back.step),
+                rollback.generation,
+                rollback.step,
+                min(self._acked, rollback.step),
             )
-            self._released = min(self._released, back.step)
+            self._released = min(self._released, rollback.step)
             # A planner that continues from there has skipped nothing.
             self.held, self._held_by = (NOTHING, np.zeros(0, np.int64))
         commands: list[Any] = []
-        for opening in back.openings:
+        for opening in rollback.openings:
             hosted = self.hosted.get(opening.loader)
             if hosted is None or hosted.shadow or hosted.loader.generation < opening.generation:
-                commands += self._stand(opening, open, back.step, shadow=False, afresh=back.afresh)
+                commands += self._move(
+                    opening, open, rollback.step, shadow=False, afresh=rollback.afresh
+                )
         return commands
 
     def follow(self, opening: LoaderStart, open: Callable[[LoaderStart], None]) -> list[Any]:
@@ -224,7 +226,7 @@ class LoaderService:
             if hosted is None or hosted.loader.generation < self.generation
             else hosted.last
         )
-        return self._stand(opening, open, step, shadow=True)
+        return self._move(opening, open, step, shadow=True)
 
     def stand(
         self, opening: LoaderStart, open: Callable[[LoaderStart], None], step: int
@@ -233,7 +235,7 @@ class LoaderService:
 
         Samples it holds are kept; otherwise it is opened there.
         """
-        return self._stand(opening, open, step, shadow=False)
+        return self._move(opening, open, step, shadow=False)
 
     def caught_up(self, loaders: Iterable[int]) -> bool | None:
         """Return whether all these loaders hold as many samples as requested; None: not yet; False:
@@ -256,7 +258,7 @@ class LoaderService:
                 commands += hosted.pop(step, pops[hosted.loader.number])[1]
         return {number: n for number, n in pops.items() if not self.hosted[number].shadow}, commands
 
-    def _stand(
+    def _move(
         self,
         opening: LoaderStart,
         open: Callable[[LoaderStart], None],
@@ -270,7 +272,7 @@ class LoaderService:
         ``open`` reopens it if memory does not suffice.
         """
         hosted = self.hosted.get(opening.loader)
-        commands = None if hosted is None or afresh else hosted.back(opening, step)
+        commands = None if hosted is None or afresh else hosted.rollback(opening, step)
         if commands is None:
             open(opening)
         self.hosted[opening.loader].shadow = shadow
@@ -302,26 +304,26 @@ class LoaderService:
     def _submit(
         self, what: str, hosted: LoaderSlot, work: Callable[[], Any], urgent: bool, size: int = 1
     ) -> None:
-        turn, name = hosted.turn, f"{what} {hosted.reader.order.name}"
+        queue, name = hosted.queue, f"{what} {hosted.reader.order.name}"
         waits = getattr(hosted.reader, "waits" if what == "read" else "evaluation_waits", None)
 
         def go() -> None:
-            turn.working = True
+            queue.in_use = True
             self._executor.submit(
                 name, work, self._read_done(hosted), size=size, urgent=urgent, waits=waits
             )
 
-        if turn.working:
-            turn.then = go
+        if queue.in_use:
+            queue.pending = go
         else:
             go()
 
     def _read_done(self, hosted: LoaderSlot) -> Done:
         def done(outcome: Any, error: BaseException | None) -> None:
-            hosted.turn.working = False
-            if (then := hosted.turn.then) is not None:
-                hosted.turn.then = None
-                then()
+            hosted.queue.in_use = False
+            if (pending := hosted.queue.pending) is not None:
+                hosted.queue.pending = None
+                pending()
             if self.hosted.get(hosted.loader.number) is not hosted:
                 return
             if error is not None:
@@ -330,10 +332,10 @@ class LoaderService:
                 )
             elif isinstance(outcome, tuple):
                 evaluated, payload = outcome
-                hosted.shelf.put(payload)
+                hosted.buffer.put(payload)
                 commands = hosted.loader.handle(evaluated)
                 if self._keeps:
-                    hosted.settle()
+                    hosted.sync_buffer()
                 self._run(commands)
             else:
                 self._run(hosted.loader.handle(outcome))
@@ -372,11 +374,13 @@ class LoaderService:
     def busy(self) -> list[str]:
         """Return descriptions of active loaders."""
         every = (
-            (f"loader/{h.reader.order.name}/{number}", h.doing)
+            (f"loader/{h.reader.order.name}/{number}", h.activity)
             for number, h in self.hosted.items()
             if not h.shadow
         )
-        return [f"{name} is {doing}" for name, doing in every if doing not in ("idle", "done")]
+        return [
+            f"{name} is {activity}" for name, activity in every if activity not in ("idle", "done")
+        ]
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that loaders hold: ready, retained until acknowledged, raw rows, held
@@ -384,10 +388,10 @@ class LoaderService:
         """
         primary = [h for h in self.hosted.values() if not h.shadow]
         return {
-            "ready": sum(h.shelf.nbytes for h in primary),
+            "ready": sum(h.buffer.nbytes for h in primary),
             "windows": sum(h.reader.stats.raw_bytes for h in primary),
             "held": self.held.nbytes,
-            "kept": sum(h.shelf.kept_bytes for h in primary),
+            "kept": sum(h.buffer.kept_bytes for h in primary),
             "shadows": sum(h.nbytes for h in self.hosted.values() if h.shadow),
         }
 
@@ -405,10 +409,10 @@ class LoaderService:
             {
                 "loader": number,
                 "source": h.reader.order.name,
-                "doing": h.doing,
+                "doing": h.activity,
                 "ready": h.loader.ready,
-                "ready_bytes": h.shelf.nbytes,
-                "kept_bytes": h.shelf.kept_bytes,
+                "ready_bytes": h.buffer.nbytes,
+                "kept_bytes": h.buffer.kept_bytes,
                 "shadow": h.shadow,
                 "window_bytes": h.reader.stats.raw_bytes,
                 "open_bytes": getattr(h.reader.chunks, "open_bytes", 0),
@@ -431,8 +435,8 @@ class LoaderService:
     def check(self) -> None:
         for hosted in self.hosted.values():
             hosted.loader.check()
-            assert hosted.shelf.rows == max(0, hosted.loader.ready), (
-                hosted.shelf.rows,
+            assert hosted.buffer.rows == max(0, hosted.loader.ready), (
+                hosted.buffer.rows,
                 hosted.loader.state(),
             )
             assert hosted.shadow or hosted.loader.ready >= 0, hosted.loader.state()

@@ -77,24 +77,24 @@ def numbers(pieces: list[Content]) -> list[int]:
 
 
 def test_what_was_popped_stays_before_the_front_until_it_is_released() -> None:
-    shelf = SampleBuffer(keeps=True)
-    shelf.put(block(0, 5))
-    shelf.put(block(5, 5))
-    assert numbers(shelf.pop(7)) == list(range(7))
-    shelf.release(2)
-    assert (shelf.rows, shelf.kept_rows, shelf.kept_bytes) == (3, 5, 40)
-    shelf.unpop(4)
-    assert (shelf.rows, shelf.kept_rows, shelf.kept_bytes, shelf.nbytes) == (7, 1, 8, 56)
-    assert numbers(shelf.pop(7)) == list(range(3, 10))
+    buffer = SampleBuffer(keeps=True)
+    buffer.put(block(0, 5))
+    buffer.put(block(5, 5))
+    assert numbers(buffer.pop(7)) == list(range(7))
+    buffer.release(2)
+    assert (buffer.rows, buffer.kept_rows, buffer.kept_bytes) == (3, 5, 40)
+    buffer.restore(4)
+    assert (buffer.rows, buffer.kept_rows, buffer.kept_bytes, buffer.nbytes) == (7, 1, 8, 56)
+    assert numbers(buffer.pop(7)) == list(range(3, 10))
     with pytest.raises(AssertionError):
-        shelf.unpop(9)
+        buffer.restore(9)
 
 
 def test_a_shelf_that_keeps_nothing_lets_popped_blocks_go() -> None:
-    shelf = SampleBuffer()
-    shelf.put(block(0, 5))
-    shelf.pop(5)
-    assert (shelf.kept_rows, shelf.kept_bytes, shelf.nbytes, list(shelf._kept)) == (0, 0, 0, [])
+    buffer = SampleBuffer()
+    buffer.put(block(0, 5))
+    buffer.pop(5)
+    assert (buffer.kept_rows, buffer.kept_bytes, buffer.nbytes, list(buffer._kept)) == (0, 0, 0, [])
 
 
 # announcements
@@ -142,7 +142,7 @@ def brief(news: list[Announce]) -> list[tuple[Any, ...]]:
 
 
 def again(kept: ReplayBuffer, *cursor: int) -> Any:
-    made = kept.since(replay_buffer.ReplayCursor.of(Cursor(*cursor), PLAIN))
+    made = kept.replay_from(replay_buffer.ReplayCursor.of(Cursor(*cursor), PLAIN))
     return None if made is None else (made[0], brief(made[1]))
 
 
@@ -155,7 +155,7 @@ def test_rows_that_filters_dropped_in_a_window_are_told_again_though_the_block_t
     kept.add(Announce(0, 0, 0, 0, found([5, 6]), True, False))
     kept.add(Announce(0, 0, 0, 1, found([9], dropped=2), True, True))
     kept.release(4)
-    assert len(kept._news) == 3, (
+    assert len(kept._announcements) == 3, (
         "the block with the last sample released stays: failures may stand behind it"
     )
     assert again(kept, 0, 0, 0, 0, 3, 0) == (
@@ -190,7 +190,7 @@ def test_documents_that_lost_tokens_are_told_again_from_behind_the_cursor_on(
     """
     kept = ReplayBuffer(PLAIN, Cursor())
     kept.add(Announce(0, 0, 0, 0, found([0, 4], long=[1, 4, 6])))
-    made = kept.since(replay_buffer.ReplayCursor.of(Cursor(0, 0, 0, 0, row, 0), PLAIN))
+    made = kept.replay_from(replay_buffer.ReplayCursor.of(Cursor(0, 0, 0, 0, row, 0), PLAIN))
     assert made is not None
     (news,) = made[1]
     assert news.found is not None
@@ -224,7 +224,7 @@ def test_announcements_without_a_sample_are_not_kept_for_ever(
     kept = ReplayBuffer(PLAIN, Cursor())
     for window in range(50):
         kept.add(Announce(0, 0, 0, window, found([], dropped=1), True, window == 49))
-    assert len(kept._news) == 4
+    assert len(kept._announcements) == 4
     assert again(kept, 0, 0, 45, 0, 1, 0) is None
     assert again(kept, 0, 0, 46, 0, 1, 0) == (
         0,
@@ -305,9 +305,9 @@ def test_what_is_kept_is_told_apart_and_does_not_count_for_reading_ahead() -> No
     run = drawing()
     run.go_on(6)
     hosted, said = run.hosts[0].loading.hosted[0], run.hosts[0].loading.held_bytes()
-    assert said["kept"] == hosted.shelf.kept_bytes == 6 * 4
-    assert (said["ready"], said["shadows"]) == (hosted.shelf.nbytes, 0)
-    assert hosted.loader.ready == hosted.shelf.rows
+    assert said["kept"] == hosted.buffer.kept_bytes == 6 * 4
+    assert (said["ready"], said["shadows"]) == (hosted.buffer.nbytes, 0)
+    assert hosted.loader.ready == hosted.buffer.rows
     run.ack(0)
     assert run.hosts[0].loading.held_bytes()["kept"] == 0
 
@@ -316,7 +316,11 @@ def test_a_host_that_does_not_keep_has_nothing_to_pay_and_reads_again() -> None:
     run = drawing(keeps=False)
     run.go_on(6)
     hosted = run.hosts[0].loading.hosted[0]
-    assert (hosted.loader.memory, hosted.shelf.kept_bytes, list(hosted.popped)) == (None, 0, [])
+    assert (hosted.loader.replay_buffer, hosted.buffer.kept_bytes, list(hosted.popped)) == (
+        None,
+        0,
+        [],
+    )
     run.back(-1)
     assert [o.loader for o in run.hosts[0].opened] == [0]
     run.to_the_end()
@@ -386,10 +390,14 @@ def test_a_shadow_reads_and_is_popped_as_the_other_is_and_says_nothing() -> None
     run.go_on(4)
     run.go_on(5)
     one, two = (host.loading.hosted[0] for host in run.hosts)
-    assert (two.loader.ready, two.shelf.kept_rows) == (one.loader.ready, one.shelf.kept_rows)
+    assert (two.loader.ready, two.buffer.kept_rows) == (one.loader.ready, one.buffer.kept_rows)
     assert not run.hosts[1].said
     [row] = run.hosts[1].loading.figures()
-    assert (row["shadow"], row["ready_bytes"], row["kept_bytes"]) == (True, two.shelf.nbytes, 9 * 4)
+    assert (row["shadow"], row["ready_bytes"], row["kept_bytes"]) == (
+        True,
+        two.buffer.nbytes,
+        9 * 4,
+    )
     assert run.hosts[1].loading.held_bytes() == {
         "ready": 0,
         "windows": 0,
@@ -414,7 +422,7 @@ def test_a_shadow_that_is_behind_owes_what_is_popped_and_reads_it_at_once() -> N
     while run.hosts[1].executor.begun:
         run.work(1, 0)
     assert behind.loader.ready >= 0
-    assert behind.shelf.kept_rows == 0, "what is acknowledged is not kept, though it came later"
+    assert behind.buffer.kept_rows == 0, "what is acknowledged is not kept, though it came later"
 
 
 @pytest.mark.parametrize("behind", [True, False])
@@ -483,8 +491,8 @@ def test_one_that_is_far_behind_the_place_it_goes_to_reads_up_to_it_without_bein
     loader = Loader(
         0, SourceOrder(name="web", n_chunks=40, seed=0, shuffle=False, shuffle_chunks=1), epochs=1
     )
-    loader.remember()
-    assert loader.back(Cursor(0, 30, 0, 0, 5, 0), 1) == []
+    loader.enable_replay()
+    assert loader.rollback(Cursor(0, 30, 0, 0, 5, 0), 1) == []
     commands: list[Any] = loader.handle(Refill(0, 1, 1))
     for group in range(30):
         assert [c.group for c in commands if isinstance(c, Read)] == [group]
@@ -650,7 +658,7 @@ def test_a_constructor_host_that_is_lost_ends_nothing_and_one_in_its_place_is_se
 def test_without_failover_a_constructor_host_that_is_lost_is_told_of_as_the_end() -> None:
     with Told() as told:
         told.announced(2)
-        assert told.host._loading.hosted[0].loader.memory is None
+        assert told.host._loading.hosted[0].loader.replay_buffer is None
         told.constructor.server.close()
         told.part(0, 2)
         [finish] = [

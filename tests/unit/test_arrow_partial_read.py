@@ -254,7 +254,7 @@ def test_an_end_mark_in_the_middle_of_a_file_is_no_end(tmp_path):
 READS = """
 import os, sys
 from overlord.errors import StorageError
-from tests.unit.test_sparse import opened
+from tests.unit.test_arrow_partial_read import opened
 
 for path in sys.argv[1:]:
     reader, t, last = opened(path, slice_rows=16, columns=("text",)), 0, False

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from overlord.batch import Batch
 from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.pack import build_slices, build_wide, fresh
-from overlord.constructor.rank_views import PER_TOKEN, cut, join, narrow, slice_index
+from overlord.constructor.pack import build_arrays, build_slices, new_buffer
+from overlord.constructor.rank_views import PER_TOKEN, join, narrow, slice_arrays, slice_index
 from overlord.mesh import AXES, BROADCASTS, BUCKET_AXES, ClientPlaceTree
 from overlord.plan.rank_view import FIRST, LAST, SPLITS, View, view_of, views_of
 
@@ -80,10 +80,10 @@ def equal(one: BatchArrays, other: BatchArrays) -> None:
 @given(steps())
 def test_slices_joined_give_the_microbatch_back(step: Any) -> None:
     documents, batch, cp, multiple = step
-    wide = build_wide(*documents, batch, multiple)
+    wide = build_arrays(*documents, batch, multiple)
     whole = wide.cut(0, documents[4])
     sliced = [
-        cut(wide, View(cp=cp, cp_rank=r, split=batch.cp_split)).cut(0, documents[4])
+        slice_arrays(wide, View(cp=cp, cp_rank=r, split=batch.cp_split)).cut(0, documents[4])
         for r in range(cp)
     ]
     for m, microbatch in enumerate(whole):
@@ -105,7 +105,7 @@ def test_slices_joined_give_the_microbatch_back(step: Any) -> None:
 @given(steps(CUTS))
 def test_every_token_is_in_exactly_one_slice_and_what_tells_of_documents_in_all(step: Any) -> None:
     documents, batch, cp, multiple = step
-    wide = build_wide(*documents, batch, multiple)
+    wide = build_arrays(*documents, batch, multiple)
     for m, microbatch in enumerate(wide.cut(0, documents[4])):
         number = np.arange(microbatch["tokens"].size).reshape(microbatch["tokens"].shape)
         slices = [
@@ -133,10 +133,10 @@ def test_slices_that_are_built_are_the_slices_of_what_is_built(
 ) -> None:
     documents, batch, cp, multiple = step
     ranks = sorted(data.draw(st.sets(st.integers(0, cp - 1), min_size=1)))
-    wide = build_wide(*documents, batch, multiple)
-    built = build_slices(*documents, batch, multiple, fresh, cp, ranks)
+    wide = build_arrays(*documents, batch, multiple)
+    built = build_slices(*documents, batch, multiple, new_buffer, cp, ranks)
     for r, found in zip(ranks, built, strict=True):
-        equal(found, cut(wide, View(cp=cp, cp_rank=r, split=batch.cp_split)))
+        equal(found, slice_arrays(wide, View(cp=cp, cp_rank=r, split=batch.cp_split)))
         assert not any(array.flags.writeable for array in found.arrays.values())
 
 
@@ -153,9 +153,9 @@ def test_long_documents_are_cut_as_short_ones_are(split: str) -> None:
         2,
         np.zeros(4, int),
     )
-    wide = build_wide(*documents, batch, 8)
-    for r, found in enumerate(build_slices(*documents, batch, 8, fresh, cp, range(cp))):
-        equal(found, cut(wide, View(cp=cp, cp_rank=r, split=split)))
+    wide = build_arrays(*documents, batch, 8)
+    for r, found in enumerate(build_slices(*documents, batch, 8, new_buffer, cp, range(cp))):
+        equal(found, slice_arrays(wide, View(cp=cp, cp_rank=r, split=split)))
 
 
 sizes = st.lists(st.integers(1, 20), min_size=1, max_size=8)
@@ -268,12 +268,14 @@ def test_what_a_fetcher_gets_is_what_all_it_serves_need(
         1,
         np.arange(3),
     )
-    wide = build_wide(*documents, batch, batch.document_multiple(tree))
+    wide = build_arrays(*documents, batch, batch.document_multiple(tree))
     [whole] = wide.cut(0, 1)
     seats = tree.seats(axis, broadcast)
     for rank in range(tree.world_size):
         own = view_of(tree, axis, (), rank, split)
-        [handed] = cut(wide, view_of(tree, axis, broadcast, int(seats[rank]), split)).cut(0, 1)
+        [handed] = slice_arrays(wide, view_of(tree, axis, broadcast, int(seats[rank]), split)).cut(
+            0, 1
+        )
         got, wanted = narrow(handed, own), narrow(whole, own)
         assert set(got) == set(wanted) == own_keys(tree, axis, rank, whole)
         for key in wanted:
@@ -284,7 +286,7 @@ def test_what_a_fetcher_gets_is_what_all_it_serves_need(
 
 def test_a_key_of_your_own_is_cut_when_it_tells_of_tokens() -> None:
     batch = Batch(samples=1, context=16)
-    [whole] = build_wide(
+    [whole] = build_arrays(
         np.arange(12), np.array([0]), np.array([12]), np.array([0]), 1, np.array([0]), batch, 4
     ).cut(0, 1)
     weights, words = np.random.default_rng(0).random((12, 3)), np.arange(5)

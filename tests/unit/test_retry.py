@@ -266,9 +266,9 @@ def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_
             waits=reader.waits,
         )
         assert slow.entered.wait(30)
-        assert reader.doing == ""
+        assert reader.activity == ""
         time.now = 12.0
-        assert reader.doing == f"reading {reader.chunks.index.files[0].path} for 12 s"
+        assert reader.activity == f"reading {reader.chunks.index.files[0].path} for 12 s"
         time.worked, time.now = (
             150.0,
             200.0,
@@ -280,7 +280,7 @@ def test_a_hung_read_is_told_of_given_up_after_its_deadline_and_dropped_when_it_
         assert outcome is None
         assert isinstance(error, StorageError)
         assert "a read has not ended for 122.0 s" in str(error)
-        assert reader.doing == ""
+        assert reader.activity == ""
         slow.go.set()  # the answer comes at last: nobody hears of it, and the reader is as it was
         pump.ask(lambda: None, "the pump")
         executor.submit("more", lambda: "more", lambda *outcome: told.append(outcome))

@@ -132,7 +132,7 @@ class Job:
                 self._stage(step)
 
     def _stage(self, step: int) -> None:
-        if self.assembler.wants(step):
+        if self.assembler.needs_payload(step):
             self.held.add(step)
             self.tell(PayloadReady(step))
 

@@ -19,7 +19,7 @@ from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.messages.control import STRIDE, ConstructorPlan, EndOfJob, Rollback
 from overlord.messages.loader import StepPayload
 from tests.laws import examples
-from tests.unit.test_gathering import Box, Here, documents, placed
+from tests.unit.test_payload_gather import Box, Here, documents, placed
 
 G = STRIDE
 
