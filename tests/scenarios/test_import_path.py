@@ -190,7 +190,7 @@ def test_a_package_that_imports_overlord_as_python_starts_it_keeps_the_working_d
     ("given", "module"),
     [
         ("-m overlord run job.yaml", "overlord"),
-        ("-moverlord.cli", "overlord.cli.main"),
+        ("-moverlord.cli.main", "overlord.cli.main"),
         ("-P -X dev -W ignore -m overlord", "overlord"),
         ("-Xdev -Wignore -Bum overlord", "overlord"),
         ("-BX dev -sm overlord", "overlord"),

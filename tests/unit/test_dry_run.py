@@ -16,7 +16,7 @@ from overlord.cli.main import cli
 from overlord.dryrun.constants import Measured, chosen, probed, samples_of
 from overlord.dryrun.estimate import DryRunRequest, constants_of, fleet_of, placed, simulated
 from overlord.dryrun.machines import ClusterShape
-from overlord.dryrun.run import DryRun, Ran
+from overlord.dryrun.run import DryRun, DryRunResult
 from overlord.dryrun.stand_ins import Probe
 from overlord.errors import JobError
 from overlord.setup.options import Options
@@ -47,7 +47,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
 
 def ran(
     job: ov.Job, fleet: ClusterShape, *, seen: list[DryRun] | None = None, row_s: float = 1e-4
-) -> Ran:
+) -> DryRunResult:
     blueprint = PreparedJob(placed(job, fleet, LIKELY), Options())
     try:
         probes = probed(blueprint, lambda what, done, of: None)
@@ -147,7 +147,9 @@ def test_the_command_shows_and_writes_what_it_found(
     def kept(blueprint: PreparedJob, path: Path, *, again: bool, progress: object) -> Measured:
         return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
 
-    monkeypatch.setattr("overlord.dryrun.estimate.measured", kept)  # dummy jobs have their own test
+    monkeypatch.setattr(
+        "overlord.dryrun.estimate.measured", kept
+    )  # stand-in jobs have their own test
     (tmp_path / "job.yaml").write_text(job.to_yaml())
     done = CliRunner().invoke(
         cli,
@@ -224,7 +226,7 @@ def test_constants_are_measured_again_for_another_context_treatment_of_long_docu
     assert len(set(kept)) == 4
 
 
-def test_dummy_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samples_of_large_ones(
+def test_stand_in_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samples_of_large_ones(
     job: ov.Job,
 ) -> None:
     many = replace(

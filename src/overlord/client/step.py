@@ -139,6 +139,11 @@ class Step:
             self.rank if place is None else int(_fetchers(place, self._told.broadcast)[self.rank])
         )
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the arrays of this step."""
+        return self._bucket.nbytes
+
     def __len__(self) -> int:
         return len(self._bucket)
 
