@@ -104,7 +104,7 @@ def test_a_planner_that_is_slow_shows_in_latency_and_then_in_waits(job: ov.Job) 
     assert found.median("latency_s") > 1.0
     assert found.most("waited_s") > 0.5
     assert found.planner_s > 1
-    assert found.why(1.0).startswith("the planner: a step takes it ")
+    assert found.why(1.0).startswith("the planner, which needs ")
 
 
 def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
@@ -112,8 +112,8 @@ def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
     found = ran(job, ClusterShape(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64), row_s=0.5)
     assert found.most("waited_s") > 0
     words = (
-        "source 's0': a step takes each of its 8 loaders 1.33 s, and it has no chunks for "
-        "more (shuffle_chunks)"
+        "source 's0': each of its 8 loaders needs 1.33 s per step, and it has no chunks for "
+        "more loaders (shuffle_chunks)"
     )
     assert found.why(1.0) == words
 
