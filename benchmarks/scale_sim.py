@@ -232,7 +232,7 @@ def fetch_rows(found: Sequence[tuple[str, Cell]]) -> list[list[str]]:
 def plan_rows(cells: Sequence[Cell]) -> list[list[str]]:
     rows = []
     for cell in cells:
-        f, plan, cut = cell.fleet, cell.ran.median("plan_s"), cell.ran.median("cut_s")
+        f, plan, cut = cell.fleet, cell.ran.median("plan_s"), cell.ran.median("route_s")
         where = f"dp {f.dp}" + (f", cp {f.cp}, pp {f.pp}" if f.group > 1 else "")
         rows.append(
             [

@@ -1,5 +1,4 @@
-"""Three small sources, four ranks, one process: what a rank receives, and how the plan shares out
-the work.
+"""Three small sources, four ranks, one process: the steps of a rank, and the balance of the plan.
 
 Run it: python examples/01_local.py
 """
@@ -15,7 +14,7 @@ import overlord as ov
 
 
 def make_source(folder: Path, name: str, rows: int, longest: int) -> str:
-    """JSON lines with token ids of very uneven length, as real documents have."""
+    """Write JSON lines with token ids of very uneven lengths, like real documents."""
     chance = random.Random(name)
     (folder / name).mkdir()
     for part in range(2):
@@ -49,9 +48,8 @@ def main() -> None:
         )
         with ov.launch(job, cache_dir=f"{tmp}/cache") as session:
             clients = [session.client(rank) for rank in range(4)]
-            for steps in zip(
-                *clients, strict=True
-            ):  # all ranks in one loop; in training, each rank has its own
+            # All ranks in one loop; in training, each rank has a process of its own.
+            for steps in zip(*clients, strict=True):
                 print(steps[0])
             first = steps[0][0]
             print(

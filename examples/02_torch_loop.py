@@ -1,5 +1,7 @@
-"""Feed a torch loop. The loss is summed over tokens and divided by the tokens of the whole step, so
-that how samples were shared out over ranks and microbatches changes nothing in the gradient.
+"""Feed a torch loop with steps.
+
+The loss is summed over tokens and divided by the tokens of the whole step. So the placement of
+samples on ranks and microbatches does not change the gradient.
 
 Run it: python examples/02_torch_loop.py
 """
@@ -20,7 +22,7 @@ VOCAB = 64
 
 
 def make_rows(path: Path, rows: int) -> None:
-    """Documents that count upwards: something a model of one token of memory can learn."""
+    """Write documents that count upwards: a model that sees one token can learn them."""
     chance = random.Random(0)
     starts = [(chance.randrange(VOCAB), chance.randrange(2, 40)) for _ in range(rows)]
     path.write_text(

@@ -1,6 +1,7 @@
-"""Save the state after three steps, throw everything away, go on with three ranks instead of two:
-every step that follows holds the samples that an undisturbed run gives it. State is small, global
-and plain JSON.
+"""Save the state after three steps and resume with three ranks instead of two.
+
+Every later step holds the same samples as in an uninterrupted run. The state is small, the same on
+all ranks, and plain JSON.
 
 Run it: python examples/03_resume.py
 """
@@ -31,7 +32,7 @@ def make_job(folder: Path, dp: int) -> ov.Job:
 
 
 def samples(steps: tuple[ov.Step, ...]) -> set[str]:
-    """The samples of one step, over all ranks."""
+    """Return the samples of one step, over all ranks."""
     return {
         str(piece.sample) for step in steps for microbatch in step for piece in microbatch.samples
     }
@@ -53,9 +54,8 @@ def main() -> None:
             clients = [session.client(rank) for rank in range(2)]
             for _ in range(3):
                 steps = tuple(next(client) for client in clients)
-            saved = json.dumps(
-                clients[0].state_dict()
-            )  # the same on every rank; goes into the checkpoint
+            # The state is the same on every rank; it belongs into the checkpoint.
+            saved = json.dumps(clients[0].state_dict())
         print(f"stopped behind step {steps[0].step}; the state is {len(saved)} bytes of JSON")
 
         with ov.launch(

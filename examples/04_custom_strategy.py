@@ -1,5 +1,6 @@
-"""A strategy of one's own: a function from the step's drawn samples to a plan, with a cost of one's
-own. It is tried here on a buffer made by hand, without files or a session; in a job it goes in as
+"""A custom strategy: a function from the drawn samples of a step to a plan, with a custom cost.
+
+The example runs it on a buffer made by hand, without files or a session. A job takes it as
 ``Job(strategy=windowed)``.
 
 Run it: python examples/04_custom_strategy.py
@@ -17,8 +18,9 @@ WINDOW = 1024
 
 
 def sliding_window(columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Attention over at most WINDOW tokens back: linear for long documents, where full attention is
-    quadratic.
+    """Return the cost of attention over the last WINDOW tokens.
+
+    It is linear for long documents, while full attention is quadratic.
     """
     n = np.asarray(columns["tokens"], np.float64)
     return 4096 * n + n * np.minimum(n, WINDOW)
@@ -27,9 +29,8 @@ def sliding_window(columns: Mapping[str, np.ndarray]) -> np.ndarray:
 def windowed(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
     return (
         ov.DGraph.from_buffer(buffer, place, meta="tokens")
-        .mix(
-            None if buffer.drawn else {"web": 0.8, "books": 0.2}
-        )  # a running job has drawn already
+        # The buffer of a running job is drawn already.
+        .mix(None if buffer.drawn else {"web": 0.8, "books": 0.2})
         .distribute("DP")
         .cost(sliding_window)
         .balance("greedy")
@@ -38,7 +39,7 @@ def windowed(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
 
 
 def unplanned(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
-    """The same samples and the same cost, dealt out in turn."""
+    """Place the same samples with the same cost in turn."""
     graph = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix({"web": 0.8, "books": 0.2})
     return graph.distribute("DP").cost(sliding_window).balance("none").plan()
 

@@ -1,5 +1,4 @@
-"""A job as one YAML file: written, read back equal, run; and what a file with mistakes gets told,
-all of it at once.
+"""A job as one YAML file: write it, read it back, run it; one error lists all mistakes of a file.
 
 Run it: python examples/05_yaml_job.py
 """
@@ -34,7 +33,7 @@ def not_tiny(row: dict[str, list[int]]) -> bool:
 
 
 def main() -> None:
-    ov.register_function("not_tiny", not_tiny)  # a file names functions, it never brings code
+    ov.register_function("not_tiny", not_tiny)  # a file names functions, it cannot contain code
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)
         for name in ("web", "code"):

@@ -1,5 +1,4 @@
-"""A curriculum: easy samples first, chosen among look-ahead candidates by a column that says how
-hard each one is.
+"""A curriculum: easy samples first, chosen among look-ahead candidates by a difficulty column.
 
 Run it: python examples/06_curriculum.py
 """
@@ -13,12 +12,13 @@ from pathlib import Path
 
 import overlord as ov
 
-RAMP = 8  # steps until the stream comes as it is
+RAMP = 8  # steps until samples come in the order of the stream
 
 
 def corpus(folder: Path) -> list[ov.Source]:
-    """Two sources, their easy and hard rows mixed. Each row is its difficulty, 0 to 99, eight
-    times: that shows in a batch.
+    """Write two sources with easy and hard rows in random order.
+
+    Each row holds its difficulty, 0 to 99, eight times, so that a batch shows it.
     """
     chance = random.Random(7)
     for name in ("web", "code"):
@@ -47,8 +47,8 @@ def main() -> None:
             sources=corpus(Path(tmp)),
             batch=ov.Batch(samples=64, context=512),
             mixture=easy_to_hard,
-            look_ahead=4,  # each step chooses among four times its samples: the wider, the sharper
-            max_age=12,  # and what was passed over so often comes, however hard
+            look_ahead=4,  # each step chooses among four times its samples
+            max_age=12,  # a sample that was passed over 12 times is taken
             until=RAMP + 5,
         )
         means = []

@@ -1,6 +1,7 @@
-"""Balance methods of one's own beside the built-in ones: functions from costs to bins. ``dealt``
-looks at costs alone, as one would deal cards; ``by_tokens`` knows the capacity of a microbatch.
-Greedy looks at the cost of what each bin holds so far.
+"""Custom balance methods, compared with the built-in ones: functions from costs to bins.
+
+``dealt`` assigns samples in turn, like cards; ``by_tokens`` respects the capacity of a microbatch.
+The built-in greedy method considers the cost that each bin holds so far.
 
 Run it: python examples/07_custom_balance.py
 """
@@ -13,15 +14,16 @@ import overlord as ov
 
 
 def dealt(costs: np.ndarray, n_bins: int) -> np.ndarray:
-    """By falling cost, one bin after the other: equal counts, and no look at what a bin holds."""
+    """Assign samples by decreasing cost, one bin after the other: all bins have equal counts."""
     bins = np.empty(len(costs), np.int64)
     bins[np.argsort(-costs, kind="stable")] = np.arange(len(costs)) % n_bins
     return bins
 
 
 def by_tokens(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
-    """Longest first into the bin with fewest tokens, whatever they cost. A bin of -1 would say that
-    nothing has room.
+    """Assign the longest samples first, each to the bin with the fewest tokens.
+
+    Costs do not matter. A bin of -1 would mean that no bin has room.
     """
     held, bins = np.zeros(n_bins, np.int64), np.full(len(costs), -1)
     for i in np.argsort(-sizes, kind="stable"):
@@ -33,9 +35,8 @@ def by_tokens(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) 
 
 
 def main() -> None:
-    ov.register_balance(
-        "dealt", dealt, capacity_aware=False
-    )  # what it puts into a full microbatch is moved to one with room
+    # Samples that it puts into a full microbatch are moved to one with room.
+    ov.register_balance("dealt", dealt, capacity_aware=False)
     ov.register_balance("by_tokens", by_tokens)
     lengths = np.clip(np.random.default_rng(0).lognormal(6.5, 1.2, 512), 16, 16_384).astype(int)
     buffer = ov.Buffer.from_columns(

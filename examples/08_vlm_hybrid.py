@@ -1,5 +1,6 @@
-"""A model with two parts: images balanced over all ranks for the encoder, samples over replicas for
-the backbone.
+"""A model of two modules: images are balanced over all ranks, samples over data-parallel replicas.
+
+The encoder processes the images, the backbone the samples.
 
 Run it: python examples/08_vlm_hybrid.py
 """
@@ -30,8 +31,9 @@ def vlm(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
 
 
 def columns(n: int) -> dict[str, list]:
-    """Up to four images of 16 to 4096 patches in a sample, each a quarter as many tokens, and text
-    behind them.
+    """Return samples with up to four images of 16 to 4096 patches, followed by text.
+
+    An image has one token per four patches.
     """
     chance = np.random.default_rng(0)
     patches = [
@@ -52,9 +54,8 @@ def main() -> None:
     buffer = ov.Buffer.from_columns(
         {"photos": columns(256), "text": {"tokens": [300, 7000] * 32}}, batch=batch
     )
-    buffer = (
-        ov.DGraph.from_buffer(buffer, place).mix({"photos": 0.8, "text": 0.2}).buffer
-    )  # one draw, planned in several ways
+    # One draw, planned in several ways.
+    buffer = ov.DGraph.from_buffer(buffer, place).mix({"photos": 0.8, "text": 0.2}).buffer
     print(
         "llm: time over mean, 4 replicas that wait at every microbatch: "
         f"{llm(buffer, place).imbalance()['microbatch']:.3f}"

@@ -1,6 +1,7 @@
-"""The low level: functions of one's own in place of the planner, the loaders and the constructors.
-``plan_raw`` places samples from raw arrays, ``summary_buffer`` shows what the planner sees, and two
-hooks of the job touch the payload on its way.
+"""The low-level API: custom functions in planner, loaders and constructors.
+
+``plan_raw`` places samples from raw arrays, ``summary_buffer`` returns the input of the planner.
+Two hooks of the job change the payload.
 
 Run it: python examples/09_low_level.py
 """
@@ -19,8 +20,9 @@ MASK = 999
 def snake(
     columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int
 ) -> dict[str, Any]:
-    """Longest first, dealt out 0 1 2 3 3 2 1 0: raw arrays in, a bucket and a microbatch per sample
-    out.
+    """Return a bucket and a microbatch per sample, from raw arrays.
+
+    The longest samples come first, assigned in the order 0 1 2 3 3 2 1 0.
     """
     turn = np.arange(len(columns["tokens"]))
     lap, at = turn // place.dp, turn % place.dp
@@ -30,8 +32,9 @@ def snake(
 
 
 def mask_some(samples: ov.Popped) -> ov.Ragged:
-    """A seventh of the tokens of source "code" is masked; the same ones in every run, whatever the
-    number of loaders.
+    """Mask a seventh of the tokens of source "code".
+
+    They are the same in every run, for any number of loaders.
     """
     if samples.source != "code":
         return samples.tokens
@@ -42,7 +45,7 @@ def mask_some(samples: ov.Popped) -> ov.Ragged:
 
 
 def count_masks(assembly: ov.Assembly) -> list[dict[str, np.ndarray]]:
-    """What the package builds, without loss on masked labels and with one more key."""
+    """Build the default arrays, without loss on masked labels and with one more key."""
     made = []
     for mb in assembly.default():
         hidden = mb["labels"] == MASK

@@ -1,6 +1,8 @@
-"""Text of very different length: the paper's first use case. No planning, balancing, and balancing
-that may let very long samples wait for each other (look-ahead), each as the time over the mean
-rank's, where ranks wait for each other at every microbatch.
+"""Text of very different lengths: the first use case of the paper.
+
+It compares three cases: no planning, balancing, and balancing that may hold very long samples back
+to place them together (look-ahead). Each prints its time relative to the mean rank, if ranks wait
+for each other after every microbatch.
 
 Run it: python examples/10_long_short.py
 """
@@ -19,13 +21,13 @@ RANKS, STEPS = 8, 24
 
 
 def long_short(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
-    # Without look-ahead there is no choice, and mix(prefer=...) is mix().
+    # Without look-ahead, mix(prefer=...) has no choice and equals mix().
     graph = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=ov.hold_long(COST))
     return graph.distribute("DP").cost(COST).balance("greedy").broadcast_at("TP").plan()
 
 
 def documents(shard: int) -> Iterator[dict[str, Any]]:
-    """Log-normal lengths with a long tail."""
+    """Write documents of log-normal lengths with a long tail."""
     chance = np.random.default_rng(shard)
     yield from (
         {"tokens": [1] * int(length)}

@@ -1,6 +1,7 @@
-"""A session serves, and trainers in processes of their own connect to it. Each gets its share,
-through shared memory, for two sockets and no thread. Under torchrun, ``ov.join(job)`` in every
-process does all of this by itself.
+"""A session serves trainers in other processes.
+
+Each receives its steps through shared memory, and needs two sockets and no thread. Under torchrun,
+``ov.join(job)`` in every process does all of this.
 
 Run it: python examples/11_connect.py
 """
@@ -32,9 +33,7 @@ def make_job(folder: Path) -> ov.Job:
 
 
 def train() -> None:
-    """What a trainer does: OVERLORD_ADDRESS, OVERLORD_TOKEN and RANK say where, and which rank it
-    is.
-    """
+    """Run one trainer; OVERLORD_ADDRESS, OVERLORD_TOKEN and RANK are in its environment."""
     found = []
     with ov.connect() as client:
         for step in client:
@@ -48,9 +47,8 @@ def main() -> None:
         tempfile.TemporaryDirectory() as tmp,
         ov.launch(make_job(Path(tmp)), cache_dir=f"{tmp}/cache") as session,
     ):
-        served = (
-            session.serve()
-        )  # print(served) shows two lines to paste into the environment of the trainers
+        # print(served) prints two lines for the environment of the trainers.
+        served = session.serve()
         env = {**os.environ, "OVERLORD_ADDRESS": served.address, "OVERLORD_TOKEN": served.token}
         command = [sys.executable, __file__, "train"]
         trainers = [

@@ -1,6 +1,7 @@
-"""Train a small Llama with FSDP2. Half way, model, optimizer and the place in the data go into one
-distributed checkpoint; a second run goes on from it, and its losses are those of a run that was
-never stopped.
+"""Train a small Llama with FSDP2 and resume from a checkpoint.
+
+Half way, model, optimizer and the position in the data are saved in one distributed checkpoint. A
+second run resumes from it, and its losses equal those of an uninterrupted run.
 
 Run it: python examples/12_fsdp2.py, or torchrun --nproc-per-node 2 examples/12_fsdp2.py
 """
@@ -29,7 +30,7 @@ SIZES = {
 
 
 class Counting:
-    """Documents that count upwards: something to learn."""
+    """Write documents that count upwards, which a model can learn."""
 
     def __len__(self) -> int:
         return 500
@@ -77,14 +78,12 @@ def train(job: ov.Job, folder: str, *, save_at: int = -1, resume: bool = False) 
 def main() -> None:
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
-    # one that all ranks see
+    # a folder that all ranks can read
     folder = f"{tempfile.gettempdir()}/fsdp2-{os.environ.get('MASTER_PORT', os.getpid())}"
     source = ov.Source("counting", Counting(), transforms=[ov.Tokens()])
     place = ov.ClientPlaceTree(dp=dist.get_world_size())
-    batch, sync = (
-        ov.Batch(samples=32, microbatches=2, context=512),
-        "microbatch",
-    )  # the default: FSDP gathers weights at every one
+    # "microbatch" is the default: FSDP gathers weights in every microbatch.
+    batch, sync = ov.Batch(samples=32, microbatches=2, context=512), "microbatch"
     job = ov.Job(name="fsdp2", sources=[source], batch=batch, place=place, sync=sync, until=10)
     whole, rest = train(job, folder, save_at=4), train(job, folder, resume=True)
     if dist.get_rank() == 0:

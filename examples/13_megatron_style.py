@@ -1,8 +1,7 @@
-"""Megatron's way to a batch, on 2 stages x 2 replicas x 2 tensor-parallel ranks: `get_batch` on
-every rank, and one rank in four fetches.
+"""Megatron's `get_batch` on 2 stages x 2 replicas x 2 tensor-parallel ranks; one in four fetches.
 
-The plan broadcasts at TP and PP, so one rank of each replica has a connection and the others get
-their part from it, each what its stage needs. Run it: python examples/13_megatron_style.py, or
+The plan broadcasts at TP and PP, so one rank of each replica has a connection. The others receive
+from it the keys that their stage needs. Run it: python examples/13_megatron_style.py, or
 torchrun --nproc-per-node 8 examples/13_megatron_style.py
 """
 
@@ -18,9 +17,8 @@ import overlord as ov
 import overlord.torch as ot
 
 PLACE = ov.ClientPlaceTree(pp=2, dp=2, tp=2)
-DOCUMENTS = [
-    {"tokens": [(7 * i + k) % 64 for k in range(2 + i % 40)]} for i in range(500)
-]  # they count upwards: something to learn
+# Documents count upwards, which a model can learn.
+DOCUMENTS = [{"tokens": [(7 * i + k) % 64 for k in range(2 + i % 40)]} for i in range(500)]
 
 
 def balanced(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
@@ -36,8 +34,9 @@ def balanced(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
 def forward_backward(
     stage: torch.nn.Module, microbatches: Iterator, at: dict[str, int], valid_tokens: int
 ) -> torch.Tensor:
-    """One microbatch through both stages and back. Real tensor-parallel ranks would each compute a
-    part; here they compute the same.
+    """Run one microbatch through both stages and back.
+
+    Real tensor-parallel ranks would each compute a part; here all compute the same.
     """
     batch, peer = (
         ot.adapters.megatron.get_batch(microbatches),
@@ -58,9 +57,10 @@ def forward_backward(
 
 def train(rank: int, port: int = 0) -> None:
     if port:
+        # As torchrun does.
         os.environ.update(
             RANK=str(rank), WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )  # as torchrun does
+        )
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     at, losses = PLACE.coords(rank), []

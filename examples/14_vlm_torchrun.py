@@ -1,6 +1,7 @@
-"""A model of two modules on 2 replicas x 2 tensor-parallel ranks: images are encoded by whichever
-rank the plan finds free, and one all-to-all brings their rows to the ranks that hold the text. It
-learns to name colours, which it cannot without its images.
+"""Train a model of two modules on 2 replicas x 2 tensor-parallel ranks.
+
+The plan assigns images to any rank, and one all-to-all brings their rows to the ranks that hold the
+text. The model learns to name colours, which is impossible without the images.
 
 Run it: python examples/14_vlm_torchrun.py, or torchrun --nproc-per-node 4
 examples/14_vlm_torchrun.py
@@ -31,7 +32,7 @@ PLACE, COLOURS, IMAGE = (
 
 
 def write_photos(folder: str) -> None:
-    """One to eight images in a sample, each named by the token behind it."""
+    """Write samples with one to eight images, each followed by the token that names it."""
     os.makedirs(folder)
     chance, rows = np.random.default_rng(0), {"images": [], "tokens": []}
     for _ in range(240):
@@ -46,13 +47,14 @@ def write_photos(folder: str) -> None:
 
 def train(rank: int, port: int = 0) -> None:
     if port:
+        # As torchrun does.
         os.environ.update(
             RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )  # as torchrun does
+        )
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     folder = f"{tempfile.gettempdir()}/vlm-{os.environ['MASTER_PORT']}"
-    if rank == 0:  # it launches the job; nobody else reads files
+    if rank == 0:  # it launches the job; no other rank reads files
         write_photos(folder)
     tp, dp = (
         [dist.new_group(ranks) for ranks in lists] for lists in (([0, 1], [2, 3]), ([0, 2], [1, 3]))
@@ -62,15 +64,14 @@ def train(rank: int, port: int = 0) -> None:
         torch.nn.Linear(16, 10),
         torch.nn.Embedding(10, 16),
     )
-    images = ov.Images(
-        "images", placeholder=IMAGE, at="marker", size=(28, 28), patch=14, merge=2
-    )  # four patches, one token
+    # Four patches become one token.
+    images = ov.Images("images", placeholder=IMAGE, at="marker", size=(28, 28), patch=14, merge=2)
     source, batch = (
         ov.Source("photos", f"{folder}/*.parquet", transforms=[ov.Tokens(), images]),
         ov.Batch(samples=16, context=128),
     )
     losses, counts = [], np.zeros((4, 2), int)
-    # Replicas wait for each other once a step, where they add up gradients.
+    # Replicas wait for each other once per step, to sum gradients.
     job = ov.Job(
         name="vlm",
         sources=[source],
@@ -83,14 +84,12 @@ def train(rank: int, port: int = 0) -> None:
     with ot.join(job, cache_dir=f"{folder}/cache") as client:
         for step in client:
             [maps], loss = step.encoder, torch.zeros(())
-            rows = (
-                vit(torch.tensor(maps["pixel_values"])).view(-1, 4, 16).mean(1)
-            )  # of no images: no rows
+            # Without images there are 0 rows.
+            rows = vit(torch.tensor(maps["pixel_values"])).view(-1, 4, 16).mean(1)
             exchange = ot.Exchange(rows, maps)
             for m, mb in enumerate(step):
-                mine = ot.share_rows(
-                    *exchange.microbatch(m), tp[rank // 2], gradients="own"
-                )  # both ranks of a replica embed
+                # Both ranks of a replica embed the tokens.
+                mine = ot.share_rows(*exchange.microbatch(m), tp[rank // 2], gradients="own")
                 hidden = ot.place_rows(embed(torch.tensor(mb["tokens"])), *mine)
                 (
                     part := ot.token_loss(
@@ -99,10 +98,8 @@ def train(rank: int, port: int = 0) -> None:
                 ).backward()
                 loss += part.detach()
             exchange.backward()
-            sums = {
-                None: [vit],
-                dp[rank % 2]: [llm, embed],
-            }  # every rank encodes; one of each replica has its text
+            # All ranks encode images; the ranks of a replica share its text.
+            sums = {None: [vit], dp[rank % 2]: [llm, embed]}
             dist.all_reduce(loss, group=dp[rank % 2])
             for p, group in [
                 (p, group)

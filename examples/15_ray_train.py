@@ -1,6 +1,7 @@
-"""Ray Train: the two workers of a TorchTrainer get their steps from an Overlord job on the same
-cluster, by its address and token. One worker is killed. Train starts both again, they load the last
-checkpoint, and each goes on with the steps of a run that nothing happened to.
+"""Ray Train: two workers of a TorchTrainer receive steps from an Overlord job on the same cluster.
+
+They connect by its address and token. One worker is killed. Train restarts both, they load the last
+checkpoint, and each continues with the steps of an undisturbed run.
 
 Run it: python examples/15_ray_train.py
 """
@@ -18,9 +19,8 @@ from ray.train.torch import TorchTrainer
 import overlord as ov
 import overlord.torch as ot
 
-DOCUMENTS = [
-    {"tokens": [(7 * i + k) % 64 for k in range(2 + i % 40)]} for i in range(500)
-]  # they count upwards: something to learn
+# Documents count upwards, which a model can learn.
+DOCUMENTS = [{"tokens": [(7 * i + k) % 64 for k in range(2 + i % 40)]} for i in range(500)]
 
 
 def digest(step: ov.Step) -> int:
@@ -28,7 +28,7 @@ def digest(step: ov.Step) -> int:
 
 
 def train(config: dict) -> None:
-    """Runs in every worker; what it must know of the job is in ``config``."""
+    """Train in one worker; ``config`` holds the address and the token of the job."""
     rank, seen, state = ray.train.get_context().get_world_rank(), [], config["start"]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64))
@@ -37,13 +37,11 @@ def train(config: dict) -> None:
             saved, seen = torch.load(f"{folder}/all.pt"), torch.load(f"{folder}/{rank}.pt")
         state = saved["data"]
         model.load_state_dict(saved["model"])
-    client = ov.connect(
-        config["address"], rank, config["token"]
-    )  # and not closed: one that is closed cannot come again
-    client.load_state_dict(
-        state
-    )  # where there is no checkpoint, too: else a rank goes on behind the last step it took
-    dist.barrier()  # nobody takes a step before all have loaded
+    # The client is not closed: a closed one cannot reconnect.
+    client = ov.connect(config["address"], rank, config["token"])
+    # Also without a checkpoint: otherwise a rank would continue after the last step it took.
+    client.load_state_dict(state)
+    dist.barrier()  # no rank takes a step before all have loaded the state
     for step in client:
         total = torch.zeros(())
         for mb in step:
@@ -57,9 +55,8 @@ def train(config: dict) -> None:
             p.grad = None
         seen.append(digest(step))
         if step.step % 4 == 3:
-            with (
-                tempfile.TemporaryDirectory() as folder
-            ):  # Train puts what all ranks write into one
+            # Train merges the files of all ranks into one checkpoint.
+            with tempfile.TemporaryDirectory() as folder:
                 torch.save(seen, f"{folder}/{rank}.pt")
                 if rank == 0:  # the state of the data is the same on every rank
                     torch.save(
@@ -73,7 +70,7 @@ def train(config: dict) -> None:
                 }
                 ray.train.report(said, checkpoint=ray.train.Checkpoint.from_directory(folder))
         if step.step == 5 and rank == 1 and last is None:
-            # Train looks every two seconds; a checkpoint it has not seen yet does not count
+            # Train polls every two seconds; a checkpoint that it has not seen yet is lost.
             ray.train.get_all_reported_checkpoints()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -82,9 +79,10 @@ def main() -> None:
     source = ov.Source.from_dataset("counting", DOCUMENTS, transforms=[ov.Tokens()])
     batch = ov.Batch(samples=32, microbatches=2, context=512)
     place = ov.ClientPlaceTree(dp=2)
+    # sync="step": gradients are summed once per step.
     job = ov.Job(
         name="ray-train", sources=[source], batch=batch, place=place, sync="step", until=12
-    )  # gradients are added once a step
+    )
     with (
         tempfile.TemporaryDirectory() as storage,
         ov.launch(job, runtime="ray", cache_dir=f"{storage}/cache") as session,
@@ -94,9 +92,8 @@ def main() -> None:
         run = ray.train.RunConfig(
             name="run", storage_path=storage, failure_config=ray.train.FailureConfig(max_failures=1)
         )
-        workers = ray.train.ScalingConfig(
-            num_workers=2, resources_per_worker={"CPU": 0.5}
-        )  # a machine of one core is enough
+        # Half a core each, so that a machine with one core is enough.
+        workers = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5})
         result = TorchTrainer(
             train, train_loop_config=config, scaling_config=workers, run_config=run
         ).fit()

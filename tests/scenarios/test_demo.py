@@ -71,7 +71,7 @@ def test_the_report_says_what_became_of_long_documents_and_counts_lost_tokens(
     assert figures.lost == dict.fromkeys(figures.names, 0), (
         "the job of the demonstration splits them"
     )
-    assert "Documents longer than the context of 2,048 tokens were split into pieces of it." in page
+    assert "longer than the context of 2,048 tokens were split into pieces of that length." in page
     name = figures.names[0]
     cut = report(
         replace(
@@ -81,7 +81,7 @@ def test_the_report_says_what_became_of_long_documents_and_counts_lost_tokens(
         ),
         "",
     ).to_html()
-    assert "tokens were cut to it" in cut
+    assert "tokens were truncated to it" in cut
     assert f"<td>{int(figures.lengths[name].sum()):,} (50.0%)</td>" in cut
     assert '<th scope="col">lost tokens</th>' in cut
 

@@ -1,4 +1,4 @@
-"""The dummy loading jobs behind ``overlord simulate``, for real: processes, links, memory."""
+"""The stand-in jobs of ``overlord simulate``, for real: processes, connections, memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_constants_are_measured_once_and_kept(tmp_path: Path) -> None:
     assert c.sample_bytes == pytest.approx(
         4 * c.sample_tokens, rel=0.6
     )  # ids, in two or four bytes
-    assert {"rows of every source", "dummy jobs"} == set(told)
+    assert {"rows of every source", "stand-in jobs"} == set(told)
     told.clear()
     assert (
         measured(blueprint, kept, again=False, progress=lambda what, done, of: told.append(what))

@@ -37,8 +37,8 @@ def test_every_rank_has_a_group_and_a_seat_of_its_bucket(
     for rank, service in enumerate(services):
         assert service.fetcher in service.members
         assert services[service.fetcher].fetches
-        assert service.seat in service.seats
-        assert bucket[service.seat] == bucket[rank]
+        assert service.queue_rank in service.queue_ranks
+        assert bucket[service.queue_rank] == bucket[rank]
         assert service.fetcher in service.seats, "a fetcher holds its own seat"
         assert all(services[other].members == service.members for other in service.members)
         assert len(service.seats) == len({int(bucket[m]) for m in service.members}), (

@@ -16,7 +16,7 @@ from overlord.cli.main import cli
 from overlord.dryrun.constants import Measured, chosen, probed, samples_of
 from overlord.dryrun.estimate import DryRunRequest, constants_of, fleet_of, placed, simulated
 from overlord.dryrun.machines import ClusterShape
-from overlord.dryrun.run import DryRun, Ran
+from overlord.dryrun.run import DryRun, DryRunResult
 from overlord.dryrun.stand_ins import Probe
 from overlord.errors import JobError
 from overlord.setup.options import Options
@@ -47,7 +47,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> ov.Job:
 
 def ran(
     job: ov.Job, fleet: ClusterShape, *, seen: list[DryRun] | None = None, row_s: float = 1e-4
-) -> Ran:
+) -> DryRunResult:
     blueprint = PreparedJob(placed(job, fleet, LIKELY), Options())
     try:
         probes = probed(blueprint, lambda what, done, of: None)
@@ -104,7 +104,7 @@ def test_a_planner_that_is_slow_shows_in_latency_and_then_in_waits(job: ov.Job) 
     assert found.median("latency_s") > 1.0
     assert found.most("waited_s") > 0.5
     assert found.planner_s > 1
-    assert found.why(1.0).startswith("the planner: a step takes it ")
+    assert found.why(1.0).startswith("the planner, which needs ")
 
 
 def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
@@ -112,8 +112,8 @@ def test_what_trainers_wait_for_is_named(job: ov.Job) -> None:
     found = ran(job, ClusterShape(gpus=64, tp=2, cp=2, pp=4, sources=3, batch=64), row_s=0.5)
     assert found.most("waited_s") > 0
     words = (
-        "source 's0': a step takes each of its 8 loaders 1.33 s, and it has no chunks for "
-        "more (shuffle_chunks)"
+        "source 's0': each of its 8 loaders needs 1.33 s per step, and it has no chunks for "
+        "more loaders (shuffle_chunks)"
     )
     assert found.why(1.0) == words
 
@@ -147,7 +147,9 @@ def test_the_command_shows_and_writes_what_it_found(
     def kept(blueprint: PreparedJob, path: Path, *, again: bool, progress: object) -> Measured:
         return Measured(constants=LIKELY, probes=probed(blueprint, lambda what, done, of: None))
 
-    monkeypatch.setattr("overlord.dryrun.estimate.measured", kept)  # dummy jobs have their own test
+    monkeypatch.setattr(
+        "overlord.dryrun.estimate.measured", kept
+    )  # stand-in jobs have their own test
     (tmp_path / "job.yaml").write_text(job.to_yaml())
     done = CliRunner().invoke(
         cli,
@@ -224,7 +226,7 @@ def test_constants_are_measured_again_for_another_context_treatment_of_long_docu
     assert len(set(kept)) == 4
 
 
-def test_dummy_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samples_of_large_ones(
+def test_stand_in_jobs_hold_a_source_with_images_wherever_it_is_listed_and_few_samples_of_large_ones(
     job: ov.Job,
 ) -> None:
     many = replace(

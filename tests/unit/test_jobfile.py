@@ -239,9 +239,12 @@ def test_a_file_may_say_where_transforms_run_and_that_pixels_are_made_late(tmp_p
     [
         ("", "expected a mapping with name, sources and batch, got nothing"),
         ("- 1", "expected a mapping"),
-        ("a: [", "is no YAML"),
-        ("a: !!python/object/apply:os.getcwd []", "is no YAML: could not determine a constructor"),
-        ("[" * 1500, "is no YAML"),
+        ("a: [", "expected YAML, got a syntax error"),
+        (
+            "a: !!python/object/apply:os.getcwd []",
+            "expected YAML, got a syntax error: could not determine a constructor",
+        ),
+        ("[" * 1500, "expected YAML, got a syntax error"),
         ("a: &x [*x]", "a: unknown"),
     ],
 )
@@ -296,7 +299,7 @@ def test_functions_come_from_the_registry_only(tmp_path: Path):
 
 def test_a_registered_name_keeps_its_function():
     assert register_function("clean", clean) is clean
-    with pytest.raises(JobError, match=r"stands for .*clean already"):
+    with pytest.raises(JobError, match=r"expected an unused one, got .*clean; choose another"):
         register_function("clean", random_row)
     with pytest.raises(JobError, match="expected a name and a function"):
         register_function("", clean)

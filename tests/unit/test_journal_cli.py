@@ -131,9 +131,7 @@ def test_show_says_what_a_job_wrote_in_words(written):
     text = " ".join(found.stdout.split())
     assert "2 sources: web, code" in text
     assert "the state before step 0, of 2 sources; acked none" in text
-    assert re.search(
-        r"4 samples, digest [0-9a-f]{12}, acked none: web 2, code 2", text
-    )
+    assert re.search(r"4 samples, digest [0-9a-f]{12}, acked none: web 2, code 2", text)
     assert "event set_mixture, at 20, weights {'web': 3.0, 'code': 1.0}" in text
     assert "acked step 2" in text
     lines = json.loads(overlord("journal", "show", written, "--json").stdout)["list"]

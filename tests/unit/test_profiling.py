@@ -565,7 +565,7 @@ def test_profile_prints_a_table_distributions_and_the_share_of_file_state(
     found = profile_store.load(tmp_path / "j" / "profile.json")
     assert {p.samples for p in found.sources.values()} == {100}
     assert (tmp_path / "p.svg").read_text().startswith("<svg xmlns=")
-    assert "what its sources cost" in (tmp_path / "p.html").read_text()
+    assert "cost of its sources" in (tmp_path / "p.html").read_text()
 
 
 def test_a_journal_in_which_only_a_profile_is_begins_without_a_word(

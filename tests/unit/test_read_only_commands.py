@@ -44,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(
         "overlord.dryrun.estimate.measured", constants
-    )  # dummy jobs have a test of their own
+    )  # stand-in jobs have a test of their own
     monkeypatch.setenv("OVERLORD_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

@@ -121,7 +121,7 @@ def time_view(cells: Sequence[Cell], pace_s: float) -> RenderableType:
     rows = []
     for cell in cells:
         ran = cell.ran
-        times = [1e3 * x for x in (ran.median("plan_s"), ran.median("cut_s"))]
+        times = [1e3 * x for x in (ran.median("plan_s"), ran.median("route_s"))]
         fetch = [
             1e3 * x for x in (ran.median("latency_s"), ran.most("latency_s"), ran.most("waited_s"))
         ]

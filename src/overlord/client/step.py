@@ -80,6 +80,11 @@ class Microbatch(Mapping[str, np.ndarray]):
         return len(self._arrays)
 
     @property
+    def info(self) -> StepInfo:
+        """The message that described the step, restricted to the samples of this microbatch."""
+        return self._told.of_rows(self._rows)
+
+    @property
     def samples(self) -> list[Piece]:
         """The samples in it, in order; made when asked for, so that packing costs no object per
         sample.
@@ -138,6 +143,21 @@ class Step:
         return (
             self.rank if place is None else int(_fetchers(place, self._told.broadcast)[self.rank])
         )
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the arrays of this step."""
+        return self._bucket.nbytes
+
+    @property
+    def info(self) -> StepInfo:
+        """The message that described this step."""
+        return self._told
+
+    @property
+    def bucket(self) -> BucketBatch:
+        """The arrays of this step as they were built."""
+        return self._bucket
 
     def __len__(self) -> int:
         return len(self._bucket)

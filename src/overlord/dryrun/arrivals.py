@@ -1,5 +1,6 @@
-"""When a step's payload has come to everyone: every node sends one message after another, and
-receives one after another. Pure.
+"""Compute when the payload of a step has arrived everywhere. Pure.
+
+Every node sends one message after another, and receives one after another.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ def arrivals(
     link_s: float,
     bandwidth: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``nbytes[h, r]`` go from sender h, which begins at ``start[h]``, to receiver r on node
-    ``node_of[r]``, which receives nothing else from ``free[node]`` on.
+    """Return the arrival times of a step's payload.
 
-    Returns when the last of it has come to each receiver (-inf: nothing goes there), when each
-    sender is done, and when each node is free again. Senders begin with different receivers, or all
-    would wait for the same one. What waits at a node is taken as it came.
+    Sender h sends ``nbytes[h, r]`` to receiver r on node ``node_of[r]``. It starts at
+    ``start[h]``; the node receives nothing else from ``free[node]`` on.
+
+    Returns the time when each receiver has everything (-inf: it is sent nothing), when each sender
+    is done, and when each node is free again. Senders start with different receivers, because
+    otherwise all would wait for the same one. A node receives messages in the order of arrival.
     """
     senders, receivers = nbytes.shape
     turn = (
@@ -36,21 +39,21 @@ def arrivals(
     node = node_of[to]
     order = np.lexsort((at, node))
     to, at, cost, node = to[order], at[order], cost[order], node[order]
-    got, busy = _taken(at, cost, node, free)
+    received, busy = _received(at, cost, node, free)
     last = np.full(receivers, -np.inf)
-    np.maximum.at(last, to, got)
+    np.maximum.at(last, to, received)
     return last, done, busy
 
 
-def _taken(
+def _received(
     at: np.ndarray, cost: np.ndarray, node: np.ndarray, free: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """When each message has been taken: a node takes them in order, while others are on their way
-    to it.
+    """Return when each message has been received: a node receives messages one after another.
 
-    The first byte is there before the last: a message that finds its node idle is taken when it has
-    come. So message k of a node is taken at the latest of (come_j + cost of those behind it up to
-    k) over all j up to k: a running maximum, over all nodes at once.
+    The first byte arrives before the last, so an idle node has received a message as soon as it
+    has arrived. Message k of a node is therefore received at the maximum over all j up to k of
+    (arrival of j + cost of the messages after j up to k): a running maximum, over all nodes at
+    once.
     """
     busy = free.copy()
     if not len(at):
@@ -58,18 +61,16 @@ def _taken(
     first = np.concatenate([[True], node[1:] != node[:-1]])
     starts = np.flatnonzero(first)
     sums = np.cumsum(cost)
-    behind = sums - np.repeat(
-        sums[starts] - cost[starts], np.diff(np.append(starts, len(at)))
-    )  # cost up to and with each, in its node
-    # taken_k = max_j<=k (at_j - cost_j + cost of j..k) = behind_k + max_j (at_j - behind_j); the
-    # first waits for the node too.
-    lead = at - behind
+    # Cost of the messages of the same node up to and including each message.
+    total = sums - np.repeat(sums[starts] - cost[starts], np.diff(np.append(starts, len(at))))
+    # received_k = max_j<=k (at_j - cost_j + cost of j..k) = total_k + max_j (at_j - total_j); the
+    # first also waits for the node.
+    lead = at - total
     lead[starts] = np.maximum(lead[starts], free[node[starts]])
     span = float(lead.max() - lead.min()) + 1.0
-    raised = lead + span * np.cumsum(
-        first
-    )  # nodes one above the other, so that one maximum runs over all
-    got = behind + np.maximum.accumulate(raised) - span * np.cumsum(first)
+    # Each node is raised above the one before, so that one running maximum serves all nodes.
+    raised = lead + span * np.cumsum(first)
+    received = total + np.maximum.accumulate(raised) - span * np.cumsum(first)
     last = np.append(starts[1:], len(at)) - 1
-    busy[node[last]] = got[last]
-    return got, busy
+    busy[node[last]] = received[last]
+    return received, busy

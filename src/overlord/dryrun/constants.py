@@ -1,6 +1,8 @@
-"""Constants of a fleet, measured on this machine: a few rows of every source are read, the job runs
-small in processes, a worker opens sources as a colocated loader's would, links are opened and used.
-CPU seconds where two sides share this process, or other work its cores.
+"""Measure the constants of the dry run on this machine.
+
+A few rows of every source are read, a small version of the job runs in processes, a process opens
+sources as a worker of a colocated loader does, and connections are opened and used. Times are CPU
+seconds where two ends share this process or other work shares its cores.
 """
 
 from __future__ import annotations
@@ -33,20 +35,18 @@ from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.sources.files import Files
 from overlord.transport.server import Server, dial
 
-VERSION = 3  # of what is kept; raise it when anything here is measured otherwise
-PROBE_ROWS = 16  # of every source that become samples
-PROBE_TRIES = 64  # pieces of work, where filters drop most rows
-SOURCES = 24  # that the dummy jobs open, at most
-STEPS, SAMPLES = 12, 64  # of the job, small
-IMAGE_TOKENS, FEWEST = (
-    4096,
-    4,
-)  # of a step with images: pixels of 64 large ones take minutes to decode
+VERSION = 3  # of the stored file; raise it when a measurement changes
+PROBE_ROWS = 16  # rows of every source that become samples
+PROBE_TRIES = 64  # reads and evaluations per source, in case filters drop most rows
+SOURCES = 24  # sources that the stand-in jobs open, at most
+STEPS, SAMPLES = 12, 64  # of the small job
+# Tokens of a step with images, and its fewest samples: 64 large images take minutes to decode.
+IMAGE_TOKENS, FEWEST = 4096, 4
 LINKS = 48
 PINGS, MESSAGES, CHUNK, CHUNKS = 200, 1000, 2**22, 24
 ID_BYTES = 4  # of a token as it is built for other processes, at most
 WIDE_BYTES = 8 + 8 + 8 + 4  # tokens, labels, position_ids, loss_mask of the batch contract
-CHILD_S = 120.0
+CHILD_S = 120.0  # for one stand-in job
 TOKEN = "of a measurement of this machine"
 
 Progress = Callable[[str, int, int], None]
@@ -54,12 +54,13 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Constants, and what was seen of every source."""
+    """The constants, and the probe of every source."""
 
     constants: Constants
     probes: tuple[Probe, ...]
 
     def plain(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
         return {
             "version": VERSION,
             "constants": asdict(self.constants),
@@ -68,9 +69,7 @@ class Measured:
 
     @staticmethod
     def of(values: Any, sources: int) -> Measured | None:
-        """From what was kept; None where that is of another version, or damaged: then it is
-        measured again.
-        """
+        """Read stored values; return None if their version differs or they are damaged."""
         try:
             if values["version"] != VERSION or len(values["probes"]) != sources:
                 return None
@@ -83,67 +82,69 @@ class Measured:
             return None
 
 
-def measured(blueprint: PreparedJob, kept: Path, *, again: bool, progress: Progress) -> Measured:
-    """As kept by an earlier run on the same files, or measured now and kept."""
-    n = len(blueprint.job.sources)
-    if not again and kept.exists():
+def measured(prepared: PreparedJob, stored: Path, *, again: bool, progress: Progress) -> Measured:
+    """Return the constants that an earlier run stored, or measure and store them.
+
+    ``again``: measure even if constants are stored.
+    """
+    n = len(prepared.job.sources)
+    if not again and stored.exists():
         try:
-            found = Measured.of(json.loads(kept.read_text()), n)
+            found = Measured.of(json.loads(stored.read_text()), n)
         except (OSError, ValueError):
             found = None
         if found is not None:
             return found
-    probes = probed(blueprint, progress)
-    progress("dummy jobs", 0, 4)
-    made = _colocated(blueprint)
-    progress("dummy jobs", 1, 4)
-    few, many, samples = min(2, n), min(SOURCES, n), samples_of(blueprint.job, probes)
-    hosts = _hosts(blueprint.job, few, samples)
-    progress("dummy jobs", 2, 4)
-    made |= _sloped(hosts, _hosts(blueprint.job, many, samples) if many > few else hosts, few, many)
-    progress("dummy jobs", 3, 4)
-    made |= _links()
-    progress("dummy jobs", 4, 4)
-    weights = np.array([float(s.weight) for s in blueprint.job.sources])
+    probes = probed(prepared, progress)
+    progress("stand-in jobs", 0, 4)
+    made = _colocated(prepared)
+    progress("stand-in jobs", 1, 4)
+    few, many, samples = min(2, n), min(SOURCES, n), samples_of(prepared.job, probes)
+    small = _small_job(prepared.job, few, samples)
+    progress("stand-in jobs", 2, 4)
+    large = _small_job(prepared.job, many, samples) if many > few else small
+    made |= _per_source(small, large, few, many)
+    progress("stand-in jobs", 3, 4)
+    made |= _connections()
+    progress("stand-in jobs", 4, 4)
+    weights = np.array([float(s.weight) for s in prepared.job.sources])
     share = weights / (weights.sum() or 1.0)
     names = {"read_s": "row_s", "sample_bytes": "sample_bytes", "sample_tokens": "tokens"}
     mean = {
         name: float(share @ np.array([getattr(p, of) for p in probes]))
         for name, of in names.items()
     }
-    pixels = max(
-        0.0, made["built_bytes"] - ID_BYTES
-    )  # per token, where there are images: a colocated loader holds them too
+    # Bytes of pixels per token, if there are images: a colocated loader holds them too.
+    pixels = max(0.0, made["built_bytes"] - ID_BYTES)
     constants = Constants.of(made | mean | {"wide_bytes": WIDE_BYTES + pixels})
     found = Measured(constants=constants, probes=probes)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    part = kept.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(found.plain()))
-    os.replace(part, kept)
+    stored.parent.mkdir(parents=True, exist_ok=True)
+    new = stored.with_suffix(f".{os.getpid()}.part")
+    new.write_text(json.dumps(found.plain()))
+    os.replace(new, stored)
     return found
 
 
 # ---- rows
-# -----------------------------------------------------------------------------------------------------------
 
 
-def probed(blueprint: PreparedJob, progress: Progress) -> tuple[Probe, ...]:
-    """A few rows of every source, read by its own loader and reader."""
-    found, n = [], len(blueprint.job.sources)
+def probed(prepared: PreparedJob, progress: Progress) -> tuple[Probe, ...]:
+    """Read a few rows of every source with its own loader and reader."""
+    found, n = [], len(prepared.job.sources)
     for i in range(n):
         progress("rows of every source", i, n)
-        found.append(_probe(blueprint, i))
+        found.append(_probe(prepared, i))
     progress("rows of every source", n, n)
-    blueprint.handles.close()
+    prepared.handles.close()
     return tuple(found)
 
 
-def _probe(blueprint: PreparedJob, i: int) -> Probe:
-    """A slice of one chunk is read, and a few of its rows become samples."""
-    kit = blueprint.kit(i)
-    kit = replace(kit, order=replace(kit.order, shuffle_chunks=1))
+def _probe(prepared: PreparedJob, i: int) -> Probe:
+    """Read a slice of one chunk and make samples of a few of its rows."""
+    spec = prepared.kit(i)
+    spec = replace(spec, order=replace(spec.order, shuffle_chunks=1))
     loader, reader, worker = open_loader(
-        kit, LoaderStart(0, i, 0, 1, Cursor(), 2**26), blueprint.handles
+        spec, LoaderStart(0, i, 0, 1, Cursor(), 2**26), prepared.handles
     )
     commands, read, read_s = loader.handle(Refill(0, must=PROBE_ROWS, level=0)), 0, 0.0
     try:
@@ -156,24 +157,25 @@ def _probe(blueprint: PreparedJob, i: int) -> Probe:
             elif isinstance(command, Evaluate):
                 evaluated, content = reader.evaluate(command)
                 if len(evaluated.found):
-                    return _seen(
+                    return _probe_of(
                         evaluated,
                         content.nbytes,
                         read_s / max(1, read) + (time.process_time() - start) / evaluated.rows,
                     )
                 commands += loader.handle(evaluated)
-    except IndexError:  # nothing is left to read
+    except IndexError:  # the source has no more rows
         pass
     finally:
         if worker is not None:
             worker.close()
-    name = blueprint.job.sources[i].name
+    name = prepared.job.sources[i].name
     raise OverlordError(
-        f"source {name!r}: none of its first rows gives a sample; there is nothing to simulate"
+        f"source {name!r}: expected a sample among its first rows, got none; the job cannot be "
+        "simulated"
     )
 
 
-def _seen(evaluated: BlockReady, nbytes: int, row_s: float) -> Probe:
+def _probe_of(evaluated: BlockReady, nbytes: int, row_s: float) -> Probe:
     meta: dict[str, Any] = {}
     for name, column in evaluated.found.meta.items():
         if isinstance(column, Ragged):
@@ -187,13 +189,12 @@ def _seen(evaluated: BlockReady, nbytes: int, row_s: float) -> Probe:
 
 
 # ---- processes
-# ------------------------------------------------------------------------------------------------------
 
 
-class _Child:
-    """A dummy job in a process of its own; a line is an answer."""
+class _StandInProcess:
+    """A stand-in job in a process of its own, which exchanges lines of JSON."""
 
-    def __init__(self, **told: Any):
+    def __init__(self, **request: Any):
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "overlord.dryrun.stand_in_job"],
             stdin=subprocess.PIPE,
@@ -204,25 +205,27 @@ class _Child:
         )
         self._limit = threading.Timer(CHILD_S, self._process.kill)
         self._limit.start()
-        self.say(told)
+        self.send(request)
 
-    def say(self, told: Any) -> None:
+    def send(self, value: Any) -> None:
+        """Send a line."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
+        """Wait for a line; the process is killed after ``CHILD_S``."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         if not (line := self._process.stdout.readline()):
             raise OverlordError(
-                f"a dummy loading job failed or took above {CHILD_S:.0f} s: "
+                f"a stand-in job failed or took longer than {CHILD_S:.0f} s: "
                 f"{self._process.stderr.read()[-2000:]}"
             )
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def __enter__(self) -> _Child:
+    def __enter__(self) -> _StandInProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -231,43 +234,46 @@ class _Child:
         self._process.communicate()
 
 
-def _colocated(blueprint: PreparedJob) -> dict[str, float]:
-    """What a worker takes by itself, and for every source it opens. Sources in a store, or no
-    files, are taken for like the others.
+def _colocated(prepared: PreparedJob) -> dict[str, float]:
+    """Measure the memory of a worker of a colocated loader, alone and per opened source.
+
+    Only sources on local disks are measured; the others count as similar.
     """
     files, columns = [], []
-    for index, pipeline in zip(blueprint.indexes, blueprint.pipelines, strict=True):
+    for index, pipeline in zip(prepared.indexes, prepared.pipelines, strict=True):
         if index.files and isinstance(index.access, Files) and index.access.local:
             files.append([f.path for f in index.files])
             columns.append(None if pipeline.columns is None else list(pipeline.columns))
     files, columns = files[:SOURCES], columns[:SOURCES]
     if not files:
         raise OverlordError(
-            "no source of the job lies on a disk of this machine, so what a colocated "
-            "loader holds cannot be measured here"
+            "simulate: expected a source on a local disk, got none; the memory of a colocated "
+            "loader cannot be measured without one"
         )
     half = len(files) // 2
-    with _Child(
+    with _StandInProcess(
         job="opened",
         files=files,
         columns=columns,
         counts=[half, len(files)] if half else [len(files)],
     ) as child:
-        got = child.hear()["bytes"]
-    first, slope = got[0], (got[-1] - got[1]) / (len(files) - half) if half else got[-1] - got[0]
+        found = child.receive()["bytes"]
+    first = found[0]
+    slope = (found[-1] - found[1]) / (len(files) - half) if half else found[-1] - found[0]
     return {"worker_bytes": max(0, first), "opened_bytes": max(0.0, slope)}
 
 
 def samples_of(job: Job, probes: Sequence[Probe]) -> int:
-    """Samples of a step of a dummy job: fewer where they have images, by the tokens of a sample."""
+    """Return the samples per step of a stand-in job; with images fewer, by their tokens."""
     if PixelForm.of(job.sources) is None:
         return SAMPLES
     return max(FEWEST, min(SAMPLES, int(IMAGE_TOKENS / max(probe.tokens for probe in probes))))
 
 
 def chosen(job: Job, n: int) -> tuple[Source, ...]:
-    """Return n sources of a job in its order, the drawn ones first. Sources with images keep their
-    share, at least one.
+    """Return n sources of a job in its order, preferably those with a weight.
+
+    Sources with images keep their share, at least one.
     """
     ranked = sorted(job.sources, key=lambda source: not _weight(job, source))
     pictures = [s.name for s in ranked if PixelForm.of([s]) is not None]
@@ -283,8 +289,8 @@ def _weight(job: Job, source: Source) -> float:
     )
 
 
-def _hosts(job: Job, n: int, samples: int) -> dict[str, float]:
-    """The job small, in processes: n sources in one loader host, one rank."""
+def _small_job(job: Job, n: int, samples: int) -> dict[str, float]:
+    """Run a small version of the job in processes: n sources in one loader worker, one rank."""
     from overlord.session.launch import launch
 
     sources = chosen(job, n)
@@ -294,9 +300,8 @@ def _hosts(job: Job, n: int, samples: int) -> dict[str, float]:
         if isinstance(job.mixture, dict)
         else None
     )
-    strategy = (
-        job.strategy if PixelForm.of(job.sources) is not None else "packed"
-    )  # images must be placed too
+    # "packed" places no images.
+    strategy = job.strategy if PixelForm.of(job.sources) is not None else "packed"
     small = replace(
         job,
         sources=sources,
@@ -321,15 +326,15 @@ def _hosts(job: Job, n: int, samples: int) -> dict[str, float]:
     ) as session:
         served = session.serve(ranks=[0])
         pids = {a["name"]: a["pid"] for a in session.metrics()["actors"] if a["role"] == "host"}
-        with _Child(
+        with _StandInProcess(
             job="connected", address=str(served.address), token=str(served.token), steps=STEPS
         ) as child:
-            client = child.hear()
+            client = child.receive()
             began = _cpu_s(pids["constructor-host/0"])
-            child.say("go on")
-            took = child.hear()
+            child.send("go on")
+            took = child.receive()
             spent = _cpu_s(pids["constructor-host/0"]) - began
-            memory = _told(session)["memory"]
+            memory = _complete_metrics(session)["memory"]
             held = memory["ready"] + memory["kept"] + memory.get("sending", 0)
             return {
                 "client_bytes": max(0, client["bytes"]),
@@ -345,8 +350,8 @@ def _hosts(job: Job, n: int, samples: int) -> dict[str, float]:
             }
 
 
-def _told(session: Any) -> dict[str, Any]:
-    """What all hosts tell; one that does not answer at once is asked again."""
+def _complete_metrics(session: Any) -> dict[str, Any]:
+    """Poll the metrics until all workers answer."""
     deadline = time.monotonic() + CHILD_S
     while True:
         found: dict[str, Any] = session.metrics()
@@ -359,14 +364,14 @@ def _told(session: Any) -> dict[str, Any]:
             return found
         if time.monotonic() > deadline:
             raise OverlordError(
-                "a dummy loading job: expected what hosts hold, got no answer in "
-                f"{CHILD_S:.0f} s of {', '.join(silent)}"
+                "a stand-in job: expected metrics of all workers, got none within "
+                f"{CHILD_S:.0f} s from {', '.join(silent)}"
             )
         time.sleep(0.1)
 
 
-def _sloped(few: dict[str, float], many: dict[str, float], n: int, m: int) -> dict[str, float]:
-    """What a host holds for a source, from two numbers of them."""
+def _per_source(few: dict[str, float], many: dict[str, float], n: int, m: int) -> dict[str, float]:
+    """Split the memory of a loader worker into a base and a share per source, from two runs."""
     source = max(0.0, (many["host_bytes"] - few["host_bytes"]) / max(1, m - n))
     return {
         **few,
@@ -377,7 +382,7 @@ def _sloped(few: dict[str, float], many: dict[str, float], n: int, m: int) -> di
 
 
 def _resident(pid: int) -> int:
-    """All pages: a host that is alone on its node shares none."""
+    """Return the RSS of a process: a worker that is alone on its node shares no pages."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
@@ -385,18 +390,18 @@ def _resident(pid: int) -> int:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of all its threads, those that ended too, finer than clock ticks: Linux's clock of another
-    process (clock_getcpuclockid(3)).
+    """Return the CPU seconds of a process, including threads that have ended.
+
+    It reads Linux's clock of another process (clock_getcpuclockid(3)), which is finer than ticks.
     """
     return time.clock_gettime(~pid << 3 | 2)
 
 
-# ---- links
-# ----------------------------------------------------------------------------------------------------------
+# ---- connections
 
 
-def _links() -> dict[str, float]:
-    """Both ends are in this process, so of its CPU time each end has half."""
+def _connections() -> dict[str, float]:
+    """Measure connections. Both ends are in this process, so each has half of its CPU time."""
     from overlord.process.memory import own_bytes
 
     server = Server(

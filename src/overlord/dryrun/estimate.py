@@ -1,6 +1,4 @@
-"""``overlord simulate``: one job at several sizes of a fleet, as plain values; tables are made of
-them by ``observe/scaletables.py``.
-"""
+"""Estimate one job at several cluster sizes; ``cli/simulate_report.py`` prints the results."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from overlord.dryrun.machines import (
     connections,
     overlord,
 )
-from overlord.dryrun.run import BUSY, THREADS, DryRun, Ran
+from overlord.dryrun.run import BUSY, THREADS, DryRun, DryRunResult
 from overlord.errors import JobError
 from overlord.hashing import digest
 from overlord.job.job import Job
@@ -31,47 +29,47 @@ from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob
 from overlord.sources.index import default_cache_dir
 
-STEPS, WARM = 9, 5  # steps that are run, and those that fill the window and are not counted
+STEPS, WARM = 9, 5  # steps that are run, and the first of them, which fill the prefetch window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunRequest:
-    """What is to be simulated, for all sizes the same."""
+    """The arguments of a dry run; all but ``gpus`` are the same for every size."""
 
     gpus: Sequence[int]
     tp: int = 1
     cp: int = 1
     pp: int = 1
     gpus_per_node: int = 8
-    batch: int | None = (
-        None  # samples of a step; None: as many for a data-parallel group as the job has
-    )
-    workers: int = 4
-    hosts: int | None = None
+    batch: int | None = None  # samples per step; None: the job's number per data-parallel group
+    workers: int = 4  # of a colocated loader, per rank
+    hosts: int | None = None  # loader workers, at least; None: as many as reading needs
     sources_per_host: int = 25
-    pace_s: float = 1.0
+    pace_s: float = 1.0  # seconds that trainers compute per step
     constructors: Sequence[bool] = (True, False)
     broadcast: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One size, with constructors or without."""
+    """The estimate for one size, with constructors or without."""
 
     fleet: ClusterShape
     overlord: MemoryEstimate
     colocated: MemoryEstimate
-    colocated_tp: MemoryEstimate  # where one rank of a tensor-parallel group loads for all
+    colocated_tp: MemoryEstimate  # if one rank of a tensor-parallel group loads for all
     links: Links
     connecting_s: float
-    ran: Ran
+    ran: DryRunResult
     pace_s: float = 1.0  # of trainers
 
     @property
     def times_less(self) -> float:
+        """The memory of a colocated loader divided by that of Overlord."""
         return self.colocated.total / self.overlord.total
 
     def plain(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
         roles = {role: n / self.fleet.nodes for role, n in self.overlord.by_role.items()}
         memory = {
             "overlord_per_node": self.overlord.per_node,
@@ -93,7 +91,7 @@ class Cell:
             "constructor_hosts": self.fleet.constructor_hosts,
             "planner": {
                 "plan_s": ran.median("plan_s"),
-                "cut_s": ran.median("cut_s"),
+                "cut_s": ran.median("route_s"),
                 "measured": True,
             },
             "fetch_s": ran.median("latency_s"),
@@ -111,27 +109,26 @@ Progress = Callable[[str, int, int], None]
 
 
 def constants_of(
-    blueprint: PreparedJob, *, again: bool, progress: Progress
+    prepared: PreparedJob, *, again: bool, progress: Progress
 ) -> tuple[Measured, Path]:
-    """Measured on this machine for these files, and where they are kept."""
-    # Not the samples of a batch or the place: constants are of sources and of the machine. A sample
-    # is as long as the context lets it be,
-    # and means over sources follow their weights.
-    files = (f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in blueprint.indexes)
-    job = blueprint.job
+    """Return the constants of this machine for these files, and the file that stores them."""
+    # The name of the file depends on the sources, their weights (means over sources follow them)
+    # and the context (it bounds a sample), but not on the batch size or the mesh.
+    files = (f"{i.source} {i.nbytes} {len(i.chunks)} {len(i.files)}" for i in prepared.indexes)
+    job = prepared.job
     sources = (f"{source.name} {source.weight}" for source in job.sources)
     lengths = f"context {job.batch.context}, on_long {job.on_long}"
     mark = digest(
-        *files, *sources, lengths, *(pipeline.fingerprint for pipeline in blueprint.pipelines)
+        *files, *sources, lengths, *(pipeline.fingerprint for pipeline in prepared.pipelines)
     )
-    kept = Path(blueprint.options.cache_dir or default_cache_dir()) / f"fleet-{mark[:24]}.json"
-    return measured(blueprint, kept, again=again, progress=progress), kept
+    stored = Path(prepared.options.cache_dir or default_cache_dir()) / f"fleet-{mark[:24]}.json"
+    return measured(prepared, stored, again=again, progress=progress), stored
 
 
 def refuse(job: Job, asked: DryRunRequest) -> None:
-    """Raise what a launch at one of these sizes would raise: before anything is measured."""
+    """Raise the error of a launch at one of these sizes, before anything is measured."""
     for gpus in asked.gpus:
-        fleet = _mesh(job, asked, gpus)
+        fleet = _shape(job, asked, gpus)
         try:
             replace(
                 job,
@@ -146,8 +143,8 @@ def refuse(job: Job, asked: DryRunRequest) -> None:
 def fleet_of(
     job: Job, asked: DryRunRequest, gpus: int, constants: Constants, constructors: bool
 ) -> ClusterShape:
-    """Loader hosts are as many as reading takes, and not fewer than sources ask for."""
-    made = replace(_mesh(job, asked, gpus), constructors=constructors)
+    """Return the cluster of one size, with as many loader workers as reading needs."""
+    made = replace(_shape(job, asked, gpus), constructors=constructors)
     samples = asked.batch or max(1, round(_samples(job, constants) * made.dp / job.place.dp))
     hosts = asked.hosts or max(
         1, math.ceil(samples * constants.read_s / asked.pace_s / THREADS / BUSY)
@@ -155,7 +152,7 @@ def fleet_of(
     return replace(made, batch=samples, hosts=hosts)
 
 
-def _mesh(job: Job, asked: DryRunRequest, gpus: int) -> ClusterShape:
+def _shape(job: Job, asked: DryRunRequest, gpus: int) -> ClusterShape:
     try:
         return ClusterShape(
             gpus=gpus,
@@ -181,7 +178,7 @@ def _samples(job: Job, constants: Constants) -> float:
 
 
 def placed(job: Job, fleet: ClusterShape, constants: Constants) -> Job:
-    """The job at this place tree, with this batch."""
+    """Return the job with the mesh and the batch size of a cluster."""
     place = ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp)
     if job.batch.samples:
         batch = replace(job.batch, samples=fleet.batch)
@@ -199,36 +196,38 @@ def simulated(
     clock: Callable[[], float] = time.thread_time,
     cache_dir: Path | None = None,
 ) -> tuple[Measured, Path, list[Cell]]:
-    """Every size, with and without constructors as asked."""
+    """Estimate every size; return the constants, the file that stores them, and the cells.
+
+    ``clock`` times the planner.
+    """
     refuse(job, asked)
-    endless = tuple(
-        replace(source, epochs=None) for source in job.sources
-    )  # a large fleet is through with a small corpus at once
-    blueprint = PreparedJob(
+    # Endless sources: a large cluster would finish a small corpus at once.
+    endless = tuple(replace(source, epochs=None) for source in job.sources)
+    prepared = PreparedJob(
         replace(job, journal=None, sources=endless), Options(cache_dir=cache_dir)
     )
     try:
-        found, kept = constants_of(blueprint, again=again, progress=progress)
+        found, stored = constants_of(prepared, again=again, progress=progress)
         cells = []
         for gpus in asked.gpus:
             for constructors in asked.constructors:
                 fleet = fleet_of(job, asked, gpus, found.constants, constructors)
-                cells.append(_cell(blueprint, fleet, found, asked.pace_s, clock, progress))
-        return found, kept, cells
+                cells.append(_cell(prepared, fleet, found, asked.pace_s, clock, progress))
+        return found, stored, cells
     finally:
-        blueprint.close()
+        prepared.close()
 
 
 def _cell(
-    blueprint: PreparedJob,
+    prepared: PreparedJob,
     fleet: ClusterShape,
     found: Measured,
     pace_s: float,
     clock: Callable[[], float],
     progress: Progress,
 ) -> Cell:
-    job = placed(blueprint.job, fleet, found.constants)
-    made = blueprint.placed(job.place)
+    job = placed(prepared.job, fleet, found.constants)
+    made = prepared.placed(job.place)
     made.given, made.job = replace(made.given, batch=job.batch), replace(made.job, batch=job.batch)
     what = f"{fleet.gpus} GPUs{'' if fleet.constructors else ' without constructors'}"
     run = DryRun(made, found.probes, fleet, found.constants, pace_s=pace_s, clock=clock)

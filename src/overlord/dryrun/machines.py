@@ -1,8 +1,7 @@
-"""What a fleet of trainers takes in memory and connections: Overlord beside a loader in every rank.
-Pure, from measured constants.
+"""Memory and connections of a cluster, with Overlord and with a colocated loader in every rank.
 
-Memory is that of data loading alone, over all nodes: what a trainer holds anyway (its interpreter,
-torch, the model) counts for nobody.
+Pure, computed from measured constants. Memory is that of data loading alone, over all nodes: the
+interpreter, torch and the model of a trainer do not count.
 """
 
 from __future__ import annotations
@@ -18,28 +17,26 @@ IN_FLIGHT = 2  # batches that a worker of a colocated loader has ready: torch's 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What dummy loading jobs took on one machine (``dryrun/stand_ins.py``). Bytes, seconds, bytes
-    per second.
-    """
+    """Costs that stand-in jobs measured on one machine, in bytes, seconds, bytes per second."""
 
-    worker_bytes: float  # a worker process of a colocated loader, nothing opened
-    opened_bytes: float  # what it holds for every source it has open
-    host_bytes: float  # a loader host, nothing opened
-    source_bytes: float  # what it holds for every source: files, the open window
-    constructor_bytes: float  # a constructor host, nothing built
-    planner_bytes: float  # the planner's process
+    worker_bytes: float  # a worker process of a colocated loader without open sources
+    opened_bytes: float  # per source that it opens
+    host_bytes: float  # a loader worker without sources
+    source_bytes: float  # per source that it reads: files, the open window
+    constructor_bytes: float  # a constructor worker without batches
+    planner_bytes: float  # the planner process
     client_bytes: float  # a client in its trainer, without steps
     link_bytes: float  # one end of a connection
-    sample_bytes: float  # of a sample that is held ready: its token ids
+    sample_bytes: float  # of a buffered sample: its token ids
     sample_tokens: float  # of a sample, on average
     built_bytes: float  # per token, as constructors build for other processes
     wide_bytes: float  # per token, as a colocated loader builds
     read_s: float  # to read and transform a row
     build_s: float  # to build a token
-    call_s: float  # from a call to its answer
-    link_s: float  # of one message on one link, whatever its size
+    call_s: float  # round trip of a call
+    link_s: float  # of one message on one connection, apart from its bytes
     connect_s: float  # to open a connection, with its handshake
-    bandwidth: float  # of a link
+    bandwidth: float  # of a connection
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -54,7 +51,7 @@ class Constants:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Constants:
-        """From plain values; ``ValueError`` where they are not all there."""
+        """Read plain values; raise ``ValueError`` if one is missing."""
         names = [f.name for f in fields(Constants)]
         if missing := [name for name in names if name not in values]:
             raise ValueError(f"expected {', '.join(names)}, got no {', '.join(missing)}")
@@ -63,7 +60,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterShape:
-    """Who trains, and how the data is loaded."""
+    """The size of a cluster, its mesh, and the settings of data loading."""
 
     gpus: int
     tp: int = 1
@@ -71,17 +68,17 @@ class ClusterShape:
     pp: int = 1
     gpus_per_node: int = 8
     sources: int = 1
-    batch: int = 512  # samples of a step, over all ranks
-    workers: int = 4  # of a colocated loader, in each rank
+    batch: int = 512  # samples per step, over all ranks
+    workers: int = 4  # of a colocated loader, per rank
     prefetch: int = 4
     read_ahead: int = 8
     build_ahead: int = 2
     constructors: bool = True
-    broadcast: bool = True  # False: every rank is sent arrays
+    broadcast: bool = True  # False: every rank receives arrays
     sources_per_host: int = 25
-    hosts: int = 1  # loader hosts at least: what reading takes at the trainers' pace
-    # sets of loaders, each with all sources: 1 here; a set for every data-parallel group where
-    # sources are not partitioned
+    hosts: int = 1  # loader workers, at least: as many as reading needs at the trainers' speed
+    # Sets of loaders, each with all sources. Overlord has one; without partitioned sources there
+    # is one per data-parallel group.
     copies: int = 1
 
     def __post_init__(self) -> None:
@@ -96,10 +93,12 @@ class ClusterShape:
 
     @property
     def dp(self) -> int:
+        """The data-parallel degree."""
         return self.gpus // (self.tp * self.cp * self.pp)
 
     @property
     def nodes(self) -> int:
+        """The number of nodes."""
         return -(-self.gpus // self.gpus_per_node)
 
     @property
@@ -109,15 +108,17 @@ class ClusterShape:
 
     @property
     def fetching(self) -> int:
-        """Ranks that are sent arrays: of a tensor-parallel group one, which broadcasts; of the
-        stages the first and the last.
+        """Ranks that receive arrays: one per tensor-parallel group, which broadcasts.
+
+        Only the first and the last pipeline stage receive arrays.
         """
         return self.dp * self.cp * min(2, self.pp) if self.broadcast else self.gpus
 
     @property
     def remote(self) -> int:
-        """Of these, the ones on another node than the constructor of their group: they receive what
-        others map.
+        """Fetching ranks on another node than the constructor of their group.
+
+        They receive a copy, while the others map shared memory.
         """
         near = max(1, self.gpus_per_node // (self.tp if self.broadcast else 1))
         return (
@@ -128,33 +129,37 @@ class ClusterShape:
 
     @property
     def loader_hosts(self) -> int:
+        """The number of loader workers."""
         return self.copies * max(self.hosts, -(-self.sources // self.sources_per_host))
 
     @property
     def constructor_hosts(self) -> int:
-        """One on every node that a data-parallel group begins on."""
+        """The number of constructor workers: one on every node where a group starts."""
         return min(self.dp, self.nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes over all nodes."""
+    """Bytes over all nodes, by role."""
 
     by_role: Mapping[str, float]
     nodes: int
 
     @property
     def total(self) -> float:
+        """Bytes over all roles and nodes."""
         return math.fsum(self.by_role.values())
 
     @property
     def per_node(self) -> float:
+        """Mean bytes per node."""
         return self.total / self.nodes
 
 
 def colocated(fleet: ClusterShape, c: Constants, *, first_of_tp: bool = False) -> MemoryEstimate:
-    """A loader in every rank, each worker with every source open. ``first_of_tp``: one rank of a
-    tensor-parallel group loads for all.
+    """Estimate a loader in every rank whose workers open every source.
+
+    ``first_of_tp``: only one rank of a tensor-parallel group loads.
     """
     ranks = fleet.gpus // (fleet.tp if first_of_tp else 1)
     batch = fleet.batch / fleet.dp * c.sample_tokens * c.wide_bytes
@@ -166,14 +171,14 @@ def colocated(fleet: ClusterShape, c: Constants, *, first_of_tp: bool = False) -
 
 
 def overlord(fleet: ClusterShape, c: Constants) -> MemoryEstimate:
-    """The same job by role. Without constructors every rank that is sent arrays gathers payload and
-    builds for itself.
+    """Estimate Overlord by role.
+
+    Without constructors every rank that receives arrays gathers payload and builds for itself.
     """
     links, payload = connections(fleet), fleet.batch * c.sample_bytes
     built = fleet.batch * c.sample_tokens * c.built_bytes  # of a step, for one set of ranks
-    held = (
-        fleet.read_ahead + fleet.prefetch
-    ) * payload  # ready, and kept until all have taken the step
+    # Buffered samples, and samples retained until all ranks have taken the step.
+    held = (fleet.read_ahead + fleet.prefetch) * payload
     loaders = (
         fleet.loader_hosts * c.host_bytes + fleet.copies * fleet.sources * c.source_bytes + held
     )
@@ -193,14 +198,15 @@ def overlord(fleet: ClusterShape, c: Constants) -> MemoryEstimate:
         )
         roles["clients"] += fleet.build_ahead * built * fleet.remote / fleet.dp / fleet.cp
     else:
-        every = fleet.fetching / fleet.dp  # each of a group's ranks gets all that the group has
-        roles["clients"] += every * (fleet.prefetch * payload + fleet.build_ahead * built)
+        # Each fetching rank of a group receives the payload of the whole group.
+        fetchers = fleet.fetching / fleet.dp
+        roles["clients"] += fetchers * (fleet.prefetch * payload + fleet.build_ahead * built)
     return MemoryEstimate(by_role=roles, nodes=fleet.nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Connections that payload, steps and plans go through: in all, and at one of each."""
+    """Connections for payload, steps and plans: in total, and per process of each role."""
 
     total: int
     loader_host: int
@@ -210,34 +216,35 @@ class Links:
 
     @property
     def most(self) -> int:
-        """At whoever has most of them."""
+        """The largest number of connections of one process."""
         return max(self.loader_host, self.constructor, self.planner)
 
 
 def connections(fleet: ClusterShape) -> Links:
-    hosts, builders = fleet.loader_hosts, fleet.constructor_hosts
-    if (
-        not fleet.constructors
-    ):  # every rank that fetches has a link from every loader host, and hears plans itself
+    """Count the connections of a cluster."""
+    loaders, builders = fleet.loader_hosts, fleet.constructor_hosts
+    if not fleet.constructors:
+        # Every fetching rank is connected to every loader worker, and every rank to the planner.
         return Links(
-            total=hosts * fleet.fetching + fleet.gpus + hosts,
+            total=loaders * fleet.fetching + fleet.gpus + loaders,
             loader_host=fleet.fetching + 1,
             constructor=0,
-            client=hosts + 1,
-            planner=hosts + fleet.gpus,
+            client=loaders + 1,
+            planner=loaders + fleet.gpus,
         )
     clients = -(-fleet.gpus // builders)
     return Links(
-        total=hosts * builders + fleet.gpus + hosts + builders,
+        total=loaders * builders + fleet.gpus + loaders + builders,
         loader_host=builders + 1,
-        constructor=hosts + clients + 1,
+        constructor=loaders + clients + 1,
         client=1,
-        planner=hosts + builders,
+        planner=loaders + builders,
     )
 
 
 def connecting_s(fleet: ClusterShape, c: Constants) -> float:
-    """Until the last connection is open: each part opens its own one after another, all parts at
-    the same time.
+    """Return the time until all connections are open.
+
+    Each process opens its connections one after another, all processes concurrently.
     """
     return connections(fleet).most * c.connect_s

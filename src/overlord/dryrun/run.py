@@ -1,6 +1,7 @@
-"""A fleet on a virtual clock: the planner, draw, strategy, loaders and assemblers of a real job at
-any place tree; reading, sending and building take what was measured of them. What the planner takes
-is no model: it runs, and is timed.
+"""Run a cluster of any size on a virtual clock.
+
+Planner, loaders and assemblers are those of a real job. Reading, sending and building take the
+measured constants. The time of the planner is not modelled: it runs and is timed.
 """
 
 from __future__ import annotations
@@ -37,75 +38,77 @@ from overlord.scaling.loader_placement import plan_hosts
 from overlord.setup.partition import loads_of
 from overlord.setup.prepared_job import PreparedJob
 
-THREADS = 8  # of a loader host, that read side by side
-# of a loader, or of a host's threads, at the trainers' pace: the rest is room for steps that cost
-# more
+THREADS = 8  # of a loader worker, which read concurrently
+# Target utilisation of a loader, or of the threads of a worker, at the trainers' speed: the rest is
+# a reserve for steps that cost more.
 BUSY = 0.7
 MAX_EVENTS = 5_000_000
-LEAST_WAIT = 0.01  # of a step: less is not worth a word
+LEAST_WAIT = 0.01  # share of a step; shorter waits are not reported
 
 
 @dataclass(slots=True)
-class Happened:
-    """What a run saw of one step, in virtual seconds; ``plan_s`` and ``cut_s`` are real."""
+class StepTimes:
+    """The times of one step in virtual seconds; ``plan_s`` and ``route_s`` are real seconds."""
 
-    began: float = 0.0  # the planner began to plan it
+    began: float = 0.0  # when the planner began to plan it
     plan_s: float = 0.0
-    cut_s: float = 0.0
+    route_s: float = 0.0
     nbytes: int = 0  # of payload
-    has: int = 0  # ranks that have it
-    last: float = 0.0  # when the last rank had it
-    waited_s: float = 0.0  # that trainers stood still for it
+    has: int = 0  # ranks that have received it
+    last: float = 0.0  # when the last rank received it
+    waited_s: float = 0.0  # that trainers waited for it
 
     @property
     def latency_s(self) -> float:
+        """The time from planning until the last rank has received the step."""
         return self.last - self.began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class DryRunResult:
     """The steady steps of a run."""
 
-    steps: tuple[Happened, ...]
+    steps: tuple[StepTimes, ...]
     loader_hosts: int
     seconds: float  # of virtual time, over all steps
-    planner_s: float = (
-        0.0  # that the planner was busy for a step: all it hears, plans, cuts and says
-    )
-    source: str = ""  # whose loaders have most to do
-    source_s: float = 0.0  # that each of them is busy for a step
+    planner_s: float = 0.0  # time per step in which the planner receives, plans, routes and sends
+    source: str = ""  # the source whose loaders are busiest
+    source_s: float = 0.0  # time per step in which each of its loaders is busy
     source_loaders: int = 1
 
     def why(self, pace_s: float) -> str:
-        """What trainers wait for at this pace, in words; empty where they hardly wait."""
+        """Describe what trainers wait for at this speed; empty if they hardly wait."""
         if self.most("waited_s") < LEAST_WAIT * pace_s:
             return ""
         if self.source_s > max(pace_s, self.planner_s):
             n = f"{self.source_loaders} loader{'s' * (self.source_loaders != 1)}"
             why = (
-                f"a step takes each of its {n} {self.source_s:.2f} s, and it has no chunks "
-                "for more (shuffle_chunks)"
+                f"each of its {n} needs {self.source_s:.2f} s per step, and it has no chunks "
+                "for more loaders (shuffle_chunks)"
             )
             return f"source {self.source!r}: {why}"
         if self.planner_s > pace_s:
-            return f"the planner: a step takes it {self.planner_s:.2f} s"
-        return "reading that is uneven: nothing takes longer than a step on average"
+            return f"the planner, which needs {self.planner_s:.2f} s per step"
+        return "uneven reading: nothing takes longer than a step on average"
 
     def median(self, what: str) -> float:
+        """Return the median of an attribute over the steps."""
         return float(np.median([getattr(step, what) for step in self.steps]))
 
     def most(self, what: str) -> float:
+        """Return the maximum of an attribute over the steps."""
         return float(max(getattr(step, what) for step in self.steps))
 
 
 def loaders_of(
-    blueprint: PreparedJob, probes: Sequence[Probe], batch: int, pace_s: float
+    prepared: PreparedJob, probes: Sequence[Probe], batch: int, pace_s: float
 ) -> dict[str, int]:
-    """Loaders of each source: so many that none is busy above ``BUSY`` at the trainers' pace, as
-    far as its chunks go round.
+    """Return the loaders of each source: enough that none is busier than ``BUSY``.
+
+    A source cannot have more loaders than chunks that it reads at a time.
     """
-    asked, job = {}, blueprint.job
-    for load, probe, order in zip(loads_of(blueprint), probes, blueprint.orders, strict=True):
+    asked, job = {}, prepared.job
+    for load, probe, order in zip(loads_of(prepared), probes, prepared.orders, strict=True):
         most = min(job.shuffle_chunks if order.shuffle else 1, order.n_chunks)
         asked[load.name] = max(
             1, min(most, math.ceil(load.share * batch * probe.row_s / pace_s / BUSY))
@@ -114,13 +117,15 @@ def loaders_of(
 
 
 class DryRun:
-    """One run. ``clock`` times what really runs; without it planning takes no time, and runs are
-    equal to the last digit.
+    """One run of a cluster on a virtual clock.
+
+    ``clock`` times the planner. With the default clock planning takes no time, and runs are exactly
+    reproducible.
     """
 
     def __init__(
         self,
-        blueprint: PreparedJob,
+        prepared: PreparedJob,
         probes: Sequence[Probe],
         fleet: ClusterShape,
         constants: Constants,
@@ -128,18 +133,18 @@ class DryRun:
         pace_s: float = 1.0,
         clock: Callable[[], float] = lambda: 0.0,
     ):
-        asked = loaders_of(blueprint, probes, fleet.batch, pace_s)
+        asked = loaders_of(prepared, probes, fleet.batch, pace_s)
         hosting = plan_hosts(
-            loads_of(blueprint),
+            loads_of(prepared),
             cores=fleet.loader_hosts,
             sources_per_host=fleet.sources_per_host,
             loaders=asked,
         )
-        self._made = made = blueprint.with_loaders(hosting.loaders, fleet.read_ahead)
+        self._made = made = prepared.with_loaders(hosting.loaders, fleet.read_ahead)
         self._fleet, self._c, self._pace_s, self._clock = fleet, constants, pace_s, clock
         by_loader = [
             fleet.batch * load.share * probe.row_s / n
-            for load, probe, n in zip(loads_of(blueprint), probes, hosting.loaders, strict=True)
+            for load, probe, n in zip(loads_of(prepared), probes, hosting.loaders, strict=True)
         ]
         self._slowest, self._slowest_s = max(enumerate(by_loader), key=lambda found: found[1])
         self._slowest_loaders, self._planner_s = hosting.loaders[self._slowest], 0.0
@@ -165,8 +170,8 @@ class DryRun:
         self._host_of, self.n_hosts = np.asarray(hosting.host_of, np.int64), hosting.n_hosts
         self._threads = [[0.0] * THREADS for _ in range(self.n_hosts)]
         self._receivers()
-        self._sent = np.zeros(self.n_hosts)  # until when each loader host sends
-        self.steps: dict[int, Happened] = {}
+        self._sent = np.zeros(self.n_hosts)  # when each loader worker has sent everything
+        self.steps: dict[int, StepTimes] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count, self.now, self._planner_free = 0, 0.0, 0.0
         self._trained, self._stepped = -1, 0.0  # the last step that all ranks took, and when
@@ -174,22 +179,22 @@ class DryRun:
         self._ended = False
 
     def _receivers(self) -> None:
-        """Who gets payload: constructor hosts, or every rank that fetches."""
+        """Set up the receivers of payload: constructor workers, or every fetching rank."""
         fleet, place = self._fleet, self._made.job.place
         self._groups = [list(ranks) for ranks in place.buckets("DP")]
         n = fleet.constructor_hosts
         self._builder_of = np.arange(fleet.dp) * n // fleet.dp  # of every group
         self._built_until = np.zeros(n)
         self._served = np.ones(fleet.dp, bool)
-        # All of the window is built: else a step's latency would have in it how long it waits for
-        # the one before to be taken.
+        # The whole prefetch window is built: otherwise the latency of a step would include its
+        # wait for the previous step to be taken.
         self._assemblers = (
             [Assembler(b, ranks, fleet.prefetch) for b, ranks in enumerate(self._groups)]
             if fleet.constructors
             else []
         )
         of = self._builder_of if fleet.constructors else np.arange(fleet.dp)
-        self._cutter = PlanRouter(self._host_of.tolist(), of.tolist())
+        self._router = PlanRouter(self._host_of.tolist(), of.tolist())
         fetchers = np.asarray(
             sorted(place.fetchers("TP")) if fleet.broadcast else range(fleet.gpus), np.int64
         )
@@ -206,11 +211,10 @@ class DryRun:
         self._is_fetching = np.zeros(fleet.gpus, bool)
         self._is_fetching[self._fetching] = True
         first = np.asarray([ranks[0] for ranks in self._groups]) // fleet.gpus_per_node
-        self._away = (
-            np.arange(fleet.gpus) // fleet.gpus_per_node != first[group]
-        )  # on another node than their constructor
+        # Ranks on another node than their constructor.
+        self._away = np.arange(fleet.gpus) // fleet.gpus_per_node != first[group]
         nodes = n if fleet.constructors else fleet.nodes
-        self._free = np.zeros(nodes)  # until when each receives
+        self._free = np.zeros(nodes)  # when each node has received everything
         self._node_of = (
             np.arange(n) if fleet.constructors else self._fetching // fleet.gpus_per_node
         )
@@ -221,34 +225,36 @@ class DryRun:
         self._count += 1
         heapq.heappush(self._events, (when, self._count, call))
 
-    def run(self, steps: int, warm: int, on_step: Callable[[int], None] = lambda step: None) -> Ran:
-        """Until ``steps`` are trained; those behind the first ``warm`` count."""
+    def run(
+        self, steps: int, warm: int, on_step: Callable[[int], None] = lambda step: None
+    ) -> DryRunResult:
+        """Run until ``steps`` are trained; steps after the first ``warm`` count."""
         self._wanted = steps
         for assembler in self._assemblers:
             for rank in assembler.ranks:
                 assembler.handle(Attach(rank))
         self._tell([Attach(rank) for rank in range(self._fleet.gpus)])
-        told = -1
+        reported = -1
         for _ in range(MAX_EVENTS):
             if self._trained + 1 >= steps or self._ended:
                 break
             if not self._events:
                 raise DataStall(
-                    f"an event in the simulated fleet: {self.planner.waiting_for()}",
+                    f"an event in the simulated cluster: {self.planner.waiting_for()}",
                     self.now,
                     self._trained + 1,
                 )
             self.now, _, call = heapq.heappop(self._events)
             call()
-            if self._trained > told:
-                told = self._trained
-                on_step(told)
+            if self._trained > reported:
+                reported = self._trained
+                on_step(reported)
         counted = [self.steps[s] for s in sorted(self.steps) if warm <= s <= self._trained] or list(
             self.steps.values()
         )
         if not counted:
-            raise DataStall("a step of the simulated fleet", self.now, 0)
-        return Ran(
+            raise DataStall("a step of the simulated cluster", self.now, 0)
+        return DryRunResult(
             steps=tuple(counted),
             loader_hosts=self.n_hosts,
             seconds=self.now,
@@ -261,7 +267,7 @@ class DryRun:
     # planner
 
     def _tell(self, events: Sequence[Any]) -> None:
-        """The planner hears these; what it does takes the time it really takes."""
+        """Pass events to the planner; virtual time advances by the measured time."""
         began, start = max(self.now, self._planner_free), self._clock()
         commands = [command for event in events for command in self.planner.handle(event)]
         took = self._clock() - start
@@ -284,27 +290,28 @@ class DryRun:
 
     def _stage(self, stage: PlannedStep, began: float, plan_s: float) -> None:
         start = self._clock()
-        cuts = self._cutter.cut(
+        routed = self._router.cut(
             stage, EncodedState(stage.plan.step + 1, np.zeros(0, np.uint8)), self._served
         )
         if not self._fleet.constructors:
-            cuts = _to_ranks(cuts, self._groups)
-        cut_s = self._clock() - start
-        said_s = self._c.link_s * (len(cuts.parts) + len(cuts.placed))
-        self._planner_free += cut_s
-        self._planner_s += cut_s + said_s
+            routed = _to_ranks(routed, self._groups)
+        route_s = self._clock() - start
+        send_s = self._c.link_s * (len(routed.parts) + len(routed.placed))
+        self._planner_free += route_s
+        self._planner_s += route_s + send_s
         traffic = self._traffic(stage)
-        step = self.steps[stage.plan.step] = Happened(began, plan_s, cut_s, int(traffic.sum()))
-        heard = (
+        step = self.steps[stage.plan.step] = StepTimes(began, plan_s, route_s, int(traffic.sum()))
+        # Loader workers receive their plans one after another.
+        received = (
             self._planner_free
             + self._c.call_s / 2
             + self._c.link_s * np.arange(1, self.n_hosts + 1)
-        )  # one after another
+        )
         for loader in np.flatnonzero(stage.pops).tolist():
             pop = Pop(stage.plan.step, int(stage.pops[loader]))
-            self._at(float(heard[self._host_of[loader]]), partial(self._loader, loader, pop))
-        self._planner_free += said_s
-        start_at = np.maximum(self._sent, heard)
+            self._at(float(received[self._host_of[loader]]), partial(self._loader, loader, pop))
+        self._planner_free += send_s
+        start_at = np.maximum(self._sent, received)
         last, self._sent, self._free = arrivals(
             start_at,
             traffic,
@@ -313,17 +320,16 @@ class DryRun:
             link_s=self._c.link_s,
             bandwidth=self._c.bandwidth,
         )
-        last = np.maximum(
-            last, self._planner_free + self._c.call_s / 2
-        )  # no sooner than it is told what to do with it
+        # Building starts only after the receiver has its plan.
+        last = np.maximum(last, self._planner_free + self._c.call_s / 2)
         if self._fleet.constructors:
             for c in range(len(last)):
-                self._at(float(last[c]), partial(self._come, c, stage))
+                self._at(float(last[c]), partial(self._payload_arrived, c, stage))
         else:
             self._built_by_ranks(stage, step, last)
 
     def _buckets(self, stage: PlannedStep) -> np.ndarray:
-        """The data-parallel group of every sample of the plan."""
+        """Return the data-parallel group of every sample of the plan."""
         main = stage.plan.main
         bucket = np.empty(len(stage.plan), np.int64)
         bucket[main.sample] = main.bucket
@@ -336,7 +342,7 @@ class DryRun:
         return group[first[bucket]]
 
     def _traffic(self, stage: PlannedStep) -> np.ndarray:
-        """Bytes from every loader host to every receiver."""
+        """Return the bytes from every loader worker to every receiver."""
         assert stage.loader is not None
         host, group = self._host_of[stage.loader], self._buckets(stage)
         nbytes = stage.plan.tokens * (self._c.sample_bytes / self._c.sample_tokens)
@@ -369,8 +375,8 @@ class DryRun:
 
     # constructors and ranks
 
-    def _come(self, c: int, stage: PlannedStep) -> None:
-        """All payload of a step is at a constructor host."""
+    def _payload_arrived(self, c: int, stage: PlannedStep) -> None:
+        """Build a step whose payload has arrived at a constructor worker."""
         commands: list[Any] = []
         for g in np.flatnonzero(self._builder_of == c).tolist():
             self._assemblers[g].handle(stage)
@@ -402,9 +408,10 @@ class DryRun:
                 )
                 self._has(command.step, 1, when)
 
-    def _built_by_ranks(self, stage: PlannedStep, step: Happened, last: np.ndarray) -> None:
-        """Without constructors: every rank that fetches builds its group's microbatches; the others
-        hear that there is a step.
+    def _built_by_ranks(self, stage: PlannedStep, step: StepTimes, last: np.ndarray) -> None:
+        """Build a step without constructors: every fetching rank builds for its group.
+
+        The other ranks only receive the message that the step exists.
         """
         tokens = np.bincount(
             self._buckets(stage), weights=stage.plan.tokens, minlength=self._fleet.dp
@@ -422,7 +429,7 @@ class DryRun:
             self._at(step.last, self._train)
 
     def _train(self) -> None:
-        """Ranks train together: a step begins when all have it and the one before is over."""
+        """Start the next step, if all ranks have it and the previous step has ended."""
         number = self._trained + 1
         step = self.steps.get(number)
         if step is None or step.has < self._fleet.gpus or step.last > self.now:
@@ -438,9 +445,9 @@ class DryRun:
         taken = [Consumed(rank, number) for rank in range(self._fleet.gpus)]
         by_host: dict[int, list[Any]] = {}
         for g, assembler in enumerate(self._assemblers):
-            said = by_host.setdefault(int(self._builder_of[g]), [])
+            pending = by_host.setdefault(int(self._builder_of[g]), [])
             for rank in assembler.ranks:
-                said += assembler.handle(Consumed(rank, number))
+                pending += assembler.handle(Consumed(rank, number))
         for c, commands in by_host.items():
             self._build(c, commands)
         self._at(self.now + self._c.call_s / 2, partial(self._tell, taken))
@@ -448,15 +455,16 @@ class DryRun:
 
 
 def _to_ranks(routed: RoutedPlan, ranks: Sequence[Sequence[int]]) -> RoutedPlan:
-    """Route a step without constructors: each of ``ranks[b]`` is sent the plan and the payload that
-    the constructor of bucket ``b`` is sent with constructors. Only the model of the paper's
-    Figure 18 has this case.
+    """Route a step without constructors.
+
+    Each of ``ranks[b]`` receives the plan and the payload of the constructor of bucket ``b``. Only
+    the model of the paper's Figure 18 has this case.
     """
 
-    def to_ranks(part: LoaderPlan) -> LoaderPlan:
-        take = [rows for b, rows in zip(part.to, part.take, strict=False) for _ in ranks[b]]
-        to = tuple(rank for b in part.to for rank in ranks[b])
-        return replace(part, to=to, take=tuple(take))
+    def to_ranks(plan: LoaderPlan) -> LoaderPlan:
+        take = [rows for b, rows in zip(plan.to, plan.take, strict=False) for _ in ranks[b]]
+        to = tuple(rank for b in plan.to for rank in ranks[b])
+        return replace(plan, to=to, take=tuple(take))
 
     placed = {rank: p for b, p in routed.placed.items() for rank in ranks[b]}
-    return RoutedPlan({h: to_ranks(part) for h, part in routed.parts.items()}, placed)
+    return RoutedPlan({h: to_ranks(plan) for h, plan in routed.parts.items()}, placed)

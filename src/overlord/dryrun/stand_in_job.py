@@ -1,6 +1,7 @@
-"""Dummy loading jobs, each a process of its own (``python -m overlord.dryrun.stand_in_job``): what
-a colocated loader's worker holds, and what a client holds. They are told what to do by JSON on
-their input, and answer with JSON; memory is that of the real thing.
+"""Stand-in jobs, each in a process of its own: ``python -m overlord.dryrun.stand_in_job``.
+
+They measure the memory of a worker of a colocated loader, and of a client, with real files and a
+real client. A job reads a request as JSON from its input and writes answers as JSON.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 BATCH_ROWS = 64  # rows that a worker decodes at a time
-HELD_BYTES = 2**20  # of a file that is no Parquet: what is read of it at once
+HELD_BYTES = 2**20  # bytes that are read at once of a file in another format than Parquet
 
 
 def opened(files: list[list[str]], columns: list[list[str] | None], counts: list[int]) -> None:
-    """A worker forked as torch's DataLoader forks its own, that opens source after source and takes
-    a batch of each. Tells what it added with nothing opened, and with so many sources open.
+    """Fork a worker as torch's DataLoader does; it opens all sources and reads a batch of each.
+
+    Answer the memory that it adds without open sources, and with each number of ``counts`` open.
     """
     import pyarrow.parquet as pq  # before the fork, as in a trainer
 
@@ -30,7 +32,7 @@ def opened(files: list[list[str]], columns: list[list[str] | None], counts: list
     alone = own_bytes()
     answers, ask = os.pipe()
     child = os.fork()
-    if child == 0:  # pragma: no cover - its memory is looked at from outside
+    if child == 0:  # pragma: no cover - the parent measures its memory
         held: list[Any] = []
         for names, wanted in zip(files, columns, strict=True):
             os.write(ask, b".")
@@ -45,7 +47,7 @@ def opened(files: list[list[str]], columns: list[list[str] | None], counts: list
             found.append(own_bytes() + own_bytes(child) - alone)
         os.kill(child, signal.SIGUSR1 if n < len(files) else signal.SIGKILL)
     os.waitpid(child, 0)
-    _say({"bytes": found})
+    _answer({"bytes": found})
 
 
 def _open(pq: Any, path: str, columns: list[str] | None) -> Any:
@@ -58,8 +60,9 @@ def _open(pq: Any, path: str, columns: list[str] | None) -> Any:
 
 
 def connected(address: str, token: str, steps: int) -> None:
-    """A client: what it adds to its process, without steps; then, when told to go on, tokens and
-    bytes of so many steps.
+    """Connect a client and answer the memory that it adds to its process, without steps.
+
+    After the next line of input, take ``steps`` steps and answer their tokens and bytes.
     """
     from overlord.client.connect import connect
     from overlord.process.memory import own_bytes
@@ -68,19 +71,19 @@ def connected(address: str, token: str, steps: int) -> None:
     before = own_bytes()
     client = connect(address, 0, token)
     added = own_bytes() - before
-    next(client)  # hosts have begun
-    _say({"bytes": added})
+    next(client)  # workers have started
+    _answer({"bytes": added})
     sys.stdin.readline()
     tokens = nbytes = 0
     for _ in range(steps):
         step = next(client)
-        nbytes += step._bucket.nbytes
+        nbytes += step.nbytes
         tokens += sum(sample.length for microbatch in step for sample in microbatch.samples)
-    _say({"tokens": tokens, "bytes": nbytes})
-    sys.stdin.readline()  # alive, while hosts are looked at
+    _answer({"tokens": tokens, "bytes": nbytes})
+    sys.stdin.readline()  # stay connected while the parent measures the workers
 
 
-def _say(found: dict[str, Any]) -> None:
+def _answer(found: dict[str, Any]) -> None:
     print(json.dumps(found), flush=True)
 
 
@@ -88,11 +91,11 @@ JOBS: dict[str, Callable[..., None]] = {"opened": opened, "connected": connected
 
 
 def main() -> None:
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGUSR1}
-    )  # for the worker's waits; inherited over the fork
-    told = json.loads(sys.stdin.readline())
-    JOBS[told.pop("job")](**told)
+    """Run the job that the first line of the input requests."""
+    # The forked worker inherits the mask and waits for the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    request = json.loads(sys.stdin.readline())
+    JOBS[request.pop("job")](**request)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""Readers that read nothing: the rows of a source's index with the metadata of a few rows that were
-really read.
+"""Readers that read no files: rows of a source's index, with the metadata of a few probed rows.
 
-The loader core above them cannot tell, so a fleet of any size is planned by the cores that would
-plan it, on one machine.
+Loaders and planner run unchanged on them, so that one machine can plan for a cluster of any size.
 """
 
 from __future__ import annotations
@@ -18,24 +16,25 @@ from overlord.messages.loader import BlockReady, Evaluate, Read, SampleBlock, Wi
 from overlord.sample import Column, Ragged
 from overlord.sources.index import Index
 
-ROW_BYTES = 2048  # of a row, where nobody knows how many rows there are
+ROW_BYTES = 2048  # assumed size of a row, for files with an unknown number of rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A few rows of one source: what they took, and what the planner would see of them."""
+    """Time, size and metadata of a few rows of one source."""
 
-    row_s: float  # to read and transform one
-    sample_bytes: float  # of token ids held ready
-    meta: Mapping[
-        str, Sequence[Any]
-    ]  # by column, a value for every sample; lists where a sample has several
+    row_s: float  # to read and transform one row
+    sample_bytes: float  # of the token ids of a buffered sample
+    # By column, a value for every sample, or a list if a sample has several.
+    meta: Mapping[str, Sequence[Any]]
 
     @property
     def tokens(self) -> float:
+        """The mean number of tokens of a sample."""
         return float(np.mean(self.meta["tokens"]))
 
     def plain(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
         return {
             "row_s": self.row_s,
             "sample_bytes": self.sample_bytes,
@@ -43,7 +42,7 @@ class Probe:
         }
 
     def drawn(self, which: np.ndarray) -> dict[str, Column]:
-        """The columns of these samples."""
+        """Return the columns of these samples."""
         found: dict[str, Column] = {}
         for name, values in self.meta.items():
             if isinstance(values[0], (list, tuple)):
@@ -58,8 +57,9 @@ class Probe:
 
 
 class StandInReader:
-    """Answers a loader's Reads and Evaluates. Every raw row is a sample, drawn from the probed ones
-    by the row's own key.
+    """Answers ``Read`` and ``Evaluate`` of a loader without reading files.
+
+    Every raw row becomes one of the probed samples, chosen by the key of the row.
     """
 
     def __init__(self, order: SourceOrder, index: Index, probe: Probe, slice_rows: int):
@@ -75,7 +75,7 @@ class StandInReader:
         )
 
     def read(self, command: Read) -> tuple[WindowReady, float]:
-        """What came of it, and how long it takes; reading counts with the row."""
+        """Return the window and 0 seconds: the time of a row includes its reading."""
         first, files, rows, over = (
             command.window * self._slice,
             list[np.ndarray](),
@@ -95,6 +95,7 @@ class StandInReader:
         return WindowReady(len(row), tuple(over)), 0.0
 
     def evaluate(self, command: Evaluate) -> tuple[BlockReady, float]:
+        """Return the samples of the next rows, and the seconds that they take."""
         key, file, row = (column[: command.rows] for column in self._window)
         self._window = tuple(column[command.rows :] for column in self._window)  # type: ignore[assignment]
         n, none = len(key), np.zeros(0, np.int64)

@@ -1,9 +1,8 @@
-"""The simulated runtime: the same cores, readers and builders on a virtual clock with seeded delays
-and orderings.
+"""Run a job on a virtual clock with seeded delays and orderings: ``ov.simulate``.
 
-Nothing is modelled twice: the host is the local runtime's, only *when* a piece of work ends is
-drawn from a seed. So a run under any seed must give the stream of the local runtime, byte for byte,
-and a failing seed is the bug report.
+Nothing is modelled twice: the runtime is the local one, and only the time at which work ends is
+drawn from a seed. Under any seed a run must give the stream of the local runtime, byte for byte; a
+failing seed is the bug report.
 """
 
 from __future__ import annotations
@@ -39,22 +38,16 @@ from overlord.setup.prepared_job import PreparedJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """How long work takes, in virtual seconds: log-normal around a median, so that orders vary
-    wildly.
-    """
+    """Durations in virtual seconds: log-normal around a median, so that orders vary widely."""
 
     work_s: float = 0.010
-    step_s: float = 0.050  # a rank's time between steps
+    step_s: float = 0.050  # of a rank between two steps
     sigma: float = 1.0
-    slow: Mapping[int, float] = field(
-        default_factory=dict
-    )  # rank -> how many times longer its steps take
+    slow: Mapping[int, float] = field(default_factory=dict)  # rank -> factor on its step_s
 
 
 class VirtualExecutor:
-    """An event queue. Work is done when its virtual time has come; ties and durations come from the
-    seed.
-    """
+    """An executor on a virtual clock: an event queue whose durations come from a seed."""
 
     def __init__(self, seed: int, delays: Delays):
         self._random, self._delays = np.random.Generator(np.random.Philox(seed)), delays
@@ -63,9 +56,11 @@ class VirtualExecutor:
         self.now = 0.0
 
     def delay(self, median_s: float) -> float:
+        """Draw a duration."""
         return median_s * float(np.exp(self._delays.sigma * self._random.standard_normal()))
 
     def at(self, after_s: float, call: Callable[[], None]) -> None:
+        """Call a function after a virtual time."""
         self._count += 1
         heapq.heappush(self._events, (self.now + after_s, self._count, call))
 
@@ -79,6 +74,8 @@ class VirtualExecutor:
         urgent: bool = False,
         waits: Any = None,
     ) -> None:
+        """Run ``work`` after a drawn time and pass its outcome to ``done``."""
+
         def finish() -> None:
             try:
                 outcome = work()
@@ -90,9 +87,11 @@ class VirtualExecutor:
         self.at(self.delay(self._delays.work_s), finish)
 
     def close(self) -> None:
+        """Drop all pending events."""
         self._events.clear()
 
     def step(self) -> bool:
+        """Execute the next event; return False if there is none."""
         if not self._events:
             return False
         self.now, _, call = heapq.heappop(self._events)
@@ -111,9 +110,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A source is read anew from where the draw stands, as when its loaders move to another host:
-    when so many pieces of work are done, or, with ``step``, in the middle of carrying out that
-    step's plan. Nobody may notice.
+    """Restart the loaders of a source at the position of the draw.
+
+    A move of its loaders to another worker does the same. It happens after ``after`` executed
+    events, or, with ``step``, while that step's plan is executed. The stream must not change.
     """
 
     source: str
@@ -121,9 +121,7 @@ class Moved:
     step: int | None = None
 
 
-Trainer = Callable[
-    [int, int], Mapping[str, float] | None
-]  # (rank, step) -> what it reports, or None
+Trainer = Callable[[int, int], Mapping[str, float] | None]  # (rank, step) -> its report, or None
 
 
 @dataclass(slots=True, eq=False)
@@ -133,14 +131,15 @@ class _Rank:
     rank: int
     inbox: list[tuple[StepInfo, BucketBatch]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    owes: list[int] = field(default_factory=list)  # steps it has not reported of
+    last: StepInfo | None = None  # of the last step
+    owes: list[int] = field(default_factory=list)  # steps without a report yet
     idle: bool = True
     ended: bool = False
     error: Exception | None = None
     wake: Callable[[], None] = lambda: None
 
-    def put(self, told: StepInfo, bucket: BucketBatch) -> None:
-        self.inbox.append((told, bucket))
+    def put(self, info: StepInfo, bucket: BucketBatch) -> None:
+        self.inbox.append((info, bucket))
         self.wake()
 
     def end(self, error: Exception | None) -> None:
@@ -152,27 +151,24 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """What a simulated run gave: the steps of every rank, and how long it would have taken."""
+    """The result of a simulated run: the steps of every rank, and its virtual time."""
 
     steps: dict[int, list[Step]]
     error: Exception | None
     seconds: float
     quarantine: list[Any]
     end_state: dict[str, Any]
-    states: dict[
-        int, dict[str, Any]
-    ]  # behind each step, as it was when the last rank had taken it; where they were asked for
-    feedback: dict[str, int]  # what became of reports
+    # With ``save``: the state after each step, when the last rank had taken it.
+    states: dict[int, dict[str, Any]]
+    feedback: dict[str, int]  # numbers of applied, late and ignored reports
 
 
 class _Simulation:
-    """One run: the host of the local runtime, trainers that take steps and report, and an event
-    queue in place of time.
-    """
+    """One run: the local runtime, simulated trainers, and an event queue instead of time."""
 
     def __init__(
         self,
-        blueprint: PreparedJob,
+        prepared: PreparedJob,
         resume: dict[str, Any] | None,
         *,
         seed: int,
@@ -182,46 +178,46 @@ class _Simulation:
         report: Trainer | None,
         save: bool,
     ):
-        self._blueprint = blueprint if resume is None else blueprint.fitting(resume)
+        self._prepared = prepared if resume is None else prepared.fitting(resume)
         self._steps, self._delays, self._report, self._save = steps, delays, report, save
         self._executor = VirtualExecutor(seed, delays)
-        self._host = local_runtime(
-            self._blueprint,
+        self._runtime = local_runtime(
+            self._prepared,
             self._executor,
-            None if resume is None else self._blueprint.restore(resume),
+            None if resume is None else self._prepared.restore(resume),
         )
-        job, first = self._blueprint.job, self._host.planner.next_step
+        job, first = self._prepared.job, self._runtime.planner.next_step
         self._log, self._states = EventLog(job.feedback_lag), dict[int, dict[str, Any]]()
         self._trainers = [
             _Rank(r) for r in (range(job.place.world_size) if ranks is None else ranks)
         ]
         self._moves: list[Moved] = []
-        self._host.on_stage.append(self._staged)
-        self._host.on_lost.append(lambda event: self._log.add(event, 0))
+        self._runtime.on_stage.append(self._staged)
+        self._runtime.on_lost.append(lambda event: self._log.add(event, 0))
         for trainer in self._trainers:
             trainer.wake = partial(self._executor.at, 0.0, partial(self._wake, trainer))
             trainer.owes = [s for s in range(first - 2, first) if s >= 0]
 
-    def say(self, event: SetMixture | Skip | Add | Moved) -> None:
+    def apply(self, event: SetMixture | Skip | Add | Moved) -> None:
+        """Apply a change; a moved source is restarted later."""
         if isinstance(event, Moved):
             self._moves.append(event)
             return
         if isinstance(event, Add):
-            self._blueprint = made = self._blueprint.with_source(event.source, event.loaders)
-            self._host.add_source(
+            self._prepared = made = self._prepared.with_source(event.source, event.loaders)
+            self._runtime.add_source(
                 made.new_source(event.at),
                 made.loaders_for(len(made.job.sources) - 1, Cursor()),
                 made.budget_bytes,
             )
             return
-        self._host.event(
-            said_of_all(event, self._blueprint.job.names)
-            if isinstance(event, SetMixture)
-            else event
+        self._runtime.event(
+            said_of_all(event, self._prepared.job.names) if isinstance(event, SetMixture) else event
         )
 
     def run(self, max_events: int) -> None:
-        self._host.attach({t.rank: t for t in self._trainers})
+        """Execute events until every rank has its steps, or the job ends."""
+        self._runtime.attach({t.rank: t for t in self._trainers})
         for n in range(max_events):
             self._move([m for m in self._moves if m.step is None and m.after <= n])
             if all((t.ended and not t.inbox) or self._has_all(t) for t in self._trainers):
@@ -229,9 +225,9 @@ class _Simulation:
             if not self._executor.step():
                 stuck = next(t.rank for t in self._trainers if not t.ended)
                 raise DataStall(
-                    self._host.waiting_for(stuck),
+                    self._runtime.waiting_for(stuck),
                     self._executor.now,
-                    self._host.planner.next_step,
+                    self._runtime.planner.next_step,
                     stuck,
                 )
         raise DataStall(f"an end of the simulation within {max_events} events", self._executor.now)
@@ -242,7 +238,7 @@ class _Simulation:
     def _move(self, due: Sequence[Moved]) -> None:
         self._moves = [m for m in self._moves if m not in due] if due else self._moves
         for move in due:
-            self._host.event(RestartSource(self._blueprint.job.names.index(move.source)))
+            self._runtime.event(RestartSource(self._prepared.job.names.index(move.source)))
 
     def _has_all(self, trainer: _Rank) -> bool:
         return self._steps is not None and len(trainer.steps) >= self._steps
@@ -252,44 +248,46 @@ class _Simulation:
             self._take(trainer)
 
     def _take(self, trainer: _Rank) -> None:
-        self._tell(trainer)
+        self._send_reports(trainer)
         if not trainer.inbox or self._has_all(trainer):
             trainer.idle = True
             return
         trainer.idle = False
-        told, bucket = trainer.inbox.pop(0)
-        trainer.steps.append(Step(told, bucket, trainer.rank))
-        trainer.owes.append(told.step)
-        self._host.consumed([trainer.rank], told.step)
+        info, bucket = trainer.inbox.pop(0)
+        trainer.last = info
+        trainer.steps.append(Step(info, bucket, trainer.rank))
+        trainer.owes.append(info.step)
+        self._runtime.consumed([trainer.rank], info.step)
         if self._save:
-            self._states[told.step] = self._export(told)
+            self._states[info.step] = self._export(info)
         delays = self._delays
         self._executor.at(
             self._executor.delay(delays.step_s * delays.slow.get(trainer.rank, 1.0)),
             partial(self._take, trainer),
         )
 
-    def _tell(self, trainer: _Rank) -> None:
-        """All it owes but perhaps the report of its last step, which it may still be working on."""
+    def _send_reports(self, trainer: _Rank) -> None:
+        """Send the pending reports; the one of the last step may come later."""
         while (
             self._report is not None
             and trainer.owes
             and (len(trainer.owes) > 1 or self._executor.delay(1.0) > 1.0)
         ):
             step = trainer.owes.pop(0)
-            if (said := self._report(trainer.rank, step)) is not None:
-                what = checked(trainer.rank, step, said, self._host.planner.next_step)
-                if self._host.planner.in_time(what):
-                    self._log.report(what, 0)
-                self._host.event(what)
+            if (values := self._report(trainer.rank, step)) is not None:
+                report = checked(trainer.rank, step, values, self._runtime.planner.next_step)
+                if self._runtime.planner.in_time(report):
+                    self._log.report(report, 0)
+                self._runtime.event(report)
 
-    def _export(self, told: StepInfo) -> dict[str, Any]:
-        assert isinstance(told.after, StreamState)
-        return self._blueprint.export(self._log.completed(told.after, self._blueprint.job.names))
+    def _export(self, info: StepInfo) -> dict[str, Any]:
+        assert isinstance(info.after, StreamState)
+        return self._prepared.export(self._log.completed(info.after, self._prepared.job.names))
 
     def outcome(self) -> Run:
-        ranks, planner = self._trainers, self._host.planner
-        last = next((t.steps[-1]._told for t in ranks if t.steps), None)
+        """Return the result of the run."""
+        ranks, planner = self._trainers, self._runtime.planner
+        last = next((t.last for t in ranks if t.last is not None), None)
         return Run(
             steps={t.rank: t.steps for t in ranks},
             error=next((t.error for t in ranks if t.error), None),
@@ -301,7 +299,7 @@ class _Simulation:
         )
 
     def close(self) -> None:
-        self._blueprint.close()
+        self._prepared.close()
 
 
 def simulate(
@@ -319,14 +317,15 @@ def simulate(
     **options: Any,
 ) -> Run:
     """Run a job on a virtual clock until it ends, or until every rank has taken ``steps`` steps.
-    ``events``: what people change in mid-run; each names its step, so when it is said does not
-    matter; and sources that move, which must not matter at all. ``report``: what trainers report of
-    a step, some time before they ask for the second next; resumed, they say again what the state
-    may lack. ``save``: keep the state behind every step, as a checkpoint would.
+
+    ``events``: changes during the run. Each names its step, so the time of the call does not
+    matter; a moved source must not change anything. ``report``: the report of a trainer about a
+    step, sent before it requests the second next step. A resumed run repeats reports that the
+    state may lack. ``save``: keep the state after every step, as a checkpoint does.
     """
-    blueprint, delays = PreparedJob(job, Options.of(options)), delays or Delays()
+    prepared, delays = PreparedJob(job, Options.of(options)), delays or Delays()
     run = _Simulation(
-        blueprint,
+        prepared,
         resume,
         seed=seed,
         steps=steps,
@@ -337,7 +336,7 @@ def simulate(
     )
     try:
         for event in events:
-            run.say(event)
+            run.apply(event)
         run.run(max_events)
     finally:
         run.close()

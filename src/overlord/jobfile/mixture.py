@@ -1,9 +1,8 @@
-"""The mixture of a job file: ``mixture: {schedule: cosine, start: {...}, end: {...}, steps:
-1000}``, both ways.
+"""Read and write the mixture of a job file.
 
-A mapping with the key ``schedule`` is a schedule, wherever weights may stand; its other keys are
-the arguments of the function of that name in ``ov.schedule``, or of the factory given to
-``register_schedule``.
+``mixture: {schedule: cosine, start: {...}, end: {...}, steps: 1000}``: a mapping with the key
+``schedule`` is a schedule, wherever weights are allowed. Its other keys are the arguments of the
+function of that name in ``ov.schedule``, or of the factory given to ``register_schedule``.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from overlord.user_code import told
 
 
 def is_schedule(plain: Any) -> bool:
-    """Weights may name a source "schedule"; then a number stands there."""
+    """Whether a mapping is a schedule; weights of a source named "schedule" have a number there."""
     return isinstance(plain, Mapping) and "schedule" in plain and not is_real(plain["schedule"])
 
 
 def read_mixture(plain: Any, at: str, problems: list[str]) -> Any:
-    """Weights as they are, a schedule from its mapping; ``failed`` and its problems where it cannot
-    be made.
+    """Return weights as they are, and a schedule from its mapping.
+
+    If a schedule cannot be made, return ``failed`` and add its problems.
     """
     if isinstance(plain, list):
         return [read_mixture(inner, f"{at}[{i}]", problems) for i, inner in enumerate(plain)]
@@ -46,23 +46,22 @@ def read_mixture(plain: Any, at: str, problems: list[str]) -> Any:
         problems.append(f"{at}.schedule: unknown{did_you_mean(kind, known)}")
         return failed
     given, missing = _arguments(known[kind], given, at, problems)
-    if (
-        len(problems) > before and kind not in BUILT_IN
-    ):  # a user's factory is called only with what it asks for
+    # A user's factory is called only with valid arguments.
+    if len(problems) > before and kind not in BUILT_IN:
         return failed
     made = _made(kind, given | dict.fromkeys(missing), missing, at, problems)
     return made if len(problems) == before else failed
 
 
 def failed(step: int, feedback: Feedback) -> dict[str, float]:
-    """Stands where a schedule could not be made, so that what is around it is still checked."""
+    """Replace a schedule that could not be made, so that the rest of the file is still checked."""
     raise AssertionError("a job with problems is never run")
 
 
 def _arguments(
     factory: Any, given: dict[Any, Any], at: str, problems: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The arguments that the factory knows, and the names of those it lacks."""
+    """Return the valid arguments of a factory, and the names of missing ones."""
     named = {
         n: p
         for n, p in inspect.signature(factory).parameters.items()
@@ -83,7 +82,7 @@ def _made(
 ) -> Any:
     try:
         return make(kind, **given)
-    except JobError as fault:  # what is missing was said already
+    except JobError as fault:  # missing arguments are reported already
         problems += [
             f"{at}.{problem}"
             for problem in fault.problems
@@ -95,9 +94,7 @@ def _made(
 
 
 def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
-    """A schedule as the mapping that makes it again; what has no name in a file becomes a
-    problem.
-    """
+    """Return a schedule as a mapping for a file; code without a name becomes a problem."""
     if isinstance(mixture, Mapping):
         return {
             key: write_mixture(inner, f"{at}.{key}", problems) for key, inner in mixture.items()
@@ -106,8 +103,8 @@ def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
         return [write_mixture(inner, f"{at}[{i}]", problems) for i, inner in enumerate(mixture)]
     if isinstance(mixture, (Base, Registered)):
         given = {
-            name: dict(part.weights) if isinstance(part, Constant) else part
-            for name, part in mixture.parameters().items()
+            name: dict(value.weights) if isinstance(value, Constant) else value
+            for name, value in mixture.parameters().items()
         }
         return {"schedule": mixture.kind, **write_mixture(given, at, problems)}
     if isinstance(mixture, (str, bool, int, float, type(None))):
@@ -120,4 +117,5 @@ def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
 
 
 def shown(value: Any) -> str:
+    """Return the repr of a value, at most 80 characters."""
     return text if len(text := repr(value)) <= 80 else text[:77] + "..."

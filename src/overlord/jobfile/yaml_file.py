@@ -1,8 +1,8 @@
-"""A job as one YAML file, with the names of the Python classes.
+"""Read and write a job as one YAML file, with the names of the Python classes.
 
-The file is only data: it names no code to import, functions come from ``register_function`` alone.
-Every problem of the file, those that the classes themselves find included, comes in one
-``JobError``, each with its full key.
+The file is only data: it cannot import code, and functions come only from ``register_function``.
+One ``JobError`` lists every problem of the file with its full key, including those that the classes
+report.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 
 def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets job files say ``{map: {fn: name}}``. The same name again replaces only the same
-    function, edited and run anew.
+    """Register a function for job files: ``{map: {fn: name}}``.
+
+    A name can be registered again only for the same function, for example after an edit.
     """
     if not isinstance(name, str) or not name or not callable(fn):
         raise JobError(
@@ -54,7 +55,7 @@ def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     known = _functions.get(name)
     if known is not None and _place(known) != _place(fn):
         raise JobError(
-            [f"the name {name!r} stands for {_place(known)} already; choose another"],
+            [f"name: expected an unused one, got {name!r} of {_place(known)}; choose another"],
             "register_function",
         )
     _functions[name] = fn
@@ -62,10 +63,10 @@ def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_job(path: str | Path) -> Job:
-    """The job of a YAML file. Relative paths in it are relative to the file."""
+    """Read the job of a YAML file; relative paths are relative to the file."""
     where = str(path)
     if is_uri(where):
-        raise JobError(["expected a file of this machine, got a URI; copy it here"], "job file")
+        raise JobError(["expected a file on this machine, got a URI; copy it here"], "job file")
     _refuse_data(where)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -85,7 +86,7 @@ def read_job(path: str | Path) -> Job:
 
 
 def _refuse_data(where: str) -> None:
-    """A data file in the place of a job file: say so by its name, before it is read as text."""
+    """Refuse a data file by its name, before it is read as text."""
     from overlord.sources.formats import SUFFIXES
 
     if os.path.isdir(where):
@@ -107,8 +108,9 @@ def _refuse_data(where: str) -> None:
 
 
 def write_job(job: Job) -> str:
-    """The job as YAML, only what differs from the defaults. Paths become absolute, so that the text
-    means the same anywhere.
+    """Return the job as YAML, without fields that have their default.
+
+    Paths become absolute, so that the text means the same in every folder.
     """
     writer = _Writer()
     plain = writer.job(job)
@@ -118,13 +120,14 @@ def write_job(job: Job) -> str:
 
 
 class _Reader:
-    """Builds the parts one by one and keeps what each of them has to say."""
+    """Builds the objects of a job file one by one and collects their problems."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.problems: list[str] = []
 
     def read(self, text: str) -> Job | None:
+        """Return the job, or None; ``problems`` holds the reasons."""
         plain = self._parse(text)
         if not isinstance(plain, dict):
             if not self.problems:
@@ -134,13 +137,13 @@ class _Reader:
             return None
         known = self._known(plain, Job, "")
         place = (
-            self._part(ClientPlaceTree, plain["place"], "place")
+            self._object(ClientPlaceTree, plain["place"], "place")
             if "place" in plain
             else ClientPlaceTree()
         )
-        batch = self._part(Batch, plain["batch"], "batch") if "batch" in plain else None
+        batch = self._object(Batch, plain["batch"], "batch") if "batch" in plain else None
         sources = self._sources(plain["sources"]) if "sources" in plain else []
-        # Stand-ins for what failed, so that the job's own rules still speak about the rest.
+        # Stand-ins for what failed, so that the rules of Job still check the rest.
         stand_ins = {
             "place": place or ClientPlaceTree(),
             "batch": batch or Batch(samples=1, context=2 * (place.cp if place else 1)),
@@ -156,7 +159,7 @@ class _Reader:
             given["mixture"] = mixture
         elif "mixture" in given:
             del given["mixture"]
-        if not sources:  # nothing to weigh
+        if not sources:  # a mixture would name unknown sources
             given.pop("mixture", None)
         if isinstance(given.get("journal"), str):
             given["journal"] = self._path(given["journal"])
@@ -172,15 +175,16 @@ class _Reader:
         try:
             return loader.get_single_data()
         except (yaml.YAMLError, RecursionError, ValueError) as fault:
-            self.problems.append(f"is no YAML: {_said(fault)}")
+            self.problems.append(f"expected YAML, got a syntax error: {_yaml_error(fault)}")
             return None
         finally:
-            self.problems += loader.twice
+            self.problems += loader.duplicates
             loader.dispose()
 
     def _known(self, plain: Mapping[Any, Any], cls: type, at: str) -> dict[str, Any]:
-        """The entries that name fields, and a stand-in for what is missing, so that the rest is
-        still checked.
+        """Return the entries that name fields, and stand-ins for missing ones.
+
+        Stand-ins let the rest still be checked.
         """
         names = [f.name for f in fields(cls)]
         dot = f"{at}." if at else ""
@@ -197,9 +201,10 @@ class _Reader:
         stand_ins = {name: {"fn": _missing, "placeholder": 0}.get(name, "?") for name in missing}
         return {key: value for key, value in plain.items() if key in names} | stand_ins
 
-    def _part(self, cls: type, plain: Any, at: str, **given: Any) -> Any:
-        """One object of a class from a mapping, or None and its problems. ``given``: fields already
-        read.
+    def _object(self, cls: type, plain: Any, at: str, **given: Any) -> Any:
+        """Return an object of a class from a mapping, or None and add its problems.
+
+        ``given``: fields that are already read.
         """
         if not isinstance(plain, dict):
             self.problems.append(f"{at}: expected a mapping, got {_shown(plain)}")
@@ -207,15 +212,16 @@ class _Reader:
         before = len(self.problems)
         values = self._known({**plain, **given}, cls, at)
         try:
-            part = cls(**values)
+            made = cls(**values)
         except JobError as fault:
             self.problems += [_keyed(problem, at, values.get("name")) for problem in fault.problems]
             return None
-        return part if len(self.problems) == before else None
+        return made if len(self.problems) == before else None
 
     def _sources(self, plain: Any) -> list[Source]:
-        """Every source, or a stand-in of its name where it failed, so that names and mixture can
-        still be checked.
+        """Return every source, or a stand-in of its name if it failed.
+
+        Stand-ins let names and mixture still be checked.
         """
         if isinstance(plain, dict) and plain:
             entries = [(f"sources.{name}", name, entry) for name, entry in plain.items()]
@@ -235,14 +241,14 @@ class _Reader:
         before = len(self.problems)
         if isinstance(plain, dict):
             if name is not None and "name" in plain:
-                self.problems.append(f"{at}.name: the key names the source already")
+                self.problems.append(f"{at}.name: expected none, got one; the key is the name")
             for key in ("transforms", "deferred"):
                 if isinstance(plain.get(key), list):
                     given[key] = self._transforms(plain[key], f"{at}.{key}")
                 elif key in plain:
                     self.problems.append(f"{at}.{key}: expected a list, got {_shown(plain[key])}")
                     given[key] = ()
-            if "path" in plain:  # what many call it: said, and then checked under its name
+            if "path" in plain:  # a usual mistake: report it, and check the value as uri
                 self.problems.append(f"{at}.path: unknown; did you mean 'uri'?")
                 plain = {
                     "uri": plain["path"],
@@ -250,7 +256,7 @@ class _Reader:
                 }
             if "uri" in plain:
                 given["uri"] = self._paths(plain["uri"], at)
-        source = self._part(Source, plain, at, **given)
+        source = self._object(Source, plain, at, **given)
         if source is not None and len(self.problems) == before:
             return source
         label = name if name is not None else plain.get("name") if isinstance(plain, dict) else None
@@ -259,9 +265,7 @@ class _Reader:
         return Source(at, "?")
 
     def _paths(self, path: Any, at: str) -> Any:
-        """A path or a list of paths, put behind the file's folder; anything else is a problem here,
-        not a dataset.
-        """
+        """Resolve a path or a list of paths; a file cannot hold another kind of source."""
         if isinstance(path, str) and path:
             return self._path(path)
         if isinstance(path, list) and path and all(isinstance(p, str) and p for p in path):
@@ -270,8 +274,9 @@ class _Reader:
         return "?"
 
     def _path(self, path: str) -> str:
-        """What is no good as a URI stays as it is, for whoever checks it: a folder before it would
-        make a path of it.
+        """Return a path relative to the folder of the file.
+
+        A malformed URI stays as it is for later checks: with the folder it would become a path.
         """
         return (
             path
@@ -320,7 +325,7 @@ class _Reader:
             given[name] = body[name].fn
         elif kind in ("map", "filter") and "fn" in body:
             given["fn"] = self._function(body["fn"], f"{at}.fn")
-        return self._part(_TRANSFORMS[kind], body, at, **given)  # type: ignore[arg-type]
+        return self._object(_TRANSFORMS[kind], body, at, **given)  # type: ignore[arg-type]
 
     def _select(self, body: Any, at: str) -> Select | None:
         if not isinstance(body, list):
@@ -333,9 +338,7 @@ class _Reader:
             return None
 
     def _meta_value(self, body: dict[Any, Any], at: str) -> dict[Any, Any]:
-        """``column`` or ``fn`` in a file, where Python has one argument for both: a file must say
-        which it means.
-        """
+        """Convert ``column`` or ``fn`` to ``value``: Python has one argument for both."""
         rest = {key: value for key, value in body.items() if key not in ("column", "fn")}
         if ("column" in body) == ("fn" in body):
             self.problems.append(f"{at}: expected exactly one of column and fn")
@@ -358,19 +361,20 @@ class _Reader:
 
 
 class _Named:
-    """A function found in the registry, told apart from a column's name."""
+    """A registered function, to distinguish it from the name of a column."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
 
 
 def _missing(*_: Any) -> None:
-    """Stands where a function was not found, so that the rest of its transform is still checked."""
+    """Replace an unknown function, so that the rest of its transform is still checked."""
 
 
 def _keyed(problem: str, at: str, name: Any) -> str:
-    """What a class says about itself, under the file's key: "source 'web'.weight: ..." is
-    "sources[3].weight: ...".
+    """Return the problem of a class under the key of the file.
+
+    "source 'web'.weight: ..." becomes "sources[3].weight: ...".
     """
     for own in (f"source {name!r}", "batch", "place"):
         if problem.startswith((f"{own}.", f"{own}:")):
@@ -378,15 +382,14 @@ def _keyed(problem: str, at: str, name: Any) -> str:
     return f"{at}.{problem}"
 
 
-def _said(fault: Exception) -> str:
-    """What the parser says, in one line and without the name that it gives to a text."""
+def _yaml_error(fault: Exception) -> str:
+    """Return the error of the parser in one line, without the name of the stream."""
     mark = getattr(fault, "problem_mark", None)
     if mark is None:
         return " ".join(str(fault).split())
-    parts = [
-        part for part in (getattr(fault, "context", None), getattr(fault, "problem", None)) if part
-    ]
-    return f"{', '.join(parts)} (line {mark.line + 1}, column {mark.column + 1})"
+    texts = (getattr(fault, "context", None), getattr(fault, "problem", None))
+    text = ", ".join(text for text in texts if text)
+    return f"{text} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _shown(value: Any) -> str:
@@ -399,12 +402,13 @@ def _place(fn: Any) -> str:
 
 
 class _Writer:
-    """A job as plain values; what has no place in a file becomes a problem."""
+    """Converts a job to plain values; what a file cannot hold becomes a problem."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
     def job(self, job: Job) -> dict[str, Any]:
+        """Return the fields of a job that differ from their defaults."""
         plain = {name: getattr(job, name) for name in ("name",)}
         plain["sources"] = [self._source(i, source) for i, source in enumerate(job.sources)]
         if job.place != ClientPlaceTree():
@@ -485,7 +489,7 @@ class _Writer:
 
 
 def _changed(thing: Any) -> dict[str, Any]:
-    """Fields that differ from their defaults, and those without one."""
+    """Return the fields that differ from their default, and those without one."""
     return {
         f.name: getattr(thing, f.name)
         for f in fields(thing)
@@ -498,20 +502,21 @@ def _anywhere(path: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe, no key twice, and plain scalars as YAML 1.2 reads them: 1e-3 is a number; no, on and
-    2024-01-01 are text.
+    """A safe loader that reports duplicate keys and reads plain scalars as YAML 1.2.
+
+    1e-3 is a number; no, on and 2024-01-01 are text.
     """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self.twice: list[str] = []
+        self.duplicates: list[str] = []  # problems of keys that are given twice
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
-                    self.twice.append(
+                    self.duplicates.append(
                         f"{key.value}: given twice, the second time in line "
                         f"{key.start_mark.line + 1}"
                     )
@@ -520,7 +525,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what the loader above would read as something else."""
+    """Quotes texts that ``_Loader`` would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,8 +1,8 @@
-"""Overlord for torch trainers: ``import overlord.torch as ot``. Names are loaded when first used;
-torch comes with the first of them.
+"""Overlord for torch trainers: ``import overlord.torch as ot``.
 
-``pip install 'overlord-data[torch]'``. A guide: docs/torch.md; what each framework wants, key by
-key: docs/frameworks.md.
+Names are imported at their first use, and torch with the first of them. Install it by
+``pip install 'overlord-data[torch]'``. docs/torch.md is a guide; docs/frameworks.md lists the keys
+that each framework reads.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""BroadcastClient: the client of a rank whose plan broadcasts. One rank of a group fetches, all of
-them get their step.
+"""The client of a rank whose plan broadcasts: one rank of a group fetches for all of them.
 
-The fetcher has a client at every seat of its group (one a bucket: several where DP is broadcast),
-packs what they were handed into one frame and broadcasts it. Each rank of the group takes its
-seat's part and cuts its own view out of it, as a constructor would have. Steps, state and reports
-are what they are without a broadcast; fewer ranks have a connection.
+The fetcher has a client for every step queue of its group (one per bucket; several if DP is
+broadcast), packs their steps into one frame and broadcasts it. Each rank of the group slices its
+own view out of the step of its queue, as a constructor would have done. Steps, state and reports
+are the same as without a broadcast; fewer ranks have a connection.
 """
 
 from __future__ import annotations
@@ -35,98 +34,95 @@ from overlord.messages.client import StepInfo
 from overlord.messages.control import EncodedState
 from overlord.plan.rank_view import View
 from overlord.serving.step_publisher import MOVED
-from overlord.torch.broadcast_frames import FrameBroadcast, as_said
+from overlord.torch.broadcast_frames import FrameBroadcast, portable_error
 from overlord.torch.departures import Departures
 from overlord.torch.process_groups import Service
 from overlord.transport.state_codec import seal
 
 log = logging.getLogger("overlord")
 
-END_S = 300.0  # for the others to finish their last step and ask for one more
-OTHERS_S = 10.0  # for the others to hear that this rank failed, or is leaving
-NOTE_S = 3.0  # for them to read that this rank failed, where the store ends with it
-# frames to look through for one that all ranks expect: a few are under way, and one at each rank
-# that passes them on
-LOOK = 16
+END_S = 300.0  # for the others to finish their last step and request one more
+OTHERS_S = 10.0  # for the others to receive the error or the departure of this rank
+NOTE_S = 3.0  # for the others to read the departure note, if the store ends with this process
+# Frames to search for the one that all ranks expect: a few are in flight, and one is at each rank
+# that forwards them.
+SEARCHED_FRAMES = 16
 
 
 @dataclass(slots=True)
 class BroadcastQueue:
-    """Stands for the mailbox of a rank that has none: which generation of the session its steps are
-    of.
-    """
+    """The step queue of a rank without a connection: it only holds the session's generation."""
 
     generation: int = 0
 
     def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
+        """Return None: steps come by broadcast."""
         return None
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
-        """Its fetcher's mailbox is what ends."""
+        """Do nothing: only the queue of the fetcher ends."""
 
     def __len__(self) -> int:
         return 0
 
 
-class BroadcastClient(Client):
-    """A ``Client`` whose steps come by a broadcast, or are broadcast by it. Made by
-    ``overlord.torch.join``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastSetup:
+    """The arguments of a ``BroadcastClient``, as the rendezvous of its ranks gives them.
 
-    ``clients``: of the seats that this rank fetches from, its own first; of a rank that is served
-    only its own, if it encodes images. ``asking``: how a rank without a client asks for its state
-    and reports.
+    ``clients``: of the queues that this rank reads, its own first; a rank that is served has only
+    its own, if it encodes images. ``connect_control`` opens a connection to the session, by which a
+    rank without a client exports its state and reports.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        view: View,
-        wire: FrameBroadcast,
-        clients: Mapping[int, Client],
-        *,
-        split: tuple[str, tuple[str, ...]],
-        start: State,
-        asking: Callable[[], Any],
-        leave: Callable[[BroadcastClient], None],
-        farewells: Departures,
-        microbatches: int | None = None,
-        world_size: int | None = None,
-    ):
-        self.service, self._view, self._wire, self._clients, self._split = (
-            service,
-            view,
-            wire,
-            dict(clients),
-            split,
-        )
-        self._own = self._clients.get(service.rank)
-        self._slabs = BufferPool()  # for what the trainer widens
-        self._asking, self._leave, self._farewells, self._asked = asking, leave, farewells, None
-        self._over: BaseException | None = None  # why no frame comes any more
-        self._early: deque[dict[str, Any]] = (
-            deque()
-        )  # frames that came to a call they were not meant for
-        self._images: Step | None = None  # of this rank's own, for the step whose frame is to come
+    service: Service
+    view: View
+    frames: FrameBroadcast
+    clients: Mapping[int, Client]
+    split: tuple[str, tuple[str, ...]]  # the axis of the plan, and its broadcasts
+    start: State
+    connect_control: Callable[[], Any]
+    leave: Callable[[Mapping[int, Client], bool], None]  # (clients, whether this rank failed)
+    departures: Departures
+    microbatches: int | None = None
+    world_size: int | None = None
+
+
+class BroadcastClient(Client):
+    """A ``Client`` that receives its steps by broadcast, or broadcasts them.
+
+    ``overlord.torch.join`` creates it.
+    """
+
+    def __init__(self, setup: BroadcastSetup):
+        self.service, self._view, self._frames = setup.service, setup.view, setup.frames
+        self._clients, self._split = dict(setup.clients), setup.split
+        self._own = self._clients.get(self.service.rank)
+        self._pool = BufferPool()  # for arrays that the trainer expands
+        self._connect_control, self._control = setup.connect_control, cast("Any", None)
+        self._leave, self._departures = setup.leave, setup.departures
+        self._over: BaseException | None = None  # the reason why no more frames come
+        # Frames that arrived in a call that did not expect them.
+        self._early: deque[dict[str, Any]] = deque()
+        self._images: Step | None = None  # this rank's own images, for the step of the next frame
         self._gone = False
-        self._last: dict[str, Any] | None = (
-            None  # the state behind the last step, once there is no other
-        )
+        self._last: dict[str, Any] | None = None  # the state after the last step of the stream
         self.bytes_fetched = 0
         super().__init__(
-            service.rank,
+            self.service.rank,
             BroadcastQueue(),
             begin=lambda: None,
-            consumed=lambda box, step: None,
+            consumed=lambda queue, step: None,
             waiting_for=lambda: "",
             export=self._state_of,
             rewind=self._load,
-            report=self._say,
-            start=start,
+            report=self._send_report,
+            start=setup.start,
             close=self._end,
             stall_warn_s=0.0,
             stall_limit_s=0.0,
-            microbatches=microbatches,
-            world_size=world_size,
+            microbatches=setup.microbatches,
+            world_size=setup.world_size,
         )
         self.session = None if self._own is None else self._own.session
         atexit.register(self._at_exit)
@@ -139,32 +135,33 @@ class BroadcastClient(Client):
         start, own = time.monotonic(), cast("Step | None", None)
         try:
             if self.service.fetches:
-                own, parts = self._fetch()
+                own, queues = self._fetch()
             else:
                 if self._own is not None and self._images is None:
-                    self._images = next(self._own, None)  # where it has ended, so has the fetcher's
-                parts = self._hear_step()["parts"]
+                    # If this stream has ended, that of the fetcher has ended too.
+                    self._images = next(self._own, None)
+                queues = self._receive_step()["queues"]
                 own, self._images = self._images, None
         except StopIteration as over:
             self._over = over
             raise
         finally:
             self.waited_s += time.monotonic() - start
-        part = next(p for p in parts if p["seat"] == self.service.seat)
-        assert own is None or own.step == part["told"].step, (
+        content = next(q for q in queues if q["rank"] == self.service.queue_rank)
+        assert own is None or own.step == content["info"].step, (
             "images of one step and text of another"
         )
-        return part["told"], self._mine(part, own)
+        return content["info"], self._view_of(content, own)
 
     def _fetch(self) -> tuple[Step, list[dict[str, Any]]]:
-        """The step of every seat, told to all ranks of the group before this one uses it."""
+        """Take the step of every queue and broadcast them, before this rank uses its own."""
         try:
-            steps = {seat: next(client) for seat, client in self._clients.items()}
+            steps = {rank: next(client) for rank, client in self._clients.items()}
             self._check(next(iter(steps.values())))
-            parts = [_part(seat, step, seat != self.rank) for seat, step in steps.items()]
-            self.bytes_fetched += sum(step._bucket.nbytes for step in steps.values())
-            self._wire.say({"kind": "step", "generation": self._generation, "parts": parts})
-            return steps[self.rank], parts
+            queues = [_content(rank, step, rank != self.rank) for rank, step in steps.items()]
+            self.bytes_fetched += sum(step.nbytes for step in steps.values())
+            self._frames.send({"kind": "step", "generation": self._generation, "queues": queues})
+            return steps[self.rank], queues
         except StopIteration:
             self._finish()
             raise
@@ -173,22 +170,26 @@ class BroadcastClient(Client):
             raise
 
     def _check(self, step: Step) -> None:
-        told = (step._told.axis, tuple(step._told.broadcast))
-        if told != self._split:
+        info = step.info
+        split = (info.axis, tuple(info.broadcast))
+        if split != self._split:
             raise PlanError(
                 f"the first plan split along {self._split[0]} and broadcast at "
                 f"{', '.join(self._split[1]) or 'nothing'}, this one along "
-                f"{told[0]} and at {', '.join(told[1]) or 'nothing'}; process groups are made once",
+                f"{split[0]} and at {', '.join(split[1]) or 'nothing'}; process groups are made "
+                "once",
                 step.step,
                 "let the strategy name the same axes in every step, or pass broadcast=False",
             )
 
-    def _hear(self, what: str, *, loading: bool = False) -> dict[str, Any]:
-        """The next frame. ``loading``: that the session moved while the fetcher took a step ahead
-        is no error to who follows it there.
+    def _receive(self, what: str, *, loading: bool = False) -> dict[str, Any]:
+        """Return the next frame, or raise its error.
+
+        ``loading``: ignore the error of a fetcher that prefetched while the session was rewound,
+        because this rank rewinds too.
         """
         try:
-            frame = self._early.popleft() if self._early else self._wire.hear(what)
+            frame = self._early.popleft() if self._early else self._frames.receive(what)
         except BaseException as error:
             self._over = error if isinstance(error, Exception) else self._over
             raise
@@ -197,26 +198,26 @@ class BroadcastClient(Client):
             raise frame["error"]
         return frame
 
-    def _hear_step(self) -> dict[str, Any]:
-        frame = self._hear(f"step {self._state.step}")
+    def _receive_step(self) -> dict[str, Any]:
+        frame = self._receive(f"step {self._state.step}")
         if frame["kind"] in ("loaded", "refused"):
-            self._early.appendleft(
-                frame
-            )  # for the call that is to come: a thread that prefetches may be here before it
-            raise self._apart("loaded a state", "asked for a step")
+            # Keep it for the next load_state_dict: a prefetching thread may get here first.
+            self._early.appendleft(frame)
+            raise self._out_of_step("loaded a state", "requested a step")
         self._inbox.generation = frame["generation"]  # type: ignore[attr-defined]
         if frame["kind"] == "end":
             self._last = frame["state"]
             raise StopIteration
         return frame
 
-    def _hear_loaded(self) -> dict[str, Any]:
-        """What became of the fetcher's own attempt. It may have been some steps ahead: they are
-        over, or to come if it was refused.
+    def _receive_loaded(self) -> dict[str, Any]:
+        """Return the outcome of the fetcher's load.
+
+        The fetcher may have sent some steps before: they are dropped, or kept if it was refused.
         """
         steps: list[dict[str, Any]] = []
-        for _ in range(LOOK):
-            frame = self._hear("that it loaded the state", loading=True)
+        for _ in range(SEARCHED_FRAMES):
+            frame = self._receive("that it loaded the state", loading=True)
             if frame["kind"] == "loaded":
                 self._early.clear()
                 return frame
@@ -225,32 +226,33 @@ class BroadcastClient(Client):
                 raise frame["error"]
             steps.append(frame)
         self._early.extendleft(reversed(steps))
-        raise self._apart("goes on taking steps", "loads a state")
+        raise self._out_of_step("keeps taking steps", "loads a state")
 
-    def _apart(self, fetcher: str, mine: str) -> OverlordError:
+    def _out_of_step(self, fetcher: str, mine: str) -> OverlordError:
         return OverlordError(
             f"rank {self.service.fetcher} {fetcher} while rank {self.rank} {mine}; all "
             "ranks of a broadcast must call the same: "
             "next(client), or load_state_dict"
         )
 
-    def _mine(self, part: Mapping[str, Any], own: Step | None) -> BucketBatch:
-        """This rank's view of its seat's microbatches; with the images it encodes, which no other
-        rank gets.
+    def _view_of(self, content: Mapping[str, Any], own: Step | None) -> BucketBatch:
+        """Return this rank's view of the microbatches of its queue.
+
+        It includes the images that this rank encodes, which no other rank receives.
         """
-        wide = BatchArrays.of_part(part["wide"], part["rows"]) if part["wide"] else None
+        wide = BatchArrays.of_part(content["wide"], content["rows"]) if content["wide"] else None
         bucket = BucketBatch(
-            np.arange(int(part["bounds"][-1])),
-            part["bounds"],
+            np.arange(int(content["bounds"][-1])),
+            content["bounds"],
             wide,
-            form=part["form"],
-            slab=self._slabs,
+            form=content["form"],
+            slab=self._pool,
         )
         if wide is not None and bucket.form is not None and not self._view.sliced:
             wide, form = seen(wide, bucket.form, self._view)
             bucket = replace(bucket, wide=wide, form=form)
         else:
-            whole = part["microbatches"] if wide is None else bucket.microbatches
+            whole = content["microbatches"] if wide is None else bucket.microbatches
             bucket = replace(
                 bucket,
                 wide=None,
@@ -258,12 +260,12 @@ class BroadcastClient(Client):
                 built=tuple(narrow(arrays, self._view) for arrays in whole),
             )
         if own is not None:
-            return replace(bucket, encoder=own._bucket.encoder, per=own._bucket.per)
-        if part["encoder"] and self.service.seat == self.rank:
+            return replace(bucket, encoder=own.bucket.encoder, per=own.bucket.per)
+        if content["encoder"] and self.service.queue_rank == self.rank:
             return replace(
                 bucket,
-                encoder=BatchArrays.of_part(part["encoder"], part["encoder_rows"]),
-                per=part["per"],
+                encoder=BatchArrays.of_part(content["encoder"], content["encoder_rows"]),
+                per=content["per"],
             )
         return bucket
 
@@ -279,32 +281,31 @@ class BroadcastClient(Client):
         inbox, session = self._own_client._inbox, self._own_client.session
         return int(getattr(inbox, "generation", 0) if session is None else session._generation)
 
-    def _state_of(self, box: StepQueue, state: State) -> dict[str, Any]:
+    def _state_of(self, queue: StepQueue, state: State) -> dict[str, Any]:
         if self._own is not None:
             mine = self._own
-            now = (
-                state is self._state and self._back is None
-            )  # else it is one of before, by a mark or by a step that was refused
+            # Otherwise the state is an earlier one, of a mark or of a step that was refused.
+            now = state is self._state and self._back is None
             return mine.state_dict() if now else mine.state_dict((mine._inbox, state))
         if self._last is not None and state.step == self._state.step:  # a mark is a copy
             return dict(self._last)
-        saved: dict[str, Any] = self._link()._export(box, state)
+        saved: dict[str, Any] = self._session_control()._export(queue, state)
         return saved
 
-    def _say(self, box: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
+    def _send_report(self, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
         if self._own is not None:
             self._own.report(step, metrics)
         else:
-            self._link()._report(box, step, metrics, next_step)
+            self._session_control()._report(queue, step, metrics, next_step)
 
-    def _link(self) -> Any:
-        """To the session's front door, opened by the first question."""
-        if self._asked is None:
-            self._asked = self._asking()
-        return self._asked
+    def _session_control(self) -> Any:
+        """Return the connection to the session's control server, opened by the first call."""
+        if self._control is None:
+            self._control = self._connect_control()
+        return self._control
 
     def _load(self, state: Mapping[str, Any], allow: tuple[str, ...]) -> tuple[StepQueue, State]:
-        """All ranks of the group do this together, as they take steps together."""
+        """Load a state. All ranks of the group call it, as they take steps together."""
         mark = _mark(state)
         if not self.service.fetches:
             return self._inbox, self._load_too(state, allow, mark)
@@ -313,24 +314,25 @@ class BroadcastClient(Client):
                 client.load_state_dict(state, allow)
         except BaseException as error:
             with contextlib.suppress(OverlordError):
-                self._wire.say(
+                self._frames.send(
                     {
                         "kind": "refused",
                         "generation": self._generation,
-                        "error": as_said(error, self.rank),
+                        "error": portable_error(error, self.rank),
                     }
                 )
             raise
         self._over = None
         after = sealed(self._own_client._state)
-        self._wire.say(
+        self._frames.send(
             {"kind": "loaded", "generation": self._generation, "after": after, "mark": mark}
         )
         return self._inbox, after
 
     def _load_too(self, state: Mapping[str, Any], allow: tuple[str, ...], mark: str) -> State:
-        """A rank that is served: after its fetcher, whose word is heard in any case, or it would be
-        taken for a step's.
+        """Load a state on a rank that is served, after its fetcher.
+
+        The fetcher's frame is received in any case: later it would be taken for a step.
         """
         refused: OverlordError | None = None
         try:
@@ -338,13 +340,13 @@ class BroadcastClient(Client):
                 self._own.load_state_dict(state, allow)
         except OverlordError as error:
             refused = error
-        frame = self._hear_loaded()
+        frame = self._receive_loaded()
         if refused is not None:
             raise refused
         if frame["mark"] != mark:
-            words = {"state": ("another than this one", "this one")}
+            differs = {"state": ("another than this one", "this one")}
             problem = f"rank {self.service.fetcher} loaded another state than this rank"
-            raise StateMismatch(words, "load the same one on every rank", problem)
+            raise StateMismatch(differs, "load the same state on every rank", problem)
         self._inbox.generation = frame["generation"]  # type: ignore[attr-defined]
         self._over = self._last = self._images = None
         after: State = frame["after"]
@@ -353,18 +355,19 @@ class BroadcastClient(Client):
     # the end
 
     def _finish(self) -> None:
-        """A last word. Whoever waits for a step must have it before this process may go; one who
-        stopped before it never will.
+        """Broadcast the end of the stream and wait until the other ranks have received it.
+
+        This process must not exit before. A rank that stopped earlier never receives it.
         """
         try:
             state = self._own_client.state_dict()
         except OverlordError:
             state = None
         try:
-            self._wire.say({"kind": "end", "generation": self._generation, "state": state})
-            self._wire.flush(limit_s=END_S)
+            self._frames.send({"kind": "end", "generation": self._generation, "state": state})
+            self._frames.flush(limit_s=END_S)
         except (ActorLost, DataStall) as why:
-            log.warning("rank %d: the end of the stream was not heard by all: %s", self.rank, why)
+            log.warning("rank %d: not all ranks received the end of the stream: %s", self.rank, why)
 
     def _fail(self, error: BaseException) -> None:
         self._over = (
@@ -372,39 +375,37 @@ class BroadcastClient(Client):
             if isinstance(error, Exception)
             else OverlordError(f"rank {self.rank} was stopped by {type(error).__name__}")
         )
-        with contextlib.suppress(OverlordError):  # they are gone too
-            self._wire.say({"kind": "error", "generation": 0, "error": as_said(error, self.rank)})
-            self._wire.flush(limit_s=OTHERS_S)
+        with contextlib.suppress(OverlordError):  # the other ranks may have failed too
+            self._frames.send(
+                {"kind": "error", "generation": 0, "error": portable_error(error, self.rank)}
+            )
+            self._frames.flush(limit_s=OTHERS_S)
 
     def _end(self) -> None:
-        if (
-            self._gone
-        ):  # a prefetcher has closed it, say, and now its own ``with`` does: it leaves once
+        if self._gone:  # a prefetcher may have closed it before its own ``with`` does
             return
         self._gone = True
         atexit.unregister(self._at_exit)
-        self._farewells.leave(self._wire.frames, self._state.step, self._fault)
+        self._departures.leave(self._frames.frames, self._state.step, self._fault)
         with contextlib.suppress(OverlordError):
             if self._over is None and self.service.fetches:
-                self._wire.flush(limit_s=OTHERS_S)
-        self._wire.close()
+                self._frames.flush(limit_s=OTHERS_S)
+        self._frames.close()
         if self._over is None and self._fault is not None and self.rank == 0:
-            self._farewells.wait_for_others(NOTE_S)
-        if self._asked is not None:
-            self._asked._asking.close()
-        self._leave(self)
+            self._departures.wait_for_others(NOTE_S)
+        if self._control is not None:
+            self._control._asking.close()
+        self._leave(self._clients, self._failed)
 
     def _at_exit(self) -> None:
         self._fault = self._fault or getattr(sys, "last_value", None)
         self._failed = self._failed or self._fault is not None
         self.close()
 
-    # for people
+    # metrics
 
     def figures(self) -> dict[str, Any]:
-        """What the broadcast saves and costs: ranks that fetch, bytes that came from constructors
-        and by broadcast, memory of frames.
-        """
+        """Return metrics of the broadcast: fetching ranks, bytes fetched and broadcast, memory."""
         s = self.service
         return {
             "rank": s.rank,
@@ -415,8 +416,8 @@ class BroadcastClient(Client):
             "fetching_ranks": s.fetchers,
             "steps": self.steps,
             "bytes_fetched": self.bytes_fetched,
-            "bytes_broadcast": self._wire.nbytes,
-            "held_bytes": self._wire.held_bytes,
+            "bytes_broadcast": self._frames.nbytes,
+            "held_bytes": self._frames.held_bytes,
             "waited_s": self.waited_s,
         }
 
@@ -434,22 +435,23 @@ class BroadcastClient(Client):
         )
 
 
-def _part(seat: int, step: Step, images: bool) -> dict[str, Any]:
-    """What a seat was handed, as it is sent. ``images``: with those that the seat's rank encodes,
-    since it has no client of its own.
+def _content(rank: int, step: Step, images: bool) -> dict[str, Any]:
+    """Return the step of a queue as it is sent.
+
+    ``images``: include those that the rank of the queue encodes, because it has no client.
     """
-    bucket = step._bucket
+    bucket = step.bucket
     bounds = np.asarray(bucket.bounds)
     first, stop = (int(bounds[0]), int(bounds[-1])) if len(bounds) else (0, 0)
-    told = step._told.of_rows(bucket.samples[first:stop])
+    info = step.info.of_rows(bucket.samples[first:stop])
     none: tuple[Mapping[str, np.ndarray], np.ndarray] = ({}, np.zeros((0, len(bucket)), np.int64))
     wide, rows = bucket.part() if bucket.wide is not None else none
     encoder, encoder_rows = (
         bucket.encoder.part(0, bucket.encoder.n) if images and bucket.encoder is not None else none
     )
     return {
-        "seat": seat,
-        "told": replace(told, after=sealed(told.after)),
+        "rank": rank,
+        "info": replace(info, after=sealed(info.after)),
         "bounds": bounds - first,
         "wide": wide,
         "rows": rows,
@@ -464,11 +466,13 @@ def _part(seat: int, step: Step, images: bool) -> dict[str, Any]:
 
 
 def sealed(state: State) -> EncodedState:
+    """Return a state in its encoded form."""
     return state if isinstance(state, EncodedState) else seal(state)
 
 
 def _mark(state: Mapping[str, Any]) -> str:
-    """Equal states, equal marks; reports of the last steps are in the states of some ranks and not
-    yet in those of others.
+    """Return a digest that equal states share.
+
+    Reports do not count: those of the last steps are not yet in the states of all ranks.
     """
     return digest(json.dumps({k: v for k, v in state.items() if k != "reports"}, sort_keys=True))

@@ -1,11 +1,10 @@
-"""What a fetching rank says to the ranks it serves: a frame of bytes, broadcast inside their
-process group. No pickle.
+"""Frames of bytes that a fetching rank broadcasts to the ranks it serves. No pickle.
 
-step      the step of each seat: what is told of it, and its arrays in full; receivers view them, nothing is copied
-end       there is no step any more; with the state behind the last one
+step      the step of each queue: its info, and its arrays; receivers view them without a copy
+end       the stream has ended; with the state after the last step
 error     the fetcher failed, and with it the step
 loaded    the fetcher loaded a state, as every rank of the group must
-refused   it could not load it; the stream goes on as before
+refused   the fetcher could not load a state; the stream continues as before
 """
 
 from __future__ import annotations
@@ -33,17 +32,16 @@ from overlord.transport.frame import pack, size_of, unpack
 
 log = logging.getLogger("overlord")
 
-WAIT_S = 0.5  # torch cannot be interrupted in a wait: Ctrl-C is heard between two, and who has left
-POLL_S = 0.001  # between looks at a device's collective, which has no wait of its own
+WAIT_S = 0.5  # one wait: torch cannot be interrupted in it, so Ctrl-C and departures wait this long
+POLL_S = 0.001  # between two polls of a device's collective, which has no wait with a timeout
 AHEAD = 2  # frames that the fetcher may be ahead of the slowest rank it serves
-SOURCE_LINE = re.compile(
-    r"^\[[^\]]*:\d+\]\s*"
-)  # where in its own source a library was when it failed
+SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")  # a source position that starts a library's error
 
 
 class FrameBroadcast:
-    """A process group as a one-way channel: one rank says, the others hear. The one who says does
-    not wait for them to listen.
+    """A process group as a one-way channel: one rank sends, the others receive.
+
+    The sender does not wait for the receivers, up to ``AHEAD`` frames.
     """
 
     def __init__(
@@ -55,28 +53,27 @@ class FrameBroadcast:
         *,
         stall_warn_s: float = WARN_S,
         on_stall: Callable[[str, float], None] | None = None,
-        farewells: Departures | None = None,
+        departures: Departures | None = None,
     ):
-        if (
-            device.type == "cuda" and device.index is None
-        ):  # a thread that prefetches would take the first one, whatever the rank's is
+        if device.type == "cuda" and device.index is None:
+            # The current device of a prefetching thread is 0, whatever that of the rank is.
             device = torch.device("cuda", torch.cuda.current_device())
         self._service, self._group, self._device, self._limit_s = service, group, device, limit_s
-        self._warn_s, self._on_stall, self._farewells = stall_warn_s, on_stall, farewells
+        self._warn_s, self._on_stall, self._departures = stall_warn_s, on_stall, departures
         self._memory = BufferPool()
-        self._said: deque[tuple[list[Any], list[torch.Tensor], int]] = deque()
-        self._lock = (
-            threading.Lock()
-        )  # of ``_said``: who closes waits beside a thread that prefetches
+        self._sent: deque[tuple[list[Any], list[torch.Tensor], int]] = deque()
+        # Guards ``_sent``: close() may run while another thread prefetches.
+        self._lock = threading.Lock()
         self._closed = False
-        self._broken: Exception | None = None  # why frames cannot be told apart any more
+        self._broken: Exception | None = None  # the error after which frame limits are unknown
         self.frames = self.nbytes = 0
 
-    # the rank that says
+    # the sending rank
 
-    def say(self, value: Mapping[str, Any]) -> None:
-        """To all. Returns before they have it; whoever is slow holds it up when ``AHEAD`` frames
-        are under way.
+    def send(self, value: Mapping[str, Any]) -> None:
+        """Send a frame to all ranks; return before they have it.
+
+        It blocks while more than ``AHEAD`` frames are in flight.
         """
         header, columns = encode(dict(value))
         room = self._memory(max(1, size_of(header, columns)))[: size_of(header, columns)]
@@ -90,51 +87,50 @@ class FrameBroadcast:
         ]
         works = [self._broadcast(tensor) for tensor in tensors]
         with self._lock:
-            self._said.append((works, tensors, self.frames))
+            self._sent.append((works, tensors, self.frames))
         self.frames, self.nbytes = self.frames + 1, self.nbytes + len(room)
         self.flush(AHEAD)
 
     def flush(self, left: int = 0, limit_s: float | None = None) -> None:
-        """Wait until no more than so many frames are under way."""
+        """Wait until at most ``left`` frames are in flight."""
         while True:
             with self._lock:
-                if len(self._said) <= left:
+                if len(self._sent) <= left:
                     return
-                first = self._said[0]
+                first = self._sent[0]
             for work in first[0]:
                 self._wait(
                     work,
-                    f"{ranks(_others(self._service))} to take what rank "
-                    f"{self._service.rank} broadcasts",
+                    f"{ranks(_others(self._service))} to receive the broadcast of rank "
+                    f"{self._service.rank}",
                     limit_s,
                     first[2],
                 )
             with self._lock:
-                if self._said and self._said[0] is first:
-                    self._said.popleft()
+                if self._sent and self._sent[0] is first:
+                    self._sent.popleft()
 
-    # the ranks that hear
+    # the receiving ranks
 
-    def hear(self, what: str) -> dict[str, Any]:
-        """The next frame; arrays in it are views of the memory it came into. Whoever stops in the
-        middle of one has lost its place.
+    def receive(self, what: str) -> dict[str, Any]:
+        """Return the next frame; its arrays are views of the receive buffer.
+
+        An exception in the middle of a frame makes all later frames unreadable.
         """
         if self._broken is not None:
             raise self._broken
         try:
-            return self._heard(what)
+            return self._received(what)
         except BaseException as fault:
             stopped = (
                 f"rank {self._service.rank} stopped ({type(fault).__name__}) while it waited "
                 f"for rank {self._service.fetcher}, and "
             )
-            lost = OverlordError(
-                f"{stopped}cannot tell any more where what that broadcasts begins: join again"
-            )
+            lost = OverlordError(f"{stopped}has lost the limits of its frames; join again")
             self._broken = fault if isinstance(fault, Exception) else lost
             raise
 
-    def _heard(self, what: str) -> dict[str, Any]:
+    def _received(self, what: str) -> dict[str, Any]:
         who = f"rank {self._service.fetcher}, which fetches for this one, to broadcast {what}"
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._wait(self._broadcast(size), who, frame=self.frames)
@@ -157,21 +153,22 @@ class FrameBroadcast:
     # both
 
     def close(self) -> None:
-        """Whoever waits here, in another thread, need not wait any more."""
+        """End the waits of other threads, with an error."""
         self._closed = True
 
     @property
     def held_bytes(self) -> int:
+        """The memory of the frame buffers."""
         return self._memory.nbytes
 
     def _broadcast(self, tensor: torch.Tensor) -> Any:
         try:
             return dist.broadcast(tensor, self._service.fetcher, group=self._group, async_op=True)
-        except (RuntimeError, ValueError) as fault:  # the group is gone, or one of it
+        except (RuntimeError, ValueError) as fault:  # the group, or one of its ranks, is lost
             raise self._lost(fault, self.frames) from fault
 
     def _wait(self, work: Any, who: str, limit_s: float | None = None, frame: int = 0) -> None:
-        look_at, start, limit_s, warn_at = (
+        check_at, start, limit_s, warn_at = (
             WAIT_S,
             time.monotonic(),
             self._limit_s if limit_s is None else limit_s,
@@ -182,22 +179,21 @@ class FrameBroadcast:
                 raise OverlordError(f"the client of rank {self._service.rank} is closed")
             if (waited := time.monotonic() - start) >= limit_s:
                 raise DataStall(who, waited, rank=self._service.rank)
-            if waited >= look_at:
-                look_at = waited + WAIT_S
-                if (left := self._left(frame)) is not None:
-                    raise left
+            if waited >= check_at:
+                check_at = waited + WAIT_S
+                if (departed := self._departed(frame)) is not None:
+                    raise departed
             if waited >= warn_at:
                 warn_at = waited + max(1.0, self._warn_s)
-                self._stalls(who, waited)
+                self._warn(who, waited)
             if self._device.type != "cpu":
                 time.sleep(POLL_S)
                 continue
             try:
-                work.wait(
-                    timedelta(seconds=max(0.01, min(WAIT_S, limit_s - waited)))
-                )  # 0 would mean for ever
+                # A timeout of 0 would mean no limit.
+                work.wait(timedelta(seconds=max(0.01, min(WAIT_S, limit_s - waited))))
                 return
-            except RuntimeError as fault:  # it lasts, or it failed
+            except RuntimeError as fault:  # a timeout, or a failure
                 if work.is_completed():
                     raise self._lost(fault, frame) from fault
         try:
@@ -205,30 +201,33 @@ class FrameBroadcast:
         except RuntimeError as fault:
             raise self._lost(fault, frame) from fault
 
-    def _left(self, frame: int) -> ActorLost | None:
-        return None if self._farewells is None else self._farewells.before(frame)
+    def _departed(self, frame: int) -> ActorLost | None:
+        return None if self._departures is None else self._departures.before(frame)
 
-    def _stalls(self, who: str, seconds: float) -> None:
+    def _warn(self, who: str, seconds: float) -> None:
         if self._on_stall is not None:
             self._on_stall(who, seconds)
         else:
             log.warning("rank %d has waited %.0f s for %s", self._service.rank, seconds, who)
 
     def _lost(self, fault: BaseException, frame: int) -> ActorLost:
-        """Who went without a word is known by the broken connection alone, and among several not
-        even who it was.
+        """Return the error for a lost rank.
+
+        Without a departure note only the broken connection is known; of several ranks not even
+        which one was lost.
         """
-        if (left := self._left(frame)) is not None:
-            return left
+        if (departed := self._departed(frame)) is not None:
+            return departed
         others = _others(self._service)
         whom = f"rank {self._service.fetcher}, which fetches for this one,"
         if self._service.fetches:
             whom = ranks(others) if len(others) == 1 else f"one of {ranks(others)}"
+        # The first sentence is the error; advice follows it.
         text = shortened(
             SOURCE_LINE.sub("", next(iter(str(fault).splitlines()), "")).partition(". ")[0]
-        )  # then it gives advice
+        )
         return ActorLost(
-            whom, f"its process has ended, or the network between has failed; torch says: {text}"
+            whom, f"its process has exited, or the network to it has failed; torch reports: {text}"
         )
 
 
@@ -236,8 +235,8 @@ def _others(service: Service) -> list[int]:
     return [rank for rank in service.members if rank != service.rank]
 
 
-def as_said(error: BaseException, rank: int) -> Exception:
-    """An error in a form that travels, and that ends a loop nowhere in silence."""
+def portable_error(error: BaseException, rank: int) -> Exception:
+    """Return an error that can be sent; StopIteration must not end a loop silently elsewhere."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return ActorLost(

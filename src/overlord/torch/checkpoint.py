@@ -1,5 +1,4 @@
-"""The loader's state in a checkpoint: as a part of torch's distributed checkpoint, or as a file of
-JSON beside one of any kind.
+"""The loader's state in a checkpoint: inside torch's distributed checkpoint, or as a JSON file.
 
 The state is small, the same on every rank and valid on any mesh, so it is stored once and every
 rank loads the same.
@@ -22,27 +21,30 @@ REMEDY = "save and load what state_dict() gave, unchanged"
 
 
 class LoaderState:
-    """A ``Stateful`` for ``torch.distributed.checkpoint``: ``dcp.save({"model": ..., "loader":
-    ot.LoaderState(client)}, ...)``.
+    """A ``Stateful`` for ``torch.distributed.checkpoint``.
 
-    ``loader``: whatever has ``state_dict`` and ``load_state_dict``: a client, a
-    ``DevicePrefetcher``, a ``StatefulLoader``. The state is one string of JSON: DCP stores the
-    value once for all ranks, whatever its length, and gives it to each.
+    ``dcp.save({"model": ..., "loader": ot.LoaderState(client)}, ...)``. ``loader``: an object with
+    ``state_dict`` and ``load_state_dict``: a client, a ``DevicePrefetcher``, a ``StatefulLoader``.
+    The state is one JSON string: DCP stores the value once for all ranks, whatever its length, and
+    loads it on each.
     """
 
     def __init__(self, loader: Any, allow: tuple[str, ...] = ()):
         self.loader, self.allow = loader, tuple(allow)
 
     def state_dict(self) -> dict[str, Any]:
-        """Asked for before loading too, when it may be too late for one: another rank has loaded
-        the state and moved the session.
+        """Return the state under one key.
+
+        DCP calls it before loading too. Then there may be no state, because another rank has
+        already loaded one and rewound the session.
         """
         try:
             return {KEY: json.dumps(self.loader.state_dict(), sort_keys=True)}
         except OverlordError as fault:
-            return {KEY: _Unsaid(fault)}
+            return {KEY: _NoState(fault)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that ``state_dict`` returned."""
         if not isinstance(state, Mapping) or not isinstance(text := state.get(KEY), str):
             found = (
                 ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
@@ -57,9 +59,10 @@ class LoaderState:
             self.loader.load_state_dict(loaded)
 
 
-class _Unsaid:
-    """In place of a state that cannot be had. Whoever saves it is told why; loading puts a state in
-    its place.
+class _NoState:
+    """A placeholder for a state that is not available: pickling it raises the reason.
+
+    Loading replaces it by a state.
     """
 
     def __init__(self, fault: OverlordError):
@@ -70,8 +73,7 @@ class _Unsaid:
 
 
 def save_state(loader: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the state as JSON, whole or not at all. ``path``: a file, or a folder, in which it is
-    called overlord.json.
+    """Write the state as JSON, atomically. ``path``: a file, or a folder for overlord.json.
 
     All ranks may call it: the state is the same, and rank 0 writes it.
     """
@@ -88,8 +90,9 @@ def save_state(loader: Any, path: str | os.PathLike[str]) -> Path:
 
 
 def _rank_of(loader: Any) -> int:
-    """Its own, its client's, or that of the process: two ranks that write one file are one too
-    many.
+    """Return the rank of the loader, of its client, or of the process.
+
+    Exactly one rank may write the file.
     """
     for holder in (loader, getattr(loader, "client", None)):
         if isinstance(rank := getattr(holder, "rank", None), int):
@@ -99,7 +102,10 @@ def _rank_of(loader: Any) -> int:
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What ``save_state`` wrote: for ``client.load_state_dict``, or ``launch(job, resume=...)``."""
+    """Read the state that ``save_state`` wrote.
+
+    It is for ``client.load_state_dict``, or ``launch(job, resume=...)``.
+    """
     target = _file(path)
     return _parsed(target.read_text(encoding="utf-8"), str(target))
 

@@ -1,6 +1,4 @@
-"""Items in a worker process of torch's DataLoader: refusals, and the exit of a worker after an
-error.
-"""
+"""Worker processes of torch's DataLoader: refused settings, and the exit after an error."""
 
 from __future__ import annotations
 
@@ -28,12 +26,9 @@ class InWorker:
 
     def __next__(self) -> Any:
         if self._failed:
-            raise SystemExit(
-                0
-                # torch's queue holds the error and is flushed at exit; torch reports any other
-                # status
-                # as a crash
-            )
+            # torch's queue holds the error and is flushed at exit; torch reports any other exit
+            # status as a crash.
+            raise SystemExit(0)
         try:
             return next(self._items)
         except StopIteration:
@@ -44,14 +39,15 @@ class InWorker:
 
 
 def world_size() -> int:
-    """Return the world size of this process; 1 where it belongs to no world."""
+    """Return the world size of this process; 1 without a world."""
     here = world_here("Dataset")
     return 1 if here is None else here.size
 
 
 def refuse_workers(has_job: bool, ranks: int) -> None:
-    """Refuse workers that would repeat the job's steps or end its session. ``ranks``: of the world,
-    where the worker was started.
+    """Refuse workers that would repeat the job's steps or end its session.
+
+    ``ranks``: the world size where the worker was started.
     """
     info = get_worker_info()
     if info.num_workers > 1:

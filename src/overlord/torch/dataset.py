@@ -1,6 +1,4 @@
-"""Steps where torch expects a data set or a loader: ``Dataset`` for a DataLoader,
-``StatefulLoader`` in place of one.
-"""
+"""Steps as a torch ``Dataset`` for a DataLoader, and as a ``StatefulLoader`` instead of one."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from overlord.errors import JobError, StateMismatch
 from overlord.job.job import Job
 from overlord.torch.dataloader_worker import InWorker, refuse_workers, world_size
 from overlord.torch.position import NOT_BEGUN, Position, Trail, position_of
-from overlord.torch.rewind_barrier import meet, refuse_apart
-from overlord.torch.saved_state import State, state_behind
+from overlord.torch.rewind_barrier import refuse_without_group, wait_for_all
+from overlord.torch.saved_state import State, state_after
 from overlord.torch.tensor_step import TensorMicrobatch, TensorStep
 
 log = logging.getLogger("overlord")
@@ -40,16 +38,17 @@ def _refuse_collating(batch: Any, **_: Any) -> Any:
 default_collate_fn_map.update({TensorStep: _refuse_collating, TensorMicrobatch: _refuse_collating})
 
 
-class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked into
-    """One item is one step (a ``TensorStep``), or with ``microbatches=True`` one microbatch. For
-    ``DataLoader(batch_size=None)``.
+class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow torch
+    """A data set whose items are steps (``TensorStep``), or microbatches.
 
-    ``source``: a Job, launched in the process that iterates, or a client of this process.
-    ``transform`` changes every item: an adapter, say. ``rewind``: every ``iter()`` starts at the
-    first step, for evaluation; otherwise it goes on where the last one stood. Reading, tokenizing
-    and packing run in parallel already, so ``num_workers`` is 0, or with a Job 1. The state is
-    exact between steps and, on the same mesh, between microbatches. With ``microbatches=True`` a
-    step that has another number of them than ``Batch.microbatches`` raises ``PlanError``.
+    For ``DataLoader(batch_size=None)``. ``source``: a Job, launched in the process that iterates,
+    or a client of this process. ``microbatches``: an item is one microbatch; a step with another
+    number of them than ``Batch.microbatches`` raises ``PlanError``. ``transform`` changes every
+    item, e.g. an adapter. ``rewind``: every ``iter()`` starts at the first step, for evaluation;
+    otherwise it continues where the last one stopped.
+
+    Reading, tokenizing and packing run in parallel already, so ``num_workers`` is 0, or with a Job
+    1. The state is exact between steps and, on the same mesh, between microbatches.
     """
 
     def __init__(
@@ -79,33 +78,26 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         self.microbatches, self.transform, self.rewind = microbatches, transform, rewind
         self._rank, self._options, self._wrap = rank, launch_options, wrap
         self._client: Any = None if self.job is not None else (wrap(source) if wrap else source)
+        # The state at which a pass may start.
         self._first: State | None = (
             self._client.state_dict() if rewind and self._client is not None else None
-        )  # where a pass may start
-        self._pending: Position | None = None  # loaded before there was a client to load it
+        )
+        self._pending: Position | None = None  # a state that was loaded before there was a client
         self._allow: tuple[str, ...] = ()
-        self._loaded = False  # a state was loaded, from which the next pass goes on
-        self._trail, self._passes, self._empty = (
-            Trail(nothing_ahead),
-            0,
-            0,
-        )  # of this pass; passes begun; passes without an item in a row
+        self._loaded = False  # a state was loaded, from which the next pass continues
+        self._trail = Trail(nothing_ahead)  # of this pass
+        self._passes = 0  # that have begun
+        self._empty = 0  # consecutive passes without an item
         self._taken: TensorStep | None = None  # a step taken from the client and not accepted yet
-        self._before: Callable[[], State] = (
-            dict  # the stream before the step that was taken or is handed out in parts
-        )
-        self._rest: deque[Any] = deque()  # microbatches still to come of it
-        self._skip = self._out = (
-            0  # microbatches to leave out of the next step; handed out of this one
-        )
-        self._plan: str | None = (
-            None  # the plan that the microbatches to leave out, or handed out, are of
-        )
-        self._ranks = 1  # of the world that a worker was started in
+        self._before: Callable[[], State] = dict  # the stream before that step
+        self._rest: deque[Any] = deque()  # microbatches of the current step still to come
+        self._skip = self._out = 0  # microbatches to skip in the next step; handed out of this one
+        self._plan: str | None = None  # digest of the plan of the skipped or handed-out ones
+        self._ranks = 1  # world size where a worker was started
 
     @property
     def client(self) -> Any:
-        """The client whose steps these are; None for a Job that nobody iterates yet."""
+        """The client that delivers the steps; None for a Job before the first ``iter()``."""
         return self._client
 
     def __iter__(self) -> Iterator[Any]:
@@ -116,9 +108,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         return self._items()
 
     def set_epoch(self, epoch: int) -> None:
-        """Accept what trainers call before a pass, and ignore it: the order of samples is the
-        job's.
-        """
+        """Do nothing; trainers call it before a pass. The job determines the order of samples."""
         refuse_sharing("Dataset")
 
     def _in_worker(self) -> Iterator[Any]:
@@ -127,17 +117,18 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         yield from self._items()
 
     def _begin_pass(self, ahead: Ahead) -> None:
-        """Start a pass at the first step, or after the last item trained on: items that a trainer
-        held in the last pass come again.
+        """Start a pass at the first step, or after the last item that was trained on.
+
+        Items that a trainer prefetched in the last pass and did not train on come again.
         """
         if self.rewind:
-            refuse_apart(self._mesh_size())
+            refuse_without_group(self._mesh_size())
         if self.rewind and self._passes and not self._loaded:
-            meet(self._mesh_size(), self._options)
+            wait_for_all(self._mesh_size(), self._options)
             self._go_to(NOT_BEGUN)
         elif (unread := self._trail.consumed()) is not None:
             self._go_to(unread)
-        self._open()
+        self.open()
         self._trail, self._passes, self._loaded = Trail(ahead), self._passes + 1, False
 
     def _mesh_size(self) -> int:
@@ -150,15 +141,13 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         return known or 1
 
     def _items(self) -> Iterator[Any]:
-        """Where it stands is kept in this object and not here: another iterator goes on from there,
-        and so does a loaded state.
-        """
+        """Yield items. The position is in the object: a later iterator continues from there."""
         some = False
         while (item := self._next()) is not None:
             some, self._empty = True, 0
             yield item if self.transform is None else self.transform(item)
         if not some:
-            self._tell_empty()
+            self._warn_empty()
 
     def _next(self) -> Any:
         self._trail.ask(self._kept)
@@ -167,9 +156,10 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
             self._trail.hand(self._kept)
         return item
 
-    def _tell_empty(self) -> None:
-        """Warn at the first pass without an item, and raise at the second: some trainers stop
-        there, others loop without end.
+    def _warn_empty(self) -> None:
+        """Warn at the first pass without an item, and raise at the second.
+
+        Some trainers stop at an empty pass, others loop forever.
         """
         self._empty += 1
         problem = (
@@ -192,12 +182,13 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         return found
 
     def _begin_step(self) -> bool:
-        """Take the next step and check it. A refused step is kept, with the state before it, and
-        refused again.
+        """Take the next step and check it; return False at the end of the stream.
+
+        A refused step is kept, with the state before it, and refused again.
         """
         while not self._rest:
             if self._taken is None:
-                self._before = state_behind(self._client)
+                self._before = state_after(self._client)
                 self._taken = self._step()
             if (step := self._taken) is None:
                 return False
@@ -217,8 +208,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         return known if self.job is None else self.job.batch.microbatches
 
     def _same_plan(self, step: TensorStep) -> None:
-        """Microbatches that were handed out are those of one plan; under another mesh they hold
-        other samples.
+        """Raise if the step has another plan than the microbatches that were handed out.
+
+        Under another mesh, microbatches hold other samples.
         """
         if self._skip and self._plan not in (None, step.plan_digest):
             raise StateMismatch(
@@ -228,14 +220,15 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
                         step.plan_digest,
                     )
                 },
-                "a state of the middle of a step is good for the same mesh and strategy "
-                "only; save at the end of a step, or load its "
-                "'stream', which begins this step anew",
+                "a state inside a step is valid only for the same mesh and strategy; "
+                "save at the end of a step, or load its "
+                "'stream', which starts this step again",
             )
 
     def __len__(self) -> int:
-        """Return the items of the whole job, where its ``until`` is a number and a source that
-        repeats keeps the stream from ending.
+        """Return the items of the whole job.
+
+        It is known if ``until`` is a number and a repeating source keeps the stream from ending.
         """
         if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
             raise TypeError(
@@ -247,19 +240,20 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
     # state
 
     def state_dict(self) -> State:
-        """Return the state after the last item that the trainer has trained on; items that it took
-        ahead do not count.
+        """Return the state after the last item that the trainer has trained on.
+
+        Items that it prefetched do not count.
         """
         if self._pending is not None or self._client is None:
             return (self._pending or NOT_BEGUN).state()
         return (self._trail.consumed() or self._position(self._client.state_dict)).state()
 
     def _kept(self) -> Position:
-        """Return this place, for a state that is asked for later."""
-        return self._position(state_behind(self._client))
+        """Return the current position, for a state that is requested later."""
+        return self._position(state_after(self._client))
 
     def _position(self, after: Callable[[], State]) -> Position:
-        """Return this place. ``after``: the stream after the last step of the client."""
+        """Return the current position. ``after``: the stream after the client's last step."""
         if self._rest:
             return Position(self._before, self._out, self._plan)
         return Position(
@@ -269,7 +263,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
         )
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
-        """Go on from a saved state: one of this object, or a client's."""
+        """Continue from a saved state, of this object or of a client."""
         at = position_of(state)
         if at.microbatches and not self.microbatches:
             differs = {"microbatches": (f"{at.microbatches} of a step handed out", "whole steps")}
@@ -293,7 +287,8 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
 
     # the client
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Launch the job, or join its session, unless there is a client already."""
         if self._client is None:
             assert self.job is not None
             client = _joined(self.job, self._rank, self._options)
@@ -308,12 +303,12 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
             self._client.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers that are spawned. What a pickler would say of a session is no help."""
+        """Return the state for spawned workers; the error of a pickler would not help."""
         if self._client is not None:
             raise JobError(
                 [
-                    "num_workers: expected 0 with a client, or with a Job that is iterated "
-                    "already; a session does not travel to another "
+                    "num_workers: expected 0 with a client or a Job that is already iterated, "
+                    "got a worker; a session cannot move to another "
                     "process. Give the Job, which is then launched in the worker"
                 ],
                 "Dataset",
@@ -322,8 +317,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # torch is not looked int
 
 
 def _endless(job: Job) -> bool:
-    """Whether some source always has samples; a mixture of its own may draw from none of those, so
-    that all must.
+    """Whether the stream has no end: a source always has samples.
+
+    With a mixture all sources must: it may have weight 0 for those that repeat.
     """
     repeats = [
         source.epochs is None
@@ -334,8 +330,9 @@ def _endless(job: Job) -> bool:
 
 
 def _joined(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
-    """The client of this process's rank; one that knows the plan's broadcasts where there are
-    process groups to broadcast in.
+    """Return the client of this process's rank.
+
+    With torch process groups it supports plans that broadcast.
     """
     if (groups := process_groups()) is not None and groups.get_world_size() > 1:
         from overlord.torch.rendezvous import join as join_groups
@@ -347,16 +344,16 @@ def _joined(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
 
 
 class StatefulLoader:
-    """Stands where a torchdata ``StatefulDataLoader`` is expected: iterate it, save
-    ``state_dict()``, load it before iterating again.
+    """A loader with the interface of a torchdata ``StatefulDataLoader``.
 
-    ``source``: a Job or a client. With ``device`` steps are copied there ahead
-    (``DevicePrefetcher``, ``depth``). A second ``iter`` goes on where the first stood: a stream has
-    no epochs of its own, those of its sources are in it. With ``rewind`` it starts at the first
-    step each time, for evaluation. Everything else is as in ``Dataset``.
+    Iterate it, save ``state_dict()``, and load it before iterating again. ``source``: a Job or a
+    client. With ``device``, ``depth`` steps are prefetched to it (``DevicePrefetcher``). A second
+    ``iter`` continues where the first stopped: the stream has no epochs, only its sources have.
+    With ``rewind`` it starts at the first step each time, for evaluation. Everything else is as in
+    ``Dataset``.
     """
 
-    # these are read by trainers that make a DataLoader of this one: to skip items on resume, say
+    # Trainers read these when they wrap the loader, for example to skip items on resume.
     batch_size = None
     num_workers = 0
     drop_last = False
@@ -398,24 +395,29 @@ class StatefulLoader:
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
+        """Do nothing, as ``Dataset.set_epoch``."""
         self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> State:
+        """Return the state after the last item that the trainer has trained on."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
+        """Continue from a saved state."""
         self.dataset.load_state_dict(state, allow)
 
     @property
     def client(self) -> Any:
+        """The client that delivers the steps; None for a Job before the first ``iter()``."""
         return self.dataset.client
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """As the client's: what was measured in a step, for a mixture that learns."""
-        self.dataset._open()
+        """Report metrics of a step, as ``client.report``, for a mixture that learns."""
+        self.dataset.open()
         self.dataset.client.report(step, metrics)
 
     def close(self) -> None:
+        """Close the client, and with it a session that was launched here."""
         self.dataset.close()
 
     def __enter__(self) -> StatefulLoader:

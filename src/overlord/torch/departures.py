@@ -1,9 +1,8 @@
-"""Who has left a broadcast, and why: written into torchrun's store, so that nobody waits in a
-collective for one who will not come.
+"""Notes in torchrun's store about ranks that have left a broadcast.
 
-A last frame would do for the fetcher alone, and it would hang where nobody listens any more. A note
-hangs nowhere, is there for a device's broadcasts too, and outlives the process that wrote it,
-unless that one keeps the store.
+They keep other ranks from waiting in a collective for a rank that has left. A last frame could come
+only from the fetcher, and would block if no rank receives any more. A note never blocks, works for
+broadcasts of a device too, and survives its writer, unless that process hosts the store.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ LONGEST = 200  # characters of an error's text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departed:
-    """One who left: after so many frames, and in these words."""
+    """A rank that has left the broadcast."""
 
     rank: int
-    frames: int
+    frames: int  # that it took part in
     why: str
 
 
 class Departures:
-    """The notes of one group, each read once."""
+    """The departure notes of one group; each note is read once."""
 
     def __init__(self, board: _Board, service: Service):
-        self._board, self._service, self._left, self._lock = (
+        self._board, self._service, self._departed, self._lock = (
             board,
             service,
             list[Departed](),
@@ -40,6 +39,7 @@ class Departures:
         )
 
     def leave(self, frames: int, step: int, fault: BaseException | None) -> None:
+        """Write the note of this rank."""
         if fault is None:
             why = (
                 f"it closed its client before step {step}; all ranks of a broadcast take the "
@@ -50,37 +50,37 @@ class Departures:
         self._board.add_note(self._name, {"rank": self._service.rank, "frames": frames, "why": why})
 
     def before(self, frame: int) -> ActorLost | None:
-        """Whoever left and has no part in this frame any more, the fetcher before others."""
-        gone = [left for left in self._all() if left.frames <= frame]
+        """Return the error for a rank that left before this frame, the fetcher first."""
+        gone = [one for one in self._all() if one.frames <= frame]
         if not gone:
             return None
-        first = next((left for left in gone if left.rank == self._service.fetcher), gone[0])
+        first = next((one for one in gone if one.rank == self._service.fetcher), gone[0])
         whose = ", which fetches for this one," if first.rank == self._service.fetcher else ""
         return ActorLost(f"rank {first.rank}{whose}", first.why)
 
     def wait_for_others(self, seconds: float) -> None:
-        """Until all others of the group have left too, or so long."""
+        """Wait until all others of the group have left too, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while len(self._all()) < len(self._service.members) - 1 and time.monotonic() < deadline:
             time.sleep(LOOK_S)
 
     def _all(self) -> list[Departed]:
         with self._lock:
-            while (said := self._board.note(self._name, len(self._left) + 1)) is not None:
-                self._left.append(Departed(**said))
-            return [left for left in self._left if left.rank != self._service.rank]
+            while (note := self._board.note(self._name, len(self._departed) + 1)) is not None:
+                self._departed.append(Departed(**note))
+            return [one for one in self._departed if one.rank != self._service.rank]
 
     @property
     def _name(self) -> str:
-        return f"farewells/{self._service.fetcher}"
+        return f"departures/{self._service.fetcher}"
 
 
 def in_short(fault: BaseException) -> str:
-    """An error's name and the first line of its text."""
+    """Return the name of an error and the first line of its text."""
     text = shortened(next(iter(str(fault).splitlines()), ""))
     return f"{type(fault).__name__}: {text}" if text else type(fault).__name__
 
 
 def shortened(text: str) -> str:
-    """Cut between words."""
+    """Shorten a text to ``LONGEST`` characters, between words."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST].rsplit(' ', 1)[0]} ..."

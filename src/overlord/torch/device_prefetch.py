@@ -1,6 +1,4 @@
-"""Steps on the device before the trainer asks for them: a thread takes them from the client, and
-copies beside the computation.
-"""
+"""Prefetch steps to a device: a thread takes them from the client and copies them in advance."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from overlord.client.step import Step, check_count
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError, PlanError
 from overlord.job.job import Job
 from overlord.torch.microbatch_info import MicrobatchInfo
-from overlord.torch.pinned_memory import PinnedBuffers, Placing
-from overlord.torch.saved_state import State, state_behind
+from overlord.torch.pinned_memory import DeviceCopy, PinnedBuffers
+from overlord.torch.saved_state import State, state_after
 from overlord.torch.tensor_step import (
     HOST_KEYS,
     TensorMicrobatch,
@@ -32,29 +30,28 @@ from overlord.torch.tensor_step import (
     why_missing,
 )
 
-LOOK_S = 1.0  # between looks whether the thread still lives
-HOLD_BACK_S = (
-    0.02  # the thread lets a trainer that just got a step go first, while another is ready
-)
+POLL_S = 1.0  # between two checks that the thread is alive
+# The thread pauses so long after the trainer took a step, if another step is ready.
+HOLD_BACK_S = 0.02
 HOLD_BACK = 0.1  # but no longer than this share of the time between two steps
-PAUSE_S = 60.0  # for the thread to come back from the client, before a state is loaded
-LEAVE_S = 10.0  # for it to end, once the client is closed
+PAUSE_S = 60.0  # for the thread to return from the client, before a state is loaded
+CLOSE_S = 10.0  # for the thread to end, once the client is closed
 
 
 class _Ready(NamedTuple):
     step: TensorStep
-    behind: Callable[[], State]  # the state of the stream behind it
-    copied: Placing | None  # the copy it must wait for
+    after: Callable[[], State]  # the state of the stream after it
+    copied: DeviceCopy | None  # the copy that the trainer's stream must wait for
 
 
 class DevicePrefetcher:
-    """Iterates a client's steps as ``TensorStep`` on a device, up to ``depth`` of them copied
-    ahead. Stands where the client stood.
+    """Iterates a client's steps as ``TensorStep`` on a device, ``depth`` of them prefetched.
 
-    On CUDA a step is packed into one pinned buffer and copied by one call on a stream of its own;
-    the trainer's stream waits for the copy, the trainer does not. On the CPU nothing is copied:
-    tensors share the step's memory. Other devices get plain copies. ``waited_s``: how long the
-    trainer has waited here. ``close`` closes the client too.
+    It has the interface of the client. On CUDA a step is packed into one pinned buffer and copied
+    by one call on a stream of its own; the trainer's stream waits for the copy, the trainer does
+    not. On the CPU nothing is copied: tensors share the memory of the step. Other devices receive
+    plain copies. ``waited_s``: seconds that the trainer has waited here. ``close`` closes the
+    client too.
     """
 
     def __init__(
@@ -65,18 +62,17 @@ class DevicePrefetcher:
                 [f"depth: expected a whole number of at least 1, got {depth!r}"], "DevicePrefetcher"
             )
         if not hasattr(client, "__next__"):
-            words = (
+            remedy = (
                 "; open one: overlord.torch.join(job), or session.client(rank)"
                 if isinstance(client, Job)
                 else ""
             )
             raise JobError(
-                [f"expected a client, got {type(client).__name__}{words}"], "DevicePrefetcher"
+                [f"expected a client, got {type(client).__name__}{remedy}"], "DevicePrefetcher"
             )
         self.client, self.device, self.depth = client, torch.device(device), depth
-        if (
-            self.device.type == "cuda" and self.device.index is None
-        ):  # the thread's own current device is 0, whatever the trainer's is
+        if self.device.type == "cuda" and self.device.index is None:
+            # The current device of the thread is 0, whatever that of the trainer is.
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.waited_s, self.steps = 0.0, 0
         self._staging = PinnedBuffers(self.device, pin) if self.device.type == "cuda" else None
@@ -85,30 +81,31 @@ class DevicePrefetcher:
         self._ready: deque[_Ready] = deque()
         self._thread: threading.Thread | None = None
         self._stopping = self._closed = False
-        self._end: BaseException | None = None  # what came in place of a step
-        self._asked_at = self._pause_s = 0.0
-        self._behind: Callable[[], State] | None = None  # the state behind the step the trainer has
+        self._end: BaseException | None = None  # the exception that ended the steps
+        self._requested_at = self._pause_s = 0.0
+        self._after: Callable[[], State] | None = None  # the state after the trainer's step
 
     @property
     def rank(self) -> int:
+        """The rank of the client."""
         rank: int = self.client.rank
         return rank
 
     @property
     def microbatches_per_step(self) -> int | None:
-        """The job's ``Batch.microbatches``; None where the client has no such number."""
+        """The job's ``Batch.microbatches``; None if the client does not have it."""
         found: int | None = getattr(self.client, "microbatches_per_step", None)
         return found
 
     @property
     def world_size(self) -> int | None:
-        """The ranks of the mesh; None where the client has no such number."""
+        """The ranks of the mesh; None if the client does not have the number."""
         found: int | None = getattr(self.client, "world_size", None)
         return found
 
     @property
     def ready(self) -> int:
-        """Steps that wait here for the trainer."""
+        """The number of prefetched steps."""
         return len(self._ready)
 
     # the trainer's side
@@ -122,13 +119,11 @@ class DevicePrefetcher:
         if self._thread is None and self._end is None:
             self._start()
         start = time.monotonic()
-        self._pause_s, self._asked_at = (
-            min(HOLD_BACK_S, HOLD_BACK * (start - self._asked_at)),
-            start,
-        )
+        self._pause_s = min(HOLD_BACK_S, HOLD_BACK * (start - self._requested_at))
+        self._requested_at = start
         with self._changed:
             while not self._ready and self._end is None:
-                self._changed.wait(LOOK_S)
+                self._changed.wait(POLL_S)
                 if (
                     not self._ready
                     and self._end is None
@@ -136,25 +131,25 @@ class DevicePrefetcher:
                     and not self._thread.is_alive()
                 ):
                     raise ActorLost(
-                        f"the prefetching thread of rank {self.rank}", "it ended without a word"
+                        f"the prefetching thread of rank {self.rank}", "it ended without an error"
                     )
             if not self._ready:
                 self.waited_s += time.monotonic() - start
                 assert self._end is not None
                 raise self._end
-            got = self._ready.popleft()
-        if got.copied is not None:
-            got.copied.hand_over()
-        self._behind, self.steps = got.behind, self.steps + 1
+            ready = self._ready.popleft()
+        if ready.copied is not None:
+            ready.copied.hand_over()
+        self._after, self.steps = ready.after, self.steps + 1
         self.waited_s += time.monotonic() - start
-        # last of all: whoever is woken wants the interpreter, and a call above that lets go of it
-        # would wait for it
+        # This comes last: the thread that it wakes takes the interpreter, and a call above that
+        # releases the interpreter would wait to get it back.
         with self._changed:
             self._changed.notify_all()
-        return got.step
+        return ready.step
 
     def microbatches(self) -> Iterator[TensorMicrobatch]:
-        """Yield all microbatches in a row, as the client's.
+        """Yield the microbatches of all steps, as ``client.microbatches``.
 
         A step with another number of microbatches than ``Batch.microbatches`` raises ``PlanError``
         and stays the next step.
@@ -164,50 +159,53 @@ class DevicePrefetcher:
             try:
                 check_count(step, self.microbatches_per_step)
             except PlanError:
-                self._take_back(step, before)
+                self._put_back(step, before)
                 raise
             yield from step
             before = self.mark()
 
-    def _take_back(self, step: TensorStep, before: Callable[[], State]) -> None:
-        """Stand before the step that was handed out last. Its copy is done or waited for by the
-        trainer's stream.
+    def _put_back(self, step: TensorStep, before: Callable[[], State]) -> None:
+        """Make the last step the next one again.
+
+        Its copy is complete, or the trainer's stream waits for it.
         """
         with self._changed:
             self._ready.appendleft(_Ready(step, self.mark(), None))
-            self._behind, self.steps = before, self.steps - 1
+            self._after, self.steps = before, self.steps - 1
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """As the client's. Steps were taken ahead, so ``Job.feedback_lag`` must be larger by
-        ``depth`` + 1 for reports to be in time.
+        """Report metrics of a step, as ``client.report``.
+
+        Steps are prefetched, so ``Job.feedback_lag`` must be larger by ``depth`` + 1 for reports
+        to be in time.
         """
         self.client.report(step, metrics)
 
     def state_dict(self, at: Callable[[], State] | None = None) -> State:
-        """Behind the step the trainer has got, however many were taken ahead; or behind that of a
-        mark.
+        """Return the state after the trainer's last step, or at a mark; prefetched steps do not
+        count.
         """
-        behind = at or self._behind or self.client.state_dict
-        state: State = behind()
+        after = at or self._after or self.client.state_dict
+        state: State = after()
         return state
 
     def mark(self) -> Callable[[], State]:
-        """The place behind the step the trainer has got, for a ``state_dict`` later."""
-        return self._behind or state_behind(self.client)
+        """Return a mark after the trainer's last step, for a later ``state_dict``."""
+        return self._after or state_after(self.client)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
-        """Go on from a saved state; steps taken ahead are dropped."""
+        """Continue from a saved state; prefetched steps are dropped."""
         self._refuse_fork()
         if self._closed:
             raise self._end or OverlordError(f"the prefetcher of rank {self.rank} is closed")
         self._stop(PAUSE_S)
-        self._end = None  # where it still holds, the client says it again
+        self._end = None  # if the reason persists, the client raises it again
         self.client.load_state_dict(state, allow)
         self._ready.clear()
-        self._behind = None
+        self._after = None
 
     def close(self) -> None:
-        """Leave: the thread ends, and the client is closed."""
+        """End the thread and close the client."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -216,8 +214,8 @@ class DevicePrefetcher:
             self._end = OverlordError(f"the prefetcher of rank {self.rank} is closed")
             self._ready.clear()
             self._changed.notify_all()
-        self.client.close()  # wakes the thread where it waits for a step
-        self._stop(LEAVE_S)
+        self.client.close()  # wakes the thread if it waits for a step
+        self._stop(CLOSE_S)
 
     def __enter__(self) -> DevicePrefetcher:
         return self
@@ -228,10 +226,8 @@ class DevicePrefetcher:
             and not (isinstance(value, SystemExit) and not value.code)
             and hasattr(self.client, "_failed")
         ):
-            self.client._failed, self.client._fault = (
-                True,
-                value,
-            )  # as its own ``with`` would say: other ranks need not be waited for
+            # As the ``with`` of the client itself does: a failed client does not wait for others.
+            self.client._failed, self.client._fault = True, value
         self.close()
 
     def __repr__(self) -> str:
@@ -244,16 +240,15 @@ class DevicePrefetcher:
 
     def _start(self) -> None:
         self._stopping = False
-        self._behind = self._behind or state_behind(
-            self.client
-        )  # a state that was refused leaves steps here, and the trainer behind them
+        # A refused state leaves prefetched steps here, which the trainer has not taken.
+        self._after = self._after or state_after(self.client)
         self._thread = threading.Thread(
             target=self._run, name=f"overlord-prefetch-{self.rank}", daemon=True
         )
         self._thread.start()
 
     def _stop(self, seconds: float) -> None:
-        """The thread is gone when this returns, so that the client is ours alone."""
+        """Stop the thread and wait for its end; then no other thread uses the client."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -264,7 +259,9 @@ class DevicePrefetcher:
         if thread.is_alive():
             self._thread = thread
             raise DataStall(
-                "the prefetching thread, which waits for its client", seconds, rank=self.rank
+                "the end of the prefetching thread, which waits for its client",
+                seconds,
+                rank=self.rank,
             )
 
     def _run(self) -> None:
@@ -273,15 +270,12 @@ class DevicePrefetcher:
             while self._has_room():
                 ready = self._staged(next(self.client))
                 with self._changed:
-                    if (
-                        not self._closed
-                    ):  # also when it is to stop: a state may be refused, and the stream goes on
+                    # Also when stopping: a state may be refused, and then the stream continues.
+                    if not self._closed:
                         self._ready.append(ready)
                     self._changed.notify_all()
                 del ready
-        except (
-            BaseException
-        ) as fault:  # StopIteration too: told to the trainer behind the steps that came before it
+        except BaseException as fault:  # also StopIteration: raised after the steps before it
             end = fault
         with self._changed:
             if end is not None and not self._stopping:
@@ -291,21 +285,18 @@ class DevicePrefetcher:
     def _has_room(self) -> bool:
         with self._changed:
             while len(self._ready) >= self.depth and not self._stopping:
-                self._changed.wait(LOOK_S)
-            # Work in the background wants the interpreter. A trainer that just got a step starts
-            # its first kernels, the device idle, and
-            # would wait 5 ms at every call that lets go of the interpreter. A few milliseconds
-            # later the device has enough to do.
+                self._changed.wait(POLL_S)
+            # Background work takes the interpreter. A trainer that has just received a step starts
+            # its first kernels while the device is idle. It would wait 5 ms at every call that
+            # releases the interpreter. A few milliseconds later the device has enough work queued.
             self._changed.wait_for(lambda: self._stopping or not self._ready, self._pause_s)
             return not self._stopping
 
     def _staged(self, step: Step | TensorStep) -> _Ready:
-        behind = state_behind(self.client)
+        after = state_after(self.client)
         if self._staging is None or isinstance(step, TensorStep):
             return _Ready(
-                TensorStep.of(step, None if self.device.type == "cpu" else self.device),
-                behind,
-                None,
+                TensorStep.of(step, None if self.device.type == "cpu" else self.device), after, None
             )
         microbatches, slots = list(step), list(slots_of(step))
         arrays = [
@@ -318,17 +309,16 @@ class DevicePrefetcher:
             on_device = {key: found.popleft() for key in moved}
             kept = {key: tensor_of(np.array(mb[key])) for key in mb if key in HOST_KEYS}
             all_keys = {key: on_device[key] if key in on_device else kept[key] for key in mb}
-            facts = MicrobatchInfo.of(
-                {key: moved.get(key, kept.get(key)) for key in mb}
-            )  # not of mb, which would widen its arrays once more
+            # From these arrays and not from mb, which would expand its arrays once more.
+            facts = MicrobatchInfo.of({key: moved.get(key, kept.get(key)) for key in mb})
             made.append(TensorMicrobatch(all_keys, detached_samples(mb), facts, why_missing(mb)))
         n = len(microbatches)
-        return _Ready(TensorStep(about(step), made[:n], made[n:]), behind, copied)
+        return _Ready(TensorStep(about(step), made[:n], made[n:]), after, copied)
 
     def _refuse_fork(self) -> None:
         if os.getpid() != self._pid:
             raise OverlordError(
-                f"the prefetcher was made in process {self._pid} and this is process "
-                f"{os.getpid()}; its thread did not come along: make it "
+                f"DevicePrefetcher: expected process {self._pid}, which created it, got process "
+                f"{os.getpid()}; a fork does not copy its thread: create it "
                 "in the process that iterates"
             )

@@ -1,19 +1,18 @@
-"""Outputs of an encoder on their way to the ranks that run the backbone: one all-to-all, and its
-gradient back the same way.
+"""Send the outputs of an encoder to the ranks that run the backbone, and gradients back.
 
-    rows = encoder(pixels)                                       # this rank's images, whoever's samples they belong to
-    exchange = ot.Exchange(rows, step.encoder[0])                # every rank of the world, also one without images
+    rows = encoder(pixels)  # the images that this rank encodes, of any sample
+    exchange = ot.Exchange(rows, step.encoder[0])  # on every rank, also without images
     for m, mb in enumerate(step):
         embeddings = ot.place_rows(embed(mb["tokens"]), *exchange.microbatch(m))
         loss_of(embeddings, mb).backward()
-    exchange.backward()                                          # every rank again: gradients go home to the encoders
+    exchange.backward()  # on every rank: gradients return to the encoders
 
-A plan that encodes before every microbatch has an exchange for each: ``ot.route(rows,
-step.encoder[m])`` gives its rows, and their gradient goes back inside the microbatch's own
-``backward``. A rank that gets none of them must take part in it: ``ot.tied(loss, rows)``.
+Both directions are one all-to-all. A plan that encodes before every microbatch has an exchange for
+each: ``ot.route(rows, step.encoder[m])`` returns its rows, and their gradient returns in the
+``backward`` of the microbatch. A rank without such rows must take part: ``ot.tied(loss, rows)``.
 
-The rows come to the first rank of a bucket. Where others of the bucket hold tokens too (TP, CP)
-``share_rows`` gives them theirs.
+The first rank of a bucket receives the rows. If others of the bucket hold tokens too (TP, CP),
+``share_rows`` gives them their rows.
 """
 
 from __future__ import annotations
@@ -34,17 +33,13 @@ log = logging.getLogger("overlord")
 
 Group = Any  # a ProcessGroup, or None for all ranks
 GRADIENTS = ("sum", "own")
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-)  # as numbers, to compare them between ranks
+# Their positions are the numbers by which ranks compare dtypes.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _agreed: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()  # by process group
 
 
 class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
-    """Rows to their ranks; backward sends each gradient to where its row came from."""
+    """Send rows to their ranks; backward returns each gradient to the rank of its row."""
 
     @staticmethod
     def forward(
@@ -63,8 +58,9 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     def backward(
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        """The anchor's gradient is nothing: it stands for ranks that have no rows and must still
-        come here.
+        """Return the gradients; the anchor has none.
+
+        The anchor makes autograd call this on ranks without rows too.
         """
         back = _exchanged(grads[0], ctx.gets, ctx.sends, ctx.group)
         return back, back.new_zeros(()), None, None, None
@@ -77,23 +73,23 @@ def _exchanged(rows: torch.Tensor, sends: list[int], gets: list[int], group: Gro
 
 
 def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = None) -> torch.Tensor:
-    """The rows that this rank's placeholders stand for, in their order. All ranks of the plan call
-    it, forward and backward.
+    """Return the rows of this rank's image placeholders, in their order.
 
-    ``rows`` [n, width]: outputs of this rank's encoder, image after image; a rank without images
-    gives 0 rows of the same width and dtype. ``maps``: one of ``step.encoder``. ``lens``: rows of
-    each image where some have more than their document took (it was cut); the first ones are sent.
-    ``group`` must have all ranks of the plan, in their order.
+    All ranks of the plan call it, forward and backward. ``rows`` [n, width]: outputs of this rank's
+    encoder, image after image; a rank without images gives 0 rows of the same width and dtype.
+    ``maps``: one of ``step.encoder``. ``lens``: the rows of each image, if some have more than
+    their truncated document holds; the first rows are sent. ``group`` must have all ranks of the
+    plan, in their order.
     """
     sends, gets = (
         _field(maps, name).astype(np.int64).tolist() for name in ("send_splits", "recv_splits")
     )
-    rows = _cut(rows, maps, lens)
+    rows = _truncated(rows, maps, lens)
     if len(rows) != sum(sends):
         raise PlanError(
             f"route: expected the {sum(sends)} rows that the plan sends from this rank, "
             f"got {len(rows)}; give the encoder's "
-            "rows in the order of item_ids, and lens= where it makes more than send_lens"
+            "rows in the order of item_ids, and lens= if it makes more than send_lens"
         )
     world = dist.get_world_size(group)
     if world != len(sends):
@@ -102,19 +98,21 @@ def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = Non
         )
     _agree(rows, world, group)
     anchor = rows.new_zeros((), requires_grad=rows.is_floating_point() and torch.is_grad_enabled())
-    got: torch.Tensor = _AllToAll.apply(rows, anchor, sends, gets, group)
-    return got.index_select(0, _index(_field(maps, "recv_rows"), got.device))
+    received: torch.Tensor = _AllToAll.apply(rows, anchor, sends, gets, group)
+    return received.index_select(0, _index(_field(maps, "recv_rows"), received.device))
 
 
 def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
-    """Bytes of another dtype come as garbage and not as an error. Ranks compare theirs in a group's
-    first exchange; one that has none, whose dtype is but a word, and changes it later, is warned.
+    """Check that all ranks send rows of one dtype: otherwise rows would be garbage, not an error.
+
+    Ranks compare their dtypes in the first exchange of a group. A rank without rows that later
+    changes its dtype is only warned: all ranks may have changed it.
     """
     key = dist.group.WORLD if group is None else group
     if (known := _agreed.get(key)) is not None:
-        if not len(rows) and rows.dtype != known:  # rightly so, where all have changed it
+        if not len(rows) and rows.dtype != known:
             log.warning(
-                "rank %d routes 0 rows of %s, and before of %s: others must send that too",
+                "rank %d routes 0 rows of %s, before of %s; the other ranks must change it too",
                 dist.get_rank(),
                 rows.dtype,
                 known,
@@ -125,20 +123,20 @@ def _agree(rows: torch.Tensor, world: int, group: Group) -> None:
     mine = torch.tensor([code, *rows.shape[1:2]], device=rows.device)
     every = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(every, mine, group=group)
-    said = [
+    found = [
         f"rank {r}: {[*DTYPES, 'another'][c]}, width {width}"
         for r, (c, width) in enumerate(t.tolist() for t in every)
     ]
-    if len({words.partition(":")[2] for words in said}) > 1:
+    if len({text.partition(":")[2] for text in found}) > 1:
         raise PlanError(
-            "route: expected rows of one dtype and width on all ranks, also where there "
-            f"are none, got {'; '.join(said)}"
+            "route: expected rows of one dtype and width on all ranks, also on ranks without "
+            f"rows, got {'; '.join(found)}"
         )
     _agreed[key] = rows.dtype
 
 
-def _cut(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
-    """The first ``send_lens`` rows of every image."""
+def _truncated(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
+    """Return the first ``send_lens`` rows of every image."""
     if lens is None:
         return rows
     made, wanted = np.asarray(lens, np.int64), _field(maps, "send_lens").astype(np.int64)
@@ -156,44 +154,42 @@ def _cut(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
 
 
 class Exchange:
-    """One exchange whose rows are used by several microbatches: each has a backward of its own, and
-    the way back is gone once.
+    """One exchange whose rows several microbatches use.
+
+    Each microbatch has a backward of its own; gradients return to the encoders once.
     """
 
     def __init__(self, rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = None):
         self._routed = route(rows, maps, group, lens=lens)
-        self._wants = self._routed.requires_grad
-        self.rows = self._routed.detach().requires_grad_(
-            self._wants
-        )  # gradients of all microbatches gather here
+        self._needs_backward = self._routed.requires_grad
+        # Gradients of all microbatches accumulate here.
+        self.rows = self._routed.detach().requires_grad_(self._needs_backward)
         self._index = _field(maps, "image_token_index")
         counts, of = _field(maps, "out_lens"), _field(maps, "image_microbatch", "microbatches")
         self._microbatch = np.repeat(of, counts)
 
     def microbatch(self, m: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Rows of one microbatch, and where they go in it: for ``place_rows``."""
+        """Return the rows of one microbatch and their positions in it, for ``place_rows``."""
         mine = np.flatnonzero(self._microbatch == m)
         return self.rows.index_select(0, _index(mine, self.rows.device)), self._index[mine]
 
     def backward(self) -> None:
-        """After the backward of the last microbatch, on every rank: gradients go back to the
-        encoders.
-        """
-        if not self._wants:
+        """Return gradients to the encoders; every rank calls it after the last microbatch."""
+        if not self._needs_backward:
             return
         grad = self.rows.grad if self.rows.grad is not None else torch.zeros_like(self.rows)
-        self._wants = False
+        self._needs_backward = False
         self._routed.backward(grad)
 
 
 def place_rows(
     embeddings: torch.Tensor, rows: torch.Tensor, index: Any, positions: Any = None
 ) -> torch.Tensor:
-    """Embeddings with these rows in place of those of their placeholders; gradients reach both.
+    """Return embeddings in which rows replace their placeholders; gradients reach both.
 
-    ``embeddings``: [T, width], or [1, T, width]. ``index``: where in the un-sliced microbatch each
-    row goes. ``positions``: for a CP slice, which token of the un-sliced microbatch each of its
-    tokens is (``views.slice_index``); rows of other slices are left out.
+    ``embeddings``: [T, width], or [1, T, width]. ``index``: the token of the un-sliced microbatch
+    that each row replaces. ``positions``: for a CP slice, the token of the un-sliced microbatch of
+    each of its tokens (``views.slice_index``); rows of other slices are ignored.
     """
     flat = embeddings.reshape(-1, embeddings.shape[-1])
     at = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index, np.int64)
@@ -214,16 +210,15 @@ def place_rows(
 
 
 def tied(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The same value, whose backward passes through the rows' exchange: for ranks that have no use
-    for rows of their own.
+    """Return ``value`` with a backward that includes the exchange of ``rows``.
+
+    For ranks that do not use rows in their loss.
     """
     return value + rows[:0].sum().to(value.dtype)
 
 
 class _Share(torch.autograd.Function):  # type: ignore[misc]
-    """The first rank's rows on all; backward adds up what they mean to each, or takes the first's
-    word for all.
-    """
+    """Broadcast the first rank's rows; backward sums the gradients, or keeps the first's."""
 
     @staticmethod
     def forward(
@@ -258,12 +253,11 @@ class _Share(torch.autograd.Function):  # type: ignore[misc]
 def share_rows(
     rows: torch.Tensor, index: Any, group: Group, *, gradients: str = "sum"
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Rows and places of the group's first rank, on all of its ranks: for TP and CP, whose ranks
-    embed tokens of the same bucket.
+    """Return the rows and positions of the group's first rank, on all of its ranks.
 
-    ``gradients``: ``"sum"`` where each rank uses them for other tokens (CP); ``"own"`` where all
-    compute the same, and the first rank's gradient is the whole one already (TP, whose layers add
-    it up).
+    For TP and CP, whose ranks embed tokens of the same bucket. ``gradients``: ``"sum"`` if each
+    rank uses the rows for other tokens (CP); ``"own"`` if all compute the same, and the gradient of
+    the first rank is complete already (TP, whose layers sum it).
     """
     if gradients not in GRADIENTS:
         raise PlanError(
@@ -275,7 +269,7 @@ def share_rows(
     )
     dist.broadcast(counts, first, group=group)
     count, indexed = counts.tolist()
-    if count != indexed:  # on all ranks, or the others would wait for the one that sees it
+    if count != indexed:  # raise on all ranks: otherwise the others would wait for the first
         raise PlanError(
             f"share_rows: expected a place for each row on rank {first}, got {count} rows "
             f"and {indexed} places in index"
@@ -291,7 +285,7 @@ def share_rows(
 
 
 def _field(maps: Any, *names: str) -> np.ndarray:
-    """An array of the maps, as a step has them or as ``plan.routes().for_rank()`` gives them."""
+    """Return an array of the maps of a step or of ``plan.routes().for_rank()``."""
     for name in names:
         if isinstance(maps, Mapping) and name in maps:
             found = maps[name]

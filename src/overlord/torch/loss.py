@@ -1,5 +1,6 @@
-"""The loss that no placement changes: summed over tokens, divided by the tokens of the whole step;
-and what each source had of it.
+"""A loss that does not depend on the placement of samples, and the mean loss of each source.
+
+The loss is summed over tokens and divided by the tokens of the whole step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from overlord.errors import JobError
 from overlord.torch.microbatch_info import IGNORE
 from overlord.torch.tensor_step import TensorMicrobatch, as_tensor
 
-CHUNK = 2048  # tokens; with 128,000 words a chunk's logits are 1 GB in float32
+CHUNK = 2048  # tokens; with a vocabulary of 128,000 the logits of a chunk are 1 GB in float32
 GRADIENTS = ("sum", "mean")
 
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -32,14 +33,14 @@ def token_loss(
     head: Head | None = None,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """A microbatch's part of the step's loss: add these up, over microbatches and ranks, and it is
-    the mean over all tokens.
+    """Return the share of a microbatch in the loss of the step.
 
-    ``logits`` [tokens, words] with shifted ``labels`` [tokens], or losses of tokens, [tokens], with
-    labels or ``loss_mask``; a dimension of one in front is fine. ``global_valid_tokens``: the
-    step's. ``gradients``: ``"sum"`` where the trainer adds gradients over ranks up; ``"mean"``
-    where it averages them, as DDP and FSDP do, over ``dp_size`` ranks (dp x cp where they share one
-    group). ``head``, ``chunk``: as in ``token_losses``.
+    The sum of these over microbatches and ranks is the mean over all tokens. ``logits``
+    [tokens, vocabulary] with shifted ``labels`` [tokens], or losses per token, [tokens], with
+    labels or ``loss_mask``; a leading dimension of one is allowed. ``global_valid_tokens``: of the
+    step. ``gradients``: ``"sum"`` if the trainer sums gradients over ranks; ``"mean"`` if it
+    averages them, as DDP and FSDP do, over ``dp_size`` ranks (dp x cp if they share one group).
+    ``head``, ``chunk``: as in ``token_losses``.
     """
     if gradients not in GRADIENTS:
         raise JobError(
@@ -56,9 +57,8 @@ def token_loss(
     losses = _flat_losses(logits, labels, head, chunk)
     if loss_mask is not None:
         mask = loss_mask.reshape(-1).to(losses.dtype)
-        losses = (
-            losses.masked_fill(mask == 0, 0) * mask
-        )  # what is masked may be infinite: a model's loss of a label that is none
+        # A masked loss may be infinite, so it is replaced before the product.
+        losses = losses.masked_fill(mask == 0, 0) * mask
     elif labels is None:
         raise JobError(
             ["labels, or loss_mask with losses of tokens: expected one of them, got neither"],
@@ -81,11 +81,11 @@ def _flat_losses(
 def token_losses(
     logits: torch.Tensor, labels: torch.Tensor, *, head: Head | None = None, chunk: int = CHUNK
 ) -> torch.Tensor:
-    """Cross entropy of each token, [tokens], in float32 at least; 0 where there is no label.
+    """Return the cross entropy of each token, [tokens], at least float32; 0 without a label.
 
-    Computed ``chunk`` tokens at a time and again in backward, so that float32 logits exist for one
-    chunk only. With ``head`` the first argument is the last hidden states, and ``head(part of
-    them)`` gives logits: those of all tokens never exist at all.
+    It is computed ``chunk`` tokens at a time, and again in backward, so that float32 logits exist
+    for one chunk only. With ``head`` the first argument is the last hidden states, and ``head``
+    maps a chunk of them to logits: the logits of all tokens never exist at once.
     """
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if len(flat) != len(wanted):
@@ -96,14 +96,14 @@ def token_losses(
     if chunk < 1:
         raise JobError([f"chunk: expected at least 1 token, got {chunk}"], "token_losses")
     again = len(flat) > chunk and torch.is_grad_enabled()
-    parts = []
+    chunks = []
     for rows, targets in zip(flat.split(chunk), wanted.split(chunk), strict=True):
-        parts.append(
+        chunks.append(
             checkpoint(_chunk, rows, targets, head, use_reentrant=False)
             if again
             else _chunk(rows, targets, head)
         )
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
 def _chunk(rows: torch.Tensor, targets: torch.Tensor, head: Head | None) -> torch.Tensor:
@@ -115,12 +115,12 @@ def _chunk(rows: torch.Tensor, targets: torch.Tensor, head: Head | None) -> torc
 def source_losses(
     losses: Any, microbatches: Any, names: Sequence[str], *, positions: Any = None
 ) -> dict[str, float]:
-    """Mean loss and tokens of every source that this rank met, for ``client.report``:
-    ``{"loss/web": 2.31, "tokens/web": 8192}``.
+    """Return the mean loss and the tokens of every source on this rank, for ``client.report``.
 
-    ``losses``: of each token, as ``token_losses`` gives them, for one microbatch, or lists of both
-    for all of a step: the device is asked once. ``names``: of ``job.sources``, in order.
-    ``positions``: for slices of CP, which token of the un-sliced microbatch each is.
+    The result looks like ``{"loss/web": 2.31, "tokens/web": 8192}``. ``losses``: per token, as
+    ``token_losses`` returns them, of one microbatch; or lists of losses and microbatches of a whole
+    step, which synchronize with the device only once. ``names``: of ``job.sources``, in order.
+    ``positions``: for slices of CP, the token of the un-sliced microbatch of each token.
     """
     many = isinstance(microbatches, (list, tuple))
     all_losses, all_mbs = (list(losses), list(microbatches)) if many else ([losses], [microbatches])
@@ -144,13 +144,13 @@ def source_losses(
 
 
 def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: int) -> torch.Tensor:
-    """[2, sources]: sums and tokens."""
+    """Return loss sums and tokens by source, [2, sources]."""
     flat = losses.detach().reshape(-1).double()
     if positions is None and (whole := _tokens_of_all(mb)) > len(flat):
         raise JobError(
             [
-                f"positions: expected for a slice of {len(flat)} of {whole} tokens, cut for "
-                "context parallelism; give those of its tokens in "
+                f"positions: expected those of a slice of {len(flat)} of {whole} tokens (context "
+                "parallelism), got none; give the positions of its tokens in "
                 "the whole microbatch (overlord.constructor.rank_views.slice_index)"
             ],
             "source_losses",
@@ -165,15 +165,14 @@ def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: i
     )
     document = torch.searchsorted(bounds[1:].to(torch.int64), at.to(torch.int64), right=True)
     weight = (labels.reshape(-1) != IGNORE).double()
-    source = ids.to(torch.int64)[document.clamp(max=len(ids) - 1)].clamp(
-        min=0
-    )  # -1: an empty microbatch, whose tokens weigh nothing
+    # The source of an empty microbatch is -1; its tokens have weight 0.
+    source = ids.to(torch.int64)[document.clamp(max=len(ids) - 1)].clamp(min=0)
     into = torch.zeros(2, n, dtype=torch.float64, device=flat.device)
     return into.index_add_(1, source, torch.stack((torch.where(weight > 0, flat, 0.0), weight)))
 
 
 def _tokens_of_all(mb: Mapping[str, Any]) -> int:
-    """Of the un-sliced microbatch, where that is known without a question to a device; else -1."""
+    """Return the tokens of the un-sliced microbatch; -1 if only the device knows them."""
     if isinstance(mb, TensorMicrobatch):
         return mb.facts.tokens
     bounds = mb["cu_seqlens_padded"]

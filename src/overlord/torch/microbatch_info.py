@@ -1,5 +1,6 @@
-"""What must be known of a microbatch before its tensors are on a device: to ask there would wait
-for all work queued on it.
+"""Facts about a microbatch that the CPU needs, without a synchronization with the device.
+
+Reading them from the device would wait for all work queued on it.
 """
 
 from __future__ import annotations
@@ -16,30 +17,26 @@ SHIFTED, UNSHIFTED = "shifted", "unshifted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchInfo:
-    """``tokens``: of the un-sliced microbatch, padding included; ``here``: of them in these arrays,
-    fewer in a slice of CP; -1 where the microbatch does not say. ``labels``: the convention they
-    follow, empty where there is none to tell it from.
-    """
+    """Sizes, layout and label convention of a microbatch; a number is -1 if it is unknown."""
 
-    tokens: int = -1
-    here: int = -1
-    longest: int = -1
-    padded: bool = False
-    labels: str = ""
+    tokens: int = -1  # of the un-sliced microbatch, including padding
+    here: int = -1  # in these arrays; fewer in a slice of CP
+    longest: int = -1  # tokens of the longest document
+    padded: bool = False  # rows of Batch(layout="padded")
+    labels: str = ""  # the convention of the labels; empty if there is no label to tell it from
 
     @property
     def sliced(self) -> bool:
+        """Whether the arrays are a slice of CP."""
         return -1 < self.here < self.tokens
 
     @staticmethod
     def of(microbatch: Mapping[str, Any]) -> MicrobatchInfo:
-        """Of arrays or tensors, wherever they are; those of a ``TensorMicrobatch`` are known
-        already.
-        """
+        """Read the facts from arrays or tensors; a ``TensorMicrobatch`` has them already."""
         known = getattr(microbatch, "facts", None)
         if isinstance(known, MicrobatchInfo):
             return known
-        # The last is all that a stage in the middle has of the padded layout, which alone has it.
+        # A middle pipeline stage of the padded layout has only attention_mask.
         token_keys = [
             key
             for key in ("tokens", "labels", "position_ids", "loss_mask", "attention_mask")
@@ -72,9 +69,11 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _labels(arrays: Mapping[str, np.ndarray], sliced: bool) -> str:
-    """A label that is not its own token was shifted. Where all are (documents of one token over and
-    over), the ends of documents tell: shifted labels have none for the last token of a document,
-    unshifted ones none for the first.
+    """Detect the convention of the labels.
+
+    A label that differs from its token was shifted. If no label differs (a document may repeat one
+    token), the ends of documents decide: shifted labels have none for the last token of a document,
+    unshifted labels none for the first.
     """
     if "labels" not in arrays:
         return ""

@@ -1,5 +1,6 @@
-"""From many arrays to the device by one copy: packed into a pinned buffer, copied on a stream of
-its own, cut into views there.
+"""Copy many arrays to a device at once.
+
+They are packed into a pinned buffer, copied on a stream of its own, and viewed on the device.
 """
 
 from __future__ import annotations
@@ -13,28 +14,27 @@ import torch
 
 from overlord.torch.tensor_step import tensor_of
 
-ALIGN = 256  # bytes; what the device's own allocator aligns to
+ALIGN = 256  # bytes; the alignment of the device's allocator
 BUFFERS = 2  # one is filled while the other is copied
 
 
-class Placing(NamedTuple):
-    """A copy under way."""
+class DeviceCopy(NamedTuple):
+    """A copy in progress."""
 
     flat: torch.Tensor
     done: Any  # torch.cuda.Event
 
     def hand_over(self) -> None:
-        """To the stream of the calling thread: it waits for the copy, and the memory is not used
-        again before it is through with it.
-        """
+        """Let the calling thread's stream wait for the copy, and keep its memory until then."""
         stream = torch.cuda.current_stream(self.flat.device)
         stream.wait_event(self.done)
         self.flat.record_stream(stream)
 
 
 def layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """Where each array begins in one buffer, and the buffer's bytes. What is the same memory has
-    one place.
+    """Return the offset of each array in one buffer, and its size.
+
+    Arrays that share memory share an offset.
     """
     offsets, total = [], 0
     known: dict[Any, int] = {}
@@ -48,6 +48,7 @@ def layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
 
 
 def fill(buffer: np.ndarray, arrays: Sequence[np.ndarray], offsets: Sequence[int]) -> None:
+    """Copy the arrays into a buffer."""
     done = set()
     for array, o in zip(arrays, offsets, strict=True):
         if array.nbytes and o not in done:
@@ -58,7 +59,7 @@ def fill(buffer: np.ndarray, arrays: Sequence[np.ndarray], offsets: Sequence[int
 def views(
     flat: torch.Tensor, arrays: Sequence[np.ndarray], offsets: Sequence[int]
 ) -> deque[torch.Tensor]:
-    """The arrays again, as parts of one tensor of bytes."""
+    """Return the arrays as views of one tensor of bytes."""
     return deque(
         flat[o : o + array.nbytes]
         .view(tensor_of(array[:0] if array.ndim else array).dtype)
@@ -68,7 +69,7 @@ def views(
 
 
 class PinnedBuffers:
-    """Pinned buffers, used in turn, and the stream that copies from them. For one thread."""
+    """Pinned buffers, used in turn, and the stream that copies from them. Runs on: one thread."""
 
     def __init__(self, device: torch.device, pin: bool):
         self._device, self._pin, self._turn = device, pin, 0
@@ -76,18 +77,17 @@ class PinnedBuffers:
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(BUFFERS)]
         self._events: list[Any] = [None] * BUFFERS
 
-    def copy(self, arrays: Sequence[np.ndarray]) -> tuple[Placing, deque[torch.Tensor]]:
-        """Starts the copy; the tensors may be used after ``hand_over``, the arrays at once."""
-        with torch.cuda.device(
-            self._device
-        ):  # a thread's own is the first one, and pinning would open a context there
+    def copy(self, arrays: Sequence[np.ndarray]) -> tuple[DeviceCopy, deque[torch.Tensor]]:
+        """Start the copy; tensors may be used after ``hand_over``, arrays at once."""
+        # The current device of a thread is 0, and pinning would open a context there.
+        with torch.cuda.device(self._device):
             return self._copied(arrays)
 
-    def _copied(self, arrays: Sequence[np.ndarray]) -> tuple[Placing, deque[torch.Tensor]]:
+    def _copied(self, arrays: Sequence[np.ndarray]) -> tuple[DeviceCopy, deque[torch.Tensor]]:
         offsets, total = layout(arrays)
         k, self._turn = self._turn, (self._turn + 1) % BUFFERS
         if self._events[k] is not None:
-            self._events[k].synchronize()  # what was in this buffer has left it
+            self._events[k].synchronize()  # the last copy from this buffer is complete
         if len(self._buffers[k]) < total:
             self._buffers[k] = torch.empty(
                 total + total // 4, dtype=torch.uint8, pin_memory=self._pin
@@ -96,7 +96,7 @@ class PinnedBuffers:
         with torch.cuda.stream(self._stream):
             flat = torch.empty(total, dtype=torch.uint8, device=self._device)
             flat.copy_(self._buffers[k][:total], non_blocking=True)
-            done = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps
+            done = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
             done.record(self._stream)
         self._events[k] = done
-        return Placing(flat, done), views(flat, arrays, offsets)
+        return DeviceCopy(flat, done), views(flat, arrays, offsets)

@@ -1,6 +1,4 @@
-"""Positions of a loader in its stream, as states to save; and the position of a trainer that takes
-items ahead.
-"""
+"""Positions in the stream, as states to save, also for a trainer that prefetches items."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ REMEDY = "save and load what state_dict() gave, unchanged"
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place after a step, or after some microbatches of one. ``plan``: of the step that those
-    microbatches belong to.
+    """A position after a step, or after some microbatches of one.
+
+    ``plan``: the digest of the step that these microbatches belong to.
     """
 
     stream: Callable[[], State | None]
@@ -40,9 +39,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The stream of a saved state. An object and not a function, so that it travels to worker
-    processes.
-    """
+    """The stream of a saved state: an object, because worker processes cannot unpickle lambdas."""
 
     stream: State | None
 
@@ -54,9 +51,7 @@ NOT_BEGUN = Position(Saved(None))
 
 
 def position_of(state: Any) -> Position:
-    """Return the place that a state describes: a loader's, a client's, or one that was saved before
-    anything was iterated.
-    """
+    """Return the position of a saved state: of a loader, of a client, or of an unused loader."""
     if not isinstance(state, Mapping):
         raise StateMismatch({"form": (type(state).__name__, "a mapping")}, REMEDY)
     if "stream" not in state:
@@ -79,11 +74,10 @@ def position_of(state: Any) -> Position:
 
 
 class Trail:
-    """Places after the last items of one pass, as many as a trainer takes ahead of its training
-    step.
+    """Positions after the last items of one pass, as many as a trainer prefetches.
 
-    A trainer that holds ``n`` items has trained on ``n`` fewer than it asked for. The request that
-    finds the end counts too.
+    A trainer that prefetches ``n`` items has trained on ``n`` fewer than it requested. The request
+    that meets the end counts too.
     """
 
     def __init__(self, ahead: Ahead):
@@ -92,14 +86,14 @@ class Trail:
         self._asked = self._handed = 0
 
     def ask(self, here: Callable[[], Position]) -> None:
-        """Count a request for an item. ``here``: the place before it."""
+        """Count a request for an item. ``here``: the position before it."""
         if self._n < 0:
             self._n = self._ahead()
             self._places = deque([here()] if self._n else [], maxlen=self._n + 1)
         self._asked += 1
 
     def hand(self, here: Callable[[], Position]) -> None:
-        """Count an item. ``here``: the place after it."""
+        """Count an item. ``here``: the position after it."""
         self._handed += 1
         if self._n:
             self._places.append(here())
@@ -110,11 +104,12 @@ class Trail:
 
     @property
     def held(self) -> int:
-        """Items that the trainer has and has not trained on."""
+        """Items that the trainer has received and not trained on."""
         return self._handed - max(0, min(self._handed, self._asked - self._n)) if self._n > 0 else 0
 
     def consumed(self) -> Position | None:
-        """Return the place after the last item that the trainer has trained on; None where that is
-        the last one handed out.
+        """Return the position after the last item that the trainer has trained on.
+
+        None: that item is the last one handed out.
         """
         return self._places[-1 - self.held] if self.held else None

@@ -1,6 +1,4 @@
-"""Who fetches for whom when a plan broadcasts, and torch process groups of the ranks that share a
-fetcher.
-"""
+"""The fetching rank of every rank when a plan broadcasts, and torch process groups for them."""
 
 from __future__ import annotations
 
@@ -18,19 +16,18 @@ from overlord.mesh import ClientPlaceTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """One rank's part in a broadcast: who fetches for it, from which seat its microbatches come,
-    and who else is served so.
-    """
+    """The role of one rank in a broadcast: its fetcher, its group, and the queue of its steps."""
 
     rank: int
     fetcher: int
-    seat: int  # the rank whose mailbox holds this rank's microbatches, in full
-    members: tuple[int, ...]  # ranks with the same fetcher, rising
-    seats: tuple[int, ...]  # mailboxes that the fetcher empties: one for each bucket of its members
+    queue_rank: int  # the rank whose step queue holds this rank's microbatches, un-sliced
+    members: tuple[int, ...]  # ranks with the same fetcher, in increasing order
+    queue_ranks: tuple[int, ...]  # queues that the fetcher reads: one per bucket of its members
     fetchers: int  # in the whole world
 
     @property
     def fetches(self) -> bool:
+        """Whether this rank is the fetcher of its group."""
         return self.rank == self.fetcher
 
     def __str__(self) -> str:
@@ -42,15 +39,16 @@ class Service:
 
 
 def service_of(place: ClientPlaceTree, rank: int, axis: str, broadcast: Sequence[str]) -> Service:
+    """Return the role of a rank, for plans that split along ``axis`` and broadcast."""
     served = place.served_by(broadcast)
-    seats = place.seats(axis, broadcast)
+    queues = place.seats(axis, broadcast)
     members = np.flatnonzero(served == served[rank])
     return Service(
         rank=rank,
         fetcher=int(served[rank]),
-        seat=int(seats[rank]),
+        queue_rank=int(queues[rank]),
         members=tuple(members.tolist()),
-        seats=tuple(np.unique(seats[members]).tolist()),
+        queue_ranks=tuple(np.unique(queues[members]).tolist()),
         fetchers=len(np.unique(served)),
     )
 
@@ -63,11 +61,10 @@ def make_group(
     backend: str | None,
     timeout_s: float,
 ) -> Any:
-    """The process group of the ranks with this rank's fetcher; None where it fetches for itself
-    alone.
+    """Return the process group of the ranks with this rank's fetcher; None if it is alone.
 
-    Every rank of the world calls this, and makes all the groups in the same order: torch wants it
-    so.
+    Every rank of the world must call this: torch requires that all ranks create all groups in the
+    same order.
     """
     served, mine = place.served_by(broadcast), None
     fetchers, counts = np.unique(served, return_counts=True)

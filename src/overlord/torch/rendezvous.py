@@ -1,15 +1,15 @@
-"""``overlord.torch.join``: as ``overlord.join``, for plans that broadcast. Ranks that are served
-have no connection to the session.
+"""``overlord.torch.join``: ``overlord.join`` for plans that broadcast.
 
-Rank 0 launches, waits for the first plan (it says who fetches for whom) and tells all. Groups are
-made, fetchers connect at the seats of their groups, and nobody waits any more for the mailboxes of
-the others.
+Rank 0 launches the job, waits for the first plan (it determines the fetching ranks) and publishes
+both. All ranks create the process groups, and fetchers connect to the step queues of their groups.
+Ranks that are served have no connection to the session, which then does not wait for their queues.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,7 @@ from overlord.session.rendezvous import (
 )
 from overlord.session.rendezvous import join as plain_join
 from overlord.setup.job_agreement import difference, parts_of
-from overlord.torch.broadcast_client import BroadcastClient, sealed
+from overlord.torch.broadcast_client import BroadcastClient, BroadcastSetup, sealed
 from overlord.torch.broadcast_frames import FrameBroadcast
 from overlord.torch.departures import Departures
 from overlord.torch.process_groups import Service, make_group, service_of
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from overlord.plan.plan import LoadingPlan
     from overlord.session.session import Session
 
-ASK_S = 30.0  # for an answer of the session's front door
-AFTER_S = 60.0  # behind our own deadline, which says who is waited for; torch's does not
+CALL_S = 30.0  # for one call of the session's control server
+AFTER_S = 60.0  # from our own deadline, which names the missing rank, to that of torch
 
 
 def join(
@@ -56,16 +56,16 @@ def join(
     wait_s: float = 1800.0,
     **launch_options: Any,
 ) -> Client:
-    """Return the client of this process's rank, after ``init_process_group``; every rank of the
-    world calls it.
+    """Return the client of this process's rank, after ``init_process_group``.
 
-    Where the plan broadcasts (``broadcast_at``) one rank of each group fetches and the others get
-    their part from it, in a process group of their own: a ``BroadcastClient``. Ranks of a group
-    take steps and load states together. ``device``: broadcast through this device's memory (NCCL)
-    and not through the host's (gloo). ``wait_s``: how far ranks of a group may be apart.
-    ``timeout_s``: for rank 0 to launch and, where the plan broadcasts, for every rank to come. All
-    ranks make the same job. Everything else is as in ``overlord.join``; ``broadcast=False`` lets
-    every rank fetch its own.
+    Every rank of the world calls it with the same job. If the plan broadcasts (``broadcast_at``),
+    one rank of each group fetches and the others receive their steps from it, in a process group
+    of their own: a ``BroadcastClient``. Ranks of a group take steps and load states together.
+
+    ``device``: broadcast through the memory of this device (NCCL) instead of the CPU's (gloo).
+    ``wait_s``: the longest wait of a rank for another of its group. ``timeout_s``: for rank 0 to
+    launch and, if the plan broadcasts, for every rank to call this. Everything else is as in
+    ``overlord.join``; with ``broadcast=False`` every rank fetches its own steps.
     """
     here = checked_world(job) if isinstance(job, Job) else None
     if here is None or here.size == 1:
@@ -77,37 +77,38 @@ def join(
         timeout_s,
         {name: launch_options[name] for name in STALLS if name in launch_options},
     )
-    session = _launched(job, board, timeout_s, launch_options) if rank == 0 else None
-    said = board.read() if session is None else session.said
-    if isinstance(said.get("error"), BaseException):
-        raise said["error"]
+    launched = _launched(job, board, timeout_s, launch_options) if rank == 0 else None
+    published = board.read() if launched is None else launched.published
+    if isinstance(published.get("error"), BaseException):
+        raise published["error"]
     try:
-        _meet(job, rank, said, board)
-        return _Joining(job, rank, said, board, session, leave_s, launch_options).client(
-            torch.device(device or "cpu"), wait_s
-        )
+        _wait_for_all(job, rank, published, board)
+        return _ClientFactory(
+            job, rank, published, board, launched, leave_s, launch_options
+        ).client(torch.device(device or "cpu"), wait_s)
     except BaseException:
-        if session is not None:
-            session.session.close()
+        if launched is not None:
+            launched.session.close()
         raise
 
 
-def _meet(job: Job, rank: int, said: dict[str, Any], board: _Board) -> None:
-    """Before groups are made all must be here, and with one job; where there are none, a rank
-    speaks for itself.
+def _wait_for_all(job: Job, rank: int, published: dict[str, Any], board: _Board) -> None:
+    """Wait for all ranks before process groups are created, and compare their jobs.
+
+    Without a broadcast there are no groups, and each rank only checks its own job.
     """
-    differs = difference(job, rank, said["job"])
-    if said["broadcast"]:
+    differs = difference(job, rank, published["job"])
+    if published["broadcast"]:
         board.meet("" if differs is None else "; ".join(differs.problems))
     if differs is not None:
         raise differs
 
 
 class _Launched:
-    """Rank 0's side: the session, its own client, and what all ranks are told."""
+    """The session that rank 0 launched, its own client, and the facts it published."""
 
-    def __init__(self, session: Session, client: Client, said: dict[str, Any]):
-        self.session, self.client, self.said = session, client, said
+    def __init__(self, session: Session, client: Client, published: dict[str, Any]):
+        self.session, self.client, self.published = session, client, published
 
 
 def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]) -> _Launched:
@@ -120,34 +121,35 @@ def _launched(job: Job, board: _Board, timeout_s: float, options: dict[str, Any]
         plan = _first_plan(session, timeout_s) if options.get("broadcast", True) else None
         axis, broadcast = ("DP", ()) if plan is None else (plan.main.axis, _serving_axes(job, plan))
         encodes = plan is not None and "encoder" in plan.modules
-        said = {
+        published = {
             "address": served.address,
             "token": served.token,
             "axis": axis,
             "broadcast": broadcast,
             "encodes": encodes,
         }
-        said["job"] = parts
-        said["start"] = sealed(session._start_state)
-        _excuse(session, axis, broadcast, encodes)
+        published["job"] = parts
+        published["start"] = sealed(session._start_state)
+        _excuse_served(session, axis, broadcast, encodes)
     except BaseException as error:
         if session is not None:
             session.close()
         board.write({"error": error})
         board.wait_until_all_read(HEARD_S)
         raise
-    board.write(said)
-    return _Launched(session, client, said)
+    board.write(published)
+    return _Launched(session, client, published)
 
 
 def _serving_axes(job: Job, plan: LoadingPlan) -> tuple[str, ...]:
-    """The plan's broadcasts that serve anyone."""
+    """Return the broadcasts of the plan along axes with more than one rank."""
     return tuple(dim for dim in plan.main.broadcast if getattr(job.place, dim.lower()) > 1)
 
 
 def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
-    """The plan of the first step, which says what all others will: who fetches. None where there is
-    no step: each rank hears why.
+    """Wait for the plan of the first step: all later steps have the same fetching ranks.
+
+    Return None if the job ends without a step; each rank then receives the reason.
     """
     assert session._serving is not None
     session._begin()
@@ -164,43 +166,45 @@ def _first_plan(session: Session, timeout_s: float) -> LoadingPlan | None:
         time.sleep(LOOK_S / 5)
 
 
-def _excuse(session: Session, axis: str, broadcast: tuple[str, ...], encodes: bool) -> None:
-    """Nobody empties the mailbox of a rank that is served, unless it has images of its own to
-    fetch, or its fetcher does so for it.
+def _excuse_served(session: Session, axis: str, broadcast: tuple[str, ...], encodes: bool) -> None:
+    """Tell the server which ranks do not connect.
+
+    The queue of a rank that is served is not read, unless the rank fetches images of its own or
+    its fetcher reads the queue.
     """
     assert session._serving is not None
     place = session.job.place
-    seats, fetchers = place.seats(axis, broadcast).tolist(), place.served_by(broadcast).tolist()
+    queues, fetchers = place.seats(axis, broadcast).tolist(), place.served_by(broadcast).tolist()
     served = [
         rank
         for rank, by in enumerate(fetchers)
-        if rank != by and (not encodes or seats[rank] == rank)
+        if rank != by and (not encodes or queues[rank] == rank)
     ]
-    session._serving.excuse(served, [rank for rank in served if seats[rank] != rank])
+    session._serving.excuse(served, [rank for rank in served if queues[rank] != rank])
 
 
-class _Joining:
-    """From what rank 0 said to the client of this rank."""
+class _ClientFactory:
+    """Creates the client of this rank from the facts that rank 0 published."""
 
     def __init__(
         self,
         job: Job,
         rank: int,
-        said: dict[str, Any],
+        published: dict[str, Any],
         board: _Board,
         launched: _Launched | None,
         leave_s: float,
         options: dict[str, Any],
     ):
-        self._job, self._rank, self._said, self._board, self._leave_s = (
+        self._job, self._rank, self._published, self._board, self._leave_s = (
             job,
             rank,
-            said,
+            published,
             board,
             leave_s,
         )
         self._session = None if launched is None else launched.session
-        self._axis, self._broadcast = said["axis"], tuple(said["broadcast"])
+        self._axis, self._broadcast = published["axis"], tuple(published["broadcast"])
         self._stalls = {name: options[name] for name in STALLS if name in options}
         self._service = service_of(job.place, rank, self._axis, self._broadcast)
         self._served = [
@@ -208,6 +212,7 @@ class _Joining:
         ]
 
     def client(self, device: torch.device, wait_s: float) -> Client:
+        """Return a plain client, or a ``BroadcastClient`` if the plan broadcasts."""
         s = self._service
         backend = "gloo" if device.type == "cpu" else None
         group = make_group(
@@ -221,46 +226,47 @@ class _Joining:
             only = self._open(self._rank)
             return self._owned(only) if self._session is not None else only
         view = view_of(self._job.place, self._axis, (), self._rank, self._job.batch.cp_split)
-        farewells = Departures(self._board, s)
-        clients, wire = (
-            self._clients(s),
-            FrameBroadcast(s, group, device, wait_s, farewells=farewells, **self._warning()),
+        departures = Departures(self._board, s)
+        clients = self._clients(s)
+        frames = FrameBroadcast(
+            s, group, device, wait_s, departures=departures, **self._stall_options()
         )
         if self._session is not None:
             self._owned(clients[0])
         return BroadcastClient(
-            s,
-            view,
-            wire,
-            clients,
-            split=(self._axis, self._broadcast),
-            start=self._start(clients),
-            asking=self._asking,
-            leave=self._leave,
-            farewells=farewells,
-            microbatches=self._job.batch.microbatches,
-            world_size=self._job.place.world_size,
+            BroadcastSetup(
+                service=s,
+                view=view,
+                frames=frames,
+                clients=clients,
+                split=(self._axis, self._broadcast),
+                start=self._start(clients),
+                connect_control=self._connect_control,
+                leave=self._leave,
+                departures=departures,
+                microbatches=self._job.batch.microbatches,
+                world_size=self._job.place.world_size,
+            )
         )
 
-    def _warning(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in self._stalls.items() if name != "stall_limit_s"
-        }  # ``wait_s`` is what ends this wait
+    def _stall_options(self) -> dict[str, Any]:
+        """Return the options of warnings; ``wait_s`` replaces ``stall_limit_s`` here."""
+        return {name: value for name, value in self._stalls.items() if name != "stall_limit_s"}
 
     def _clients(self, s: Service) -> dict[int, Client]:
         if s.fetches:
-            return {
-                seat: self._open(seat) for seat in sorted(s.seats, key=lambda seat: seat != s.rank)
-            }
-        return {s.rank: self._open(s.rank)} if self._said["encodes"] and s.seat != s.rank else {}
+            own_first = sorted(s.queue_ranks, key=lambda rank: rank != s.rank)
+            return {rank: self._open(rank) for rank in own_first}
+        encodes = self._published["encodes"] and s.queue_rank != s.rank
+        return {s.rank: self._open(s.rank)} if encodes else {}
 
-    def _open(self, seat: int) -> Client:
+    def _open(self, rank: int) -> Client:
         if self._session is not None:
-            return self._session.client(seat)
-        return connect(self._said["address"], seat, self._said["token"], **self._stalls)
+            return self._session.client(rank)
+        return connect(self._published["address"], rank, self._published["token"], **self._stalls)
 
     def _owned(self, client: Client) -> Client:
-        """Closing it ends the session, once all ranks have left it."""
+        """Let ``close()`` of a client end the session, once all ranks have left it."""
         assert self._session is not None
         client.session, left = self._session, client._close
 
@@ -273,28 +279,28 @@ class _Joining:
         return _owning(self._session, client, self._leave_s, self._board)
 
     def _start(self, clients: dict[int, Client]) -> State:
-        start: EncodedState = self._said["start"]
+        start: EncodedState = self._published["start"]
         return clients[self._rank]._state if self._rank in clients else start
 
-    def _asking(self) -> _Connected:
+    def _connect_control(self) -> _Connected:
         return _Connected(
             ControlClient(
-                self._said["address"],
-                self._said["token"],
+                self._published["address"],
+                self._published["token"],
                 self._rank,
-                timeout_s=ASK_S,
+                timeout_s=CALL_S,
                 role="served",
             ),
             {},
-            ASK_S,
+            CALL_S,
             0.0,
         )
 
-    def _leave(self, client: BroadcastClient) -> None:
+    def _leave(self, clients: Mapping[int, Client], failed: bool) -> None:
         if not self._service.fetches:
             self._board.left()
-        for seat in sorted(client._clients, reverse=True):  # the one that owns the session last
-            inner = client._clients[seat]
-            inner._failed = client._failed
+        for rank in sorted(clients, reverse=True):  # the client that owns the session comes last
+            inner = clients[rank]
+            inner._failed = failed
             with contextlib.suppress(Exception):
                 inner.close()

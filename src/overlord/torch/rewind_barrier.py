@@ -1,6 +1,4 @@
-"""Where ranks that share a session meet, before one of them rewinds it: a rewind drops the steps
-that others have not taken.
-"""
+"""A barrier before ranks rewind a shared session: a rewind drops steps that others still need."""
 
 from __future__ import annotations
 
@@ -12,11 +10,14 @@ from typing import Any
 from overlord.client.world import process_groups
 from overlord.errors import DataStall, JobError
 
-MEET_S = 1800.0  # for all ranks to begin the pass, where ``stall_limit_s`` says nothing else
+BARRIER_S = 1800.0  # for all ranks to begin the pass; ``stall_limit_s`` overrides it
 
 
-def refuse_apart(ranks: int) -> None:
-    """Refuse to rewind a session of several ranks that cannot meet. ``ranks``: of the mesh."""
+def refuse_without_group(ranks: int) -> None:
+    """Refuse to rewind a session of several ranks that have no common process group.
+
+    ``ranks``: of the mesh.
+    """
     groups = process_groups()
     found = (
         "no process group" if groups is None else f"a process group of {groups.get_world_size()}"
@@ -25,7 +26,7 @@ def refuse_apart(ranks: int) -> None:
         raise JobError(
             [
                 f"rewind=True: expected a process group of the {ranks} ranks of the mesh, "
-                f"in which they meet before each pass, got {found}; "
+                f"for a barrier before each pass, got {found}; "
                 "call torch.distributed.init_process_group() on every rank before the "
                 "first pass. For all ranks in one process: "
                 "launch the job again for each pass, without rewind"
@@ -34,22 +35,23 @@ def refuse_apart(ranks: int) -> None:
         )
 
 
-def meet(ranks: int, options: Mapping[str, Any]) -> None:
-    """Wait until every rank begins the pass. Only gloo takes a limit of our own; other backends
-    have that of the process group.
+def wait_for_all(ranks: int, options: Mapping[str, Any]) -> None:
+    """Wait until every rank begins the pass.
+
+    Only gloo accepts a limit per barrier; other backends use that of the process group.
     """
     groups, start = process_groups(), time.monotonic()
     if ranks == 1 or groups is None:
         return
     try:
         if groups.get_backend() == "gloo":
-            limit = timedelta(seconds=float(options.get("stall_limit_s", MEET_S)))
+            limit = timedelta(seconds=float(options.get("stall_limit_s", BARRIER_S)))
             groups.monitored_barrier(timeout=limit, wait_all_ranks=True)
         else:
             groups.barrier()
     except RuntimeError as fault:  # its first lines name the ranks
-        words = (
+        what = (
             f"all {ranks} ranks to begin the next pass of a loader with rewind=True; every "
             f"rank must begin each pass: {fault}"
         )
-        raise DataStall(words, time.monotonic() - start, rank=groups.get_rank()) from fault
+        raise DataStall(what, time.monotonic() - start, rank=groups.get_rank()) from fault

@@ -1,4 +1,4 @@
-"""Where a stream stood when a step was handed out, for those who hand it on later."""
+"""The state after a step, for code that hands out the step later."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 State = dict[str, Any]
 
 
-def state_behind(client: Any) -> Callable[[], State]:
-    """The state behind the last step of a client, made when it is asked for; of a client that has
-    no marks, made at once.
+def state_after(client: Any) -> Callable[[], State]:
+    """Return a function that returns the state after the last step of a client.
+
+    The state is exported when the function is called; if the client has no marks, now.
     """
     if hasattr(client, "mark"):
         mark = client.mark()

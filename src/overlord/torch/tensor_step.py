@@ -1,9 +1,8 @@
-"""Microbatches as tensors, without copies: they share the step's memory, which lives as long as the
-last of them.
+"""Microbatches as tensors that share the memory of their step, without copies.
 
-That memory is read-only: it belongs to the step, and other ranks may map the same pages. torch has
-no read-only tensors, so nothing stops ``tensor.add_(1)``; it may change what others read, or end
-the process. Copy first, or let a device copy do it.
+The memory is read-only: it belongs to the step, and other ranks may map the same pages. It lives
+as long as the last tensor. torch has no read-only tensors, so nothing prevents ``tensor.add_(1)``:
+it may change the data of other ranks, or crash the process. Copy first, or copy to a device.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from overlord.client.step import Microbatch, Piece, Step
 from overlord.messages.control import EncodedState
 from overlord.torch.microbatch_info import MicrobatchInfo
 
-# Read by the host to call a collective, to size a kernel or to find rows: on a device they would
-# cost a wait each.
+# The CPU reads these to call a collective, to size a kernel or to find rows: on a device each would
+# cost a synchronization.
 HOST_KEYS = frozenset(
     (
         "max_seqlen",
@@ -38,8 +37,9 @@ HOST_KEYS = frozenset(
 
 
 class _Writable:
-    """An array's memory under another flag: torch warns of read-only arrays, once, and does with
-    them what it does with others.
+    """The memory of an array with the flag "writable".
+
+    torch warns once about read-only arrays, and then treats them like others.
     """
 
     __slots__ = ("__array_interface__", "array")
@@ -47,16 +47,16 @@ class _Writable:
     def __init__(self, array: np.ndarray):
         place = array.__array_interface__
         self.__array_interface__ = {**place, "data": (place["data"][0], False)}
-        self.array = array  # whoever holds the tensor holds this, and with it the step's memory
+        self.array = array  # the tensor keeps this object alive, and with it the step's memory
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """The array as a tensor that shares its memory and keeps it alive."""
+    """Return a tensor that shares the memory of an array and keeps it alive."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """A tensor as it is, an array as a tensor that shares its memory."""
+    """Return a tensor as it is, and an array as a tensor that shares its memory."""
     return value if isinstance(value, torch.Tensor) else tensor_of(value)
 
 
@@ -66,12 +66,12 @@ def tensors(
     *,
     non_blocking: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """All keys of a microbatch as tensors. Without a device, or on the CPU, they share its memory:
-    read, never write.
+    """Return all keys of a microbatch as tensors.
 
-    On a device everything is copied but what the host reads (``max_seqlen``, route maps).
-    ``non_blocking`` helps from pinned memory only; ``DevicePrefetcher`` has that, and copies in the
-    background. A microbatch that another rank fetches is refused: it has none.
+    Without a device, or on the CPU, they share its memory: read, never write. On a device
+    everything is copied except what the CPU reads (``max_seqlen``, route maps). ``non_blocking``
+    helps only with pinned memory; ``DevicePrefetcher`` has that, and copies in the background. A
+    microbatch that another rank fetches has no arrays and raises ``KeyError``.
     """
     made = _shared(microbatch)
     if (
@@ -97,7 +97,7 @@ def _moved(
 
 
 class TensorMicrobatch(Mapping[str, torch.Tensor]):
-    """A mapping of name to tensor, with ``.samples`` as its microbatch had them."""
+    """A mapping of name to tensor, with the ``.samples`` of its microbatch."""
 
     __slots__ = ("_facts", "_samples", "_tensors", "_why")
 
@@ -112,7 +112,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
 
     @staticmethod
     def of(microbatch: Mapping[str, Any]) -> TensorMicrobatch:
-        """Sharing its memory."""
+        """Return the tensors of a microbatch, which share its memory."""
         return TensorMicrobatch(
             _shared(microbatch),
             lambda: list(getattr(microbatch, "samples", ())),
@@ -134,18 +134,18 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
 
     @property
     def samples(self) -> list[Piece]:
+        """The samples of the microbatch."""
         return self._samples() if callable(self._samples) else self._samples
 
     @property
     def facts(self) -> MicrobatchInfo:
-        """For adapters: without a question to the device where the microbatch came through a
-        ``DevicePrefetcher``.
-        """
+        """Facts for adapters; known without a synchronization after a ``DevicePrefetcher``."""
         if self._facts is None:
             self._facts = MicrobatchInfo.of(self._tensors)
         return self._facts
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorMicrobatch:
+        """Return a copy on a device; what the CPU reads stays."""
         return TensorMicrobatch(
             _moved(self._tensors, torch.device(device), non_blocking),
             self._samples,
@@ -154,7 +154,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
         )
 
     def pin_memory(self) -> TensorMicrobatch:
-        """In pinned memory: what a ``DataLoader(pin_memory=True)`` calls."""
+        """Return a copy in pinned memory; ``DataLoader(pin_memory=True)`` calls it."""
         return TensorMicrobatch(
             {key: t.pin_memory() for key, t in self._tensors.items()},
             self._samples,
@@ -166,13 +166,12 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
         return TensorMicrobatch, (self._tensors, self.samples, self._facts, self._why)
 
     def __repr__(self) -> str:
-        return f"TensorMicrobatch({', '.join(f'{k} {t.dtype}{list(t.shape)}' for k, t in self._tensors.items())})"
+        shown = ", ".join(f"{k} {t.dtype}{list(t.shape)}" for k, t in self._tensors.items())
+        return f"TensorMicrobatch({shown})"
 
 
 class TensorStep:
-    """A step of tensors: what a ``Step`` says of itself, and its microbatches as
-    ``TensorMicrobatch``.
-    """
+    """A step of tensors: the attributes of a ``Step``, with ``TensorMicrobatch`` items."""
 
     __slots__ = (
         "_microbatches",
@@ -194,9 +193,7 @@ class TensorStep:
         self.rank: int = about["rank"]
         self.global_valid_tokens: int = about["global_valid_tokens"]
         self.plan_digest: str = about["plan_digest"]
-        self.served_by: int = about[
-            "served_by"
-        ]  # the rank that fetches for this one; itself where it fetches
+        self.served_by: int = about["served_by"]  # the rank that fetches for this one, or itself
         self._microbatches, self.encoder = tuple(microbatches), tuple(encoder)
 
     @staticmethod
@@ -206,7 +203,7 @@ class TensorStep:
         *,
         non_blocking: bool = False,
     ) -> TensorStep:
-        """A step's tensors, which share its memory; on a device, copies."""
+        """Return the tensors of a step, which share its memory; on a device, copies."""
         if not isinstance(step, TensorStep):
             step = TensorStep(
                 about(step),
@@ -216,9 +213,11 @@ class TensorStep:
         return step if device is None else step.to(device, non_blocking=non_blocking)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorStep:
+        """Return a copy on a device."""
         return self._each(lambda mb: mb.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TensorStep:
+        """Return a copy in pinned memory."""
         return self._each(TensorMicrobatch.pin_memory)
 
     def _each(self, change: Callable[[TensorMicrobatch], TensorMicrobatch]) -> TensorStep:
@@ -254,22 +253,20 @@ ABOUT = ("step", "rank", "global_valid_tokens", "plan_digest", "served_by")
 
 
 def about(step: Step) -> dict[str, Any]:
-    """What a step says of itself."""
+    """Return the attributes of a step by name."""
     return {name: getattr(step, name) for name in ABOUT[:-1]} | {
         "served_by": getattr(step, "served_by", step.rank)
     }
 
 
 def slots_of(step: Step) -> Sequence[Mapping[str, np.ndarray]]:
-    """The step's exchanges with the encoders; none in a job without images."""
+    """Return the exchanges with the encoders; none in a job without images."""
     found: Sequence[Mapping[str, np.ndarray]] = getattr(step, "encoder", ())
     return found
 
 
 def why_missing(microbatch: Mapping[str, Any]) -> str:
-    """Why a microbatch has no tokens, where another rank fetches for this one: in the words of its
-    own KeyError.
-    """
+    """Return the text of the ``KeyError`` of a microbatch that another rank fetches."""
     if "cu_seqlens" in microbatch:
         return ""
     try:
@@ -280,19 +277,18 @@ def why_missing(microbatch: Mapping[str, Any]) -> str:
 
 
 def detached_samples(microbatch: Mapping[str, Any]) -> Callable[[], list[Piece]]:
-    """As ``.samples``, from copies of the few numbers it is made of: the step's memory may go."""
+    """Return a function like ``.samples`` that does not keep the memory of the step alive."""
     if not isinstance(microbatch, Microbatch):
         return lambda: list(getattr(microbatch, "samples", ()))
-    told = microbatch._told.of_rows(microbatch._rows)
-    told = replace(
-        told, after=EncodedState(told.step + 1, np.zeros(0, np.uint8))
-    )  # its bytes lie beside the arrays
+    info = microbatch.info
+    # The bytes of the real state are in the same memory as the arrays.
+    info = replace(info, after=EncodedState(info.step + 1, np.zeros(0, np.uint8)))
     kept = (
         {"cu_seqlens_padded": np.array(microbatch["cu_seqlens_padded"])}
         if "cu_seqlens_padded" in microbatch
         else {}
     )
     if "attention_mask" in microbatch:
-        kept["attention_mask"] = np.zeros((0, 0), bool)  # it says which layout it is
-    small = Microbatch(kept, told, np.arange(len(told)))
+        kept["attention_mask"] = np.zeros((0, 0), bool)  # the key marks the padded layout
+    small = Microbatch(kept, info, np.arange(len(info)))
     return lambda: small.samples

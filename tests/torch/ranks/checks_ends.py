@@ -224,7 +224,7 @@ def a_refused_state_costs_no_step_that_was_taken_ahead(out: Path) -> None:
     ) as steps:
         took = [next(steps).step]
         while (
-            len(steps.client._wire._said) < 2 and steps.client.service.fetches
+            len(steps.client._frames._sent) < 2 and steps.client.service.fetches
         ):  # it is ahead of those it serves
             time.sleep(0.01)
         dist.barrier()
@@ -243,11 +243,11 @@ def a_fetcher_may_close_while_the_end_is_not_yet_heard_by_all(out: Path) -> None
     assert next(steps).step == 0
     if client.service.fetches:
         assert [next(steps).step, next(steps).step] == [1, 2]
-        while client._wire.frames < 4 or not client._wire._said:
+        while client._frames.frames < 4 or not client._frames._sent:
             time.sleep(0.01)
         dist.barrier()
         steps.close()
-        assert client._wire._closed
+        assert client._frames._closed
     else:
         dist.barrier()
         time.sleep(0.3)  # they are waited for; nothing depends on how long
@@ -292,7 +292,7 @@ def one_who_stops_in_the_middle_of_a_frame_is_told_so(out: Path) -> None:
     next(client)
     dist.barrier()
     if not client.service.fetches:
-        client._wire._left = lambda frame: signal.raise_signal(
+        client._frames._left = lambda frame: signal.raise_signal(
             signal.SIGINT
         )  # between two waits of torch's, where Ctrl-C is heard
         try:
@@ -340,8 +340,8 @@ def a_rank_that_does_not_come_is_named(out: Path) -> None:
     next(client)
     dist.barrier()
     if not client.service.fetches:
-        assert client._wire._limit_s == 30.0, "what it was told to wait"
-        client._wire._limit_s = 1.0  # from here on: the first step may take its time
+        assert client._frames._limit_s == 30.0, "what it was told to wait"
+        client._frames._limit_s = 1.0  # from here on: the first step may take its time
         said = raised(client)
         assert said.startswith(DataStall.__name__)
         assert f"rank {client.service.fetcher}" in said

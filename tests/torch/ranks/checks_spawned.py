@@ -176,7 +176,7 @@ def a_process_group_of_another_size_is_no_place_to_meet(out: Path) -> None:
 
 def a_rank_that_begins_no_pass_is_named(out: Path) -> None:
     with (
-        mock.patch("overlord.torch.rewind_barrier.MEET_S", 1.0),
+        mock.patch("overlord.torch.rewind_barrier.BARRIER_S", 1.0),
         ot.StatefulLoader(job(PLACE, until=3), rewind=True) as loader,
     ):
         next(iter(loader))

@@ -1,5 +1,6 @@
-"""Batches as each framework reads them: ``megatron.packed``, ``torchtitan.flat``,
-``huggingface.flattened``. See docs/frameworks.md.
+"""Adapters from microbatches to the batches of frameworks; see docs/frameworks.md.
+
+``megatron.packed``, ``torchtitan.flat``, ``huggingface.flattened``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What Hugging Face models read: the keys of its flattening collator, or rows with an attention
-mask.
-"""
+"""Batches of Hugging Face models: the keys of the flattening collator, or padded rows."""
 
 from __future__ import annotations
 
@@ -13,10 +11,8 @@ from overlord.torch.adapters.labels import converted, need
 from overlord.torch.microbatch_info import UNSHIFTED
 from overlord.torch.tensor_step import as_tensor
 
-IMAGE_KEYS = {
-    "pixel_values": "pixel_values",
-    "image_grid_thw": "grid_thw",
-}  # as its vision models name them
+# Key of the vision models -> key of a microbatch.
+IMAGE_KEYS = {"pixel_values": "pixel_values", "image_grid_thw": "grid_thw"}
 
 
 def flattened(
@@ -28,15 +24,15 @@ def flattened(
     no_cache: bool = True,
     given: str | None = None,
 ) -> dict[str, Any]:
-    """``model(**flattened(mb))``: one row of all documents, [1, tokens], labels unshifted,
-    positions from 0 in every document.
+    """Return the arguments of ``model(**flattened(mb))``: all documents in one row, [1, tokens].
 
-    ``kernel``: with ``cu_seq_lens_q/k`` and ``max_length_q/k`` for flash attention, which other
-    kinds ignore. ``no_cache``: with ``use_cache=False``, without which models whose attention is
-    eager or SDPA make a cache in training too, do not look at positions then, and mix documents
-    without a word. ``seq_idx`` for layers with a state (Mamba, gated delta). ``mask``: a
-    four-dimensional mask, for attention that never looks at positions; True for float32, or the
-    dtype of the model. ``given``: the job's ``Batch.labels``, where it cannot be told.
+    Labels are unshifted, and positions start at 0 in every document. ``kernel``: add
+    ``cu_seq_lens_q/k`` and ``max_length_q/k`` for flash attention; other kinds ignore them.
+    ``no_cache``: add ``use_cache=False``. Without it models with eager or SDPA attention create a
+    cache in training too, then ignore positions, and mix documents silently. ``seq_idx``: for
+    layers with a state (Mamba, gated delta). ``mask``: a four-dimensional mask for attention that
+    ignores positions; True for float32, or the dtype of the model. ``given``: the job's
+    ``Batch.labels``, if the microbatch cannot tell them.
     """
     facts = need(
         mb,
@@ -70,8 +66,9 @@ def flattened(
 
 
 def padded(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, torch.Tensor]:
-    """Of ``Batch(layout="padded")``: ``input_ids``, ``attention_mask``, ``position_ids`` and
-    unshifted ``labels``, [rows, context].
+    """Return a microbatch of ``Batch(layout="padded")`` under Hugging Face keys, [rows, context].
+
+    ``input_ids``, ``attention_mask``, ``position_ids`` and unshifted ``labels``.
     """
     need(
         mb,
@@ -89,20 +86,22 @@ def padded(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, torc
 
 
 def documents(bounds: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Which document each token is of, int64 [tokens]."""
+    """Return the document of each token, int64 [tokens]."""
     return document_of(torch.arange(tokens, device=bounds.device), bounds)
 
 
 def document_of(at: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Which document each of these places of the microbatch is in."""
+    """Return the document of each of these positions of the microbatch."""
     return torch.searchsorted(bounds[1:].to(torch.int64), at.to(torch.int64), right=True)
 
 
 def block_mask(
     bounds: torch.Tensor, tokens: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """[1, 1, tokens, tokens], to be added to scores: 0 where a token sees another of its document
-    that is not behind it, else the lowest number. Its size grows with the square of the tokens.
+    """Return an additive attention mask, [1, 1, tokens, tokens].
+
+    It is 0 for an earlier or equal token of the same document, else the lowest number. Its size
+    grows with the square of the tokens.
     """
     document = documents(bounds, tokens)
     at = torch.arange(tokens, device=bounds.device)

@@ -1,8 +1,8 @@
-"""Labels from one convention to the other, document by document.
+"""Conversion of labels between two conventions, document by document.
 
 Shifted: the label of a token is the next token of its document (Megatron, torchtitan). Unshifted:
-it is the token itself, and the model shifts (Hugging Face). Either has a label for the same
-predictions, one place apart, so nothing is lost on the way.
+it is the token itself, and the model shifts (Hugging Face). Both have labels for the same
+predictions, one position apart, so a conversion loses nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ CONVENTIONS = (SHIFTED, UNSHIFTED)
 def converted(
     mb: Mapping[str, Any], wanted: str, given: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels and loss mask of a microbatch in the wanted convention. ``given``: the job's
-    ``Batch.labels``; by default told from them.
+    """Return labels and loss mask of a microbatch in the wanted convention.
+
+    ``given``: the job's ``Batch.labels``; by default detected from the labels.
     """
     for name, value in (("wanted", wanted), ("given", given or wanted)):
         if value not in CONVENTIONS:
@@ -37,7 +38,7 @@ def converted(
     has = given or facts.labels
     if not has and facts.sliced and wanted == UNSHIFTED:
         raise JobError([_NO_SLICES.format(have="labels", wanted=wanted)], "labels")
-    if not has or has == wanted:  # no label to tell it from, or one in the right place
+    if not has or has == wanted:  # there is no label, or labels have the wanted convention
         return labels, mask
     if facts.sliced:
         raise JobError([_NO_SLICES.format(have=f"{has} labels", wanted=wanted)], "labels")
@@ -45,15 +46,14 @@ def converted(
 
 
 _NO_SLICES = (
-    "this is a slice of a microbatch, cut for context parallelism; its {have} cannot be "
-    "made {wanted}, since neighbours of tokens are on "
-    "other ranks. Say Batch(labels={wanted!r}) in the job, whose labels are made before "
-    "slices are cut"
+    "expected a whole microbatch, got a slice of one (context parallelism); its {have} cannot "
+    "become {wanted}, because neighbours of tokens are on other ranks. "
+    "Set Batch(labels={wanted!r}) in the job: its labels are made before the slices"
 )
 
 
 def _moved(values: torch.Tensor, mb: Mapping[str, Any], wanted: str, nothing: int) -> torch.Tensor:
-    """One place up or down; what would come from another document is nothing."""
+    """Move values by one position; ``nothing`` replaces values of another document."""
     by = -1 if wanted == SHIFTED else 1
     moved = values.roll(by, dims=-1)
     if values.dim() == 2:
@@ -65,15 +65,15 @@ def _moved(values: torch.Tensor, mb: Mapping[str, Any], wanted: str, nothing: in
 
 
 def has_keys(mb: Mapping[str, Any], keys: tuple[str, ...], adapter: str) -> None:
-    """What an adapter needs is there; else what is missing, and why."""
+    """Raise ``JobError`` if a microbatch lacks a key that an adapter needs."""
     missing = [key for key in keys if key not in mb]
     if missing and "cu_seqlens" not in mb and isinstance(mb, (Microbatch, TensorMicrobatch)):
-        mb[missing[0]]  # of a rank that is served by another: its KeyError says by whom
+        mb[missing[0]]  # on a rank that another serves: this KeyError names that rank
     if missing:
         why = (
-            "say Batch(layout='padded')"
+            "set Batch(layout='padded')"
             if missing == ["attention_mask"]
-            else "each stage of a pipeline gets its own keys only"
+            else "each pipeline stage has only its own keys"
         )
         found = f"got {', '.join(mb)}; {why}"
         raise JobError([f"expected {', '.join(missing)} in the microbatch, {found}"], adapter)
@@ -87,7 +87,7 @@ def need(
     padded: bool = False,
     whole: bool = True,
 ) -> MicrobatchInfo:
-    """Facts of a microbatch that an adapter can take; else what is wrong with it."""
+    """Return the facts of a microbatch; raise ``JobError`` if the adapter cannot use it."""
     has_keys(mb, keys, adapter)
     facts = MicrobatchInfo.of(mb)
     if facts.padded and not padded:
@@ -96,8 +96,8 @@ def need(
         raise JobError(
             [
                 f"expected whole microbatches, got a slice of {facts.here} of "
-                f"{facts.tokens} tokens, cut for context parallelism; "
-                "say Batch(cp_split='none'), and let the framework cut"
+                f"{facts.tokens} tokens (context parallelism); "
+                "set Batch(cp_split='none'), and let the framework slice"
             ],
             adapter,
         )

@@ -1,6 +1,4 @@
-"""What Megatron-Core reads: the packed (THD) batch of its sequence-packing code, and
-``PackedSeqParams``.
-"""
+"""Batches of Megatron-Core: the packed (THD) batch of its sequence packing, ``PackedSeqParams``."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ TOKEN_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
 
 @dataclass(slots=True, kw_only=True)
 class PackedSeqParams:
-    """The fields of Megatron-Core's class of this name, where that is not installed: attention
-    reads them by name.
+    """The fields of Megatron-Core's class of this name, if it is not installed.
+
+    Attention reads the fields by name.
     """
 
     qkv_format: str | None = None
@@ -41,7 +40,7 @@ class PackedSeqParams:
 
 
 class Batch(NamedTuple):
-    """What Megatron's ``get_batch`` for packed sequences returns, in its order."""
+    """The result of Megatron's ``get_batch`` for packed sequences, in its order."""
 
     tokens: torch.Tensor | None
     labels: torch.Tensor | None
@@ -53,9 +52,10 @@ class Batch(NamedTuple):
 
 
 def packed(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, Any]:
-    """The dict that its data iterator yields for a microbatch, for the stage this rank is: tensors
-    flat, ``max_seqlen`` an int32 scalar on the host, labels shifted. Already sliced for CP where
-    the job says so: then do not slice again.
+    """Return the dict that Megatron's data iterator yields, with the keys of this rank's stage.
+
+    Tensors are flat, ``max_seqlen`` is an int32 scalar on the CPU, labels are shifted. It is
+    already sliced for CP if the job does so; then do not slice again.
     """
     need(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed", whole=False)
     made = {
@@ -69,12 +69,12 @@ def packed(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, Any]
 
 
 def packed_seq_params(mb: Mapping[str, Any], *, true_lengths: bool = False, **more: Any) -> Any:
-    """``PackedSeqParams`` of a microbatch: Megatron's own class where it can be imported, else ours
-    with the same fields.
+    """Return the ``PackedSeqParams`` of a microbatch.
 
-    As in Megatron, all four ``cu_seqlens`` are the padded ones, which Transformer Engine wants;
-    ``true_lengths`` puts the true ones into ``cu_seqlens_q`` and ``cu_seqlens_kv``. They are those
-    of the whole microbatch, also on a slice of CP. ``more``: other fields.
+    The class is Megatron's if it can be imported, otherwise ours with the same fields. As in
+    Megatron, all four ``cu_seqlens`` are the padded ones, which Transformer Engine expects;
+    ``true_lengths`` puts the true ones into ``cu_seqlens_q`` and ``cu_seqlens_kv``. They describe
+    the whole microbatch, also on a slice of CP. ``more``: other fields.
     """
     has_keys(mb, ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"), "megatron.packed_seq_params")
     bounds, longest = as_tensor(mb["cu_seqlens_padded"]), int(mb["max_seqlen"])
@@ -98,12 +98,11 @@ def padding_mask(
     cp: tuple[int, int] | None = None,
     cp_split: str = "zigzag",
 ) -> torch.Tensor:
-    """True on padding, [1, tokens]: mixtures of experts leave it out. Needs no tokens, so that
-    every stage can make it.
+    """Return a mask that is True on padding, [1, tokens]; mixtures of experts skip padding.
 
-    For a slice of context parallelism: ``cp`` is (how many ranks, which of them) and ``cp_split``
-    the job's; or ``index`` is which token of the whole microbatch each of the slice's is
-    (``overlord.constructor.rank_views.slice_index``).
+    It needs no tokens, so that every stage can make it. For a slice of context parallelism: ``cp``
+    is (number of ranks, this rank) and ``cp_split`` the job's; or ``index`` is the token of the
+    whole microbatch of each token of the slice (``overlord.constructor.rank_views.slice_index``).
     """
     has_keys(mb, ("cu_seqlens", "cu_seqlens_padded"), "megatron.padding_mask")
     lengths, bounds = (
@@ -121,20 +120,19 @@ def padding_mask(
 def _places(
     bounds: torch.Tensor, facts: MicrobatchInfo, cp: tuple[int, int], split: str
 ) -> torch.Tensor:
-    """Which token of the whole microbatch each token of a slice is: on the device where the bounds
-    are, without a question to it.
+    """Return the token of the whole microbatch of each token of a slice.
+
+    It runs on the device of the bounds, without a synchronization.
     """
     ranks, rank = _checked(cp, split, facts)
-    if (
-        ranks == 1 or split == "none" or facts.here == facts.tokens
-    ):  # not cut: also where each CP rank has microbatches of its own
+    # Not sliced: also if each CP rank has microbatches of its own.
+    if ranks == 1 or split == "none" or facts.here == facts.tokens:
         return torch.arange(facts.tokens, device=bounds.device)
     t = torch.arange(facts.tokens // ranks, device=bounds.device)
     if split == "contiguous":
         return t + rank * len(t)
-    starts = (
-        bounds if split == "zigzag" else torch.stack((bounds[0], bounds[-1]))
-    ) // ranks  # of documents, in the slice
+    # Starts of documents in the slice.
+    starts = (bounds if split == "zigzag" else torch.stack((bounds[0], bounds[-1]))) // ranks
     document = document_of(t, starts)
     at, half = t - starts[document], starts.diff()[document] // 2
     return (
@@ -146,7 +144,7 @@ def _checked(cp: tuple[int, int], split: str, facts: MicrobatchInfo) -> tuple[in
     ranks, rank = cp
     if not 0 <= rank < ranks:
         raise JobError(
-            [f"cp: expected (how many ranks, which of them), got {cp!r}"], "megatron.padding_mask"
+            [f"cp: expected (number of ranks, this rank), got {cp!r}"], "megatron.padding_mask"
         )
     if split not in SPLITS:
         raise JobError(
@@ -173,16 +171,17 @@ def get_batch(
     given: str | None = None,
     **more: Any,
 ) -> Batch:
-    """The next microbatch as Megatron's forward step unpacks it: ``tokens, labels, loss_mask,
-    attention_mask, position_ids, packed_seq_params, padding_mask``; [1, tokens], None for what this
-    stage does not have.
+    """Return the next microbatch as Megatron's forward step unpacks it.
 
-    ``iterator``: ``client.microbatches()``, or of a ``DevicePrefetcher`` or a ``BroadcastClient``;
-    every rank has one, also TP ranks that another serves. Nothing is left to broadcast or to slice.
-    ``cp``: how many ranks along context parallelism and which of them this is, ``cp_split``: the
-    job's; with them every rank of every stage has its ``padding_mask``. (1, 0) where microbatches
-    are not cut. Without ``cp`` it is None where a rank does not hold all the tokens: on slices, and
-    on stages in the middle.
+    ``tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params, padding_mask``;
+    [1, tokens], None for keys that this stage does not have. ``iterator``:
+    ``client.microbatches()``, or that of a ``DevicePrefetcher`` or a ``BroadcastClient``; every
+    rank has one, also TP ranks that another serves. The trainer need not broadcast or slice.
+
+    ``cp``: the number of ranks along context parallelism and this rank; (1, 0) if microbatches are
+    not sliced. ``cp_split``: the job's. With them every rank of every stage has its
+    ``padding_mask``. Without ``cp`` it is None on ranks that do not hold all tokens: on slices, and
+    on middle stages.
     """
     if iterator is None:
         raise JobError(
@@ -214,8 +213,9 @@ def get_batch(
 
 
 def _rows(mb: Mapping[str, Any], given: str | None) -> Batch:
-    """The padded layout, [rows, context]: attention is causal, so that padding at the end of a row
-    needs no mask.
+    """Return a batch of the padded layout, [rows, context].
+
+    Attention is causal, so padding at the end of a row needs no mask.
     """
     found: dict[str, Any] = {key: as_tensor(mb[key]) if key in mb else None for key in TOKEN_KEYS}
     if "labels" in mb:

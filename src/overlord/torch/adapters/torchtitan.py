@@ -1,6 +1,4 @@
-"""Batches as torchtitan's trainer reads them: ``({"input", "positions", ...}, labels)``, one row,
-labels shifted.
-"""
+"""Batches of torchtitan: ``({"input", "positions", ...}, labels)``, one row, labels shifted."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ def flat(
     given: str | None = None,
     batched: bool = True,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return one batch of its trainer: [1, T] as release 0.3.0 reads it. A document begins where
-    ``positions`` is 0.
+    """Return one batch of torchtitan's trainer: [1, T] as release 0.3.0 reads it.
 
-    ``tokens``: pad to as many, with input 0, label -100 and positions of a document of their own,
-    as its collator does: for compiled models and CUDA graphs. ``batched=False``: [T], and patches
-    of all images in one row, as its development branch reads them. Its trainer cuts for CP itself
-    (``Batch(cp_split="none")``). ``given``: the job's ``Batch.labels``, where it cannot be told.
+    A document begins where ``positions`` is 0. ``tokens``: pad to this length, with input 0, label
+    -100 and positions of a document of their own, as its collator does: for compiled models and
+    CUDA graphs. ``batched=False``: [T], and patches of all images in one row, as its development
+    branch reads them. Its trainer slices for CP itself (``Batch(cp_split="none")``). ``given``: the
+    job's ``Batch.labels``, if the microbatch cannot tell them.
     """
     need(mb, ("tokens", "position_ids", "labels", "loss_mask"), "torchtitan.flat")
     labels, _ = converted(mb, SHIFTED, given)
