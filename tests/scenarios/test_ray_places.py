@@ -9,7 +9,7 @@ from pathlib import Path
 from tests import rays
 from tests.processes import program
 
-pytestmark = rays.by_make_ray("half a minute; what is decided is in unit/test_placing.py")
+pytestmark = rays.by_make_ray("half a minute; what is decided is in unit/test_ray_node_choice.py")
 
 PLACES = """
     import logging, os, sys

@@ -14,7 +14,7 @@ from overlord.errors import ActorLost, OverlordError
 from overlord.transport.address import Address
 from overlord.transport.server import Server
 from overlord.transport.shared_memory import SharedMemoryPool
-from tests.channels import (
+from tests.connections import (
     MB,
     SOON_S,
     TOKEN,
@@ -75,18 +75,18 @@ def test_views_of_a_closed_link_are_not_filled_by_a_sender_that_lives_on():
 
 def test_a_killed_receiver_frees_what_it_held():
     ring = SharedMemoryPool(max_slots=3, name="server", wait_s=SOON_S)
-    with Story(ring=ring) as story, child(hold_messages, story.address, 3) as holder:
+    with Story(ring=ring) as story, child(hold_messages, story.address, 3) as lease:
         story.wait(lambda s: s.opened)
         for k in range(3):
             story.opened[0].send(message(k))
-        assert holder.hears() == [0, 1, 2]
+        assert lease.hears() == [0, 1, 2]
         assert ring.take(MB) is None
         waiter = threading.Thread(target=lambda: ring(MB))
         waiter.start()
-        holder.kill()
+        lease.kill()
         waiter.join(SOON_S)
         assert not waiter.is_alive()
-        assert ring.n_slots <= 3
+        assert ring.n_segments <= 3
         story.wait(lambda s: s.closed)
 
 

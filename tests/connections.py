@@ -244,7 +244,7 @@ def read_nothing(pipe: PipeEnd, address: str, transport: str = "auto") -> None:
 def send_messages(
     pipe: PipeEnd, address: str, n: int, nbytes: int, transport: str = "auto", max_slots: int = 64
 ) -> None:
-    """Sends n messages; then says how many slots its ring ever had, or what went wrong."""
+    """Sends n messages; then says how many segments its ring ever had, or what went wrong."""
     ring = SharedMemoryPool(max_slots=max_slots, name="sender")
     link, _ = dial(
         address, TOKEN, {}, timeout_s=SOON_S, transport=transport, ring=ring, name="the sender"
@@ -255,7 +255,7 @@ def send_messages(
     except Exception as e:
         pipe.send(f"{type(e).__name__}: {e}")
     else:
-        pipe.send(ring.slots_made)
+        pipe.send(ring.segments_made)
     pipe.poll(None)
 
 

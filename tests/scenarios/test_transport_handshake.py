@@ -27,7 +27,7 @@ from overlord.transport.handshake import (
     refusal,
 )
 from overlord.transport.server import MAX_PENDING, dial
-from tests.channels import (
+from tests.connections import (
     SOON_S,
     TOKEN,
     Story,
@@ -129,7 +129,7 @@ def test_a_server_that_does_not_know_the_token_is_not_believed():
 
 def test_a_server_of_another_version_is_named_with_both_versions():
     _against(
-        _saying(PREFIX.pack(MAGIC, 99, 2, 32) + bytes(32)), LinkRefused, "version 99 .* version 1"
+        _saying(PREFIX.pack(MAGIC, 99, 2, 32) + bytes(32)), LinkRefused, "version 1 .* version 99"
     )
 
 
@@ -256,7 +256,7 @@ def test_a_server_that_takes_nobody_for_now_is_told_of_when_time_is_over():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=full, args=(listener,), daemon=True).start()
         with pytest.raises(
-            DataStall, match=r"to take a connection, which it refuses for now \(no room\)"
+            DataStall, match=r"to accept a connection, which it refuses temporarily \(no room\)"
         ):
             dial(f"overlord://127.0.0.1:{listener.getsockname()[1]}/full", TOKEN, {}, timeout_s=1.0)
         listener.shutdown(socket.SHUT_RDWR)
