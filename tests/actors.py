@@ -155,8 +155,8 @@ class Sent:
     def __init__(self, name: str, factory: Any, args: Any) -> None:
         self._sibling = RpcEndpoint(name, factory(*args))
 
-    def meet(self, address: str, token: str, ticket: int) -> None:
-        self._sibling.meet(address, token, ticket)
+    def meet(self, address: str, token: str, lease_id: int) -> None:
+        self._sibling.meet(address, token, lease_id)
 
 
 def shout(batch: Any) -> Any:

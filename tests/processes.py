@@ -214,7 +214,7 @@ def but_for_late(err: str) -> str:
     """What a program said on stderr, without those of its processes that had to be killed at its
     end: they get half a second to leave.
     """
-    return "".join(line for line in err.splitlines(keepends=True) if "did not leave in" not in line)
+    return "".join(line for line in err.splitlines(keepends=True) if "did not exit in" not in line)
 
 
 def in_shared_memory() -> set[str]:

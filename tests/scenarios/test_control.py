@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from overlord.rpc.actors import ActorHandle, ActorSystem
 from overlord.rpc.local_actors import LocalControl
 from overlord.rpc.peers import RpcServer, fault_of
 from overlord.rpc.process_launcher import ProcessActorSystem
+from overlord.rpc.timeouts import TIMEOUTS
 from tests import rays
 from tests.actors import Sent, Worker, broken, when_allowed
 from tests.processes import left_after
@@ -49,20 +50,23 @@ class Siblings(RpcServer):
 
     def __init__(self) -> None:
         self.elsewhere = ProcessActorSystem()
-        super().__init__(end=lambda name, ticket, why: self.elsewhere.kill(self._started[ticket]))
-        self._cut = lambda name, ticket, why: None  # who started it tells
+        super().__init__(
+            end=lambda name, lease_id, why: self.elsewhere.kill(self._started[lease_id]),
+            cut=lambda name, lease_id, why: None,  # its launcher reports the death
+        )
         self._started: dict[int, ActorHandle] = {}
 
     def spawn(
         self, factory: Callable[..., Any], *args: Any, name: str, **where: Any
     ) -> ActorHandle:  # type: ignore[override]
         there = self.elsewhere.spawn(Sent, name, factory, args, name=name, **where)
-        handle, ticket = self.expect(name)
-        self._started[ticket] = there
+        handle, lease_id = self.expect(name)
+        self._started[lease_id] = there
         self.elsewhere.on_death(
-            there, lambda there, reason: self.died(ticket, reason, fault_of(self.elsewhere, there))
+            there,
+            lambda there, reason: self.died(lease_id, reason, fault_of(self.elsewhere, there)),
         )
-        self.elsewhere.tell(there, "meet", self.address, self.token, ticket)
+        self.elsewhere.tell(there, "meet", self.address, self.token, lease_id)
         return handle
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
@@ -90,8 +94,9 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed process is gone at once; how soon that is seen is the machine's business."""
+    patient = replace(TIMEOUTS, killed_s=SOON_S, killed_elsewhere_s=SOON_S)
     for module in (process_launcher, peers):
-        monkeypatch.setattr(module, "KILL_S", SOON_S)
+        monkeypatch.setattr(module, "TIMEOUTS", patient)
 
 
 @pytest.fixture
@@ -235,7 +240,7 @@ def test_a_result_that_cannot_travel_is_an_error_of_its_call_alone(
     control: ActorSystem, actor: ActorHandle
 ) -> None:
     with pytest.raises(
-        FrameError, match=r"what 'unsendable' of actor 'worker' returned\['a'\]\[0\].*object"
+        FrameError, match=r"result of 'unsendable' of actor 'worker'\['a'\]\[0\].*object"
     ):
         ask(control, actor, "unsendable")
     assert ask(control, actor, "echo", "still there") == "still there"
@@ -368,7 +373,7 @@ def test_a_method_may_answer_later_while_others_run(
 
 def test_a_name_is_taken_while_its_actor_lives(control: ActorSystem, actor: ActorHandle) -> None:
     assert control.lookup("worker") is actor
-    with pytest.raises(JobError, match="actor 'worker': the name is taken"):
+    with pytest.raises(JobError, match="actor 'worker': the name is used"):
         control.spawn(Worker, name="worker")
     control.kill(actor)
     with pytest.raises(ActorLost, match="no actor of this name"):
@@ -547,7 +552,7 @@ def test_an_actor_that_does_not_leave_is_not_waited_for(
     ask(control, busy, "echo", 1)
     stuck = control.call(busy, "sleep", 2 * SOON_S)
     ask(control, other, "echo", 1)
-    record: Any = other._record
+    record: Any = other.record
     leaves, how = (record.thread, "join") if backend.name == "local" else (record.gone, "wait")
     wait = getattr(leaves, how)
     monkeypatch.setattr(
@@ -558,7 +563,7 @@ def test_an_actor_that_does_not_leave_is_not_waited_for(
     assert time.monotonic() - before < SOON_S
     with pytest.raises(ActorLost, match="was shut down"):
         stuck.result(0)
-    assert "actor busy did not leave in 0.2 s" in caplog.text
+    assert "actor busy did not exit in 0.2 s" in caplog.text
     assert "other" not in caplog.text
 
 
@@ -598,7 +603,7 @@ def test_a_close_that_fails_is_told_in_the_log(
     control = backend.make()
     control.spawn(Worker, "fail", name="worker")
     control.shutdown(SOON_S)
-    assert "actor worker did not close well: cannot close" in caplog.text
+    assert "actor worker failed to close: cannot close" in caplog.text
 
 
 def test_two_control_planes_do_not_mix(
@@ -617,7 +622,10 @@ def test_a_handle_of_another_kind_of_control_plane_is_refused(
     backend: Backend, control: ActorSystem, actor: ActorHandle
 ) -> None:
     other = next(b for b in BACKENDS if b is not backend)
-    with other.make() as second, pytest.raises(OverlordError, match="of another control plane"):
+    with (
+        other.make() as second,
+        pytest.raises(OverlordError, match="belongs to another actor system"),
+    ):
         second.call(actor, "echo", 1)
 
 
