@@ -30,7 +30,7 @@ PARTS = os.environ.get(
 KILLED = (
     "killed by signal 9"
     if PARTS == "process"
-    else "its process died without a word: it was killed, crashed or ran out of memory"
+    else "its process died silently: it was killed, crashed or ran out of memory"
 )
 EXITED = "exit code 3" if PARTS == "process" else KILLED
 ASKED = "killed by signal 9" if PARTS == "process" else "killed"  # of those that session.kill hit

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_the_last_words_of_a_part_that_died_are_said_here_since_their_file_goes_
         with pytest.raises(ov.ActorLost, match=r"ran out of memory$"):
             control.get(control.call(part, "end"), 60.0)
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        "part said last:\n  its last words"
+        "last output of part:\n  its last words"
     ]
 
 
@@ -123,49 +124,27 @@ def test_two_jobs_side_by_side_have_parts_of_their_own(calm: Played, ray_cluster
 def test_whoever_asks_for_more_than_there_is_hears_what_is_waited_for(ray_cluster: None) -> None:
     with rays.control() as control:
         greedy = control.spawn(dict, name="greedy", resources={"cpus": 1000.0})
-        wanted = r"for greedy to be started, on a node with 1000 cores and 0 MB idle \(there are .* cores and \d+ MB\): an autoscaler"
+        wanted = (
+            r"for greedy to be started, on a node with 1000 cores and 0 MB idle "
+            r"\(nodes have .* cores and \d+ MB\): an autoscaler"
+        )
         with pytest.raises(ov.DataStall, match=wanted):
             control.get(control.call(greedy, "keys"), 0.1)
         control.kill(greedy)
 
 
-def test_one_that_is_killed_after_it_has_left_is_nobodys_process_any_more(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+def test_an_actor_that_exits_leaves_no_process_and_its_successor_has_another(
+    ray_cluster: None,
 ) -> None:
-    """The deadline of a shutdown may pass between the two: the process is idle then, and the next
-    session's.
-    """
-    from overlord.ray.cluster import CLUSTER
-
-    one = rays.control()
-    left = one.spawn(dict, name="left")
-    assert one.get(one.call(left, "copy"), 60.0) == {}
-    pid, given = one.pid_here(left), CLUSTER.give_back
-
-    def late(*entry: Any) -> None:
-        given(*entry)
-        one._kill(left._record)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(CLUSTER, "give_back", late)
-        one.shutdown()
-    with rays.control() as other:
-        again = other.spawn(dict, name="left")
-        assert other.get(other.call(again, "copy"), 60.0) == {}
-        assert other.pid_here(again) == pid
-
-
-def test_a_process_that_died_while_it_waited_for_an_actor_is_replaced(ray_cluster: None) -> None:
     with rays.control() as one:
-        first = one.spawn(dict, name="waits")
+        first = one.spawn(dict, name="leaves")
         assert one.get(one.call(first, "copy"), 60.0) == {}
         pid = one.pid_here(first)
-    os.kill(pid, signal.SIGKILL)
     assert not left_after([pid], GONE_S)
     with rays.control() as other:
-        again = other.spawn(dict, name="waits")
+        again = other.spawn(dict, name="leaves")
         assert other.get(other.call(again, "copy"), 60.0) == {}
-        assert other.pid_here(again) != pid
+        assert other.pid_here(again) not in (0, pid)
 
 
 def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_it_does_not(
@@ -173,10 +152,9 @@ def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_
 ) -> None:
     from overlord.ray import cluster as cluster
 
-    before = cluster.CLUSTER._holders
+    before = cluster.CLUSTER._users
     cluster.CLUSTER.hold(None)
-    monkeypatch.setattr(cluster, "END_S", 0.05)
-    monkeypatch.setattr(cluster, "HOLD_S", 0.05)
+    monkeypatch.setattr(cluster, "TIMEOUTS", replace(cluster.TIMEOUTS, release_s=0.05, hold_s=0.05))
     hangs, ends = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -188,12 +166,12 @@ def test_whoever_could_not_let_go_of_the_cluster_since_ray_hung_is_counted_when_
     thread.start()
     assert hangs.wait(WAIT_S)
     cluster.CLUSTER.release()
-    with pytest.raises(ov.DataStall, match="Ray: what another session asked for to come to an end"):
+    with pytest.raises(ov.DataStall, match="Ray: the requests of another session to complete"):
         cluster.CLUSTER.hold(None)
     ends.set()
     thread.join()
     cluster.CLUSTER.hold(None)
-    assert cluster.CLUSTER._holders == before + 1
+    assert cluster.CLUSTER._users == before + 1
     cluster.CLUSTER.release()
 
 
@@ -206,8 +184,8 @@ def test_who_asks_for_the_nodes_of_a_cluster_that_was_left_does_not_start_anothe
     from overlord.ray import cluster as cluster
 
     known = cluster.CLUSTER.nodes()
-    monkeypatch.setattr(cluster.CLUSTER, "_holders", 0)
-    monkeypatch.setattr(cluster, "_living_nodes", lambda: pytest.fail("Ray was asked"))
+    monkeypatch.setattr(cluster.CLUSTER, "_users", 0)
+    monkeypatch.setattr(cluster, "living_nodes", lambda: pytest.fail("Ray was asked"))
     assert cluster.CLUSTER.nodes() == known != []
 
 
@@ -367,9 +345,10 @@ JOINS = """
     import ray
     import overlord as ov
     from overlord.ray import cluster as ray_cluster
+    from overlord.ray import connection as ray_connection
     from overlord.cli import detached_jobs as ray_jobs
-    from overlord.ray.launcher import RayControl
-    from tests.processes import halt, left_after
+    from overlord.ray.launcher import RayActorSystem
+    from tests.processes import halt
     from tests.scenarios.test_process import job
     from tests.scenarios.test_ray import Crashes
 
@@ -411,21 +390,15 @@ JOINS = """
         before, said = dict(os.environ), []
         logging.getLogger("overlord").addFilter(lambda record: said.append(record.getMessage()))
         with ray_cluster.cluster(open_one.address):
-            with RayControl(open_one.address) as control:
+            with RayActorSystem(open_one.address) as control:
                 actor = control.spawn(dict, name="actor")
                 print(control.address, control.get(control.call(actor, "copy"), 60.0), flush=True)
-                waits = control.pid_here(actor)
                 crashes = control.spawn(Crashes, name="crashes")
                 print(control.call(crashes, "end").exception(60.0), flush=True)
             os.environ["OVERLORD_INTERFACE"] = "127.0.0.3"
-            with RayControl(open_one.address) as control:
+            with RayActorSystem(open_one.address) as control:
                 print(control.address, flush=True)
             del os.environ["OVERLORD_INTERFACE"]
-            kills, ends = ray_cluster.kill, ray_cluster.CLUSTER._end
-            ray_cluster.kill = lambda actor: None  # a raylet that stands still hears nothing
-            ray_cluster.CLUSTER._end = lambda: (print(left_after([waits], 20.0), flush=True), ends())
-        ray_cluster.kill = kills
-        del ray_cluster.CLUSTER._end
         print(said, os.environ == before, flush=True)
         ray.init(open_one.address, log_to_driver=False, logging_level=logging.ERROR)
         del os.environ["RAY_AUTH_MODE"]
@@ -450,7 +423,7 @@ JOINS = """
             halt(ray.get(keeper.__ray_call__.remote(lambda keeper: os.getpid()), timeout=60))
             print(ray_jobs.stop("still", open_one.address), "|", ray_jobs.jobs(open_one.address), flush=True)
         os.environ["RAY_AUTH_MODE"] = "token"
-        ray_cluster._as_it_is_now()
+        ray_connection.reread_environment()
         ray.init(open_one.address, log_to_driver=False, logging_level=logging.ERROR)  # a head that asks for none takes any
         refused(None)
         ray.shutdown()
@@ -465,9 +438,9 @@ JOINS = """
 
         try:
             with ray_cluster.cluster() as own:
-                ours, ray.shutdown = own._folder.path, interrupted
+                ours, ray.shutdown = own._connection.folder.path, interrupted
         except KeyboardInterrupt:
-            print(ray.is_initialized(), ours.exists(), os.environ == before, own._holders, flush=True)
+            print(ray.is_initialized(), ours.exists(), os.environ == before, own._users, flush=True)
         folder = tempfile.mkdtemp(prefix="o", dir="/tmp")
         ray.init("local", num_cpus=1, include_dashboard=False, _temp_dir=folder, log_to_driver=False, logging_level=logging.ERROR)
         print(ray.is_initialized(), flush=True)
@@ -481,17 +454,17 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
 ) -> None:
     with program(tmp_path, JOINS) as there:
         assert (
-            "is not used: no token was found: expected that of the cluster in "
+            "is not used: expected the token of the cluster in "
             "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or" in there.line()
         )
         said = there.line()
         assert (
-            "is not used: it asks for no token, so whoever reaches its ports runs code "
+            "is not used: it asks for no token, so everyone who reaches its ports can run code "
             "there: start it with RAY_AUTH_MODE=token" in said
         )
         assert (
-            "RAY_AUTH_MODE=disabled in the environment of this program refuses "
-            "authentication, by that name only" in said
+            "only RAY_AUTH_MODE=disabled in the environment of this program turns "
+            "authentication off" in said
         )
         address, answer = there.line().split()
         assert address.startswith("overlord://127.0.0.2:"), "where Ray says that this node is"
@@ -503,25 +476,22 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
         assert words, "the cluster stays, and so do its files"
         assert Path(words[1]).read_text().endswith("its last words\n")
         assert there.line().startswith("overlord://127.0.0.3:"), "unless it was said"
-        assert there.line() == "[]", (
-            "what waited for an actor is ended here, also where Ray stands still"
-        )
         [warned, *exposed, last], same = eval(there.line().replace(" True", ", True"))
         assert warned.startswith(
-            "the cluster is used without token authentication: whoever reaches its ports "
+            "the cluster is used without token authentication: everyone who reaches its ports "
             "can run code in it"
         )
         assert [line.partition(",")[0] for line in exposed] in (
             [],
             ["every account of this machine can replace the sockets and logs of its Ray"],
         )
-        assert last == "crashes said last:\n  its last words"
+        assert last == "last output of crashes:\n  its last words"
         assert same, "the environment is as it was"
         said = there.line()
         assert "the cluster that the program connected to is not used: it asks for no token" in said
         said = there.line()
         assert (
-            "address: '127.0.0.1:9' was asked for, but this process is connected to the "
+            "address: '127.0.0.1:9' was requested, but this process is connected to the "
             "cluster at '127.0.0.2:" in said
         )
         assert "by a ray.init of its own" in said
@@ -548,6 +518,7 @@ def test_an_open_cluster_is_used_by_name_only_an_address_is_that_of_the_connecti
 
 NODES = """
     import os, subprocess, sys, time
+    from dataclasses import replace
     from tests import rays
     on_disk = rays.on_disk(os.path.abspath("gcs"))
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE, **on_disk))
@@ -653,7 +624,8 @@ NODES = """
             cluster.head_node.start_gcs_server()  # it finds its state on its disk
         take(10)
         print([r["part"] for r in session.metrics()["recoveries"]], flush=True)
-        pids, ray_head.PATIENCE_S = hosts_of(session), 2.0
+        pids = hosts_of(session)
+        ray_head.TIMEOUTS = replace(ray_head.TIMEOUTS, head_s=2.0)
         cluster.head_node.kill_gcs_server()
         take(5)
         print(got == {rank: steps[:20] for rank, steps in calm.steps.items()}, flush=True)
@@ -676,7 +648,7 @@ def test_hosts_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_the
     with program(tmp_path, NODES) as there:
         assert "True launch: address: the cluster at '" in (said := there.line()), "at once"
         assert (
-            "is not used: its token is another one than that in RAY_AUTH_TOKEN, "
+            "is not used: it rejects the token in RAY_AUTH_TOKEN, "
             "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token" in said
         )
         assert there.line() == "waited 0.2 s for job 'late' to begin (start_s says for how long)"

@@ -13,6 +13,7 @@ pytestmark = rays.by_make_ray("half a minute; what is decided is in unit/test_ra
 
 PLACES = """
     import logging, os, sys
+    from dataclasses import replace
     from tests import rays
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
@@ -73,8 +74,8 @@ PLACES = """
             print(where(session), flush=True)
             print(session._host._control.asked(), flush=True)
             logging.getLogger("overlord").addHandler(logging.StreamHandler(sys.stdout))
-            ray_control.PROCESS_S = 1.0
-            with ray_control.RayControl(cluster.address) as control:  # what was idle is taken between the look and the start
+            ray_control.TIMEOUTS = replace(ray_control.TIMEOUTS, process_s=1.0)
+            with ray_control.RayActorSystem(cluster.address) as control:  # what was idle is taken between the look and the start
                 late = control.spawn(dict, name="late", node="gpu-0", resources={"cpus": 3.0, "memory": 2.0**20})
                 print(control.get(control.call(late, "copy"), 60), control.asked(), flush=True)
         cluster.shutdown()
@@ -87,7 +88,7 @@ def test_parts_go_beside_their_ranks_and_where_labels_and_resources_are_and_neve
     with program(tmp_path, PLACES) as there:
         assert "rank_nodes: expected a node for each of 4 ranks, got 2" in there.line()
         said = there.line()
-        assert "node_labels: no node of the cluster has pool=dta; there are " in said
+        assert "node_labels: no node of the cluster has pool=dta; its nodes: " in said
         assert "data-0 with pool=data and scratch=4.0" in said
         before = eval(there.line())
         assert before == {

@@ -55,7 +55,7 @@ def all_spots(
 def test_a_node_that_is_not_there_is_told_once_with_those_that_are() -> None:
     assert problems([*CPUS, *TRAINERS], BESIDE, 4) == []
     [said] = problems(CPUS, Layout(rank_nodes=("10.0.1.1", "gpu-7", "gpu-7")), 3)
-    assert said == "rank_nodes: no node of the cluster is called 'gpu-7'; there are cpu-0"
+    assert said == "rank_nodes: no node of the cluster is called 'gpu-7'; its nodes: cpu-0"
     [said] = problems([*CPUS, *TRAINERS], BESIDE, 8)
     assert (
         said == "rank_nodes: expected a node for each of 8 ranks, got 4: name them by rank, from "
@@ -173,7 +173,7 @@ def test_whoever_waits_is_told_of_what_was_asked_for_by_name() -> None:
     ]
     said = no_room(RayPlace(num_cpus=1, memory=2**20, resources=(("scratch", 1.0),)), nodes)
     assert said.startswith(
-        "a node with 1 core and 1 MB and scratch=1 idle (there are data-0 4 cores and "
+        "a node with 1 core and 1 MB and scratch=1 idle (nodes have data-0 4 cores and "
         "1024 MB and scratch=0.5, gpu-0 0"
     )
     assert "scratch" not in no_room(RayPlace(num_cpus=9), nodes)
@@ -444,12 +444,12 @@ def test_labels_and_resources_that_no_node_has_are_told_with_those_there_are() -
         Node(id="b", address="10.0.0.9"),
     ]
     assert problems(there, Layout(labels={"pool": "cpu"}), 1) == [
-        "node_labels: no node of the cluster has pool=cpu; there are gpu-0 with pool=gpu "
+        "node_labels: no node of the cluster has pool=cpu; its nodes: gpu-0 with pool=gpu "
         "and disk=2.0; 10.0.0.9 with none"
     ]
     [said] = problems(there, Layout(resources={"disk": 3}), 1)
     assert said.startswith(
-        "node_resources: no node of the cluster has disk=3; there are gpu-0 with"
+        "node_resources: no node of the cluster has disk=3; its nodes: gpu-0 with"
     )
     assert problems(there, Layout(resources={"disk": 3}, reserve=True), 1) == [], (
         "one that has it may come"

@@ -4,7 +4,7 @@ than one process is built on it.
 An actor is the result of ``factory(*args)``. It lives elsewhere (in another process or on another
 machine), and its methods run one at a time. Arguments and results are encoded by
 ``transport.codec`` on every backend, so what works on one backend works on all.
-``docs/control.md`` is the contract; ``tests/scenarios/test_control.py`` verifies it.
+``docs/rpc.md`` is the contract; ``tests/scenarios/test_control.py`` verifies it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Somewhere = str | Mapping[str, str] | None  # a node by name, any node with thes
 
 
 class ActorSystem(Protocol):
-    """The methods of every backend; ``docs/control.md`` specifies each of them."""
+    """The methods of every backend; ``docs/rpc.md`` specifies each of them."""
 
     def spawn(
         self,

@@ -1,10 +1,10 @@
 """Direct calls to actors that another process started.
 
-The launching process tells each actor where to connect. The actor dials the server of the caller,
-shows a token and a lease id, and takes calls by that connection from then on. So the successor of a
-caller that died gets the same actors. Should the dead caller resume, it has none: an actor listens
-only to the server that it was directed to last. Calls and replies are those of the other actor
-systems.
+The launching process sends each actor the address of its caller. The actor dials the server of the
+caller, shows a token and a lease id, and takes calls by that connection from then on. So the
+successor of a caller that died gets the same actors. Should the dead caller resume, it has none: an
+actor listens only to the server that it was directed to last. Calls and replies are those of the
+other actor systems.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def fault_of(control: ActorSystem, dead: ActorHandle) -> BaseException | None:
 
 
 class Dial(Protocol):
-    """How a connection is made; ``transport.server.dial`` outside simulations."""
+    """The function that opens a connection; ``transport.server.dial`` outside simulations."""
 
     def __call__(
         self, address: str, token: str, hello: dict[str, Any], *, timeout_s: float

@@ -1,5 +1,5 @@
-"""Exceptions on the wire. Those of Overlord and of Python keep type, arguments and notes; others
-become text.
+"""Exceptions on the wire. Exceptions of Overlord and of Python keep type, arguments and notes;
+others become text.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     server: HMAC over the same and its welcome, or a refusal
 
 Each message is a prefix (magic, version, kind, length) and a short body. Both sides are generators.
-They yield a number to request that many bytes, and yield bytes to send them. So blocking sockets
+They yield a number of bytes to receive, or the bytes to send. So blocking sockets
 and the server's thread share the code.
 """
 

@@ -35,9 +35,7 @@ T = TypeVar("T", bound=type)
 
 
 class _Field(NamedTuple):
-    """How to decode a field: by its type alone, by a fast path, or by the general codec and a
-    check.
-    """
+    """The decoder of a field: its type alone, a fast path, or the general codec and a check."""
 
     plain: frozenset[type]
     fast: FastDecoder | None
