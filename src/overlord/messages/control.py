@@ -277,7 +277,7 @@ class LoaderPlan:
 
     The host's documents are numbered: those held over from steps before, then the popped ones,
     loader by loader. ``take[j]`` are those for constructor host ``to[j]``, rising; without ``take``
-    all go to each of ``to``. Without constructors the hosts are ranks. ``items[j]`` are the images
+    all go to each of ``to``. ``items[j]`` are the images
     for constructor host ``to[j]``, which need not be of its documents; without ``take`` all go.
 
     Shadows. ``("follow", Opening)`` makes a loader host the shadow of a loader that is read on
