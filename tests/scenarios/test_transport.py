@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -368,9 +369,9 @@ def test_one_slow_link_holds_up_no_other():
 
 
 def test_what_is_queued_when_a_link_is_closed_still_arrives(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        server_connection, "LINGER_S", SOON_S
-    )  # whoever reads may stand for longer than a link lingers
+    # The reader may be suspended for longer than a connection lingers.
+    patient = replace(server_connection.TIMEOUTS, linger_s=SOON_S)
+    monkeypatch.setattr(server_connection, "TIMEOUTS", patient)
     with Story() as story, dialled(story.address, "tcp") as link:
         story.wait(lambda s: s.opened)
         for k in range(10):

@@ -13,6 +13,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import DataStall, FrameError, OverlordError
+from overlord.transport import shared_memory
 from overlord.transport.peer_segments import PeerSegments
 from overlord.transport.segment import Segment, map_peer_memfd, sealed_memfd
 from overlord.transport.shared_memory import RELEASE_FLAGS, Lease, SharedMemoryPool, segment_size
@@ -153,7 +155,8 @@ def sleeps(waiter: threading.Thread, ring: SharedMemoryPool) -> None:
 @pytest.fixture
 def _nothing_but_the_bell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits would look again by itself after a second; here not within the test."""
-    monkeypatch.setattr("overlord.transport.shared_memory.LOST_WAKE_S", 300.0)
+    patient = replace(shared_memory.TIMEOUTS, lost_wake_s=300.0)
+    monkeypatch.setattr(shared_memory, "TIMEOUTS", patient)
 
 
 @pytest.mark.usefixtures("_nothing_but_the_bell")

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from overlord.errors import OverlordError
+from overlord.transport.timeouts import TIMEOUTS
 
 HAS_SHARED_MEMORY = (
     sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "eventfd")
 )
 _KEY = re.compile(r"[A-Za-z0-9_.-]{1,80}")
-KEEPALIVE_S = 10  # a machine that vanished silently is detected after about three times this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +158,6 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
             if hasattr(socket, option):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), KEEPALIVE_S)
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), TIMEOUTS.keepalive_s)
         if hasattr(socket, "TCP_KEEPCNT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)

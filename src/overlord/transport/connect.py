@@ -15,10 +15,11 @@ from overlord.transport.address import HAS_SHARED_MEMORY, Address, shown, tune
 from overlord.transport.connection import MAX_HELD, SocketConnection
 from overlord.transport.handshake import TryLater, client_side
 from overlord.transport.shared_memory import SharedMemoryPool
+from overlord.transport.timeouts import TIMEOUTS
 
 TRANSPORTS = ("auto", "unix", "tcp")
 MAX_HOLD = 2**16
-AGAIN_S = 0.1  # between attempts, while a server refuses temporarily
+AGAIN_S = TIMEOUTS.retry_s
 
 
 def dial(

@@ -30,7 +30,6 @@ PREFIX = struct.Struct("<8sHHI")
 HELLO, CHALLENGE, PROOF, WELCOME, REFUSED, LATER = range(1, 7)
 NONCE_BYTES = 32
 MAX_BODY = 2**16
-SILENCE_S = 5.0  # a peer that has not finished the handshake by then is disconnected
 
 Steps = Generator[int | bytes, bytes, Any]
 

@@ -32,9 +32,10 @@ from overlord.transport.address import (
 )
 from overlord.transport.connect import dial
 from overlord.transport.connection import CLOSES
-from overlord.transport.handshake import SILENCE_S, Accepted, refusal, server_side
-from overlord.transport.server_connection import LINGER_S, ServerConnection
+from overlord.transport.handshake import Accepted, refusal, server_side
+from overlord.transport.server_connection import ServerConnection
 from overlord.transport.shared_memory import SharedMemoryPool
+from overlord.transport.timeouts import TIMEOUTS
 
 __all__ = ["Server", "dial"]
 
@@ -105,7 +106,7 @@ class Server:
         tcp: bool = True,
         key: str | None = None,
         hold: int = 0,
-        silence_s: float = SILENCE_S,
+        silence_s: float = TIMEOUTS.handshake_s,
     ):
         if not tcp and not HAS_SHARED_MEMORY:
             raise OverlordError(
@@ -156,7 +157,7 @@ class Server:
         return list(self._links)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Send queued messages for up to ``LINGER_S``, then end all connections."""
+        """Send queued messages for up to ``Timeouts.linger_s``, then end all connections."""
         self.later(self._begin_close)
         if threading.get_ident() != self._thread.ident:
             self._thread.join(timeout_s)
@@ -363,7 +364,7 @@ class Server:
 
     def _begin_close(self) -> None:
         if self._closing_at is None:
-            self._closing_at = time.monotonic() + LINGER_S
+            self._closing_at = time.monotonic() + TIMEOUTS.linger_s
             for link in list(self._links):
                 link.close(CLOSES)
 

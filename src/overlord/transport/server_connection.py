@@ -15,6 +15,7 @@ from overlord.transport.connection import CLOSED_HERE, SocketConnection
 from overlord.transport.message_io import NOTHING
 from overlord.transport.shared_memory import SharedMemoryPool
 from overlord.transport.socket_io import BYE, OutgoingMessage
+from overlord.transport.timeouts import TIMEOUTS
 
 if TYPE_CHECKING:
     from overlord.transport.server import Server
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 # of one connection, in addition to the socket's buffer; a single message may be larger
 MAX_QUEUED_BYTES = 2**26
 MAX_QUEUED = 1024
-LINGER_S = 2.0  # for a closed connection to send its queue
 
 
 class ServerConnection(SocketConnection):
@@ -148,15 +148,15 @@ class ServerConnection(SocketConnection):
         self._server.later(lambda: self._server.drop(self, reason))
 
     def close(self, reason: str = "") -> None:
-        """Close in order: queued messages are sent for up to ``LINGER_S``, and nothing more is
-        delivered.
+        """Close in order: queued messages are sent for up to ``Timeouts.linger_s``, and nothing
+        more is delivered.
         """
         with self._drained:
             if self._lost is not None or self.linger_until:
                 return
             self._lost = f"{CLOSED_HERE}{': ' if reason else ''}{reason}"
             self._send_buffer.put(OutgoingMessage(BYE, [reason.encode()[:1024]]))
-            self.linger_until = time.monotonic() + LINGER_S
+            self.linger_until = time.monotonic() + TIMEOUTS.linger_s
             self._try_write()
             self._drained.notify_all()
         self._server.later(lambda: self._server.watch_lingering(self))

@@ -22,11 +22,11 @@ import numpy as np
 from overlord.errors import DataStall, OverlordError
 from overlord.transport.address import HAS_SHARED_MEMORY
 from overlord.transport.segment import Segment, sealed_memfd
+from overlord.transport.timeouts import TIMEOUTS
 
 # messages by reference that one peer may hold; more are copied through the socket
 RELEASE_FLAGS = 1024
 SMALLEST = 2**16
-LOST_WAKE_S = 1.0  # the most that a lost wake-up costs
 _HANGUP = getattr(select, "POLLRDHUP", 0)
 
 
@@ -160,7 +160,7 @@ class SharedMemoryPool:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise DataStall(self._holders_text(nbytes), wait_s)
-                self._wait_for_release(min(left, LOST_WAKE_S))
+                self._wait_for_release(min(left, TIMEOUTS.lost_wake_s))
             return found
         finally:
             self._waiting = False
